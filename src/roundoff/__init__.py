@@ -1,0 +1,53 @@
+"""roundoff: an error budget for neural networks.
+
+Measure what the rounding of every operator costs the output in any number format, choose the cheapest formats that
+meet a target, and prove it. ``diagnose`` does all three; ``budget``, ``Budget.plan`` and ``verify`` are its steps.
+Names are loaded when they are first used, so importing this package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roundoff.errors import RoundoffError as RoundoffError
+    from roundoff.formats import FORMATS as FORMATS
+    from roundoff.formats import Format as Format
+    from roundoff.formats import parse_format as parse_format
+    from roundoff.formats import round_tensor as round_tensor
+    from roundoff.plan.budget import Budget as Budget
+    from roundoff.plan.diagnose import diagnose as diagnose
+    from roundoff.plan.measure import budget as budget
+    from roundoff.plan.plan import Plan as Plan
+    from roundoff.plan.verify import verify as verify
+    from roundoff.site import Site as Site
+    from roundoff.workload import Workload as Workload
+
+_PUBLIC = {
+    "Budget": "roundoff.plan.budget",
+    "FORMATS": "roundoff.formats",
+    "Format": "roundoff.formats",
+    "Plan": "roundoff.plan.plan",
+    "RoundoffError": "roundoff.errors",
+    "Site": "roundoff.site",
+    "Workload": "roundoff.workload",
+    "budget": "roundoff.plan.measure",
+    "diagnose": "roundoff.plan.diagnose",
+    "parse_format": "roundoff.formats",
+    "round_tensor": "roundoff.formats",
+    "verify": "roundoff.plan.verify",
+}
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'roundoff' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

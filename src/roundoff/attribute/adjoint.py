@@ -1,0 +1,293 @@
+"""The adjoint error budget: what every site's rounding costs the output, from one forward and one batched backward.
+
+With z the target tensor and J_i the Jacobian of z by the output of site i, an error e_i at that output changes z by
+J_i e_i to first order. For random sign vectors v, E[(v . J_i e_i)^2] = |J_i e_i|^2 because E[v v^T] = I
+(M. F. Hutchinson, Commun. Stat. Simul. 18, 1989, eq. 2-4, applied to (J e)(J e)^T); one vector-Jacobian product gives
+v^T J_i for all sites. The error e_i in a format is what the operator itself computes differently when its operands,
+weights and output are rounded (``capture.execute.steps``), so a new format costs no new pass. Errors are computed in
+the backward hooks, projected on the K probe gradients of that site, and dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from roundoff.attribute.project import backward, hand_over, sample_axis
+from roundoff.capture.calls import Call, CallMode, float_tensors
+from roundoff.capture.execute import execute, runs, steps
+from roundoff.capture.sizes import sizes
+from roundoff.formats import Format
+
+
+@dataclass(frozen=True)
+class TermKey:
+    """One part of one site's error in one format: the smallest entry of the budget."""
+
+    site: str
+    format: str
+    part: str
+    operand: int
+    sources: tuple[str, ...]
+
+
+@dataclass
+class Projection:
+    """``v . J e`` for each probe and sample, shape ``(K, S)``, or ``(K, 1)`` when the batch is summed."""
+
+    values: Tensor
+    pooled: bool
+    overflow: int
+
+
+@dataclass
+class SiteInfo:
+    """What is known of one site besides its errors."""
+
+    site: str
+    operator: str
+    kind: str
+    params: tuple[str, ...]
+    sizes: dict[str, float]
+    refused: dict[str, str]
+    no_path: str | None = "its output does not reach the target"
+    batches: int = 0
+
+
+class _Held:
+    """A tensor kept until the backward pass, copied first if something is about to write into it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+@dataclass
+class Probe:
+    """The handler of one batch's forward pass, and what its backward hooks measure."""
+
+    formats: Sequence[Format]
+    sites: dict[str, SiteInfo]
+    chosen: Callable[[str], Format | None]
+    anchor: Tensor
+    wanted: str | None = None
+    found: Tensor | None = None
+    samples: int = 1
+    keep: Tensor | None = None
+    axes: dict[tuple[str, int], tuple[int, int] | None] = field(default_factory=dict)
+    terms: dict[TermKey, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    pooled: dict[TermKey, bool] = field(default_factory=dict)
+    overflow: dict[TermKey, int] = field(default_factory=lambda: defaultdict(int))
+    reached: set[str] = field(default_factory=set)
+    release: bool = True
+    _held: dict[int, list[weakref.ref[_Held]]] = field(default_factory=lambda: defaultdict(list))
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Copy what is held of this storage before it changes."""
+        for reference in self._held.pop(tensor.untyped_storage().data_ptr(), []):
+            held = reference()
+            if held is not None:
+                held.tensor = held.tensor.clone()
+
+    def call(self, call: Call) -> Any:
+        """Run the call so that gradients reach its output, and measure its errors when they come back."""
+        if call.operator.inplace and isinstance(call.leaves[0], Tensor):
+            before = call.leaves[0].detach().clone()
+        else:
+            before = None
+        chosen = self.chosen(str(call.site))
+        exact = call.run()
+        outputs = float_tensors(exact)
+        if not outputs:
+            return exact
+        info = self._describe(call, outputs)
+        if not torch.is_grad_enabled():
+            info.no_path = "computed under torch.no_grad"
+            return exact
+        leaves = [before, *call.leaves[1:]] if before is not None else list(call.leaves)
+        held = [self._hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        kept = dataclasses.replace(call, leaves=held)
+        result, reference = self._attach(exact, kept, chosen)
+        if str(call.site) == self.wanted and self.found is None:
+            self.found = float_tensors(result)[0]
+        for place, tensor in enumerate(float_tensors(result)):
+            tensor.register_hook(functools.partial(self._hook, kept, reference, place))
+        return result
+
+    def _describe(self, call: Call, outputs: list[Tensor]) -> SiteInfo:
+        name = str(call.site)
+        info = self.sites.get(name)
+        if info is None:
+            params = tuple(sorted(set().union(*(o.sources for o in call.operands if o.role != "activation"))))
+            refused = {f.name: why for f in self.formats if (why := runs(call, f)) is not None}
+            info = SiteInfo(name, call.operator.name, call.kind, params, {}, refused)
+            self.sites[name] = info
+        info.batches += 1
+        for key, value in sizes(call, outputs).items():
+            info.sizes[key] = info.sizes.get(key, 0.0) + value
+        return info
+
+    def _hold(self, tensor: Tensor) -> _Held:
+        held = _Held(tensor)
+        self._held[tensor.untyped_storage().data_ptr()].append(weakref.ref(held))
+        return held
+
+    def _attach(self, exact: Any, kept: Call, chosen: Format | None) -> tuple[Any, Any]:
+        """The result with a gradient path, executed in the chosen format (straight through), and the reference."""
+        reference = tree_map(lambda t: self._hold(t) if isinstance(t, Tensor) else t, exact)
+        inplace = kept.operator.inplace
+        if chosen is not None and runs(kept, chosen) is None:
+            with torch.no_grad():
+                call = _open(kept)
+                call.leaves = [leaf.clone() if inplace and i == 0 else leaf for i, leaf in enumerate(call.leaves)]
+                rounded = execute(call, chosen)
+            if inplace:
+                self.before_write(exact)
+                exact.data.copy_(rounded)  # .data: the gradient formula may have kept this tensor
+                return self._anchored(exact, inplace), reference
+            flat, spec = tree_flatten(exact)
+            pairs = zip(flat, tree_flatten(rounded)[0], strict=True)
+            exact = tree_unflatten([e + (r - e.detach()) if _is_float(e) else e for e, r in pairs], spec)
+        return self._anchored(exact, inplace), reference
+
+    def _anchored(self, result: Any, inplace: bool) -> Any:
+        def anchored(t: Any) -> Any:
+            if not isinstance(t, Tensor) or not t.is_floating_point() or t.requires_grad:
+                return t
+            # adding -0.0 changes no value, not even the sign of a zero
+            anchor = self.anchor.to(t.device, t.dtype)
+            return t.add_(anchor) if inplace else t + anchor
+
+        return tree_map(anchored, result)
+
+    def _hook(self, kept: Call, reference: Any, place: int, gradient: Tensor) -> None:
+        hand_over(gradient, functools.partial(self._measure, kept, reference, place))
+
+    def _measure(self, kept: Call, reference: Any, place: int, gradients: Tensor) -> None:
+        name = str(kept.site)
+        self.reached.add(name)
+        call = _open(kept)
+        exact = tree_map(lambda t: t.tensor if isinstance(t, _Held) else t, reference)
+        probes, axis = self._by_sample(name, place, gradients)
+        refused = self.sites[name].refused
+        for fmt in self.formats:
+            if fmt.name in refused:
+                continue
+            last = float_tensors(exact)[place]
+            for step in steps(call, fmt, exact):
+                now = float_tensors(step.result)[place]
+                operand = -1 if step.operand is None else step.operand.leaf
+                sources = () if step.operand is None else tuple(sorted(step.operand.sources))
+                key = TermKey(name, fmt.name, step.part, operand, sources)
+                values, overflow = _project(probes, _arrange(now - last, axis, self.samples))
+                self.terms[key].append(values)
+                self.pooled[key] = axis is None
+                self.overflow[key] += overflow
+                last = now
+        if self.release:
+            kept.leaves = []
+
+    def _by_sample(self, name: str, place: int, gradients: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+        """Probe gradients as ``(S, n, K)``; the last probe is the masked one where samples are being told apart."""
+        gradients = gradients if gradients.dtype == torch.float64 else gradients.float()
+        if self.keep is not None:
+            if (name, place) not in self.axes:
+                self.axes[name, place] = sample_axis(gradients[-1], self.samples, self.keep)
+            gradients = gradients[:-1]
+        axis = self.axes.get((name, place))
+        count = gradients.shape[0]
+        if axis is None:
+            return gradients.reshape(count, 1, -1).permute(1, 2, 0), None
+        moved = gradients.movedim(axis[0] + 1, 1)
+        return moved.reshape(count, self.samples, -1).permute(1, 2, 0), axis
+
+
+def _arrange(error: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor:
+    """An error as ``(S, 1, n)`` in the order of the probe gradients."""
+    error = error if error.dtype == torch.float64 else error.float()
+    if axis is None:
+        return error.reshape(1, 1, -1)
+    return error.movedim(axis[0], 0).reshape(samples, 1, -1)
+
+
+def _project(probes: Tensor, error: Tensor) -> tuple[Tensor, int]:
+    """Inner products ``(K, S)`` of an error with the probe gradients, and how many errors are not finite.
+
+    An infinite error (the format overflowed) that no probe looks at, a masked position say, costs nothing; one
+    that a probe looks at costs everything: its projection is infinite.
+    """
+    values = torch.bmm(error, probes)[:, 0, :].T
+    if bool(values.isfinite().all()):
+        return values, 0
+    bad = ~error.isfinite()
+    if not bool(bad.any()):
+        return values, 0
+    seen = (probes.ne(0) & bad.transpose(1, 2)).any(dim=1)  # (S, K)
+    values = torch.bmm(error.masked_fill(bad, 0.0), probes)[:, 0, :].T
+    count = int((bad.transpose(1, 2) & probes.ne(0).any(dim=2, keepdim=True)).sum())
+    return values.masked_fill(seen.T, float("inf")), count
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _open(kept: Call) -> Call:
+    return dataclasses.replace(
+        kept, leaves=[leaf.tensor if isinstance(leaf, _Held) else leaf for leaf in kept.leaves]
+    )
+
+
+def measure_batch(
+    mode: CallMode,
+    probe: Probe,
+    forward: Callable[[], list[Tensor]],
+    *,
+    check: Callable[[], None],
+    probes: Callable[[int], int],
+    generator: torch.Generator,
+    learn_axes: bool,
+    batched: bool,
+) -> list[Tensor]:
+    """One forward and the backward passes of one batch; fills ``probe`` and returns the target tensors, detached.
+
+    ``forward`` runs the model and returns the target tensors, called with ``mode`` entered; ``check`` may
+    refuse what it found. ``probes`` says how probes to draw, given the number of samples. A target of one element needs one: its gradient is exact.
+    """
+    mode.handler = probe
+    mode.begin()
+    with torch.enable_grad(), mode:
+        targets = forward()
+    check()
+    values = [t.detach() for t in targets]
+    rows = {t.shape[0] if t.ndim else 1 for t in targets}
+    probe.samples = rows.pop() if len(rows) == 1 else 1
+    count = 1 if sum(t.numel() for t in targets) == 1 else probes(probe.samples)
+    targets = [t for t in targets if t.requires_grad]
+    vectors = [_signs(count, t, generator) for t in targets]
+    if learn_axes and probe.samples > 1:
+        probe.keep = torch.arange(probe.samples) % 2 == 0
+        rest = ~probe.keep.to(targets[0].device)
+        vectors = [torch.cat([v, v[:1].masked_fill(_rows(rest, v), 0.0)]) for v in vectors]
+    probe.release = batched
+    backward(targets, probe.anchor, vectors, batched=batched)
+    return values
+
+
+def _signs(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    signs = torch.randint(0, 2, (count, *like.shape), generator=generator, dtype=torch.int8)
+    return signs.to(like.device, like.dtype).mul_(2).sub_(1)
+
+
+def _rows(mask: Tensor, vectors: Tensor) -> Tensor:
+    return mask.view(1, -1, *(1 for _ in range(vectors.ndim - 2)))

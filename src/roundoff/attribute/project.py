@@ -1,0 +1,85 @@
+"""Probe gradients, all at once: a backward pass under ``torch.vmap`` that hands each site its K gradients.
+
+A tensor hook sees its gradient as one logical tensor while ``vmap`` carries K of them. ``hand_over`` gives the
+callback all K, as one plain tensor of shape ``(K, *shape)``, outside the ``vmap`` level, so that what the callback
+computes (the rounding errors of the site) is computed once, not K times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Callback = Callable[[Tensor], None]
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(gradient: Tensor, callback: Callback) -> Tensor:  # type: ignore[override]
+        callback(gradient.unsqueeze(0))
+        return gradient.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        return None
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[int | None, ...], gradient: Tensor, callback: Callback
+    ) -> tuple[Tensor, None]:
+        axis = in_dims[0]
+        if axis is None:  # the same gradient for every probe
+            callback(gradient.expand(info.batch_size, *gradient.shape))
+        else:
+            callback(gradient.movedim(axis, 0))
+        return gradient.new_zeros(()), None
+
+
+def hand_over(gradient: Tensor, callback: Callback) -> None:
+    """Call ``callback`` with the K gradients behind ``gradient``, shape ``(K, *shape)``; K = 1 outside vmap."""
+    _HandOver.apply(gradient, callback)
+
+
+def backward(outputs: list[Tensor], anchor: Tensor, probes: list[Tensor], *, batched: bool) -> int:
+    """Run the vector-Jacobian products of K probes back to ``anchor``; hooks on the way see the gradients.
+
+    ``probes[i]`` has shape ``(K, *outputs[i].shape)``. Batched, the graph is freed on the way and hooks fire
+    once with all K gradients; else K passes run one after the other. Returns the number of backward passes.
+    """
+    if batched:
+        def pass_(*vectors: Tensor) -> Tensor:
+            (gradient,) = torch.autograd.grad(outputs, anchor, vectors, allow_unused=True)
+            return anchor.detach() if gradient is None else gradient
+
+        torch.vmap(pass_)(*probes)
+        return 1
+    count = probes[0].shape[0]
+    for k in range(count):
+        torch.autograd.grad(
+            outputs, anchor, [p[k] for p in probes], retain_graph=k + 1 < count, allow_unused=True
+        )
+    return count
+
+
+def sample_axis(masked: Tensor, samples: int, keep: Tensor) -> tuple[int, int] | None:
+    """Which axis of a site's tensor counts the samples, found by a probe that looks at some samples only.
+
+    ``masked`` is the gradient, at the site, of a probe that is zero on the samples where ``keep`` (bool, shape
+    ``(samples,)``) is False. On an axis that counts samples the slices of the other samples are exactly zero.
+    Returns ``(axis, repeats)``: the axis has ``samples * repeats`` entries, samples slowest. None when the site
+    mixes samples, or has another layout: its projections are then summed over the batch before squaring, which
+    estimates the same sum of powers with more variance.
+    """
+    if samples < 2 or not bool(masked.any()):
+        return None
+    for axis in range(min(2, masked.ndim)):
+        size = masked.shape[axis]
+        if size == 0 or size % samples or (axis == 1 and size != samples):
+            continue
+        slices = masked.movedim(axis, 0).reshape(samples, -1)
+        if not bool(slices[~keep.to(slices.device)].any()):
+            return axis, size // samples
+    return None

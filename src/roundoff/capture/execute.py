@@ -1,0 +1,167 @@
+"""Run one operator call in a number format: the single place that says what "executed in bf16" means.
+
+A format's execution rule (``Format.execution``) names the parts that are rounded: activation operands, weights
+(with biases where the format rounds them), and the output. A bf16 matmul rounds operands and output and
+accumulates in fp32; an int8 matmul quantizes operands and weights with scales, accumulates exactly and leaves
+an fp32 output. Rounding is simulated in the reference's own dtype, so any format runs on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from roundoff.capture.calls import Call, Operand
+from roundoff.capture.operators import MATRIX_KINDS
+from roundoff.formats import (
+    BlockFormat,
+    Format,
+    Granularity,
+    PerAxis,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    round_tensor,
+)
+
+
+def runs(call: Call, fmt: Format) -> str | None:
+    """None when this operator can be executed in ``fmt``, else the reason why not."""
+    rule = fmt.execution
+    if rule is None:
+        return f"{fmt.name} holds scales, not values"
+    if rule.operators == "matrix":
+        if call.kind not in MATRIX_KINDS:
+            return f"no {fmt.name} arithmetic for {call.kind} operators"
+        if rule.activation is None and not any(operand.role == "weight" for operand in call.operands):
+            return f"{fmt.name} is for weights, and this operator has none"
+        if call.kind == "embedding" and not any(operand.role == "weight" for operand in call.operands):
+            return "the looked-up table is not a parameter"
+    return None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One more part of a call rounded: which part, which operand (-1 for the output), and the result so far."""
+
+    part: str
+    operand: Operand | None
+    result: Any
+
+
+def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
+    """The call executed in ``fmt`` one part at a time: activation operands one by one, then weights, then output.
+
+    Each step keeps the roundings of the steps before it, so the differences between consecutive results add up
+    to the whole error exactly: nothing is counted twice (the output part of a ReLU whose operand is already
+    rounded is zero). ``reference`` is the result with nothing rounded; parts that do not apply are left out.
+    """
+    rule = fmt.execution
+    if rule is None:
+        return
+    leaves = list(call.leaves)
+    result = reference
+    if rule.activation is not None and call.kind != "embedding":
+        for operand in call.operands:
+            if operand.role == "activation":
+                leaves[operand.leaf] = round_operand(leaves[operand.leaf], operand, fmt)
+                result = call.again(leaves)
+                yield Step("activation", operand, result)
+    if rule.weight is not None:
+        weights = [o for o in call.operands if o.role == "weight" or (o.role == "bias" and rule.bias)]
+        if call.operator.name == "embedding" and rule.weight != "tensor":
+            # each row has its own scale, so rounding the rows that were looked up gives the same values
+            for operand in weights:
+                result = tree_map(lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows, result)
+                yield Step("weight", operand, result)
+        else:
+            for operand in weights:
+                leaves[operand.leaf] = round_operand(leaves[operand.leaf], operand, fmt)
+                result = call.again(leaves)
+                yield Step("weight", operand, result)
+    if rule.output and call.kind != "embedding":
+        yield Step("output", None, round_output(result, fmt))
+
+
+def execute(call: Call, fmt: Format) -> Any:
+    """The call's result when executed in ``fmt`` (an in-place operator writes, as it would)."""
+    rule = fmt.execution
+    if rule is None:
+        return call.run()
+    if call.operator.name == "embedding" and rule.weight not in (None, "tensor"):
+        return tree_map(lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows, call.run())
+    leaves = list(call.leaves)
+    for operand in call.operands:
+        how = rule.activation if operand.role == "activation" else rule.weight
+        if how is not None and (operand.role != "bias" or rule.bias):
+            rounded = round_operand(leaves[operand.leaf], operand, fmt)
+            if call.operator.inplace and operand.leaf == 0:
+                with torch.no_grad():
+                    leaves[0].copy_(rounded)
+            else:
+                leaves[operand.leaf] = rounded
+    result = call.run(leaves)
+    if not rule.output or call.kind == "embedding":
+        return result
+    if call.operator.inplace:
+        with torch.no_grad():
+            return result.copy_(round_output(result, fmt))
+    return round_output(result, fmt)
+
+
+def round_operand(x: Tensor, operand: Operand, fmt: Format) -> Tensor:
+    """``x`` rounded the way ``fmt`` rounds this operand: a plain cast, or scaled per tensor, channel or block."""
+    rule = fmt.execution
+    how = None if rule is None else rule.activation if operand.role == "activation" else rule.weight
+    if how is None or x.numel() == 0:
+        return x
+    x = x.detach()
+    if how == "exact":
+        return round_tensor(x, fmt)
+    channel = operand.channel if operand.channel >= 0 else operand.channel + x.ndim
+    granularity: Granularity = PerTensor()
+    if how == "channel" and x.ndim > 1:
+        granularity = PerAxis(channel)
+    elif how == "token" and x.ndim > 1:
+        granularity = PerToken()
+    elif how in ("block", "group"):
+        return _round_blocks(x, fmt, operand.reduce if -x.ndim <= operand.reduce < x.ndim else -1)
+    return round_tensor(x, fmt, granularity=granularity)
+
+
+def round_rows(rows: Tensor, fmt: Format) -> Tensor:
+    """Rows of a table, each rounded with its own scale."""
+    rule = fmt.execution
+    if rule is None or rows.numel() == 0:
+        return rows
+    if rule.weight == "exact":
+        return round_tensor(rows.detach(), fmt)
+    if rule.weight in ("block", "group"):
+        return _round_blocks(rows.detach(), fmt, -1)
+    return round_tensor(rows.detach(), fmt, granularity=PerToken())
+
+
+def round_output(value: Any, fmt: Format) -> Any:
+    """Every floating-point tensor of a result cast to ``fmt``."""
+    return tree_map(lambda t: round_tensor(t.detach(), fmt) if _rounds(t) else t, value)
+
+
+def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:
+    """Blocks along ``axis``; a last block that is not full is completed with zeros, which change no maximum."""
+    size = fmt.block_size if isinstance(fmt, BlockFormat) else 32
+    missing = -x.shape[axis] % size
+    if not missing:
+        return round_tensor(x, fmt, granularity=PerGroup(size, axis))
+    shape = list(x.shape)
+    shape[axis] = missing
+    padded = torch.cat([x, x.new_zeros(shape)], dim=axis)
+    return round_tensor(padded, fmt, granularity=PerGroup(size, axis)).narrow(axis, 0, x.shape[axis])
+
+
+def _rounds(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0

@@ -1,0 +1,52 @@
+"""The command line: each verb is the public function of the same name, with a parser in front.
+
+Exit codes: 0 done (and the target is met), 1 the target is missed, 2 wrong usage or bad input, or interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from roundoff.cli import budget, diagnose, plan, verify
+from roundoff.errors import InfeasibleError, RoundoffError
+
+MISSED = 1
+BAD_INPUT = 2
+
+app = typer.Typer(
+    name="roundoff",
+    help="An error budget for neural networks: what each operator's rounding costs, and the cheapest plan that holds.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("diagnose")(diagnose.command)
+app.command("budget")(budget.command)
+app.command("plan")(plan.command)
+app.command("verify")(verify.command)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code; errors are one message on standard error."""
+    try:
+        result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
+        return int(result or 0)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return BAD_INPUT
+    except InfeasibleError as error:
+        print(f"roundoff: {error}", file=sys.stderr)
+        return MISSED
+    except RoundoffError as error:
+        print(f"roundoff: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except (KeyboardInterrupt, click.Abort):
+        print("roundoff: interrupted; files are written whole or not at all, and the model is as it was",
+              file=sys.stderr)  # fmt: skip
+        return BAD_INPUT

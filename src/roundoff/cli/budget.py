@@ -1,0 +1,43 @@
+"""``roundoff budget``: measure, and keep the result in one parquet file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundoff.cli import options as o
+
+
+def command(
+    workload: Annotated[Path, typer.Argument(help="A Python file with model() and batches().")],
+    formats: o.Formats = o.DEFAULT_FORMATS,
+    of: o.Part = None,
+    probes: o.Probes = None,
+    seed: o.Seed = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The parquet file to write.")] = Path("budget.parquet"),
+    top: o.Top = 20,
+    json: o.Json = False,
+) -> int:
+    """Measure what rounding each operator costs the output in each format."""
+    import roundoff
+    from roundoff.files import check_folder
+    from roundoff.plan.diagnose import coverage, ranked
+    from roundoff.report import print_ranking
+
+    check_folder(output.parent)
+    with o.progress(json) as progress:
+        measured = roundoff.budget(
+            roundoff.Workload.load(workload), o.split(formats), target=of, probes=probes, seed=seed, progress=progress
+        )
+    measured.save(output)
+    rows = ranked(measured, {})
+    if json:
+        about = {k: measured.about[k] for k in ("workload", "formats", "probes", "samples", "target")}
+        o.print_json({**about, "coverage": coverage(measured), "ranking": rows, "output": str(output)})
+    else:
+        console = o.console(False)
+        print_ranking(rows, console, top=top)
+        console.print(f"Written to {output}", markup=False)
+    return 0

@@ -1,0 +1,114 @@
+"""The options that several verbs share, and how their text becomes arguments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from roundoff.errors import PatternError, PlanError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from roundoff.plan.measure import Progress
+
+Formats = Annotated[str, typer.Option("--formats", "-f", help="Number formats to measure, separated by commas.")]
+Target = Annotated[str | None, typer.Option("--target", "-t", help="Least SQNR of the output, such as 40dB.")]
+MetricDrop = Annotated[
+    str | None, typer.Option("--metric-drop", help="Most the metric may lose, such as 0.5% (of 1) or 0.005.")
+]
+Cost = Annotated[str, typer.Option("--cost", help="What to save: bytes, bitops or seconds.")]
+CostTable = Annotated[
+    str | None, typer.Option("--cost-table", help="Seconds per operation (TOML); measured here when left out.")
+]
+Pin = Annotated[list[str] | None, typer.Option("--pin", help="PATTERN=FORMAT: these sites run in this format. Repeatable.")]
+Allow = Annotated[
+    list[str] | None, typer.Option("--allow", help="PATTERN=FORMAT,FORMAT: these sites may use these formats. Repeatable.")
+]
+Part = Annotated[
+    str | None, typer.Option("--of", help="Measure a part of the output by name, a site, or 'loss'. Default: the whole output.")
+]
+Probes = Annotated[int | None, typer.Option("--probes", min=1, help="Probe vectors a sample; chosen from the data when left out.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the probe vectors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Top = Annotated[int, typer.Option("--top", min=1, help="Rows of the ranked table to print.")]
+
+DEFAULT_FORMATS = "bf16,fp16,fp8_e4m3fn,int8"
+
+
+def split(formats: str) -> list[str]:
+    """Names separated by commas."""
+    return [name.strip() for name in formats.split(",") if name.strip()]
+
+
+def pairs(options: list[str] | None, name: str) -> dict[str, str]:
+    """``PATTERN=FORMAT`` options as a dictionary. Raises ``PatternError`` where there is no ``=``."""
+    found = {}
+    for option in options or []:
+        pattern, mark, value = option.rpartition("=")
+        if not mark or not pattern or not value:
+            raise PatternError(f"--{name} needs a pattern and a format", where=f"--{name}",
+                               expected="PATTERN=FORMAT, such as '*/softmax=fp32'", got=repr(option))  # fmt: skip
+        found[pattern] = value
+    return found
+
+
+def allowed(options: list[str] | None) -> dict[str, list[str]]:
+    """``PATTERN=FORMAT,FORMAT`` options as a dictionary of lists."""
+    return {pattern: split(value) for pattern, value in pairs(options, "allow").items()}
+
+
+def cost_table(cost: str, path: str | None, formats: list[str]) -> Any:
+    """The table of the seconds model: the user's file, or measured on this machine; None for the other models."""
+    from roundoff.plan import cost as costs
+
+    if cost != "seconds":
+        if path is not None:
+            raise PlanError("a cost table is only used with --cost seconds", where="--cost-table", got=f"--cost {cost}")
+        return None
+    return costs.read_table(path) if path else costs.measure_seconds(formats)
+
+
+def print_json(data: Any) -> None:
+    """One JSON object on standard output; numbers that are not finite become null."""
+    print(json.dumps(data, indent=1, allow_nan=False, default=str))
+
+
+def console(quiet: bool) -> Console:
+    """Where tables go: standard output, or nowhere when JSON was asked for."""
+    from rich.console import Console
+
+    return Console(quiet=quiet, highlight=False)
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Progress | None]:
+    """A progress line on standard error, one task for each stage of the work; None when quiet."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:>20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        tasks: dict[str, Any] = {}
+
+        def advance(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = shown.add_task(name, total=total)
+            shown.update(tasks[name], completed=done, total=total)
+
+        yield advance
+
+
+def said(path: str | Path | None) -> str:
+    """A path as a message shows it."""
+    return str(path) if path is not None else "-"

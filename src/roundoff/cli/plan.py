@@ -1,0 +1,46 @@
+"""``roundoff plan``: the cheapest plan that meets a target, from a budget file; the model is not needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundoff.cli import options as o
+
+
+def command(
+    budget: Annotated[Path, typer.Argument(help="A file written by roundoff budget.")],
+    target: o.Target = None,
+    metric_drop: o.MetricDrop = None,
+    max_cost: Annotated[float | None, typer.Option("--max-cost", help="Most the plan may cost (MB, Gbitops or ms).")] = None,
+    formats: Annotated[str | None, typer.Option("--formats", "-f", help="Only these of the measured formats.")] = None,
+    cost: o.Cost = "bytes",
+    cost_table: o.CostTable = None,
+    pin: o.Pin = None,
+    allow: o.Allow = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write (.toml or .json).")] = Path("plan.toml"),
+    json: o.Json = False,
+) -> int:
+    """Choose a format for each site: the cheapest plan whose predicted SQNR meets the target."""
+    from roundoff.plan.budget import Budget
+    from roundoff.plan.diagnose import plan_summary
+    from roundoff.report import print_plan
+
+    measured = Budget.load(budget)
+    names = None if formats is None else o.split(formats)
+    table = o.cost_table(cost, cost_table, names or measured.about["formats"])
+    chosen = measured.plan(
+        target, metric_drop=metric_drop, max_cost=max_cost, cost=cost, cost_table=table,
+        pin=o.pairs(pin, "pin"), allow=o.allowed(allow), formats=names,
+    )  # fmt: skip
+    chosen.save(output)
+    summary = plan_summary(measured, chosen)
+    if json:
+        o.print_json({**summary, "output": str(output)})
+    else:
+        console = o.console(False)
+        print_plan(summary, console)
+        console.print(f"Written to {output}", markup=False)
+    return 0

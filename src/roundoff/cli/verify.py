@@ -1,0 +1,44 @@
+"""``roundoff verify``: run a plan and put prediction and measurement side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundoff.cli import options as o
+
+
+def command(
+    workload: Annotated[Path, typer.Argument(help="A Python file with model() and batches().")],
+    plan: Annotated[Path, typer.Argument(help="A plan written by roundoff plan or diagnose.")],
+    budget: Annotated[
+        Path | None, typer.Option("--budget", "-b", help="The budget of the plan: mends the plan where it misses.")
+    ] = None,
+    target: o.Target = None,
+    metric_drop: o.MetricDrop = None,
+    native: Annotated[bool, typer.Option(help="Also run with real casts where this device has the format.")] = True,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the mended plan.")] = None,
+    json: o.Json = False,
+) -> int:
+    """Run a plan by simulated rounding, measure SQNR and metric, and say whether the target is met."""
+    import roundoff
+    from roundoff.plan.targets import parse_drop, parse_target
+    from roundoff.report import print_verify
+
+    written = roundoff.Plan.load(plan)
+    measured = None if budget is None else roundoff.Budget.load(budget)
+    with o.progress(json) as progress:
+        proof = roundoff.verify(
+            roundoff.Workload.load(workload), written, budget=measured,
+            target=None if target is None else parse_target(target),
+            metric_drop=None if metric_drop is None else parse_drop(metric_drop), native=native, progress=progress,
+        )  # fmt: skip
+    if output is not None:
+        proof.plan.save(output)
+    if json:
+        o.print_json(proof.summary())
+    else:
+        print_verify(proof.summary(), o.console(False))
+    return 0 if proof.met else 1

@@ -1,0 +1,132 @@
+"""Every error this package raises on purpose, each saying where, what was expected, what came and what to do.
+
+Catch :class:`RoundoffError` for all of them. Anything else that escapes is a bug in roundoff or in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "FormatError",
+    "GradientPathError",
+    "InfeasibleError",
+    "NonFiniteError",
+    "OutputError",
+    "PatternError",
+    "PlanError",
+    "RoundoffError",
+    "WorkloadError",
+]
+
+
+class RoundoffError(Exception):
+    """Base class of all roundoff errors.
+
+    The message has one line for the fault and one for each part that is given; a part left out or ``None`` has no
+    line. Every part is kept as an attribute of the same name, so a caller can branch on it without reading English.
+
+    Args:
+        what: the fault, one sentence without a full stop.
+        where: the place: a file and line, a site, a field of a file.
+        expected: what would have been accepted.
+        got: what came instead. Describe tensors by shape and dtype, never by content.
+        do: the next step for the user.
+
+    Example:
+        >>> print(RoundoffError("unknown format", where="--formats", got="bf61", do="did you mean bf16?"))
+        --formats: unknown format
+          got: bf61
+          do: did you mean bf16?
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+        do: str | None = None,
+    ) -> None:
+        lines = [what if where is None else f"{where}: {what}"]
+        for label, text in (("expected", expected), ("got", got), ("do", do)):
+            if text is not None:
+                lines.append(f"  {label}: {text}")
+        super().__init__("\n".join(lines))
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.do = do
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exception's own __reduce__ would pass the drawn message as `what` again and lose the keyword-only parts;
+        # errors cross process boundaries (pytest-xdist, multiprocessing), so rebuild from the attributes instead.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(
+    cls: type[RoundoffError], args: tuple[object, ...], state: dict[str, object]
+) -> RoundoffError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class WorkloadError(RoundoffError):
+    """The user's workload cannot be loaded, run or evaluated as written."""
+
+
+class FormatError(RoundoffError):
+    """A number format is unknown, or cannot do what was asked of it."""
+
+
+class PatternError(RoundoffError):
+    """A site pattern matches nothing, or is not a valid pattern."""
+
+
+class PlanError(RoundoffError):
+    """A plan is malformed, or does not fit the model it is applied to."""
+
+
+class InfeasibleError(PlanError):
+    """No plan meets the target.
+
+    Attributes:
+        best_db: SQNR of the best plan there is, in dB (20 log10 of norm ratio). ``inf`` if it has no error at all.
+        pinned: the sites whose format the user fixed, as strings; empty if none.
+
+    Example:
+        >>> error = InfeasibleError("no plan reaches 90 dB", best_db=71.5, pinned=["head/linear"])
+        >>> error.best_db, error.pinned
+        (71.5, ['head/linear'])
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        best_db: float,
+        pinned: Sequence[str] = (),
+        where: str | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+        do: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, expected=expected, got=got, do=do)
+        self.best_db = best_db
+        self.pinned = list(pinned)
+
+
+class OutputError(RoundoffError):
+    """The output folder or one of its files cannot be written, or would be overwritten."""
+
+
+class GradientPathError(WorkloadError):
+    """The output does not depend differentiably on what has to be attributed (detached, integer, under no_grad)."""
+
+
+class NonFiniteError(WorkloadError):
+    """A NaN or Inf appeared where the method needs finite numbers."""

@@ -1,0 +1,229 @@
+"""``preserve``: whatever happens inside the block, the model and the process look as before afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["preserve"]
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+_Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+@contextmanager
+def preserve(model: nn.Module) -> Iterator[None]:
+    """Restore ``model`` and torch's global state when the block ends, also by an exception or Ctrl-C.
+
+    Restored are, for ``model`` and every submodule: the training flag and all other attributes, the registered
+    parameters, buffers, submodules and hooks; of parameters: ``requires_grad``, ``.grad``, tensor hooks, and dtype and
+    device (``model.half()`` inside the block is undone); of buffers: the values, bit by bit. For the process: the
+    random states of torch (CPU and every CUDA device), numpy's global generator and ``random``; grad mode, default
+    dtype, autocast, deterministic mode, thread count; and the ``torch.backends`` flags that change numbers (TF32,
+    reduced-precision reductions, cuDNN, oneDNN, attention kernels).
+
+    Inside the block every ``.grad`` starts as ``None``, so that a backward pass cannot add to the user's gradients.
+    Parameter *values* are not copied (they can be large): code in the block must not write to them. Not restored,
+    since torch cannot read it back: ``torch.set_flush_denormal``.
+
+    Args:
+        model: any module, of any dtype and device. NaN and Inf in buffers are kept like other values.
+
+    Example:
+        >>> model = torch.nn.BatchNorm1d(2)
+        >>> with preserve(model):
+        ...     _ = model.eval()
+        ...     model.running_mean.fill_(7.0)
+        ...     torch.manual_seed(0) is None
+        tensor([7., 7.])
+        False
+        >>> model.training, model.running_mean
+        (True, tensor([0., 0.]))
+    """
+    with ExitStack() as stack:  # one callback per part: each is run even if another one raises
+        _preserve_flags(stack)
+        _preserve_random_states(stack)
+        for module in model.modules():
+            _preserve_module(stack, module)
+        _preserve_global_hooks(stack)
+        for buffer in model.buffers():
+            stack.callback(_restore_values, buffer.detach(), buffer.detach().clone())
+            _preserve_tensor(stack, buffer)
+        for parameter in model.parameters():
+            _preserve_gradient(stack, parameter)
+            _preserve_tensor(stack, parameter)
+        yield
+
+
+def _preserve_module(stack: ExitStack, module: nn.Module) -> None:
+    attributes = vars(module)
+    stack.callback(_restore_container, attributes, dict(attributes))
+    # A hook's handle points at the very dict it was put in, so these are restored in place, not replaced.
+    for name, value in attributes.items():
+        if isinstance(value, (dict, set)) and (name in _REGISTRIES or name.endswith("_hooks")):
+            stack.callback(_restore_container, value, value.copy())
+    stack.callback(
+        _restore_training, module, module.training
+    )  # a scripted module has no such attribute in its dict
+
+
+def _preserve_global_hooks(stack: ExitStack) -> None:
+    for name, value in vars(torch.nn.modules.module).items():
+        if isinstance(value, dict) and name.startswith("_global_") and name.endswith("_hooks"):
+            stack.callback(_restore_container, value, value.copy())
+
+
+def _restore_training(module: nn.Module, training: bool) -> None:
+    if module.training != training:
+        module.training = training
+
+
+def _restore_container(container: Any, saved: Any) -> None:
+    if isinstance(container, dict):
+        # By identity and in order: values may be tensors, and the order of hooks and submodules is the order of running.
+        same = list(container) == list(saved) and all(container[key] is saved[key] for key in saved)
+    else:
+        same = container == saved
+    if not same:
+        container.clear()
+        container.update(saved)
+
+
+def _preserve_tensor(stack: ExitStack, tensor: Tensor) -> None:
+    stack.callback(_restore_tensor, tensor, tensor.detach(), tensor.requires_grad)
+
+
+def _restore_tensor(tensor: Tensor, alias: Tensor, requires_grad: bool) -> None:
+    if not _same_storage(
+        tensor, alias
+    ):  # model.half() and model.to(device) swap the storage of a parameter
+        tensor.data = alias
+    if tensor.requires_grad != requires_grad:
+        tensor.requires_grad_(requires_grad)
+
+
+def _same_storage(tensor: Tensor, alias: Tensor) -> bool:
+    if (tensor.dtype, tensor.device, tensor.layout) != (alias.dtype, alias.device, alias.layout):
+        return False
+    return tensor.layout is not torch.strided or tensor.is_set_to(alias)
+
+
+def _restore_values(buffer: Tensor, saved: Tensor) -> None:
+    # Written only when changed, since a write would invalidate a graph that saved the buffer for its backward pass.
+    if not _same_bits(buffer, saved):
+        with torch.no_grad():
+            buffer.copy_(saved)
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.layout is not torch.strided:
+        return False
+    # As bytes, because as numbers NaN differs from itself and -0 does not differ from 0.
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+def _preserve_gradient(stack: ExitStack, parameter: nn.Parameter) -> None:
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, name, None)
+        stack.callback(
+            _restore_tensor_hooks, parameter, name, None if hooks is None else hooks.copy()
+        )
+    stack.callback(setattr, parameter, "grad", parameter.grad)
+    parameter.grad = None
+
+
+def _restore_tensor_hooks(parameter: nn.Parameter, name: str, saved: dict[Any, Any] | None) -> None:
+    hooks = getattr(parameter, name, None)
+    if hooks is not None:
+        _restore_container(hooks, saved or {})
+
+
+def _preserve_random_states(stack: ExitStack) -> None:
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(np.random.set_state, np.random.get_state(legacy=False))
+    stack.callback(torch.set_rng_state, torch.get_rng_state())
+    cuda: Any = torch.cuda  # is_initialized is not annotated
+    if cuda.is_available() and cuda.is_initialized():  # asking for the state would initialise it
+        stack.callback(cuda.set_rng_state_all, cuda.get_rng_state_all())
+
+
+def _preserve_flags(stack: ExitStack) -> None:
+    # Callbacks run last in, first out, so push in reverse: the order of _flags() is the order of restoring.
+    for (read, write), value in reversed([(flag, _read(flag[0])) for flag in _flags()]):
+        stack.callback(_restore_flag, read, write, value)
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        # torch refuses to read the legacy TF32 flags once fp32_precision (torch >= 2.9) has been set. Then the
+        # legacy flag has no meaning, and the rows of fp32_precision hold the state.
+        return None
+
+
+def _restore_flag(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
+    # Written only when changed: writing an inherited fp32_precision would pin it.
+    if value is not None and _read(read) != value:
+        write(value)
+
+
+def _flags() -> Iterator[_Flag]:
+    """(read, write) of every setting that changes numbers: general before particular, legacy before new."""
+    yield torch.is_grad_enabled, torch.set_grad_enabled
+    yield torch.get_default_dtype, torch.set_default_dtype
+    yield torch.get_num_threads, torch.set_num_threads
+    yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    for device in ("cpu", "cuda"):
+        yield (
+            partial(torch.is_autocast_enabled, device),
+            partial(torch.set_autocast_enabled, device),
+        )
+        yield partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
+
+    backends: Any = torch.backends
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    yield backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled
+    yield torch._C._get_nnpack_enabled, backends.nnpack.set_flags
+    for kernel in ("flash", "mem_efficient", "math", "cudnn"):
+        yield getattr(cuda, f"{kernel}_sdp_enabled"), getattr(cuda, f"enable_{kernel}_sdp")
+    yield cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp
+    yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    for name in (
+        "allow_tf32",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    ):
+        yield _attribute(cuda.matmul, name)
+    for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
+        yield _attribute(cudnn, name)
+    for name in ("enabled", "deterministic", "allow_tf32"):
+        yield _attribute(mkldnn, name)
+    for name in ("enabled", "strategy"):
+        yield _attribute(backends.opt_einsum, name)
+    if hasattr(backends, "fp32_precision"):  # torch >= 2.9
+        # Not mkldnn.fp32_precision itself: its setter writes the generic flag (torch 2.13).
+        for owner in (
+            backends,
+            cudnn,
+            cuda.matmul,
+            cudnn.conv,
+            mkldnn.matmul,
+            mkldnn.conv,
+            mkldnn.rnn,
+        ):
+            yield _attribute(owner, "fp32_precision")
+
+
+def _attribute(owner: object, name: str) -> _Flag:
+    return partial(getattr, owner, name, None), partial(setattr, owner, name)

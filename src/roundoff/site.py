@@ -1,0 +1,79 @@
+"""Site: the identity of one observed call or parameter, and the patterns that name sites.
+
+A call is named by the path of the module whose ``forward`` made it, the operator, and which call of that
+operator in that module it is: ``encoder.layer.0.attention.self/matmul#1`` is the second ``matmul``. ``#0`` is
+left out. Calls outside any submodule have an empty path: ``/mean``. A parameter is a site too, named by its
+fully qualified name, which never contains a slash.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from roundoff.errors import PatternError
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """One operator call inside a module.
+
+    >>> str(Site("encoder.0", "matmul", 1)), str(Site("encoder.0", "linear"))
+    ('encoder.0/matmul#1', 'encoder.0/linear')
+    >>> Site.parse("encoder.0/matmul#1")
+    Site(module='encoder.0', operator='matmul', call=1)
+    """
+
+    module: str
+    operator: str
+    call: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.module}/{self.operator}" + (f"#{self.call}" if self.call else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Site:
+        """The site that ``text`` names. Raises ``PatternError`` when it has no slash or a bad call index."""
+        module, slash, rest = text.rpartition("/")
+        operator, mark, call = rest.partition("#")
+        if not slash or not operator or (mark and not call.isdigit()):
+            raise PatternError(
+                "not the name of a site",
+                expected="module.path/operator or module.path/operator#call",
+                got=repr(text),
+                do="take the name from the ranked table, or `roundoff budget --json`",
+            )
+        return cls(module, operator, int(call or 0))
+
+
+def select(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a glob pattern matches, in their order (``*`` also crosses dots and slashes).
+
+    Raises ``PatternError`` with the nearest names when nothing matches.
+
+    >>> select("*/softmax", ["a/softmax", "a/linear", "b/softmax"])
+    ['a/softmax', 'b/softmax']
+    """
+    names = list(names)
+    found = [name for name in names if matches(pattern, name)]
+    if not found:
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+        raise PatternError(
+            f"the pattern {pattern!r} matches no site",
+            expected=f"a glob over {len(names)} site names, such as " + ", ".join(near or names[:3]),
+            got=repr(pattern),
+            do="copy a name from the ranked table; * stands for any characters",
+        )
+    return found
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a glob pattern, or an exact name, names this site (exact names win over glob characters)."""
+    return pattern == name or fnmatch.fnmatchcase(name, pattern)
+
+
+def first_match(rules: Sequence[tuple[str, str]], name: str) -> str | None:
+    """The value of the first ``(pattern, value)`` rule that names ``name``, or None."""
+    return next((value for pattern, value in rules if matches(pattern, name)), None)

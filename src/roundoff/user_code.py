@@ -1,0 +1,146 @@
+"""Calling the user's code: check how it can be called, and blame the user's own line when it raises."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from roundoff.errors import RoundoffError, WorkloadError
+
+__all__ = ["METRIC_ARGUMENTS", "check_call", "metric_arguments", "name_of", "user_code"]
+
+METRIC_ARGUMENTS = ("outputs", "batches", "reference")
+_LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (__file__, str(torch.__file__)))
+
+
+@contextmanager
+def user_code(
+    what: str | Callable[[], str], where: str, *, path: Path | None = None, do: str | None = None
+) -> Iterator[None]:
+    """Turn an exception of the block into a ``WorkloadError`` that shows the user's file and line.
+
+    Args:
+        what: what was being done, for "... raised ValueError"; a callable is asked only when something raised.
+        where: the place to name when no line of the user's is found.
+        path: the workload's file; its innermost line is shown. Without it, the innermost line outside torch.
+        do: what the user can do about it.
+
+    Raises:
+        WorkloadError: from the exception, which stays as the cause. A ``RoundoffError``, ``KeyboardInterrupt`` or
+            ``GeneratorExit`` passes unchanged; ``SystemExit`` does not (a script that parses arguments exits so).
+    """
+    try:
+        yield
+    except RoundoffError:
+        raise
+    # The one broad handler in the package: user code may raise anything, and all of it is reported, with its cause.
+    except (Exception, SystemExit) as error:
+        place, got = _blame(error, path)
+        raise WorkloadError(
+            f"{what if isinstance(what, str) else what()} raised {type(error).__name__}",
+            where=place or where,
+            got=got,
+            do=_advice(error) or do,
+        ) from error
+
+
+def _blame(error: BaseException, path: Path | None) -> tuple[str | None, str]:
+    """The user's file and line (None if no frame is the user's), and the exception with the text of that line."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}", f"{error.msg}, at `{(error.text or '').strip()}`"
+    message = "".join(traceback.format_exception_only(error)).strip().replace("\n", "\n    ")
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<frozen"))]
+    own = (
+        [f for f in users if path is not None and f.filename == str(path)]
+        or [f for f in users if f"{os.sep}site-packages{os.sep}" not in f.filename]
+        or users
+    )
+    raised_at = f"raised at {frames[-1].filename}:{frames[-1].lineno}"
+    if not own:
+        return None, f"{message}, {raised_at}"
+    place = f"{own[-1].filename}:{own[-1].lineno}"
+    return place, f"{message}, at `{own[-1].line}`" + (
+        "" if own[-1] is frames[-1] else f", {raised_at}"
+    )
+
+
+def _advice(error: BaseException) -> str | None:
+    if isinstance(error, ModuleNotFoundError):
+        return f"install the package that provides {error.name!r} into this environment, or correct the import"
+    if isinstance(error, SystemExit):
+        return 'put code that is meant for the command line under `if __name__ == "__main__":`'
+    return None
+
+
+def name_of(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def check_call(function: object, label: str, parameters: Sequence[str], where: str) -> None:
+    """Raise ``WorkloadError`` unless ``function`` can be called with these positional arguments."""
+    expected = f"{label}({', '.join(parameters)})"
+    if not callable(function):
+        raise WorkloadError(
+            f"{label} is not callable", where=where, expected=expected, got=type(function).__name__
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none; the call itself will tell
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise WorkloadError(
+            f"{label} cannot be called: {error}",
+            where=where,
+            expected=expected,
+            got=f"{label}{signature}",
+        ) from error
+
+
+def metric_arguments(metric: object, where: str) -> list[str]:
+    """Which of outputs, batches and reference the metric takes."""
+    expected = f"parameters among {', '.join(METRIC_ARGUMENTS)}"
+    if not callable(metric):
+        raise WorkloadError(
+            "metric is not callable", where=where, expected=expected, got=type(metric).__name__
+        )
+    try:
+        parameters = inspect.signature(metric).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise WorkloadError(
+            "the parameters of the metric cannot be read",
+            where=where,
+            expected=expected,
+            got=name_of(metric),
+            do="wrap it in a function",
+        ) from error
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return list(METRIC_ARGUMENTS)
+    for parameter in parameters:
+        optional = (
+            parameter.default is not parameter.empty or parameter.kind is parameter.VAR_POSITIONAL
+        )
+        known = (
+            parameter.name in METRIC_ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY
+        )
+        if not known and not optional:
+            near = difflib.get_close_matches(parameter.name, METRIC_ARGUMENTS, n=1)
+            raise WorkloadError(
+                f"the metric {name_of(metric)} has an unknown parameter",
+                where=where,
+                expected=expected,
+                got=f"{name_of(metric)}{inspect.signature(metric)}",
+                do=f"rename {parameter.name!r} to {near[0]!r}"
+                if near
+                else "take the targets from `batches`",
+            )
+    return [parameter.name for parameter in parameters if parameter.name in METRIC_ARGUMENTS]

@@ -1,6 +1,7 @@
-"""Every error this package raises on purpose, each saying where, what was expected, what came and what to do.
+"""Every error this package raises on purpose: where, what was expected, what came, what to do.
 
-Catch :class:`RoundoffError` for all of them. Anything else that escapes is a bug in roundoff or in torch.
+Catch :class:`RoundoffError` for all of them. Anything else that escapes is a bug in roundoff or in
+torch.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ __all__ = [
 class RoundoffError(Exception):
     """Base class of all roundoff errors.
 
-    The message has one line for the fault and one for each part that is given; a part left out or ``None`` has no
-    line. Every part is kept as an attribute of the same name, so a caller can branch on it without reading English.
+    The message has one line for the fault and one for each part that is given; a part left out or
+    ``None`` has no line. Every part is kept as an attribute of the same name, so a caller can
+    branch on it without reading English.
 
     Args:
         what: the fault, one sentence without a full stop.
@@ -34,10 +36,10 @@ class RoundoffError(Exception):
         do: the next step for the user.
 
     Example:
-        >>> print(RoundoffError("unknown format", where="--formats", got="bf61", do="did you mean bf16?"))
+        >>> print(RoundoffError("unknown format", where="--formats", got="bf61", do="use bf16"))
         --formats: unknown format
           got: bf61
-          do: did you mean bf16?
+          do: use bf16
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class RoundoffError(Exception):
         self.do = do
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exception's own __reduce__ would pass the drawn message as `what` again and lose the keyword-only parts;
-        # errors cross process boundaries (pytest-xdist, multiprocessing), so rebuild from the attributes instead.
+        # Exception's own __reduce__ would pass the drawn message as `what` again and lose the
+        # keyword-only parts; errors cross process boundaries (pytest-xdist, multiprocessing), so
+        # rebuild from the attributes instead.
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
@@ -95,7 +98,8 @@ class InfeasibleError(PlanError):
     """No plan meets the target.
 
     Attributes:
-        best_db: SQNR of the best plan there is, in dB (20 log10 of norm ratio). ``inf`` if it has no error at all.
+        best_db: SQNR of the best plan there is, in dB (20 log10 of norm ratio). ``inf`` if it has
+            no error at all.
         pinned: the sites whose format the user fixed, as strings; empty if none.
 
     Example:
@@ -125,7 +129,7 @@ class OutputError(RoundoffError):
 
 
 class GradientPathError(WorkloadError):
-    """The output does not depend differentiably on what has to be attributed (detached, integer, under no_grad)."""
+    """No gradient reaches what has to be attributed: detached, integer, or under no_grad."""
 
 
 class NonFiniteError(WorkloadError):

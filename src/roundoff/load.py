@@ -1,6 +1,7 @@
 """Loading a workload: execute the user's Python file, or import it by its dotted name."""
 
 from __future__ import annotations
+import __future__
 
 import difflib
 import importlib
@@ -23,10 +24,11 @@ _PREFIX = "roundoff_workload_"
 
 @contextmanager
 def execute(source: str | Path) -> Iterator[tuple[dict[str, Any], Path | None]]:
-    """Execute a Python file, or import a module by its dotted name; yields its namespace and its file.
+    """Execute a Python file, or import a dotted name; yields its namespace and its file.
 
-    A file becomes a module with a name of its own, so that two workloads never share one, and nothing is cached. Its
-    folder (for a dotted name: the current folder) is first on ``sys.path`` until the block ends.
+    A file becomes a module with a name of its own, so that two workloads never share one, and
+    nothing is cached. Its folder (for a dotted name: the current folder) is first on ``sys.path``
+    until the block ends.
 
     Raises:
         WorkloadError: there is no such file or module, it is not Python, or its code raised.
@@ -44,30 +46,28 @@ def execute(source: str | Path) -> Iterator[tuple[dict[str, Any], Path | None]]:
 
 
 def _find_file(source: str | Path) -> Path | None:
-    """The absolute path of a file; None for the dotted name of a module. Symbolic links are kept."""
+    """The absolute path of a file (links are not resolved); None for a dotted name."""
     text = str(source)
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".py":
         return path.absolute()
+    dotted = (
+        isinstance(source, str)
+        and path.suffix != ".py"
+        and all(part.isidentifier() for part in text.split("."))
+    )
+    if dotted and (not path.exists() or (path / "__init__.py").exists()):
+        return None
     if path.exists():
         kind = "a folder" if path.is_dir() else f"a file ending in {path.suffix!r}"
         raise WorkloadError(
             "not a Python file", where=text, expected="a file ending in .py", got=kind
         )
-    if (
-        not isinstance(source, Path)
-        and all(part.isidentifier() for part in text.split("."))
-        and path.suffix != ".py"
-    ):
-        return None
-    found = sorted(file.name for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, found, n=1) or difflib.get_close_matches(
-        path.name + ".py", found, n=1
-    )
+    found = sorted(file.name for file in path.parent.glob("*.py"))
+    near = difflib.get_close_matches(path.with_suffix(".py").name, found, n=1)
+    do = f"check the path; the current folder is {Path.cwd()}"
     if near:
-        do = f"did you mean {path.parent / near[0]}?"
-    else:
-        do = f"check the path; it is relative to {Path.cwd()}"
+        do = f"did you mean {path.with_name(near[0])}?"
     raise WorkloadError(
         "no such file", where=text, expected="a Python file or the dotted name of a module", do=do
     )
@@ -85,9 +85,10 @@ def _execute_file(path: Path) -> types.ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
         with user_code("the file", str(path), path=path):
-            # Compiled here rather than by the loader, whose bytecode cache misses an edit within the same second.
+            # Compiled here rather than by the loader, whose bytecode cache misses an edit within
+            # the same second.
             code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-            exec(code, vars(module))  # noqa: S102 - executing the user's file is the purpose
+            exec(code, vars(module))
     except BaseException:
         del sys.modules[name]
         raise
@@ -95,7 +96,7 @@ def _execute_file(path: Path) -> types.ModuleType:
 
 
 def _forget_helpers(folder: Path) -> None:
-    """Forget helper modules of other workloads' folders that also exist in this one: they'd be taken for its own."""
+    """Forget other workloads' helper modules that have a namesake in this folder."""
     modules = [
         (name, getattr(module, "__file__", None) or "") for name, module in sys.modules.items()
     ]
@@ -110,47 +111,44 @@ def _import(name: str) -> types.ModuleType:
         with user_code(f"importing {name}", name):
             return importlib.import_module(name)
     except WorkloadError as error:
-        missing = getattr(error.__cause__, "name", None)
-        if (
-            not isinstance(error.__cause__, ModuleNotFoundError)
-            or missing is None
-            or not f"{name}.".startswith(f"{missing}.")
+        missing = getattr(error.__cause__, "name", None) or ""
+        # Only when the module itself is what is missing; what it imports in turn is its own error.
+        if isinstance(error.__cause__, ModuleNotFoundError) and f"{name}.".startswith(
+            missing + "."
         ):
-            raise
-        raise WorkloadError(
-            "no such file or module",
-            where=name,
-            expected="a Python file (ending in .py) or the dotted name of a module",
-            got=f"no module named {missing!r}",
-            do=f"did you mean {name}.py?"
-            if Path(f"{name}.py").exists()
-            else f"the current folder is {Path.cwd()}",
-        ) from error.__cause__
+            raise WorkloadError(
+                "no such file or module",
+                where=name,
+                expected="a Python file, ending in .py, or the dotted name of a module",
+                got=f"no module named {missing!r}",
+                do=f"did you mean {name}.py?"
+                if Path(f"{name}.py").exists()
+                else f"check the name; the current folder is {Path.cwd()}",
+            ) from error.__cause__
+        raise
 
 
 def check_defined(namespace: dict[str, Any], where: str) -> None:
-    """Raise ``WorkloadError`` when ``model`` or ``batches`` is missing, with what there is instead."""
+    """Raise ``WorkloadError`` if ``model`` or ``batches`` is missing; it says what there is."""
     missing = [name for name in ("model", "batches") if name not in namespace]
     if not missing:
         return
-    own = [
-        name
-        for name, value in namespace.items()
-        if not name.startswith("_")
-        and not isinstance(value, types.ModuleType)
-        and (
-            not isinstance(value, (type, types.FunctionType))
-            or value.__module__ == namespace["__name__"]
-        )
-    ]
+    own = [name for name, value in namespace.items() if _is_own(name, value, namespace["__name__"])]
     near = [(name, difflib.get_close_matches(name, own, n=1)) for name in missing]
     hints = [f"rename {found[0]!r} to {name!r}" for name, found in near if found]
     raise WorkloadError(
-        " and ".join(f"{name}()" for name in missing)
-        + (" is" if len(missing) == 1 else " are")
-        + " missing",
+        " and ".join(f"{name}()" for name in missing) + " missing",
         where=where,
         expected="a file that defines model() and batches()",
         got=f"it defines {', '.join(own)}" if own else "it defines nothing",
         do=", ".join(hints) or " and ".join(f"add `def {name}(): ...`" for name in missing),
     )
+
+
+def _is_own(name: str, value: object, module: str) -> bool:
+    """Whether a public name was defined in the module rather than imported into it."""
+    if name.startswith("_") or isinstance(value, (types.ModuleType, __future__._Feature)):
+        return False
+    if isinstance(value, (type, types.FunctionType)):
+        return value.__module__ == module
+    return True

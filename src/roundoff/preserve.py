@@ -1,4 +1,4 @@
-"""``preserve``: whatever happens inside the block, the model and the process look as before afterwards."""
+"""preserve: whatever happens inside the block, model and process are as before afterwards."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ _Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 @contextmanager
 def preserve(model: nn.Module) -> Iterator[None]:
-    """Restore ``model`` and torch's global state when the block ends, also by an exception or Ctrl-C.
+    """Restore ``model`` and torch's global state at the end of the block, however it ends.
 
-    Restored are, for ``model`` and every submodule: the training flag and all other attributes, the registered
-    parameters, buffers, submodules and hooks; of parameters: ``requires_grad``, ``.grad``, tensor hooks, and dtype and
-    device (``model.half()`` inside the block is undone); of buffers: the values, bit by bit. For the process: the
-    random states of torch (CPU and every CUDA device), numpy's global generator and ``random``; grad mode, default
-    dtype, autocast, deterministic mode, thread count; and the ``torch.backends`` flags that change numbers (TF32,
+    Restored are, for ``model`` and every submodule: the training flag and all other attributes, the
+    registered parameters, buffers, submodules and hooks; of parameters: ``requires_grad``,
+    ``.grad``, tensor hooks, and dtype and device (``model.half()`` inside the block is undone); of
+    buffers: the values, bit by bit. For the process: the random states of torch (CPU and every CUDA
+    device), numpy's global generator and ``random``; grad mode, default dtype, autocast,
+    deterministic mode, thread count; and the ``torch.backends`` flags that change numbers (TF32,
     reduced-precision reductions, cuDNN, oneDNN, attention kernels).
 
-    Inside the block every ``.grad`` starts as ``None``, so that a backward pass cannot add to the user's gradients.
-    Parameter *values* are not copied (they can be large): code in the block must not write to them. Not restored,
-    since torch cannot read it back: ``torch.set_flush_denormal``.
+    Inside the block every ``.grad`` starts as ``None``, so that a backward pass cannot add to the
+    user's gradients. Parameter *values* are not copied (they can be large): code in the block must
+    not write to them. Not restored, since torch cannot read it back: ``torch.set_flush_denormal``.
 
     Args:
-        model: any module, of any dtype and device. NaN and Inf in buffers are kept like other values.
+        model: any module, of any dtype and device. NaN and Inf in buffers are kept like other
+            values.
 
     Example:
         >>> model = torch.nn.BatchNorm1d(2)
@@ -55,7 +57,10 @@ def preserve(model: nn.Module) -> Iterator[None]:
             _preserve_module(stack, module)
         _preserve_global_hooks(stack)
         for buffer in model.buffers():
-            stack.callback(_restore_values, buffer.detach(), buffer.detach().clone())
+            # Written through an alias, whatever happens to the buffer's own storage; a sparse
+            # tensor has several storages, and operators replace them.
+            alias = buffer.detach() if buffer.layout is torch.strided else buffer
+            stack.callback(_restore_values, alias, buffer.detach().clone())
             _preserve_tensor(stack, buffer)
         for parameter in model.parameters():
             _preserve_gradient(stack, parameter)
@@ -66,7 +71,8 @@ def preserve(model: nn.Module) -> Iterator[None]:
 def _preserve_module(stack: ExitStack, module: nn.Module) -> None:
     attributes = vars(module)
     stack.callback(_restore_container, attributes, dict(attributes))
-    # A hook's handle points at the very dict it was put in, so these are restored in place, not replaced.
+    # A hook's handle points at the very dict it was put in, so these are restored in place, not
+    # replaced.
     for name, value in attributes.items():
         if isinstance(value, (dict, set)) and (name in _REGISTRIES or name.endswith("_hooks")):
             stack.callback(_restore_container, value, value.copy())
@@ -88,7 +94,8 @@ def _restore_training(module: nn.Module, training: bool) -> None:
 
 def _restore_container(container: Any, saved: Any) -> None:
     if isinstance(container, dict):
-        # By identity and in order: values may be tensors, and the order of hooks and submodules is the order of running.
+        # By identity and in order: values may be tensors, and the order of hooks and submodules is
+        # the order of running.
         same = list(container) == list(saved) and all(container[key] is saved[key] for key in saved)
     else:
         same = container == saved
@@ -117,7 +124,8 @@ def _same_storage(tensor: Tensor, alias: Tensor) -> bool:
 
 
 def _restore_values(buffer: Tensor, saved: Tensor) -> None:
-    # Written only when changed, since a write would invalidate a graph that saved the buffer for its backward pass.
+    # Written only when changed, since a write would invalidate a graph that saved the buffer for
+    # its backward pass.
     if not _same_bits(buffer, saved):
         with torch.no_grad():
             buffer.copy_(saved)
@@ -156,7 +164,8 @@ def _preserve_random_states(stack: ExitStack) -> None:
 
 
 def _preserve_flags(stack: ExitStack) -> None:
-    # Callbacks run last in, first out, so push in reverse: the order of _flags() is the order of restoring.
+    # Callbacks run last in, first out, so push in reverse: the order of _flags() is the order of
+    # restoring.
     for (read, write), value in reversed([(flag, _read(flag[0])) for flag in _flags()]):
         stack.callback(_restore_flag, read, write, value)
 
@@ -165,8 +174,8 @@ def _read(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except RuntimeError:
-        # torch refuses to read the legacy TF32 flags once fp32_precision (torch >= 2.9) has been set. Then the
-        # legacy flag has no meaning, and the rows of fp32_precision hold the state.
+        # torch refuses to read the legacy TF32 flags once fp32_precision (torch >= 2.9) has been
+        # set. Then the legacy flag has no meaning, and the rows of fp32_precision hold the state.
         return None
 
 
@@ -177,7 +186,7 @@ def _restore_flag(read: Callable[[], Any], write: Callable[[Any], Any], value: A
 
 
 def _flags() -> Iterator[_Flag]:
-    """(read, write) of every setting that changes numbers: general before particular, legacy before new."""
+    """(read, write) of every setting that changes numbers; general and legacy ones first."""
     yield torch.is_grad_enabled, torch.set_grad_enabled
     yield torch.get_default_dtype, torch.set_default_dtype
     yield torch.get_num_threads, torch.set_num_threads

@@ -1,4 +1,4 @@
-"""Calling the user's code: check how it can be called, and blame the user's own line when it raises."""
+"""Calling the user's code: check its parameters first, and blame its own line when it raises."""
 
 from __future__ import annotations
 
@@ -27,20 +27,24 @@ def user_code(
     """Turn an exception of the block into a ``WorkloadError`` that shows the user's file and line.
 
     Args:
-        what: what was being done, for "... raised ValueError"; a callable is asked only when something raised.
+        what: what was being done, for "... raised ValueError"; a callable is asked only when
+            something raised.
         where: the place to name when no line of the user's is found.
-        path: the workload's file; its innermost line is shown. Without it, the innermost line outside torch.
+        path: the workload's file; its innermost line is shown. Without it, the innermost line
+            outside torch.
         do: what the user can do about it.
 
     Raises:
-        WorkloadError: from the exception, which stays as the cause. A ``RoundoffError``, ``KeyboardInterrupt`` or
-            ``GeneratorExit`` passes unchanged; ``SystemExit`` does not (a script that parses arguments exits so).
+        WorkloadError: from the exception, which stays as the cause. A ``RoundoffError``,
+            ``KeyboardInterrupt`` or ``GeneratorExit`` passes unchanged; ``SystemExit`` does not (a
+            script that parses arguments exits so).
     """
     try:
         yield
     except RoundoffError:
         raise
-    # The one broad handler in the package: user code may raise anything, and all of it is reported, with its cause.
+    # The one broad handler in the package: user code may raise anything, and all of it is reported,
+    # with its cause.
     except (Exception, SystemExit) as error:
         place, got = _blame(error, path)
         raise WorkloadError(
@@ -52,7 +56,7 @@ def user_code(
 
 
 def _blame(error: BaseException, path: Path | None) -> tuple[str | None, str]:
-    """The user's file and line (None if no frame is the user's), and the exception with the text of that line."""
+    """The user's file and line, if any frame is the user's, and the exception with that line."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}", f"{error.msg}, at `{(error.text or '').strip()}`"
     message = "".join(traceback.format_exception_only(error)).strip().replace("\n", "\n    ")
@@ -74,7 +78,7 @@ def _blame(error: BaseException, path: Path | None) -> tuple[str | None, str]:
 
 def _advice(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError):
-        return f"install the package that provides {error.name!r} into this environment, or correct the import"
+        return f"install the package that provides {error.name!r}, or correct the import"
     if isinstance(error, SystemExit):
         return 'put code that is meant for the command line under `if __name__ == "__main__":`'
     return None

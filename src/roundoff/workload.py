@@ -21,20 +21,23 @@ __all__ = ["Workload", "describe", "preserve"]
 
 
 class Workload:
-    """A model, the batches it is judged on and, where a verb needs them, metric, loss and optimizer.
+    """A model, the batches it is judged on and, where needed, metric, loss and optimizer.
 
-    Everything is called, collected and checked in the constructor, so that a mistake is reported before anything is
-    measured; only the forward pass, the metric and the loss are first called later.
+    Everything is called, collected and checked in the constructor, so that a mistake is reported
+    before anything is measured; only the forward pass, the metric and the loss are first called
+    later.
 
     Args:
-        model: a module, or a callable without arguments that returns one. Its training mode is left as it is.
-        batches: an iterable of batches that ends, or a callable without arguments that returns one. A batch is
-            whatever ``forward`` takes. NaN and Inf in it are passed on to the model.
-        forward: ``forward(model, batch)`` -> output. By default a mapping becomes ``model(**batch)``, a tuple or
-            list ``model(*batch)``, anything else ``model(batch)``.
+        model: a module, or a callable without arguments that returns one. Its training mode is left
+            as it is.
+        batches: an iterable of batches that ends, or a callable without arguments that returns one.
+            A batch is whatever ``forward`` takes. NaN and Inf in it are passed on to the model.
+        forward: ``forward(model, batch)`` -> output. By default a mapping becomes
+            ``model(**batch)``, a tuple or list ``model(*batch)``, anything else ``model(batch)``.
         loss: ``loss(output, batch)`` -> scalar tensor.
-        metric: a callable whose parameters are any of ``outputs`` (a list with one output per batch), ``batches``
-            and ``reference`` (the outputs of the unrounded model). Returns one finite number; **higher is better**.
+        metric: a callable whose parameters are any of ``outputs`` (a list with one output per
+            batch), ``batches`` and ``reference`` (the outputs of the unrounded model). Returns one
+            finite number; **higher is better**.
         optimizer: ``optimizer(model)`` -> ``torch.optim.Optimizer``.
         name: for messages and reports.
         path: the file that it came from, if any.
@@ -43,7 +46,8 @@ class Workload:
         WorkloadError: a part is missing, empty or of the wrong kind, or its code raised.
 
     Example:
-        >>> workload = Workload(torch.nn.Linear(2, 1), [torch.zeros(4, 2)], metric=lambda outputs: 0.5)
+        >>> batches = [torch.zeros(4, 2)]
+        >>> workload = Workload(torch.nn.Linear(2, 1), batches, metric=lambda outputs: 0.5)
         >>> outputs = [workload.run(batch) for batch in workload.batches]
         >>> outputs[0].shape, workload.evaluate(outputs, outputs)
         (torch.Size([4, 1]), 0.5)
@@ -83,13 +87,15 @@ class Workload:
     def load(cls, source: str | Path) -> Workload:
         """The workload that a Python file, or a module given by its dotted name, defines.
 
-        It defines ``model`` and ``batches`` and, optionally, ``forward``, ``loss``, ``metric`` and ``optimizer``: the
-        arguments of this class. A file is executed afresh on each call, as a module of its own. Its folder can be
-        imported from until ``load`` returns (so import helpers at the top, not inside ``metric``), and data beside it
-        is found through ``Path(__file__).parent``. A dotted name is imported as usual.
+        It defines ``model`` and ``batches`` and, optionally, ``forward``, ``loss``, ``metric`` and
+        ``optimizer``: the arguments of this class. A file is executed afresh on each call, as a
+        module of its own. Its folder can be imported from until ``load`` returns (so import helpers
+        at the top, not inside ``metric``), and data beside it is found through
+        ``Path(__file__).parent``. A dotted name is imported as usual.
 
         Raises:
-            WorkloadError: no such file or module, not Python, its code raised (with its line), or a part is missing.
+            WorkloadError: no such file or module, not Python, its code raised (with its line), or a
+                part is missing.
 
         Example:
             >>> import tempfile
@@ -120,7 +126,8 @@ class Workload:
         """The output of one batch. Grad mode, training mode and device are the caller's affair.
 
         Raises:
-            WorkloadError: the forward pass raised; names the batch by number and shapes, and the user's line.
+            WorkloadError: the forward pass raised; names the batch by number and shapes, and the
+                user's line.
         """
         call, do = "forward(model, batch)", "call it by itself on this batch to debug it"
         if self.forward is None:
@@ -143,10 +150,11 @@ class Workload:
             return self.model(*batch) if stars == "*" else self.model(batch)
 
     def evaluate(self, outputs: Sequence[Any], reference: Sequence[Any]) -> float | None:
-        """The metric of ``outputs`` (one per batch, in order); ``None`` without a metric. Higher is better.
+        """The metric of ``outputs``, one per batch in order; ``None`` without a metric.
 
         Raises:
-            WorkloadError: the metric raised or returned no finite number, or a list has not one output per batch.
+            WorkloadError: the metric raised or returned no finite number, or a list has not one
+                output per batch.
         """
         if self.metric is None:
             return None
@@ -264,7 +272,7 @@ def _stars(batch: object) -> str:
 
 
 def _is_empty(value: object) -> bool:
-    """Whether nothing in a batch has an element. An empty tensor beside a full one is fine (an empty cache, say)."""
+    """Whether no part of a batch has an element: an empty tensor beside a full one is fine."""
     if isinstance(value, (Tensor, np.ndarray)):
         return math.prod(value.shape) == 0
     if isinstance(value, (Mapping, tuple, list)):

@@ -85,8 +85,8 @@ class Probe:
     samples: int = 1
     keep: Tensor | None = None
     axes: dict[tuple[str, int], tuple[int, int] | None] = field(default_factory=dict)
-    terms: dict[TermKey, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    pooled: dict[TermKey, bool] = field(default_factory=dict)
+    masked_only: bool = False
+    passes: dict[TermKey, dict[int, list[Tensor]]] = field(default_factory=dict)
     overflow: dict[TermKey, int] = field(default_factory=lambda: defaultdict(int))
     reached: set[str] = field(default_factory=set)
     release: bool = True
@@ -178,6 +178,10 @@ class Probe:
         self.reached.add(name)
         call = _open(kept)
         exact = tree_map(lambda t: t.tensor if isinstance(t, _Held) else t, reference)
+        if self.masked_only:
+            if self.keep is not None:
+                self.axes[name, place] = sample_axis(gradients[-1], self.samples, self.keep)
+            return
         probes, axis = self._by_sample(name, place, gradients)
         refused = self.sites[name].refused
         for fmt in self.formats:
@@ -190,12 +194,22 @@ class Probe:
                 sources = () if step.operand is None else tuple(sorted(step.operand.sources))
                 key = TermKey(name, fmt.name, step.part, operand, sources)
                 values, overflow = _project(probes, _arrange(now - last, axis, self.samples))
-                self.terms[key].append(values)
-                self.pooled[key] = axis is None
+                self.passes.setdefault(key, {}).setdefault(place, []).append(values)
                 self.overflow[key] += overflow
                 last = now
-        if self.release:
-            kept.leaves = []
+        if self.release and len(float_tensors(exact)) == 1:
+            kept.leaves = []  # the last that holds the operands
+
+    def terms(self) -> dict[TermKey, Tensor]:
+        """Projections of each term: shape ``(K, S)``, or ``(K, 1)`` where the samples could not be told apart; the
+        outputs of one operator are added up."""
+        found: dict[TermKey, Tensor] = {}
+        for key, places in self.passes.items():
+            parts = [torch.cat(passes) for passes in places.values()]
+            if any(part.shape[1] == 1 for part in parts):
+                parts = [part.sum(1, keepdim=True) for part in parts]
+            found[key] = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+        return found
 
     def _by_sample(self, name: str, place: int, gradients: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
         """Probe gradients as ``(S, n, K)``; the last probe is the masked one where samples are being told apart."""
@@ -278,7 +292,13 @@ def measure_batch(
     if learn_axes and probe.samples > 1:
         probe.keep = torch.arange(probe.samples) % 2 == 0
         rest = ~probe.keep.to(targets[0].device)
-        vectors = [torch.cat([v, v[:1].masked_fill(_rows(rest, v), 0.0)]) for v in vectors]
+        masked = [v[:1].masked_fill(_rows(rest, v), 0.0) for v in vectors]
+        if batched:
+            vectors = [torch.cat([v, m]) for v, m in zip(vectors, masked, strict=True)]
+        else:
+            probe.release, probe.masked_only = False, True
+            backward(targets, probe.anchor, masked, batched=False, keep_graph=True)
+            probe.keep, probe.masked_only = None, False
     probe.release = batched
     backward(targets, probe.anchor, vectors, batched=batched)
     return values

@@ -43,11 +43,13 @@ def hand_over(gradient: Tensor, callback: Callback) -> None:
     _HandOver.apply(gradient, callback)
 
 
-def backward(outputs: list[Tensor], anchor: Tensor, probes: list[Tensor], *, batched: bool) -> int:
+def backward(
+    outputs: list[Tensor], anchor: Tensor, probes: list[Tensor], *, batched: bool, keep_graph: bool = False
+) -> None:
     """Run the vector-Jacobian products of K probes back to ``anchor``; hooks on the way see the gradients.
 
     ``probes[i]`` has shape ``(K, *outputs[i].shape)``. Batched, the graph is freed on the way and hooks fire
-    once with all K gradients; else K passes run one after the other. Returns the number of backward passes.
+    once with all K gradients; else K passes run one after the other (and ``keep_graph`` keeps the graph for more).
     """
     if batched:
         def pass_(*vectors: Tensor) -> Tensor:
@@ -55,13 +57,12 @@ def backward(outputs: list[Tensor], anchor: Tensor, probes: list[Tensor], *, bat
             return anchor.detach() if gradient is None else gradient
 
         torch.vmap(pass_)(*probes)
-        return 1
+        return
     count = probes[0].shape[0]
     for k in range(count):
         torch.autograd.grad(
-            outputs, anchor, [p[k] for p in probes], retain_graph=k + 1 < count, allow_unused=True
+            outputs, anchor, [p[k] for p in probes], retain_graph=keep_graph or k + 1 < count, allow_unused=True
         )
-    return count
 
 
 def sample_axis(masked: Tensor, samples: int, keep: Tensor) -> tuple[int, int] | None:

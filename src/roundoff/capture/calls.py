@@ -302,7 +302,9 @@ def _inner(func: Callable[..., Any]) -> Callable[..., Any] | None:
         "torch.functional",
     ):
         return None
-    no = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    no = {name: _never for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    if not no:  # a dispatcher between two such functions (max_pool2d with and without indices): one operator
+        return None
     twin = types.FunctionType(
         func.__code__, {**func.__globals__, **no}, func.__name__, func.__defaults__, func.__closure__
     )

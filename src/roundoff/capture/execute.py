@@ -45,6 +45,10 @@ def runs(call: Call, fmt: Format) -> str | None:
     return None
 
 
+#: Operators that add their bias at the end, to the last axis (linear) or axis 1: its error needs no second run.
+_ADDS_BIAS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+
+
 @dataclass(frozen=True)
 class Step:
     """One more part of a call rounded: which part, which operand (-1 for the output), and the result so far."""
@@ -81,8 +85,13 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
                 yield Step("weight", operand, result)
         else:
             for operand in weights:
-                leaves[operand.leaf] = round_operand(leaves[operand.leaf], operand, fmt)
-                result = call.again(leaves)
+                exact = leaves[operand.leaf]
+                leaves[operand.leaf] = round_operand(exact, operand, fmt)
+                if operand.role == "bias" and call.operator.name in _ADDS_BIAS:
+                    shift = leaves[operand.leaf] - exact
+                    result = result + (shift if call.kind == "linear" else shift.view(-1, *[1] * (result.ndim - 2)))
+                else:
+                    result = call.again(leaves)
                 yield Step("weight", operand, result)
     if rule.output and call.kind != "embedding":
         yield Step("output", None, round_output(result, fmt))

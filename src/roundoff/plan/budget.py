@@ -131,7 +131,7 @@ class Budget:
         """The noise of a choice of formats (site to format; sites left out stay in the reference format).
 
         ``batch`` restricts it to one batch. The projections of all rounded parts are added before they are
-        squared, so correlations between sites count; ``additive`` is the sum of the separate powers.
+        squared, so correlations between sites count where they stand out of the sampling noise; ``additive`` is the sum of the separate powers.
         """
         active = [t for s, f in formats.items() for t in self.rows(s, f) if not absorbed(t, f, formats)]
         signal = 1.0
@@ -141,6 +141,8 @@ class Budget:
             signal = float(self.about["batch_signal"][batch])
         noise, stderr = power(active)
         additive = sum(power([t])[0] for t in active)
+        if math.isfinite(noise):
+            noise = additive + _significant(noise - additive, active)
         db = 10 / math.log(10) * stderr / noise if 0 < noise < math.inf else None
         return Prediction(noise / signal, additive / signal, db)
 
@@ -227,6 +229,23 @@ def power(terms: Sequence[Term]) -> tuple[float, float]:
     if math.isnan(total):
         return math.inf, math.inf
     return max(total, 0.0), stderr
+
+
+def _significant(cross: float, terms: Sequence[Term]) -> float:
+    """The part of the summed cross terms that stands out of their own sampling noise.
+
+    Positive-part James-Stein shrinkage (James and Stein, Proc. 4th Berkeley Symp. 1, 1961, eq. 10, one dimension):
+    ``cross * max(0, 1 - stderr^2 / cross^2)``. Independent errors have cross terms of zero, whose estimate would only
+    add noise to the sum of the powers.
+    """
+    if cross == 0 or not math.isfinite(cross):
+        return cross
+    variance = 0.0
+    for group in ([t.values for t in terms if not t.pooled], [t.values for t in terms if t.pooled]):
+        if group:
+            stacked = np.stack(group)
+            variance += _spread(stacked.sum(axis=0) ** 2 - (stacked**2).sum(axis=0)) ** 2
+    return cross * max(0.0, 1.0 - variance / cross**2)
 
 
 def _spread(squares: Array) -> float:

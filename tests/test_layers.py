@@ -1,0 +1,177 @@
+"""The order of packages is the order of data: each imports only from those above it, and heavy
+packages load late."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "roundoff"
+
+# From first to last. "roundoff" is the lazy front (__init__), which hands out the names of those
+# above it.
+ORDER = (
+    "errors files site preserve load workload engine formats store capture compare attribute plan "
+    "train quantize export check lint advise report roundoff cli __main__"
+).split()
+REASON = (
+    "A package imports only from those above it (design.md, section 3), also inside functions and "
+    "for types: data flows down the list, so every package can be read, tested and replaced knowing "
+    "only what stands above it, and no import cycle is possible. Move the code up, or pass the "
+    "function in as an argument."
+)
+
+
+def layer(module: str) -> str:
+    """The name in ORDER that a dotted module name belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def imported(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import anywhere in a tree: in functions, under TYPE_CHECKING,
+    relative ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parts = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*parts, base] if base else parts)
+            # "from roundoff import plan" may name a package or something that the front hands out.
+            for alias in node.names:
+                known = base == "roundoff" and alias.name in ORDER
+                yield node.lineno, f"roundoff.{alias.name}" if known else base
+
+
+def modules(source: Path = SOURCE) -> Iterator[tuple[Path, str]]:
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source.parent).with_suffix("").parts
+        yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def breaches(source: Path = SOURCE) -> Iterator[str]:
+    """One line for each import against the order, and for each module without a place in it."""
+    for path, module in modules(source):
+        where = path.relative_to(source.parent)
+        mine = layer(module)
+        if mine not in ORDER:
+            yield f"{where}: {mine!r} has no place in ORDER: decide what it may import and add it"
+            continue
+        if module == "roundoff":
+            continue  # the front names everything, and imports it when it is asked for
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        for line, name in dict.fromkeys(
+            imported(tree, module, is_package=path.name == "__init__.py")
+        ):
+            if name.split(".")[0] != "roundoff" or layer(name) == mine:
+                continue
+            if layer(name) not in ORDER or ORDER.index(layer(name)) > ORDER.index(mine):
+                yield f"{where}:{line}: {mine} imports {name}, which is not above it"
+
+
+def test_each_package_imports_only_from_those_above_it():
+    found = list(breaches())
+    assert not found, "\n".join([*found, REASON])
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "expected"),
+    [
+        ("formats/a.py", "import roundoff.plan.solve", "formats imports roundoff.plan.solve"),
+        (
+            "formats/a.py",
+            "def f():\n    from roundoff.capture import calls",
+            ":2: formats imports roundoff.capture",
+        ),
+        (
+            "site.py",
+            "if TYPE_CHECKING:\n    from roundoff import workload",
+            "site imports roundoff.workload",
+        ),
+        ("formats/a.py", "from ..report import html", "formats imports roundoff.report"),
+        ("formats/__init__.py", "from .. import cli", "formats imports roundoff.cli"),
+        ("plan/a.py", "from roundoff import choose", "plan imports roundoff, which"),
+        ("helpers.py", "", "'helpers' has no place in ORDER"),
+    ],
+)
+def test_the_check_finds_breaches_wherever_they_hide(tmp_path, path, code, expected):
+    file = tmp_path / "roundoff" / path
+    file.parent.mkdir(parents=True)
+    file.write_text(code, encoding="utf-8")
+    (found,) = breaches(tmp_path / "roundoff")
+    assert expected in found
+
+
+def test_the_check_allows_what_is_above(tmp_path):
+    file = tmp_path / "roundoff" / "plan" / "a.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "from roundoff import errors, formats\nfrom . import b\nfrom .b import c\nimport torch\n"
+    )
+    assert list(breaches(tmp_path / "roundoff")) == []
+
+
+def test_report_never_names_torch():
+    found = [
+        f"{path.name}:{line} imports {name}"
+        for path, module in modules()
+        if layer(module) == "report"
+        for line, name in imported(
+            ast.parse(path.read_text(encoding="utf-8")), module, is_package=False
+        )
+        if name.split(".")[0] in ("torch", "transformers")
+    ]
+    assert not found, "\n".join(
+        [*found, "A report is made from plain data, also where torch is not installed."]
+    )
+
+
+def run(code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(SOURCE.parent)}
+    done = subprocess.run(  # a process of its own: this one has long imported everything
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_report_works_without_torch():
+    names = [module for _, module in modules() if layer(module) == "report"]
+    code = "import sys, importlib\nsys.modules['torch'] = None\n"
+    run(code + f"for name in {names!r}: importlib.import_module(name)")
+
+
+# torch is among them, although every verb needs it: it takes over a second, and --help or a typo
+# should not.
+HEAVY = ("torch", "transformers", "onnx", "tensorflow", "paddle", "scipy", "polars")
+LOADED = f"import sys; print('loaded:', sorted(set({HEAVY!r}) & set(sys.modules)))"
+
+
+def test_plain_import_is_light():
+    assert run(f"import roundoff\n{LOADED}").splitlines()[-1] == "loaded: []"
+
+
+def test_help_is_light():
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['roundoff', '--help']\n"
+        "try: runpy.run_module('roundoff', run_name='__main__')\n"
+        "except SystemExit as stop: print('exit', stop.code or 0)\n"
+    )
+    lines = run(code + LOADED).splitlines()
+    assert lines[-2:] == ["exit 0", "loaded: []"]
+    assert any("diagnose" in line for line in lines)

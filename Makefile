@@ -5,6 +5,8 @@ VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
 .DEFAULT_GOAL := help
 .PHONY: help install test demo bench clean
 

@@ -17,13 +17,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "roundoff"
 # From first to last. "roundoff" is the lazy front (__init__), which hands out the names of those
 # above it.
 ORDER = (
-    "errors files site preserve load workload engine formats store capture compare attribute plan "
-    "train quantize export check lint advise report roundoff cli __main__"
+    "errors files site preserve user_code load workload engine formats store capture compare "
+    "attribute plan train quantize export check lint advise report roundoff cli __main__"
 ).split()
 REASON = (
     "A package imports only from those above it (design.md, section 3), also inside functions and "
-    "for types: data flows down the list, so every package can be read, tested and replaced knowing "
-    "only what stands above it, and no import cycle is possible. Move the code up, or pass the "
+    "for types: data flows down the list, so every package can be read, tested and replaced by one "
+    "who knows only what stands above it, and no import cycle is possible. Move the code up, or pass the "
     "function in as an argument."
 )
 

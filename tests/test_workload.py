@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections import UserDict
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,9 @@ def message_of(function, *args, **kwargs) -> str:
 
 
 @pytest.mark.parametrize(
-    "model", [nn.Linear(2, 1), linear, lambda: nn.Linear(2, 1)], ids=["module", "function", "lambda"]
+    "model",
+    [nn.Linear(2, 1), linear, lambda: nn.Linear(2, 1)],
+    ids=["module", "function", "lambda"],
 )
 @pytest.mark.parametrize(
     "batches",
@@ -285,8 +288,10 @@ def test_model_function_that_raises():
         raise OSError("no weights")
 
     message = message_of(Workload, model, [X])
-    assert message.startswith(f"{__file__}:{model.__code__.co_firstlineno + 1}: model() raised OSError")
-    assert "got: OSError: no weights, at `raise OSError(\"no weights\")`" in message
+    assert message.startswith(
+        f"{__file__}:{model.__code__.co_firstlineno + 1}: model() raised OSError"
+    )
+    assert 'got: OSError: no weights, at `raise OSError("no weights")`' in message
 
 
 @pytest.mark.parametrize(
@@ -317,9 +322,17 @@ def test_model_without_values(model, got):
         (X, "batches is one batch", "float32[4, 2]"),
         ({"x": X}, "batches is one batch", "{x: float32[4, 2]}"),
         (lambda: X, "batches is one batch", "float32[4, 2]"),
-        (lambda: None, "batches is not a collection of batches", "None (was a `return` forgotten?)"),
+        (
+            lambda: None,
+            "batches is not a collection of batches",
+            "None (was a `return` forgotten?)",
+        ),
         ("data.csv", "batches is not a collection of batches", "str"),
-        (torch.utils.data.TensorDataset(X), "batches is not a collection of batches", "TensorDataset"),
+        (
+            torch.utils.data.TensorDataset(X),
+            "batches is not a collection of batches",
+            "TensorDataset",
+        ),
     ],
 )
 def test_batches_of_the_wrong_kind(batches, what, got):
@@ -505,10 +518,8 @@ def test_two_workloads_of_one_name_do_not_clash(tmp_path):
 @pytest.mark.parametrize("text", [GOOD, GOOD + "\n    1 / 0\n", "import sys; sys.path.append('x')"])
 def test_sys_path_and_modules_are_restored(tmp_path, text):
     path, before = list(sys.path), set(sys.modules)
-    try:
+    with suppress(WorkloadError):
         Workload.load(write(tmp_path, text))
-    except WorkloadError:
-        pass
     assert sys.path == path
     left = {name for name in set(sys.modules) - before if "workload" in name}
     assert len(left) == (0 if "1 / 0" in text else 1)
@@ -580,7 +591,9 @@ def test_file_that_raises_shows_file_and_line(tmp_path):
 
 
 def test_file_whose_helper_raises_shows_both_lines(tmp_path):
-    helper = write(tmp_path, "def build():\n    raise ValueError('bad size')\n", "helper_that_raises.py")
+    helper = write(
+        tmp_path, "def build():\n    raise ValueError('bad size')\n", "helper_that_raises.py"
+    )
     path = write(
         tmp_path,
         "from helper_that_raises import build\nbatches = [1]\ndef model():\n    return build()\n",

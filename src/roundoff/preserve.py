@@ -76,9 +76,9 @@ def _preserve_module(stack: ExitStack, module: nn.Module) -> None:
     for name, value in attributes.items():
         if isinstance(value, (dict, set)) and (name in _REGISTRIES or name.endswith("_hooks")):
             stack.callback(_restore_container, value, value.copy())
-    stack.callback(
-        _restore_training, module, module.training
-    )  # a scripted module has no such attribute in its dict
+    # Not in the attributes: the flag of a scripted module, and the class (parametrizing swaps it).
+    stack.callback(_restore_attribute, module, "training", module.training)
+    stack.callback(_restore_attribute, module, "__class__", type(module))
 
 
 def _preserve_global_hooks(stack: ExitStack) -> None:
@@ -87,9 +87,9 @@ def _preserve_global_hooks(stack: ExitStack) -> None:
             stack.callback(_restore_container, value, value.copy())
 
 
-def _restore_training(module: nn.Module, training: bool) -> None:
-    if module.training != training:
-        module.training = training
+def _restore_attribute(module: nn.Module, name: str, value: object) -> None:
+    if getattr(module, name) != value:
+        setattr(module, name, value)
 
 
 def _restore_container(container: Any, saved: Any) -> None:
@@ -109,9 +109,8 @@ def _preserve_tensor(stack: ExitStack, tensor: Tensor) -> None:
 
 
 def _restore_tensor(tensor: Tensor, alias: Tensor, requires_grad: bool) -> None:
-    if not _same_storage(
-        tensor, alias
-    ):  # model.half() and model.to(device) swap the storage of a parameter
+    # model.half() and model.to(device) swap the storage under a parameter that stays the same.
+    if not _same_storage(tensor, alias):
         tensor.data = alias
     if tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)

@@ -440,15 +440,14 @@ def test_time_limit_is_told():
 
 
 def test_gap_is_told_when_the_time_ends_between_searches(monkeypatch):
-    # The clock jumps past the deadline once a first plan, the least noisy one, is known.
-    decisions, noise, cost, _ = large(seed=3, count=40)
+    # The clock jumps past the deadline after the search for the least noisy plan.
+    decisions, *_ = large(seed=3, count=40)
     times = iter([0.0, 0.0])
     monkeypatch.setattr("roundoff.plan.milp.time.monotonic", lambda: next(times, 1e9))
     solution = solve(decisions, max_noise=1e-3, time_limit=10.0)
     assert not solution.optimal
     assert solution.gap == 1.0  # nothing proven: the bound is 0
-    assert solution.noise == math.fsum(noise.min(axis=1))
-    assert solution.cost >= cost.min(axis=1).sum()
+    assert solution.noise <= 1e-3
 
 
 def test_solver_prints_nothing(capfd):

@@ -42,8 +42,9 @@ def measure_seconds(
 ) -> SecondsTable:
     """Measure kernels of this machine in each format: linear, matmul, conv, elementwise addition.
 
-    All cases take turns until the time is spent, at least once after a warm-up, so that a change of
-    the clock or of the load meets all formats; each row is the median. Floating point formats of
+    All cases take turns, at least once after a warm-up and until each has had its share of the
+    time, so that a change of the clock or of the load meets all formats; each row is the median,
+    at the current number of threads. Floating point formats of
     torch run the plain operator in that type, also where the device emulates it slowly; int8 runs
     ``torch._int_mm`` and fp8 ``torch._scaled_mm``, both for linear only (torch's other int8 kernels
     are deprecated); tf32 is native on CUDA devices alone. A case without a kernel gets fp32's time
@@ -53,7 +54,7 @@ def measure_seconds(
     Args:
         formats: names or formats; fp32 is measured in any case.
         device: a torch device that exists here.
-        budget: seconds of measuring, without warm-up.
+        budget: seconds for all; more if one round of all cases takes longer.
         sizes: of "small", "medium", "large".
 
     Raises:
@@ -64,12 +65,14 @@ def measure_seconds(
 
     parsed = [f if isinstance(f, Format) else parse_format(f) for f in ("fp32", *formats)]
     runnable = {f.name: f for f in parsed if f.execution is not None}
+    matrix_only = {f.name for f in parsed if f.execution and f.execution.operators == "matrix"}
     chosen = tuple(sizes)
     if not set(chosen) <= set(SIZES):
         raise PlanError("unknown size", expected=", ".join(SIZES), got=", ".join(chosen))
     calls: dict[Case, Callable[[], object]] = {}
     notes: dict[Case, str] = {}
     once: dict[Case, float] = {}
+    end = time.perf_counter() + budget
     cuda = torch.device(device).type == "cuda"
 
     def clock(call: Callable[[], object], repeats: int) -> float:
@@ -85,7 +88,7 @@ def measure_seconds(
     with torch.no_grad():
         for kind, size, name in itertools.product(SHAPES, chosen, runnable):
             fmt, case = runnable[name], (kind, name, size)
-            if kind == "elementwise" and fmt.execution.operators == "matrix":
+            if kind == "elementwise" and name in matrix_only:
                 continue
             call = _kernel(kind, SHAPES[kind][size], fmt, device)
             if call is None:
@@ -100,18 +103,27 @@ def measure_seconds(
                 continue
             calls[case] = call
         samples: dict[Case, list[float]] = {case: [] for case in calls}
-        end = time.perf_counter() + budget
-        while True:
-            for case, call in calls.items():
+        spent = dict.fromkeys(calls, 0.0)
+        share = (end - time.perf_counter()) / len(calls)
+        turn = list(calls)
+        while turn:
+            for case in turn:
                 # At least 0.2 ms a sample, large against the clock and the launch of a kernel.
-                samples[case].append(clock(call, max(1, min(100, round(2e-4 / once[case])))))
-            if time.perf_counter() > end:
-                break
+                repeats = max(1, min(100, round(2e-4 / once[case])))
+                samples[case].append(clock(calls[case], repeats))
+                spent[case] += samples[case][-1] * repeats
+            # Without shares, the slowest case would leave the quick ones a handful of samples.
+            turn = [case for case in turn if spent[case] < share and time.perf_counter() < end]
     rows = []
     for case in (*calls, *notes):
         kind, name, size = case
-        note = notes.get(case) or f"median of {len(samples[case])} on {device}"
-        median = statistics.median(samples[case if case in calls else (kind, "fp32", size)])
+        measured = samples[case if case in calls else (kind, "fp32", size)]
+        median = statistics.median(measured)
+        # A fastest sample far below the median tells of other work on the machine.
+        spread = (
+            f"median of {len(measured)} on {device}, fastest {min(measured) / median:.0%} of it"
+        )
+        note = notes.get(case, spread)
         rows.append(SecondsRow(kind, name, size, median / _amount(kind, SHAPES[kind][size]), note))
     return SecondsTable(rows)
 
@@ -124,7 +136,7 @@ def _amount(kind: str, shape: tuple[int, ...]) -> float:
 def _kernel(
     kind: str, shape: tuple[int, ...], fmt: Format, device: str
 ) -> Callable[[], object] | None:
-    """One call of the kind in the format, operands ready; ``None`` if torch has no kernel for it."""
+    """One call of the kind in the format, operands ready; ``None`` without a kernel."""
     import torch
     from torch.nn import functional
 

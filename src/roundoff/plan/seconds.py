@@ -65,9 +65,9 @@ class SecondsTable:
         FormatError: unknown format.
 
     Example:
-        >>> table = SecondsTable([SecondsRow("linear", "bf16", "any", 1e-11)])
+        >>> table = SecondsTable([SecondsRow("linear", "bf16", "any", 1e-10)])
         >>> table.seconds("rnn", "bf16", 1e6)  # without a row of its own, costed as linear
-        1e-05
+        0.0001
     """
 
     def __init__(self, rows: Iterable[SecondsRow], *, where: str = "table of seconds") -> None:

@@ -1,4 +1,4 @@
-"""Choose one format per decision, exactly: least cost for a bound on noise, or the other way round."""
+"""Choose one format per decision, exactly: the least cost for a bound on noise, or the reverse."""
 
 from __future__ import annotations
 

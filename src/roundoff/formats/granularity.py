@@ -1,109 +1,142 @@
-"""Which elements share a scale."""
+"""Granularity: which elements of a tensor share qparams (one scale and zero point).
+
+Each granularity gives the view in which the sharing elements lie along whole axes, and those axes. For ``x`` of shape
+``(6, 4)``:
+
+====================  ===============  ============  ==================
+granularity           view             reduced axes  shape of the scale
+====================  ===============  ============  ==================
+PerTensor()           (6, 4)           (0, 1)        (1, 1)
+PerAxis(0)            (6, 4)           (1,)          (6, 1)
+PerAxis(-1)           (6, 4)           (0,)          (1, 4)
+PerToken()            (6, 4)           (1,)          (6, 1)
+PerGroup(2)           (6, 2, 2)        (2,)          (6, 2, 1)
+PerGroup(3, axis=0)   (2, 3, 4)        (1,)          (2, 1, 4)
+PerBlock((3, 2))      (2, 3, 2, 2)     (1, 3)        (2, 1, 2, 1)
+====================  ===============  ============  ==================
+
+>>> PerGroup(3, axis=0).split((6, 4)), PerBlock((3, 2)).split((6, 4))
+(((2, 3, 4), (1,)), ((2, 3, 2, 2), (1, 3)))
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TypeAlias
 
 from roundoff.errors import FormatError
+
+__all__ = ["Granularity", "PerAxis", "PerBlock", "PerGroup", "PerTensor", "PerToken"]
+
+Split: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class PerTensor:
     """One scale for all elements.
 
-    * tensor ``(A, B, C)`` -> scale ``(1, 1, 1)``
+    >>> PerTensor().split((6, 4))
+    ((6, 4), (0, 1))
     """
+
+    def split(self, shape: Sequence[int]) -> Split:
+        return tuple(shape), tuple(range(len(shape)))
 
 
 @dataclass(frozen=True)
 class PerAxis:
-    """One scale for each index of ``axis``, the axis that is *kept*.
+    """One scale for each index of ``axis``, the axis that is kept.
 
-    * tensor ``(A, B, C)``, axis 1 -> scale ``(1, B, 1)``
+    >>> PerAxis(1).split((8, 3, 5, 5))
+    ((8, 3, 5, 5), (0, 2, 3))
     """
 
     axis: int
 
+    def split(self, shape: Sequence[int]) -> Split:
+        kept = _axis(self.axis, shape, self)
+        return tuple(shape), tuple(i for i in range(len(shape)) if i != kept)
+
 
 @dataclass(frozen=True)
 class PerToken:
-    """One scale for each vector along the last axis.
+    """One scale for each index of all but the last axis.
 
-    * tensor ``(A, B, C)`` -> scale ``(A, B, 1)``
+    >>> PerToken().split((2, 7, 16))
+    ((2, 7, 16), (2,))
     """
+
+    def split(self, shape: Sequence[int]) -> Split:
+        return tuple(shape), (_axis(-1, shape, self),)
 
 
 @dataclass(frozen=True)
 class PerGroup:
     """One scale for each run of ``group_size`` elements along ``axis``.
 
-    * tensor ``(A, B, C)``, axis -1 -> groups ``(A, B, C / group_size, group_size)``, scale ``(A, B, C / group_size, 1)``
+    >>> PerGroup(32).split((8, 64))
+    ((8, 2, 32), (2,))
     """
 
     group_size: int
     axis: int = -1
 
+    def split(self, shape: Sequence[int]) -> Split:
+        axis = _axis(self.axis, shape, self)
+        groups = _divide(shape[axis], self.group_size, axis, shape, self)
+        return (*shape[:axis], groups, self.group_size, *shape[axis + 1 :]), (axis + 1,)
+
 
 @dataclass(frozen=True)
 class PerBlock:
-    """One scale for each block of ``block_size`` (one extent an axis).
+    """One scale for each block; ``block_size`` has one entry per axis.
 
-    * tensor ``(A, B)``, block ``(a, b)`` -> blocks ``(A/a, a, B/b, b)``, scale ``(A/a, 1, B/b, 1)``
+    >>> PerBlock((128, 128)).split((256, 128))
+    ((2, 128, 1, 128), (1, 3))
     """
 
     block_size: tuple[int, ...]
 
-
-Granularity = PerTensor | PerAxis | PerToken | PerGroup | PerBlock
-
-
-def grouped(x: Tensor, granularity: Granularity) -> tuple[Tensor, tuple[int, ...]]:
-    """A view of ``x`` and the axes of it over which a scale is shared.
-
-    Raises ``FormatError`` when an axis is out of range or a size does not divide.
-
-    >>> import torch
-    >>> view, axes = grouped(torch.zeros(8, 16), PerGroup(4))
-    >>> tuple(view.shape), axes
-    ((8, 4, 4), (2,))
-    """
-    axes = tuple(range(x.ndim))
-    if isinstance(granularity, PerTensor):
-        return x, axes
-    if isinstance(granularity, PerToken):
-        return x, axes[-1:]
-    if isinstance(granularity, PerAxis):
-        kept = _axis(x, granularity.axis)
-        return x, tuple(a for a in axes if a != kept)
-    sizes = [1] * x.ndim
-    if isinstance(granularity, PerGroup):
-        sizes[_axis(x, granularity.axis)] = granularity.group_size
-        shared = {_axis(x, granularity.axis)}
-    else:
-        if len(granularity.block_size) != x.ndim:
-            raise FormatError("a block needs one extent for each axis", where=repr(granularity),
-                              expected=f"{x.ndim} extents", got=f"shape {tuple(x.shape)}")  # fmt: skip
-        sizes = list(granularity.block_size)
-        shared = set(axes)
-    shape: list[int] = []
-    over: list[int] = []
-    for axis, (extent, size) in enumerate(zip(x.shape, sizes, strict=True)):
-        if axis not in shared:
-            shape.append(extent)
-            continue
-        if size < 1 or extent % size:
-            raise FormatError(f"blocks of {size} do not divide axis {axis} of {extent}", where=repr(granularity),
-                              expected=f"a divisor of {extent}", got=f"shape {tuple(x.shape)}",
-                              do="pad the tensor, or choose another size")  # fmt: skip
-        shape += [extent // size, size]
-        over.append(len(shape) - 1)
-    return x.reshape(shape), tuple(over)
+    def split(self, shape: Sequence[int]) -> Split:
+        if len(self.block_size) != len(shape):
+            raise FormatError(
+                "one block size per axis is needed",
+                where=str(self),
+                expected=f"{len(shape)} sizes, for shape {tuple(shape)}",
+                got=f"{len(self.block_size)} sizes",
+                do="use the axis' own length where it shall not be divided",
+            )
+        view: list[int] = []
+        for axis, size in enumerate(self.block_size):
+            view += [_divide(shape[axis], size, axis, shape, self), size]
+        return tuple(view), tuple(range(1, len(view), 2))
 
 
-def _axis(x: Tensor, axis: int) -> int:
-    if not -x.ndim <= axis < x.ndim:
-        raise FormatError(f"no axis {axis}", where="granularity", expected=f"-{x.ndim} <= axis < {x.ndim}",
-                          got=f"shape {tuple(x.shape)}")  # fmt: skip
-    return axis % x.ndim
+Granularity: TypeAlias = PerTensor | PerAxis | PerToken | PerGroup | PerBlock
+
+
+def _axis(axis: int, shape: Sequence[int], granularity: object) -> int:
+    """``axis`` counted from the front."""
+    if not -len(shape) <= axis < len(shape):
+        raise FormatError(
+            f"axis {axis} is out of range",
+            where=str(granularity),
+            expected=f"an axis in [{-len(shape)}, {len(shape)})" if shape else "a tensor with axes",
+            got=f"a tensor of shape {tuple(shape)}",
+            do="count axes from 0 in front or from -1 at the back, or use PerTensor()",
+        )
+    return axis % len(shape)
+
+
+def _divide(length: int, size: int, axis: int, shape: Sequence[int], granularity: object) -> int:
+    """How many runs of ``size`` make up ``length``."""
+    if size < 1 or length % size:
+        raise FormatError(
+            f"size {size} does not divide axis {axis}",
+            where=str(granularity),
+            expected=f"a positive divisor of {length}",
+            got=f"a tensor of shape {tuple(shape)}",
+            do="choose a size that divides the axis, or fill the axis up with zeros, which change no amax",
+        )
+    return length // size

@@ -108,8 +108,8 @@ def solve(
     incumbent = least.columns
     if incumbent is not None and total(bounded, incumbent) > limit.bound:
         incumbent = None
-    # The least is found to within the gap, so close to the bound the answer is still open.
-    surely_infeasible = least.complete and least.bound > limit.bound * (1.0 + relative_gap)
+    # Closer to the bound than the solver's own tolerances, the answer is still open.
+    surely_infeasible = least.complete and least.bound > limit.bound * (1.0 + 1e-6)
     best = Outcome(None, math.inf, True)
     if not surely_infeasible:
         best = minimise(

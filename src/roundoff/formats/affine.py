@@ -1,0 +1,161 @@
+"""Scales and zero points: choose them, and quantize and dequantize with them.
+
+Convention of ONNX QuantizeLinear: ``code = saturate(round(x / scale) + zero_point)``, that is divide (not multiply by
+the reciprocal, which differs at ties), round, then add; and ``x ~ scale * (code - zero_point)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roundoff.errors import FormatError
+from roundoff.formats.format import BlockFormat, Format, Rounding
+from roundoff.formats.granularity import Granularity, PerTensor
+from roundoff.formats.tensor import check_floating, check_saturate, round_values, to_integer, working_dtype
+
+__all__ = ["QParams", "choose_qparams", "fake_quantize"]
+
+
+@dataclass(frozen=True)
+class QParams:
+    """Scale and zero point, in fp32 (fp64 for fp64 tensors).
+
+    Attributes:
+        scale: broadcasts against the granularity's view of the tensor (see ``granularity.py``).
+        zero_point: the code of real 0, of the scale's shape; ``None`` means 0.
+        granularity: which elements share them; ``None``: they broadcast against the tensor as it is.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+    granularity: Granularity | None = None
+
+
+def choose_qparams(x: Tensor, fmt: Format, granularity: Granularity | None = None) -> QParams:
+    """The scale (and zero point) that bring ``x`` into the range of ``fmt``.
+
+    Symmetric formats: ``scale = amax / target``, target being the format's largest value (hif8: 15, see
+    ``registry.py``), or the mean magnitude for ternary and binary. Asymmetric ones: ``scale = (max - min) / levels``
+    with 0 inside ``[min, max]``, and ``zero_point = round(lowest code - min / scale)``, so that 0 is exact.
+
+    NaN and Inf are left out of amax, min, max and mean. All-zero, empty and all-non-finite sets have scale 1. A scale
+    below the smallest normal number of its dtype becomes that number, since a subnormal scale is inexact.
+
+    Args:
+        x: floating point, any shape.
+        fmt: not a block format, whose scales are chosen inside ``round_tensor``.
+        granularity: which elements share a scale; by default all.
+
+    Raises:
+        FormatError: ``x`` is no floating-point tensor, the granularity does not fit its shape, or a block format.
+
+    Example:
+        >>> from roundoff.formats import PerAxis, parse_format
+        >>> q = choose_qparams(torch.tensor([[0.5, -2.54], [0.0, 0.0]]), parse_format("int8"), PerAxis(0))
+        >>> q.scale.flatten().tolist(), q.zero_point
+        ([0.01999..., 1.0], None)
+        >>> q = choose_qparams(torch.tensor([-1.0, 4.1]), parse_format("int8_asym"))
+        >>> q.scale.item(), q.zero_point.item()
+        (0.0199..., -78.0)
+    """
+    check_floating(x)
+    if isinstance(fmt, BlockFormat):
+        raise FormatError(
+            f"{fmt.name} has a scale rule of its own", expected="a format without blocks", got=fmt.name,
+            do="call round_tensor, or choose the element format",
+        )  # fmt: skip
+    granularity = granularity or PerTensor()
+    shape, dims = granularity.split(x.shape)
+    view = x.detach().to(working_dtype(x)).reshape(shape)
+    tiny = torch.finfo(view.dtype).tiny
+    zero_point = None
+    if fmt.scale_from == "absmean":
+        finite = view.isfinite()
+        total = torch.where(finite, view, 0.0).abs_().sum(dims, keepdim=True)
+        scale = total / finite.sum(dims, keepdim=True).clamp_(min=1)
+    else:
+        low, high = extremes(view, dims)
+        if fmt.symmetric:
+            scale = torch.maximum(high, -low) / (fmt.scale_target or fmt.max_finite)
+        else:
+            levels = fmt.max_finite - fmt.min_finite
+            low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+            scale = high / levels - low / levels  # high - low could overflow
+            scale = torch.where(scale > 0, scale.clamp(min=tiny), 1.0)
+            zero_point = (fmt.min_finite - low / scale).round_().clamp_(fmt.min_finite, fmt.max_finite)
+    return QParams(torch.where(scale > 0, scale.clamp(min=tiny), 1.0), zero_point, granularity)
+
+
+def extremes(view: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Smallest and largest finite value over ``dims`` (kept with length 1); 0 where there is none."""
+    if view.numel() == 0:
+        shape = [1 if i in dims else n for i, n in enumerate(view.shape)]
+        return view.new_zeros(shape), view.new_zeros(shape)
+    low, high = view.amin(dims, keepdim=True), view.amax(dims, keepdim=True)
+    if not bool((low.isfinite() & high.isfinite()).all()):
+        finite = view.isfinite()
+        low = torch.where(finite, view, math.inf).amin(dims, keepdim=True)
+        high = torch.where(finite, view, -math.inf).amax(dims, keepdim=True)
+        none = low > high
+        low, high = low.masked_fill_(none, 0.0), high.masked_fill_(none, 0.0)
+    return low, high
+
+
+def fake_quantize(
+    x: Tensor,
+    qparams: QParams,
+    fmt: Format,
+    *,
+    rounding: Rounding | None = None,
+    saturate: bool | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Quantize to ``fmt`` with ``qparams`` and dequantize: a new tensor of x's shape and dtype, without gradient.
+
+    NaN stays NaN, also in formats without one. Inf saturates, as everything out of range does unless ``saturate`` is
+    False (then Inf or NaN as the format has it). Computed in fp32 (fp64 for fp64 tensors); the sign of a zero is not kept.
+
+    Raises:
+        FormatError: ``x`` is no floating-point tensor, or qparams do not fit its shape, or a zero point is
+            given for a format that is not an integer, or ``saturate=False`` for a format without Inf and NaN.
+
+    Example:
+        >>> from roundoff.formats import parse_format
+        >>> x = torch.tensor([0.04, 0.06, 9.0, -9.0])
+        >>> fake_quantize(x, QParams(torch.tensor(0.0625)), parse_format("int8"))
+        tensor([ 0.0625,  0.0625,  7.9375, -7.9375])
+    """
+    check_floating(x)
+    saturate = True if saturate is None else check_saturate(fmt, saturate)
+    rounding = rounding or fmt.rounding
+    shape = x.shape if qparams.granularity is None else qparams.granularity.split(x.shape)[0]
+    view = x.detach().to(working_dtype(x)).reshape(shape)
+    scale = qparams.scale.to(view.dtype)
+    try:
+        significant = view / scale
+    except RuntimeError:
+        significant = None
+    if significant is None or significant.shape != view.shape:
+        raise FormatError(
+            "the scale does not fit the tensor",
+            expected=f"a shape that broadcasts to {tuple(view.shape)}",
+            got=f"a scale of shape {tuple(scale.shape)}",
+            do="choose_qparams gives scales of the right shape",
+        )
+    y = significant
+    if qparams.zero_point is None:
+        y = round_values(y, fmt, rounding, saturate, generator, out=y if fmt.has_zero and saturate else None)
+        return y.mul_(scale).reshape(x.shape).to(x.dtype)
+    if fmt.one_quantum != 1.0 or not fmt.has_zero or not saturate:
+        raise FormatError(
+            "a zero point needs an integer format that saturates", expected="int8_asym or another integer",
+            got=fmt.name, do="leave the zero point out",
+        )  # fmt: skip
+    zero_point = qparams.zero_point.to(view.dtype)
+    y = to_integer(y, rounding, generator, y)
+    y.add_(zero_point).clamp_(fmt.min_finite, fmt.max_finite).sub_(zero_point)
+    return y.mul_(scale).reshape(x.shape).to(x.dtype)

@@ -121,7 +121,9 @@ class Probe:
         if str(call.site) == self.wanted and self.found is None:
             self.found = float_tensors(result)[0]
         for place, tensor in enumerate(float_tensors(result)):
-            tensor.register_hook(functools.partial(self._hook, kept, reference, place))
+            tensor.register_hook(  # type: ignore[no-untyped-call]
+                functools.partial(self._hook, kept, reference, place)
+            )
         return result
 
     def _describe(self, call: Call, outputs: list[Tensor]) -> SiteInfo:
@@ -275,8 +277,9 @@ def measure_batch(
 ) -> list[Tensor]:
     """One forward and the backward passes of one batch; fills ``probe`` and returns the target tensors, detached.
 
-    ``forward`` runs the model and returns the target tensors, called with ``mode`` entered; ``check`` may
-    refuse what it found. ``probes`` says how probes to draw, given the number of samples. A target of one element needs one: its gradient is exact.
+    ``forward`` runs the model, with ``mode`` entered, and returns the target tensors; ``check`` may refuse what it
+    found. ``probes`` says how many probes to draw for a number of samples. A target of one element needs one: its
+    gradient is exact.
     """
     mode.handler = probe
     mode.begin()

@@ -18,7 +18,7 @@ Callback = Callable[[Tensor], None]
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
-    def forward(gradient: Tensor, callback: Callback) -> Tensor:  # type: ignore[override]
+    def forward(gradient: Tensor, callback: Callback) -> Tensor:
         callback(gradient.unsqueeze(0))
         return gradient.new_zeros(())
 
@@ -27,7 +27,7 @@ class _HandOver(torch.autograd.Function):
         return None
 
     @staticmethod
-    def vmap(  # type: ignore[override]
+    def vmap(
         info: Any, in_dims: tuple[int | None, ...], gradient: Tensor, callback: Callback
     ) -> tuple[Tensor, None]:
         axis = in_dims[0]
@@ -40,7 +40,7 @@ class _HandOver(torch.autograd.Function):
 
 def hand_over(gradient: Tensor, callback: Callback) -> None:
     """Call ``callback`` with the K gradients behind ``gradient``, shape ``(K, *shape)``; K = 1 outside vmap."""
-    _HandOver.apply(gradient, callback)
+    _HandOver.apply(gradient, callback)  # type: ignore[no-untyped-call]
 
 
 def backward(
@@ -53,8 +53,10 @@ def backward(
     """
     if batched:
         def pass_(*vectors: Tensor) -> Tensor:
-            (gradient,) = torch.autograd.grad(outputs, anchor, vectors, allow_unused=True)
-            return anchor.detach() if gradient is None else gradient
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(
+                outputs, anchor, vectors, allow_unused=True
+            )
+            return anchor.detach() if found[0] is None else found[0]
 
         torch.vmap(pass_)(*probes)
         return

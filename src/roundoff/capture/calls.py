@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -202,7 +202,10 @@ class CallMode(TorchFunctionMode):
         for leaf in tree_flatten(value)[0]:
             if isinstance(leaf, Tensor):
                 name = self._params.get(id(leaf))
-                found |= frozenset((name,)) if name else self._sources.get(leaf, frozenset())
+                if name:
+                    found |= {name}
+                elif leaf in self._sources:
+                    found |= self._sources[leaf]
         return found
 
     def _passed_on(self, operator: Operator, reason: str, result: Any, args: Any, kwargs: Any) -> None:

@@ -23,9 +23,10 @@ def environment(model: nn.Module | None = None) -> list[dict[str, str]]:
     row("torch", torch.__version__)
     row("machine", f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", "vector width orders the sums")
     row("threads", torch.get_num_threads(), "another number splits reductions at other places")
-    row("float32 matmul precision", torch.get_float32_matmul_precision(),
-        "" if torch.get_float32_matmul_precision() == "highest" else "fp32 products are computed in fewer bits")  # fmt: skip
-    row("oneDNN", "on" if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled else "off")
+    precision = torch.get_float32_matmul_precision()
+    fewer = "" if precision == "highest" else "fp32 products are computed in fewer bits"
+    row("float32 matmul precision", precision, fewer)
+    row("oneDNN", "on" if bool(getattr(torch.backends.mkldnn, "enabled", False)) else "off")
     row("deterministic algorithms", "on" if torch.are_deterministic_algorithms_enabled() else "off")
     tiny = torch.tensor(1e-30) * torch.tensor(1e-10)
     row("subnormals", "kept" if bool(tiny) else "flushed to zero")

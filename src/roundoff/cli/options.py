@@ -67,13 +67,14 @@ def allowed(options: list[str] | None) -> dict[str, list[str]]:
 
 def cost_table(cost: str, path: str | None, formats: list[str]) -> Any:
     """The table of the seconds model: the user's file, or measured on this machine; None for the other models."""
-    from roundoff.plan import cost as costs
+    from roundoff.plan.clock import measure_seconds
+    from roundoff.plan.seconds import read_seconds
 
     if cost != "seconds":
         if path is not None:
             raise PlanError("a cost table is only used with --cost seconds", where="--cost-table", got=f"--cost {cost}")
         return None
-    return costs.read_table(path) if path else costs.measure_seconds(formats)
+    return read_seconds(path) if path else measure_seconds(formats)
 
 
 def print_json(data: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import FormatError
-from roundoff.formats.format import BlockFormat, Format, Rounding
+from roundoff.formats.types import BlockFormat, Format, Rounding
 from roundoff.formats.granularity import Granularity, PerTensor
 from roundoff.formats.tensor import check_floating, check_saturate, round_values, to_integer, working_dtype
 

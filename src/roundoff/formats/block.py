@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from roundoff.formats.affine import extremes
-from roundoff.formats.format import BlockFormat, Rounding, ScaleRule
+from roundoff.formats.types import BlockFormat, Rounding, ScaleRule
 from roundoff.formats.granularity import PerGroup
 from roundoff.formats.tensor import round_values, working_dtype
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from roundoff.errors import FormatError
 from roundoff.formats.affine import QParams, choose_qparams, fake_quantize
 from roundoff.formats.block import round_blocks
-from roundoff.formats.format import BlockFormat, Format, Rounding
+from roundoff.formats.types import BlockFormat, Format, Rounding
 from roundoff.formats.granularity import Granularity, PerGroup
-from roundoff.formats.registry import parse_format
+from roundoff.formats.named import parse_format
 from roundoff.formats.tensor import cast, check_floating, check_saturate
 
 __all__ = ["round_tensor"]

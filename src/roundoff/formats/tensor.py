@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import FormatError
-from roundoff.formats.format import Format, Rounding
-from roundoff.formats.registry import FORMATS
+from roundoff.formats.types import Format, Rounding
+from roundoff.formats.named import FORMATS
 
 __all__ = ["cast", "check_floating", "check_saturate", "round_values", "to_integer", "working_dtype"]
 

@@ -56,7 +56,7 @@ def metric_curve(workload: Workload, reference: list[Any], budget: Budget, seed:
     generator = torch.Generator().manual_seed(seed)
     profile = _profile(budget)
     starts = np.cumsum([0, *budget.about["batch_samples"]])
-    value = workload.evaluate(reference, reference)
+    value = _value(workload, reference, reference)
     levels = []
     for db in LEVELS:
         power = 10 ** (-db / 10) * float(budget.about["signal"])
@@ -66,7 +66,7 @@ def metric_curve(workload: Workload, reference: list[Any], budget: Budget, seed:
                 _add_noise(output, power * profile[starts[i] : starts[i + 1]], generator)
                 for i, output in enumerate(reference)
             ]
-            drawn.append(workload.evaluate(noisy, reference))
+            drawn.append(_value(workload, noisy, reference))
         levels.append({"db": float(db), "mean": float(np.mean(drawn)), "std": float(np.std(drawn, ddof=1))})
     name = getattr(workload.metric, "__name__", "metric")
     return {"name": name, "reference": value, "levels": levels}
@@ -86,7 +86,12 @@ def _profile(budget: Budget) -> np.ndarray[Any, np.dtype[np.float64]]:
             profile += found / found.sum()
     if profile.sum() == 0:
         profile += np.asarray(budget.about["sample_signal"])
-    return profile / profile.sum()
+    return np.asarray(profile / profile.sum(), dtype=np.float64)
+
+
+def _value(workload: Workload, outputs: list[Any], reference: list[Any]) -> float:
+    value = workload.evaluate(outputs, reference)
+    return math.nan if value is None else value
 
 
 def _add_noise(output: Any, power: np.ndarray[Any, Any], generator: torch.Generator) -> Any:

@@ -17,7 +17,7 @@ import math
 from dataclasses import replace
 
 from roundoff.errors import FormatError
-from roundoff.formats.format import BlockFormat, Execution, Format, Layout, Rounding
+from roundoff.formats.types import BlockFormat, Execution, Format, Layout, Rounding
 
 __all__ = ["ALIASES", "FORMATS", "parse_format"]
 

@@ -1,0 +1,154 @@
+"""Codes: the bit patterns of a format's values, for every layout, in exact arithmetic."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from roundoff.errors import FormatError
+from roundoff.formats.types import Format, Layout
+
+__all__ = ["all_values", "decode", "encode"]
+
+#: HiFloat8's prefix codes: dot bits, then the width of the exponent field.
+_DOTS = (("11", 4), ("10", 3), ("01", 2), ("001", 1), ("0001", 0))
+
+
+def decode(code: int, fmt: Format) -> float:
+    """The value of a code: an element's, without any scale. NaN and Inf codes give nan and inf.
+
+    Codes above the largest finite value are Inf (the first one, where the format has Inf) or NaN.
+
+    Raises:
+        FormatError: the code is not in ``[0, 2**width)``, or is the one that a narrow range leaves out.
+
+    Example:
+        >>> from roundoff.formats import parse_format
+        >>> decode(0x7E, parse_format("fp8_e4m3fn")), decode(0xFF, parse_format("int8")), decode(0x6E, parse_format("hif8"))
+        (448.0, -1.0, 32768.0)
+    """
+    if not 0 <= code < 1 << fmt.width:
+        raise FormatError(
+            f"{fmt.name} has no such code", expected=f"0 <= code < {1 << fmt.width}", got=str(code),
+            do="give the bit pattern as an unsigned integer",
+        )  # fmt: skip
+    if code == fmt.nan_code:
+        return math.nan
+    if fmt.layout is Layout.TWOS_COMPLEMENT:
+        integer = code - ((code >> (fmt.width - 1)) << fmt.width)
+        value = math.ldexp(integer, fmt.quantum_exponent(fmt.emin))
+        if value < fmt.min_finite:
+            raise FormatError(
+                f"the narrow range of {fmt.name} leaves out this code", expected=f"a value >= {fmt.min_finite:g}",
+                got=f"{code} ({value:g})", do="use a format with narrow_range=False",
+            )  # fmt: skip
+        return value
+    sign_bit = fmt.width - 1 if fmt.min_finite < 0 else fmt.width
+    sign, magnitude = code >> sign_bit, code & ((1 << sign_bit) - 1)
+    value = _hif8(magnitude) if fmt.layout is Layout.HIF8 else _magnitude(magnitude, fmt)
+    if value > fmt.max_finite:
+        lower = _hif8(magnitude - 1) if fmt.layout is Layout.HIF8 else _magnitude(magnitude - 1, fmt)
+        return (-math.inf if sign else math.inf) if fmt.has_inf and lower == fmt.max_finite else math.nan
+    return -value if sign else value
+
+
+def _magnitude(code: int, fmt: Format) -> float:
+    """Exponent field and fraction field; inf where Python's float ends (fp64's highest exponent)."""
+    exponent = (code >> fmt.fraction_bits) - fmt.has_subnormals
+    significand = code & ((1 << fmt.fraction_bits) - 1)
+    if exponent < 0:
+        exponent = 0
+    else:
+        significand += 1 << fmt.fraction_bits
+    if exponent + fmt.emin > 1023:
+        return math.inf if significand == 1 << fmt.fraction_bits else math.nan
+    return math.ldexp(significand, exponent + fmt.emin - fmt.fraction_bits)
+
+
+def _hif8(code: int) -> float:
+    """The seven bits below the sign: dot, exponent (sign, then the magnitude below its leading 1), fraction."""
+    text = f"{code:07b}"
+    for dot, width in _DOTS:
+        if text.startswith(dot):
+            field, fraction = text[len(dot) : len(dot) + width], text[len(dot) + width :]
+            exponent = int("1" + field[1:], 2) if width else 0
+            significand = int("1" + fraction, 2)
+            return math.ldexp(significand, (-exponent if field.startswith("1") else exponent) - len(fraction))
+    return math.ldexp(1.0, code - 23) if code else 0.0
+
+
+def encode(value: float, fmt: Format) -> int:
+    """The code of a value of ``fmt``; NaN gives ``fmt.nan_code``; -0 without -0 gives the code of 0.
+
+    Raises:
+        FormatError: ``value`` is not a value of the format (round it first), NaN or Inf included.
+
+    Example:
+        >>> from roundoff.formats import parse_format
+        >>> hex(encode(1.5, parse_format("bf16"))), encode(-1.0, parse_format("int8")), encode(0.25, parse_format("e8m0"))
+        ('0x3fc0', 255, 125)
+    """
+    code = _encode(value, fmt)
+    if code is None:
+        raise FormatError(
+            f"{value!r} is not a value of {fmt.name}", expected="a value of the format", got=repr(value),
+            do="round it first, with round_scalar",
+        )  # fmt: skip
+    return code
+
+
+def _encode(value: float, fmt: Format) -> int | None:
+    if math.isnan(value):
+        return fmt.nan_code
+    if value == 0:
+        negative = math.copysign(1.0, value) < 0 and fmt.has_negative_zero
+        return None if not fmt.has_zero else 1 << (fmt.width - 1) if negative else 0
+    if math.isinf(value):
+        if not fmt.has_inf:
+            return None
+        # the code after the largest finite value
+        return encode(math.copysign(fmt.max_finite, value), fmt) + 1
+    if not fmt.min_finite <= value <= fmt.max_finite:
+        return None
+    exponent = math.frexp(value)[1] - 1
+    if fmt.layout is Layout.HIF8:
+        return _hif8_codes().get(value)
+    quantum_exponent = fmt.quantum_exponent(exponent)
+    significand = math.ldexp(value, -quantum_exponent) if quantum_exponent < 1023 else 0.5
+    if significand != int(significand):
+        return None
+    if fmt.layout is Layout.TWOS_COMPLEMENT:
+        return int(significand) % (1 << fmt.width)
+    # A normal significand carries the implicit 1, which adds one to the exponent field.
+    field = max(exponent - fmt.emin, 0) - (not fmt.has_subnormals)
+    if exponent < fmt.emin and not fmt.has_subnormals:
+        return None
+    return (value < 0 and 1 << (fmt.width - 1)) | ((field << fmt.fraction_bits) + abs(int(significand)))
+
+
+@lru_cache(maxsize=1)
+def _hif8_codes() -> dict[float, int]:
+    magnitudes = {_hif8(code): code for code in range(128)}
+    return magnitudes | {-value: code | 0x80 for value, code in magnitudes.items() if value}
+
+
+@lru_cache(maxsize=64)
+def all_values(fmt: Format) -> list[float]:
+    """The value of every code, in the order of codes, for formats of at most 16 bits; treat it as read-only.
+
+    The code that a narrow range leaves out is left out here too.
+
+    Raises:
+        FormatError: the format has more than 16 bits.
+
+    Example:
+        >>> from roundoff.formats import parse_format
+        >>> all_values(parse_format("fp4_e2m1"))[:8], all_values(parse_format("int2"))
+        ([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], [0.0, 1.0, -1.0])
+    """
+    if fmt.width > 16:
+        raise FormatError(
+            f"{fmt.name} has too many values to list", expected="a format of at most 16 bits", got=f"{fmt.width} bits"
+        )
+    left_out = 1 << (fmt.width - 1) if fmt.layout is Layout.TWOS_COMPLEMENT and fmt.min_finite == -fmt.max_finite else -1
+    return [decode(code, fmt) for code in range(1 << fmt.width) if code != left_out]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import FormatError
-from roundoff.formats.types import BlockFormat, Format, Rounding
 from roundoff.formats.granularity import Granularity, PerTensor
-from roundoff.formats.tensor import check_floating, check_saturate, round_values, to_integer, working_dtype
+from roundoff.formats.tensor import check_floating, round_values, to_integer, working_dtype
+from roundoff.formats.types import BlockFormat, Format, Rounding
 
 __all__ = ["QParams", "choose_qparams", "fake_quantize"]
 
@@ -117,7 +117,7 @@ def fake_quantize(
     """Quantize to ``fmt`` with ``qparams`` and dequantize: a new tensor of x's shape and dtype, without gradient.
 
     NaN stays NaN, also in formats without one. Inf saturates, as everything out of range does unless ``saturate`` is
-    False (then Inf or NaN as the format has it). Computed in fp32 (fp64 for fp64 tensors); the sign of a zero is not kept.
+    False (then Inf or NaN as the format has it). Computed in fp32 (fp64 for fp64 tensors). Zeros may have either sign.
 
     Raises:
         FormatError: ``x`` is no floating-point tensor, or qparams do not fit its shape, or a zero point is
@@ -130,7 +130,7 @@ def fake_quantize(
         tensor([ 0.0625,  0.0625,  7.9375, -7.9375])
     """
     check_floating(x)
-    saturate = True if saturate is None else check_saturate(fmt, saturate)
+    saturate = saturate is None or fmt.saturates(saturate)
     rounding = rounding or fmt.rounding
     shape = x.shape if qparams.granularity is None else qparams.granularity.split(x.shape)[0]
     view = x.detach().to(working_dtype(x)).reshape(shape)

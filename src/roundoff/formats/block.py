@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from roundoff.formats.affine import extremes
-from roundoff.formats.types import BlockFormat, Rounding, ScaleRule
 from roundoff.formats.granularity import PerGroup
 from roundoff.formats.tensor import round_values, working_dtype
+from roundoff.formats.types import BlockFormat, Rounding, ScaleRule
 
 __all__ = ["block_scale", "round_blocks"]
 

@@ -24,8 +24,8 @@ def decode(code: int, fmt: Format) -> float:
 
     Example:
         >>> from roundoff.formats import parse_format
-        >>> decode(0x7E, parse_format("fp8_e4m3fn")), decode(0xFF, parse_format("int8")), decode(0x6E, parse_format("hif8"))
-        (448.0, -1.0, 32768.0)
+        >>> decode(0x7E, parse_format("fp8_e4m3fn")), decode(0xFF, parse_format("int8"))
+        (448.0, -1.0)
     """
     if not 0 <= code < 1 << fmt.width:
         raise FormatError(
@@ -85,8 +85,8 @@ def encode(value: float, fmt: Format) -> int:
 
     Example:
         >>> from roundoff.formats import parse_format
-        >>> hex(encode(1.5, parse_format("bf16"))), encode(-1.0, parse_format("int8")), encode(0.25, parse_format("e8m0"))
-        ('0x3fc0', 255, 125)
+        >>> hex(encode(1.5, parse_format("bf16"))), encode(-1.0, parse_format("int8"))
+        ('0x3fc0', 255)
     """
     code = _encode(value, fmt)
     if code is None:
@@ -150,5 +150,6 @@ def all_values(fmt: Format) -> list[float]:
         raise FormatError(
             f"{fmt.name} has too many values to list", expected="a format of at most 16 bits", got=f"{fmt.width} bits"
         )
-    left_out = 1 << (fmt.width - 1) if fmt.layout is Layout.TWOS_COMPLEMENT and fmt.min_finite == -fmt.max_finite else -1
+    narrow = fmt.layout is Layout.TWOS_COMPLEMENT and fmt.min_finite == -fmt.max_finite
+    left_out = 1 << (fmt.width - 1) if narrow else -1
     return [decode(code, fmt) for code in range(1 << fmt.width) if code != left_out]

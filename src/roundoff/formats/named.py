@@ -1,12 +1,13 @@
 """The formats by name. A new format is one entry here, and no code elsewhere.
 
-Sources: IEEE 754-2019 (fp16, fp32, fp64); bfloat16 and TF32 as in the vendors' manuals; OCP 8-bit Floating Point
-Specification 1.0 (e4m3fn, e5m2); arXiv 2206.02915 (fnuz); OCP Microscaling Formats v1.0 (fp6, fp4, e8m0, MX); NVFP4 as in
-NVIDIA's Transformer Engine and cuDNN documentation; arXiv 2409.16626 (HiFloat8); arXiv 2402.17764 (ternary, scale from
-the mean magnitude); arXiv 1603.05279 (binary, likewise).
+Sources: IEEE 754-2019 (fp16, fp32, fp64); the vendors' manuals (bf16, tf32); OCP 8-bit Floating Point Specification 1.0
+(e4m3fn, e5m2); arXiv 2206.02915 (fnuz); OCP Microscaling Formats v1.0 (fp6, fp4, e8m0, MX); NVIDIA's Transformer Engine
+and cuDNN documentation (NVFP4); arXiv 2409.16626 (HiFloat8); arXiv 2402.17764 and 1603.05279 (ternary and binary with a
+scale from the mean magnitude).
 
-HiFloat8: only what is public is here. Its overflow is taken to be that of IEEE formats (past the midpoint above 32768,
-Inf), its scale in scaled use (amax onto 15, the largest value with all three fraction bits) is our choice, and its hybrid
+Formats of 8 bits and fewer saturate by default, as ONNX Cast does; HiFloat8, whose publication has Inf for overflow,
+does not. HiFloat8 is here as far as it is public. Its overflow follows IEEE (Inf from the midpoint above 32768 on), its
+scale in scaled use (amax onto 15, the largest value with all three fraction bits) is our choice, and its hybrid
 rounding for training is left out.
 """
 
@@ -50,13 +51,12 @@ def _float(
     *,
     nan_code: int | None = None,
     negative_zero: bool = True,
-    saturate: bool = True,
     torch_name: str | None = None,
 ) -> Format:
     """A small float without Inf."""
     return Format(
         name=name, width=width, fraction_bits=fraction_bits, emin=emin, max_finite=max_finite, min_finite=-max_finite,
-        has_negative_zero=negative_zero, nan_code=nan_code, saturate=saturate, torch_name=torch_name,
+        has_negative_zero=negative_zero, nan_code=nan_code, torch_name=torch_name,
         execution=_SCALED,
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def _block(name: str, element: Format, size: int, scale_format: Format, tensor_s
 
 _FP32 = _ieee("fp32", 32, 8, "float32", _FULL)
 _E4M3 = _float("fp8_e4m3fn", 8, 3, -6, 448.0, nan_code=0x7F, torch_name="float8_e4m3fn")
-_E5M2 = _ieee("fp8_e5m2", 8, 5, "float8_e5m2", _SCALED)
+_E5M2 = replace(_ieee("fp8_e5m2", 8, 5, "float8_e5m2", _SCALED), saturate=True)
 _E3M2 = _float("fp6_e3m2", 6, 2, -2, 28.0)
 _E2M3 = _float("fp6_e2m3", 6, 3, 0, 7.5)
 _E2M1 = _float("fp4_e2m1", 4, 1, 0, 6.0)
@@ -128,8 +128,8 @@ FORMATS: dict[str, Format] = {
         _ieee("fp16", 16, 5, "float16", _FULL),
         _E4M3,
         _E5M2,
-        _float("fp8_e4m3fnuz", 8, 3, -7, 240.0, nan_code=0x80, negative_zero=False, saturate=False, torch_name="float8_e4m3fnuz"),
-        _float("fp8_e5m2fnuz", 8, 2, -15, 57344.0, nan_code=0x80, negative_zero=False, saturate=False, torch_name="float8_e5m2fnuz"),
+        _float("fp8_e4m3fnuz", 8, 3, -7, 240.0, nan_code=0x80, negative_zero=False, torch_name="float8_e4m3fnuz"),
+        _float("fp8_e5m2fnuz", 8, 2, -15, 57344.0, nan_code=0x80, negative_zero=False, torch_name="float8_e5m2fnuz"),
         _HIF8,
         _E3M2,
         _E2M3,
@@ -167,8 +167,9 @@ ALIASES: dict[str, str] = {
 }  # fmt: skip
 
 
-def parse_format(name: str) -> Format:
+def parse_format(name: str | Format) -> Format:
     """The format with this name or alias; case does not matter, nor ``-`` for ``_`` or a leading ``torch.``.
+    A format is returned as it is.
 
     Raises:
         FormatError: there is none; the message has the nearest names.
@@ -177,6 +178,8 @@ def parse_format(name: str) -> Format:
         >>> parse_format("bfloat16").name, parse_format("torch.float16").name, parse_format("MXFP8").name
         ('bf16', 'fp16', 'mxfp8_e4m3')
     """
+    if isinstance(name, Format):
+        return name
     key = name.strip().lower().replace("-", "_").removeprefix("torch.")
     fmt = FORMATS.get(ALIASES.get(key, key))
     if fmt is None:

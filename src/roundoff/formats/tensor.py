@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import FormatError
-from roundoff.formats.types import Format, Rounding
 from roundoff.formats.named import FORMATS
+from roundoff.formats.types import Format, Rounding
 
-__all__ = ["cast", "check_floating", "check_saturate", "round_values", "to_integer", "working_dtype"]
+__all__ = ["cast", "check_floating", "round_values", "to_integer", "working_dtype"]
 
 #: The integer dtype and the mask of the exponent field.
 _EXPONENT = {
@@ -40,19 +40,6 @@ def check_floating(x: Tensor) -> None:
             got=f"a tensor of dtype {x.dtype} and shape {tuple(x.shape)}",
             do="convert it with .float() if its values are numbers to be rounded; leave indices and masks alone",
         )
-
-
-def check_saturate(fmt: Format, saturate: bool | None) -> bool:
-    """The saturation asked for, or the format's own."""
-    saturate = fmt.saturate if saturate is None else saturate
-    if not saturate and not fmt.has_inf and not fmt.has_nan:
-        raise FormatError(
-            f"{fmt.name} has neither Inf nor NaN for what is out of range",
-            expected="saturate=True",
-            got="saturate=False",
-            do="let it saturate, or choose a format with Inf or NaN",
-        )
-    return saturate
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -97,7 +84,6 @@ def _wanted(fmt: Format, saturate: bool) -> str:
 @lru_cache(maxsize=64)
 def _overflow(dtype: torch.dtype, device: str) -> str:
     """What a cast to ``dtype`` does with Inf and with finite values out of range: saturate, inf, nan or mixed."""
-    largest = torch.finfo(dtype).max
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     beyond = torch.tensor([math.inf, torch.finfo(wide).max], device=device, dtype=wide).to(dtype).float().tolist()
     found = {"nan" if math.isnan(v) else "inf" if math.isinf(v) else "saturate" for v in beyond}

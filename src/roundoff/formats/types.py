@@ -14,6 +14,8 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from roundoff.errors import FormatError
+
 if TYPE_CHECKING:
     import torch
 
@@ -147,7 +149,7 @@ class Format:
     def one_quantum(self) -> float | None:
         """The quantum when all values are multiples of it (integers), else ``None``."""
         limit = max(self.max_finite, -self.min_finite)
-        if limit > math.ldexp(1.0, min(self.emin, 1022) + 1) or not self.has_subnormals and self.has_zero:
+        if limit > math.ldexp(1.0, self.emin + 1) or (self.has_zero and not self.has_subnormals):
             return None
         return math.ldexp(1.0, self.quantum_exponent(self.emin))
 
@@ -175,6 +177,21 @@ class Format:
             if abs(exponent) <= limit:
                 return exponent - bits
         return exponent - (self.taper[-1][1] if self.taper else self.fraction_bits)
+
+    def saturates(self, asked: bool | None) -> bool:
+        """Whether to saturate: as asked, or the format's own default.
+
+        Raises:
+            FormatError: ``asked`` is False, and there is neither Inf nor NaN for what is out of range.
+        """
+        if asked is False and not self.has_inf and not self.has_nan:
+            raise FormatError(
+                f"{self.name} has neither Inf nor NaN for what is out of range",
+                expected="saturate=True",
+                got="saturate=False",
+                do="let it saturate, or choose a format with Inf or NaN",
+            )
+        return self.saturate if asked is None else asked
 
     def contains(self, other: Format) -> bool:
         """Whether every finite value of ``other``, without a scale, is a value of this format.

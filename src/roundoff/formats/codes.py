@@ -113,11 +113,12 @@ def _encode(value: float, fmt: Format) -> int | None:
     exponent = math.frexp(value)[1] - 1
     if fmt.layout is Layout.HIF8:
         return _hif8_codes().get(value)
-    quantum_exponent = fmt.quantum_exponent(exponent)
-    significand = math.ldexp(value, -quantum_exponent) if quantum_exponent < 1023 else 0.5
+    integer = fmt.layout is Layout.TWOS_COMPLEMENT
+    quantum_exponent = fmt.quantum_exponent(fmt.emin if integer else exponent)
+    significand = math.ldexp(value, -quantum_exponent)
     if significand != int(significand):
         return None
-    if fmt.layout is Layout.TWOS_COMPLEMENT:
+    if integer:
         return int(significand) % (1 << fmt.width)
     # A normal significand carries the implicit 1, which adds one to the exponent field.
     field = max(exponent - fmt.emin, 0) - (not fmt.has_subnormals)

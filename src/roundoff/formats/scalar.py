@@ -51,7 +51,7 @@ def round_scalar(
     saturate = fmt.saturates(saturate)
     if math.isnan(value) or (value < 0 and fmt.min_finite > 0):
         return math.nan
-    negative = math.copysign(1.0, value) < 0
+    negative = value < 0 or (fmt.has_negative_zero and math.copysign(1.0, value) < 0)
     largest = -fmt.min_finite if negative else fmt.max_finite
     rounded: float | Fraction
     if math.isinf(value):
@@ -68,7 +68,6 @@ def round_scalar(
         rounded = largest if saturate else math.inf if fmt.has_inf else math.nan
     if not fmt.has_zero and rounded < fmt.smallest_normal:
         rounded = fmt.smallest_normal
-        negative = value < 0
     if rounded == 0 and not fmt.has_negative_zero:
         negative = False
     return -float(rounded) if negative else float(rounded)

@@ -240,11 +240,14 @@ def _significant(cross: float, terms: Sequence[Term]) -> float:
     """
     if cross == 0 or not math.isfinite(cross):
         return cross
-    variance = 0.0
-    for group in ([t.values for t in terms if not t.pooled], [t.values for t in terms if t.pooled]):
-        if group:
-            stacked = np.stack(group)
-            variance += _spread(stacked.sum(axis=0) ** 2 - (stacked**2).sum(axis=0)) ** 2
+    single = [t.values for t in terms if not t.pooled]
+    pooled = [t.values for t in terms if t.pooled]
+    variance = sum(
+        _spread(np.sum(group, axis=0) ** 2 - np.sum(np.square(group), axis=0)) ** 2 for group in (single, pooled) if group
+    )
+    if single and pooled:
+        products = 2 * np.sum(single, axis=(0, 2)) * np.sum(pooled, axis=(0, 2))
+        variance += float(products.var(ddof=1)) / len(products) if len(products) > 1 else cross**2
     return cross * max(0.0, 1.0 - variance / cross**2)
 
 

@@ -1,0 +1,107 @@
+"""Numbers as text, the same in the terminal and in HTML. Only here are numbers rounded for reading."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+#: shown where a value does not apply
+NONE = "–"
+
+
+def db(value: float | None) -> str:
+    """Decibels with one decimal; ``–`` for None, ``∞`` where there is no error at all.
+
+    >>> db(41.26), db(-0.04), db(None), db(float("inf"))
+    ('41.3', '0.0', '–', '∞')
+    """
+    if value is None or math.isnan(value):
+        return NONE
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{round(value, 1) + 0.0:.1f}"  # + 0.0 turns -0.0 into 0.0
+
+
+def stderr(value: float | None) -> str:
+    """A standard error in dB, with a second decimal where one would show it as zero.
+
+    >>> stderr(0.31), stderr(0.04), stderr(None)
+    ('0.3', '0.04', '')
+    """
+    if value is None or not math.isfinite(value):
+        return ""
+    return f"{value:.1f}" if value >= 0.095 else f"{value:.2f}"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction as percent, at most five characters up to 100%; a share is never rounded down to nothing.
+
+    >>> percent(0.1234), percent(1.0), percent(0.0), percent(0.0002), percent(0.9999)
+    ('12.3%', '100%', '0%', '<0.1%', '>99.9%')
+    """
+    if fraction is None or not math.isfinite(fraction):
+        return NONE
+    if fraction in (0, 1):
+        return f"{fraction:.0%}"
+    if 0 < fraction < 0.0005:
+        return "<0.1%"
+    if 0.9995 <= fraction < 1:
+        return ">99.9%"
+    return f"{fraction:.1%}"
+
+
+def amount(value: float | None, unit: str = "") -> str:
+    """A cost, to four digits or the whole number, with its unit.
+
+    >>> amount(12.3456, "MB"), amount(1234567.8, "Gbitops"), amount(0.000123)
+    ('12.35 MB', '1,234,568 Gbitops', '0.000123')
+    """
+    if value is None or not math.isfinite(value):
+        return NONE
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{text} {unit}".rstrip()
+
+
+def metric(value: float | None) -> str:
+    """A metric, to five digits.
+
+    >>> metric(0.912345), metric(None)
+    ('0.91235', '–')
+    """
+    return NONE if value is None or math.isnan(value) else f"{value:.5g}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count(1, "site"), count(1200, "site")
+    ('1 site', '1,200 sites')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def listing(parts: list[str]) -> str:
+    """Words in one sentence.
+
+    >>> listing(["a"]), listing(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def is_lost(row: Mapping[str, Any]) -> bool:
+    """Whether a ranking row has no SQNR because its noise is not finite (overflow), rather than because it is exact."""
+    return row["sqnr_db"] is None and row["share"] > 0
+
+
+def sqnr(row: Mapping[str, Any]) -> str:
+    """SQNR of a ranking row in dB; ``exact`` where rounding changes nothing, ``lost`` where the result is not finite."""
+    if row["sqnr_db"] is None:
+        return "lost" if is_lost(row) else "exact"
+    return db(row["sqnr_db"])
+
+
+def ratio(value: float, whole: float) -> float | None:
+    """``value / whole``, None where there is nothing to compare with."""
+    return value / whole if whole else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,7 +60,8 @@ def test_twin_is_oracle_idempotent_and_symmetric(fmt, xs):
             limit = torch.finfo(torch.float32).max if saturate else math.inf
             expected = [v if math.isnan(v) else min(max(v, -limit), limit) for v in expected]
             identical(once, expected)
-            identical(round_tensor(x.double(), fmt, **options).float(), once)
+            if fmt.name != "fp64":
+                identical(round_tensor(x.double(), fmt, **options).float(), once)
             identical(round_tensor(once, fmt, **options), once)
             if fmt.min_finite < 0:
                 np.testing.assert_array_equal(round_tensor(-x, fmt, **options), -once)
@@ -97,8 +99,6 @@ def test_blocks_are_oracle(fmt, xs):
     x = torch.tensor(xs)
     amax = max((abs(v) for v in xs if math.isfinite(v)), default=0.0)
     for rule in ScaleRule if not fmt.tensor_scale else [None]:
-        from dataclasses import replace
-
         ruled = fmt if rule is None else replace(fmt, scale_rule=rule)
         size = fmt.block_size
         expected = [
@@ -113,6 +113,8 @@ def test_blocks_are_oracle(fmt, xs):
 def test_chosen_scales_are_good(fmt, xs):
     """Zero stays zero, nothing is out of range by more than half a quantum, and the result is finite."""
     x = torch.tensor([*xs, 0.0, 0.0]).reshape(4, 2)
+    if not fmt.symmetric:
+        x.clamp_(-(2.0**126), 2.0**126)  # near fp32's largest number, code times scale may round to Inf
     for granularity in (PerTensor(), PerAxis(1)):
         qparams = choose_qparams(x, fmt, granularity)
         assert bool((qparams.scale >= torch.finfo(torch.float32).tiny).all())

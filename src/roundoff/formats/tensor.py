@@ -18,10 +18,10 @@ from roundoff.formats.types import Format, Rounding
 
 __all__ = ["cast", "check_floating", "round_values", "to_integer", "working_dtype"]
 
-#: The integer dtype and the mask of the exponent field.
+#: The integer dtype, the mask of the exponent field, and the bits below it.
 _EXPONENT = {
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.float64: (torch.int64, 0x7FF0000000000000),
+    torch.float32: (torch.int32, 0x7F800000, 23),
+    torch.float64: (torch.int64, 0x7FF0000000000000, 52),
 }
 _CARRIERS = {
     torch.float64: FORMATS["fp64"],
@@ -50,11 +50,8 @@ def working_dtype(x: Tensor) -> torch.dtype:
 def cast(x: Tensor, fmt: Format, rounding: Rounding, saturate: bool, generator: torch.Generator | None) -> Tensor:
     """``x`` rounded to the values of ``fmt`` without a scale, in x's shape and dtype; may be ``x`` itself."""
     x = x.detach()
-    if fmt.has_inf and fmt.has_negative_zero and fmt.contains(_CARRIERS[x.dtype]):
-        if not saturate:
-            return x
-        limit = torch.finfo(x.dtype).max
-        return x.clamp(-limit, limit)
+    if _holds(fmt, x.dtype):
+        return x if not saturate else _clip(x)
     if rounding is Rounding.NEAREST_EVEN:
         dtype = _quick(fmt, x)
         if dtype is not None and _overflow(dtype, x.device.type) == _wanted(fmt, saturate):
@@ -63,6 +60,17 @@ def cast(x: Tensor, fmt: Format, rounding: Rounding, saturate: bool, generator: 
     if not fmt.has_negative_zero:
         rounded.add_(0.0)  # -0 + 0 is +0
     return rounded.to(x.dtype)
+
+
+def _holds(fmt: Format, dtype: torch.dtype) -> bool:
+    """Every number of ``dtype`` is a value of the format, Inf and -0 included."""
+    return fmt.has_inf and fmt.has_negative_zero and fmt.contains(_CARRIERS[dtype])
+
+
+def _clip(x: Tensor) -> Tensor:
+    """Inf saturated to the largest value that ``x`` can carry."""
+    limit = torch.finfo(x.dtype).max
+    return x.clamp(-limit, limit)
 
 
 def _quick(fmt: Format, x: Tensor) -> torch.dtype | None:
@@ -102,6 +110,8 @@ def round_values(
 
     The sign of a zero is not cleared for formats without -0: ``cast`` does that.
     """
+    if _holds(fmt, x.dtype):
+        return _clip(x) if saturate else x.clone()
     quantum = _quantum(x, fmt)
     unit = isinstance(quantum, float) and quantum == 1.0
     significand = x if unit else torch.div(x, quantum, out=out)
@@ -114,38 +124,50 @@ def round_values(
     else:
         if rounding is Rounding.TOWARD_ZERO:
             rounded = torch.where(x.isinf(), x, rounded.clamp(lowest, fmt.max_finite))
-        beyond = math.inf if fmt.has_inf else math.nan
-        rounded.masked_fill_(rounded > fmt.max_finite, beyond)
-        rounded.masked_fill_(rounded < lowest, -beyond)
+        if _exceeds(rounded, lowest, fmt.max_finite):
+            beyond = math.inf if fmt.has_inf else math.nan
+            rounded.masked_fill_(rounded > fmt.max_finite, beyond)
+            rounded.masked_fill_(rounded < lowest, -beyond)
     if not fmt.has_zero:
-        smallest = fmt.smallest_normal
-        signed = torch.where(x < 0, -smallest, smallest)
-        rounded = torch.where(rounded.abs() < smallest, signed, rounded)
+        rounded = rounded.abs_().clamp_(min=fmt.smallest_normal).copysign_(x + 0.0)  # -0 + 0 is +0
         if fmt.min_finite > 0:
             rounded.masked_fill_(x < 0, math.nan)
     return rounded
+
+
+def _exceeds(rounded: Tensor, low: float, high: float) -> bool:
+    """Whether a number may be out of range. Where a look costs less than a masked fill, that is on the CPU, look."""
+    if rounded.device.type != "cpu" or rounded.numel() == 0:
+        return True
+    return not (rounded.amin().item() >= low and rounded.amax().item() <= high)  # NaN hides the others: then True
 
 
 def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
     """The distance between neighbouring values at each element: a power of two."""
     if fmt.one_quantum is not None:
         return fmt.one_quantum
-    integer, mask = _EXPONENT[x.dtype]
+    integer, mask, bits = _EXPONENT[x.dtype]
+    field = x.view(integer).bitwise_and(mask)
+    if fmt.taper:
+        quanta = _quanta(fmt, x.dtype, x.device)
+        return quanta.index_select(0, field.bitwise_right_shift_(bits).flatten()).view(x.shape)
     # The exponent field alone is the power of two below |x|; subnormals of x give 0, Inf and NaN give Inf.
-    power = x.view(integer).bitwise_and(mask).view(x.dtype)
+    power = field.view(x.dtype)
     smallest = math.ldexp(1.0, fmt.emin)
     # The upper limit keeps Inf / quantum from being NaN; past it any quantum shows that the range is exceeded.
-    power.clamp_(smallest, math.ldexp(1.0, fmt.emax))
-    if fmt.taper:
-        quantum = power * math.ldexp(1.0, -fmt.taper[-1][1])
-        for limit, bits in reversed(fmt.taper[:-1]):
-            inside = (power <= math.ldexp(1.0, limit)) & (power >= math.ldexp(1.0, -limit))
-            quantum = torch.where(inside, power * math.ldexp(1.0, -bits), quantum)
-        return quantum
-    quantum = power.mul_(math.ldexp(1.0, -fmt.fraction_bits))
-    if not fmt.has_subnormals:
+    quantum = power.clamp_(smallest, math.ldexp(1.0, fmt.emax)).mul_(math.ldexp(1.0, -fmt.fraction_bits))
+    if not fmt.has_subnormals and fmt.fraction_bits:
         quantum.masked_fill_(x.abs() < smallest, smallest)
     return quantum
+
+
+@lru_cache(maxsize=64)
+def _quanta(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The quantum for each value of the exponent field of ``dtype``, for formats whose fraction bits vary."""
+    _, mask, bits = _EXPONENT[dtype]
+    count = (mask >> bits) + 1
+    exponents = [min(max(field - (count // 2 - 1), fmt.emin), fmt.emax) for field in range(count)]
+    return torch.tensor([math.ldexp(1.0, fmt.quantum_exponent(e)) for e in exponents], dtype=dtype, device=device)
 
 
 def to_integer(
@@ -154,13 +176,17 @@ def to_integer(
     """``significand`` rounded to integers; Inf and NaN stay."""
     if rounding is Rounding.NEAREST_EVEN:
         return torch.round(significand, out=out)
+    # On magnitudes, since torch's floor is vectorised on the CPU and its trunc is not.
+    magnitude = significand.abs()
     if rounding is Rounding.TOWARD_ZERO:
-        return torch.trunc(significand, out=out)
-    lower = significand.trunc()
-    rest = (significand - lower).abs_().nan_to_num_(0.0)  # exact; Inf - Inf is NaN
-    if rounding is Rounding.NEAREST_AWAY:
-        away = rest >= 0.5  # adding 0.5 instead would itself round, up from just below a half
+        magnitude.floor_()
+    elif rounding is Rounding.NEAREST_AWAY:
+        # The number below a half: a half itself would round the sum up to 1 from just below a half.
+        below_half = 0.5 - torch.finfo(magnitude.dtype).eps / 4
+        magnitude.add_(below_half).floor_()
     else:
+        lower = magnitude.floor()
+        rest = magnitude.sub_(lower).nan_to_num_(0.0)  # exact; Inf - Inf is NaN
         draw = torch.rand(rest.shape, dtype=rest.dtype, device=rest.device, generator=generator)
-        away = draw < rest
-    return lower.abs_().add_(away).copysign_(significand)
+        magnitude = lower.add_(draw < rest)
+    return magnitude.copysign_(significand)

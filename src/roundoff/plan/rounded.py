@@ -75,6 +75,8 @@ def _native(call: Call, fmt: Format) -> Any:
     rule, dtype = fmt.execution, fmt.torch_dtype
     if rule is None or not rule.output or dtype is None or call.operator.inplace or call.kind == "embedding":
         return None
+    if dtype == torch.float16 and any(t.device.type == "cpu" for t in float_tensors(call.leaves)):
+        return None  # CPUs convert fp16 to fp32 and back, slowly: that is a simulation too
     leaves = [v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.leaves]
     try:
         result = dataclasses.replace(call, leaves=leaves).run()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundoff.report.figures import amount, count, db, is_lost, listing, metric, percent, ratio
+from roundoff.report.figures import amount, count, db, finite, is_lost, listing, metric, percent, ratio
 
 Row = Mapping[str, Any]
 
@@ -150,8 +150,5 @@ def agreement(points: Sequence[Row], within: float = 1.0) -> str:
 
 def comparable(points: Sequence[Row]) -> list[Row]:
     """The points whose two SQNRs are finite."""
-    return [p for p in points if _finite(p["predicted_db"]) and _finite(p["measured_db"])]
+    return [p for p in points if finite(p["predicted_db"]) and finite(p["measured_db"])]
 
-
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)

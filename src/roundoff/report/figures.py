@@ -90,6 +90,11 @@ def listing(parts: list[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
+def finite(value: float | None) -> bool:
+    """Whether there is a number that can be drawn or computed with."""
+    return value is not None and math.isfinite(value)
+
+
 def is_lost(row: Mapping[str, Any]) -> bool:
     """Whether a ranking row has no SQNR because its noise is not finite (overflow), rather than because it is exact."""
     return row["sqnr_db"] is None and row["share"] > 0

@@ -1,0 +1,35 @@
+"""What a person reads: the terminal, one HTML file, strict JSON; all made from the plain ``summary`` of ``diagnose``.
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> from rich.console import Console
+>>> row = {"rank": 1, "site": "head/linear", "operator": "linear", "kind": "linear", "format": "int8", "sqnr_db": 41.26,
+...        "stderr_db": 0.4, "share": 1.0, "activation_db": 43.1, "weight_db": 45.9, "output_db": None, "chosen": "int8",
+...        "note": ""}
+>>> cost = {"model": "bytes", "unit": "MB", "plan": 2.0, "fp32": 8.0, "lowest": 2.0, "lowest_format": "int8"}
+>>> result = {"predicted_db": 41.3, "measured_db": 41.0, "native_db": None, "native_note": "", "metric_name": None,
+...           "metric_reference": None, "metric_predicted": None, "metric_predicted_std": None,
+...           "metric_measured": None, "met": True}
+>>> summary = {"version": "0.1.0", "workload": "tiny", "formats": ["int8"], "probes": 16, "samples": 8,
+...            "environment": [{"name": "threads", "value": "2", "note": ""}],
+...            "target": {"asked": "40dB", "sqnr_db": 40.0, "note": ""},
+...            "coverage": {"calls": 1, "sites": 1, "params": 2, "excluded": [], "no_path": []},
+...            "ranking": [row], "plan": {"sites": {"int8": 1}, "rules": 1, "cost": cost}, "rounds": [],
+...            "result": result, "pareto": [], "scatter": [], "seconds": {"budget": 0.1}}
+>>> print_summary(summary, Console(width=100))
+roundoff 0.1.0: tiny in int8 (16 probes, 8 samples)
+<BLANKLINE>
+The plan meets the target: 41.0 dB measured, 41.3 dB predicted, 40.0 dB asked. 1 of 1 site leave...
+>>> with tempfile.TemporaryDirectory() as folder:
+...     write_html(summary, Path(folder) / "report.html")
+...     (Path(folder) / "report.html").read_text(encoding="utf-8")[:15]
+'<!doctype html>'
+"""
+
+from roundoff.report.html import write_html as write_html
+from roundoff.report.strict import strict as strict
+from roundoff.report.strict import write_json as write_json
+from roundoff.report.text import print_plan as print_plan
+from roundoff.report.text import print_ranking as print_ranking
+from roundoff.report.text import print_summary as print_summary
+from roundoff.report.text import print_verify as print_verify

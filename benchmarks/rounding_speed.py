@@ -28,7 +28,9 @@ def cases(x: Tensor) -> dict[str, Callable[[], Tensor]]:
         if isinstance(fmt, BlockFormat) or fmt.one_quantum != 1.0:
             found[f"{name}: cast"] = lambda fmt=fmt: round_tensor(x, fmt)
         if not isinstance(fmt, BlockFormat) and fmt.execution and fmt.execution.weight == "channel":
-            found[f"{name}: PerTensor"] = lambda fmt=fmt: round_tensor(x, fmt, granularity=PerTensor())
+            found[f"{name}: PerTensor"] = lambda fmt=fmt: round_tensor(
+                x, fmt, granularity=PerTensor()
+            )
             found[f"{name}: PerAxis"] = lambda fmt=fmt: round_tensor(x, fmt, granularity=PerAxis(0))
     return found
 
@@ -57,7 +59,10 @@ def main() -> None:
     columns = ("cast", "PerTensor", "PerAxis", "torch")
     print(f"{'format':<14}" + "".join(f"{c:>11}" for c in columns))
     for name, row in rows.items():
-        print(f"{name:<14}" + "".join(f"{row[c]:>11.2f}" if c in row else f"{'-':>11}" for c in columns))
+        print(
+            f"{name:<14}"
+            + "".join(f"{row[c]:>11.2f}" if c in row else f"{'-':>11}" for c in columns)
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from roundoff.errors import FormatError
-from roundoff.formats import FORMATS, PerGroup, PerTensor, ScaleRule, round_block_scalar, round_tensor
+from roundoff.formats import (
+    FORMATS,
+    PerGroup,
+    PerTensor,
+    ScaleRule,
+    round_block_scalar,
+    round_tensor,
+)
 
 GFLOAT = {
     "mxfp8_e4m3": gfloat.formats.format_info_mxfp8_e4m3,
@@ -37,7 +44,12 @@ def blocks(seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", GFLOAT)
 def test_mx_is_that_of_gfloat(name):
     x = blocks(1)
-    expected = np.array([gfloat.quantize_block(GFLOAT[name], b, gfloat.compute_scale_amax) for b in x.double().numpy()])
+    expected = np.array(
+        [
+            gfloat.quantize_block(GFLOAT[name], b, gfloat.compute_scale_amax)
+            for b in x.double().numpy()
+        ]
+    )
     np.testing.assert_array_equal(round_tensor(x, name), expected)
     oracle = [round_block_scalar(b, FORMATS[name]) for b in x.tolist()]
     np.testing.assert_array_equal(oracle, expected)
@@ -49,27 +61,41 @@ def exact_mxint8(block: list[float]) -> list[float]:
     if amax == 0:
         return block
     scale = Fraction(2) ** max(math.frexp(amax)[1] - 1, -127)
-    return [float(min(max(round(Fraction(v) / scale * 64), -127), 127) * scale / 64) for v in block]  # round is half-even
+    return [
+        float(min(max(round(Fraction(v) / scale * 64), -127), 127) * scale / 64) for v in block
+    ]  # round is half-even
 
 
 def test_mxint8_in_exact_arithmetic():
     x = blocks(2)
     expected = [exact_mxint8(b) for b in x.tolist()]
     np.testing.assert_array_equal(round_tensor(x, "mxint8"), expected)
-    np.testing.assert_array_equal([round_block_scalar(b, FORMATS["mxint8"]) for b in x.tolist()], expected)
+    np.testing.assert_array_equal(
+        [round_block_scalar(b, FORMATS["mxint8"]) for b in x.tolist()], expected
+    )
 
 
 @pytest.mark.parametrize(
     ("amax", "floor", "ceil", "rceil"),
     # e2m1: emax 2, largest 6. 4 and 8 are powers of two; 6 still fits into scale 1; 6.5 saturates under floor.
-    [(4.0, 1, 1, 1), (6.0, 1, 2, 1), (6.5, 1, 2, 2), (8.0, 2, 2, 2), (12.0, 2, 4, 2), (12.5, 2, 4, 4), (0.75, 0.125, 0.25, 0.125)],
+    [
+        (4.0, 1, 1, 1),
+        (6.0, 1, 2, 1),
+        (6.5, 1, 2, 2),
+        (8.0, 2, 2, 2),
+        (12.0, 2, 4, 2),
+        (12.5, 2, 4, 4),
+        (0.75, 0.125, 0.25, 0.125),
+    ],
 )
 def test_scale_rules(amax, floor, ceil, rceil):
     x = torch.zeros(32)
     x[0], x[1] = amax, -amax
     fmt = FORMATS["mxfp4"]
     assert fmt.scale_rule is ScaleRule.FLOOR
-    for rule, scale in zip((ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.RCEIL), (floor, ceil, rceil), strict=True):
+    for rule, scale in zip(
+        (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.RCEIL), (floor, ceil, rceil), strict=True
+    ):
         element = round_tensor(torch.tensor(amax / scale), "fp4_e2m1").item()
         expected = [element * scale, -element * scale]
         assert round_tensor(x, fmt, scale_rule=rule)[:2].tolist() == expected
@@ -80,8 +106,15 @@ def test_scale_rules(amax, floor, ceil, rceil):
 def test_nvfp4_worked_out():
     """Tensor amax 2688 = 448 * 6 makes the tensor scale 1; then block scales are e4m3(amax / 6)."""
     x = torch.zeros(3, 16)
-    x[0, 0], x[0, 1], x[0, 2] = 2688.0, 448.0, 336.0  # scale 448: 6, 1, and 0.75, a tie between 0.5 and 1 (even: 1)
-    x[1, 0], x[1, 1] = 7.0, -1.0  # 7 / 6 = 1.1667 -> e4m3 1.125; 7 / 1.125 = 6.2 -> 6; 1 / 1.125 = 0.89 -> 1
+    x[0, 0], x[0, 1], x[0, 2] = (
+        2688.0,
+        448.0,
+        336.0,
+    )  # scale 448: 6, 1, and 0.75, a tie between 0.5 and 1 (even: 1)
+    x[1, 0], x[1, 1] = (
+        7.0,
+        -1.0,
+    )  # 7 / 6 = 1.1667 -> e4m3 1.125; 7 / 1.125 = 6.2 -> 6; 1 / 1.125 = 0.89 -> 1
     x[2, 0] = 0.001  # 0.001 / 6 is under half of e4m3's smallest 2**-9: scale 0, the block is lost
     expected = torch.zeros(3, 16)
     expected[0, 0], expected[0, 1], expected[0, 2] = 2688.0, 448.0, 448.0
@@ -99,14 +132,23 @@ def test_blocks_lie_along_the_axis(name):
     size = FORMATS[name].block_size
     along_last = round_tensor(x.movedim(1, -1).contiguous(), name).movedim(-1, 1)
     torch.testing.assert_close(round_tensor(x, name, axis=1), along_last, rtol=0, atol=0)
-    torch.testing.assert_close(round_tensor(x, name, granularity=PerGroup(size, -2)), along_last, rtol=0, atol=0)
+    torch.testing.assert_close(
+        round_tensor(x, name, granularity=PerGroup(size, -2)), along_last, rtol=0, atol=0
+    )
 
 
 def test_dtypes_and_empty_tensors():
     x = torch.randn(2, 32, generator=torch.Generator().manual_seed(4))
     for dtype in (torch.bfloat16, torch.float16):
-        torch.testing.assert_close(round_tensor(x.to(dtype), "mxfp8"), round_tensor(x.to(dtype).float(), "mxfp8").to(dtype), rtol=0, atol=0)
-    torch.testing.assert_close(round_tensor(x.double(), "mxfp8").float(), round_tensor(x, "mxfp8"), rtol=0, atol=0)
+        torch.testing.assert_close(
+            round_tensor(x.to(dtype), "mxfp8"),
+            round_tensor(x.to(dtype).float(), "mxfp8").to(dtype),
+            rtol=0,
+            atol=0,
+        )
+    torch.testing.assert_close(
+        round_tensor(x.double(), "mxfp8").float(), round_tensor(x, "mxfp8"), rtol=0, atol=0
+    )
     assert round_tensor(torch.zeros(0, 32), "mxfp4").shape == (0, 32)
     assert round_tensor(torch.zeros(4, 0), "nvfp4").shape == (4, 0)
 
@@ -114,14 +156,29 @@ def test_dtypes_and_empty_tensors():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: round_tensor(torch.ones(4, 30), "mxfp4"), "size 32 does not divide axis 1\n  expected: a positive divisor of 30\n  got: a tensor of shape (4, 30)\n  do: choose a size that divides the axis, or fill the axis up with zeros"),
+        (
+            lambda: round_tensor(torch.ones(4, 30), "mxfp4"),
+            "size 32 does not divide axis 1\n  expected: a positive divisor of 30\n  got: a tensor of shape (4, 30)\n  do: choose a size that divides the axis, or fill the axis up with zeros",
+        ),
         (lambda: round_tensor(torch.ones(4, 32), "mxfp4", axis=2), "axis 2 is out of range"),
-        (lambda: round_tensor(torch.ones(4, 32), "mxfp4", granularity=PerTensor()), "mxfp4 has blocks of 32 elements along one axis\n  expected: PerGroup(32, axis)\n  got: PerTensor()"),
-        (lambda: round_tensor(torch.ones(4, 32), "nvfp4", granularity=PerGroup(32)), "nvfp4 has blocks of 16 elements"),
-        (lambda: round_tensor(torch.ones(4, 32), "mxfp4", scale=1.0), "mxfp4 chooses its own scales"),
-        (lambda: round_tensor(torch.ones(4, 32), "mxfp8", saturate=False), "mxfp8_e4m3 chooses its own scales"),
+        (
+            lambda: round_tensor(torch.ones(4, 32), "mxfp4", granularity=PerTensor()),
+            "mxfp4 has blocks of 32 elements along one axis\n  expected: PerGroup(32, axis)\n  got: PerTensor()",
+        ),
+        (
+            lambda: round_tensor(torch.ones(4, 32), "nvfp4", granularity=PerGroup(32)),
+            "nvfp4 has blocks of 16 elements",
+        ),
+        (
+            lambda: round_tensor(torch.ones(4, 32), "mxfp4", scale=1.0),
+            "mxfp4 chooses its own scales",
+        ),
+        (
+            lambda: round_tensor(torch.ones(4, 32), "mxfp8", saturate=False),
+            "mxfp8_e4m3 chooses its own scales",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(FormatError) as caught:
         call()

@@ -66,7 +66,9 @@ def test_every_code_decodes_as_in_ml_dtypes(name):
     same(all_values(fmt), expected.tolist())
 
 
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.torch_name and 8 < f.width <= 16])
+@pytest.mark.parametrize(
+    "name", [n for n, f in FORMATS.items() if f.torch_name and 8 < f.width <= 16]
+)
 def test_every_16_bit_code_decodes_as_in_torch(name):
     fmt = FORMATS[name]
     codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
@@ -74,13 +76,19 @@ def test_every_16_bit_code_decodes_as_in_torch(name):
 
 
 def test_integers_are_twos_complement():
-    same(all_values(integer(8, narrow_range=False)), np.arange(256, dtype=np.uint8).view(np.int8).astype(float).tolist())
+    same(
+        all_values(integer(8, narrow_range=False)),
+        np.arange(256, dtype=np.uint8).view(np.int8).astype(float).tolist(),
+    )
     same(all_values(FORMATS["int8"]), [*map(float, range(128)), *map(float, range(-127, 0))])
     same(all_values(FORMATS["int4_asym"]), [*map(float, range(8)), *map(float, range(-8, 0))])
     assert all_values(FORMATS["int2_asym"]) == [0, 1, -2, -1]
     assert all_values(FORMATS["ternary"]) == [0, 1, -1]
     assert all_values(FORMATS["binary"]) == [1, -1]
-    assert all_values(FORMATS["mxint8"])[:2] == [0, 2**-6]  # OCP MX v1.0, 5.3.4: an implied scale of 2**-6
+    assert all_values(FORMATS["mxint8"])[:2] == [
+        0,
+        2**-6,
+    ]  # OCP MX v1.0, 5.3.4: an implied scale of 2**-6
     assert max(all_values(FORMATS["mxint8"])) == 1.984375
 
 
@@ -117,7 +125,17 @@ def test_encode_undoes_decode(name):
 def test_wide_codes_are_those_of_the_hardware(name):
     fmt = FORMATS[name]
     kinds = {"fp32": (np.float32, np.uint32), "fp64": (np.float64, np.uint64)}[name]
-    for value in [0.0, -0.0, 1.0, -1.5, fmt.max_finite, fmt.smallest_normal, fmt.smallest_subnormal, math.inf, -math.inf]:
+    for value in [
+        0.0,
+        -0.0,
+        1.0,
+        -1.5,
+        fmt.max_finite,
+        fmt.smallest_normal,
+        fmt.smallest_subnormal,
+        math.inf,
+        -math.inf,
+    ]:
         code = int(np.array(value, kinds[0]).view(kinds[1]))
         assert encode(value, fmt) == code
         same([decode(code, fmt)], [value])
@@ -126,14 +144,23 @@ def test_wide_codes_are_those_of_the_hardware(name):
 
 def test_tf32_codes_are_the_upper_19_bits_of_fp32():
     for value in [1.0, -1.5, 3.0e38, 2.0**-136, -math.inf]:
-        value = float(np.array(np.array(value, np.float32).view(np.uint32) & 0xFFFFE000, np.uint32).view(np.float32))
-        assert encode(value, FORMATS["tf32"]) == int(np.array(value, np.float32).view(np.uint32)) >> 13
+        value = float(
+            np.array(np.array(value, np.float32).view(np.uint32) & 0xFFFFE000, np.uint32).view(
+                np.float32
+            )
+        )
+        assert (
+            encode(value, FORMATS["tf32"]) == int(np.array(value, np.float32).view(np.uint32)) >> 13
+        )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: decode(256, FORMATS["int8"]), "int8 has no such code\n  expected: 0 <= code < 256\n  got: 256"),
+        (
+            lambda: decode(256, FORMATS["int8"]),
+            "int8 has no such code\n  expected: 0 <= code < 256\n  got: 256",
+        ),
         (lambda: decode(-1, FORMATS["bf16"]), "expected: 0 <= code < 65536"),
         (lambda: decode(0x80, FORMATS["int8"]), "the narrow range of int8 leaves out this code"),
         (lambda: encode(0.3, FORMATS["bf16"]), "0.3 is not a value of bf16"),

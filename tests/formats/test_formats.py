@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from roundoff.errors import FormatError
-from roundoff.formats import ALIASES, FORMATS, BlockFormat, Execution, Format, all_values, integer, parse_format
+from roundoff.formats import (
+    ALIASES,
+    FORMATS,
+    BlockFormat,
+    Execution,
+    Format,
+    all_values,
+    integer,
+    parse_format,
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
 ELEMENTS = [f for f in FORMATS.values() if not isinstance(f, BlockFormat)]
@@ -53,7 +62,9 @@ def test_unknown_names_get_the_nearest():
         parse_format("?")
 
 
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.torch_dtype and f.torch_dtype.is_floating_point])
+@pytest.mark.parametrize(
+    "name", [n for n, f in FORMATS.items() if f.torch_dtype and f.torch_dtype.is_floating_point]
+)
 def test_fields_are_those_of_torch_finfo(name):
     fmt = FORMATS[name]
     info = torch.finfo(fmt.torch_dtype)
@@ -66,12 +77,19 @@ def test_fields_are_those_of_torch_finfo(name):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("fp6_e3m2", ml_dtypes.float6_e3m2fn), ("fp6_e2m3", ml_dtypes.float6_e2m3fn), ("fp4_e2m1", ml_dtypes.float4_e2m1fn)],
+    [
+        ("fp6_e3m2", ml_dtypes.float6_e3m2fn),
+        ("fp6_e2m3", ml_dtypes.float6_e2m3fn),
+        ("fp4_e2m1", ml_dtypes.float4_e2m1fn),
+    ],
 )
 def test_fields_are_those_of_ml_dtypes_finfo(name, dtype):
     fmt, info = FORMATS[name], ml_dtypes.finfo(dtype)
     assert (fmt.width, fmt.max_finite) == (info.bits, float(info.max))
-    assert (fmt.smallest_normal, fmt.smallest_subnormal) == (float(info.smallest_normal), float(info.smallest_subnormal))
+    assert (fmt.smallest_normal, fmt.smallest_subnormal) == (
+        float(info.smallest_normal),
+        float(info.smallest_subnormal),
+    )
 
 
 def test_torch_dtypes():
@@ -86,8 +104,21 @@ def test_torch_dtypes():
 def test_bits():
     bits = {n: f.bits for n, f in FORMATS.items()}
     assert bits["tf32"] == 32  # it lies in fp32
-    assert [bits[n] for n in ("mxfp8_e4m3", "mxfp6_e3m2", "mxfp4", "mxint8", "nvfp4")] == [8.25, 6.25, 4.25, 8.25, 4.5]
-    assert [bits[n] for n in ("fp64", "bf16", "hif8", "int4", "ternary", "binary")] == [64, 16, 8, 4, 2, 1]
+    assert [bits[n] for n in ("mxfp8_e4m3", "mxfp6_e3m2", "mxfp4", "mxint8", "nvfp4")] == [
+        8.25,
+        6.25,
+        4.25,
+        8.25,
+        4.5,
+    ]
+    assert [bits[n] for n in ("fp64", "bf16", "hif8", "int4", "ternary", "binary")] == [
+        64,
+        16,
+        8,
+        4,
+        2,
+        1,
+    ]
 
 
 def test_execution():
@@ -96,17 +127,25 @@ def test_execution():
     weight_only = Execution("matrix", None, "channel", bias=False, output=False)
     blocks = Execution("matrix", "block", "block", bias=False, output=False)
     expected = dict.fromkeys(("fp64", "fp32", "bf16", "fp16"), full)
-    expected |= {"tf32": Execution("matrix", "exact", "exact", bias=False, output=False), "e8m0": None}
+    expected |= {
+        "tf32": Execution("matrix", "exact", "exact", bias=False, output=False),
+        "e8m0": None,
+    }
     expected |= dict.fromkeys(("ternary", "binary"), weight_only)
     for name, fmt in FORMATS.items():
-        assert fmt.execution == expected.get(name, blocks if isinstance(fmt, BlockFormat) else scaled), name
+        assert fmt.execution == expected.get(
+            name, blocks if isinstance(fmt, BlockFormat) else scaled
+        ), name
 
 
 def numbers(fmt: Format) -> set[float]:
     return {v for v in all_values(fmt) if math.isfinite(v)}
 
 
-SMALL = [f for f in ELEMENTS if f.width <= 16] + [integer(8, narrow_range=False), integer(4, narrow_range=False)]
+SMALL = [f for f in ELEMENTS if f.width <= 16] + [
+    integer(8, narrow_range=False),
+    integer(4, narrow_range=False),
+]
 
 
 @pytest.mark.parametrize("outer", SMALL, ids=lambda f: f.name)
@@ -126,8 +165,12 @@ def test_contains_for_wide_formats(wide):
         if wide == "tf32":
             exact &= (narrow.view(np.uint32) & 0x1FFF) == 0
         assert FORMATS[wide].contains(inner) == bool(exact.all()), inner.name
-    assert [n for n in ("fp64", "fp32", "tf32", "bf16", "fp16") if FORMATS[wide].contains(FORMATS[n])] == [
-        n for n in ("fp64", "fp32", "tf32", "bf16", "fp16") if list(FORMATS).index(n) >= list(FORMATS).index(wide)
+    assert [
+        n for n in ("fp64", "fp32", "tf32", "bf16", "fp16") if FORMATS[wide].contains(FORMATS[n])
+    ] == [
+        n
+        for n in ("fp64", "fp32", "tf32", "bf16", "fp16")
+        if list(FORMATS).index(n) >= list(FORMATS).index(wide)
     ]
     for fmt in SMALL:
         assert not fmt.contains(FORMATS[wide])
@@ -137,13 +180,21 @@ def test_block_formats_contain_only_themselves():
     for fmt in FORMATS.values():
         assert fmt.contains(fmt)
         if isinstance(fmt, BlockFormat):
-            assert [o.name for o in FORMATS.values() if o.contains(fmt) or fmt.contains(o)] == [fmt.name]
+            assert [o.name for o in FORMATS.values() if o.contains(fmt) or fmt.contains(o)] == [
+                fmt.name
+            ]
 
 
 def test_a_new_format_is_data():
     """gfloat's and ml_dtypes' e3m4, which we do not name: fields alone are enough."""
     fmt = replace(
-        FORMATS["fp8_e5m2"], name="e3m4", fraction_bits=4, emin=-2, max_finite=15.5, min_finite=-15.5, torch_name=None
+        FORMATS["fp8_e5m2"],
+        name="e3m4",
+        fraction_bits=4,
+        emin=-2,
+        max_finite=15.5,
+        min_finite=-15.5,
+        torch_name=None,
     )
     codes = np.arange(256, dtype=np.uint8)
     with np.errstate(invalid="ignore"):
@@ -153,10 +204,15 @@ def test_a_new_format_is_data():
 
 def test_a_format_without_subnormals():
     """Two fraction bits from 2**0 on: 0, 1, 1.25, ... 3.5; below 1 only 0 and 1 remain."""
-    from roundoff.formats import round_scalar, round_tensor
-
     fmt = Format(
-        name="flushed", width=4, fraction_bits=2, emin=0, max_finite=3.5, min_finite=-3.5, has_subnormals=False, nan_code=None
+        name="flushed",
+        width=4,
+        fraction_bits=2,
+        emin=0,
+        max_finite=3.5,
+        min_finite=-3.5,
+        has_subnormals=False,
+        nan_code=None,
     )
     x = torch.tensor([0.0, 0.3, 0.5, 0.6, 0.9, 1.1, 1.2, 3.3, 9.0, -0.6])
     expected = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.25, 3.5, 3.5, -1.0]
@@ -188,7 +244,7 @@ def test_importing_a_format_by_fields_needs_no_torch():
 def power(value: float | None) -> str:
     """2^n where that is exact, else the number."""
     if value is None:
-        return "–"
+        return "-"
     mantissa, exponent = math.frexp(value)
     if mantissa == 0.5 and not 2**-3 <= value <= 2**15:
         return f"2^{exponent - 1}"
@@ -202,9 +258,10 @@ def row(fmt: Format) -> str:
         *(["-0"] if fmt.has_negative_zero else []),
         *([] if fmt.has_zero else ["no 0"]),
     ]
+    beyond = "saturates" if fmt.saturate else "Inf" if fmt.has_inf else "NaN"
     cells = [
         f"`{fmt.name}`", f"{fmt.bits:g}", power(fmt.max_finite), power(fmt.smallest_normal),
-        power(fmt.smallest_subnormal), ", ".join(specials) or "–", "saturates" if fmt.saturate else "Inf" if fmt.has_inf else "NaN",
+        power(fmt.smallest_subnormal), ", ".join(specials) or "-", beyond,
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 

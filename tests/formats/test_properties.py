@@ -73,7 +73,12 @@ def test_twin_is_oracle_idempotent_and_symmetric(fmt, xs):
 def test_rounding_is_monotonic(fmt, xs):
     x = torch.tensor(sorted(xs))
     for rounding in DETERMINISTIC:
-        rounded = round_tensor(x.abs().sort().values if fmt.min_finite > 0 else x, fmt, rounding=rounding, saturate=True)
+        rounded = round_tensor(
+            x.abs().sort().values if fmt.min_finite > 0 else x,
+            fmt,
+            rounding=rounding,
+            saturate=True,
+        )
         assert bool((rounded.diff() >= 0).all())
 
 
@@ -88,7 +93,10 @@ def test_fake_quantization_is_oracle(fmt, xs, scale, zero_point):
     point = None if fmt.symmetric else int(min(max(zero_point, fmt.min_finite), fmt.max_finite))
     for rounding in DETERMINISTIC:
         actual = round_tensor(x, fmt, scale=scale, zero_point=point, rounding=rounding)
-        expected = [fake_quantize_scalar(v, scale, fmt, zero_point=point, rounding=rounding) for v in x.tolist()]
+        expected = [
+            fake_quantize_scalar(v, scale, fmt, zero_point=point, rounding=rounding)
+            for v in x.tolist()
+        ]
         np.testing.assert_array_equal(actual, expected)
 
 
@@ -102,7 +110,9 @@ def test_blocks_are_oracle(fmt, xs):
         ruled = fmt if rule is None else replace(fmt, scale_rule=rule)
         size = fmt.block_size
         expected = [
-            v for i in range(0, 32, size) for v in round_block_scalar(x[i : i + size].tolist(), ruled, tensor_amax=amax)
+            v
+            for i in range(0, 32, size)
+            for v in round_block_scalar(x[i : i + size].tolist(), ruled, tensor_amax=amax)
         ]
         np.testing.assert_array_equal(round_tensor(x, fmt, scale_rule=rule), expected)
 
@@ -114,7 +124,9 @@ def test_chosen_scales_are_good(fmt, xs):
     """Zero stays zero, nothing is out of range by more than half a quantum, and the result is finite."""
     x = torch.tensor([*xs, 0.0, 0.0]).reshape(4, 2)
     if not fmt.symmetric:
-        x.clamp_(-(2.0**126), 2.0**126)  # near fp32's largest number, code times scale may round to Inf
+        x.clamp_(
+            -(2.0**126), 2.0**126
+        )  # near fp32's largest number, code times scale may round to Inf
     for granularity in (PerTensor(), PerAxis(1)):
         qparams = choose_qparams(x, fmt, granularity)
         assert bool((qparams.scale >= torch.finfo(torch.float32).tiny).all())

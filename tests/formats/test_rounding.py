@@ -37,7 +37,19 @@ ML_DTYPES = {
     "fp6_e2m3": ml_dtypes.float6_e2m3fn,
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,
 }
-SPECIALS = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e38, -1e38, 1e-44, -1e-44, 2.0**-149, 3.4028234663852886e38]
+SPECIALS = [
+    0.0,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e38,
+    -1e38,
+    1e-44,
+    -1e-44,
+    2.0**-149,
+    3.4028234663852886e38,
+]
 
 
 def neighbourhoods(fmt, count: int | None = None) -> torch.Tensor:
@@ -52,7 +64,9 @@ def neighbourhoods(fmt, count: int | None = None) -> torch.Tensor:
     exact = (low[:, None] + gap[:, None] * fractions).float()
     middle = exact[:, 3]
     nearly = torch.stack([torch.nextafter(middle, torch.tensor(s * math.inf)) for s in (-1, 1)], 1)
-    out = torch.tensor([s * last * f for s in (1, -1) for f in (1, 1.01, 1.5, 4, 1000)], dtype=torch.float64)
+    out = torch.tensor(
+        [s * last * f for s in (1, -1) for f in (1, 1.01, 1.5, 4, 1000)], dtype=torch.float64
+    )
     return torch.cat([exact.flatten(), nearly.flatten(), out.float(), torch.tensor(SPECIALS)])
 
 
@@ -74,7 +88,9 @@ def test_nearest_even_is_that_of_ml_dtypes(name):
         x = x[~x.isnan()]  # ml_dtypes has to turn NaN into a number
     with np.errstate(all="ignore"):
         expected = x.numpy().astype(ML_DTYPES[name]).astype(np.float64)
-    saturate = None if not fmt.has_nan else False  # ml_dtypes saturates only where there is neither Inf nor NaN
+    saturate = (
+        None if not fmt.has_nan else False
+    )  # ml_dtypes saturates only where there is neither Inf nor NaN
     assert_same(round_tensor(x, fmt, saturate=saturate), expected, x)
     assert_same([round_scalar(v, fmt, saturate=saturate) for v in x.tolist()], expected, x)
 
@@ -86,13 +102,23 @@ def test_each_mode_is_that_of_gfloat(name, rounding):
     x = neighbourhoods(fmt)
     x = x[~x.isnan()]
     for saturate in [True, False] if fmt.has_nan else [True]:
-        expected = [gfloat.round_float(info, v, GFLOAT_MODES[rounding], saturate) for v in x.tolist()]
+        expected = [
+            gfloat.round_float(info, v, GFLOAT_MODES[rounding], saturate) for v in x.tolist()
+        ]
         assert_same(round_tensor(x, fmt, rounding=rounding, saturate=saturate), expected, x)
-        assert_same(round_tensor(x.double(), fmt, rounding=rounding, saturate=saturate), expected, x)
-        assert_same([round_scalar(v, fmt, rounding=rounding, saturate=saturate) for v in x.tolist()], expected, x)
+        assert_same(
+            round_tensor(x.double(), fmt, rounding=rounding, saturate=saturate), expected, x
+        )
+        assert_same(
+            [round_scalar(v, fmt, rounding=rounding, saturate=saturate) for v in x.tolist()],
+            expected,
+            x,
+        )
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "name", ["fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "bf16", "fp16"]
+)
 def test_nearest_even_is_that_of_torch(name):
     fmt = FORMATS[name]
     x = neighbourhoods(fmt, 4000)
@@ -111,8 +137,12 @@ def test_16_bit_formats(name, dtype):
     # The steps are also right where the cast is not used: fp64 tensors, which torch's own casts round twice.
     assert_same(round_tensor(x.double(), fmt), expected, x)
     some = torch.cat([x[::211], x[-21:]])
-    assert_same([round_scalar(v, fmt) for v in some.tolist()], np.r_[expected[::211], expected[-21:]], some)
-    clipped = np.where(np.isnan(x.numpy()), np.nan, np.clip(expected, fmt.min_finite, fmt.max_finite))
+    assert_same(
+        [round_scalar(v, fmt) for v in some.tolist()], np.r_[expected[::211], expected[-21:]], some
+    )
+    clipped = np.where(
+        np.isnan(x.numpy()), np.nan, np.clip(expected, fmt.min_finite, fmt.max_finite)
+    )
     assert_same(round_tensor(x, fmt, saturate=True), clipped, x)
 
 
@@ -128,14 +158,27 @@ def test_every_16_bit_input(name, carrier):
 
 def test_fp64_is_rounded_once():
     """Just above a midpoint of the target, by less than fp32 can tell: via fp32 it would be a tie."""
-    x = torch.tensor([1 + 2**-8 + 2**-40, 1 + 2**-11 + 2**-40, 1 + 2**-4 + 2**-40, 1 + 2**-24 + 2**-50], dtype=torch.float64)
-    for i, (name, up) in enumerate([("bf16", 2**-7), ("fp16", 2**-10), ("fp8_e4m3fn", 2**-3), ("fp32", 2**-23)]):
+    x = torch.tensor(
+        [1 + 2**-8 + 2**-40, 1 + 2**-11 + 2**-40, 1 + 2**-4 + 2**-40, 1 + 2**-24 + 2**-50],
+        dtype=torch.float64,
+    )
+    for i, (name, up) in enumerate(
+        [("bf16", 2**-7), ("fp16", 2**-10), ("fp8_e4m3fn", 2**-3), ("fp32", 2**-23)]
+    ):
         assert round_tensor(x[i], name).item() == 1 + up == round_scalar(x[i].item(), FORMATS[name])
 
 
 def test_fp32_from_fp64_is_that_of_numpy():
-    x = torch.cat([torch.tensor(SPECIALS), torch.tensor([2.0**-150, 3.4028235677973366e38, 1e300, 1e-60])]).double()
-    x = torch.cat([x, torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-38])
+    x = torch.cat(
+        [torch.tensor(SPECIALS), torch.tensor([2.0**-150, 3.4028235677973366e38, 1e300, 1e-60])]
+    ).double()
+    x = torch.cat(
+        [
+            x,
+            torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            * 1e-38,
+        ]
+    )
     with np.errstate(all="ignore"):
         expected = x.numpy().astype(np.float32)
     assert_same(round_tensor(x, "fp32"), expected, x)
@@ -150,10 +193,14 @@ def test_tf32_is_that_of_gfloat(rounding):
     )  # fmt: skip
     g = torch.Generator().manual_seed(1)
     x = torch.randn(400, generator=g) * 2.0 ** torch.randint(-150, 127, (400,), generator=g)
-    x = torch.cat([x, torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 3.4028235e38, 3.4e38, *SPECIALS[:4]])])
+    x = torch.cat(
+        [x, torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 3.4028235e38, 3.4e38, *SPECIALS[:4]])]
+    )
     expected = [gfloat.round_float(info, v, GFLOAT_MODES[rounding]) for v in x.tolist()]
     assert_same(round_tensor(x, "tf32", rounding=rounding), expected, x)
-    assert_same([round_scalar(v, FORMATS["tf32"], rounding=rounding) for v in x.tolist()], expected, x)
+    assert_same(
+        [round_scalar(v, FORMATS["tf32"], rounding=rounding) for v in x.tolist()], expected, x
+    )
 
 
 def nearest_away(value: float, values: list[float]) -> float:
@@ -167,19 +214,32 @@ def nearest_away(value: float, values: list[float]) -> float:
 
 def test_hif8_against_a_search_among_the_published_values():
     bits = {e: 3 if abs(e) <= 3 else 2 if abs(e) <= 7 else 1 for e in range(-15, 16)}
-    values = [2.0**e * (1 + m / 2**b) for e, b in bits.items() for m in range(2**b)]  # the last one's code is Inf
+    values = [
+        2.0**e * (1 + m / 2**b) for e, b in bits.items() for m in range(2**b)
+    ]  # the last one's code is Inf
     values = [0.0, *sorted([2.0 ** (m - 23) for m in range(1, 8)] + values)]
     x = neighbourhoods(FORMATS["hif8"])
     expected = [
-        v if math.isnan(v) else math.copysign(math.inf, v) if abs(nearest_away(v, values)) > 32768 else nearest_away(v, values)
+        v
+        if math.isnan(v)
+        else math.copysign(math.inf, v)
+        if abs(nearest_away(v, values)) > 32768
+        else nearest_away(v, values)
         for v in x.tolist()
     ]
     assert FORMATS["hif8"].rounding is Rounding.NEAREST_AWAY
     assert_same(round_tensor(x, "hif8"), expected, x)
     assert_same(round_tensor(x.double(), "hif8"), expected, x)
     assert_same([round_scalar(v, FORMATS["hif8"]) for v in x.tolist()], expected, x)
-    assert round_tensor(torch.tensor([40959.0, 40960.0, -1e9]), "hif8").tolist() == [32768, math.inf, -math.inf]
-    assert round_tensor(torch.tensor([40960.0, -math.inf]), "hif8", saturate=True).tolist() == [32768, -32768]
+    assert round_tensor(torch.tensor([40959.0, 40960.0, -1e9]), "hif8").tolist() == [
+        32768,
+        math.inf,
+        -math.inf,
+    ]
+    assert round_tensor(torch.tensor([40960.0, -math.inf]), "hif8", saturate=True).tolist() == [
+        32768,
+        -32768,
+    ]
 
 
 def test_e8m0_is_that_of_ml_dtypes():
@@ -215,7 +275,11 @@ def test_directed_integers_by_search(name, rounding):
     x = neighbourhoods(fmt)
     x = x[~x.isnan()]
     lower = [math.copysign(values[bisect.bisect_right(values, abs(v)) - 1], v) for v in x.tolist()]
-    expected = [nearest_away(v, values) for v in x.tolist()] if rounding is Rounding.NEAREST_AWAY else lower
+    expected = (
+        [nearest_away(v, values) for v in x.tolist()]
+        if rounding is Rounding.NEAREST_AWAY
+        else lower
+    )
     actual = [round_scalar(v, fmt, rounding=rounding) for v in x.tolist()]
     np.testing.assert_array_equal(actual, expected)
 
@@ -232,14 +296,20 @@ def test_toward_zero_never_overflows_and_inf_stays():
     away = {"rounding": Rounding.TOWARD_ZERO, "saturate": False}
     assert_same(round_tensor(x, "fp16", **away), [65504, -65504, math.inf, -math.inf])
     assert_same(round_tensor(x, "fp8_e4m3fn", **away), [448, -448, math.nan, math.nan])
-    assert_same([round_scalar(v, FORMATS["fp8_e4m3fn"], **away) for v in x.tolist()], [448, -448, math.nan, math.nan])
+    assert_same(
+        [round_scalar(v, FORMATS["fp8_e4m3fn"], **away) for v in x.tolist()],
+        [448, -448, math.nan, math.nan],
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3fn", "bf16", "hif8", "fp4_e2m1"])
 def test_stochastic_rounding_keeps_the_mean(name):
     """n draws at remainder r hit the upper neighbour n*r times on average, with sigma sqrt(n*r*(1-r)); 5 sigma."""
     n, generator = 40_000, torch.Generator().manual_seed(20)
-    for value, low, high in [(1.0 + 0.3 * _gap(name, 1.0), 1.0, 1.0 + _gap(name, 1.0)), (-2.0 - 0.9 * _gap(name, 2.0), -2.0, -2.0 - _gap(name, 2.0))]:
+    for value, low, high in [
+        (1.0 + 0.3 * _gap(name, 1.0), 1.0, 1.0 + _gap(name, 1.0)),
+        (-2.0 - 0.9 * _gap(name, 2.0), -2.0, -2.0 - _gap(name, 2.0)),
+    ]:
         x = torch.full((n,), value)
         rounded = round_tensor(x, name, rounding=Rounding.STOCHASTIC, generator=generator)
         r = (x[0].item() - low) / (high - low)
@@ -254,10 +324,15 @@ def _gap(name: str, value: float) -> float:
 
 def test_stochastic_rounding_leaves_values_and_repeats_with_the_generator():
     values = torch.tensor([v for v in all_values(FORMATS["fp8_e5m2"]) if not math.isnan(v)])
-    assert_same(round_tensor(values, "fp8_e5m2", rounding=Rounding.STOCHASTIC, saturate=False), values)
+    assert_same(
+        round_tensor(values, "fp8_e5m2", rounding=Rounding.STOCHASTIC, saturate=False), values
+    )
     x = torch.randn(100, generator=torch.Generator().manual_seed(3))
     one, two = (
-        round_tensor(x, "bf16", rounding=Rounding.STOCHASTIC, generator=torch.Generator().manual_seed(4)) for _ in range(2)
+        round_tensor(
+            x, "bf16", rounding=Rounding.STOCHASTIC, generator=torch.Generator().manual_seed(4)
+        )
+        for _ in range(2)
     )
     assert_same(one, two)
     state = torch.get_rng_state()
@@ -267,7 +342,10 @@ def test_stochastic_rounding_leaves_values_and_repeats_with_the_generator():
 
 def test_stochastic_oracle_takes_the_draw():
     fmt = FORMATS["fp4_e2m1"]
-    got = [round_scalar(1.125, fmt, rounding=Rounding.STOCHASTIC, draw=d) for d in (0.0, 0.24, 0.25, 0.9)]
+    got = [
+        round_scalar(1.125, fmt, rounding=Rounding.STOCHASTIC, draw=d)
+        for d in (0.0, 0.24, 0.25, 0.9)
+    ]
     assert got == [1.5, 1.5, 1.0, 1.0]
 
 
@@ -282,12 +360,20 @@ def test_nan_stays_nan_even_where_there_is_none(name):
 
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e3m2", "int8"])
 def test_saturation_cannot_be_refused_without_inf_and_nan(name):
-    for call in (lambda: round_tensor(torch.ones(2), name, saturate=False, scale=1.0), lambda: round_scalar(1.0, FORMATS[name], saturate=False)):
-        with pytest.raises(FormatError, match=f"{name} has neither Inf nor NaN for what is out of range\n  expected: saturate=True"):
+    for call in (
+        lambda: round_tensor(torch.ones(2), name, saturate=False, scale=1.0),
+        lambda: round_scalar(1.0, FORMATS[name], saturate=False),
+    ):
+        with pytest.raises(
+            FormatError,
+            match=f"{name} has neither Inf nor NaN for what is out of range\n  expected: saturate=True",
+        ):
             call()
 
 
-@pytest.mark.parametrize("name", ["fp64", "fp32", "tf32", "bf16", "fp8_e5m2", "hif8", "e8m0", "fp4_e2m1"])
+@pytest.mark.parametrize(
+    "name", ["fp64", "fp32", "tf32", "bf16", "fp8_e5m2", "hif8", "e8m0", "fp4_e2m1"]
+)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), ()])
 def test_empty_and_scalar_tensors(name, shape):
     x = torch.ones(shape)
@@ -300,11 +386,16 @@ def test_neither_the_argument_nor_its_gradient_is_touched():
     x = torch.linspace(-3, 3, 64).requires_grad_()
     before = x.detach().clone()
     for name in FORMATS:
-        rounded = round_tensor(x, name, **({"scale": 0.5} if FORMATS[name].one_quantum == 1 else {}))
+        rounded = round_tensor(
+            x, name, **({"scale": 0.5} if FORMATS[name].one_quantum == 1 else {})
+        )
         assert not rounded.requires_grad
         torch.testing.assert_close(x.detach(), before, rtol=0, atol=0)
     strided = torch.randn(8, 6).t()[::2]
-    assert_same(round_tensor(strided, "fp6_e3m2").flatten(), round_tensor(strided.contiguous(), "fp6_e3m2").flatten())
+    assert_same(
+        round_tensor(strided, "fp6_e3m2").flatten(),
+        round_tensor(strided.contiguous(), "fp6_e3m2").flatten(),
+    )
 
 
 def test_inf_becomes_the_largest_value_of_the_carrier_when_it_must_saturate():

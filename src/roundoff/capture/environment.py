@@ -41,5 +41,5 @@ def environment(model: nn.Module | None = None) -> list[dict[str, str]]:
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
             note = "the reference itself is low precision: load the model in fp32 to measure against exact numbers"
         row("parameters", ", ".join(f"{n} tensors {kind}" for kind, n in kinds.most_common()) or "none", note)
-        row("mode", "evaluation (dropout off, running statistics)", "whatever mode the workload returned it in")
+        row("mode", "evaluation", "dropout off, running statistics used, whatever mode the workload returned")
     return rows

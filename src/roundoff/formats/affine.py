@@ -43,8 +43,9 @@ def choose_qparams(x: Tensor, fmt: Format, granularity: Granularity | None = Non
     with 0 inside ``[min, max]``, and ``zero_point = round(lowest code - min / scale)``, so that 0 is exact.
 
     A symmetric scale times the target never overflows; with asymmetric formats, numbers within a step of the dtype's
-    largest may come back as Inf. NaN and Inf are left out of amax, min, max and mean. All-zero, empty and all-non-finite sets have scale 1. A scale
-    below the smallest normal number of its dtype becomes that number, since a subnormal scale is inexact.
+    largest may come back as Inf. NaN and Inf are left out of amax, min, max and mean. All-zero, empty and
+    all-non-finite sets have scale 1. A scale below the smallest normal number of its dtype becomes that number, since
+    a subnormal scale is inexact.
 
     Args:
         x: floating point, any shape.
@@ -82,27 +83,32 @@ def choose_qparams(x: Tensor, fmt: Format, granularity: Granularity | None = Non
             largest = torch.finfo(view.dtype).max
             target = min(fmt.scale_target or fmt.max_finite, largest)
             # Rounded up, the scale of the largest fp32 number would make it overflow on the way back.
-            scale = (torch.maximum(high, -low) / target).clamp_(max=largest / target * (1 - 2.0**-23))
+            scale = (torch.maximum(high, -low) / target).clamp_(
+                max=largest / target * (1 - 2.0**-23)
+            )
         else:
             levels = fmt.max_finite - fmt.min_finite
             low, high = low.clamp(max=0.0), high.clamp(min=0.0)
             scale = high / levels - low / levels  # high - low could overflow
             scale = torch.where(scale > 0, scale.clamp(min=tiny), 1.0)
-            zero_point = (fmt.min_finite - low / scale).round_().clamp_(fmt.min_finite, fmt.max_finite)
+            zero_point = (
+                (fmt.min_finite - low / scale).round_().clamp_(fmt.min_finite, fmt.max_finite)
+            )
     return QParams(torch.where(scale > 0, scale.clamp(min=tiny), 1.0), zero_point, granularity)
 
 
 def mean_magnitude(view: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Mean magnitude of the finite values over ``dims`` (kept with length 1); 0 where there is none."""
-    if not dims:
-        total, count = view.abs(), torch.ones_like(view)
-    else:
-        total = view.abs().sum(dims, keepdim=True)
-        count = torch.full_like(total, max(view.numel() // max(total.numel(), 1), 1))
-    if not bool(total.isfinite().all()):  # divided first, because the sum of large finite values overflows too
+    total = view.abs().sum(dims, keepdim=True)
+    count: int | Tensor = view.numel() // max(total.numel(), 1)
+    if count == 0:
+        return total
+    if not bool(
+        total.isfinite().all()
+    ):  # divided first, because the sum of large finite values overflows too
         finite = view.isfinite()
-        count = finite.sum(dims, keepdim=True).clamp_(min=1) if dims else count
-        return (torch.where(finite, view, 0.0).abs_() / count).sum(dims, keepdim=True) if dims else total.nan_to_num(0, 0)
+        count = finite.sum(dims, keepdim=True).clamp_(min=1)
+        return (torch.where(finite, view, 0.0).abs_() / count).sum(dims, keepdim=True)
     return total / count
 
 
@@ -164,7 +170,9 @@ def fake_quantize(
         )
     y = significant
     if qparams.zero_point is None:
-        y = round_values(y, fmt, rounding, saturate, generator, out=y if fmt.has_zero and saturate else None)
+        y = round_values(
+            y, fmt, rounding, saturate, generator, out=y if fmt.has_zero and saturate else None
+        )
         return y.mul_(scale).reshape(x.shape).to(x.dtype)
     if fmt.one_quantum != 1.0 or not fmt.has_zero or not saturate:
         raise FormatError(

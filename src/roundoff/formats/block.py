@@ -31,7 +31,12 @@ def round_blocks(
     scale = block_scale(torch.maximum(high, -low), fmt)
     # A block whose scale is 0 (NVFP4, tiny beside the tensor's largest) holds zeros: divide by 1, multiply by 0.
     y = view / torch.where(scale == 0, 1.0, scale)
-    return round_values(y, fmt, rounding, True, generator, out=y).mul_(scale).reshape(x.shape).to(x.dtype)
+    return (
+        round_values(y, fmt, rounding, True, generator, out=y)
+        .mul_(scale)
+        .reshape(x.shape)
+        .to(x.dtype)
+    )
 
 
 def block_scale(amax: Tensor, fmt: BlockFormat) -> Tensor:
@@ -45,8 +50,12 @@ def block_scale(amax: Tensor, fmt: BlockFormat) -> Tensor:
     scale_format = fmt.scale_format
     if fmt.tensor_scale:
         tensor_scale = amax.amax() / (scale_format.max_finite * fmt.max_finite)
-        tensor_scale = torch.where(tensor_scale > 0, tensor_scale.clamp(min=torch.finfo(amax.dtype).tiny), 1.0)
-        block = round_values(amax / fmt.max_finite / tensor_scale, scale_format, Rounding.NEAREST_EVEN, True)
+        tensor_scale = torch.where(
+            tensor_scale > 0, tensor_scale.clamp(min=torch.finfo(amax.dtype).tiny), 1.0
+        )
+        block = round_values(
+            amax / fmt.max_finite / tensor_scale, scale_format, Rounding.NEAREST_EVEN, True
+        )
         return block.mul_(tensor_scale)
     fraction, exponent = torch.frexp(amax)  # amax = fraction * 2**exponent, fraction in [0.5, 1)
     exponent = exponent - 1 - fmt.emax
@@ -54,5 +63,7 @@ def block_scale(amax: Tensor, fmt: BlockFormat) -> Tensor:
         exponent = exponent + (fraction > 0.5)
     elif fmt.scale_rule is ScaleRule.RCEIL:
         exponent = exponent + (fraction > math.frexp(fmt.max_finite)[0])
-    exponent = exponent.clamp_(scale_format.emin, scale_format.emax).masked_fill_(amax == 0, scale_format.emin)
+    exponent = exponent.clamp_(scale_format.emin, scale_format.emax).masked_fill_(
+        amax == 0, scale_format.emin
+    )
     return torch.ldexp(torch.ones_like(amax), exponent)

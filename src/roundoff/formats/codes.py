@@ -47,8 +47,14 @@ def decode(code: int, fmt: Format) -> float:
     sign, magnitude = code >> sign_bit, code & ((1 << sign_bit) - 1)
     value = _hif8(magnitude) if fmt.layout is Layout.HIF8 else _magnitude(magnitude, fmt)
     if value > fmt.max_finite:
-        lower = _hif8(magnitude - 1) if fmt.layout is Layout.HIF8 else _magnitude(magnitude - 1, fmt)
-        return (-math.inf if sign else math.inf) if fmt.has_inf and lower == fmt.max_finite else math.nan
+        lower = (
+            _hif8(magnitude - 1) if fmt.layout is Layout.HIF8 else _magnitude(magnitude - 1, fmt)
+        )
+        return (
+            (-math.inf if sign else math.inf)
+            if fmt.has_inf and lower == fmt.max_finite
+            else math.nan
+        )
     return -value if sign else value
 
 
@@ -73,7 +79,9 @@ def _hif8(code: int) -> float:
             field, fraction = text[len(dot) : len(dot) + width], text[len(dot) + width :]
             exponent = int("1" + field[1:], 2) if width else 0
             significand = int("1" + fraction, 2)
-            return math.ldexp(significand, (-exponent if field.startswith("1") else exponent) - len(fraction))
+            return math.ldexp(
+                significand, (-exponent if field.startswith("1") else exponent) - len(fraction)
+            )
     return math.ldexp(1.0, code - 23) if code else 0.0
 
 
@@ -124,7 +132,9 @@ def _encode(value: float, fmt: Format) -> int | None:
     field = max(exponent - fmt.emin, 0) - (not fmt.has_subnormals)
     if exponent < fmt.emin and not fmt.has_subnormals:
         return None
-    return (value < 0 and 1 << (fmt.width - 1)) | ((field << fmt.fraction_bits) + abs(int(significand)))
+    return (value < 0 and 1 << (fmt.width - 1)) | (
+        (field << fmt.fraction_bits) + abs(int(significand))
+    )
 
 
 @lru_cache(maxsize=1)
@@ -149,7 +159,9 @@ def all_values(fmt: Format) -> list[float]:
     """
     if fmt.width > 16:
         raise FormatError(
-            f"{fmt.name} has too many values to list", expected="a format of at most 16 bits", got=f"{fmt.width} bits"
+            f"{fmt.name} has too many values to list",
+            expected="a format of at most 16 bits",
+            got=f"{fmt.width} bits",
         )
     narrow = fmt.layout is Layout.TWOS_COMPLEMENT and fmt.min_finite == -fmt.max_finite
     left_out = 1 << (fmt.width - 1) if narrow else -1

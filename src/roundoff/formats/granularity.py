@@ -15,8 +15,20 @@ PerGroup(3, axis=0)   (2, 3, 4)        (1,)          (2, 1, 4)
 PerBlock((3, 2))      (2, 3, 2, 2)     (1, 3)        (2, 1, 2, 1)
 ====================  ===============  ============  ==================
 
->>> PerGroup(3, axis=0).split((6, 4)), PerBlock((3, 2)).split((6, 4))
-(((2, 3, 4), (1,)), ((2, 3, 2, 2), (1, 3)))
+>>> import torch
+>>> from roundoff.formats import choose_qparams, parse_format
+>>> for granularity in (
+...     PerTensor(), PerAxis(0), PerAxis(-1), PerToken(), PerGroup(2), PerGroup(3, axis=0), PerBlock((3, 2))
+... ):
+...     qparams = choose_qparams(torch.ones(6, 4), parse_format("int8"), granularity)
+...     print(*granularity.split((6, 4)), tuple(qparams.scale.shape))
+(6, 4) (0, 1) (1, 1)
+(6, 4) (1,) (6, 1)
+(6, 4) (0,) (1, 4)
+(6, 4) (1,) (6, 1)
+(6, 2, 2) (2,) (6, 2, 1)
+(2, 3, 4) (1,) (2, 1, 4)
+(2, 3, 2, 2) (1, 3) (2, 1, 2, 1)
 """
 
 from __future__ import annotations
@@ -41,22 +53,22 @@ class PerTensor:
     """
 
     def split(self, shape: Sequence[int]) -> Split:
-        return tuple(shape), tuple(range(len(shape)))
+        return _view(shape, tuple(range(len(shape))))
 
 
 @dataclass(frozen=True)
 class PerAxis:
     """One scale for each index of ``axis``, the axis that is kept.
 
-    >>> PerAxis(1).split((8, 3, 5, 5))
-    ((8, 3, 5, 5), (0, 2, 3))
+    >>> PerAxis(1).split((8, 3, 5, 5)), PerAxis(0).split((8,))
+    (((8, 3, 5, 5), (0, 2, 3)), ((8, 1), (1,)))
     """
 
     axis: int
 
     def split(self, shape: Sequence[int]) -> Split:
         kept = _axis(self.axis, shape, self)
-        return tuple(shape), tuple(i for i in range(len(shape)) if i != kept)
+        return _view(shape, tuple(i for i in range(len(shape)) if i != kept))
 
 
 @dataclass(frozen=True)
@@ -110,10 +122,15 @@ class PerBlock:
         view: list[int] = []
         for axis, size in enumerate(self.block_size):
             view += [_divide(shape[axis], size, axis, shape, self), size]
-        return tuple(view), tuple(range(1, len(view), 2))
+        return _view(view, tuple(range(1, len(view), 2)))
 
 
 Granularity: TypeAlias = PerTensor | PerAxis | PerToken | PerGroup | PerBlock
+
+
+def _view(shape: Sequence[int], axes: tuple[int, ...]) -> Split:
+    """With an axis of length 1 to reduce where there is none, since torch takes no axes to mean all of them."""
+    return (tuple(shape), axes) if axes else ((*shape, 1), (len(shape),))
 
 
 def _axis(axis: int, shape: Sequence[int], granularity: object) -> int:

@@ -29,7 +29,9 @@ _WEIGHT_ONLY = Execution("matrix", None, "channel", bias=False, output=False)
 _BLOCK = Execution("matrix", "block", "block", bias=False, output=False)
 
 
-def _ieee(name: str, width: int, exponent_bits: int, torch_name: str | None, execution: Execution) -> Format:
+def _ieee(
+    name: str, width: int, exponent_bits: int, torch_name: str | None, execution: Execution
+) -> Format:
     """An IEEE-like format: the largest exponent field is Inf (fraction 0) and NaN."""
     fraction_bits = width - 1 - exponent_bits
     emax = 2 ** (exponent_bits - 1) - 1
@@ -61,7 +63,9 @@ def _float(
     )  # fmt: skip
 
 
-def integer(width: int, *, symmetric: bool = True, narrow_range: bool | None = None, name: str | None = None) -> Format:
+def integer(
+    width: int, *, symmetric: bool = True, narrow_range: bool | None = None, name: str | None = None
+) -> Format:
     """A signed integer format of ``width`` >= 2 bits: quantum 1.
 
     Args:
@@ -75,7 +79,9 @@ def integer(width: int, *, symmetric: bool = True, narrow_range: bool | None = N
         ('int8_full', -7.0, -8.0)
     """
     if width < 2:
-        raise FormatError("an integer format needs two bits", expected="width >= 2", got=f"width={width}")
+        raise FormatError(
+            "an integer format needs two bits", expected="width >= 2", got=f"width={width}"
+        )
     narrow = symmetric if narrow_range is None else narrow_range
     if name is None:
         odd = "" if narrow == symmetric else "_narrow" if narrow else "_full"
@@ -88,10 +94,14 @@ def integer(width: int, *, symmetric: bool = True, narrow_range: bool | None = N
     )  # fmt: skip
 
 
-def _block(name: str, element: Format, size: int, scale_format: Format, tensor_scale: bool = False) -> BlockFormat:
+def _block(
+    name: str, element: Format, size: int, scale_format: Format, tensor_scale: bool = False
+) -> BlockFormat:
     fields = {key: getattr(element, key) for key in element.__dataclass_fields__}
     fields |= {"name": name, "torch_name": None, "saturate": True, "execution": _BLOCK}
-    return BlockFormat(**fields, block_size=size, scale_format=scale_format, tensor_scale=tensor_scale)
+    return BlockFormat(
+        **fields, block_size=size, scale_format=scale_format, tensor_scale=tensor_scale
+    )
 
 
 _FP32 = _ieee("fp32", 32, 8, "float32", _FULL)

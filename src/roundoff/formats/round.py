@@ -98,7 +98,9 @@ def round_tensor(
         zero_point = None if zero_point is None else torch.as_tensor(zero_point, device=x.device)
         qparams = QParams(torch.as_tensor(scale, device=x.device), zero_point, granularity)
     elif zero_point is not None:
-        raise FormatError("a zero point needs a scale", expected="scale and zero_point", got="zero_point alone")
+        raise FormatError(
+            "a zero point needs a scale", expected="scale and zero_point", got="zero_point alone"
+        )
     elif granularity is not None:
         qparams = choose_qparams(x, fmt, granularity)
     elif fmt.execution is not None and fmt.execution.weight == "channel" and fmt.one_quantum == 1.0:

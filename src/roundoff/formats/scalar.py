@@ -91,7 +91,9 @@ def fake_quantize_scalar(
     """
     if math.isnan(value):
         return math.nan
-    significant = value if math.isinf(value) else round_scalar(Fraction(value) / Fraction(scale), _FP32)
+    significant = (
+        value if math.isinf(value) else round_scalar(Fraction(value) / Fraction(scale), _FP32)
+    )
     if zero_point is None:
         rounded = round_scalar(significant, fmt, rounding=rounding, saturate=True, draw=draw)
         return round_scalar(Fraction(rounded) * Fraction(scale), _FP32)
@@ -99,12 +101,19 @@ def fake_quantize_scalar(
         code = fmt.max_finite if significant > 0 else fmt.min_finite
     else:
         magnitude = _to_integer(abs(Fraction(significant)), rounding or fmt.rounding, draw)
-        code = min(max((-magnitude if significant < 0 else magnitude) + zero_point, fmt.min_finite), fmt.max_finite)
+        code = min(
+            max((-magnitude if significant < 0 else magnitude) + zero_point, fmt.min_finite),
+            fmt.max_finite,
+        )
     return round_scalar(Fraction(code - zero_point) * Fraction(scale), _FP32)
 
 
 def round_block_scalar(
-    values: Sequence[float], fmt: BlockFormat, *, tensor_amax: float | None = None, rounding: Rounding | None = None
+    values: Sequence[float],
+    fmt: BlockFormat,
+    *,
+    tensor_amax: float | None = None,
+    rounding: Rounding | None = None,
 ) -> list[float]:
     """One block of fp32 values rounded to ``fmt``: the scale from the largest finite magnitude, elements saturated.
 

@@ -47,7 +47,9 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def cast(x: Tensor, fmt: Format, rounding: Rounding, saturate: bool, generator: torch.Generator | None) -> Tensor:
+def cast(
+    x: Tensor, fmt: Format, rounding: Rounding, saturate: bool, generator: torch.Generator | None
+) -> Tensor:
     """``x`` rounded to the values of ``fmt`` without a scale, in x's shape and dtype; may be ``x`` itself."""
     x = x.detach()
     if _holds(fmt, x.dtype):
@@ -93,7 +95,12 @@ def _wanted(fmt: Format, saturate: bool) -> str:
 def _overflow(dtype: torch.dtype, device: str) -> str:
     """What a cast to ``dtype`` does with Inf and with finite values out of range: saturate, inf, nan or mixed."""
     wide = torch.float64 if dtype == torch.float32 else torch.float32
-    beyond = torch.tensor([math.inf, torch.finfo(wide).max], device=device, dtype=wide).to(dtype).float().tolist()
+    beyond = (
+        torch.tensor([math.inf, torch.finfo(wide).max], device=device, dtype=wide)
+        .to(dtype)
+        .float()
+        .tolist()
+    )
     found = {"nan" if math.isnan(v) else "inf" if math.isinf(v) else "saturate" for v in beyond}
     return found.pop() if len(found) == 1 else "mixed"
 
@@ -139,7 +146,9 @@ def _exceeds(rounded: Tensor, low: float, high: float) -> bool:
     """Whether a number may be out of range. Where a look costs less than a masked fill, that is on the CPU, look."""
     if rounded.device.type != "cpu" or rounded.numel() == 0:
         return True
-    return not (rounded.amin().item() >= low and rounded.amax().item() <= high)  # NaN hides the others: then True
+    return not (
+        rounded.amin().item() >= low and rounded.amax().item() <= high
+    )  # NaN hides the others: then True
 
 
 def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
@@ -155,7 +164,9 @@ def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
     power = field.view(x.dtype)
     smallest = math.ldexp(1.0, fmt.emin)
     # The upper limit keeps Inf / quantum from being NaN; past it any quantum shows that the range is exceeded.
-    quantum = power.clamp_(smallest, math.ldexp(1.0, fmt.emax)).mul_(math.ldexp(1.0, -fmt.fraction_bits))
+    quantum = power.clamp_(smallest, math.ldexp(1.0, fmt.emax)).mul_(
+        math.ldexp(1.0, -fmt.fraction_bits)
+    )
     if not fmt.has_subnormals and fmt.fraction_bits:
         quantum.masked_fill_(x.abs() < smallest, smallest)
     return quantum
@@ -167,7 +178,9 @@ def _quanta(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
     _, mask, bits = _EXPONENT[dtype]
     count = (mask >> bits) + 1
     exponents = [min(max(field - (count // 2 - 1), fmt.emin), fmt.emax) for field in range(count)]
-    return torch.tensor([math.ldexp(1.0, fmt.quantum_exponent(e)) for e in exponents], dtype=dtype, device=device)
+    return torch.tensor(
+        [math.ldexp(1.0, fmt.quantum_exponent(e)) for e in exponents], dtype=dtype, device=device
+    )
 
 
 def to_integer(

@@ -123,7 +123,9 @@ class Format:
     execution: Execution | None = None
 
     def __hash__(self) -> int:
-        return hash(self.name)  # equality still compares every field; this one is called in hot loops
+        return hash(
+            self.name
+        )  # equality still compares every field; this one is called in hot loops
 
     @property
     def bits(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,6 @@ from typing import Any
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
 from roundoff.formats import parse_format
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 __all__ = ["KINDS", "SecondsRow", "SecondsTable", "read_seconds"]
 

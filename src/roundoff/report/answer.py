@@ -24,24 +24,20 @@ def verdict(summary: Row) -> str:
     """Whether the plan meets the target, with the measured, predicted and asked SQNR, in one sentence."""
     if not summary["coverage"]["sites"]:
         return "There was nothing to measure."
-    result = summary["result"]
-    says = "The plan meets the target" if result["met"] else "The plan misses the target"
-    target = summary["target"]["sqnr_db"]
-    reached = [f"{db(result['measured_db'])} dB measured"]
+    result, target = summary["result"], summary["target"]
+    measured = result["measured_db"]
+    reached = [f"{db(measured)} dB measured"]
     if result["predicted_db"] is not None:
         reached.append(f"{db(result['predicted_db'])} dB predicted")
-    if target is not None:
-        reached.append(f"{asked(summary)} asked")
-    return f"{says}: {', '.join(reached)}."
-
-
-def asked(summary: Row) -> str:
-    """The target in dB, and the drop of the metric it came from."""
-    target = summary["target"]
-    text, plain = f"{db(target['sqnr_db'])} dB", str(target["asked"]).strip()
-    if plain.lower().endswith("db") or not target["note"]:
-        return text
-    return f"{text} (a metric drop of at most {plain})"
+    if target["sqnr_db"] is not None:
+        drop = "" if str(target["asked"]).strip().lower().endswith("db") or not target["note"] else f" ({target['asked']} of the metric)"
+        reached.append(f"{db(target['sqnr_db'])} dB asked{drop}")
+    if result["met"]:
+        return f"The plan meets the target: {', '.join(reached)}."
+    enough = finite(target["sqnr_db"]) and measured is not None and measured >= target["sqnr_db"]
+    if enough and result["metric_measured"] is not None:
+        reached.append(f"but {result['metric_name']} falls to {metric(result['metric_measured'])}")
+    return f"The plan misses the target: {', '.join(reached)}."
 
 
 def answer(summary: Row) -> list[str]:
@@ -49,7 +45,7 @@ def answer(summary: Row) -> list[str]:
     if not summary["coverage"]["sites"]:
         return [NO_SITES]
     parts = [verdict(summary), plan_sentence(summary["plan"]), metric_sentence(summary["result"])]
-    return [p for p in [*parts, *worst_sentences(summary["ranking"])] if p]
+    return [p for p in [*parts, *worst_sentences(totals(summary))] if p]
 
 
 def plan_sentence(plan: Row) -> str:
@@ -58,14 +54,14 @@ def plan_sentence(plan: Row) -> str:
     lowered = {f: n for f, n in plan["sites"].items() if f != REFERENCE and n}
     cost = plan["cost"]
     if not lowered:
-        return f"All {count(sites, 'site')} stay in {REFERENCE}, at {amount(cost['plan'], cost['unit'])}."
+        return f"It leaves all {count(sites, 'site')} in {REFERENCE}, at {amount(cost['plan'], cost['unit'])}."
     formats = listing([f"{n} in {f}" for f, n in lowered.items()])
     share = percent(ratio(cost["plan"], cost["fp32"]))
     least = percent(ratio(cost["lowest"], cost["fp32"]))
     return (
-        f"{sum(lowered.values())} of {count(sites, 'site')} leave {REFERENCE} ({formats}) at "
+        f"It takes {sum(lowered.values())} of {count(sites, 'site')} out of {REFERENCE} ({formats}) and costs "
         f"{amount(cost['plan'], cost['unit'])}, {share} of all-{REFERENCE}; every site in its cheapest format, "
-        f"mostly {cost['lowest_format']}, would take {least}."
+        f"mostly {cost['lowest_format']}, would cost {least}."
     )
 
 
@@ -80,55 +76,62 @@ def metric_sentence(result: Row) -> str:
     return f"{text}, {metric(result['metric_reference'])} before rounding."
 
 
-def worst_sentences(ranking: Sequence[Row]) -> list[str]:
-    """The sites whose rounding costs most: those that are lost in a format, and the largest shares in the coarsest."""
-    said = []
-    lost = [row for row in ranking if is_lost(row)]
-    if lost:
-        examples = listing([f"{r['site']} in {r['format']}" for r in lost[:WORST]])
-        of = f", and {len(lost) - WORST} more" if len(lost) > WORST else ""
-        said.append(f"The result is not finite with {examples}{of}.")
-    finite = [row for row in ranking if row["sqnr_db"] is not None]
-    if finite:
-        worst = min(finite, key=lambda row: row["sqnr_db"])["format"]
-        rows = sorted((r for r in finite if r["format"] == worst), key=lambda r: -r["share"])[:WORST]
-        sites = listing([f"{r['site']} ({percent(r['share'])})" for r in rows])
-        many = "s" if len(rows) > 1 else ""
-        said.append(f"In {worst}, the coarsest here, the largest share{many} of the noise come{'' if many else 's'} from {sites}.")
-    elif ranking and not lost:
-        said.append("Rounding changes no site in any of these formats.")
-    return said
-
-
 @dataclass(frozen=True)
 class FormatTotal:
-    """Every site in one format: SQNR in dB if the errors add up (inf without error, None when a site is lost)."""
+    """Every site in one format.
+
+    ``rows`` are the format's, largest share of the noise first; ``sqnr_db`` is what they make together if errors
+    add up, in dB: infinite without any error, the lost rows left out; ``lost`` are the rows whose result is not finite.
+    """
 
     format: str
     rows: list[Row]
-    sqnr_db: float | None
+    sqnr_db: float
+    lost: list[Row]
 
     @property
     def text(self) -> str:
-        return "not finite" if self.sqnr_db is None else "exact" if self.sqnr_db == math.inf else f"{db(self.sqnr_db)} dB"
+        if self.lost:
+            return "not finite"
+        return "exact" if self.sqnr_db == math.inf else f"{db(self.sqnr_db)} dB"
 
 
 def totals(summary: Row) -> list[FormatTotal]:
-    """The noise of all sites in each format, from the shares: ``total = noise of a row / its share``.
+    """All sites in each format, from the shares: the noise of all is the noise of one divided by its share.
 
-    Rows come largest share first. Formats in the order that they were asked for; those no site takes are there,
-    without rows and with infinite SQNR.
+    Formats in the order that they were asked for; one that no site takes has no rows and no error.
     """
     found = []
     for name in summary["formats"]:
         rows = sorted((r for r in summary["ranking"] if r["format"] == name), key=lambda r: -r["share"])
-        total: float | None = math.inf
-        if any(map(is_lost, rows)):
-            total = None
-        elif rows and rows[0]["share"] > 0:
-            total = rows[0]["sqnr_db"] + 10 * math.log10(rows[0]["share"])
-        found.append(FormatTotal(name, rows, total))
+        largest = next((r for r in rows if r["sqnr_db"] is not None and r["share"] > 0), None)
+        total = math.inf if largest is None else largest["sqnr_db"] + 10 * math.log10(largest["share"])
+        found.append(FormatTotal(name, rows, total, [r for r in rows if is_lost(r)]))
     return found
+
+
+def totals_sentence(formats: Sequence[FormatTotal]) -> str:
+    """What each format costs when every site is in it."""
+    return "With every site in one format: " + ", ".join(f"{t.format} {t.text}" for t in formats if t.rows) + "."
+
+
+def worst_sentences(formats: Sequence[FormatTotal]) -> list[str]:
+    """The sites whose rounding costs most: those that are lost in a format, and the largest shares in the coarsest."""
+    said = []
+    lost = [row for total in formats for row in total.lost]
+    if lost:
+        examples = listing([f"{r['site']} in {r['format']}" for r in lost[:WORST]])
+        more = f", and {len(lost) - WORST} more" if len(lost) > WORST else ""
+        said.append(f"The result is not finite with {examples}{more}.")
+    coarsest = min(formats, key=lambda total: total.sqnr_db, default=None)
+    if coarsest is not None and coarsest.sqnr_db < math.inf:
+        rows = [row for row in coarsest.rows if not is_lost(row)][:WORST]
+        sites = listing([f"{r['site']} ({percent(r['share'])})" for r in rows])
+        most = "the largest shares of the noise come" if len(rows) > 1 else "the noise comes"
+        said.append(f"In {coarsest.format}, the coarsest here, {most} from {sites}.")
+    elif any(total.rows for total in formats) and not lost:
+        said.append("Rounding changes no site in any of these formats.")
+    return said
 
 
 def agreement(points: Sequence[Row], within: float = 1.0) -> str:

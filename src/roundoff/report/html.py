@@ -42,7 +42,7 @@ def render(summary: Row) -> str:
         if t.rows and t.rows[0]["share"] > 0
     ]
     return _templates().get_template("report.html").render(
-        s=summary, verdict=answer.verdict(summary), sentences=answer.answer(summary), asked=answer.asked(summary),
+        s=summary, verdict=answer.verdict(summary), sentences=answer.answer(summary),
         totals=totals, bars=bars, scatter=charts.scatter(summary["scatter"], summary["formats"]),
         pareto=charts.pareto(summary), agreement=answer.agreement(summary["scatter"]),
         points=answer.comparable(summary["scatter"]), colour=lambda name: charts.colour(summary["formats"], name),
@@ -53,9 +53,8 @@ def render(summary: Row) -> str:
 def _covered(total: answer.FormatTotal) -> str:
     """How much of a format's noise the bars show."""
     shown = total.rows[:BARS]
-    if total.sqnr_db is None:
-        lost = sum(map(figures.is_lost, total.rows))
-        return f"with {figures.count(lost, 'site')} the result is not finite"
+    if total.lost:
+        return f"{figures.count(len(total.lost), 'site')} of {len(total.rows)} lost"
     share = figures.percent(min(sum(row["share"] for row in shown), 1.0))
     return f"the first {len(shown)} of {figures.count(len(total.rows), 'site')} make {share}"
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from roundoff.report import figures
-from roundoff.report.answer import REFERENCE, agreement, answer
-from roundoff.report.figures import NONE, amount, count, db, listing, metric, percent, ratio
+from roundoff.report.answer import REFERENCE, agreement, answer, totals, totals_sentence
+from roundoff.report.figures import amount, count, db, listing, metric, percent, ratio
 from roundoff.report.names import elide
 
 Row = Mapping[str, Any]
@@ -23,7 +23,7 @@ Columns = dict[str, list[str]]
 WIDE = 110
 SITE_LEAST = 16
 EXAMPLES = 10
-LEFT = {"site", "format", "plan", "operator", "plan runs", "reason", "for example", "then"}
+LEFT_ALIGNED = frozenset({"site", "format", "plan", "operator", "plan runs", "reason", "for example", "then"})
 
 
 def print_summary(summary: Row, console: Console, *, top: int = 20) -> None:
@@ -45,7 +45,8 @@ def print_summary(summary: Row, console: Console, *, top: int = 20) -> None:
     _print_environment(summary["environment"], console)
     if some:
         print_ranking(summary["ranking"], console, top=top)
-        print_plan(summary["plan"], console)
+        _say(console, totals_sentence(totals(summary)))
+        _print_plan(summary["plan"], console)
         print_verify(summary, console)
         _say(console, agreement(summary["scatter"]))
     _print_coverage(summary["coverage"], console)
@@ -104,6 +105,14 @@ def print_plan(plan: Row, console: Console) -> None:
     this plan                   3 MB     37.5%
     ...
     """
+    _print_plan(plan, console)
+    if plan.get("predicted_db") is not None or plan.get("target_db") is not None:
+        _say(console, f"Predicted {db(plan.get('predicted_db'))} dB, target {db(plan.get('target_db'))} dB.")
+    if plan.get("note"):
+        _say(console, f"About the target: {plan['note']}.")
+
+
+def _print_plan(plan: Row, console: Console) -> None:
     sites = sum(plan["sites"].values())
     _heading(console, f"Plan: {count(sites, 'site')} by {count(plan['rules'], 'rule')}")
     used = {f: n for f, n in plan["sites"].items() if n}
@@ -117,10 +126,6 @@ def print_plan(plan: Row, console: Console) -> None:
         f"cost ({cost['model']})": [amount(cost[key], cost["unit"]) for key in names],
         f"of {REFERENCE}": [percent(ratio(cost[key], cost["fp32"])) for key in names],
     })  # fmt: skip
-    if plan.get("predicted_db") is not None or plan.get("target_db") is not None:
-        _say(console, f"Predicted {db(plan.get('predicted_db'))} dB, target {db(plan.get('target_db'))} dB.")
-    if plan.get("note"):
-        _say(console, f"About the target: {plan['note']}.")
 
 
 def print_verify(verification: Row, console: Console) -> None:
@@ -248,7 +253,7 @@ def _print_table(
     for name, cells in columns.items():
         fixed = name not in prose
         table.add_column(
-            Text(name), justify="left" if name in LEFT else "right", no_wrap=fixed, overflow="fold",
+            Text(name), justify="left" if name in LEFT_ALIGNED else "right", no_wrap=fixed, overflow="fold",
             min_width=max(map(cell_len, [name, *cells])) if fixed else 10,
         )  # fmt: skip
     for index, values in enumerate(zip(*columns.values(), strict=True)):
@@ -267,6 +272,3 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 def _print(console: Console, text: Text) -> None:
     console.print(text, highlight=False, overflow="fold")
-
-
-__all__ = ["NONE", "print_plan", "print_ranking", "print_summary", "print_verify"]

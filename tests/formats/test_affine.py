@@ -246,7 +246,8 @@ X = torch.zeros(6, 4)
         ),
         (
             lambda: round_tensor(X, INT8, scale=torch.ones(3)),
-            "the scale does not fit the tensor\n  expected: a shape that broadcasts to (6, 4)\n  got: a scale of shape (3,)",
+            "the scale does not fit the tensor\n  expected: a shape that broadcasts to (6, 4)\n"
+            "  got: a scale of shape (3,)",
         ),
         (
             lambda: round_tensor(X, INT8, scale=torch.ones(2, 6, 4)),

@@ -158,7 +158,8 @@ def test_dtypes_and_empty_tensors():
     [
         (
             lambda: round_tensor(torch.ones(4, 30), "mxfp4"),
-            "size 32 does not divide axis 1\n  expected: a positive divisor of 30\n  got: a tensor of shape (4, 30)\n  do: choose a size that divides the axis, or fill the axis up with zeros",
+            "size 32 does not divide axis 1\n  expected: a positive divisor of 30\n  got: a tensor of shape (4, 30)\n"
+            "  do: choose a size that divides the axis, or fill the axis up with zeros",
         ),
         (lambda: round_tensor(torch.ones(4, 32), "mxfp4", axis=2), "axis 2 is out of range"),
         (

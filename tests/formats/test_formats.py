@@ -23,6 +23,8 @@ from roundoff.formats import (
     all_values,
     integer,
     parse_format,
+    round_scalar,
+    round_tensor,
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -97,7 +99,8 @@ def test_torch_dtypes():
     assert named == {
         "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
         "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-        "fp8_e5m2fnuz": torch.float8_e5m2fnuz, "e8m0": torch.float8_e8m0fnu, "int8": torch.int8, "int8_asym": torch.int8,
+        "fp8_e5m2fnuz": torch.float8_e5m2fnuz, "e8m0": torch.float8_e8m0fnu, "int8": torch.int8,
+        "int8_asym": torch.int8,
     }  # fmt: skip
 
 

@@ -48,7 +48,9 @@ def model() -> nn.Module:
         images, labels = (part[TEST:] for part in data())
         optimizer = torch.optim.AdamW(net.parameters(), lr=4e-3, weight_decay=0.05)
         epochs, step = 15, 64
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, epochs * -(-len(images) // step))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 4e-3, epochs * -(-len(images) // step)
+        )
         for _ in range(epochs):
             for index in torch.randperm(len(images)).split(step):
                 optimizer.zero_grad()
@@ -72,7 +74,9 @@ def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
     return nn.functional.cross_entropy(output, batch[1])
 
 
-def accuracy(outputs: list[torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def accuracy(
+    outputs: list[torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]]
+) -> float:
     """Share of test digits classified correctly."""
     right = [(o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)]
     return torch.cat(right).mean().item()

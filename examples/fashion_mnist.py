@@ -1,4 +1,4 @@
-"""A small CNN with BatchNorm on Fashion-MNIST, read from Debian's package dataset-fashion-mnist; metric: test accuracy."""
+"""A small CNN with BatchNorm on Fashion-MNIST (Debian's dataset-fashion-mnist); metric: test accuracy."""
 
 import gzip
 from pathlib import Path
@@ -25,12 +25,19 @@ def read(name: str) -> torch.Tensor:
 
 def model() -> nn.Module:
     """Train for two epochs on 20,000 images."""
-    images, labels = read("train-images-idx3-ubyte")[:TRAIN], read("train-labels-idx1-ubyte")[:TRAIN]
+    images, labels = (
+        read("train-images-idx3-ubyte")[:TRAIN],
+        read("train-labels-idx1-ubyte")[:TRAIN],
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for inputs, outputs, stride in ((1, 16, 2), (16, 32, 2), (32, 64, 2)):
-            layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+            layers += [
+                nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(),
+            ]
         net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
         optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
         for _ in range(2):
@@ -51,7 +58,9 @@ def forward(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return model(batch[0])
 
 
-def accuracy(outputs: list[torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def accuracy(
+    outputs: list[torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]]
+) -> float:
     """Share of test images classified correctly."""
     right = [(o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)]
     return torch.cat(right).mean().item()

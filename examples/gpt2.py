@@ -28,7 +28,10 @@ def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 
 def top1_agreement(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     """Share of positions whose most likely token is the same as in fp32."""
-    same = [(o.argmax(-1) == r.argmax(-1)).double().flatten() for o, r in zip(outputs, reference, strict=True)]
+    same = [
+        (o.argmax(-1) == r.argmax(-1)).double().flatten()
+        for o, r in zip(outputs, reference, strict=True)
+    ]
     return torch.cat(same).mean().item()
 
 

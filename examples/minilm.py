@@ -32,7 +32,11 @@ def model() -> torch.nn.Module:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return AutoModel.from_pretrained(folder(), attn_implementation="eager", local_files_only=True).float().eval()
+    return (
+        AutoModel.from_pretrained(folder(), attn_implementation="eager", local_files_only=True)
+        .float()
+        .eval()
+    )
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -42,7 +46,8 @@ def batches() -> list[dict[str, torch.Tensor]]:
     tokenizer = AutoTokenizer.from_pretrained(folder(), local_files_only=True)
     lines = (Path(__file__).parent / "sentences.txt").read_text().splitlines()
     return [
-        dict(tokenizer(lines[i : i + BATCH], padding=True, return_tensors="pt")) for i in range(0, len(lines), BATCH)
+        dict(tokenizer(lines[i : i + BATCH], padding=True, return_tensors="pt"))
+        for i in range(0, len(lines), BATCH)
     ]
 
 

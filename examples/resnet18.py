@@ -14,7 +14,11 @@ def model() -> torch.nn.Module:
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         config = ResNetConfig(
-            embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
+            embedding_size=64,
+            hidden_sizes=[64, 128, 256, 512],
+            depths=[2, 2, 2, 2],
+            layer_type="basic",
+            num_labels=10,
         )
         net = ResNetForImageClassification(config).train()
         for seed in range(10):
@@ -33,7 +37,9 @@ def forward(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def top1_agreement(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     """Share of images whose most likely class is the same as in fp32."""
-    same = [(o.argmax(-1) == r.argmax(-1)).double() for o, r in zip(outputs, reference, strict=True)]
+    same = [
+        (o.argmax(-1) == r.argmax(-1)).double() for o, r in zip(outputs, reference, strict=True)
+    ]
     return torch.cat(same).mean().item()
 
 

@@ -22,7 +22,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_commands(folder: Path) -> None:
     lines = [line for line in README.splitlines() if line.startswith("roundoff ")]
-    commands = [shlex.split(line, comments=True)[1:] for line in lines if "my_workload" in line or "budget.parquet" in line]
+    commands = [
+        shlex.split(line, comments=True)[1:]
+        for line in lines
+        if "my_workload" in line or "budget.parquet" in line
+    ]
     assert len(commands) == 5
     for arguments in commands:
         # an untrained network need not reach its target: both verdicts are answers, bad input is not
@@ -32,7 +36,7 @@ def test_commands(folder: Path) -> None:
 
 def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
-    exec(PYTHON[1], names)  # noqa: S102
+    exec(PYTHON[1], names)
     printed = capsys.readouterr().out.splitlines()[-1].split()
     assert printed[-1] == "True"
     assert float(printed[1]) >= 40.0
@@ -41,4 +45,6 @@ def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_links_exist() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert len(links) > 5
-    assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
+    assert [
+        link for link in links if not link.startswith("http") and not (ROOT / link).exists()
+    ] == []

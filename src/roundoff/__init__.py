@@ -43,7 +43,9 @@ __all__ = sorted(_PUBLIC)  # noqa: PLE0605
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'roundoff' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'roundoff' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value

@@ -28,7 +28,9 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     check_folder(path.parent)
     temporary: Path | None = None
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+        descriptor, name = tempfile.mkstemp(
+            dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix
+        )
         os.close(descriptor)
         temporary = Path(name)
         yield temporary

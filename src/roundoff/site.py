@@ -62,7 +62,8 @@ def select(pattern: str, names: Iterable[str]) -> list[str]:
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
         raise PatternError(
             f"the pattern {pattern!r} matches no site",
-            expected=f"a glob over {len(names)} site names, such as " + ", ".join(near or names[:3]),
+            expected=f"a glob over {len(names)} site names, such as "
+            + ", ".join(near or names[:3]),
             got=repr(pattern),
             do="copy a name from the ranked table; * stands for any characters",
         )

@@ -23,14 +23,14 @@ def test_functions_operators_and_methods_are_named_in_order(seen):
 
 
 def test_numbers_start_again_with_each_forward_pass(seen):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    first = seen(model, torch.rand(SHAPE))
-    assert first.names == ["0/linear", "1/tanh"]
-    first.mode.begin()
-    with first.mode:
-        model(torch.rand(SHAPE))
-    assert first.names == ["0/linear", "1/tanh"] * 2
-    assert first.mode.calls == 2
+    found = seen(lambda x: x.sin() + x.sin(), torch.rand(SHAPE))
+    assert found.names == ["/sin", "/sin#1", "/add"]
+    assert found.mode.calls == 3
+    found.mode.begin()
+    with found.mode:
+        torch.rand(SHAPE).sin()
+    assert found.names[3:] == ["/sin"]
+    assert found.mode.calls == 1
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,10 @@ def test_what_is_no_site_is_counted_with_its_reason(seen, function, operator, re
     assert why.startswith(reason)
 
 
-def test_complex_results_are_not_called_integers(seen):
-    found = seen(lambda x: torch.fft.rfft(x).abs(), torch.rand(SHAPE))
-    assert ("fft_rfft", "complex numbers") in found.excluded
+def test_complex_numbers_are_counted_as_such(seen):
+    found = seen(lambda x: torch.fft.rfft(x).abs().sin(), torch.rand(SHAPE))
+    assert found.names == ["/sin"]
+    assert found.excluded == {("fft_rfft", "complex numbers"): 1, ("abs", "complex numbers"): 1}
 
 
 def test_examples_of_excluded_calls_say_where(seen):

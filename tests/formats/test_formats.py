@@ -179,6 +179,13 @@ def test_contains_for_wide_formats(wide):
         assert not fmt.contains(FORMATS[wide])
 
 
+def test_contains_powers_of_two():
+    """2**-9 is e4m3fn's smallest value."""
+    powers = replace(FORMATS["e8m0"], emin=-9, min_finite=2.0**-9, max_finite=256.0)
+    assert FORMATS["fp8_e4m3fn"].contains(powers)
+    assert not FORMATS["fp8_e4m3fn"].contains(replace(powers, emin=-10, min_finite=2.0**-10))
+
+
 def test_block_formats_contain_only_themselves():
     for fmt in FORMATS.values():
         assert fmt.contains(fmt)

@@ -130,7 +130,9 @@ class Probe:
         name = str(call.site)
         info = self.sites.get(name)
         if info is None:
-            params = tuple(sorted(set().union(*(o.sources for o in call.operands if o.role != "activation"))))
+            params = tuple(
+                sorted(set().union(*(o.sources for o in call.operands if o.role != "activation")))
+            )
             refused = {f.name: why for f in self.formats if (why := runs(call, f)) is not None}
             info = SiteInfo(name, call.operator.name, call.kind, params, {}, refused)
             self.sites[name] = info
@@ -151,7 +153,10 @@ class Probe:
         if chosen is not None and runs(kept, chosen) is None:
             with torch.no_grad():
                 call = _open(kept)
-                call.leaves = [leaf.clone() if inplace and i == 0 else leaf for i, leaf in enumerate(call.leaves)]
+                call.leaves = [
+                    leaf.clone() if inplace and i == 0 else leaf
+                    for i, leaf in enumerate(call.leaves)
+                ]
                 rounded = execute(call, chosen)
             if inplace:
                 self.before_write(exact)
@@ -159,7 +164,9 @@ class Probe:
                 return self._anchored(exact, inplace), reference
             flat, spec = tree_flatten(exact)
             pairs = zip(flat, tree_flatten(rounded)[0], strict=True)
-            exact = tree_unflatten([e + (r - e.detach()) if _is_float(e) else e for e, r in pairs], spec)
+            exact = tree_unflatten(
+                [e + (r - e.detach()) if _is_float(e) else e for e, r in pairs], spec
+            )
         return self._anchored(exact, inplace), reference
 
     def _anchored(self, result: Any, inplace: bool) -> Any:
@@ -213,7 +220,9 @@ class Probe:
             found[key] = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
         return found
 
-    def _by_sample(self, name: str, place: int, gradients: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+    def _by_sample(
+        self, name: str, place: int, gradients: Tensor
+    ) -> tuple[Tensor, tuple[int, int] | None]:
         """Probe gradients as ``(S, n, K)``; the last probe is the masked one where samples are being told apart."""
         gradients = gradients if gradients.dtype == torch.float64 else gradients.float()
         if self.keep is not None:

@@ -44,7 +44,12 @@ def hand_over(gradient: Tensor, callback: Callback) -> None:
 
 
 def backward(
-    outputs: list[Tensor], anchor: Tensor, probes: list[Tensor], *, batched: bool, keep_graph: bool = False
+    outputs: list[Tensor],
+    anchor: Tensor,
+    probes: list[Tensor],
+    *,
+    batched: bool,
+    keep_graph: bool = False,
 ) -> None:
     """Run the vector-Jacobian products of K probes back to ``anchor``; hooks on the way see the gradients.
 
@@ -52,6 +57,7 @@ def backward(
     once with all K gradients; else K passes run one after the other (and ``keep_graph`` keeps the graph for more).
     """
     if batched:
+
         def pass_(*vectors: Tensor) -> Tensor:
             found: tuple[Tensor | None, ...] = torch.autograd.grad(
                 outputs, anchor, vectors, allow_unused=True
@@ -63,7 +69,11 @@ def backward(
     count = probes[0].shape[0]
     for k in range(count):
         torch.autograd.grad(
-            outputs, anchor, [p[k] for p in probes], retain_graph=keep_graph or k + 1 < count, allow_unused=True
+            outputs,
+            anchor,
+            [p[k] for p in probes],
+            retain_graph=keep_graph or k + 1 < count,
+            allow_unused=True,
         )
 
 

@@ -49,12 +49,15 @@ def target_tensors(output: Any, target: str | None) -> dict[str, Tensor]:
             "the model's output has no floating-point tensor, so rounding cannot be measured in it",
             where="forward",
             expected="a tensor, or a tuple, dict or dataclass that holds one",
-            got=type(output).__name__ + (f" of {output.dtype}" if isinstance(output, Tensor) else ""),
+            got=type(output).__name__
+            + (f" of {output.dtype}" if isinstance(output, Tensor) else ""),
             do="return the scores before argmax or rounding (define forward(model, batch) in the workload)",
         )
     if target is None:
         return found
-    chosen = {name: t for name, t in found.items() if name == target or name.startswith(target + ".")}
+    chosen = {
+        name: t for name, t in found.items() if name == target or name.startswith(target + ".")
+    }
     if not chosen:
         raise WorkloadError(
             f"the output has no part named {target!r}",

@@ -135,6 +135,12 @@ class CallMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             if operator.name not in CREATES and _is_float(result):
                 self._sources[result] = self._sources_of((args, kwargs))
+            if (
+                any(map(_is_complex, args))
+                and isinstance(result, Tensor)
+                and operator.name not in MOVES
+            ):
+                self._exclude(operator.name, "complex numbers")
             return result
         reason = _no_site(operator, args, kwargs)
         if reason is not None:
@@ -154,8 +160,11 @@ class CallMode(TorchFunctionMode):
             self.calls += 1
             for tensor in outputs:
                 self._sources[tensor] = frozenset((str(call.site),))
-        elif any(isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
-            self._exclude(operator.name, "integer or boolean result")
+        elif tensors := [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]:
+            reason = (
+                "complex numbers" if any(map(_is_complex, tensors)) else "integer or boolean result"
+            )
+            self._exclude(operator.name, reason)
         return result
 
     def _call(self, func: Callable[..., Any], operator: Operator, args: Any, kwargs: Any) -> Call:
@@ -183,16 +192,25 @@ class CallMode(TorchFunctionMode):
                 if operator.name == "einsum":
                     which = position if key == 1 else int(key) - 1
                     axis = einsum_reduce_axis(args[0], which)
-                    operands.append(Operand(place, "weight" if weight else "activation", axis, 0, sources))
+                    operands.append(
+                        Operand(place, "weight" if weight else "activation", axis, 0, sources)
+                    )
                 elif entry is not None:
                     bias = entry.bias or (weight and leaf.ndim < 2 and entry.name == "params")
                     role = "bias" if bias else "weight" if weight else "activation"
                     operands.append(Operand(place, role, entry.reduce, entry.channel, sources))
                 elif operator.spec is None:
                     # running statistics stay in the format they are kept in; a 0-dim tensor is a scalar factor
-                    kept = operator.kind == "normalization" and key in (3, 4, "running_mean", "running_var")
+                    kept = operator.kind == "normalization" and key in (
+                        3,
+                        4,
+                        "running_mean",
+                        "running_var",
+                    )
                     scalar = leaf.ndim == 0 and not weight
-                    if not scalar and not (kept and operator.name in ("batch_norm", "instance_norm")):
+                    if not scalar and not (
+                        kept and operator.name in ("batch_norm", "instance_norm")
+                    ):
                         role = "weight" if weight else "activation"
                         operands.append(Operand(place, role, -1, 0, sources))
         return Call(Site(module, operator.name, index), operator, func, leaves, layout, operands)
@@ -208,7 +226,9 @@ class CallMode(TorchFunctionMode):
                     found |= self._sources[leaf]
         return found
 
-    def _passed_on(self, operator: Operator, reason: str, result: Any, args: Any, kwargs: Any) -> None:
+    def _passed_on(
+        self, operator: Operator, reason: str, result: Any, args: Any, kwargs: Any
+    ) -> None:
         sources = self._sources_of((args, kwargs))
         outputs = float_tensors(result)
         for tensor in outputs:
@@ -247,7 +267,9 @@ def watch(model: nn.Module, handler: Handler) -> Iterator[CallMode]:
             for path, module in model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                handles.append(module.register_forward_pre_hook(functools.partial(enter, path), prepend=True))
+                handles.append(
+                    module.register_forward_pre_hook(functools.partial(enter, path), prepend=True)
+                )
                 handles.append(module.register_forward_hook(leave, always_call=True))
             yield mode
     finally:
@@ -266,12 +288,18 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+def _is_complex(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_complex()
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _has_float(args: Any, kwargs: Any) -> bool:
-    return any(map(_is_float, args)) or any(_is_float(leaf) for leaf in tree_flatten((args, kwargs))[0])
+    return any(map(_is_float, args)) or any(
+        _is_float(leaf) for leaf in tree_flatten((args, kwargs))[0]
+    )
 
 
 def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
@@ -286,7 +314,10 @@ def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
         return "does not depend on values"
     if operator.name in RANDOM:
         return "random"
-    if any(isinstance(leaf, Tensor) and (leaf.is_sparse or leaf.is_nested) for leaf in tree_flatten(args)[0]):
+    if any(
+        isinstance(leaf, Tensor) and (leaf.is_sparse or leaf.is_nested)
+        for leaf in tree_flatten(args)[0]
+    ):
         return "sparse or nested tensor"
     if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_flatten(args)[0]):
         return "complex numbers"
@@ -309,7 +340,11 @@ def _inner(func: Callable[..., Any]) -> Callable[..., Any] | None:
     if not no:  # a dispatcher between two such functions (max_pool2d with and without indices): one operator
         return None
     twin = types.FunctionType(
-        func.__code__, {**func.__globals__, **no}, func.__name__, func.__defaults__, func.__closure__
+        func.__code__,
+        {**func.__globals__, **no},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
     )
     twin.__kwdefaults__ = func.__kwdefaults__
     return twin

@@ -21,7 +21,11 @@ def environment(model: nn.Module | None = None) -> list[dict[str, str]]:
         rows.append({"name": name, "value": str(value), "note": note})
 
     row("torch", torch.__version__)
-    row("machine", f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", "vector width orders the sums")
+    row(
+        "machine",
+        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "vector width orders the sums",
+    )
     row("threads", torch.get_num_threads(), "another number splits reductions at other places")
     precision = torch.get_float32_matmul_precision()
     fewer = "" if precision == "highest" else "fp32 products are computed in fewer bits"
@@ -33,13 +37,30 @@ def environment(model: nn.Module | None = None) -> list[dict[str, str]]:
     row("default dtype", str(torch.get_default_dtype()).removeprefix("torch."))
     if torch.cuda.is_available():
         row("GPU", torch.cuda.get_device_name())
-        row("TF32", f"matmul {torch.backends.cuda.matmul.allow_tf32}, cuDNN {torch.backends.cudnn.allow_tf32}")
-        row("cuDNN benchmark", torch.backends.cudnn.benchmark, "may choose another algorithm each run")
+        row(
+            "TF32",
+            f"matmul {torch.backends.cuda.matmul.allow_tf32}, cuDNN {torch.backends.cudnn.allow_tf32}",
+        )
+        row(
+            "cuDNN benchmark",
+            torch.backends.cudnn.benchmark,
+            "may choose another algorithm each run",
+        )
     if model is not None:
-        kinds = Counter(f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}" for p in model.parameters())
+        kinds = Counter(
+            f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}" for p in model.parameters()
+        )
         note = ""
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
             note = "the reference itself is low precision: load the model in fp32 to measure against exact numbers"
-        row("parameters", ", ".join(f"{n} tensors {kind}" for kind, n in kinds.most_common()) or "none", note)
-        row("mode", "evaluation", "dropout off, running statistics used, whatever mode the workload returned")
+        row(
+            "parameters",
+            ", ".join(f"{n} tensors {kind}" for kind, n in kinds.most_common()) or "none",
+            note,
+        )
+        row(
+            "mode",
+            "evaluation",
+            "dropout off, running statistics used, whatever mode the workload returned",
+        )
     return rows

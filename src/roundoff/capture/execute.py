@@ -38,9 +38,13 @@ def runs(call: Call, fmt: Format) -> str | None:
     if rule.operators == "matrix":
         if call.kind not in MATRIX_KINDS:
             return f"no {fmt.name} arithmetic for {call.kind} operators"
-        if rule.activation is None and not any(operand.role == "weight" for operand in call.operands):
+        if rule.activation is None and not any(
+            operand.role == "weight" for operand in call.operands
+        ):
             return f"{fmt.name} is for weights, and this operator has none"
-        if call.kind == "embedding" and not any(operand.role == "weight" for operand in call.operands):
+        if call.kind == "embedding" and not any(
+            operand.role == "weight" for operand in call.operands
+        ):
             return "the looked-up table is not a parameter"
     return None
 
@@ -77,11 +81,15 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
                 result = call.again(leaves)
                 yield Step("activation", operand, result)
     if rule.weight is not None:
-        weights = [o for o in call.operands if o.role == "weight" or (o.role == "bias" and rule.bias)]
+        weights = [
+            o for o in call.operands if o.role == "weight" or (o.role == "bias" and rule.bias)
+        ]
         if call.operator.name == "embedding" and rule.weight != "tensor":
             # each row has its own scale, so rounding the rows that were looked up gives the same values
             for operand in weights:
-                result = tree_map(lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows, result)
+                result = tree_map(
+                    lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows, result
+                )
                 yield Step("weight", operand, result)
         else:
             for operand in weights:
@@ -89,7 +97,9 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
                 leaves[operand.leaf] = round_operand(exact, operand, fmt)
                 if operand.role == "bias" and call.operator.name in _ADDS_BIAS:
                     shift = leaves[operand.leaf] - exact
-                    result = result + (shift if call.kind == "linear" else shift.view(-1, *[1] * (result.ndim - 2)))
+                    result = result + (
+                        shift if call.kind == "linear" else shift.view(-1, *[1] * (result.ndim - 2))
+                    )
                 else:
                     result = call.again(leaves)
                 yield Step("weight", operand, result)
@@ -169,7 +179,9 @@ def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:
     shape = list(x.shape)
     shape[axis] = missing
     padded = torch.cat([x, x.new_zeros(shape)], dim=axis)
-    return round_tensor(padded, fmt, granularity=PerGroup(size, axis)).narrow(axis, 0, x.shape[axis])
+    return round_tensor(padded, fmt, granularity=PerGroup(size, axis)).narrow(
+        axis, 0, x.shape[axis]
+    )
 
 
 def _rounds(value: Any) -> bool:

@@ -41,7 +41,14 @@ RANDOM = frozenset(
     random exponential geometric cauchy log_normal rrelu poisson""".split()
 )
 
-_NORMALIZATION = {"layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm", "local_response_norm"}
+_NORMALIZATION = {
+    "layer_norm",
+    "batch_norm",
+    "group_norm",
+    "instance_norm",
+    "rms_norm",
+    "local_response_norm",
+}
 _SOFTMAX = {"softmax", "log_softmax", "softmin", "gumbel_softmax", "logsumexp"}
 _REDUCTION = set(
     """sum mean prod var std norm linalg_vector_norm linalg_norm cumsum cumprod amax amin max min
@@ -85,13 +92,17 @@ _RNN_CELL = _spec("rnn", (0, "input", -1), (1, "hx", -1), (2, "w_ih", 1, 0), (3,
 
 CONTRACTING: dict[str, OperatorSpec] = {
     "linear": _spec("linear", (0, "input", -1), (1, "weight", 1, 0), (2, "bias", 0, 0, True)),
-    "bilinear": _spec("linear", (0, "input1", -1), (1, "input2", -1), (2, "weight", 1, 0), (3, "bias", 0, 0, True)),
+    "bilinear": _spec(
+        "linear", (0, "input1", -1), (1, "input2", -1), (2, "weight", 1, 0), (3, "bias", 0, 0, True)
+    ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _CONV),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _CONV_TRANSPOSE),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _MATMUL),
     "rmatmul": _spec("matmul", (1, "other", -1, -2), (0, "input", -2, -1)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _ADD_MATMUL),
-    "scaled_dot_product_attention": _spec("attention", (0, "query", -1), (1, "key", -1), (2, "value", -2)),
+    "scaled_dot_product_attention": _spec(
+        "attention", (0, "query", -1), (1, "key", -1), (2, "value", -2)
+    ),
     "embedding": _spec("embedding", (0, "weight", 1, 0)),
     "embedding_bag": _spec("embedding", (0, "weight", 1, 0)),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _RNN),
@@ -131,7 +142,9 @@ class Operator:
             return cls("invert", False)
         dunder = _DUNDER.match(raw)
         if dunder:
-            inplace = raw.startswith("__i") and raw[2:-2] not in ("index", "int") or raw == "__setitem__"
+            inplace = (
+                raw.startswith("__i") and raw[2:-2] not in ("index", "int") or raw == "__setitem__"
+            )
             name = dunder["name"] if inplace or not raw.startswith("__i") else raw[2:-2]
             return cls(_RENAMED.get(name, name), inplace)
         inplace = raw.endswith("_") and raw != "requires_grad_"
@@ -150,7 +163,11 @@ class Operator:
             return CONTRACTING[self.name].kind
         if self.name == "einsum":
             return "matmul"
-        for kind, names in (("normalization", _NORMALIZATION), ("softmax", _SOFTMAX), ("reduction", _REDUCTION)):
+        for kind, names in (
+            ("normalization", _NORMALIZATION),
+            ("softmax", _SOFTMAX),
+            ("reduction", _REDUCTION),
+        ):
             if self.name in names:
                 return kind
         return "elementwise"

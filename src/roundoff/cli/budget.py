@@ -16,7 +16,9 @@ def command(
     of: o.Part = None,
     probes: o.Probes = None,
     seed: o.Seed = 0,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The parquet file to write.")] = Path("budget.parquet"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The parquet file to write.")
+    ] = Path("budget.parquet"),
     top: o.Top = 20,
     json: o.Json = False,
 ) -> int:
@@ -29,13 +31,22 @@ def command(
     check_folder(output.parent)
     with o.progress(json) as progress:
         measured = roundoff.budget(
-            roundoff.Workload.load(workload), o.split(formats), target=of, probes=probes, seed=seed, progress=progress
+            roundoff.Workload.load(workload),
+            o.split(formats),
+            target=of,
+            probes=probes,
+            seed=seed,
+            progress=progress,
         )
     measured.save(output)
     rows = ranked(measured, {})
     if json:
-        about = {k: measured.about[k] for k in ("workload", "formats", "probes", "samples", "target")}
-        o.print_json({**about, "coverage": coverage(measured), "ranking": rows, "output": str(output)})
+        about = {
+            k: measured.about[k] for k in ("workload", "formats", "probes", "samples", "target")
+        }
+        o.print_json(
+            {**about, "coverage": coverage(measured), "ranking": rows, "output": str(output)}
+        )
     else:
         console = o.console(False)
         print_ranking(rows, console, top=top)

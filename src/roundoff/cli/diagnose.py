@@ -22,7 +22,10 @@ def command(
     of: o.Part = None,
     probes: o.Probes = None,
     seed: o.Seed = 0,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the report, budget, plan and summary.")] = Path("out"),
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="Folder for the report, budget, plan and summary."),
+    ] = Path("out"),
     top: o.Top = 20,
     json: o.Json = False,
 ) -> int:
@@ -39,8 +42,9 @@ def command(
     table = o.cost_table(cost, cost_table, names)
     with o.progress(json) as progress:
         found = roundoff.diagnose(
-            roundoff.Workload.load(workload), names, target=target, metric_drop=metric_drop, cost=cost, cost_table=table,
-            pin=o.pairs(pin, "pin"), allow=o.allowed(allow), part=of, probes=probes, seed=seed, progress=progress,
+            roundoff.Workload.load(workload), names, target=target, metric_drop=metric_drop, cost=cost,
+            cost_table=table, pin=o.pairs(pin, "pin"), allow=o.allowed(allow), part=of, probes=probes, seed=seed,
+            progress=progress,
         )  # fmt: skip
     found.budget.save(folder / "budget.parquet")
     found.plan.save(folder / "plan.toml")

@@ -19,23 +19,44 @@ if TYPE_CHECKING:
 
     from roundoff.plan.measure import Progress
 
-Formats = Annotated[str, typer.Option("--formats", "-f", help="Number formats to measure, separated by commas.")]
-Target = Annotated[str | None, typer.Option("--target", "-t", help="Least SQNR of the output, such as 40dB.")]
+Formats = Annotated[
+    str, typer.Option("--formats", "-f", help="Number formats to measure, separated by commas.")
+]
+Target = Annotated[
+    str | None, typer.Option("--target", "-t", help="Least SQNR of the output, such as 40dB.")
+]
 MetricDrop = Annotated[
-    str | None, typer.Option("--metric-drop", help="Most the metric may lose, such as 0.5% (of 1) or 0.005.")
+    str | None,
+    typer.Option("--metric-drop", help="Most the metric may lose, such as 0.5% (of 1) or 0.005."),
 ]
 Cost = Annotated[str, typer.Option("--cost", help="What to save: bytes, bitops or seconds.")]
 CostTable = Annotated[
-    str | None, typer.Option("--cost-table", help="Seconds per operation (TOML); measured here when left out.")
+    str | None,
+    typer.Option("--cost-table", help="Seconds per operation (TOML); measured here when left out."),
 ]
-Pin = Annotated[list[str] | None, typer.Option("--pin", help="PATTERN=FORMAT: these sites run in this format. Repeatable.")]
+Pin = Annotated[
+    list[str] | None,
+    typer.Option("--pin", help="PATTERN=FORMAT: these sites run in this format. Repeatable."),
+]
 Allow = Annotated[
-    list[str] | None, typer.Option("--allow", help="PATTERN=FORMAT,FORMAT: these sites may use these formats. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--allow", help="PATTERN=FORMAT,FORMAT: these sites may use these formats. Repeatable."
+    ),
 ]
 Part = Annotated[
-    str | None, typer.Option("--of", help="Measure a part of the output by name, a site, or 'loss'. Default: the whole output.")
+    str | None,
+    typer.Option(
+        "--of",
+        help="Measure a part of the output by name, a site, or 'loss'. Default: the whole output.",
+    ),
 ]
-Probes = Annotated[int | None, typer.Option("--probes", min=1, help="Probe vectors a sample; chosen from the data when left out.")]
+Probes = Annotated[
+    int | None,
+    typer.Option(
+        "--probes", min=1, help="Probe vectors a sample; chosen from the data when left out."
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the probe vectors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Top = Annotated[int, typer.Option("--top", min=1, help="Rows of the ranked table to print.")]
@@ -72,7 +93,11 @@ def cost_table(cost: str, path: str | None, formats: list[str]) -> Any:
 
     if cost != "seconds":
         if path is not None:
-            raise PlanError("a cost table is only used with --cost seconds", where="--cost-table", got=f"--cost {cost}")
+            raise PlanError(
+                "a cost table is only used with --cost seconds",
+                where="--cost-table",
+                got=f"--cost {cost}",
+            )
         return None
     return read_seconds(path) if path else measure_seconds(formats)
 
@@ -98,7 +123,12 @@ def progress(quiet: bool) -> Iterator[Progress | None]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description:>20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:>20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         tasks: dict[str, Any] = {}
 

@@ -14,13 +14,19 @@ def command(
     budget: Annotated[Path, typer.Argument(help="A file written by roundoff budget.")],
     target: o.Target = None,
     metric_drop: o.MetricDrop = None,
-    max_cost: Annotated[float | None, typer.Option("--max-cost", help="Most the plan may cost (MB, Gbitops or ms).")] = None,
-    formats: Annotated[str | None, typer.Option("--formats", "-f", help="Only these of the measured formats.")] = None,
+    max_cost: Annotated[
+        float | None, typer.Option("--max-cost", help="Most the plan may cost (MB, Gbitops or ms).")
+    ] = None,
+    formats: Annotated[
+        str | None, typer.Option("--formats", "-f", help="Only these of the measured formats.")
+    ] = None,
     cost: o.Cost = "bytes",
     cost_table: o.CostTable = None,
     pin: o.Pin = None,
     allow: o.Allow = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write (.toml or .json).")] = Path("plan.toml"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The plan to write (.toml or .json).")
+    ] = Path("plan.toml"),
     json: o.Json = False,
 ) -> int:
     """Choose a format for each site: the cheapest plan whose predicted SQNR meets the target."""

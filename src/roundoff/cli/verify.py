@@ -14,12 +14,19 @@ def command(
     workload: Annotated[Path, typer.Argument(help="A Python file with model() and batches().")],
     plan: Annotated[Path, typer.Argument(help="A plan written by roundoff plan or diagnose.")],
     budget: Annotated[
-        Path | None, typer.Option("--budget", "-b", help="The budget of the plan: mends the plan where it misses.")
+        Path | None,
+        typer.Option(
+            "--budget", "-b", help="The budget of the plan: mends the plan where it misses."
+        ),
     ] = None,
     target: o.Target = None,
     metric_drop: o.MetricDrop = None,
-    native: Annotated[bool, typer.Option(help="Also run with real casts where this device has the format.")] = True,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the mended plan.")] = None,
+    native: Annotated[
+        bool, typer.Option(help="Also run with real casts where this device has the format.")
+    ] = True,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write the mended plan.")
+    ] = None,
     json: o.Json = False,
 ) -> int:
     """Run a plan by simulated rounding, measure SQNR and metric, and say whether the target is met."""

@@ -33,6 +33,13 @@ TERM_SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 
 
+TABLE_SCHEMA: dict[str, Any] = {
+    "site": pl.String, "operator": pl.String, "kind": pl.String, "format": pl.String, "noise": pl.Float64,
+    "sqnr_db": pl.Float64, "stderr_db": pl.Float64, "share": pl.Float64, "activation_db": pl.Float64,
+    "weight_db": pl.Float64, "output_db": pl.Float64, "note": pl.String,
+}  # fmt: skip
+
+
 def decibels(noise: float) -> float | None:
     """SQNR of a relative noise power in dB; None (infinite) for no noise, -inf is None too (all is lost)."""
     return -10 * math.log10(noise) if 0 < noise < math.inf else None
@@ -76,7 +83,14 @@ class Budget:
         probes = int(self.about["probes"])
         for row in self.terms.iter_rows(named=True):
             values = np.asarray(row["projections"], dtype=np.float64).reshape(probes, -1)
-            term = Term(row["part"], row["operand"], tuple(row["sources"]), row["pooled"], row["overflow"], values)
+            term = Term(
+                row["part"],
+                row["operand"],
+                tuple(row["sources"]),
+                row["pooled"],
+                row["overflow"],
+                values,
+            )
             rows.setdefault((row["site"], row["format"]), []).append(term)
         return rows
 
@@ -95,7 +109,10 @@ class Budget:
             noise, stderr = power(terms)
             overflow = sum(t.overflow for t in terms)
             totals[fmt] = totals.get(fmt, 0.0) + (noise if math.isfinite(noise) else 0.0)
-            parts = {p: power([t for t in terms if t.part == p])[0] for p in ("activation", "weight", "output")}
+            parts = {
+                p: power([t for t in terms if t.part == p])[0]
+                for p in ("activation", "weight", "output")
+            }
             has = {t.part for t in terms}
             rows.append({
                 "site": site, "operator": kinds[site]["operator"], "kind": kinds[site]["kind"], "format": fmt,
@@ -105,12 +122,10 @@ class Budget:
                 "note": f"overflow: {overflow} elements" if overflow else "" if noise else "exact",
             })  # fmt: skip
         for row in rows:
+            total = totals[row["format"]]
             lost = not math.isfinite(row["noise"])
-            row["share"] = 1.0 if lost else row["noise"] / totals[row["format"]] if totals[row["format"]] else 0.0
-        schema = {"site": pl.String, "operator": pl.String, "kind": pl.String, "format": pl.String,
-                  "noise": pl.Float64, "sqnr_db": pl.Float64, "stderr_db": pl.Float64, "share": pl.Float64,
-                  "activation_db": pl.Float64, "weight_db": pl.Float64, "output_db": pl.Float64, "note": pl.String}  # fmt: skip
-        frame = pl.DataFrame([{k: r[k] for k in schema} for r in rows], schema=schema)
+            row["share"] = 1.0 if lost else row["noise"] / total if total else 0.0
+        frame = pl.DataFrame([{k: r[k] for k in TABLE_SCHEMA} for r in rows], schema=TABLE_SCHEMA)
         return frame.sort("noise", "site", descending=[True, False])
 
     @cached_property
@@ -123,21 +138,27 @@ class Budget:
                     for name in term.sources:
                         grouped.setdefault((name, fmt), []).append(term)
         rows = [(name, fmt, power(terms)[0]) for (name, fmt), terms in grouped.items()]
-        data = [{"parameter": n, "format": f, "noise": p, "sqnr_db": decibels(p)} for n, f, p in rows]
+        data = [(n, f, p, decibels(p)) for n, f, p in rows]
         schema = {"parameter": pl.String, "format": pl.String, "noise": pl.Float64, "sqnr_db": pl.Float64}
-        return pl.DataFrame(data, schema=schema).sort("noise", descending=True)
+        return pl.DataFrame(data, schema=schema, orient="row").sort("noise", descending=True)
 
     def predict(self, formats: Mapping[str, str], *, batch: int | None = None) -> Prediction:
         """The noise of a choice of formats (site to format; sites left out stay in the reference format).
 
         ``batch`` restricts it to one batch. The projections of all rounded parts are added before they are
-        squared, so correlations between sites count where they stand out of the sampling noise; ``additive`` is the sum of the separate powers.
+        squared, so correlations between sites count where they stand out of the sampling noise; ``additive`` is
+        the sum of the separate powers.
         """
-        active = [t for s, f in formats.items() for t in self.rows(s, f) if not absorbed(t, f, formats)]
+        active = [
+            t for s, f in formats.items() for t in self.rows(s, f) if not absorbed(t, f, formats)
+        ]
         signal = 1.0
         if batch is not None:
             stops = np.cumsum([0, *self.about["batch_samples"]])
-            active = [t.take(slice(batch, batch + 1) if t.pooled else slice(*stops[batch : batch + 2])) for t in active]
+            active = [
+                t.take(slice(batch, batch + 1) if t.pooled else slice(*stops[batch : batch + 2]))
+                for t in active
+            ]
             signal = float(self.about["batch_signal"][batch])
         noise, stderr = power(active)
         additive = sum(power([t])[0] for t in active)
@@ -168,7 +189,9 @@ class Budget:
 
     def save(self, path: str | Path) -> None:
         """Write one parquet file, whole or not at all."""
-        about = {"roundoff": json.dumps({"about": self.about, "sites": self.sites}, allow_nan=False)}
+        about = {
+            "roundoff": json.dumps({"about": self.about, "sites": self.sites}, allow_nan=False)
+        }
         with atomic_path(path) as temporary:
             self.terms.write_parquet(temporary, metadata=about)
 
@@ -201,7 +224,14 @@ class Term:
 
     def take(self, columns: slice) -> Term:
         """The same for some samples."""
-        return Term(self.part, self.operand, self.sources, self.pooled, self.overflow, self.values[:, columns])
+        return Term(
+            self.part,
+            self.operand,
+            self.sources,
+            self.pooled,
+            self.overflow,
+            self.values[:, columns],
+        )
 
 
 def power(terms: Sequence[Term]) -> tuple[float, float]:
@@ -243,7 +273,9 @@ def _significant(cross: float, terms: Sequence[Term]) -> float:
     single = [t.values for t in terms if not t.pooled]
     pooled = [t.values for t in terms if t.pooled]
     variance = sum(
-        _spread(np.sum(group, axis=0) ** 2 - np.sum(np.square(group), axis=0)) ** 2 for group in (single, pooled) if group
+        _spread(np.sum(group, axis=0) ** 2 - np.sum(np.square(group), axis=0)) ** 2
+        for group in (single, pooled)
+        if group
     )
     if single and pooled:
         products = 2 * np.sum(single, axis=(0, 2)) * np.sum(pooled, axis=(0, 2))

@@ -44,7 +44,11 @@ def choose(
     Raises ``PlanError`` for contradictory arguments, ``PatternError`` for patterns that match nothing and
     ``InfeasibleError`` when no plan reaches the target.
     """
-    given = [name for name, v in (("target", target), ("metric_drop", metric_drop), ("max_cost", max_cost)) if v is not None]
+    given = [
+        name
+        for name, v in (("target", target), ("metric_drop", metric_drop), ("max_cost", max_cost))
+        if v is not None
+    ]
     if len(given) != 1:
         raise PlanError("one aim is needed", where="plan", expected="one of target, metric_drop and max_cost",
                         got=" and ".join(given) or "none")  # fmt: skip
@@ -71,7 +75,10 @@ class Problem:
         allow: Mapping[str, Sequence[str]] = {}, formats: Iterable[str] | None = None,
     ) -> None:  # fmt: skip
         self.budget, self.model, self.table = budget, model, table
-        self.offered = [parse_format(f).name for f in (formats if formats is not None else budget.about["formats"])]
+        self.offered = [
+            parse_format(f).name
+            for f in (formats if formats is not None else budget.about["formats"])
+        ]
         missing = [f for f in self.offered if f not in (*budget.about["formats"], "fp32")]
         if missing:
             raise PlanError(f"the budget did not measure {', '.join(missing)}", where="formats",
@@ -99,10 +106,17 @@ class Problem:
         wanted = self._constraint(group)
         choices = [Choice("fp32", 0.0, sum(self._cost(s, "fp32") for s in group))]
         for fmt in self.offered:
-            if fmt == "fp32" or any(self.info[s]["no_path"] or fmt in self.info[s]["refused"] for s in group):
+            if fmt == "fp32" or any(
+                self.info[s]["no_path"] or fmt in self.info[s]["refused"] for s in group
+            ):
                 continue
             exact = _casts(fmt)
-            terms = [t for s in group for t in self.budget.rows(s, fmt) if not (exact and t.part == "activation")]
+            terms = [
+                t
+                for s in group
+                for t in self.budget.rows(s, fmt)
+                if not (exact and t.part == "activation")
+            ]
             choices.append(Choice(fmt, power(terms)[0], sum(self._cost(s, fmt) for s in group)))
         pinned = None
         if wanted is not None:
@@ -112,7 +126,8 @@ class Problem:
                 reasons |= {str(self.info[s]["no_path"]) for s in group if self.info[s]["no_path"]}
                 raise PlanError(
                     f"{name} cannot run in {' or '.join(wanted)}", where="pin or allow",
-                    expected="one of " + ", ".join(c.format for c in choices), got="; ".join(sorted(reasons)) or "not measured",
+                    expected="one of " + ", ".join(c.format for c in choices),
+                    got="; ".join(sorted(reasons)) or "not measured",
                 )  # fmt: skip
             choices = kept
             pinned = kept[0].format if len(kept) == 1 else None
@@ -138,7 +153,9 @@ class Problem:
                     if term.part != "activation":
                         continue
                     known = bool(term.sources) and all(s in self.owner for s in term.sources)
-                    producers = tuple(sorted({self.owner[s] for s in term.sources})) if known else ()
+                    producers = (
+                        tuple(sorted({self.owner[s] for s in term.sources})) if known else ()
+                    )
                     noise = power([term])[0]
                     if noise > 0:
                         edges.append(Edge(self.owner[site], producers, fmt, noise, absorbing))
@@ -146,7 +163,9 @@ class Problem:
 
     def sites(self, solution: Solution) -> dict[str, str]:
         """Site to format of a solution; sites that stay in fp32 are left out."""
-        return {s: f for name, f in solution.formats.items() if f != "fp32" for s in self.groups[name]}
+        return {
+            s: f for name, f in solution.formats.items() if f != "fp32" for s in self.groups[name]
+        }
 
     def cheapest(self, target_db: float) -> dict[str, str]:
         """The cheapest choice whose correlated prediction meets the target."""
@@ -177,8 +196,12 @@ class Problem:
         """Every decision in its cheapest format, and the format most of them take."""
         chosen: dict[str, str] = {}
         for decision in self.decisions:
-            cheapest = min((c for c in decision.choices if math.isfinite(c.noise)), key=lambda c: c.cost)
-            chosen |= {s: cheapest.format for s in self.groups[decision.name] if cheapest.format != "fp32"}
+            cheapest = min(
+                (c for c in decision.choices if math.isfinite(c.noise)), key=lambda c: c.cost
+            )
+            chosen |= {
+                s: cheapest.format for s in self.groups[decision.name] if cheapest.format != "fp32"
+            }
         counts = list(chosen.values())
         return chosen, max(set(counts), key=counts.count) if counts else "fp32"
 

@@ -71,10 +71,14 @@ def diagnose(
     curve = pareto(task, plan)
     clock.append(time.perf_counter())
     drop = None if metric_drop is None else parse_drop(metric_drop)
-    proof = verify(workload, plan, budget=measured, metric_drop=drop, problem=problem, progress=progress)
+    proof = verify(
+        workload, plan, budget=measured, metric_drop=drop, problem=problem, progress=progress
+    )
     points = scatter(workload, measured, proof.plan, part, progress)
     clock.append(time.perf_counter())
-    summary = summarise(measured, proof, curve, points, str(metric_drop if target is None else target))
+    summary = summarise(
+        measured, proof, curve, points, str(metric_drop if target is None else target)
+    )
     names = ("budget", "plan", "verify")
     summary["seconds"] = {n: b - a for n, a, b in zip(names, clock, clock[1:], strict=False)}
     return Diagnosis(measured, proof.plan, proof, summary)
@@ -98,12 +102,23 @@ def pareto(task: Problem, plan: Plan) -> list[dict[str, float]]:
         predicted = task.budget.predict(chosen).db
         if math.isfinite(predicted):
             value = task.cost_of(chosen)
-            points.append({"target_db": goal, "predicted_db": predicted, "cost": value, "relative_cost": value / full})
+            points.append(
+                {
+                    "target_db": goal,
+                    "predicted_db": predicted,
+                    "cost": value,
+                    "relative_cost": value / full,
+                }
+            )
     return points
 
 
 def scatter(
-    workload: Workload, measured: Budget, plan: Plan, part: str | None, progress: Progress | None = None
+    workload: Workload,
+    measured: Budget,
+    plan: Plan,
+    part: str | None,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Each of up to 48 sites, spread over the ranking, rounded alone on the first batch: predicted beside measured.
 
@@ -130,7 +145,11 @@ def scatter(
 
 
 def summarise(
-    measured: Budget, proof: Verification, curve: list[dict[str, float]], points: list[dict[str, Any]], asked: str
+    measured: Budget,
+    proof: Verification,
+    curve: list[dict[str, float]],
+    points: list[dict[str, Any]],
+    asked: str,
 ) -> dict[str, Any]:
     """Everything a report shows, as plain data (``summary.json``)."""
     about, plan = measured.about, proof.plan
@@ -168,7 +187,12 @@ def ranked(measured: Budget, formats: Mapping[str, str]) -> list[dict[str, Any]]
     keys = ("site", "operator", "kind", "format", "sqnr_db", "stderr_db", "share",
             "activation_db", "weight_db", "output_db")  # fmt: skip
     return [
-        {"rank": rank, **{k: row[k] for k in keys}, "chosen": formats.get(row["site"], "fp32"), "note": row["note"]}
+        {
+            "rank": rank,
+            **{k: row[k] for k in keys},
+            "chosen": formats.get(row["site"], "fp32"),
+            "note": row["note"],
+        }
         for rank, row in enumerate(measured.table.iter_rows(named=True), 1)
     ]
 

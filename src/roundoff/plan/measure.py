@@ -56,8 +56,17 @@ def budget(
     """
     chosen = parse_formats(formats)
     if probes is not None and probes < 1:
-        raise WorkloadError("no probes to draw", where="probes", expected="a whole number above 0", got=str(probes))
-    run = _Run(workload, chosen, target, {s: parse_format(f) for s, f in (around or {}).items()}, probes, seed)
+        raise WorkloadError(
+            "no probes to draw", where="probes", expected="a whole number above 0", got=str(probes)
+        )
+    run = _Run(
+        workload,
+        chosen,
+        target,
+        {s: parse_format(f) for s, f in (around or {}).items()},
+        probes,
+        seed,
+    )
     with preserve(workload.model):
         workload.model.eval().requires_grad_(False)
         with watch(workload.model, Plain()) as mode:
@@ -134,7 +143,9 @@ class _Run:
             info.batches = min(info.batches, index)
         wanted = self.target if self.target is not None and "/" in self.target else None
         anchor = torch.tensor(-0.0, requires_grad=True)
-        probe = Probe(self.formats, self.sites, self.around.get, anchor, wanted=wanted, axes=self.axes)
+        probe = Probe(
+            self.formats, self.sites, self.around.get, anchor, wanted=wanted, axes=self.axes
+        )
         with allow_mutation_on_saved_tensors() if self.mutation else nullcontext():
             values = measure_batch(
                 mode, probe, functools.partial(self._forward, probe, index),
@@ -146,7 +157,9 @@ class _Run:
     def _count(self, samples: int) -> int:
         """K, chosen at the first batch."""
         if self.probes is None:
-            self.probes = min(16, max(2, math.ceil(PROJECTIONS / (samples * len(self.workload.batches)))))
+            self.probes = min(
+                16, max(2, math.ceil(PROJECTIONS / (samples * len(self.workload.batches))))
+            )
         return self.probes
 
     def _forward(self, probe: Probe, index: int) -> list[Tensor]:
@@ -167,7 +180,9 @@ class _Run:
                 "no gradient reaches the output, so no rounding error can be followed to it",
                 where=f"{self.workload.name}, batch {index}",
                 expected="an output computed from the model's values by differentiable operators",
-                got=", ".join(f"{n}: {t.dtype}, shape {tuple(t.shape)}, no gradient" for n, t in found.items()),
+                got=", ".join(
+                    f"{n}: {t.dtype}, shape {tuple(t.shape)}, no gradient" for n, t in found.items()
+                ),
                 do="remove torch.no_grad, inference_mode, detach, numpy or argmax from forward; return the scores",
             )
 
@@ -185,7 +200,10 @@ class _Run:
         rows = [self._row(key, pooled[key.site], math.sqrt(signal)) for key in keys]
         terms = pl.DataFrame(rows, schema=TERM_SCHEMA, orient="row")
         batches = len(self.done)
-        sites = [asdict(info) | {"sizes": {k: v / batches for k, v in info.sizes.items()}} for info in self.sites.values()]
+        sites = [
+            asdict(info) | {"sizes": {k: v / batches for k, v in info.sizes.items()}}
+            for info in self.sites.values()
+        ]
         for site in sites:
             site["params"] = list(site["params"])
         per_sample = [s / signal for b in self.done for s in b.signal]

@@ -45,7 +45,9 @@ class Plan:
             try:
                 parse_format(name)
             except FormatError as error:
-                raise PlanError(f"a rule asks for an unknown format: {error}", where="plan") from error
+                raise PlanError(
+                    f"a rule asks for an unknown format: {error}", where="plan"
+                ) from error
 
     def format_of(self, site: str) -> str:
         """The format of one site."""
@@ -62,7 +64,9 @@ class Plan:
         patterns = [pattern for rule in self.rules for pattern in rule.sites]
         lost = [p for p in patterns if p not in names and not any(matches(p, s) for s in sites)]
         if lost:
-            shown = "\n    ".join(lost[:10]) + (f"\n    and {len(lost) - 10} more" if len(lost) > 10 else "")
+            shown = "\n    ".join(lost[:10]) + (
+                f"\n    and {len(lost) - 10} more" if len(lost) > 10 else ""
+            )
             raise PlanError(
                 f"{len(lost)} of the plan's {len(patterns)} patterns match no site of this model:\n    {shown}",
                 where="plan",
@@ -84,7 +88,9 @@ class Plan:
         for site, name in formats.items():
             groups.setdefault(name, []).append(site)
         groups.pop("fp32", None)
-        return cls(tuple(Rule(name, tuple(sites)) for name, sites in sorted(groups.items())), "fp32", about)
+        return cls(
+            tuple(Rule(name, tuple(sites)) for name, sites in sorted(groups.items())), "fp32", about
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as TOML (JSON when the name ends in .json), whole or not at all."""
@@ -107,22 +113,36 @@ class Plan:
         try:
             text = path.read_text()
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        except (
+            OSError,
+            UnicodeDecodeError,
+            tomllib.TOMLDecodeError,
+            json.JSONDecodeError,
+        ) as error:
             raise PlanError(
-                f"not a readable plan: {error}", where=str(path), expected="a TOML or JSON file written by roundoff plan"
+                f"not a readable plan: {error}",
+                where=str(path),
+                expected="a TOML or JSON file written by roundoff plan",
             ) from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise PlanError(
                 "not a plan of this version",
                 where=str(path),
                 expected=f"schema = {SCHEMA}",
-                got=f"schema = {data.get('schema')!r}" if isinstance(data, dict) else type(data).__name__,
+                got=f"schema = {data.get('schema')!r}"
+                if isinstance(data, dict)
+                else type(data).__name__,
             )
         try:
-            rules = tuple(Rule(str(r["format"]), tuple(str(s) for s in r["sites"])) for r in data.get("rule", []))
+            rules = tuple(
+                Rule(str(r["format"]), tuple(str(s) for s in r["sites"]))
+                for r in data.get("rule", [])
+            )
         except (KeyError, TypeError) as error:
             raise PlanError(
-                f"a rule is incomplete: {error}", where=str(path), expected="format = NAME and sites = [PATTERN, ...]"
+                f"a rule is incomplete: {error}",
+                where=str(path),
+                expected="format = NAME and sites = [PATTERN, ...]",
             ) from error
         return cls(rules, str(data.get("default", "fp32")), data.get("about", {}))
 
@@ -142,7 +162,11 @@ def _toml(data: Mapping[str, Any]) -> str:
 def _toml_value(value: Any) -> str:
     """A TOML value: JSON writes strings, numbers, booleans and lists the same way; tables are inline."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml_value(v)}" for k, v in value.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{json.dumps(str(k))} = {_toml_value(v)}" for k, v in value.items())
+            + " }"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -73,17 +73,30 @@ class Rounded(Plain):
 def _native(call: Call, fmt: Format) -> Any:
     """The call with its operands really cast, None where this device or operator has no such arithmetic."""
     rule, dtype = fmt.execution, fmt.torch_dtype
-    if rule is None or not rule.output or dtype is None or call.operator.inplace or call.kind == "embedding":
+    if (
+        rule is None
+        or not rule.output
+        or dtype is None
+        or call.operator.inplace
+        or call.kind == "embedding"
+    ):
         return None
     if dtype == torch.float16 and any(t.device.type == "cpu" for t in float_tensors(call.leaves)):
         return None  # CPUs convert fp16 to fp32 and back, slowly: that is a simulation too
-    leaves = [v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.leaves]
+    leaves = [
+        v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.leaves
+    ]
     try:
         result = dataclasses.replace(call, leaves=leaves).run()
-    except (RuntimeError, TypeError):  # "not implemented for 'BFloat16'": this operator has no such kernel
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # "not implemented for 'BFloat16'": this operator has no such kernel
         return None
     like = float_tensors(call.leaves)[0].dtype
-    return tree_map(lambda t: t.to(like) if isinstance(t, Tensor) and t.is_floating_point() else t, result)
+    return tree_map(
+        lambda t: t.to(like) if isinstance(t, Tensor) and t.is_floating_point() else t, result
+    )
 
 
 @dataclass(frozen=True)
@@ -167,7 +180,11 @@ def replaced(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
             twin[key] = replaced(value, change)
         return twin
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        parts = {f.name: replaced(getattr(output, f.name), change) for f in dataclasses.fields(output) if f.init}
+        parts = {
+            f.name: replaced(getattr(output, f.name), change)
+            for f in dataclasses.fields(output)
+            if f.init
+        }
         return dataclasses.replace(output, **parts)
     if isinstance(output, tuple) and hasattr(output, "_fields"):
         return type(output)(*(replaced(v, change) for v in output))
@@ -196,11 +213,18 @@ def check_finite(workload: Workload, index: int, found: Mapping[str, Tensor]) ->
     search = _FirstNonFinite()
     with watch(workload.model, search) as mode, torch.no_grad(), mode:
         workload.run(workload.batches[index])
-    counts = ", ".join(f"{n}: {int((~t.isfinite()).sum())} of {t.numel()} elements" for n, t in bad.items())
+    counts = ", ".join(
+        f"{n}: {int((~t.isfinite()).sum())} of {t.numel()} elements" for n, t in bad.items()
+    )
     raise NonFiniteError(
         "the run before any rounding already holds NaN or Inf",
         where=f"{workload.name}, batch {index}",
         expected="finite values in the reference",
-        got=counts + (f"; the first NaN is made by {search.first}" if search.first else "; no NaN inside, only Inf"),
+        got=counts
+        + (
+            f"; the first NaN is made by {search.first}"
+            if search.first
+            else "; no NaN inside, only Inf"
+        ),
         do="check the weights and the input of that operator",
     )

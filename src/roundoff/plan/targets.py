@@ -30,7 +30,12 @@ def parse_target(value: float | str) -> float:
     """
     found = re.fullmatch(r"\s*([+-]?\d+(?:\.\d*)?)\s*(?:dB)?\s*", str(value), flags=re.IGNORECASE)
     if found is None:
-        raise PlanError("not a target", where="target", expected="a number of decibels such as 40dB", got=repr(value))
+        raise PlanError(
+            "not a target",
+            where="target",
+            expected="a number of decibels such as 40dB",
+            got=repr(value),
+        )
     return float(found[1])
 
 
@@ -42,11 +47,18 @@ def parse_drop(value: float | str) -> float:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]-?\d+)?)\s*(%?)\s*", str(value))
     if found is None:
-        raise PlanError("not a drop of the metric", where="metric_drop", expected="0.5% or 0.005", got=repr(value))
+        raise PlanError(
+            "not a drop of the metric",
+            where="metric_drop",
+            expected="0.5% or 0.005",
+            got=repr(value),
+        )
     return float(found[1]) / (100 if found[2] else 1)
 
 
-def metric_curve(workload: Workload, reference: list[Any], budget: Budget, seed: int = 0) -> dict[str, Any]:
+def metric_curve(
+    workload: Workload, reference: list[Any], budget: Budget, seed: int = 0
+) -> dict[str, Any]:
     """The metric on the reference outputs with Gaussian noise added, at each SQNR level; the model is not run.
 
     The noise of a level has that level's total power, shared among the samples as the budget's own noise is
@@ -67,7 +79,9 @@ def metric_curve(workload: Workload, reference: list[Any], budget: Budget, seed:
                 for i, output in enumerate(reference)
             ]
             drawn.append(_value(workload, noisy, reference))
-        levels.append({"db": float(db), "mean": float(np.mean(drawn)), "std": float(np.std(drawn, ddof=1))})
+        levels.append(
+            {"db": float(db), "mean": float(np.mean(drawn)), "std": float(np.std(drawn, ddof=1))}
+        )
     name = getattr(workload.metric, "__name__", "metric")
     return {"name": name, "reference": value, "levels": levels}
 
@@ -147,8 +161,14 @@ def drop_to_db(curve: Mapping[str, Any] | None, drop: float) -> tuple[float, str
             got=f"{curve['name']} {curve['reference']:.6g}, {safe[-1]:.6g} at {LEVELS[-1]} dB",
         )  # fmt: skip
     if good == 0:
-        return float(LEVELS[0]), f"{curve['name']} holds at every noise level tried, down to {LEVELS[0]} dB"
+        return float(
+            LEVELS[0]
+        ), f"{curve['name']} holds at every noise level tried, down to {LEVELS[0]} dB"
     low, high = curve["levels"][good - 1]["db"], curve["levels"][good]["db"]
-    share = (floor - safe[good - 1]) / (safe[good] - safe[good - 1]) if safe[good] > safe[good - 1] else 1.0
+    share = (
+        (floor - safe[good - 1]) / (safe[good] - safe[good - 1])
+        if safe[good] > safe[good - 1]
+        else 1.0
+    )
     db = low + (high - low) * min(max(share, 0.0), 1.0)
     return db, f"{curve['name']} drops by {drop:g} between {low:g} and {high:g} dB of output noise"

@@ -1,4 +1,4 @@
-"""``roundoff.verify``: run a plan, put what was predicted beside what is measured, and mend the plan where they part."""
+"""``roundoff.verify``: run a plan, compare prediction and measurement, and mend the plan where they part."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Round:
 class Verification:
     """What ``verify`` found: every round, the plan that stands at the end, and whether it meets its target.
 
-    ``last`` is the round of ``plan``. ``native_db`` is the SQNR with real casts where this device has the format, None when nothing ran natively.
+    ``last`` is the round of ``plan``. ``native_db`` is the SQNR with real casts where this device
+    has the format, None when nothing ran natively.
     """
 
     plan: Plan
@@ -119,7 +120,9 @@ def verify(
             task = (problem or Problem)(budget)
             chosen = task.cheapest(target + shift + extra)
         except InfeasibleError as error:
-            trial.note(f"linearised again: no plan reaches {target + extra:.1f} dB, best {error.best_db - shift:.1f} dB")
+            trial.note(
+                f"linearised again: no plan reaches {target + extra:.1f} dB, best {error.best_db - shift:.1f} dB"
+            )
             break
         trial.note("linearised again around the rounded model, solved again")
         prediction = budget.predict(chosen)
@@ -152,7 +155,12 @@ class _Check:
         self, workload: Workload, reference: Ran, budget: Budget | None, target: float | None,
         metric_drop: float | None, progress: Progress | None,
     ) -> None:  # fmt: skip
-        self.workload, self.reference, self.target, self.metric_drop = workload, reference, target, metric_drop
+        self.workload, self.reference, self.target, self.metric_drop = (
+            workload,
+            reference,
+            target,
+            metric_drop,
+        )
         self.progress = progress
         self.part = None if budget is None else _part(budget)
         self.curve = None if budget is None else budget.about.get("metric")
@@ -160,23 +168,40 @@ class _Check:
         self.trials: list[_Trial] = []
 
     def trial(
-        self, number: int, plan: Plan, formats: dict[str, str], expected: tuple[float | None, float | None]
+        self,
+        number: int,
+        plan: Plan,
+        formats: dict[str, str],
+        expected: tuple[float | None, float | None],
     ) -> _Trial:
         """Run one plan and say whether it meets the target and its prediction."""
         same = next((t for t in self.trials if t.formats == formats), None)
         if same is None:
             ran = run_batches(
-                self.workload, formats, target=self.part, progress=_named(self.progress, f"verify {number}")
+                self.workload,
+                formats,
+                target=self.part,
+                progress=_named(self.progress, f"verify {number}"),
             )
             measured = _db(noise(ran.targets, self.reference.targets))
             metric = self.workload.evaluate(ran.outputs, self.reference.outputs)
         else:
             measured, metric = same.round.measured_db, same.round.metric_measured
         predicted = expected[0]
-        value = metric_at(self.curve, predicted)[0] if self.curve and predicted is not None else None
-        agrees = predicted is None or predicted == measured or abs(predicted - measured) <= AGREEMENT_DB
+        value = (
+            metric_at(self.curve, predicted)[0] if self.curve and predicted is not None else None
+        )
+        agrees = (
+            predicted is None or predicted == measured or abs(predicted - measured) <= AGREEMENT_DB
+        )
         good = (self.target is None or measured >= self.target) and not self._dropped(metric)
-        action = "accepted" if good and agrees else "target missed" if not good else "prediction off by more than 1 dB"
+        action = (
+            "accepted"
+            if good and agrees
+            else "target missed"
+            if not good
+            else "prediction off by more than 1 dB"
+        )
         entry = Round(number, predicted, measured, expected[1], value, metric, action)
         self.trials.append(_Trial(entry, plan, dict(formats), agrees, good))
         return self.trials[-1]
@@ -188,19 +213,31 @@ class _Check:
 
     def best(self) -> _Trial:
         """The last plan that is good and as predicted, else one that is good, else the most exact one."""
-        ranked = [(t.good, t.good and t.agrees, 0.0 if t.good else t.round.measured_db, t.round.round) for t in self.trials]
+        ranked = [
+            (t.good, t.good and t.agrees, 0.0 if t.good else t.round.measured_db, t.round.round)
+            for t in self.trials
+        ]
         return self.trials[ranked.index(max(ranked))]
 
     def natively(self, formats: dict[str, str]) -> tuple[float | None, str]:
         """SQNR with real casts where this device has the format."""
         ran = run_batches(
-            self.workload, formats, target=self.part, native=True, progress=_named(self.progress, "verify natively")
+            self.workload,
+            formats,
+            target=self.part,
+            native=True,
+            progress=_named(self.progress, "verify natively"),
         )
         how = ran.handler.how if isinstance(ran.handler, Rounded) else Counter[str]()
         count, rest = how["native"], how["simulated"]
         if not count:
-            return None, "no site of this plan has native arithmetic on this device; all are simulated"
-        return _db(noise(ran.targets, self.reference.targets)), f"{count} calls with real casts, {rest} simulated"
+            return (
+                None,
+                "no site of this plan has native arithmetic on this device; all are simulated",
+            )
+        return _db(
+            noise(ran.targets, self.reference.targets)
+        ), f"{count} calls with real casts, {rest} simulated"
 
     def verification(self, best: _Trial, native_db: float | None, note: str) -> Verification:
         """The result, with ``best`` as the plan that stands."""
@@ -213,7 +250,9 @@ class _Check:
         )  # fmt: skip
 
 
-def _expected(plan: Plan, budget: Budget | None, formats: Mapping[str, str]) -> tuple[float | None, float | None]:
+def _expected(
+    plan: Plan, budget: Budget | None, formats: Mapping[str, str]
+) -> tuple[float | None, float | None]:
     if budget is None:
         return plan.about.get("predicted_db"), plan.about.get("additive_db")
     prediction = budget.predict(formats)

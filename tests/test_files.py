@@ -72,7 +72,10 @@ def test_a_full_disk_is_an_output_error_and_leaves_nothing(tmp_path):
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "out").write_text("")
-    for attempt in (lambda: check_folder(tmp_path / "out"), lambda: atomic_path(tmp_path / "out" / "a").__enter__()):
+    for attempt in (
+        lambda: check_folder(tmp_path / "out"),
+        lambda: atomic_path(tmp_path / "out" / "a").__enter__(),
+    ):
         with pytest.raises(OutputError) as error:
             attempt()
         text = str(error.value)

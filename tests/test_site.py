@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from roundoff.errors import PatternError
 from roundoff.site import Site, first_match, matches, select
 
-NAMES = ["encoder.0/linear", "encoder.0/linear#1", "encoder.1/softmax", "head/linear", "head.weight"]
+NAMES = [
+    "encoder.0/linear",
+    "encoder.0/linear#1",
+    "encoder.1/softmax",
+    "head/linear",
+    "head.weight",
+]
 
 # Module paths are attribute names joined by dots; ModuleDict keys may hold anything but a dot, also a slash.
 part = st.text(st.characters(exclude_characters=".#", exclude_categories=("Cs", "Cc")), min_size=1)
@@ -41,7 +47,8 @@ def test_text_and_site_round_trip(module, operator, call):
 
 
 @pytest.mark.parametrize(
-    "text", ["linear", "", "a/", "/", "a/linear#", "a/linear#x", "a/linear#-1", "a/#1", "a/linear#1.5"]
+    "text",
+    ["linear", "", "a/", "/", "a/linear#", "a/linear#x", "a/linear#-1", "a/#1", "a/linear#1.5"],
 )
 def test_what_is_no_site_is_refused_with_the_way_out(text):
     with pytest.raises(PatternError) as error:
@@ -82,7 +89,10 @@ def test_every_name_matches_itself(name):
     assert matches(name, name)  # also with glob characters in it, such as "a[0]/linear"
 
 
-@given(st.lists(st.text("ab/.*?[]", min_size=1, max_size=6), min_size=1), st.text("ab/.*?[]", max_size=6))
+@given(
+    st.lists(st.text("ab/.*?[]", min_size=1, max_size=6), min_size=1),
+    st.text("ab/.*?[]", max_size=6),
+)
 def test_select_keeps_what_fnmatch_and_equality_keep(names, pattern):
     expected = [n for n in names if n == pattern or fnmatch.fnmatchcase(n, pattern)]
     if expected:

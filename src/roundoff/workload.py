@@ -85,7 +85,7 @@ class Workload:
 
     @classmethod
     def load(cls, source: str | Path) -> Workload:
-        """The workload that a Python file, or a module given by its dotted name, defines.
+        r"""The workload that a Python file, or a module given by its dotted name, defines.
 
         It defines ``model`` and ``batches`` and, optionally, ``forward``, ``loss``, ``metric`` and
         ``optimizer``: the arguments of this class. A file is executed afresh on each call, as a
@@ -99,7 +99,7 @@ class Workload:
 
         Example:
             >>> import tempfile
-            >>> text = "import torch\\nmodel = torch.nn.Linear(2, 1)\\nbatches = [torch.ones(4, 2)]"
+            >>> text = "import torch\nmodel = torch.nn.Linear(2, 1)\nbatches = [torch.ones(4, 2)]"
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     _ = Path(folder, "tiny.py").write_text(text)
             ...     Workload.load(Path(folder, "tiny.py"))

@@ -31,7 +31,9 @@ class Recorder:
     @property
     def names(self):
         """The sites of calls that returned floating-point tensors."""
-        return [str(call.site) for call, result in zip(self.calls, self.results, strict=True) if result]
+        return [
+            str(call.site) for call, result in zip(self.calls, self.results, strict=True) if result
+        ]
 
 
 @dataclass

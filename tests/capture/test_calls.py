@@ -137,7 +137,12 @@ def test_the_path_is_restored_after_an_exception_that_the_model_catches(seen):
 
 
 def hooks(model):
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called", "_backward_hooks")
+    kinds = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_always_called",
+        "_backward_hooks",
+    )
     return [dict(getattr(m, kind)) for m in model.modules() for kind in kinds]
 
 
@@ -217,7 +222,10 @@ def test_integer_work_is_not_seen_at_all(seen):
 
 
 def test_attributes_are_no_sites(seen):
-    found = seen(lambda x: (x.shape, x.dtype, x.device, x.size(0), len(x), x.is_cuda, x.dim()), torch.rand(SHAPE))
+    found = seen(
+        lambda x: (x.shape, x.dtype, x.device, x.size(0), len(x), x.is_cuda, x.dim()),
+        torch.rand(SHAPE),
+    )
     assert found.names == []
     assert found.excluded == {}
     assert found.mode.calls == 0

@@ -61,8 +61,12 @@ def test_the_name_of_a_function_and_whether_it_writes(function, name, inplace):
 
 def test_every_in_place_method_of_a_tensor_has_the_name_of_its_twin():
     kept = {"requires_grad_", "retain_grad_"}
-    methods = [n for n in dir(Tensor) if n.endswith("_") and not n.startswith("_") and n not in kept]
-    assert len(methods) > 100  # the method list of the pinned torch; a shrunken list would test nothing
+    methods = [
+        n for n in dir(Tensor) if n.endswith("_") and not n.startswith("_") and n not in kept
+    ]
+    assert (
+        len(methods) > 100
+    )  # the method list of the pinned torch; a shrunken list would test nothing
     for name in methods:
         found = Operator.of(getattr(Tensor, name))
         twin = getattr(Tensor, name[:-1], None)
@@ -71,7 +75,9 @@ def test_every_in_place_method_of_a_tensor_has_the_name_of_its_twin():
             assert found.name == Operator.of(twin).name, name
 
 
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "matmul", "mod", "pow", "floordiv"])
+@pytest.mark.parametrize(
+    "name", ["add", "sub", "mul", "truediv", "matmul", "mod", "pow", "floordiv"]
+)
 def test_every_python_operator_on_tensors(name):
     plain = Operator.of(getattr(Tensor, f"__{name}__"))
     assert not plain.inplace
@@ -153,21 +159,28 @@ def test_the_contracted_axis_is_one_that_the_result_sums_over(name, function, ar
         if not operand.bias:
             changed[operand.index] = changed[operand.index].index_select(operand.reduce, order)
     # sums of at most 4 * 3 * 3 products in another order: n eps relative to the sum of magnitudes, below 36 * 4
-    torch.testing.assert_close(function(*changed), function(*arguments), rtol=0, atol=36 * 2**-23 * 144)
+    torch.testing.assert_close(
+        function(*changed), function(*arguments), rtol=0, atol=36 * 2**-23 * 144
+    )
 
 
 @pytest.mark.parametrize(("name", "function", "arguments"), SUMMED, ids=[s[0] for s in SUMMED])
 def test_the_axis_that_keeps_a_scale_reaches_one_output_channel(name, function, arguments):
     """A scale along ``channel`` can be taken out of the sum: doubling one entry doubles one slice of the result."""
     _, weight = [o for o in CONTRACTING[name].operands if not o.bias]
-    arguments = [torch.zeros_like(a) if o.bias else a for a, o in zip(arguments, _all(name, arguments), strict=True)]
+    arguments = [
+        torch.zeros_like(a) if o.bias else a
+        for a, o in zip(arguments, _all(name, arguments), strict=True)
+    ]
     scaled = list(arguments)
     scaled[weight.index] = scaled[weight.index].clone()
     scaled[weight.index].select(weight.channel, 0).mul_(2)
     before, after = function(*arguments), function(*scaled)
     axis = 1 if weight.index and CONTRACTING[name].kind == "conv" else -1
     ratio = after / before
-    torch.testing.assert_close(ratio.select(axis, 0), torch.full_like(ratio.select(axis, 0), 2.0), rtol=0, atol=0)
+    torch.testing.assert_close(
+        ratio.select(axis, 0), torch.full_like(ratio.select(axis, 0), 2.0), rtol=0, atol=0
+    )
     assert torch.equal(after.narrow(axis, 1, 4), before.narrow(axis, 1, 4))
 
 

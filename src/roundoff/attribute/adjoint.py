@@ -130,9 +130,8 @@ class Probe:
         name = str(call.site)
         info = self.sites.get(name)
         if info is None:
-            params = tuple(
-                sorted(set().union(*(o.sources for o in call.operands if o.role != "activation")))
-            )
+            named = set().union(*(o.sources for o in call.operands if o.role != "activation"))
+            params = tuple(sorted(n for n in named if n and "/" not in n))  # a bias may be computed
             refused = {f.name: why for f in self.formats if (why := runs(call, f)) is not None}
             info = SiteInfo(name, call.operator.name, call.kind, params, {}, refused)
             self.sites[name] = info

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundoff.capture.operators import CREATES, MOVES, RANDOM, Operator, einsum_reduce_axis
+from roundoff.capture.operators import CREATES, EXACT, MOVES, RANDOM, Operator, einsum_reduce_axis
 from roundoff.site import Site
 
 
@@ -32,7 +32,8 @@ class Operand:
     """One floating-point tensor argument of a call.
 
     ``role`` is ``activation``, ``weight`` or ``bias``; ``sources`` are the sites or parameters its values come
-    from (through views and copies), empty for model inputs and constants.
+    from (through views and copies), empty for model inputs and constants; ``""`` among them says that such values
+    are mixed in.
     """
 
     leaf: int
@@ -133,8 +134,8 @@ class CallMode(TorchFunctionMode):
         operator = Operator.of(func)
         if operator.name == "shape" or not _has_float(args, kwargs):
             result = func(*args, **kwargs)
-            if operator.name not in CREATES and _is_float(result):
-                self._sources[result] = self._sources_of((args, kwargs))
+            if operator.name in EXACT and _is_float(result):
+                self._sources[result] = frozenset()
             if (
                 any(map(_is_complex, args))
                 and isinstance(result, Tensor)
@@ -159,7 +160,7 @@ class CallMode(TorchFunctionMode):
         if outputs:
             self.calls += 1
             for tensor in outputs:
-                self._sources[tensor] = frozenset((str(call.site),))
+                self._made(tensor, frozenset((str(call.site),)), operator.inplace)
         elif tensors := [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]:
             reason = (
                 "complex numbers" if any(map(_is_complex, tensors)) else "integer or boolean result"
@@ -188,6 +189,7 @@ class CallMode(TorchFunctionMode):
                 if not _is_float(leaf):
                     continue
                 sources = self._sources_of(leaf)
+                sources = frozenset() if sources == {""} else sources
                 weight = bool(sources) and sources <= self._param_names
                 if operator.name == "einsum":
                     which = position if key == 1 else int(key) - 1
@@ -224,18 +226,27 @@ class CallMode(TorchFunctionMode):
                     found |= {name}
                 elif leaf in self._sources:
                     found |= self._sources[leaf]
+                elif _is_float(leaf) and leaf.ndim:
+                    found |= {""}
         return found
+
+    def _made(self, tensor: Tensor, sources: frozenset[str], inplace: bool) -> None:
+        if id(tensor) not in self._params:
+            self._sources[tensor] = sources
+        base = tensor._base
+        if inplace and base is not None and id(base) not in self._params:
+            self._sources[base] = self._sources_of(base) | sources  # written through a view
 
     def _passed_on(
         self, operator: Operator, reason: str, result: Any, args: Any, kwargs: Any
     ) -> None:
-        sources = self._sources_of((args, kwargs))
+        sources = frozenset() if operator.name in EXACT else self._sources_of((args, kwargs))
         outputs = float_tensors(result)
         for tensor in outputs:
-            if id(tensor) not in self._params:
-                self._sources[tensor] = sources
+            drawn = reason == "random" or operator.name in CREATES - EXACT
+            self._made(tensor, frozenset(("",)) if drawn else sources, operator.inplace)
         if operator.name == "setitem":
-            self._sources[args[0]] = sources
+            self._made(args[0], sources, True)
         if outputs or operator.name == "setitem":
             self._exclude(operator.name, reason)
 

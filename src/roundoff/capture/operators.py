@@ -35,6 +35,11 @@ CREATES = frozenset(
     triu_indices complex asarray""".split()
 )
 
+#: Those among them whose values are exact in every format.
+EXACT = frozenset(
+    "zeros ones eye empty zeros_like ones_like empty_like new_zeros new_ones new_empty empty_strided".split()
+)
+
 #: Operators that draw random numbers: running one again gives another result.
 RANDOM = frozenset(
     """rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal uniform

@@ -129,8 +129,10 @@ class Problem:
                     expected="one of " + ", ".join(c.format for c in choices),
                     got="; ".join(sorted(reasons)) or "not measured",
                 )  # fmt: skip
-            choices = kept
-            pinned = kept[0].format if len(kept) == 1 else None
+            if len(kept) == 1:  # the other choices stay, so that an infeasible target can say what the pin costs
+                pinned = kept[0].format
+            else:
+                choices = kept
         return Decision(name, tuple(choices), pinned)
 
     def _constraint(self, group: list[str]) -> list[str] | None:
@@ -196,9 +198,9 @@ class Problem:
         """Every decision in its cheapest format, and the format most of them take."""
         chosen: dict[str, str] = {}
         for decision in self.decisions:
-            cheapest = min(
-                (c for c in decision.choices if math.isfinite(c.noise)), key=lambda c: c.cost
-            )
+            open_to = [c for c in decision.choices if decision.pinned in (None, c.format)]
+            finite = [c for c in open_to if math.isfinite(c.noise)]
+            cheapest = min(finite or open_to, key=lambda c: c.cost)
             chosen |= {
                 s: cheapest.format for s in self.groups[decision.name] if cheapest.format != "fp32"
             }

@@ -118,6 +118,7 @@ class _Run:
         self.outputs: list[Any] = []
         self.shapes: dict[str, list[int]] = {}
         self.found: dict[str, Tensor] = {}
+        self.output: Any = None
 
     def batch(self, mode: CallMode, index: int) -> None:
         """Measure one batch; where a backward formula cannot be batched, this and later ones probe by probe."""
@@ -165,15 +166,16 @@ class _Run:
     def _forward(self, probe: Probe, index: int) -> list[Tensor]:
         batch = self.workload.batches[index]
         output = self.workload.run(batch)
-        if self.target is None and self.workload.metric is not None:
-            self.outputs[index:] = [detached(output)]
         found = named_targets(self.workload, batch, output, self.target, probe.found)
         self.shapes = {name: list(t.shape) for name, t in found.items()}
-        self.found = found
+        self.found, self.output = found, output
         return list(found.values())
 
     def _check(self, index: int) -> None:
         found = self.found
+        if self.target is None and self.workload.metric is not None:
+            self.outputs[index:] = [detached(self.output)]
+        self.output = None
         check_finite(self.workload, index, found)
         if not any(t.requires_grad for t in found.values()):
             raise GradientPathError(

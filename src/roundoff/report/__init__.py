@@ -3,9 +3,9 @@
 >>> import tempfile
 >>> from pathlib import Path
 >>> from rich.console import Console
->>> row = {"rank": 1, "site": "head/linear", "operator": "linear", "kind": "linear", "format": "int8", "sqnr_db": 41.26,
-...        "stderr_db": 0.4, "share": 1.0, "activation_db": 43.1, "weight_db": 45.9, "output_db": None, "chosen": "int8",
-...        "note": ""}
+>>> row = {"rank": 1, "site": "head/linear", "operator": "linear", "kind": "linear", "format": "int8",
+...        "sqnr_db": 41.26, "stderr_db": 0.4, "share": 1.0, "activation_db": 43.1, "weight_db": 45.9,
+...        "output_db": None, "chosen": "int8", "note": ""}
 >>> cost = {"model": "bytes", "unit": "MB", "plan": 2.0, "fp32": 8.0, "lowest": 2.0, "lowest_format": "int8"}
 >>> result = {"predicted_db": 41.3, "measured_db": 41.0, "native_db": None, "native_note": "", "metric_name": None,
 ...           "metric_reference": None, "metric_predicted": None, "metric_predicted_std": None,
@@ -19,7 +19,7 @@
 >>> print_summary(summary, Console(width=100))
 roundoff 0.1.0: tiny in int8 (16 probes, 8 samples)
 <BLANKLINE>
-The plan meets the target: 41.0 dB measured, 41.3 dB predicted, 40.0 dB asked. 1 of 1 site leave...
+The plan meets the target: 41.0 dB measured, 41.3 dB predicted, 40.0 dB asked. It takes 1 of...
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     write_html(summary, Path(folder) / "report.html")
 ...     (Path(folder) / "report.html").read_text(encoding="utf-8")[:15]

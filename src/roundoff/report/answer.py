@@ -8,7 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundoff.report.figures import amount, count, db, finite, is_lost, listing, metric, percent, ratio
+from roundoff.report.figures import (
+    amount,
+    count,
+    db,
+    finite,
+    is_lost,
+    listing,
+    metric,
+    percent,
+    ratio,
+)
 
 Row = Mapping[str, Any]
 
@@ -30,14 +40,20 @@ def verdict(summary: Row) -> str:
     if result["predicted_db"] is not None:
         reached.append(f"{db(result['predicted_db'])} dB predicted")
     if target["sqnr_db"] is not None:
-        drop = "" if str(target["asked"]).strip().lower().endswith("db") or not target["note"] else f" ({target['asked']} of the metric)"
-        reached.append(f"{db(target['sqnr_db'])} dB asked{drop}")
+        reached.append(f"{db(target['sqnr_db'])} dB asked{_drop(target, result['metric_name'])}")
     if result["met"]:
         return f"The plan meets the target: {', '.join(reached)}."
     enough = finite(target["sqnr_db"]) and measured is not None and measured >= target["sqnr_db"]
     if enough and result["metric_measured"] is not None:
         reached.append(f"but {result['metric_name']} falls to {metric(result['metric_measured'])}")
     return f"The plan misses the target: {', '.join(reached)}."
+
+
+def _drop(target: Row, name: str | None) -> str:
+    """Where the decibels came from, when a drop of the metric was asked for: only then the target has a note."""
+    if not target["note"] or str(target["asked"]).strip().lower().endswith("db"):
+        return ""
+    return f" for a drop of {name or 'the metric'} by at most {target['asked']}"
 
 
 def answer(summary: Row) -> list[str]:

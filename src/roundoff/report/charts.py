@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from roundoff.report.answer import FormatTotal, comparable
-from roundoff.report.figures import amount, db, finite, is_lost, percent
+from roundoff.report.figures import amount, db, finite, is_lost, percent, ratio
 from roundoff.report.names import elide
 
 Row = Mapping[str, Any]
@@ -79,12 +79,10 @@ def share_bars(
         title = f"{row['site']}: {percent(row['share'])} of the noise of {total.format}"
         detail = ", ".join(f"{part} {db(row[f'{part}_db'])} dB" for part in PARTS if row[f"{part}_db"] is not None)
         value, end = ("lost", length.stop) if is_lost(row) else (percent(row["share"]), length(row["share"]))
-        name = escape(elide(row["site"], 38, sites))
-        pieces = _pieces(row, left, y, end)
+        name = _text("name", left - 8, y + 12, elide(row["site"], 36, sites), "end")
         body.append(
-            f'<g class="bar"><title>{escape(f"{title}; {detail}" if detail else title)}</title>'
-            f'<text class="name" x="{left - 8}" y="{y + 12}" text-anchor="end">{name}</text>{pieces}'
-            f'<text class="value" x="{left + end + 6:.2f}" y="{y + 12}">{escape(value)}</text></g>'
+            f'<g class="bar"><title>{escape(f"{title}; {detail}" if detail else title)}</title>{name}'
+            f"{_pieces(row, left, y, end)}{_text('value', left + end + 6, y + 12, value, 'start')}</g>"
         )
     label = f"Share of the noise of {total.format} by site, largest first"
     return _svg("bars " + colour(formats, total.format), width, len(rows) * step + 6, label, "".join(body))
@@ -92,14 +90,15 @@ def share_bars(
 
 def _pieces(row: Row, x: float, y: float, length: float) -> str:
     if is_lost(row):
-        return f'<rect class="lost" x="{x:.2f}" y="{y}" width="{length:.2f}" height="16"/>'
+        return _rectangle("lost", x, y, length)
     powers = {part: 10 ** (-row[f"{part}_db"] / 10) for part in PARTS if row[f"{part}_db"] is not None}
     whole = sum(powers.values())
+    if whole <= 0:
+        return _rectangle("whole", x, y, length)
     drawn = []
-    for part, power in powers.items() if whole > 0 else [("whole", 1.0)]:
-        piece = length * power / (whole or 1.0)
-        drawn.append(f'<rect class="{part}" x="{x:.2f}" y="{y}" width="{piece:.2f}" height="16"/>')
-        x += piece
+    for part, power in powers.items():
+        drawn.append(_rectangle(part, x, y, length * power / whole))
+        x += length * power / whole
     return "".join(drawn)
 
 
@@ -118,20 +117,20 @@ def scatter(points: Sequence[Row], formats: Sequence[str], *, band: float = 1.0)
     x, y = Scale(low, high, 56, 544), Scale(low, high, 432, 16)
     corners = [(low, low), (low, low + band), (high - band, high), (high, high), (high, high - band), (low + band, low)]
     outline = " ".join(f"{x(a):.2f},{y(b):.2f}" for a, b in corners)
-    dots = "".join(
-        f'<circle class="dot {colour(formats, p["format"])}" cx="{x(p["predicted_db"]):.2f}" '
-        f'cy="{y(p["measured_db"]):.2f}" r="4.5"><title>'
-        f"{escape(p['site'])} in {escape(p['format'])}: {db(p['predicted_db'])} dB predicted, "
-        f"{db(p['measured_db'])} dB measured</title></circle>"
+    dots = [
+        _circle(
+            "dot " + colour(formats, p["format"]), x(p["predicted_db"]), y(p["measured_db"]), 4.5,
+            f"{p['site']} in {p['format']}: {db(p['predicted_db'])} dB predicted, {db(p['measured_db'])} dB measured",
+        )
         for p in known
-    )
-    body = (
-        f'<polygon class="band" points="{outline}"/>'
-        + _axes(x, y, ticks, ticks, "predicted SQNR, dB", "measured SQNR, dB", lambda v: f"{v:g}")
-        + f'<line class="diagonal" x1="{x(low):.2f}" y1="{y(low):.2f}" x2="{x(high):.2f}" y2="{y(high):.2f}"/>'
-        + dots
-    )
-    return _svg("scatter", 560, 480, "Predicted against measured SQNR of single sites", body)
+    ]  # fmt: skip
+    body = [
+        f'<polygon class="band" points="{outline}"/>',
+        _axes(x, y, ticks, ticks, "predicted SQNR, dB", "measured SQNR, dB"),
+        _line("diagonal", x(low), y(low), x(high), y(high)),
+        *dots,
+    ]
+    return _svg("scatter", 560, 480, "Predicted against measured SQNR of single sites", "".join(body))
 
 
 def pareto(summary: Row) -> Markup:
@@ -143,57 +142,67 @@ def pareto(summary: Row) -> Markup:
     points = [p for p in summary["pareto"] if finite(p["predicted_db"]) and finite(p["relative_cost"])]
     if not points:
         return Markup("")
-    cost, chosen = summary["plan"]["cost"], summary["result"]["predicted_db"]
-    target = summary["target"]["sqnr_db"]
-    chosen_cost = cost["plan"] / cost["fp32"] if cost["fp32"] else None
-    marked = finite(chosen) and chosen_cost is not None
-    across = [p["predicted_db"] for p in points] + [v for v in (target, chosen if marked else None) if v is not None]
-    up = [p["relative_cost"] for p in points] + ([chosen_cost] if marked else []) + [1.0]
-    xticks, yticks = nice_ticks(min(across), max(across)), nice_ticks(0.0, max(up))
-    x, y = Scale(xticks[0], xticks[-1], 56, 624), Scale(yticks[0], yticks[-1], 332, 24)
-    body = [_axes(x, y, xticks, yticks, "predicted SQNR, dB", "cost, share of all-fp32", lambda v: f"{v:.0%}")]
-    if cost["fp32"]:
-        least = y(cost["lowest"] / cost["fp32"])
-        body.append(f'<line class="least" x1="56" y1="{least:.2f}" x2="624" y2="{least:.2f}"/>'
-                    f'<text class="note" x="620" y="{least + 14:.2f}" text-anchor="end">every site in its cheapest format</text>')  # fmt: skip
-    if target is not None:
-        place, anchor = (-6, "end") if x(target) > 340 else (6, "start")
-        body.append(f'<line class="target" x1="{x(target):.2f}" y1="24" x2="{x(target):.2f}" y2="332"/>'
-                    f'<text class="note" x="{x(target) + place:.2f}" y="36" text-anchor="{anchor}">target {db(target)} dB</text>')  # fmt: skip
-    ordered = sorted(points, key=lambda p: (p["predicted_db"], p["relative_cost"]))
-    line = " ".join(f"{x(p['predicted_db']):.2f},{y(p['relative_cost']):.2f}" for p in ordered)
+    cost, target = summary["plan"]["cost"], summary["target"]["sqnr_db"]
+    reached, paid = summary["result"]["predicted_db"], ratio(cost["plan"], cost["fp32"])
+    spots = [(p["predicted_db"], p["relative_cost"]) for p in points]
+    marked = [(reached, paid)] if finite(reached) and finite(paid) else []
+    across = [at for at, _ in spots + marked] + ([target] if finite(target) else [])
+    xticks = nice_ticks(min(across), max(across))
+    yticks = nice_ticks(0.0, max([1.0, *(up for _, up in spots + marked)]))
+    x, y = Scale(xticks[0], xticks[-1], 56, 544), Scale(yticks[0], yticks[-1], 312, 16)
+    body = [_axes(x, y, xticks, yticks, "predicted SQNR, dB", "cost, share of all-fp32", percents=True)]
+    least = ratio(cost["lowest"], cost["fp32"])
+    if finite(least):
+        body.append(_line("least", x.start, y(least), x.stop, y(least)))
+        body.append(_text("note", x.stop - 4, y(least) + 14, "every site in its cheapest format", "end"))
+    if finite(target):
+        body.append(_line("target", x(target), y.start, x(target), y.stop))
+        left = x(target) > (x.start + x.stop) / 2
+        place = x(target) + (-6 if left else 6)
+        body.append(_text("note", place, y.stop + 12, f"target {db(target)} dB", "end" if left else "start"))
+    line = " ".join(f"{x(at):.2f},{y(up):.2f}" for at, up in sorted(spots))
     body.append(f'<polyline class="curve" points="{line}"/>')
-    for p in ordered:
-        title = (
-            f"target {db(p['target_db'])} dB: {db(p['predicted_db'])} dB predicted, {amount(p['cost'], cost['unit'])}, "
-            f"{percent(p['relative_cost'])} of all-fp32"
-        )
-        body.append(f'<circle class="knot" cx="{x(p["predicted_db"]):.2f}" cy="{y(p["relative_cost"]):.2f}" r="4">'
-                    f"<title>{escape(title)}</title></circle>")  # fmt: skip
-    if marked and chosen_cost is not None:
-        title = f"the plan: {db(chosen)} dB predicted, {amount(cost['plan'], cost['unit'])}, {percent(chosen_cost)} of all-fp32"
-        body.append(f'<circle class="chosen" cx="{x(chosen):.2f}" cy="{y(chosen_cost):.2f}" r="8">'
-                    f"<title>{escape(title)}</title></circle>"
-                    f'<text class="note strong" x="{x(chosen):.2f}" y="{y(chosen_cost) - 14:.2f}" text-anchor="middle">the plan</text>')  # fmt: skip
-    return _svg("pareto", 640, 380, "Cost of the cheapest plan for each SQNR", "".join(body))
+    for point, (at, up) in zip(points, spots, strict=True):
+        title = f"target {db(point['target_db'])} dB: {db(at)} dB predicted, {amount(point['cost'], cost['unit'])}"
+        body.append(_circle("knot", x(at), y(up), 4, f"{title}, {percent(up)} of all-fp32"))
+    for at, up in marked:
+        title = f"the plan: {db(at)} dB predicted, {amount(cost['plan'], cost['unit'])}, {percent(up)} of all-fp32"
+        body.append(_circle("chosen", x(at), y(up), 8, title))
+        body.append(_text("note strong", x(at), y(up) - 14, "the plan", "middle"))
+    return _svg("pareto", 560, 360, "Cost of the cheapest plan for each SQNR", "".join(body))
 
 
 def _axes(
-    x: Scale, y: Scale, xticks: Sequence[float], yticks: Sequence[float], xlabel: str, ylabel: str, yformat: Any
-) -> str:
+    x: Scale, y: Scale, xticks: Sequence[float], yticks: Sequence[float], xlabel: str, ylabel: str, *,
+    percents: bool = False,
+) -> str:  # fmt: skip
     parts = []
     for tick in xticks:
-        at = x(tick)
-        parts.append(f'<line class="grid" x1="{at:.2f}" y1="{y.start}" x2="{at:.2f}" y2="{y.stop}"/>'
-                     f'<text class="tick x" x="{at:.2f}" y="{y.start + 18}" text-anchor="middle">{tick:g}</text>')  # fmt: skip
+        parts.append(_line("grid", x(tick), y.start, x(tick), y.stop))
+        parts.append(_text("tick x", x(tick), y.start + 18, f"{tick:g}", "middle"))
     for tick in yticks:
-        at = y(tick)
-        parts.append(f'<line class="grid" x1="{x.start}" y1="{at:.2f}" x2="{x.stop}" y2="{at:.2f}"/>'
-                     f'<text class="tick y" x="{x.start - 8}" y="{at + 4:.2f}" text-anchor="end">{yformat(tick)}</text>')  # fmt: skip
-    middle, height = (x.start + x.stop) / 2, (y.start + y.stop) / 2
-    parts.append(f'<text class="label" x="{middle:.2f}" y="{y.start + 40}" text-anchor="middle">{escape(xlabel)}</text>')
-    parts.append(f'<text class="label" transform="translate(14 {height:.2f}) rotate(-90)" text-anchor="middle">{escape(ylabel)}</text>')
+        parts.append(_line("grid", x.start, y(tick), x.stop, y(tick)))
+        parts.append(_text("tick y", x.start - 8, y(tick) + 4, f"{100 * tick:g}%" if percents else f"{tick:g}", "end"))
+    parts.append(_text("label", (x.start + x.stop) / 2, y.start + 40, xlabel, "middle"))
+    turned = f'transform="translate(14 {(y.start + y.stop) / 2:.2f}) rotate(-90)"'
+    parts.append(f'<text class="label" {turned} text-anchor="middle">{escape(ylabel)}</text>')
     return "".join(parts)
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"/>'
+
+
+def _text(kind: str, x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _circle(kind: str, x: float, y: float, radius: float, title: str) -> str:
+    return f'<circle class="{kind}" cx="{x:.2f}" cy="{y:.2f}" r="{radius:g}"><title>{escape(title)}</title></circle>'
+
+
+def _rectangle(kind: str, x: float, y: float, width: float) -> str:
+    return f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="16"/>'
 
 
 def _svg(kind: str, width: int, height: int, label: str, body: str) -> Markup:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 #: shown where a value does not apply
-NONE = "–"
+NONE = "–"  # noqa: RUF001
 
 
 def db(value: float | None) -> str:
@@ -66,8 +66,8 @@ def amount(value: float | None, unit: str = "") -> str:
 def metric(value: float | None) -> str:
     """A metric, to five digits.
 
-    >>> metric(0.912345), metric(None)
-    ('0.91235', '–')
+    >>> metric(0.912341), metric(None)
+    ('0.91234', '–')
     """
     return NONE if value is None or math.isnan(value) else f"{value:.5g}"
 
@@ -90,7 +90,7 @@ def listing(parts: list[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def finite(value: float | None) -> bool:
+def finite(value: float | None) -> TypeGuard[float]:
     """Whether there is a number that can be drawn or computed with."""
     return value is not None and math.isfinite(value)
 
@@ -101,12 +101,12 @@ def is_lost(row: Mapping[str, Any]) -> bool:
 
 
 def sqnr(row: Mapping[str, Any]) -> str:
-    """SQNR of a ranking row in dB; ``exact`` where rounding changes nothing, ``lost`` where the result is not finite."""
+    """SQNR of a ranking row in dB; ``exact`` where rounding changes nothing, ``lost`` where the result isn't finite."""
     if row["sqnr_db"] is None:
         return "lost" if is_lost(row) else "exact"
     return db(row["sqnr_db"])
 
 
-def ratio(value: float, whole: float) -> float | None:
+def ratio(value: float | None, whole: float | None) -> float | None:
     """``value / whole``, None where there is nothing to compare with."""
-    return value / whole if whole else None
+    return value / whole if value is not None and whole else None

@@ -67,7 +67,7 @@ def _templates() -> Environment:
     )  # fmt: skip
     templates.filters |= {
         "db": figures.db, "stderr": figures.stderr, "percent": figures.percent, "amount": figures.amount,
-        "metric": figures.metric, "sqnr": figures.sqnr, "order": _order,
+        "metric": figures.metric, "sqnr": figures.sqnr, "order": _order, "units": _units,
     }  # fmt: skip
     templates.globals |= {"count": figures.count, "ratio": figures.ratio, "is_lost": figures.is_lost}
     return templates
@@ -85,3 +85,8 @@ def _order(row: Row) -> str:
         return repr(float(row["sqnr_db"]))
     return "-Infinity" if figures.is_lost(row) else "Infinity"
 
+
+
+def _units(text: str) -> str:
+    """A sentence in which no line ends between a number and its unit."""
+    return text.replace(" dB", "\N{NO-BREAK SPACE}dB")

@@ -15,9 +15,9 @@ def elide(name: str, width: int, others: Collection[str] = ()) -> str:
     fit come back as they are; below three characters only the gap is left.
 
     >>> elide("encoder.layer.0.output.dense/linear", 24)
-    'encoder.la…dense/linear'
+    'encoder.laye…ense/linear'
     >>> elide("encoder.layer.0.output.dense/linear", 24, ["encoder.layer.1.output.dense/linear"])
-    'enc….0.…put.dense/linear'
+    'encoder.layer.0…e/linear'
     """
     if len(name) <= width:
         return name

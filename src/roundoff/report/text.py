@@ -68,7 +68,7 @@ def print_ranking(rows: Sequence[Row], console: Console, *, top: int = 20) -> No
     <BLANKLINE>
     Ranking: what rounding each site costs the output (dB)
     #   site          format   SQNR     ±   noise   act.    wt.   out.   plan
-    ──────────────────────────────────────────────────────────────────────────
+    ─────────────────────────────────────────────────────────────────────────
     1   head/linear   int8     31.3   0.4   50.0%   33.1   35.9      –   int8
     """
     _heading(console, "Ranking: what rounding each site costs the output (dB)")
@@ -96,14 +96,15 @@ def print_plan(plan: Row, console: Console) -> None:
     <BLANKLINE>
     Plan: 12 sites by 4 rules
     format   sites   share
-    ───────────────────────
+    ──────────────────────
     int8         9   75.0%
     fp32         3   25.0%
     <BLANKLINE>
-    bytes                       cost    of fp32
-    ────────────────────────────────────────────
-    this plan                   3 MB     37.5%
-    ...
+    plan runs                    cost (bytes)   of fp32
+    ───────────────────────────────────────────────────
+    this plan                            3 MB     37.5%
+    all fp32                             8 MB      100%
+    all cheapest (mostly int8)           2 MB     25.0%
     """
     _print_plan(plan, console)
     if plan.get("predicted_db") is not None or plan.get("target_db") is not None:
@@ -120,7 +121,8 @@ def _print_plan(plan: Row, console: Console) -> None:
     _print_table(console, {"format": list(used), "sites": [f"{n:,}" for n in used.values()], "share": shares})
     console.print()
     cost = plan["cost"]
-    names = {"plan": "this plan", "fp32": f"all {REFERENCE}", "lowest": f"all cheapest (mostly {cost['lowest_format']})"}
+    cheapest = f"all cheapest (mostly {cost['lowest_format']})"
+    names = {"plan": "this plan", "fp32": f"all {REFERENCE}", "lowest": cheapest}
     _print_table(console, {
         "plan runs": list(names.values()),
         f"cost ({cost['model']})": [amount(cost[key], cost["unit"]) for key in names],
@@ -176,8 +178,8 @@ def _print_environment(rows: Sequence[Row], console: Console) -> None:
 
 
 def _print_coverage(coverage: Row, console: Console) -> None:
-    sites = count(coverage["sites"], "site")
-    _heading(console, f"Coverage: {sites} from {count(coverage['calls'], 'call')}, {count(coverage['params'], 'parameter')}")
+    sites, calls = count(coverage["sites"], "site"), count(coverage["calls"], "call")
+    _heading(console, f"Coverage: {sites} from {calls}, {count(coverage['params'], 'parameter')}")
     left_out = coverage["excluded"]
     if left_out:
         _print_table(console, {

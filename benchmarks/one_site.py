@@ -122,10 +122,14 @@ def rounding_alone(model: nn.Module, target: Target, fmt: Format) -> Iterator[On
             yield mode
         return
     owner = model.get_submodule(target.module)
-    handles = [
-        owner.register_forward_pre_hook(lambda *_: mode.__enter__(), prepend=True),
-        owner.register_forward_hook(lambda *_: mode.__exit__(None, None, None)),
-    ]
+
+    def enter(*_: Any) -> None:
+        mode.__enter__()
+
+    def leave(*_: Any) -> None:
+        mode.__exit__(None, None, None)
+
+    handles = [owner.register_forward_pre_hook(enter), owner.register_forward_hook(leave)]
     try:
         yield mode
     finally:

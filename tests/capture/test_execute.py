@@ -53,12 +53,18 @@ def test_a_real_half_precision_linear_agrees_to_one_last_place(seen, fmt):
     eps = torch.finfo(dtype).eps
     bound = real.abs() * eps + 33 * 2**-24 * (x.abs() @ w.abs().T + b.abs())
     assert bool(((found - real).abs() <= bound).all())
-    assert float((found != real).float().mean()) < 0.05  # a tie every 2**(24 - 11) times, and a little
+    assert (
+        float((found != real).float().mean()) < 0.05
+    )  # a tie every 2**(24 - 11) times, and a little
 
 
 def test_int8_linear_is_an_integer_matmul(seen):
     """One scale for x, one for each row of w, exact accumulation; the bias stays, the result is not rounded."""
-    x, w, b = torch.randn(6, 16, dtype=torch.float64), torch.randn(4, 16, dtype=torch.float64), torch.randn(4).double()
+    x, w, b = (
+        torch.randn(6, 16, dtype=torch.float64),
+        torch.randn(4, 16, dtype=torch.float64),
+        torch.randn(4).double(),
+    )
     w[2] *= 30.0
     owner = Net(w=w, b=b)
     found = run(seen, "/linear", "int8", lambda x: F.linear(x, owner.w, owner.b), x, owner=owner)
@@ -74,15 +80,22 @@ def test_int8_linear_is_an_integer_matmul(seen):
 
 
 def test_int8_convolution_keeps_a_scale_for_each_output_channel(seen):
-    x, w = torch.randn(2, 3, 6, 6, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    x, w = (
+        torch.randn(2, 3, 6, 6, dtype=torch.float64),
+        torch.randn(4, 3, 3, 3, dtype=torch.float64),
+    )
     w[1] *= 50
     owner = Net(w=w)
     found = run(seen, "/conv2d", "int8", lambda x: F.conv2d(x, owner.w, padding=1), x, owner=owner)
     sx, sw = x.abs().max() / 127, w.abs().amax(dim=(1, 2, 3)) / 127
     qx, qw = torch.round(x / sx), torch.round(w / sw.view(-1, 1, 1, 1))
-    expected = F.conv2d(qx, qw, padding=1) * sx * sw.view(1, -1, 1, 1)  # whole numbers: exact in fp64
+    expected = (
+        F.conv2d(qx, qw, padding=1) * sx * sw.view(1, -1, 1, 1)
+    )  # whole numbers: exact in fp64
     # 27 products, in another order
-    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 30 * 2**-52 * 27)
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=float(expected.abs().max()) * 30 * 2**-52 * 27
+    )
 
 
 @pytest.mark.parametrize("transposed", [True, False])
@@ -91,10 +104,19 @@ def test_int8_matmul_scales_the_weight_along_the_axis_that_is_kept(seen, transpo
     x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     w[:, 1] *= 40
     owner = Net(w=w.T.contiguous() if transposed else w)
-    found = run(seen, "/matmul", "int8", lambda x: x @ (owner.w.T if transposed else owner.w), x, owner=owner)
+    found = run(
+        seen,
+        "/matmul",
+        "int8",
+        lambda x: x @ (owner.w.T if transposed else owner.w),
+        x,
+        owner=owner,
+    )
     sx, sw = x.abs().max() / 127, w.abs().amax(dim=0) / 127
     expected = (torch.round(x / sx) @ torch.round(w / sw)) * sx * sw
-    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 12 * 2**-52 * 8)
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=float(expected.abs().max()) * 12 * 2**-52 * 8
+    )
 
 
 @pytest.mark.parametrize("name", ["addmm", "einsum", "einsum_t"])
@@ -111,7 +133,9 @@ def test_int8_weights_of_other_products(seen, name):
     found = run(seen, "/" + name.removesuffix("_t"), "int8", function, x, owner=owner)
     sx, sw = x.abs().max() / 127, w.abs().amax(dim=0) / 127
     expected = (torch.round(x / sx) @ torch.round(w / sw)) * sx * sw
-    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 12 * 2**-52 * 8)
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=float(expected.abs().max()) * 12 * 2**-52 * 8
+    )
 
 
 def test_mx_blocks_lie_along_the_summed_axis_and_may_be_short(seen):
@@ -130,7 +154,9 @@ def test_mx_blocks_lie_along_the_summed_axis_and_may_be_short(seen):
 
     expected = blocks(x) @ blocks(w).T
     # fp32 products and sums of 40 terms in another order
-    torch.testing.assert_close(found, expected, rtol=0, atol=float((x.abs() @ w.abs().T).max()) * 42 * 2**-23)
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=float((x.abs() @ w.abs().T).max()) * 42 * 2**-23
+    )
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8_e4m3fn", "mxfp8_e4m3"])
@@ -146,7 +172,11 @@ def test_rounding_the_rows_that_are_looked_up_is_rounding_the_table(seen, fmt):
     else:
         top = 127 if fmt == "int8" else 448
         scale = table.abs().amax(dim=1, keepdim=True) / top
-        whole = (torch.round(table / scale) if fmt == "int8" else (table / scale).to(torch.float8_e4m3fn).float()) * scale
+        whole = (
+            torch.round(table / scale)
+            if fmt == "int8"
+            else (table / scale).to(torch.float8_e4m3fn).float()
+        ) * scale
     # the scale times a code is one fp32 rounding in both
     torch.testing.assert_close(found, whole[ids], rtol=2**-23, atol=0)
 
@@ -159,7 +189,9 @@ def _mx(block):
 def test_bf16_elementwise_work_rounds_both_operands_and_the_result(seen):
     x, y = torch.randn(50), torch.randn(50)
     found = run(seen, "/add", "bf16", lambda x, y: x + y, x, y, owner=Net())
-    assert torch.equal(found, x.to(BF16) + y.to(BF16))  # torch's own bf16 addition, correctly rounded
+    assert torch.equal(
+        found, x.to(BF16) + y.to(BF16)
+    )  # torch's own bf16 addition, correctly rounded
     found = run(seen, "/mul", "bf16", lambda x: x * 3.0, x, owner=Net())
     assert torch.equal(found, (x.to(BF16) * 3.0).float())
 
@@ -173,13 +205,13 @@ def test_python_numbers_and_masks_are_not_rounded(seen):
 
 def test_an_in_place_operator_writes_when_executed(seen):
     x = torch.randn(8)
-    found = seen(lambda x: x.sin().add_(0.3), x)
+    found = seen(lambda x: x.sin().add_(0.25), x)
     call = found.call("/add")
     target = call.leaves[0] = torch.randn(8)
     before = target.clone()
     result = execute(call, parse_format("bf16"))
     assert result is target
-    assert torch.equal(target, (before.to(BF16) + 0.3).float())
+    assert torch.equal(target, (before.to(BF16) + 0.25).float())
 
 
 @pytest.mark.parametrize(
@@ -193,7 +225,11 @@ def test_an_in_place_operator_writes_when_executed(seen):
         ("ternary", lambda x: x @ x.T, "ternary is for weights, and this operator has none"),
         ("ternary", lambda x: x @ OWNER.w, None),
         ("e8m0", lambda x: x @ x.T, "e8m0 holds scales, not values"),
-        ("int8", lambda x: F.embedding(torch.tensor([0]), x), "the looked-up table is not a parameter"),
+        (
+            "int8",
+            lambda x: F.embedding(torch.tensor([0]), x),
+            "the looked-up table is not a parameter",
+        ),
         ("int8", lambda x: F.embedding(torch.tensor([0]), OWNER.w), None),
     ],
 )
@@ -210,8 +246,8 @@ def test_every_format_runs_a_linear_and_leaves_its_arguments_alone(seen, fmt):
     owner = Net(w=torch.randn(6, 40), b=torch.randn(6))
     x = torch.randn(3, 40)
     call = seen(lambda x: F.linear(x, owner.w, owner.b), x, owner=owner).call("/linear")
-    copies = [t.clone() for t in call.leaves]
-    result = execute(call, parse_format(fmt))
+    copies = [t.detach().clone() for t in call.leaves]
+    result = execute(call, parse_format(fmt)).detach()
     assert result.shape == (3, 6)
     assert bool(result.isfinite().all())
     for leaf, copy in zip(call.leaves, copies, strict=True):
@@ -221,7 +257,9 @@ def test_every_format_runs_a_linear_and_leaves_its_arguments_alone(seen, fmt):
     if fmt in ("fp32", "fp64"):
         assert error < 1e-6  # 41 fp32 roundings in another order: below 41 * 2**-24
     else:
-        assert 0 < error < (1.5 if FORMATS[fmt].bits < 3 else 0.5)  # a sign that it was rounded, and to what it says
+        assert (
+            0 < error < (1.5 if FORMATS[fmt].bits < 3 else 0.5)
+        )  # a sign that it was rounded, and to what it says
 
 
 def test_empty_tensors_pass(seen):

@@ -18,7 +18,7 @@ from roundoff.capture.operators import (
     MOVES,
     RANDOM,
     Operator,
-    einsum_reduce_axis,
+    einsum_axes,
 )
 from roundoff.plan.seconds import KINDS
 
@@ -109,21 +109,23 @@ def test_the_tables_do_not_overlap():
 
 
 @pytest.mark.parametrize(
-    ("equation", "operand", "axis"),
+    ("equation", "operand", "summed", "kept"),
     [
-        ("ij,jk->ik", 0, -1),
-        ("ij,jk->ik", 1, -2),
-        ("ij,jk", 1, -2),  # without an arrow: labels that occur once
-        ("bhqd,bhkd->bhqk", 0, -1),
-        ("bhqd,bhkd->bhqk", 1, -1),
-        ("...ij,jk", 0, -1),
-        (" b i , b i -> b ", 1, -1),
-        ("i,j->ij", 0, -1),  # nothing is summed: the last axis
-        ("ijk->i", 0, -1),
+        ("ij,jk->ik", 0, -1, -2),
+        ("ij,jk->ik", 1, -2, -1),
+        ("ij,jk", 1, -2, -1),  # without an arrow: labels that occur once
+        ("bi,oi->bo", 1, -1, -2),
+        ("hbi,hio->hbo", 1, -2, -1),  # h is in both: o is the output channel
+        ("bhqd,bhkd->bhqk", 1, -1, -2),
+        ("...ij,jk", 0, -1, -2),
+        ("i...,io->o...", 0, 0, 0),  # before an ellipsis, counted from the front
+        (" b i , b i -> b ", 1, -1, -2),
+        ("i,j->ij", 0, -1, -1),  # nothing is summed: the last axis
+        ("ij,ij->", 1, -1, 0),  # nothing is kept: the first axis
     ],
 )
-def test_the_axis_that_einsum_sums_over(equation, operand, axis):
-    assert einsum_reduce_axis(equation, operand) == axis
+def test_the_axes_of_an_einsum_operand(equation, operand, summed, kept):
+    assert einsum_axes(equation, operand) == (summed, kept)
 
 
 @given(st.permutations("abcd"), st.integers(1, 3))
@@ -132,8 +134,11 @@ def test_a_random_product_sums_over_what_both_have_and_the_result_lacks(letters,
     left, right = letters[:kept], letters[kept:-1]
     first, second = "".join([*left, shared]), "".join([shared, *right])
     equation = f"{first},{second}->{''.join([*left, *right])}"
-    assert einsum_reduce_axis(equation, 0) % len(first) == first.index(shared)
-    assert einsum_reduce_axis(equation, 1) % len(second) == second.index(shared)
+    assert einsum_axes(equation, 0)[0] % len(first) == first.index(shared)
+    assert einsum_axes(equation, 1)[0] % len(second) == second.index(shared)
+    assert first[einsum_axes(equation, 0)[1]] in left
+    if right:
+        assert second[einsum_axes(equation, 1)[1]] in right
 
 
 # For each contracting operator: arguments, and the axis of each operand along which the result is a sum.

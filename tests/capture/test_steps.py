@@ -14,7 +14,18 @@ from roundoff.capture.calls import float_tensors, watch
 from roundoff.capture.execute import execute, runs, steps
 from roundoff.formats import FORMATS, parse_format
 
-FORMAT_NAMES = ["bf16", "fp16", "tf32", "fp8_e4m3fn", "fp8_e5m2", "int8", "int4", "ternary", "mxfp4", "nvfp4"]
+FORMAT_NAMES = [
+    "bf16",
+    "fp16",
+    "tf32",
+    "fp8_e4m3fn",
+    "fp8_e5m2",
+    "int8",
+    "int4",
+    "ternary",
+    "mxfp4",
+    "nvfp4",
+]
 
 
 class Net(nn.Module):
@@ -78,28 +89,43 @@ def last_call(function):
     return handler.kept, handler.result
 
 
-@pytest.mark.parametrize("fmt", FORMAT_NAMES)
-@pytest.mark.parametrize("name", CALLS)
-def test_differences_of_consecutive_steps_add_up_to_the_whole_error(name, fmt):
+PAIRS = [
+    (name, fmt)
+    for name in CALLS
+    for fmt in FORMAT_NAMES
+    if not runs(last_call(CALLS[name])[0], FORMATS[fmt])
+]
+
+
+@pytest.mark.parametrize(("name", "fmt"), PAIRS)
+def test_the_steps_end_where_the_execution_ends(name, fmt):
+    """So the differences between consecutive steps, from the reference on, add up to the whole error."""
     call, exact = last_call(CALLS[name])
-    rule = parse_format(fmt)
-    if runs(call, rule):
-        pytest.skip(f"{name} does not run in {fmt}")
+    rule = FORMATS[fmt]
     reference = [t.clone() for t in float_tensors(exact)]
-    total = [torch.zeros_like(t) for t in reference]
-    last = reference
-    for step in steps(call, rule, exact):
-        now = float_tensors(step.result)
-        total = [t + (n - b) for t, n, b in zip(total, now, last, strict=True)]
-        last = [t.clone() for t in now]
+    *_, end = steps(call, rule, exact)
     whole = float_tensors(execute(call, rule))
-    # a bias is added in a step of its own, so a sum that ends near a tie of the format may round to the other side:
-    # one ulp of the format, and a few fp32 ulps of the largest value from the order of sums
-    eps = 2.0**-rule.fraction_bits if rule.execution.output else 0.0
-    for part, executed, was in zip(total, whole, reference, strict=True):
-        bound = executed.abs() * eps + 16 * 2**-23 * was.abs().max()
-        assert bool(((was + part - executed).abs() <= bound).all())
-    assert any(not torch.equal(w, r) for w, r in zip(whole, reference, strict=True)) or name == "relu"
+    if rule.execution.bias and any(operand.role == "bias" for operand in call.operands):
+        # the bias is added in a step of its own: 3 more fp32 roundings of the largest value, after which a sum that lies
+        # near a tie of the format may round to the other side, by one ulp
+        ulp = 2.0**-rule.fraction_bits if rule.execution.output else 0.0
+        bounds = [
+            w.abs() * ulp + 4 * 2**-24 * r.abs().max()
+            for w, r in zip(whole, reference, strict=True)
+        ]
+    else:
+        bounds = [torch.zeros(()) for _ in whole]
+    for last, executed, bound in zip(float_tensors(end.result), whole, bounds, strict=True):
+        assert bool(((last - executed).abs() <= bound).all())
+        assert float((last != executed).float().mean()) < 0.02  # ties are rare: one in 2**13 sums
+    if name != "relu":
+        assert any(not torch.equal(w, r) for w, r in zip(whole, reference, strict=True))
+
+
+def test_most_pairs_are_there():
+    """Every call in bf16 and fp16, the 14 that contract in the matrix formats (ternary has no weight in 4 of them)."""
+    assert len([p for p in PAIRS if p[1] == "bf16"]) == len(CALLS) == 22
+    assert len([p for p in PAIRS if p[1] == "int8"]) == 14
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "mxfp4"])
@@ -116,7 +142,10 @@ def test_nothing_is_written_to(name, fmt):
 
 def parts(name, fmt):
     call, exact = last_call(CALLS[name])
-    return [(s.part, -1 if s.operand is None else s.operand.leaf) for s in steps(call, parse_format(fmt), exact)]
+    return [
+        (s.part, -1 if s.operand is None else s.operand.leaf)
+        for s in steps(call, parse_format(fmt), exact)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,15 @@ def ranking(sites: list[str], formats: list[str], chosen: dict[str, str]) -> lis
 def make_summary(number: int = 60) -> dict:
     sites = names(number)
     generator = random.Random(3)
+    costs = (0.27, 0.29, 0.31, 0.36, 0.42, 0.5, 0.6, 0.72, 0.86, 0.99)
     chosen = {site: generator.choice(["int8", "int8", "bf16", "fp8_e4m3fn", "fp32"]) for site in sites}
     rows = ranking(sites, FORMATS, chosen)
     counts = {f: sum(c == f for c in chosen.values()) for f in ["int8", "fp8_e4m3fn", "fp32", "bf16"]}
     scatter = [
         {"site": r["site"], "format": r["format"], "predicted_db": r["sqnr_db"],
          "measured_db": r["sqnr_db"] + generator.gauss(0, 0.7)}
-        for r in rows if r["sqnr_db"] is not None and (r["format"] == r["chosen"] or r["chosen"] == "fp32" and r["format"] == "bf16")
+        for r in rows
+        if r["sqnr_db"] is not None and r["format"] == r["chosen"].replace("fp32", "bf16")
     ][:48]  # fmt: skip
     return {
         "version": "0.1.0", "workload": "minilm", "formats": list(FORMATS), "probes": 16, "samples": 32,
@@ -78,20 +80,22 @@ def make_summary(number: int = 60) -> dict:
             {"name": "float32 matmul precision", "value": "high", "note": "fp32 products are computed in fewer bits"},
             {"name": "subnormals", "value": "kept", "note": ""},
         ],
-        "target": {"asked": "0.5%", "sqnr_db": 30.0, "note": "spearman drops by 0.005 between 28 and 32 dB of output noise"},
+        "target": {"asked": "0.5%", "sqnr_db": 30.0, "note": "spearman drops by 0.005 between 28 and 32 dB"},
         "coverage": {
             "calls": number + 17, "sites": number, "params": 103,
             "excluded": [
                 {"reason": "only moves or selects elements", "operator": "view", "count": 12, "where": "not a site",
                  "examples": ["encoder.layer.0.attention.self/view", "encoder.layer.0.attention.self/transpose"]},
-                {"reason": "integer result", "operator": "argmax<int>", "count": 5, "where": "not a site", "examples": []},
+                {"reason": "integer result", "operator": "argmax<int>", "count": 5, "where": "not a site",
+                 "examples": []},
             ],
             "no_path": ["[bias]/add: its result is not used by the output", "pooler/tanh: its result is detached"],
         },
         "ranking": rows,
         "plan": {
             "sites": counts, "rules": 9, "target_db": 30.0, "predicted_db": 30.6, "note": "",
-            "cost": {"model": "bytes", "unit": "MB", "plan": 31.4159, "fp32": 88.75, "lowest": 24.1, "lowest_format": "int8"},
+            "cost": {"model": "bytes", "unit": "MB", "plan": 31.4159, "fp32": 88.75, "lowest": 24.1,
+                     "lowest_format": "int8"},
         },
         "rounds": [
             {"round": 1, "predicted_db": 30.62, "measured_db": 28.34, "additive_db": 30.91, "metric_predicted": 0.8412,
@@ -101,12 +105,13 @@ def make_summary(number: int = 60) -> dict:
         ],
         "result": {
             "target_db": 30.0, "predicted_db": 31.05, "measured_db": 31.27, "native_db": 31.19,
-            "native_note": "22 calls with real casts, 31 simulated", "metric_name": "spearman", "metric_reference": 0.84512,
-            "metric_predicted": 0.84213, "metric_predicted_std": 0.00121, "metric_measured": 0.84255, "met": True,
+            "native_note": "22 calls with real casts, 31 simulated", "metric_name": "spearman",
+            "metric_reference": 0.84512, "metric_predicted": 0.84213, "metric_predicted_std": 0.00121,
+            "metric_measured": 0.84255, "met": True,
         },
         "pareto": [
-            {"target_db": t, "predicted_db": t + 0.4, "cost": 24.1 + (t - 20) ** 2 / 40, "relative_cost": (24.1 + (t - 20) ** 2 / 40) / 88.75}
-            for t in range(20, 66, 5)
+            {"target_db": t, "predicted_db": t + 0.4, "cost": 88.75 * share, "relative_cost": share}
+            for t, share in zip(range(20, 66, 5), costs, strict=True)
         ],
         "scatter": scatter,
         "seconds": {"budget": 5.31, "plan": 0.22, "verify": 3.9},
@@ -123,14 +128,18 @@ def summary() -> dict:
 
 @pytest.fixture
 def one_site() -> dict:
-    """One site, no metric, nothing predicted, a plan that misses its target, an output that is exact."""
+    """One site, no metric, nothing predicted, nothing measured alone, a plan that misses its target."""
     made = make_summary(1)
     made["scatter"], made["pareto"] = [], []
-    made["result"] |= {"metric_name": None, "metric_reference": None, "metric_predicted": None, "met": False,
-                       "metric_predicted_std": None, "metric_measured": None, "native_db": None, "native_note": ""}  # fmt: skip
-    made["rounds"] = [{"round": 1, "predicted_db": None, "measured_db": 12.34, "additive_db": None,
-                       "metric_predicted": None, "metric_measured": None, "action": "target missed"}]  # fmt: skip
-    made["result"] |= {"predicted_db": None, "measured_db": 12.34}
+    made["target"] |= {"asked": "30dB", "note": ""}
+    made["result"] |= dict.fromkeys(
+        ["metric_name", "metric_reference", "metric_predicted", "metric_predicted_std", "metric_measured", "native_db"]
+    )
+    made["result"] |= {"native_note": "", "predicted_db": None, "measured_db": 12.34, "met": False}
+    made["rounds"] = [made["rounds"][0] | {
+        "predicted_db": None, "measured_db": 12.34, "additive_db": None, "metric_predicted": None,
+        "metric_measured": None, "action": "target missed",
+    }]  # fmt: skip
     return made
 
 
@@ -142,6 +151,7 @@ def no_sites() -> dict:
     made |= {"ranking": [], "scatter": [], "pareto": []}
     made["plan"] |= {"sites": {}, "rules": 0}
     made["plan"]["cost"] |= {"plan": 0.0, "fp32": 0.0, "lowest": 0.0, "lowest_format": "fp32"}
-    made["rounds"][:] = [made["rounds"][1] | {"predicted_db": math.inf, "measured_db": math.inf, "additive_db": math.inf}]
-    made["result"] |= {"predicted_db": math.inf, "measured_db": math.inf, "native_db": None}
+    exact = {"predicted_db": math.inf, "measured_db": math.inf}
+    made["rounds"] = [made["rounds"][1] | exact | {"additive_db": math.inf}]
+    made["result"] |= exact | {"native_db": None}
     return made

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundoff.capture.operators import CREATES, EXACT, MOVES, RANDOM, Operator, einsum_reduce_axis
+from roundoff.capture.operators import CREATES, EXACT, MOVES, RANDOM, Operator, einsum_axes
 from roundoff.site import Site
 
 
@@ -53,6 +53,8 @@ class Call:
     leaves: list[Any]
     layout: list[tuple[str | int, TreeSpec, int]]
     operands: list[Operand]
+    #: (device type, dtype) of the autocast region that the call was made in
+    autocast: tuple[str, torch.dtype] | None = None
 
     @property
     def kind(self) -> str:
@@ -72,7 +74,10 @@ class Call:
                 args.append(value)
             else:
                 kwargs[key] = value
-        return self.func(*args, **kwargs)
+        if self.autocast is None or torch.is_autocast_enabled(self.autocast[0]):
+            return self.func(*args, **kwargs)
+        with torch.autocast(*self.autocast):  # run again, from outside that region
+            return self.func(*args, **kwargs)
 
     def again(self, leaves: list[Any]) -> Any:
         """The operator's result on ``leaves``, writing into none of them."""
@@ -193,10 +198,9 @@ class CallMode(TorchFunctionMode):
                 weight = bool(sources) and sources <= self._param_names
                 if operator.name == "einsum":
                     which = position if key == 1 else int(key) - 1
-                    axis = einsum_reduce_axis(args[0], which)
-                    operands.append(
-                        Operand(place, "weight" if weight else "activation", axis, 0, sources)
-                    )
+                    reduce, channel = einsum_axes(args[0], which)
+                    role = "weight" if weight else "activation"
+                    operands.append(Operand(place, role, reduce, channel, sources))
                 elif entry is not None:
                     bias = entry.bias or (weight and leaf.ndim < 2 and entry.name == "params")
                     role = "bias" if bias else "weight" if weight else "activation"
@@ -215,7 +219,8 @@ class CallMode(TorchFunctionMode):
                     ):
                         role = "weight" if weight else "activation"
                         operands.append(Operand(place, role, -1, 0, sources))
-        return Call(Site(module, operator.name, index), operator, func, leaves, layout, operands)
+        site = Site(module, operator.name, index)
+        return Call(site, operator, func, leaves, layout, operands, _autocast(leaves))
 
     def _sources_of(self, value: Any) -> frozenset[str]:
         found: frozenset[str] = frozenset()
@@ -293,6 +298,13 @@ def float_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
     return [leaf for leaf in tree_flatten(value)[0] if _is_float(leaf)]
+
+
+def _autocast(leaves: list[Any]) -> tuple[str, torch.dtype] | None:
+    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return None
+    return device, torch.get_autocast_dtype(device)
 
 
 def _is_float(value: Any) -> bool:

@@ -74,7 +74,8 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
         return
     leaves = list(call.leaves)
     result = reference
-    if rule.activation is not None and call.kind != "embedding":
+    looked_up = _looks_up(call, fmt)
+    if rule.activation is not None and not looked_up:
         for operand in call.operands:
             if operand.role == "activation":
                 leaves[operand.leaf] = round_operand(leaves[operand.leaf], operand, fmt)
@@ -84,26 +85,24 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
         weights = [
             o for o in call.operands if o.role == "weight" or (o.role == "bias" and rule.bias)
         ]
-        if call.operator.name == "embedding" and rule.weight != "tensor":
-            # each row has its own scale, so rounding the rows that were looked up gives the same values
-            for operand in weights:
+        if looked_up:
+            for operand in call.operands:
                 result = tree_map(
                     lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows, result
                 )
-                yield Step("weight", operand, result)
+                yield Step("weight" if operand.role == "weight" else "activation", operand, result)
         else:
             for operand in weights:
                 exact = leaves[operand.leaf]
                 leaves[operand.leaf] = round_operand(exact, operand, fmt)
                 if operand.role == "bias" and call.operator.name in _ADDS_BIAS:
                     shift = leaves[operand.leaf] - exact
-                    result = result + (
-                        shift if call.kind == "linear" else shift.view(-1, *[1] * (result.ndim - 2))
-                    )
+                    after = 0 if call.kind == "linear" else int(call.operator.name[4])  # axes after the channels
+                    result = result + shift.view(-1, *[1] * after)
                 else:
                     result = call.again(leaves)
                 yield Step("weight", operand, result)
-    if rule.output and call.kind != "embedding":
+    if rule.output and not looked_up:
         yield Step("output", None, round_output(result, fmt))
 
 
@@ -112,7 +111,7 @@ def execute(call: Call, fmt: Format) -> Any:
     rule = fmt.execution
     if rule is None:
         return call.run()
-    if call.operator.name == "embedding" and rule.weight not in (None, "tensor"):
+    if _looks_up(call, fmt):
         return tree_map(lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows, call.run())
     leaves = list(call.leaves)
     for operand in call.operands:
@@ -125,12 +124,19 @@ def execute(call: Call, fmt: Format) -> Any:
             else:
                 leaves[operand.leaf] = rounded
     result = call.run(leaves)
-    if not rule.output or call.kind == "embedding":
+    if not rule.output:
         return result
     if call.operator.inplace:
         with torch.no_grad():
             return result.copy_(round_output(result, fmt))
     return round_output(result, fmt)
+
+
+def _looks_up(call: Call, fmt: Format) -> bool:
+    """Whether rounding the rows that were looked up gives the same values as rounding the table: each row has its own
+    scale, or none."""
+    rule = fmt.execution
+    return rule is not None and call.operator.name == "embedding" and rule.weight not in (None, "tensor")
 
 
 def round_operand(x: Tensor, operand: Operand, fmt: Format) -> Tensor:

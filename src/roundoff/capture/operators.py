@@ -87,8 +87,12 @@ def _spec(kind: str, *operands: tuple[Any, ...]) -> OperatorSpec:
     return OperatorSpec(kind, tuple(OperandSpec(*operand) for operand in operands))
 
 
-_CONV = _spec("conv", (0, "input", 1), (1, "weight", 1, 0), (2, "bias", 0, 0, True))
-_CONV_TRANSPOSE = _spec("conv", (0, "input", 1), (1, "weight", 0, 1), (2, "bias", 0, 0, True))
+def _conv(dimensions: int, transposed: bool = False) -> OperatorSpec:
+    # channels of the input counted from the back: there may be no batch axis
+    weight = (1, "weight", 0, 1) if transposed else (1, "weight", 1, 0)
+    return _spec("conv", (0, "input", -1 - dimensions), weight, (2, "bias", 0, 0, True))
+
+
 _MATMUL = _spec("matmul", (0, "input", -1, -2), (1, "other", -2, -1))
 _ADD_MATMUL = _spec("matmul", (0, "input", 0, 0, True), (1, "mat1", -1, -2), (2, "mat2", -2, -1))
 _RNN = _spec("rnn", (0, "input", -1), (1, "hx", -1), (2, "params", 1, 0))
@@ -100,8 +104,8 @@ CONTRACTING: dict[str, OperatorSpec] = {
     "bilinear": _spec(
         "linear", (0, "input1", -1), (1, "input2", -1), (2, "weight", 1, 0), (3, "bias", 0, 0, True)
     ),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _CONV),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _CONV_TRANSPOSE),
+    **{f"conv{d}d": _conv(d) for d in (1, 2, 3)},
+    **{f"conv_transpose{d}d": _conv(d, transposed=True) for d in (1, 2, 3)},
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _MATMUL),
     "rmatmul": _spec("matmul", (1, "other", -1, -2), (0, "input", -2, -1)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _ADD_MATMUL),
@@ -178,16 +182,22 @@ class Operator:
         return "elementwise"
 
 
-def einsum_reduce_axis(equation: str, operand: int) -> int:
-    """The axis (negative) of one einsum operand that is contracted; its last axis when none is.
+def einsum_axes(equation: str, operand: int) -> tuple[int, int]:
+    """Two axes of one einsum operand, from the back unless an ellipsis follows: the one that is contracted (the last
+    when none is), and the one that keeps a scale of its own, an axis of the result that the other operands lack.
 
-    >>> einsum_reduce_axis("bij,bkj->bik", 1), einsum_reduce_axis("...ij,jk", 1)
-    (-1, -2)
+    >>> einsum_axes("bij,bkj->bik", 1), einsum_axes("...ij,jk", 1)
+    ((-1, -2), (-2, -1))
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if not arrow:
         right = "".join(sorted({c for c in left if c.isalpha() and left.count(c) == 1}))
     labels = terms[operand]
-    summed = [i for i, label in enumerate(labels) if label.isalpha() and label not in right]
-    return summed[-1] - len(labels) if summed else -1
+    others = "".join(terms[:operand] + terms[operand + 1 :])
+    front = labels.find(".")
+    axes = {c: i if i < front else i - len(labels) for i, c in enumerate(labels) if c.isalpha()}
+    summed = [axis for c, axis in axes.items() if c not in right]
+    kept = [axis for c, axis in axes.items() if c in right]
+    own = [axis for c, axis in axes.items() if c in right and c not in others]
+    return (summed or [-1])[-1], (own or kept or [0])[-1]

@@ -50,8 +50,8 @@ def _macs(call: Call, output: Tensor) -> float:
     if call.kind in ("linear", "matmul"):
         return output.numel() * first.shape[operands[0].reduce]
     if call.kind == "conv":
-        channels = first.shape[1] if "transpose" in call.operator.name else output.shape[1]
-        positions = (first if "transpose" in call.operator.name else output).numel() / channels
+        # every input position of a transposed convolution, every output position of another, meets each weight once
+        positions = (first if "transpose" in call.operator.name else output).numel() / second.shape[0]
         return positions * second.numel()
     if call.kind == "attention":
         scores = math.prod(first.shape[:-1]) * second.shape[-2]

@@ -22,6 +22,7 @@ Columns = dict[str, list[str]]
 #: From this many columns on, headings are spelled out.
 WIDE = 110
 SITE_LEAST = 16
+PROSE_LEAST = 12
 EXAMPLES = 10
 LEFT_ALIGNED = frozenset({"site", "format", "plan", "operator", "plan runs", "reason", "for example", "then"})
 
@@ -245,18 +246,18 @@ def _print_table(
     console: Console, columns: Columns, *, prose: Collection[str] = (), styles: Sequence[str] | None = None
 ) -> None:
     """A table whose numbers keep their width whatever the console's; only ``prose`` columns wrap."""
-    gap = 3 if prose or _width(columns, 3) <= console.width else 1  # rich's divider, and a space on either side
-    needed = _width({name: [] if name in prose else cells for name, cells in columns.items()}, gap)
+    fixed = {name: ["x" * PROSE_LEAST] if name in prose else cells for name, cells in columns.items()}
+    gap = 3 if _width(fixed, 3) <= console.width else 1  # rich's divider, and a space on either side
+    needed = _width(fixed, gap)
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, gap // 2), pad_edge=False, show_edge=False,
         header_style="bold" if prose or styles is None else "",
-        width=None if needed <= console.width else needed + 10 * len(prose),
+        width=None if needed <= console.width else needed,
     )  # fmt: skip
-    for name, cells in columns.items():
-        fixed = name not in prose
+    for name in columns:
         table.add_column(
-            Text(name), justify="left" if name in LEFT_ALIGNED else "right", no_wrap=fixed, overflow="fold",
-            min_width=max(map(cell_len, [name, *cells])) if fixed else 10,
+            Text(name), justify="left" if name in LEFT_ALIGNED else "right", no_wrap=name not in prose, overflow="fold",
+            min_width=max(map(cell_len, [name, *fixed[name]])),
         )  # fmt: skip
     for index, values in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(*map(Text, values), style=styles[index] if styles else None)

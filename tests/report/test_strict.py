@@ -1,0 +1,105 @@
+"""summary.json: strict, whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from roundoff.errors import OutputError
+from roundoff.report import strict, write_html, write_json
+
+
+def read(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(path.read_bytes().decode("ascii"), parse_constant=refuse)
+
+
+def test_a_finite_summary_comes_back_equal_with_its_keys_in_order(summary, tmp_path):
+    write_json(summary, tmp_path / "summary.json")
+    back = read(tmp_path / "summary.json")
+    assert back == summary
+    assert json.dumps(back) == json.dumps(summary)  # equality of dicts ignores the order of keys
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_not_finite_numbers_become_null_with_a_note(summary, tmp_path):
+    summary["result"]["measured_db"] = math.inf
+    summary["rounds"][1]["predicted_db"] = -math.inf
+    summary["scatter"] = [{"site": "a", "predicted_db": math.nan}]
+    write_json(summary, tmp_path / "s.json")
+    back = read(tmp_path / "s.json")
+    assert back["result"]["measured_db"] is None
+    assert back["rounds"][1]["predicted_db"] is None
+    assert back["scatter"] == [{"site": "a", "predicted_db": None}]
+    assert back["not_finite"] == {
+        "rounds[1].predicted_db": "-inf",
+        "result.measured_db": "inf",
+        "scatter[0].predicted_db": "nan",
+    }
+    assert summary["result"]["measured_db"] == math.inf  # the argument is left alone
+    assert "not_finite" not in summary
+
+
+def test_what_is_not_plain_data_is_refused_and_nothing_is_written(tmp_path):
+    with pytest.raises(TypeError):
+        write_json({"site": object()}, tmp_path / "s.json")
+    assert list(tmp_path.iterdir()) == []
+    assert strict({"a": (1, 2.5, None, True, "x")}) == {"a": [1, 2.5, None, True, "x"]}
+
+
+@pytest.fixture(params=[write_html, write_json])
+def write(request, summary):
+    return lambda path: request.param(summary, path)
+
+
+def test_an_interrupt_at_the_rename_leaves_the_old_file(write, tmp_path, monkeypatch):
+    path = tmp_path / "report"
+    path.write_text("old")
+
+    def interrupted(source, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["report"]
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(errno.ENOSPC, "No space left on device"), OutputError)],
+)
+def test_an_error_in_the_middle_of_writing_leaves_no_file(write, tmp_path, monkeypatch, error, raised):
+    def half(self, text, **options):
+        with open(self, "w", encoding="utf-8") as file:
+            file.write(text[: len(text) // 2])
+        raise error
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(raised):
+        write(tmp_path / "report")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_says_where_and_what_to_do(write, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError) as caught:
+        write(tmp_path / "file" / "report")
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / 'file'}: ")
+    assert [line.split(":")[0] for line in text.splitlines()[1:]] == ["  expected", "  got", "  do"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write to read-only folders")
+def test_a_read_only_folder(write, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OutputError, match="Permission denied"):
+        write(tmp_path / "report")

@@ -106,8 +106,8 @@ def test_the_steps_end_where_the_execution_ends(name, fmt):
     *_, end = steps(call, rule, exact)
     whole = float_tensors(execute(call, rule))
     if rule.execution.bias and any(operand.role == "bias" for operand in call.operands):
-        # the bias is added in a step of its own: 3 more fp32 roundings of the largest value, after which a sum that lies
-        # near a tie of the format may round to the other side, by one ulp
+        # the bias is added in a step of its own: 3 more fp32 roundings of the largest value, after which a sum near a
+        # tie of the format may round to the other side, by one ulp
         ulp = 2.0**-rule.fraction_bits if rule.execution.output else 0.0
         bounds = [
             w.abs() * ulp + 4 * 2**-24 * r.abs().max()

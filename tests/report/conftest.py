@@ -147,7 +147,7 @@ def one_site() -> dict:
 def no_sites() -> dict:
     """A model whose calls are all left out."""
     made = make_summary(1)
-    made["coverage"] |= {"sites": 0, "calls": 17, "params": 0}
+    made["coverage"] |= {"sites": 0, "calls": 17, "params": 0, "no_path": []}
     made |= {"ranking": [], "scatter": [], "pareto": []}
     made["plan"] |= {"sites": {}, "rules": 0}
     made["plan"]["cost"] |= {"plan": 0.0, "fp32": 0.0, "lowest": 0.0, "lowest_format": "fp32"}

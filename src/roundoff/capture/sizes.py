@@ -47,6 +47,10 @@ def _macs(call: Call, output: Tensor) -> float:
     if len(operands) < 2:
         return 0
     first, second = (_leaf(call, o.leaf) for o in operands[:2])
+    if call.operator.name == "bilinear":  # a product of three
+        return output.numel() * first.shape[-1] * second.shape[-1]
+    if call.operator.name == "addbmm":  # summed over the batch too
+        return output.numel() * first.shape[-1] * first.shape[0]
     if call.kind in ("linear", "matmul"):
         return output.numel() * first.shape[operands[0].reduce]
     if call.kind == "conv":

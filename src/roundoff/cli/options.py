@@ -104,7 +104,9 @@ def cost_table(cost: str, path: str | None, formats: list[str]) -> Any:
 
 def print_json(data: Any) -> None:
     """One JSON object on standard output; numbers that are not finite become null."""
-    print(json.dumps(data, indent=1, allow_nan=False, default=str))
+    from roundoff.report import strict
+
+    print(json.dumps(strict(data), indent=1, allow_nan=False))
 
 
 def console(quiet: bool) -> Console:

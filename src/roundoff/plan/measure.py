@@ -119,10 +119,13 @@ class _Run:
         self.shapes: dict[str, list[int]] = {}
         self.found: dict[str, Tensor] = {}
         self.output: Any = None
+        self.signs: list[Tensor] = []
 
     def batch(self, mode: CallMode, index: int) -> None:
         """Measure one batch; where a backward formula cannot be batched, this and later ones probe by probe."""
         state = self.generator.get_state()
+        sizes = {name: (info.batches, dict(info.sizes)) for name, info in self.sites.items()}
+        counts = {key: row.count for key, row in mode.excluded.items()}
         while True:
             try:
                 probe, values = self._attempt(mode, index)
@@ -132,6 +135,10 @@ class _Run:
                     raise
                 self.batched, self.mutation = self.ways.pop(0)
                 self.generator.set_state(state)
+                for name, info in self.sites.items():  # what the attempt counted is counted again
+                    info.batches, info.sizes = sizes.get(name, (0, {}))
+                for key, row in mode.excluded.items():
+                    row.count = counts.get(key, 0)
         signal = torch.zeros(probe.samples, dtype=torch.float64)
         for value in values:
             signal += value.double().square().reshape(probe.samples, -1).sum(1).cpu()
@@ -140,8 +147,6 @@ class _Run:
             self.sites[name].no_path = None
 
     def _attempt(self, mode: CallMode, index: int) -> tuple[Probe, list[Tensor]]:
-        for info in self.sites.values():
-            info.batches = min(info.batches, index)
         wanted = self.target if self.target is not None and "/" in self.target else None
         anchor = torch.tensor(-0.0, requires_grad=True)
         probe = Probe(
@@ -151,7 +156,7 @@ class _Run:
             values = measure_batch(
                 mode, probe, functools.partial(self._forward, probe, index),
                 check=functools.partial(self._check, index), probes=self._count,
-                generator=self.generator, learn_axes=index == 0, batched=self.batched,
+                generator=self.generator, learn_axes=not self.axes, batched=self.batched,
             )  # fmt: skip
         return probe, values
 
@@ -195,6 +200,9 @@ class _Run:
             raise WorkloadError("the target tensor is zero everywhere, so no ratio to it exists",
                                 where=self.workload.name, expected="an output with non-zero values")  # fmt: skip
         keys = dict.fromkeys(key for b in self.done for key in b.terms)
+        self.probes = max((t.shape[0] for b in self.done for t in b.terms.values()), default=1)
+        # a target of one element is exact with one probe; beside batches that have K it takes the signs of K
+        self.signs = [torch.randint(0, 2, (self.probes, 1), generator=self.generator) * 2 - 1 for _ in self.done]
         pooled = {k.site: False for k in keys}
         for b in self.done:
             for key, values in b.terms.items():
@@ -224,12 +232,12 @@ class _Run:
 
     def _row(self, key: TermKey, pooled: bool, scale: float) -> tuple[Any, ...]:
         columns: list[Tensor] = []
-        for b in self.done:
-            width = 1 if pooled else b.samples
+        for b, signs in zip(self.done, self.signs, strict=True):
             found = b.terms.get(key)
             if found is None:  # this site was not called in this batch
-                found = torch.zeros(next(iter(b.terms.values())).shape[0], width)
-            columns.append((found.sum(1, keepdim=True) if pooled else found).cpu())
+                found = torch.zeros(len(signs), 1 if pooled else b.samples)
+            found = (found.sum(1, keepdim=True) if pooled else found).cpu()
+            columns.append(found * signs if len(found) < len(signs) else found)
         values = (torch.cat(columns, dim=1).double() / scale).numpy()
         overflow = sum(b.overflow.get(key, 0) for b in self.done)
         sources = tuple(key.sources)

@@ -41,7 +41,7 @@ def print_summary(summary: Row, console: Console, *, top: int = 20) -> None:
     verdict, *rest = answer(summary)
     colour = ("green" if summary["result"]["met"] else "red") if some else ""
     _print(console, Text.assemble((verdict, f"bold {colour}"), " ", " ".join(rest)))
-    if summary["target"]["note"]:
+    if some and summary["target"]["note"]:
         _say(console, f"About the target: {summary['target']['note']}.")
     _print_environment(summary["environment"], console)
     if some:

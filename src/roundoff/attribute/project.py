@@ -7,6 +7,7 @@ computes (the rounding errors of the site) is computed once, not K times.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,10 @@ def backward(
             )
             return anchor.detach() if found[0] is None else found[0]
 
-        torch.vmap(pass_)(*probes)
+        with warnings.catch_warnings():
+            # some backward formulas (fused attention on the CPU) have no batched form: torch loops over the probes
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            torch.vmap(pass_)(*probes)
         return
     count = probes[0].shape[0]
     for k in range(count):

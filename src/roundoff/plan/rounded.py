@@ -125,10 +125,11 @@ def run_batches(
             for index, batch in enumerate(chosen):
                 mode.begin()
                 handler.found = None
-                with mode:
+                with mode:  # the operators of the loss are sites too
                     output = workload.run(batch)
+                    found = named_targets(workload, batch, output, target, handler.found)
                 ran.outputs.append(detached(output))
-                ran.targets.append(named_targets(workload, batch, output, target, handler.found))
+                ran.targets.append(found)
                 if progress is not None:
                     progress(index + 1, len(chosen))
     return ran

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from roundoff.errors import WorkloadError
 from roundoff.load import check_defined, execute
@@ -125,6 +126,9 @@ class Workload:
     def run(self, batch: Any) -> Any:
         """The output of one batch. Grad mode, training mode and device are the caller's affair.
 
+        ``forward`` gets a copy of the batch's tensors (in nests of tuples, lists and dicts), so that a
+        model that writes into its input leaves the workload as it was.
+
         Raises:
             WorkloadError: the forward pass raised; names the batch by number and shapes, and the
                 user's line.
@@ -141,13 +145,15 @@ class Workload:
             )
             return f"{call} on {which}, {describe(batch)},"
 
+        with torch._C.DisableTorchFunction():  # the copy is no operator of the model
+            own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         with user_code(what, self._where, path=self.path, do=do):
             if self.forward is not None:
-                return self.forward(self.model, batch)
-            stars = _stars(batch)
+                return self.forward(self.model, own)
+            stars = _stars(own)
             if stars == "**":
-                return self.model(**batch)
-            return self.model(*batch) if stars == "*" else self.model(batch)
+                return self.model(**own)
+            return self.model(*own) if stars == "*" else self.model(own)
 
     def evaluate(self, outputs: Sequence[Any], reference: Sequence[Any]) -> float | None:
         """The metric of ``outputs``, one per batch in order; ``None`` without a metric.

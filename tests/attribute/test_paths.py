@@ -45,9 +45,10 @@ def test_branches_that_no_gradient_passes_are_named_with_the_reason():
 
     found = paths(measured(f))
     nowhere = "its output does not reach the target"
+    ungraded = "computed under torch.no_grad"
     assert found == {
-        "linear/linear": nowhere, "/cos": nowhere, "/tan": nowhere, "/sin": None, "/mul": None, "/add": None, "/sum": None,
-        "/exp": "computed under torch.no_grad", "/mean": "computed under torch.no_grad",
+        "linear/linear": nowhere, "/cos": nowhere, "/tan": nowhere, "/exp": ungraded, "/mean": ungraded,
+        "/sin": None, "/mul": None, "/add": None, "/sum": None,
     }  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def test_a_site_without_an_error_is_exact():
 
 
 INPLACE = {
-    "relu": lambda y: torch.relu_(y.exp()) if False else y.exp().relu_(),
+    "relu": lambda y: torch.relu_(y.exp() - 1.0),
     "over a saved result": lambda y: y.exp().mul_(2.0).sin(),  # exp's gradient needs exp's result
     "over a saved operand": lambda y: (lambda a: (a.sin(), a.add_(1.0))[0] + a)(y * 1.0),
     "through a view": lambda y: (lambda a: (a[:, :2].mul_(3.0), a.cos())[1])(y.sin()),
@@ -132,7 +133,7 @@ INPLACE = {
         lambda a: (a.__setitem__((slice(None), 0), y[:, 1].cos()), a.exp())[1]
     )(y.sin()),
     "sigmoid then scaled": lambda y: torch.sigmoid(y).mul_(y).add_(y),
-    "into a buffer": lambda y: (lambda a: (a.copy_(y.sin()), a.cos())[1])(torch.zeros(6, 4)),
+    "into a buffer": lambda y: (lambda a: (a.copy_(y.sin()), a.cos())[1])(torch.zeros(32, 4)),
 }
 
 
@@ -143,18 +144,21 @@ def test_in_place_operators(name):
     def f(self, x):
         return self.linear(INPLACE[name](self.linear(x)))
 
+    unreached = set()
     torch.manual_seed(0)
     workload = Workload(Function(f), [torch.randn(32, 4)])
-    found = budget(workload, ["bf16"], probes=64)
+    found = budget(workload, ["bf16"], probes=1000)
     reference = run_batches(workload).targets
-    sites = {s["site"] for s in found.sites if not s["no_path"]}
-    assert len(sites) == len(found.sites) >= 3
-    for site in sites:
-        single = noise(run_batches(workload, {site: "bf16"}).targets, reference)
-        predicted = found.predict({site: "bf16"}).noise
-        # 32 * 64 products: sigma sqrt(2 / 2048) = 3 %, and the second order, below 2**-7 of the first, and twice that
-        # for what repeats
-        assert predicted == pytest.approx(single, rel=4 * 0.032 + 0.02, abs=1e-16), site
+    rows = found.table.to_dicts()
+    assert len(rows) == len(found.sites) - len(unreached) >= 3
+    assert {s["site"] for s in found.sites if s["no_path"]} == unreached
+    for row in rows:
+        single = noise(run_batches(workload, {row["site"]: "bf16"}).targets, reference)
+        # at least 1000 independent products, if one sample has all the noise: 4 sigma of sqrt(2 / 1000); and the second
+        # order, for relative errors of 2**-8 and what exp makes of values up to 3
+        assert row["noise"] == pytest.approx(single, rel=4 * (2 / 1000) ** 0.5 + 0.03, abs=1e-16), (
+            row["site"]
+        )
 
 
 def test_retries_do_not_count_work_twice():

@@ -40,14 +40,6 @@ def test_the_callback_gets_all_gradients_as_one_plain_tensor(batched):
     )
 
 
-def test_a_gradient_that_is_the_same_for_every_probe_is_repeated():
-    anchor, x, z = graph()
-    seen = []
-    x.register_hook(lambda gradient: hand_over(torch.ones(4), seen.append))
-    backward([z], anchor, [PROBES], batched=True)
-    assert seen[0].shape == (5, 4)
-
-
 def test_several_outputs_share_their_probes():
     anchor, x, z = graph()
     y = 2.0 * x

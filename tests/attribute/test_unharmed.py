@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 def state(model):
     found = {"grad mode": torch.is_grad_enabled(), "dtype": torch.get_default_dtype()}
-    found["rng"] = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+    found["rng"] = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
     for name, module in model.named_modules():
         found["training", name] = module.training
         for kind in (
@@ -93,17 +93,19 @@ def test_after_a_measurement(net):
 @pytest.mark.parametrize("place", ["early", "late", "backward"])
 def test_after_an_exception(net, place, error):
     net.fail, net.error = place, error
+    workload = Workload(net, [torch.randn(5, 4)])
     before = state(net)
     with pytest.raises((error, WorkloadError), match=place):
-        budget(Workload(net, [torch.randn(5, 4)]), ["bf16"])
+        budget(workload, ["bf16"])
     assert state(net) == before
 
 
 def test_after_a_reference_that_is_not_finite(net):
     net.fail = "nan"
+    workload = Workload(net, [torch.randn(5, 4)])
     before = state(net)
     with pytest.raises(NonFiniteError, match="first NaN is made by /mul"):
-        budget(Workload(net, [torch.randn(5, 4)]), ["bf16"])
+        budget(workload, ["bf16"])
     assert state(net) == before
 
 

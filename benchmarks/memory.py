@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import FORMATS, ROOT, options, progress, table, verdict
 import torch
+from common import FORMATS, ROOT, options, progress, table, verdict
 
 import roundoff as ro
 from roundoff.attribute.target import target_tensors

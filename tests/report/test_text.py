@@ -35,7 +35,7 @@ def test_no_line_is_wider_and_no_number_is_cut(summary, width):
         assert f"{row['sqnr_db']:.1f}" in cells
         assert f"{100 * row['share']:.1f}%" in cells
         parts = [row[key] for key in ("activation_db", "weight_db", "output_db")]
-        shown = ["–" if part is None else f"{part:.1f}" for part in parts]  # noqa: RUF001
+        shown = ["–" if part is None else f"{part:.1f}" for part in parts]
         if width >= 80:
             assert [*shown, row["chosen"]] == cells[-4:]
 
@@ -116,7 +116,7 @@ def test_an_overflow_is_marked_in_its_row_and_spelled_out_below(summary):
 def test_one_site_without_a_metric(one_site):
     text = words(show(print_summary, one_site, 80))
     assert "The plan misses the target: 12.3 dB measured, 30.0 dB asked." in text
-    assert "1 – 12.3 – target missed" in text  # noqa: RUF001
+    assert "1 – 12.3 – target missed" in text
     assert "No site was measured alone." in text
     assert "Plan: 1 site by 9 rules" in text
     assert "spearman" not in text
@@ -134,7 +134,7 @@ def test_no_site_at_all(no_sites):
 def test_from_summary_json(summary):
     summary["result"]["measured_db"] = math.inf
     text = show(print_summary, json.loads(json.dumps(strict(summary))), 100)
-    assert "– dB measured" in text  # noqa: RUF001
+    assert "– dB measured" in text
     assert "None" not in text
 
 
@@ -157,8 +157,8 @@ def test_verification_alone(summary):
     result = summary["result"] | unknown | {"met": False}
     rounds = [r | {"predicted_db": None, "additive_db": None, "metric_predicted": None} for r in summary["rounds"][:1]]
     text = words(show(print_verify, {"rounds": rounds, "result": result}, 80))
-    assert "Target missed: SQNR – dB predicted, 31.3 dB measured (target 30.0 dB)." in text  # noqa: RUF001
-    assert "spearman: 0.84512 before rounding, – predicted, 0.84255 measured." in text  # noqa: RUF001
+    assert "Target missed: SQNR – dB predicted, 31.3 dB measured (target 30.0 dB)." in text
+    assert "spearman: 0.84512 before rounding, – predicted, 0.84255 measured." in text
 
 
 def test_a_target_missed_by_the_metric_alone_says_so(summary):

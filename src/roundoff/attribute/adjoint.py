@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from roundoff.attribute.project import backward, hand_over, sample_axis
+from roundoff.attribute.project import backward, hand_over, on_output, sample_axis
 from roundoff.capture.calls import Call, CallMode, float_tensors
 from roundoff.capture.execute import execute, runs, steps
 from roundoff.capture.sizes import sizes
@@ -119,11 +119,10 @@ class Probe:
         kept = dataclasses.replace(call, leaves=held)
         result, reference = self._attach(exact, kept, chosen)
         if str(call.site) == self.wanted and self.found is None:
-            self.found = float_tensors(result)[0]
+            self.found = float_tensors(result)[0].clone()  # what the model writes over it later does not count
         for place, tensor in enumerate(float_tensors(result)):
-            tensor.register_hook(  # type: ignore[no-untyped-call]
-                functools.partial(self._hook, kept, reference, place)
-            )
+            hook = functools.partial(self._hook, kept, reference, place)
+            on_output(tensor, hook, written=call.operator.inplace)
         return result
 
     def _describe(self, call: Call, outputs: list[Tensor]) -> SiteInfo:

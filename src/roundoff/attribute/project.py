@@ -44,6 +44,23 @@ def hand_over(gradient: Tensor, callback: Callback) -> None:
     _HandOver.apply(gradient, callback)  # type: ignore[no-untyped-call]
 
 
+def on_output(tensor: Tensor, hook: Callback, *, written: bool) -> None:
+    """Call ``hook`` with the gradient of an operator's output; ``written`` says that the operator wrote in place.
+
+    A write through a view makes autograd send the gradient to the tensor that is viewed; the hook gets its part.
+    """
+    base = tensor._base if written else None
+    if base is None:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return
+    # where each element of the view lies in the flattened gradient of the tensor that is viewed
+    places = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64, device=base.device)
+    places.copy_(torch.arange(base.numel(), device=base.device).view(base.shape))
+    offset = tensor.storage_offset() - base.storage_offset()
+    index = places.as_strided(tensor.shape, tensor.stride(), offset)
+    base.register_hook(lambda gradient: hook(gradient.flatten()[index]))  # type: ignore[no-untyped-call]
+
+
 def backward(
     outputs: list[Tensor],
     anchor: Tensor,

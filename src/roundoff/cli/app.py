@@ -6,8 +6,8 @@ Exit codes: 0 done (and the target is met), 1 the target is missed, 2 wrong usag
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-import click
 import typer
 
 from roundoff.cli import budget, diagnose, plan, verify
@@ -15,6 +15,11 @@ from roundoff.errors import InfeasibleError, RoundoffError
 
 MISSED = 1
 BAD_INPUT = 2
+#: what typer makes of Ctrl-C
+INTERRUPTED = 130
+
+#: the base of all usage errors; typer brings a click of its own from 0.26 on
+_CLICK_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
     name="roundoff",
@@ -34,19 +39,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one message on standard error."""
     try:
         result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
-        return int(result or 0)
-    except click.exceptions.Exit as done:
-        return done.exit_code
-    except click.ClickException as error:
+    except typer.Exit as done:
+        result = done.exit_code
+    except _CLICK_ERROR as error:
         error.show()
         return BAD_INPUT
-    except InfeasibleError as error:
-        print(f"roundoff: {error}", file=sys.stderr)
-        return MISSED
     except RoundoffError as error:
         print(f"roundoff: {error}", file=sys.stderr)
+        return MISSED if isinstance(error, InfeasibleError) else BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        result = INTERRUPTED
+    if result == INTERRUPTED:
+        print(
+            "roundoff: interrupted; files are written whole or not at all, and the model is as it was",
+            file=sys.stderr,
+        )
         return BAD_INPUT
-    except (KeyboardInterrupt, click.Abort):
-        print("roundoff: interrupted; files are written whole or not at all, and the model is as it was",
-              file=sys.stderr)  # fmt: skip
-        return BAD_INPUT
+    return int(result or 0)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 #: shown where a value does not apply
-NONE = "–"  # noqa: RUF001
+NONE = "–"
 
 
 def db(value: float | None) -> str:

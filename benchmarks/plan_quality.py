@@ -1,0 +1,130 @@
+"""Is the plan better than what people use? Noise at equal cost, and cost at equal noise, all measured by simulated runs.
+
+Against AMP: bf16 by torch.autocast's fixed operator lists. Against greedy by weight SQNR: sites with weights are lowered in
+the order of the SQNR of their weights in the format, best first, until a cost is reached (a third and two thirds of the
+way down). The plan's own noise at equal cost is measured without verify; at equal noise the plan is verified against the
+baseline's measured noise. Bar: at least 3 dB better at equal cost, or at least 15 % cheaper at equal noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from amp import Autocast
+from common import FORMATS, measured_noise, options, progress, table, workloads
+from one_site import find_sites
+
+import roundoff as ro
+from roundoff.attribute.target import target_tensors
+from roundoff.capture.calls import watch
+from roundoff.capture.execute import round_operand
+from roundoff.errors import PlanError
+from roundoff.formats import parse_format
+from roundoff.plan.budget import Budget
+from roundoff.plan.choose import Problem
+from roundoff.plan.rounded import noise, run_batches
+from roundoff.workload import Workload
+
+BAR_DB, BAR_COST = 3.0, 15.0
+Targets = list[dict[str, torch.Tensor]]
+
+
+def main() -> None:
+    args = options(__doc__)
+    header = ("workload", "cost", "baseline", "plan's formats", "cost of fp32", "baseline dB", "plan dB at equal cost",
+              "gain, dB", "cheaper at equal noise", "bar")  # fmt: skip
+    amp_rows, greedy_rows = [], []
+    for name, workload in workloads(args, ("minilm", "digits", "gpt2", "resnet18")):
+        budget = ro.budget(workload, FORMATS)
+        reference = run_batches(workload).targets
+        lowered, amp_noise = _autocast(workload, reference)
+        for model in ("bytes", "bitops"):
+            for allowed in (("bf16",), FORMATS):
+                row = _compare(workload, budget, reference, model, allowed, lowered, amp_noise)
+                amp_rows.append((name, model, "AMP bf16", *row))
+            for offered, allowed in ((("int8",), ("int8",)), (("int8",), FORMATS), (FORMATS, FORMATS)):
+                order = _greedy(workload, Problem(budget, model), offered)
+                for part in (1 / 3, 2 / 3):
+                    formats = _until(Problem(budget, model), order, part)
+                    level = measured_noise(workload, formats, reference)
+                    row = _compare(workload, budget, reference, model, allowed, formats, level)
+                    greedy_rows.append((name, model, f"greedy {_short(offered)}", *row))
+            progress(f"{name} {model}")
+    table("Against AMP's fixed operator lists", header, amp_rows)
+    table("Against greedy by weight SQNR", header, greedy_rows)
+
+
+def _short(formats: Sequence[str]) -> str:
+    return "default four" if len(formats) == len(FORMATS) else ", ".join(formats)
+
+
+def _compare(workload: Workload, budget: Budget, reference: Targets, model: str, allowed: Sequence[str],
+             baseline: Mapping[str, str], level: float) -> tuple[object, ...]:  # fmt: skip
+    problem = Problem(budget, model, formats=allowed)
+    cost, full = problem.cost_of(baseline), problem.cost_of({})
+    plan = budget.plan(max_cost=cost * (1 + 1e-9), cost=model, formats=allowed)
+    base_db, db = _db(level), _db(measured_noise(workload, plan.formats(problem.info), reference))
+    try:
+        equal = budget.plan(base_db, cost=model, formats=allowed)
+        found = ro.verify(workload, equal, budget=budget, native=False,
+                          problem=lambda b: Problem(b, model, formats=allowed))  # fmt: skip
+        saved = 100 * (1 - problem.cost_of(found.plan.formats(problem.info)) / cost) if found.met else None
+    except PlanError:
+        saved = None
+    good = db - base_db >= BAR_DB or (saved is not None and saved >= BAR_COST)
+    return (_short(allowed), f"{100 * cost / full:.0f} %", f"{base_db:.1f}", f"{db:.1f}", f"{db - base_db:+.1f}",
+            "target missed" if saved is None else f"{saved:+.0f} %", "met" if good else "**missed**")  # fmt: skip
+
+
+def _autocast(workload: Workload, reference: Targets) -> tuple[dict[str, str], float]:
+    handler, found = Autocast(), []
+    with torch.no_grad(), watch(workload.model, handler) as mode:
+        for batch in workload.batches:
+            mode.begin()
+            with mode:
+                found.append(target_tensors(workload.run(batch), None))
+    return handler.formats, noise(found, reference)
+
+
+def _greedy(workload: Workload, problem: Problem, offered: Sequence[str]) -> list[tuple[str, str]]:
+    """Moves (group of tied sites, format), best weight SQNR first."""
+    targets, moves = find_sites(workload), []
+    for name, group in problem.groups.items():
+        for fmt in offered:
+            signal = error = 0.0
+            for site in group:
+                for operand in targets[site].template.operands if site in targets else ():
+                    for source in operand.sources if operand.role == "weight" else ():
+                        w = workload.model.get_parameter(source).detach()
+                        signal += float(w.double().square().sum())
+                        error += float((round_operand(w, operand, parse_format(fmt)) - w).double().square().sum())
+            if signal and not any(fmt in problem.info[s]["refused"] for s in group):
+                moves.append((-_db(error / signal), name, fmt))
+    return [(name, fmt) for _, name, fmt in sorted(moves)]
+
+
+def _until(problem: Problem, order: Sequence[tuple[str, str]], part: float) -> dict[str, str]:
+    """The first moves that bring the cost ``part`` of the way down to what all moves reach."""
+    def walk(stop: Callable[[float], bool]) -> dict[str, str]:
+        formats: dict[str, str] = {}
+        cost = problem.cost_of(formats)
+        for name, fmt in order:
+            moved = formats | dict.fromkeys(problem.groups[name], fmt)
+            if problem.cost_of(moved) < cost:
+                formats, cost = moved, problem.cost_of(moved)
+            if stop(cost):
+                break
+        return formats
+
+    full, lowest = problem.cost_of({}), problem.cost_of(walk(lambda _: False))
+    return walk(lambda cost: cost <= full - part * (full - lowest))
+
+
+def _db(relative: float) -> float:
+    return -10 * math.log10(relative) if relative > 0 else math.inf
+
+
+if __name__ == "__main__":
+    main()

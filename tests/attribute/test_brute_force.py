@@ -87,8 +87,8 @@ class Transformer(nn.Module):
 
 
 OPERATOR = {
-    MatMul: "matmul", Add: "add", nn.Linear: "linear", nn.Conv2d: "conv2d", nn.BatchNorm2d: "batch_norm", nn.ReLU: "relu",
-    nn.SiLU: "silu", nn.Tanh: "tanh", nn.AvgPool2d: "avg_pool2d", nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
+    MatMul: "matmul", Add: "add", nn.Linear: "linear", nn.Conv2d: "conv2d", nn.BatchNorm2d: "batch_norm",
+    nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.AvgPool2d: "avg_pool2d", nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
     nn.Softmax: "softmax", nn.LayerNorm: "layer_norm", nn.GELU: "gelu", nn.Embedding: "embedding",
 }  # fmt: skip
 
@@ -143,7 +143,7 @@ def by_hand(model, x, names, fmt):
 
 
 MODELS = {
-    "convolutional": (Convolutional, lambda: torch.randn(24, 3, 12, 12)),
+    "convolutional": (Convolutional, lambda: torch.randn(24, 3, 8, 8)),
     "transformer": (Transformer, lambda: torch.randint(0, 40, (24, 7))),
 }
 
@@ -156,7 +156,7 @@ def case(request):
     return model, x, budget(Workload(model, [x]), FORMATS), Workload(model, [x])
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(scope="module", params=FORMATS)
 def trials(case, request):
     """For each site that runs in the format: module name and relative noise, by hand."""
     model, x, _, _ = case

@@ -56,9 +56,13 @@ def budget(workload: ro.Workload) -> ro.Budget:
 
 @pytest.fixture(scope="module")
 def scored(workload: ro.Workload) -> ro.Budget:
-    return ro.budget(ro.Workload(workload.model, workload.batches, forward=lambda m, b: m(b)["logits"],
-                                 metric=lambda outputs, reference: agreement([{"logits": o} for o in outputs],
-                                                                             [{"logits": r} for r in reference])), ALL)  # fmt: skip
+    def metric(outputs: list, reference: list) -> float:
+        return agreement([{"logits": o} for o in outputs], [{"logits": r} for r in reference])
+
+    logits = ro.Workload(
+        workload.model, workload.batches, forward=lambda m, b: m(b)["logits"], metric=metric
+    )
+    return ro.budget(logits, ALL)
 
 
 def measured_db(workload: ro.Workload, formats: dict[str, str]) -> float:

@@ -88,7 +88,8 @@ class Transformer(nn.Module):
 
 OPERATOR = {
     MatMul: "matmul", Add: "add", nn.Linear: "linear", nn.Conv2d: "conv2d", nn.BatchNorm2d: "batch_norm",
-    nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.AvgPool2d: "avg_pool2d", nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
+    nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.AvgPool2d: "avg_pool2d",
+    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
     nn.Softmax: "softmax", nn.LayerNorm: "layer_norm", nn.GELU: "gelu", nn.Embedding: "embedding",
 }  # fmt: skip
 

@@ -95,7 +95,8 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
             for operand in weights:
                 exact = leaves[operand.leaf]
                 leaves[operand.leaf] = round_operand(exact, operand, fmt)
-                if operand.role == "bias" and call.operator.name in _ADDS_BIAS:
+                # under autocast the bias is rounded on the way
+                if operand.role == "bias" and call.operator.name in _ADDS_BIAS and not call.autocast:
                     shift = leaves[operand.leaf] - exact
                     after = 0 if call.kind == "linear" else int(call.operator.name[4])  # axes after the channels
                     result = result + shift.view(-1, *[1] * after)

@@ -1,4 +1,4 @@
-"""Models as people write them work unchanged: measured, predicted, and rounded, without a word about their structure."""
+"""Models as people write them work unchanged: measured, predicted and rounded, with no word about their structure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from roundoff import Workload, budget
 from roundoff.plan.rounded import noise, run_batches
 
 
-def check(model, batches, *, formats=("bf16", "int8"), within=1.5, **kwargs):
-    """Budget, then every site in each format: prediction and measurement within ``within`` dB."""
+def check(model, batches, *, formats=("bf16", "int8"), within=2.0, **kwargs):
+    """Budget, then every site in each format: prediction and measurement within ``within`` dB.
+
+    With 64 samples and 32 probes sampling is 0.1 dB of it. The rest: roundings of the joint run are other draws than
+    those of the reference run, and in layers of a few elements two draws may agree or cancel, up to 3 dB for two sites.
+    """
     workload = Workload(model.eval(), batches, **kwargs)
-    measured = budget(workload, formats)
+    measured = budget(workload, formats, probes=32)
     reference = run_batches(workload).targets
     for fmt in formats:
         chosen = {
@@ -50,9 +54,9 @@ class TestTransformers:
             vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=32,
             max_position_embeddings=16,
         )  # fmt: skip
-        mask = torch.ones(8, 6, dtype=torch.int64)
-        mask[3:, 4:] = 0
-        batch = {"input_ids": torch.randint(0, 50, (8, 6)), "attention_mask": mask}
+        mask = torch.ones(32, 6, dtype=torch.int64)
+        mask[13:, 4:] = 0
+        batch = {"input_ids": torch.randint(0, 50, (32, 6)), "attention_mask": mask}
         measured = check(
             self.hf.BertModel(config, add_pooling_layer=False),
             [batch],
@@ -62,7 +66,9 @@ class TestTransformers:
         assert "encoder.layer.1.attention.self.query/linear" in names
         assert {"linear", "layer_norm", "embedding", "gelu", "add"} <= kinds(measured)
         assert not [s["site"] for s in measured.sites if s["no_path"]]
-        assert not measured.terms["pooled"].any()
+        # the position embeddings have no sample axis
+        pooled = set(measured.terms.filter(measured.terms["pooled"])["site"])
+        assert pooled <= {"embeddings.position_embeddings/embedding"}
         assert measured.about["target"]["name"] == "output"
 
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -77,7 +83,7 @@ class TestTransformers:
         )
         model = self.hf.GPT2LMHeadModel(config)
         batches = [
-            {"input_ids": torch.randint(0, 50, (8, 6)), "use_cache": False} for _ in range(2)
+            {"input_ids": torch.randint(0, 50, (32, 6)), "use_cache": False} for _ in range(2)
         ]
         measured = check(model, batches, formats=("bf16", "fp16", "int8"))
         assert {"addmm", "embedding", "linear"} <= kinds(measured)  # Conv1D is addmm
@@ -99,7 +105,7 @@ class TestTransformers:
             num_channels=3,
         )
         model = self.hf.ResNetForImageClassification(config)
-        batches = [{"pixel_values": torch.randn(6, 3, 16, 16)} for _ in range(2)]
+        batches = [{"pixel_values": torch.randn(16, 3, 16, 16)} for _ in range(2)]
         measured = check(model, batches)
         assert {"conv2d", "batch_norm", "relu", "add", "max_pool2d", "linear"} <= kinds(measured)
 
@@ -175,7 +181,7 @@ def test_recurrent_layers(cell, packed):
             out, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(sequence)[0], batch_first=True)
             return self.head(out.mean(1))
 
-    measured = check(Net(), [(torch.randn(12, 5, 5), torch.randint(1, 6, (12,)))], within=2.0)
+    measured = check(Net(), [(torch.randn(64, 4, 5), torch.randint(1, 5, (64,)))])
     (site,) = [s for s in measured.sites if s["kind"] == "rnn"]
     assert len(site["params"]) == 16
     assert site["sizes"]["macs"] > 0
@@ -260,7 +266,7 @@ def test_functional_code_with_every_corner():
             y = torch.logsumexp(y, -1).clamp(min=-5.0)
             return torch.where(y > 0, y, 0.1 * y).cumsum(-1)
 
-    measured = check(Net(), [torch.randn(8, 2, 4, 4)])
+    measured = check(Net(), [torch.randn(64, 2, 4, 4)])
     assert {
         "conv2d",
         "leaky_relu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -77,9 +78,9 @@ class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.layers, self.head = (
-            nn.Embedding(40, 24),
-            nn.Sequential(Layer(24), Layer(24)),
-            nn.Linear(24, 6),
+            nn.Embedding(40, 16),
+            nn.Sequential(Layer(16), Layer(16)),
+            nn.Linear(16, 6),
         )
 
     def forward(self, ids):
@@ -88,9 +89,9 @@ class Transformer(nn.Module):
 
 OPERATOR = {
     MatMul: "matmul", Add: "add", nn.Linear: "linear", nn.Conv2d: "conv2d", nn.BatchNorm2d: "batch_norm",
-    nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.AvgPool2d: "avg_pool2d",
-    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
-    nn.Softmax: "softmax", nn.LayerNorm: "layer_norm", nn.GELU: "gelu", nn.Embedding: "embedding",
+    nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.AvgPool2d: "avg_pool2d", nn.Softmax: "softmax",
+    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d", nn.LayerNorm: "layer_norm", nn.GELU: "gelu",
+    nn.Embedding: "embedding",
 }  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def by_hand(model, x, names, fmt):
 
 MODELS = {
     "convolutional": (Convolutional, lambda: torch.randn(24, 3, 8, 8)),
-    "transformer": (Transformer, lambda: torch.randint(0, 40, (24, 7))),
+    "transformer": (Transformer, lambda: torch.randint(0, 40, (24, 5))),
 }
 
 
@@ -154,7 +155,7 @@ def case(request):
     make, data = MODELS[request.param]
     torch.manual_seed(0)
     model, x = make().eval(), data()
-    return model, x, budget(Workload(model, [x]), FORMATS), Workload(model, [x])
+    return model, x, budget(Workload(model, [x]), FORMATS, probes=32), Workload(model, [x])
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -200,10 +201,14 @@ def test_the_budget_ranks_as_brute_force_does(case, trials):
     _, _, measured, _ = case
     fmt, found = trials
     predicted = {r["site"]: r["noise"] for r in measured.table.to_dicts() if r["format"] == fmt}
-    rank = spearmanr(
-        [predicted[s] for s in found], [value for _, value in found.values()]
-    ).statistic
-    assert rank >= 0.97, (fmt, rank)
+    if len(found) > 10:  # of fewer sites, one pair of neighbours changing places already costs 0.02
+        rank = spearmanr(
+            [predicted[s] for s in found], [value for _, value in found.values()]
+        ).statistic
+        assert rank >= 0.97, (fmt, rank)
+    for (one, (_, low)), (other, (_, high)) in itertools.permutations(found.items(), 2):
+        if high > 2 * low:  # 3 dB apart: more than two of those errors
+            assert predicted[one] < predicted[other], (fmt, one, other)
     off = [10 * math.log10(predicted[s] / value) for s, (_, value) in found.items() if value > 0]
     assert max(map(abs, off)) < 3.0  # and none is off by more than a factor of two
 

@@ -9,6 +9,7 @@ needs in principle: the activations that a forward pass keeps for backward, plus
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import subprocess
@@ -22,8 +23,8 @@ from common import FORMATS, ROOT, options, progress, table, verdict
 
 import roundoff as ro
 from roundoff.attribute.target import target_tensors
-from roundoff.capture.calls import Call, float_tensors
-from roundoff.plan.rounded import Plain, run_batches
+from roundoff.capture.calls import Call, float_tensors, watch
+from roundoff.plan.rounded import Plain
 from roundoff.workload import Workload
 
 BAR = 1.5
@@ -70,28 +71,33 @@ def _measure(path: Path, length: int, what: str) -> dict[str, Any]:
 def child(path: str, length: str, what: str, tracker: str) -> None:
     """Run one measurement and print it as JSON."""
     torch.set_num_threads(2)
-    workload = _batch_of(Workload.load(path), int(length))
-    extra: dict[str, Any] = {}
-    work = (lambda: extra.update(probes=ro.budget(workload, FORMATS).about["probes"])) if what == "budget" else (
-        lambda: _step(workload, what))  # fmt: skip
-    extra |= _needs(workload) if what == "budget" else {}
-    run_batches(workload)  # what is loaded at first use does not count
+    whole = Workload.load(path)
+    workload, small = _batch_of(whole, int(length), ROWS), _batch_of(whole, 0, 2)
+    extra: dict[str, Any] = _needs(workload) if what == "budget" else {}
+
+    def work(on: Workload) -> None:
+        if what == "budget":
+            extra["probes"] = ro.budget(on, FORMATS).about["probes"]
+        else:
+            _step(on, what)
+
+    work(small)  # code that is loaded at first use does not count
+    workload.model.zero_grad()
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     if tracker == "rss":
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from now
         before = _status("VmRSS")
-        work()
+        work(workload)
         print(json.dumps({"rss": _status("VmHWM") - before} | extra))
         return
-    activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profiler:
-        work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work(workload)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    totals = [e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]"]
-    print(json.dumps({"peak": max(totals)} | extra))
+    print(json.dumps({"peak": max(e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]")} | extra))
 
 
 def _status(key: str) -> int:
@@ -99,18 +105,19 @@ def _status(key: str) -> int:
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 
-def _batch_of(workload: Workload, length: int) -> Workload:
-    """The same workload on one batch of 32 samples, sentences repeated up to ``length`` tokens."""
+def _batch_of(workload: Workload, length: int, rows: int) -> Workload:
+    """The same workload on one batch of ``rows`` samples, sentences repeated up to ``length`` tokens."""
+
     def fit(parts: list[torch.Tensor]) -> torch.Tensor:
         width = min(p.shape[1] for p in parts)
-        rows = torch.cat([p[:, :width] for p in parts])[:ROWS]
-        return rows.repeat(1, -(-length // width))[:, :length] if length else rows
+        joined = torch.cat([p[:, :width] for p in parts])[:rows]
+        return joined.repeat(1, -(-length // width))[:, :length] if length else joined
 
     batches = workload.batches
     if isinstance(batches[0], dict):
         batch: Any = {k: fit([b[k] for b in batches]) for k in batches[0]}
     else:
-        batch = torch.cat(batches)[:ROWS]
+        batch = torch.cat(batches)[:rows]
     return Workload(workload.model, [batch], forward=workload.forward, name=workload.name)
 
 
@@ -134,8 +141,6 @@ class _Largest(Plain):
 
 def _needs(workload: Workload) -> dict[str, int]:
     """Bytes that a forward pass keeps for backward besides the parameters, and of the largest site."""
-    from roundoff.capture.calls import watch
-
     kept: dict[int, int] = {}
     own = {p.untyped_storage().data_ptr() for p in workload.model.parameters()}
 

@@ -85,7 +85,8 @@ def _autocast(workload: Workload, reference: Targets) -> tuple[dict[str, str], f
             mode.begin()
             with mode:
                 found.append(target_tensors(workload.run(batch), None))
-    return handler.formats, noise(found, reference)
+    formats = {site: fmt for site, fmt in handler.formats.items() if site in handler.sites}
+    return formats, noise(found, reference)
 
 
 def _greedy(workload: Workload, problem: Problem, offered: Sequence[str]) -> list[tuple[str, str]]:
@@ -107,6 +108,7 @@ def _greedy(workload: Workload, problem: Problem, offered: Sequence[str]) -> lis
 
 def _until(problem: Problem, order: Sequence[tuple[str, str]], part: float) -> dict[str, str]:
     """The first moves that bring the cost ``part`` of the way down to what all moves reach."""
+
     def walk(stop: Callable[[float], bool]) -> dict[str, str]:
         formats: dict[str, str] = {}
         cost = problem.cost_of(formats)

@@ -52,10 +52,10 @@ class Plan:
     def format_of(self, site: str) -> str:
         """The format of one site."""
         flat = [(pattern, rule.format) for rule in self.rules for pattern in rule.sites]
-        return first_match(flat, site) or self.default
+        return parse_format(first_match(flat, site) or self.default).name
 
     def formats(self, sites: Iterable[str]) -> dict[str, str]:
-        """The format of each of ``sites``; those that stay in the default are left out.
+        """The format of each of ``sites``; those that stay in fp32 are left out.
 
         Raises ``PlanError`` listing the rules that name none of them: the plan belongs to another model.
         """
@@ -79,7 +79,8 @@ class Plan:
             chosen = {s: exact.get(s, self.default) for s in sites}
         else:
             chosen = {s: self.format_of(s) for s in sites}
-        return {s: f for s, f in chosen.items() if f != "fp32"}
+        named = {s: parse_format(f).name for s, f in chosen.items()}
+        return {s: f for s, f in named.items() if f != "fp32"}
 
     @classmethod
     def from_formats(cls, formats: Mapping[str, str], about: Mapping[str, Any]) -> Plan:
@@ -102,16 +103,17 @@ class Plan:
         }
         with atomic_path(path) as temporary:
             if str(path).endswith(".json"):
-                temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+                text = json.dumps(data, indent=1, allow_nan=False) + "\n"
             else:
-                temporary.write_text(_toml(data))
+                text = _toml(data)
+            temporary.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan. Raises ``PlanError`` naming what is wrong and where."""
         path = Path(path)
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except (
             OSError,
@@ -135,8 +137,7 @@ class Plan:
             )
         try:
             rules = tuple(
-                Rule(str(r["format"]), tuple(str(s) for s in r["sites"]))
-                for r in data.get("rule", [])
+                Rule(str(r["format"]), _patterns(r["sites"])) for r in data.get("rule", [])
             )
         except (KeyError, TypeError) as error:
             raise PlanError(
@@ -147,14 +148,20 @@ class Plan:
         return cls(rules, str(data.get("default", "fp32")), data.get("about", {}))
 
 
+def _patterns(sites: Any) -> tuple[str, ...]:
+    if not isinstance(sites, list):  # the characters of one pattern would be patterns too
+        raise TypeError(f"sites is {sites!r}, no list")
+    return tuple(str(site) for site in sites)
+
+
 def _toml(data: Mapping[str, Any]) -> str:
     about = {k: v for k, v in data["about"].items() if v is not None}
     lines = ["# Which site runs in which format: the first rule that names a site decides.",
              f"schema = {data['schema']}", f"default = {json.dumps(data['default'])}", "", "[about]"]  # fmt: skip
-    lines += [f"{json.dumps(k)} = {_toml_value(v)}" for k, v in about.items()]
+    lines += [f"{_quoted(k)} = {_toml_value(v)}" for k, v in about.items()]
     for rule in data["rule"]:
         lines += ["", "[[rule]]", f"format = {json.dumps(rule['format'])}", "sites = ["]
-        lines += [f"  {json.dumps(site, ensure_ascii=False)}," for site in rule["sites"]]
+        lines += [f"  {_quoted(site)}," for site in rule["sites"]]
         lines += ["]"]
     return "\n".join(lines) + "\n"
 
@@ -164,9 +171,14 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
         return (
             "{ "
-            + ", ".join(f"{json.dumps(str(k))} = {_toml_value(v)}" for k, v in value.items())
+            + ", ".join(f"{_quoted(str(k))} = {_toml_value(v)}" for k, v in value.items())
             + " }"
         )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return _quoted(value)
+
+
+def _quoted(value: Any) -> str:
+    """As JSON writes it; TOML allows no bare delete character, and no surrogates."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -28,7 +28,7 @@ def parse_target(value: float | str) -> float:
     >>> parse_target("38.5 dB")
     38.5
     """
-    found = re.fullmatch(r"\s*([+-]?\d+(?:\.\d*)?)\s*(?:dB)?\s*", str(value), flags=re.IGNORECASE)
+    found = re.fullmatch(r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:dB)?\s*", str(value), flags=re.IGNORECASE)
     if found is None:
         raise PlanError(
             "not a target",

@@ -101,6 +101,9 @@ def verify(
         trial = check.trial(number, plan, formats, expected)
         if budget is None or (trial.agrees and trial.good) or number == rounds:
             break
+        if trial.round.measured_db == -math.inf:
+            trial.note("the rounded model overflows: no linearisation exists around it")
+            break
         budget = measure(
             workload, budget.about["formats"], probes=budget.about["probes"], target=part,
             around=formats, seed=number, progress=progress,

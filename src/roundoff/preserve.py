@@ -112,6 +112,8 @@ def _restore_tensor(tensor: Tensor, alias: Tensor, requires_grad: bool) -> None:
     # model.half() and model.to(device) swap the storage under a parameter that stays the same.
     if not _same_storage(tensor, alias):
         tensor.data = alias
+    if tensor.grad_fn is not None and not tensor._is_view():
+        tensor.detach_()  # a buffer that was written in place with values that have a gradient
     if tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)
 

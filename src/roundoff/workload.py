@@ -146,7 +146,7 @@ class Workload:
             return f"{call} on {which}, {describe(batch)},"
 
         with torch._C.DisableTorchFunction():  # the copy is no operator of the model
-            own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+            own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
         with user_code(what, self._where, path=self.path, do=do):
             if self.forward is not None:
                 return self.forward(self.model, own)

@@ -90,6 +90,7 @@ class Probe:
     overflow: dict[TermKey, int] = field(default_factory=lambda: defaultdict(int))
     reached: set[str] = field(default_factory=set)
     release: bool = True
+    listening: bool = False
     _held: dict[int, list[weakref.ref[_Held]]] = field(default_factory=lambda: defaultdict(list))
 
     def before_write(self, tensor: Tensor) -> None:
@@ -122,7 +123,8 @@ class Probe:
         kept = dataclasses.replace(call, leaves=held)
         result, reference = self._attach(exact, kept, chosen)
         if str(call.site) == self.wanted and self.found is None:
-            self.found = float_tensors(result)[0].clone()  # what the model writes over it later does not count
+            # a copy: what the model writes over it later does not count
+            self.found = float_tensors(result)[0].clone()
         for place, tensor in enumerate(float_tensors(result)):
             hook = functools.partial(self._hook, kept, reference, place)
             on_output(tensor, hook, written=call.operator.inplace)
@@ -181,6 +183,8 @@ class Probe:
         return tree_map(anchored, result)
 
     def _hook(self, kept: Call, reference: Any, place: int, gradient: Tensor) -> None:
+        if not self.listening:  # the model itself asks for gradients in its forward pass
+            return
         hand_over(gradient, functools.partial(self._measure, kept, reference, place))
 
     def _measure(self, kept: Call, reference: Any, place: int, gradients: Tensor) -> None:
@@ -296,6 +300,7 @@ def measure_batch(
     with torch.enable_grad(), mode:
         targets = forward()
     check()
+    probe.listening = True
     values = [t.detach() for t in targets]
     rows = {t.shape[0] if t.ndim else 1 for t in targets}
     probe.samples = rows.pop() if len(rows) == 1 else 1

@@ -337,6 +337,9 @@ def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
         return "does not depend on values"
     if operator.name in RANDOM:
         return "random"
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if any(_is_float(leaf) and wrapped(leaf) for leaf in tree_flatten(args)[0]):
+        return "inside torch.vmap or torch.func"
     if any(
         isinstance(leaf, Tensor) and (leaf.is_sparse or leaf.is_nested)
         for leaf in tree_flatten(args)[0]

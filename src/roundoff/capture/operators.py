@@ -19,7 +19,7 @@ MOVES = frozenset(
     squeeze unsqueeze cat concat concatenate stack hstack vstack dstack chunk split split_with_sizes tensor_split
     unbind getitem setitem narrow select index_select gather take take_along_dim index index_put masked_select
     masked_fill masked_scatter where scatter scatter_ index_copy index_fill fill zero copy clone detach
-    detach_copy alias view_as reshape_as swapaxes swapdims movedim moveaxis T mT H mH adjoint t roll flip fliplr
+    detach_copy deepcopy alias view_as reshape_as swapaxes swapdims movedim moveaxis T mT H mH adjoint t roll flip fliplr
     flipud rot90 tril triu diagonal diag pad constant_pad_nd unfold im2col pixel_shuffle pixel_unshuffle
     channel_shuffle as_strided broadcast_to broadcast_tensors unsafe_chunk unsafe_split tile ravel real data
     requires_grad_ sort topk kthvalue cpu cuda to float double half bfloat16 type type_as identity

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
 from roundoff.attribute.adjoint import Probe, SiteInfo, TermKey, measure_batch
 from roundoff.capture.calls import CallMode, watch
@@ -124,21 +126,24 @@ class _Run:
     def batch(self, mode: CallMode, index: int) -> None:
         """Measure one batch; where a backward formula cannot be batched, this and later ones probe by probe."""
         state = self.generator.get_state()
+        undo = _undo(self.workload.model)
         sizes = {name: (info.batches, dict(info.sizes)) for name, info in self.sites.items()}
         counts = {key: row.count for key, row in mode.excluded.items()}
         while True:
             try:
                 probe, values = self._attempt(mode, index)
                 break
-            except RuntimeError:
-                if not self.ways:
-                    raise
+            except RuntimeError as error:
+                if isinstance(error, CheckpointError) or not self.ways:
+                    raise _no_backward(self.workload, index, error) from error
                 self.batched, self.mutation = self.ways.pop(0)
                 self.generator.set_state(state)
+                undo()
                 for name, info in self.sites.items():  # what the attempt counted is counted again
                     info.batches, info.sizes = sizes.get(name, (0, {}))
                 for key, row in mode.excluded.items():
                     row.count = counts.get(key, 0)
+        _forget_graph(self.workload.model)
         signal = torch.zeros(probe.samples, dtype=torch.float64)
         for value in values:
             signal += value.double().square().reshape(probe.samples, -1).sum(1).cpu()
@@ -244,6 +249,44 @@ class _Run:
         noise, stderr = power([Term(key.part, key.operand, sources, pooled, overflow, values)])
         return (key.site, key.format, key.part, key.operand, list(sources), pooled, overflow,
                 noise, stderr, np.asarray(values, dtype=np.float32).ravel().tolist())  # fmt: skip
+
+
+def _undo(model: nn.Module) -> Callable[[], None]:
+    """What brings random state and buffers back to what they are now, for another attempt at the same batch."""
+    random = torch.get_rng_state()
+    saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def undo() -> None:
+        torch.set_rng_state(random)
+        _forget_graph(model)
+        with torch.no_grad():
+            for buffer, values in saved:
+                buffer.copy_(values)
+
+    return undo
+
+
+def _forget_graph(model: nn.Module) -> None:
+    """Detach what the model keeps from one batch to the next: buffers written in place, states in attributes."""
+    for module in model.modules():
+        for kept in (vars(module), module._buffers):
+            for value in kept.values():
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor) and leaf.grad_fn is not None and not leaf._is_view():
+                        leaf.detach_()
+
+
+def _no_backward(workload: Workload, index: int, error: RuntimeError) -> WorkloadError:
+    advice = "run backward() on the sum of the plain model's output to debug it"
+    if isinstance(error, CheckpointError):
+        advice = "turn gradient checkpointing off: operators must not be called again in the backward pass"
+    elif isinstance(error, torch.OutOfMemoryError):
+        advice = "give smaller batches"
+    return WorkloadError(
+        "the backward pass through the model failed", where=f"{workload.name}, batch {index}",
+        expected="an output that can be differentiated", got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+        do=advice,
+    )  # fmt: skip
 
 
 def _version() -> str:

@@ -48,7 +48,18 @@ def test_text_and_site_round_trip(module, operator, call):
 
 @pytest.mark.parametrize(
     "text",
-    ["linear", "", "a/", "/", "a/linear#", "a/linear#x", "a/linear#-1", "a/#1", "a/linear#1.5"],
+    [
+        "linear",
+        "",
+        "a/",
+        "/",
+        "a/linear#",
+        "a/linear#x",
+        "a/linear#-1",
+        "a/#1",
+        "a/linear#1.5",
+        "a/linear#²",
+    ],
 )
 def test_what_is_no_site_is_refused_with_the_way_out(text):
     with pytest.raises(PatternError) as error:

@@ -38,7 +38,7 @@ class Site:
         """The site that ``text`` names. Raises ``PatternError`` when it has no slash or a bad call index."""
         module, slash, rest = text.rpartition("/")
         operator, mark, call = rest.partition("#")
-        if not slash or not operator or (mark and not call.isdigit()):
+        if not slash or not operator or (mark and not call.isdecimal()):
             raise PatternError(
                 "not the name of a site",
                 expected="module.path/operator or module.path/operator#call",

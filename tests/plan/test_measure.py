@@ -224,3 +224,28 @@ def test_around_refuses_unknown_formats(workload):
         budget(workload, ["bf16"], around={"first/linear": "bf61"})
     found = budget(workload, ["bf16"], around={"first/linear": "int8"})
     assert found.about["around"] == {"first/linear": "int8"}
+
+
+def test_an_operand_that_is_already_in_the_format_is_counted_once():
+    """One rounding by the linear layer, then operators that are exact on its bf16 result: doubling, relu, negation. Each
+    of them alone rounds an operand; together they do not, which the measurement shows."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return -((self.linear(x) * 2.0).relu() * 0.5)
+
+    torch.manual_seed(0)
+    workload = Workload(Chain(), [torch.randn(64, 8)])
+    found = budget(workload, ["bf16"], probes=64)
+    everywhere = {s["site"]: "bf16" for s in found.sites}
+    assert len(everywhere) == 5
+    measured = noise(run_batches(workload, everywhere).targets, run_batches(workload).targets)
+    predicted = found.predict(everywhere)
+    # 4096 products: 4 sigma of sqrt(2 / 4096) = 9 %, and relative errors of 2**-8 in the second order
+    assert predicted.noise == pytest.approx(measured, rel=0.1)
+    apart = sum(found.predict({site: "bf16"}).noise for site in everywhere)
+    assert apart > 1.5 * measured  # what counting them all would give

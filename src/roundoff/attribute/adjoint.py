@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -297,7 +298,9 @@ def measure_batch(
     """
     mode.handler = probe
     mode.begin()
-    with torch.enable_grad(), mode:
+    with torch.enable_grad(), mode, warnings.catch_warnings():
+        # the plain model takes numbers out of its tensors without a warning
+        warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad=True")
         targets = forward()
     check()
     probe.listening = True

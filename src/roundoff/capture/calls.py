@@ -113,6 +113,7 @@ class CallMode(TorchFunctionMode):
         super().__init__()
         self.handler = handler
         self.path: list[str] = []
+        self.scripted: list[str] = []
         self.calls = 0
         self.excluded: dict[tuple[str, str], Excluded] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -126,6 +127,9 @@ class CallMode(TorchFunctionMode):
         self._counts.clear()
         self._sources = WeakIdKeyDictionary()
         self.calls = 0
+        for path in self.scripted:
+            self.path[:] = [path]
+            self._exclude("forward", "TorchScript hides its operators")
         self.path.clear()
 
     def __torch_function__(
@@ -282,6 +286,8 @@ def watch(model: nn.Module, handler: Handler) -> Iterator[CallMode]:
         with stance:
             for path, module in model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
+                    if not any(path.startswith(outer + "." if outer else "") for outer in mode.scripted):
+                        mode.scripted.append(path)
                     continue
                 handles.append(
                     module.register_forward_pre_hook(functools.partial(enter, path), prepend=True)

@@ -70,7 +70,9 @@ def budget(
         seed,
     )
     with preserve(workload.model):
-        workload.model.eval().requires_grad_(False)
+        workload.model.eval()
+        for parameter in workload.model.parameters():  # a scripted module has no requires_grad_ of its own
+            parameter.requires_grad_(False)
         with watch(workload.model, Plain()) as mode:
             for index in range(len(workload.batches)):
                 if progress is not None:
@@ -195,7 +197,7 @@ class _Run:
                 got=", ".join(
                     f"{n}: {t.dtype}, shape {tuple(t.shape)}, no gradient" for n, t in found.items()
                 ),
-                do="remove torch.no_grad, inference_mode, detach, numpy or argmax from forward; return the scores",
+                do="remove torch.no_grad, inference_mode, detach, numpy, TorchScript or argmax; return the scores",
             )
 
     def budget(self, mode: CallMode) -> Budget:

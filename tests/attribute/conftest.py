@@ -134,7 +134,7 @@ def measure():
             measure_batch(
                 mode, probe, lambda: list(target_tensors(model(x), None).values()), check=lambda: None,
                 probes=lambda _: probes, generator=torch.Generator().manual_seed(seed), learn_axes=learn,
-                batched=batched,
+                batched=batched, parameters=0,
             )  # fmt: skip
         return probe
 

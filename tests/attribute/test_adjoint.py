@@ -139,7 +139,7 @@ def test_a_last_batch_whose_output_is_one_number(tiny):
 
 
 def by_key(probe):
-    return {(k.site, k.format, k.part, k.operand): v.double() for k, v in probe.terms().items()}
+    return {(k.site, k.format, k.part, k.operand): torch.from_numpy(v) for k, v in probe.terms.projections().items()}
 
 
 @pytest.mark.parametrize("mixing", [False, True])
@@ -178,7 +178,7 @@ def test_a_new_format_costs_no_new_pass(tiny):
 
 def test_terms_name_the_operand_and_where_it_comes_from(tiny, measure):
     probe = measure(tiny, torch.randn(2, 4, dtype=torch.float64))
-    assert set(probe.terms()) == {
+    assert set(probe.terms.projections()) == {
         TermKey("first/linear", "bf16", "activation", 0, ()),
         TermKey("first/linear", "bf16", "weight", 1, ("first.weight",)),
         TermKey("first/linear", "bf16", "weight", 2, ("first.bias",)),

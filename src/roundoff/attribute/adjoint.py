@@ -24,30 +24,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from roundoff.attribute.project import backward, hand_over, on_output, sample_axis
+from roundoff.attribute.terms import TermKey, Terms, arrange, by_sample, project
 from roundoff.capture.calls import Call, CallMode, float_tensors
 from roundoff.capture.execute import execute, runs, steps
 from roundoff.capture.sizes import sizes
 from roundoff.formats import Format
 
-
-@dataclass(frozen=True)
-class TermKey:
-    """One part of one site's error in one format: the smallest entry of the budget."""
-
-    site: str
-    format: str
-    part: str
-    operand: int
-    sources: tuple[str, ...]
-
-
-@dataclass
-class Projection:
-    """``v . J e`` for each probe and sample, shape ``(K, S)``, or ``(K, 1)`` when the batch is summed."""
-
-    values: Tensor
-    pooled: bool
-    overflow: int
+#: Bytes that are not worth another backward pass.
+_SMALL = 2**24
 
 
 @dataclass
@@ -86,12 +70,12 @@ class Probe:
     samples: int = 1
     keep: Tensor | None = None
     axes: dict[tuple[str, int], tuple[int, int] | None] = field(default_factory=dict)
-    masked_only: bool = False
-    passes: dict[TermKey, dict[int, list[Tensor]]] = field(default_factory=dict)
-    overflow: dict[TermKey, int] = field(default_factory=lambda: defaultdict(int))
+    terms: Terms = field(default_factory=Terms)
     reached: set[str] = field(default_factory=set)
     release: bool = True
     listening: bool = False
+    kept_bytes: int = 0
+    largest: int = 1
     _held: dict[int, list[weakref.ref[_Held]]] = field(default_factory=lambda: defaultdict(list))
 
     def before_write(self, tensor: Tensor) -> None:
@@ -116,6 +100,8 @@ class Probe:
         if not outputs:
             return exact
         info = self._describe(call, outputs)
+        written = [t.numel() * t.element_size() for t in outputs]
+        self.kept_bytes, self.largest = self.kept_bytes + sum(written), max(self.largest, *written)
         if not torch.is_grad_enabled():
             info.no_path = "computed under torch.no_grad"
             return exact
@@ -193,11 +179,14 @@ class Probe:
         self.reached.add(name)
         call = _open(kept)
         exact = tree_map(lambda t: t.tensor if isinstance(t, _Held) else t, reference)
-        if self.masked_only:
-            if self.keep is not None:
+        if self.keep is not None:  # the last probe is the masked one
+            if (name, place) not in self.axes:
                 self.axes[name, place] = sample_axis(gradients[-1], self.samples, self.keep)
+            gradients = gradients[:-1]
+        if not len(gradients):
             return
-        probes, axis = self._by_sample(name, place, gradients)
+        axis = self.axes.get((name, place))
+        probes = by_sample(gradients, axis, self.samples)
         refused = self.sites[name].refused
         for fmt in self.formats:
             if fmt.name in refused:
@@ -208,66 +197,11 @@ class Probe:
                 operand = -1 if step.operand is None else step.operand.leaf
                 sources = () if step.operand is None else tuple(sorted(step.operand.sources))
                 key = TermKey(name, fmt.name, step.part, operand, sources)
-                values, overflow = _project(probes, _arrange(now - last, axis, self.samples))
-                self.passes.setdefault(key, {}).setdefault(place, []).append(values)
-                self.overflow[key] += overflow
+                values, overflow = project(probes, arrange(now - last, axis, self.samples))
+                self.terms.add(key, place, values, overflow)
                 last = now
         if self.release and len(float_tensors(exact)) == 1:
             kept.leaves = []  # the last that holds the operands
-
-    def terms(self) -> dict[TermKey, Tensor]:
-        """Projections of each term: shape ``(K, S)``, or ``(K, 1)`` where the samples could not be told apart; the
-        outputs of one operator are added up."""
-        found: dict[TermKey, Tensor] = {}
-        for key, places in self.passes.items():
-            parts = [torch.cat(passes) for passes in places.values()]
-            if any(part.shape[1] == 1 for part in parts):
-                parts = [part.sum(1, keepdim=True) for part in parts]
-            found[key] = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
-        return found
-
-    def _by_sample(
-        self, name: str, place: int, gradients: Tensor
-    ) -> tuple[Tensor, tuple[int, int] | None]:
-        """Probe gradients as ``(S, n, K)``; the last probe is the masked one where samples are being told apart."""
-        gradients = gradients if gradients.dtype == torch.float64 else gradients.float()
-        if self.keep is not None:
-            if (name, place) not in self.axes:
-                self.axes[name, place] = sample_axis(gradients[-1], self.samples, self.keep)
-            gradients = gradients[:-1]
-        axis = self.axes.get((name, place))
-        count = gradients.shape[0]
-        if axis is None:
-            return gradients.reshape(count, 1, -1).permute(1, 2, 0), None
-        moved = gradients.movedim(axis[0] + 1, 1)
-        return moved.reshape(count, self.samples, -1).permute(1, 2, 0), axis
-
-
-def _arrange(error: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor:
-    """An error as ``(S, 1, n)`` in the order of the probe gradients."""
-    error = error if error.dtype == torch.float64 else error.float()
-    if axis is None:
-        return error.reshape(1, 1, -1)
-    return error.movedim(axis[0], 0).reshape(samples, 1, -1)
-
-
-def _project(probes: Tensor, error: Tensor) -> tuple[Tensor, int]:
-    """Inner products ``(K, S)`` of an error with the probe gradients, and how many errors are not finite.
-
-    An infinite error (the format overflowed) that no probe looks at, a masked position say, costs nothing; one
-    that a probe looks at costs everything: its projection is infinite.
-    """
-    values = torch.bmm(error, probes)[:, 0, :].T
-    if bool(values.isfinite().all()):
-        return values, 0
-    bad = ~error.isfinite()
-    if not bool(bad.any()):
-        return values, 0
-    seen = (probes.ne(0) & bad.transpose(1, 2)).any(dim=1)  # (S, K)
-    values = torch.bmm(error.masked_fill(bad, 0.0), probes)[:, 0, :].T
-    count = int((bad.transpose(1, 2) & probes.ne(0).any(dim=2, keepdim=True)).sum())
-    return values.masked_fill(seen.T, float("inf")), count
-
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
@@ -289,12 +223,13 @@ def measure_batch(
     generator: torch.Generator,
     learn_axes: bool,
     batched: bool,
+    parameters: int,
 ) -> list[Tensor]:
     """One forward and the backward passes of one batch; fills ``probe`` and returns the target tensors, detached.
 
     ``forward`` runs the model, with ``mode`` entered, and returns the target tensors; ``check`` may refuse what it
     found. ``probes`` says how many probes to draw for a number of samples. A target of one element needs one: its
-    gradient is exact.
+    gradient is exact. ``parameters`` is the size in bytes of the model's.
     """
     mode.handler = probe
     mode.begin()
@@ -310,19 +245,31 @@ def measure_batch(
     count = 1 if sum(t.numel() for t in targets) == 1 else probes(probe.samples)
     targets = [t for t in targets if t.requires_grad]
     vectors = [_signs(count, t, generator) for t in targets]
+    masked: list[Tensor] = []
     if learn_axes and probe.samples > 1:
         probe.keep = torch.arange(probe.samples) % 2 == 0
         rest = ~probe.keep.to(targets[0].device)
         masked = [v[:1].masked_fill(_rows(rest, v), 0.0) for v in vectors]
-        if batched:
-            vectors = [torch.cat([v, m]) for v, m in zip(vectors, masked, strict=True)]
-        else:
-            probe.release, probe.masked_only = False, True
+        if not batched:
+            probe.release = False
             backward(targets, probe.anchor, masked, batched=False, keep_graph=True)
-            probe.keep, probe.masked_only = None, False
-    probe.release = batched
-    backward(targets, probe.anchor, vectors, batched=batched)
+            probe.keep = None
+    together = _together(probe, parameters) if batched else 1
+    chunks = list(zip(*(torch.split(v, together) for v in vectors), strict=True))
+    for number, chunk in enumerate(chunks):
+        probe.release = number + 1 == len(chunks)
+        if probe.keep is not None:
+            chunk = tuple(torch.cat([v, m]) for v, m in zip(chunk, masked, strict=True))
+        backward(targets, probe.anchor, list(chunk), batched=batched, keep_graph=not probe.release)
+        probe.keep = None
     return values
+
+
+def _together(probe: Probe, parameters: int) -> int:
+    """How many probes to send back at once: about four gradients of the largest site exist for each at a time, in
+    what half the activations take and the parameters' gradients, which a training step has and a budget has not."""
+    room = max(_SMALL, probe.kept_bytes // 2 + parameters)
+    return max(1, room // (4 * probe.largest))
 
 
 def _signs(count: int, like: Tensor, generator: torch.Generator) -> Tensor:

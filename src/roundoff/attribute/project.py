@@ -71,14 +71,14 @@ def backward(
 ) -> None:
     """Run the vector-Jacobian products of K probes back to ``anchor``; hooks on the way see the gradients.
 
-    ``probes[i]`` has shape ``(K, *outputs[i].shape)``. Batched, the graph is freed on the way and hooks fire
-    once with all K gradients; else K passes run one after the other (and ``keep_graph`` keeps the graph for more).
+    ``probes[i]`` has shape ``(K, *outputs[i].shape)``. Batched, hooks fire once with all K gradients; else K passes
+    run one after the other. The graph is freed on the way of the last, unless ``keep_graph`` keeps it for more.
     """
     if batched:
 
         def pass_(*vectors: Tensor) -> Tensor:
             found: tuple[Tensor | None, ...] = torch.autograd.grad(
-                outputs, anchor, vectors, allow_unused=True
+                outputs, anchor, vectors, retain_graph=keep_graph, allow_unused=True
             )
             return anchor.detach() if found[0] is None else found[0]
 

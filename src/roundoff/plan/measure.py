@@ -17,7 +17,8 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from roundoff.attribute.adjoint import Probe, SiteInfo, TermKey, measure_batch
+from roundoff.attribute.adjoint import Probe, SiteInfo, measure_batch
+from roundoff.attribute.terms import TermKey, Terms
 from roundoff.capture.calls import CallMode, watch
 from roundoff.capture.environment import environment
 from roundoff.errors import GradientPathError, WorkloadError
@@ -97,8 +98,7 @@ def parse_formats(names: Iterable[str]) -> list[Format]:
 class _Batch:
     samples: int
     signal: list[float]
-    terms: dict[TermKey, Tensor]
-    overflow: dict[TermKey, int]
+    terms: Terms
 
 
 class _Run:
@@ -123,7 +123,7 @@ class _Run:
         self.shapes: dict[str, list[int]] = {}
         self.found: dict[str, Tensor] = {}
         self.output: Any = None
-        self.signs: list[Tensor] = []
+        self.signs: list[np.ndarray] = []
 
     def batch(self, mode: CallMode, index: int) -> None:
         """Measure one batch; where a backward formula cannot be batched, this and later ones probe by probe."""
@@ -149,7 +149,7 @@ class _Run:
         signal = torch.zeros(probe.samples, dtype=torch.float64)
         for value in values:
             signal += value.double().square().reshape(probe.samples, -1).sum(1).cpu()
-        self.done.append(_Batch(probe.samples, signal.tolist(), probe.terms(), probe.overflow))
+        self.done.append(_Batch(probe.samples, signal.tolist(), probe.terms))
         for name in probe.reached:
             self.sites[name].no_path = None
 
@@ -164,6 +164,7 @@ class _Run:
                 mode, probe, functools.partial(self._forward, probe, index),
                 check=functools.partial(self._check, index), probes=self._count,
                 generator=self.generator, learn_axes=not self.axes, batched=self.batched,
+                parameters=sum(p.nbytes for p in self.workload.model.parameters()),
             )  # fmt: skip
         return probe, values
 
@@ -206,15 +207,16 @@ class _Run:
         if signal <= 0:
             raise WorkloadError("the target tensor is zero everywhere, so no ratio to it exists",
                                 where=self.workload.name, expected="an output with non-zero values")  # fmt: skip
-        keys = dict.fromkeys(key for b in self.done for key in b.terms)
-        self.probes = max((t.shape[0] for b in self.done for t in b.terms.values()), default=1)
+        found = [b.terms.projections() for b in self.done]
+        keys = dict.fromkeys(key for terms in found for key in terms)
+        self.probes = max((t.shape[0] for terms in found for t in terms.values()), default=1)
         # a target of one element is exact with one probe; beside batches that have K it takes the signs of K
-        self.signs = [torch.randint(0, 2, (self.probes, 1), generator=self.generator) * 2 - 1 for _ in self.done]
+        self.signs = [torch.randint(0, 2, (self.probes, 1), generator=self.generator).numpy() * 2 - 1 for _ in self.done]
         pooled = {k.site: False for k in keys}
-        for b in self.done:
-            for key, values in b.terms.items():
+        for b, measured in zip(self.done, found, strict=True):
+            for key, values in measured.items():
                 pooled[key.site] |= values.shape[1] != b.samples
-        rows = [self._row(key, pooled[key.site], math.sqrt(signal)) for key in keys]
+        rows = [self._row(key, [m.get(key) for m in found], pooled[key.site], math.sqrt(signal)) for key in keys]
         terms = pl.DataFrame(rows, schema=TERM_SCHEMA, orient="row")
         batches = len(self.done)
         sites = [
@@ -237,16 +239,17 @@ class _Run:
         }  # fmt: skip
         return Budget(terms, sites, about)
 
-    def _row(self, key: TermKey, pooled: bool, scale: float) -> tuple[Any, ...]:
-        columns: list[Tensor] = []
-        for b, signs in zip(self.done, self.signs, strict=True):
-            found = b.terms.get(key)
-            if found is None:  # this site was not called in this batch
-                found = torch.zeros(len(signs), 1 if pooled else b.samples)
-            found = (found.sum(1, keepdim=True) if pooled else found).cpu()
-            columns.append(found * signs if len(found) < len(signs) else found)
-        values = (torch.cat(columns, dim=1).double() / scale).numpy()
-        overflow = sum(b.overflow.get(key, 0) for b in self.done)
+    def _row(
+        self, key: TermKey, found: list[np.ndarray | None], pooled: bool, scale: float
+    ) -> tuple[Any, ...]:
+        columns: list[np.ndarray] = []
+        for b, signs, part in zip(self.done, self.signs, found, strict=True):
+            if part is None:  # this site was not called in this batch
+                part = np.zeros((len(signs), 1 if pooled else b.samples))
+            part = part.sum(1, keepdims=True) if pooled else part
+            columns.append(part * signs if len(part) < len(signs) else part)
+        values = np.concatenate(columns, axis=1) / scale
+        overflow = sum(b.terms.overflow(key) for b in self.done)
         sources = tuple(key.sources)
         noise, stderr = power([Term(key.part, key.operand, sources, pooled, overflow, values)])
         return (key.site, key.format, key.part, key.operand, list(sources), pooled, overflow,

@@ -266,9 +266,10 @@ def measure_batch(
 
 
 def _together(probe: Probe, parameters: int) -> int:
-    """How many probes to send back at once: about four gradients of the largest site exist for each at a time, in
-    what half the activations take and the parameters' gradients, which a training step has and a budget has not."""
-    room = max(_SMALL, probe.kept_bytes // 2 + parameters)
+    """How many probes to send back at once. About four gradients of the largest site exist for each at a time; they get
+    half of what the parameters' gradients, which a training step has and a budget has not, and a quarter of the
+    activations take."""
+    room = max(_SMALL, (probe.kept_bytes // 4 + parameters) // 2)
     return max(1, room // (4 * probe.largest))
 
 

@@ -32,10 +32,14 @@ class Paths:
         """The path of the innermost module that runs, "" outside of all and for the model itself."""
         return self.stack[-1] if self.stack else ""
 
+    def modules(self) -> list[nn.Module]:
+        """The models that were seen and still exist."""
+        return [m for reference in self.roots if (m := reference()) is not None]
+
     def _add(self, root: nn.Module) -> None:
         main = not self.roots and any(True for _ in root.parameters())
         prefix = "" if main else type(root).__name__
-        if main:
+        if any(True for _ in root.parameters()):
             self.roots.append(weakref.ref(root))
         parallel = type(root).__name__ in _PARALLEL
         for path, module in root.named_modules():

@@ -39,26 +39,32 @@ class _Memory:
     """What is known of one storage: the record of each view of it, and the record that views are now views of, with the
     elements ``start`` to ``end`` of the storage that it covers."""
 
-    __slots__ = ("alive", "elements", "end", "latest", "records", "start")
+    __slots__ = ("alive", "elements", "end", "latest", "records", "start", "version")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.alive = StorageWeakRef(storage)  # keeps the address from being given to another storage
         self.records: dict[Any, int] = {}
         self.elements: dict[Any, int] = {}
         self.latest = -1
+        self.version = 0
         self.start = self.end = 0
 
 
 class Recorder:
     """Rows of the step that runs now. ``names`` says which tensors are parameters or buffers."""
 
-    def __init__(self, keep: Keep | None = None, *, names: dict[int, str] | None = None) -> None:
+    def __init__(
+        self, keep: Keep | None = None, *, names: dict[int, str] | None = None, versions: bool = False
+    ) -> None:
         self.keep = keep
+        self.versions = versions
         self.names: dict[int, str] = {} if names is None else names
         self.rows: list[tuple[Any, ...]] = []
         self.kept: dict[int, dict[str, Any]] = {}
         self.own: dict[int, tuple[float | None, float | None, str | None]] = {}
         self.same: dict[int, int] = {}
+        self.gradients: dict[int, str] = {}
+        self._unread: dict[int, tuple[int, Tensor]] = {}
         self.calls = 0
         self.statistics = Statistics()
         self._memory: dict[int, _Memory] = {}
@@ -66,28 +72,31 @@ class Recorder:
 
     def record_of(self, tensor: Tensor, source: Source) -> int:
         """The record of this value; a value that no recorded call has made gets a row of its own, as it stands."""
-        value, _ = plain(tensor)
-        if value is None:
-            return self._before(tensor, source)
-        found = self._memory.get(value.untyped_storage()._cdata)
-        if found is not None:
-            record = found.records.get(_geometry(value))
-            if record is not None:
-                return record
-        return self._before(tensor, source)
+        record = self.known(tensor)
+        return self._before(tensor, source) if record is None else record
 
     def known(self, tensor: Tensor) -> int | None:
         """The record of this value, None where there is none yet."""
         value, _ = plain(tensor)
-        found = None if value is None else self._memory.get(value.untyped_storage()._cdata)
-        return None if found is None else found.records.get(_geometry(value))
+        if value is None:
+            return self._unread.get(id(tensor), (None, None))[0]
+        found = self._memory.get(value.untyped_storage()._cdata)
+        if found is None or (self.versions and found.version != _version(value)):
+            return None
+        return found.records.get(_geometry(value))
+
+    def named_gradient(self, name: str, gradient: Tensor) -> None:
+        """``gradient`` is that of parameter ``name``."""
+        record = self.known(gradient)
+        if record is not None:
+            self.gradients[record] = f"{name}.grad"
 
     def call(
-        self, source: Source, operator: str, overload: str | None, inputs: Sequence[int], outputs: Sequence[Any],
+        self, source: Source, operator: str, overload: str | None, inputs: Sequence[int], outputs: Sequence[Tensor],
         *, written: Sequence[Tensor] = (), arguments: str | None = None, group: str | None = None,
-        reason: str | None = None,
+        reason: str | None = None, place: int = 0,
     ) -> list[int]:  # fmt: skip
-        """One row for each tensor that a call has made or written; gives their records (-1: no tensor)."""
+        """One row for each tensor that a call has made or written; gives their records."""
         number = self.calls
         self.calls += 1
         key = (source.phase, source.module, operator)
@@ -96,15 +105,12 @@ class Recorder:
         listed = list(inputs)
         head = (number, source.phase, source.module, operator, index)
         records = []
-        place = 0
-        for tensor in (*written, *outputs):
-            if not isinstance(tensor, Tensor):
-                records.append(-1)
-                continue
-            inplace = place < len(written)
-            records.append(self._row(tensor, head, place, overload, source.line, listed, arguments, inplace, group, reason))
-            place += 1
-        if not place:
+        for number, tensor in enumerate((*written, *outputs)):
+            inplace = number < len(written)
+            records.append(
+                self._row(tensor, head, place + number, overload, source.line, listed, arguments, inplace, group, reason)
+            )
+        if not records:
             record = len(self.rows)
             self.rows.append((
                 record, *head, 0, overload, None, source.line, listed, arguments, None, False, None, None, None, None,
@@ -134,6 +140,7 @@ class Recorder:
         view_of = stride = offset = None
         if value is None:
             reason = reason or why
+            self._unread[id(tensor)] = (record, tensor)  # held, so that no other tensor gets its id
         else:
             storage = value.untyped_storage()
             memory = self._memory.get(storage._cdata)
@@ -141,8 +148,9 @@ class Recorder:
                 memory = self._memory[storage._cdata] = _Memory(storage)
             geometry = _geometry(value)
             start, _, stride, _ = geometry
-            if inplace:
+            if inplace or (self.versions and memory.version != _version(value)):
                 memory.records.clear()
+                memory.version = _version(value) if self.versions else 0
             elif (same := memory.records.get(geometry)) is not None:
                 return same  # an alias with the same geometry is the same value
             elif memory.start <= start and _end(value) <= memory.end:
@@ -186,6 +194,12 @@ class Recorder:
         columns: dict[str, list[Any]] = {
             name: list(values) for name, values in zip(FIELDS, zip(*self.rows, strict=True), strict=True)
         }
+        columns["dtype"] = [d and _DTYPES.get(d, str(d)) for d in columns["dtype"]]
+        columns["shape"] = [s and list(s) if s != () else [] for s in columns["shape"]]
+        columns["stride"] = [None if s is None else list(s) for s in columns["stride"]]
+        columns["device"] = [d and str(d) for d in columns["device"]]
+        columns["layout"] = [v and str(v).removeprefix("torch.") for v in columns["layout"]]
+        columns["name"] = [self.gradients.get(r, n) for r, n in enumerate(columns["name"])]
         order = [self._root(r) for r in range(len(self.rows))]
         for i, name in enumerate(COLUMNS):
             columns[name] = [row[i] if (row := found.get(r)) is not None else None for r in order]
@@ -221,6 +235,10 @@ def _elements(value: Tensor) -> tuple[Any, ...] | None:
         else:
             merged.append((stride, size))
     return value.dtype, value.storage_offset(), *merged
+
+
+def _version(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
 
 
 def _geometry(value: Tensor) -> Geometry:

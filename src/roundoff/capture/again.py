@@ -39,6 +39,8 @@ from roundoff.capture.stand_in import STAND_INS
 _FP32 = frozenset("state_steps found_inf grad_scale inv_scale lr".split())
 #: A flag of the half-precision kernels alone; the result is the same.
 _OFF = frozenset("half_to_float pin_memory".split())
+#: Results that a kernel leaves uninitialised in part.
+_PARTIAL = {("aten::_ctc_loss", 1)}
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -134,15 +136,17 @@ def _once(func: OpOverload, bound: Mapping[str, tuple[Any, Any]], args: Sequence
     by_name = {a.name: copy.value(a, kwargs[a.name]) for a in schema if a.name in kwargs}
     copies = {a.name: (a, v) for a, v in zip(schema, positional, strict=False)}
     copies |= {a.name: (a, by_name[a.name]) for a in schema if a.name in by_name}
-    stand_in = STAND_INS.get(func._schema.name) if target.dtype is not None else None
-    if stand_in is not None:
+    stand_in = STAND_INS.get(func._schema.name)
+    if stand_in is not None and (target.dtype is torch.float64 or copy.moved):
         given = {a.name: a.default_value for a in schema if a.has_default_value()}
         results = stand_in(**given | {name: value for name, (_, value) in copies.items()})
         return results, copy.changed, copy.tensors
     result = func(*positional, **by_name)
     if not bound and not func._schema.returns:
         raise Refusal("returns no tensor")
-    return _made(func, copies, result), copy.changed, copy.tensors
+    results = _made(func, copies, result)
+    results = [None if (func._schema.name, place) in _PARTIAL else t for place, t in enumerate(results)]
+    return results, copy.changed, copy.tensors
 
 
 class _Copies:
@@ -150,7 +154,8 @@ class _Copies:
 
     def __init__(self, target: _Target) -> None:
         self.target = target
-        self.changed = False
+        self.changed = False  # some format
+        self.moved = False  # to another kind of device
         self.tensors: list[Tensor] = []
         self._done: dict[int, Tensor] = {}
 
@@ -177,6 +182,7 @@ class _Copies:
             keep = argument.name in _FP32 or not (floating or (self.target.widen and not _written(argument)))
             dtype = plain.dtype if keep else self.target.of(plain.dtype)
             self.changed |= dtype is not plain.dtype
+            self.moved |= self.target.device is not None and self.target.device.type != plain.device.type
             # floating-point tensors are always copied: kernels such as batch normalisation write undeclared arguments
             copy = floating or _written(argument)
             found = self._done[id(tensor)] = plain.to(self.target.device or plain.device, dtype, copy=copy)
@@ -195,6 +201,8 @@ def _readable(tensor: Tensor) -> Tensor:
         raise Refusal("runs on quantized tensors")
     if tensor.layout not in _LAYOUTS:
         raise Refusal(f"values in layout {_name(tensor.layout)} cannot be read")
+    if tensor._is_zerotensor():  # autograd's zeros without memory, which kernels must not see
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor
 
 

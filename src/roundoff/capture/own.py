@@ -25,8 +25,8 @@ class OwnError(NamedTuple):
 def own_error(actual: Any, again: Any) -> list[OwnError | None]:
     """The own error of each tensor of ``actual`` (tensors, lists of them), in fp64.
 
-    ``again`` has the same tensors in the same order, as from ``run_again``; None in ``actual`` is left out. None stands where the shapes differ or
-    there is nothing to compare with; for all of them when the number of tensors differs.
+    ``again`` has the same tensors in the same order, as from ``run_again``; None in ``actual`` is left out. A result
+    is None where the shapes differ or there is nothing to compare with, and all are when ``again`` has more tensors.
 
     >>> import torch
     >>> inf, nan = torch.inf, torch.nan
@@ -36,10 +36,11 @@ def own_error(actual: Any, again: Any) -> list[OwnError | None]:
     [OwnError(l2=inf, max=inf, reference=1e+39)]
     """
     one, other = [t for t in _flat(actual) if t is not None], _flat(again)
-    if len(one) != len(other):
+    if any(t is not None for t in other[len(one) :]):
         return [None] * len(one)
+    other += [None] * (len(one) - len(other))
     with apart():
-        return [_one(a, b) for a, b in zip(one, other, strict=True)]
+        return [_one(a, b) for a, b in zip(one, other, strict=False)]
 
 
 def _one(actual: Tensor | None, reference: Tensor | None) -> OwnError | None:
@@ -73,6 +74,10 @@ def _norm(values: Tensor, largest: Tensor) -> Tensor:
 
 def _wide(tensor: Tensor) -> Tensor:
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    if dense.is_conj() or dense.is_neg():
+        dense = dense.clone()  # below autograd, arithmetic does not look at these bits; copying does
+    if dense._is_zerotensor():
+        dense = torch.zeros(dense.shape, dtype=dense.dtype, device=dense.device)
     return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
 
 

@@ -24,6 +24,8 @@ _EFFECTS = frozenset(
 #: Their meaning hangs on the strides of the memory, which a copy does not keep.
 _BY_STRIDE = frozenset("as_strided_copy as_strided_scatter".split())
 _CASTS = frozenset("_to_copy to".split())
+#: Vectors up to sign, or any basis of a space: two correct results need not be close.
+_NOT_UNIQUE = frozenset("linalg_eig _linalg_eigh _linalg_svd".split())
 #: Opaque bytes that the forward kernel of one format left for its backward kernel.
 _OPAQUE = frozenset("_cudnn_rnn_backward miopen_rnn_backward".split())
 
@@ -51,10 +53,14 @@ def refuse(func: OpOverload, values: Mapping[str, Any]) -> None:
         raise Refusal("runs on quantized tensors")
     if name in _EFFECTS or space == "profiler":
         raise Refusal("called for its effect")
+    if name == "_efficientzerotensor":
+        raise Refusal("zeros without memory")
     if name in _UNINITIALISED:
         raise Refusal("uninitialised memory")
     if name in _BY_STRIDE:
         raise Refusal("reads memory by its strides")
+    if name in _NOT_UNIQUE:
+        raise Refusal("its result is not unique")
     if name in _OPAQUE:
         raise Refusal("needs the bytes that its forward kernel left")
     if _random(func, name, values):

@@ -1,0 +1,138 @@
+"""The arguments of an operator call as text, and back: what a recorded call needs to be run again.
+
+Tensors are written as the number of their record, so that ``restore(describe(args, kwargs, f), g)`` gives the same
+arguments with ``g(f(tensor))`` in place of each tensor. Lists stay lists and tuples tuples.
+
+>>> import torch
+>>> x = torch.ones(3)
+>>> text = describe((x, [1, None]), {"dtype": torch.float64, "scale": float("inf")}, lambda t: 7)
+>>> text
+'[[{"record":7},[1,null]],{"dtype":{"dtype":"float64"},"scale":{"float":"inf"}}]'
+>>> restore(text, lambda record: f"tensor {record}")
+(('tensor 7', [1, None]), {'dtype': torch.float64, 'scale': inf})
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from roundoff.errors import RunError
+
+#: torch's constants that kernels take, each written by its name in ``torch``.
+_CONSTANTS: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+
+
+class _Unknown(Exception):  # noqa: N818 - never leaves this module
+    """A value that cannot be written."""
+
+
+def describe(args: Sequence[Any], kwargs: Mapping[str, Any], record_of: Callable[[Tensor], int | None]) -> str | None:
+    """The arguments as JSON, or None where one cannot be written: a generator, an object, a tensor without a record.
+
+    Numbers are written exactly, NaN and infinities included; symbolic numbers by the value they have here.
+    """
+    try:
+        parts = [_write(value, record_of) for value in args], {k: _write(v, record_of) for k, v in kwargs.items()}
+    except _Unknown:
+        return None
+    return json.dumps(parts, allow_nan=False, separators=(",", ":"))
+
+
+def restore(text: str, tensor_of: Callable[[int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that ``describe`` has written. Raises ``RunError`` for any other text."""
+    try:
+        args, kwargs = json.loads(text)
+        return tuple(_read(v, tensor_of) for v in args), {k: _read(v, tensor_of) for k, v in kwargs.items()}
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise RunError(
+            "the recorded arguments of a call cannot be read", expected="what capture writes",
+            got=f"{type(error).__name__}: {error}", do="record the run again with this version of roundoff",
+        ) from error  # fmt: skip
+
+
+def overload_of(name: str) -> OpOverload:
+    """The operator that a recorded overload names: ``aten.add.Tensor``, ``mylib.scale.default``.
+
+    Raises ``RunError`` when torch has no such operator now.
+
+    >>> overload_of("aten.convolution.default")
+    <OpOverload(op='aten.convolution', overload='default')>
+    """
+    space, _, rest = name.partition(".")
+    packet, _, overload = rest.rpartition(".")
+    try:
+        found = getattr(getattr(getattr(torch.ops, space), packet), overload)
+    except (AttributeError, RuntimeError):
+        found = None
+    if isinstance(found, OpOverload):
+        return found
+    known = space == "aten"
+    raise RunError(
+        "torch does not know this operator",
+        expected=f"an operator of torch {torch.__version__}" if known else "a registered custom operator",
+        got=name,
+        do="use the version of torch that recorded the run" if known
+        else f"import the library that registers {space!r} first",
+    )  # fmt: skip
+
+
+def _write(value: Any, record_of: Callable[[Tensor], int | None]) -> Any:
+    if isinstance(value, Tensor):
+        record = record_of(value)
+        if record is None:
+            raise _Unknown
+        return {"record": int(record)}
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, torch.SymInt)):
+        return int(value)
+    if isinstance(value, torch.SymBool):
+        return bool(value)
+    if isinstance(value, (float, torch.SymFloat)):
+        number = float(value)
+        return number if math.isfinite(number) else {"float": str(number)}
+    if isinstance(value, complex):
+        return {"complex": [_write(value.real, record_of), _write(value.imag, record_of)]}
+    if isinstance(value, tuple):
+        return {"tuple": [_write(v, record_of) for v in value]}
+    if isinstance(value, list):
+        return [_write(v, record_of) for v in value]
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, slice):
+        return {"slice": [_write(v, record_of) for v in (value.start, value.stop, value.step)]}
+    for kind, cls in _CONSTANTS.items():
+        if isinstance(value, cls):
+            return {kind: str(value).removeprefix("torch.")}
+    raise _Unknown
+
+
+def _read(value: Any, tensor_of: Callable[[int], Any]) -> Any:
+    if isinstance(value, list):
+        return [_read(v, tensor_of) for v in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, inner)] = value.items()
+    if kind == "record":
+        return tensor_of(inner)
+    if kind == "float":
+        return float(inner)
+    if kind == "complex":
+        return complex(*(_read(v, tensor_of) for v in inner))
+    if kind == "tuple":
+        return tuple(_read(v, tensor_of) for v in inner)
+    if kind == "slice":
+        return slice(*(_read(v, tensor_of) for v in inner))
+    if kind == "device":
+        return torch.device(inner)
+    constant = getattr(torch, inner)
+    if not isinstance(constant, _CONSTANTS[kind]):
+        raise TypeError(f"{inner!r} is not a {kind}")
+    return constant

@@ -1,0 +1,87 @@
+"""How far a call's actual result is from the same call in fp64, on the same inputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from roundoff.capture.again import apart
+
+
+class OwnError(NamedTuple):
+    """``l2`` and ``max`` of |actual - reference|, and the l2 norm of the reference's finite elements.
+
+    Where both are NaN, or the same infinity, the difference is zero; where only one is finite, or they differ
+    otherwise, it is infinite. Complex values by their modulus; integers and booleans as numbers.
+    """
+
+    l2: float
+    max: float
+    reference: float
+
+
+def own_error(actual: Any, again: Any) -> list[OwnError | None]:
+    """The own error of each tensor of ``actual`` (tensors, lists of them), in fp64.
+
+    ``again`` has the same tensors in the same order, as from ``run_again``; None in ``actual`` is left out. A result
+    is None where the shapes differ or there is nothing to compare with, and all are when ``again`` has more tensors.
+
+    >>> import torch
+    >>> inf, nan = torch.inf, torch.nan
+    >>> own_error(torch.tensor([1.5, inf, nan]), torch.tensor([1.0, inf, nan]))
+    [OwnError(l2=0.5, max=0.5, reference=1.0)]
+    >>> own_error(torch.tensor([3.0, inf]), torch.tensor([3.0, 1e39], dtype=torch.float64))
+    [OwnError(l2=inf, max=inf, reference=1e+39)]
+    """
+    one, other = [t for t in _flat(actual) if t is not None], _flat(again)
+    if any(t is not None for t in other[len(one) :]):
+        return [None] * len(one)
+    other += [None] * (len(one) - len(other))
+    with apart():
+        return [_one(a, b) for a, b in zip(one, other, strict=False)]
+
+
+def _one(actual: Tensor | None, reference: Tensor | None) -> OwnError | None:
+    if actual is None or reference is None or actual.shape != reference.shape:
+        return None
+    if not actual.numel():
+        return OwnError(0.0, 0.0, 0.0)
+    if actual.device != reference.device:
+        actual, reference = actual.cpu(), reference.cpu()
+    try:
+        x, y = _wide(actual), _wide(reference)
+    except (RuntimeError, NotImplementedError):  # packed formats, and layouts without a dense form
+        return None
+    difference = (x - y).abs_() if not x.is_complex() else (x - y).abs()
+    size = y.abs()
+    if not bool((difference.max() + size.max()).isfinite()):
+        same = (x == y) | (x.isnan() & y.isnan())
+        difference = difference.masked_fill_(same, 0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        size = size.masked_fill_(~y.isfinite(), 0.0)
+    largest = difference.max()
+    l2, most, ref = torch.stack([_norm(difference, largest), largest, _norm(size, size.max())]).tolist()
+    return OwnError(l2, most, ref)
+
+
+def _norm(values: Tensor, largest: Tensor) -> Tensor:
+    """Without overflow of the squares, which results in fp64 beyond 1e154 would have."""
+    if float(largest) in (0.0, torch.inf):
+        return largest
+    return torch.linalg.vector_norm(values / largest) * largest
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    if dense.is_conj() or dense.is_neg():
+        dense = dense.clone()  # below autograd, arithmetic does not look at these bits; copying does
+    if dense._is_zerotensor():
+        dense = torch.zeros(dense.shape, dtype=dense.dtype, device=dense.device)
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+
+
+def _flat(value: Any) -> list[Tensor | None]:
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in (_flat(v) if v is not None else [None])]
+    return [value] if isinstance(value, Tensor) else []

@@ -52,7 +52,7 @@ def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     finite = size < math.inf
     y = torch.where(finite, (wide - shift) * scale, 0.0)
     marks = (
-        finite, wide != wide, wide == math.inf, wide == -math.inf, wide == 0, (size < smallest) & (wide != 0),  # noqa: PLR0124
+        finite, wide != wide, wide == math.inf, wide == -math.inf, wide == 0, (size < smallest) & (wide != 0),
     )  # fmt: skip
     low = torch.where(finite, wide, math.inf).amin(1).amin()
     high = torch.where(finite, wide, -math.inf).amax(1).amax()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from roundoff.capture.dispatch import tensors_in
 from roundoff.capture.paths import Paths
 from roundoff.capture.recorder import Recorder, Source
-from torch.utils._pytree import tree_leaves
 
 
 class ModuleRecording:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
 from roundoff.capture.recorder import Keep
 from roundoff.capture.statistics import in_memory_order
+from roundoff.store import content_hash
 
 #: Elements of a sample; a smaller tensor is kept whole.
 SAMPLE = 4096
@@ -36,7 +36,7 @@ class Keeper:
         def kept(record: int, tensor: Tensor) -> dict[str, Any]:
             flat = in_memory_order(tensor)
             if self.how == "hash":
-                return {"hash": digest(tensor)}
+                return {"hash": content_hash(tensor.detach())}
             flat = tensor.contiguous().view(-1) if flat is None else flat
             if self.how == "sample" and flat.numel() > SAMPLE:
                 flat = flat[self._sampled(flat.numel()).to(flat.device)]
@@ -53,12 +53,3 @@ class Keeper:
             found = torch.randint(0, count, (SAMPLE,), generator=generator).sort().values
             self._positions[count] = found
         return found
-
-
-def digest(tensor: Tensor) -> str:
-    """xxh3_128 of dtype, shape and the bytes in index order: equal for equal bits only, NaN payloads and -0.0 included."""
-    flat = tensor.detach().contiguous().cpu().view(-1)
-    found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    if flat.numel():
-        found.update(memoryview(flat.view(torch.uint8).numpy()))
-    return found.hexdigest()

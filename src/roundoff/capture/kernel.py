@@ -9,6 +9,7 @@ that fit a core's cache.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import os
 import platform
@@ -88,8 +89,8 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {"sums": sums, "masked_sums": mas
 
 
 def _package(name: str, dtype: torch.dtype, parallel: bool) -> Path:
-    """A file of its own for each torch, processor and version of this file, in the user's cache folder."""
-    source = Path(__file__).read_bytes()
+    """A file of its own for each torch, processor and version of the function, in the user's cache folder."""
+    source = inspect.getsource(_FUNCTIONS[name]).encode()
     machine = f"{torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {dtype} {parallel}"
     key = hashlib.sha256(source + machine.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -99,7 +99,7 @@ class Capture:
             "ranks": ranks, "level": self.level, "keep": self.keep, "shadow": self.shadow, "steps": str(self.steps),
             "sites": list(self.sites), "seed": self.seed, "environment": environment(self.model),
             "model": type(self.model).__name__ if self.model is not None else None, "command": self.command,
-            "framework": f"torch {torch.__version__}", "id": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "framework": f"torch {torch.__version__}", **_identity(),
         })  # fmt: skip
         compiled("sums", torch.float32, False)  # built now if it never was, not in the first step
         if self.eager:
@@ -229,6 +229,17 @@ def _check(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
         words = ", ".join("none" if a is None else a for a in allowed)
         raise RunError(f"unknown {name}", where=f"{name}={value!r}", expected=words)
+
+
+def _identity() -> dict[str, str]:
+    """What the processes of one launch have in common, so that they write into one folder and another launch does not."""
+    env = os.environ
+    if int(env.get("WORLD_SIZE", "1")) < 2:
+        return {}
+    parts = [env.get(n, "") for n in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")]
+    if env.get("GROUP_WORLD_SIZE", "1") == "1":  # one machine: one parent process
+        parts.append(str(os.getppid()))
+    return {"id": "-".join(parts)}
 
 
 def _distributed() -> bool:

@@ -26,14 +26,14 @@ def print_replay(
     ...              Console(width=80))
     <BLANKLINE>
     Own error against fp64 on cpu: 1 result
-    step   phase     site         output    SQNR   max error
-    ────────────────────────────────────────────────────────
-       3   forward   head/addmm        0   120.0       5e-07
+    step     phase   site...        output    SQNR   max error
+    ──────────────────────────────────────────────────────────
+       3   forward   head/addmm          0   120.0       5e-07
     <BLANKLINE>
     Not run again: 1 result
-    count   reason                 for example
-    ──────────────────────────────────────────
-        1   draws random numbers   /dropout
+    count   reason                 for example...
+    ───────────────────────────────────────────
+        1   draws random numbers   /dropout...
     """
     found = sorted((r for r in rows if r["reason"] is None), key=lambda row: row["sqnr_db"])
     against = "the recorded format" if dtype == "same" else dtype

@@ -2,13 +2,14 @@
 
 ``run_again`` takes a call as ``__torch_dispatch__`` sees it, below autograd, and runs it on copies: nothing the caller
 holds is written, and random states, grad mode, autocast and dispatch modes are as before. ``made`` lists what a call
-makes, ``own_error`` measures the distance between the two.
+makes; ``own.own_error`` measures the distance between the two.
 
 The own error of an operator is that of its result on the inputs it received. Numbers in the program (``x * 0.1``) are
 taken as written, so that rounding them to the tensor's format counts. A cast to a narrower format has the cast's
 rounding as its own error: the same operator in fp64 hands its input on.
 
 >>> import torch
+>>> from roundoff.capture.own import own_error
 >>> x, multiply = torch.full((4,), 3.0), torch.ops.aten.mul.Scalar
 >>> again = run_again(multiply, (x, 0.1), {})
 >>> again
@@ -81,7 +82,7 @@ def run_again(
 def made(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
     """The tensors a call makes: the arguments it writes, in the order of its schema, then the new ones it returns.
 
-    Running statistics that batch normalisation writes without saying so in its schema count as written.
+    Running statistics that batch normalisation writes without saying so in its schema are not among them.
 
     >>> import torch
     >>> x = torch.ones(2)
@@ -214,9 +215,8 @@ def _bind(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
 
 def _made(func: OpOverload, bound: Mapping[str, tuple[Any, Any]], result: Any) -> list[Result]:
     found: list[Result] = []
-    values = {name: value for name, (_, value) in bound.items()}
-    for name, (argument, value) in bound.items():
-        if _written(argument) or (name in ("running_mean", "running_var") and _updates(func, values)):
+    for argument, value in bound.values():
+        if _written(argument):
             found += _tensors(value)
     returns = func._schema.returns
     for declared, value in zip(returns, [result] if len(returns) == 1 else result or (), strict=True):
@@ -227,12 +227,6 @@ def _made(func: OpOverload, bound: Mapping[str, tuple[Any, Any]], result: Any) -
 
 def _written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _updates(func: OpOverload, values: Mapping[str, Any]) -> bool:
-    """Whether running statistics are written although the schema does not say so."""
-    name = func._schema.name
-    return "batch_norm" in name and "backward" not in name and bool(values.get("training", "gather_stats" in name))
 
 
 def _tensors(value: Any) -> list[Result]:

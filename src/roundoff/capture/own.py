@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from roundoff.capture.again import apart
+from roundoff.capture.again import apart, run_again
+from roundoff.capture.refusal import Reason
+
+#: What stands in a row: l2 and max of the own error, or the reason why there is none.
+Own = tuple[float | None, float | None, str | None]
+Compare = Callable[[Sequence[Tensor], Sequence[int], dict[int, Own]], None]
+
+
+NOT_COMPARED = "has no counterpart in the other format"
 
 
 class OwnError(NamedTuple):
@@ -20,6 +29,27 @@ class OwnError(NamedTuple):
     l2: float
     max: float
     reference: float
+
+
+def shadow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compare:
+    """Run a call in fp64 before it runs itself; the function it gives takes what the call has then made.
+
+    That one is given the tensors in the order of ``made``, their records (negative ones are left out), and the
+    dictionary that it writes own errors to. An entry that is there already stays: a view of the same elements has the
+    record of the tensor it is a view of.
+    """
+    again = run_again(func, args, kwargs)
+
+    def compare(tensors: Sequence[Tensor], records: Sequence[int], own: dict[int, Own]) -> None:
+        if isinstance(again, Reason):
+            found: list[Own] = [(None, None, again.text)] * len(records)
+        else:
+            found = [(None, None, NOT_COMPARED) if e is None else (e.l2, e.max, None) for e in own_error(tensors, again)]
+        for record, entry in zip(records, found, strict=False):
+            if record >= 0:
+                own.setdefault(record, entry)
+
+    return compare
 
 
 def own_error(actual: Any, again: Any) -> list[OwnError | None]:

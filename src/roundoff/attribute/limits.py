@@ -50,7 +50,8 @@ def limits(fmt: str | Format) -> Limits:
     zero = (fmt.smallest_normal if smallest is None else smallest) / 2
     return Limits(
         overflow=fmt.max_finite + step / 2,
-        overflow_tie=away or (fmt.max_finite / step) % 2 == 1,  # to even: an odd last significand goes up
+        overflow_tie=away
+        or (fmt.max_finite / step) % 2 == 1,  # to even: an odd last significand goes up
         normal=zero if smallest is None else fmt.smallest_normal - smallest / 2,
         zero=zero,
         zero_tie=not away,

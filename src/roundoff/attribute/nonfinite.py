@@ -15,29 +15,11 @@ from itertools import groupby
 from typing import Any
 
 from roundoff.attribute.limits import LARGEST
+from roundoff.attribute.roles import EMPTY, MASKS, SELECT, base, values_read, written_input
 
 Row = Mapping[str, Any]
 #: rank, step, record: one tensor value of a run
 Key = tuple[int, int, int]
-
-#: These only move values or write a constant, so that an -inf after finite inputs was asked for.
-MASKS = frozenset(
-    "masked_fill where full full_like new_full fill triu tril masked_scatter scatter index_put index_fill scalar_tensor "
-    "lift_fresh lift_fresh_copy constant_pad_nd _unsafe_masked_index_put index_copy slice_scatter select_scatter".split()
-)
-#: These never read the values of their first input.
-OVERWRITE = frozenset(
-    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_empty new_full new_ones "
-    "new_empty_strided zero fill copy normal uniform bernoulli exponential random resize set log_normal geometric "
-    "cauchy zero_tensor _foreach_zero _foreach_copy".split()
-)
-#: These take elements out, or ask about them: what is left out was not removed from anything.
-SELECT = frozenset(
-    "index index_select gather slice select narrow take embedding masked_select split chunk unbind topk sort isfinite "
-    "isnan isinf isneginf isposinf _is_all_true _local_scalar_dense is_nonzero equal _unsafe_masked_index".split()
-)
-#: Memory that nothing was written to yet.
-EMPTY = frozenset("empty empty_like empty_strided new_empty new_empty_strided resize empty_permuted".split())
 
 BORN = ("birth", "arrived")
 
@@ -62,11 +44,6 @@ class Memory:
 
     named: dict[str, Key] = field(default_factory=dict)
     state: Key | None = None
-
-
-def base(operator: str) -> str:
-    """The operator without the mark of its in-place form."""
-    return operator.rstrip("_") or operator
 
 
 def is_bad(row: Row) -> bool | None:
@@ -109,12 +86,19 @@ class Step:
         if carried is None and row["name"] is None and row["phase"] == "optimizer":
             carried = self._memory.state
         allowed = "pattern" if self._allow(row["site"]) else ""
-        if not allowed and not row["nan"] and not row["posinf"] and row["neginf"] + row["zero"] == row["numel"]:
+        if (
+            not allowed
+            and not row["nan"]
+            and not row["posinf"]
+            and row["neginf"] + row["zero"] == row["numel"]
+        ):
             allowed = "mask"  # an additive mask: 0 where it lets through
         origin = self.key(row) if carried is None else carried
         self.states[row["record"]] = State(True, allowed, bool(allowed), origin)
         kind = "arrived" if carried is None else "carried"
-        self._event(row, kind, allowed, None, origin, "came over from an earlier step" if carried else "")
+        self._event(
+            row, kind, allowed, None, origin, "came over from an earlier step" if carried else ""
+        )
 
     def _call(self, outputs: list[Row]) -> None:
         read: dict[int, None] = {}
@@ -133,22 +117,36 @@ class Step:
             self._place_in_memory(row, len(outputs))
         first = outputs[0]
         inspected = all(row["dtype"] == "bool" for row in outputs)
-        if bad_output or unknown_output or inspected or first["view_of"] is not None or base(first["operator"]) in SELECT:
+        if (
+            bad_output
+            or unknown_output
+            or inspected
+            or first["view_of"] is not None
+            or base(first["operator"]) in SELECT
+        ):
             return
         killed = [i for i in read if self._bad(i, first["record"])]
         if killed:
             worst = self._worst(killed)
             state = self.states[worst]
-            self._event(first, "death", state.allowed, worst, state.origin)
+            if state.allowed != "empty":  # else it was written piece by piece
+                self._event(first, "death", state.allowed, worst, state.origin)
 
     def _not_finite(self, row: Row, inputs: Sequence[int], bad: bool | None) -> None:
         """An output that isn't finite, or not known to be."""
         if row["view_of"] in self.states and self.states[row["view_of"]].bad:
-            self.states[row["record"]] = self.states[row["view_of"]]  # the same memory: nothing happened
+            self.states[row["record"]] = self.states[
+                row["view_of"]
+            ]  # the same memory: nothing happened
             return
         found = [i for i in inputs if self._bad(i, row["record"])]
         # memory that was written through another view after it was recorded: it explains, but proves nothing
-        found = found or [w for i in inputs for w in self._written(i, row["record"]) if self._bad(w, row["record"])]
+        found = found or [
+            w
+            for i in inputs
+            for w in self._written(i, row["record"])
+            if self._bad(w, row["record"])
+        ]
         if bad is None:
             origin = self.states[self._worst(found)].origin if found else None
             self.states[row["record"]] = State(None, origin=origin)
@@ -170,9 +168,17 @@ class Step:
         elif base(row["operator"]) in EMPTY:
             self._birth(row, "empty", None, "memory that nothing was written to yet")
         else:
-            unknown = [i for i in inputs if i not in self.rows or self._bad(i, row["record"]) is None]
-            note = "inputs without statistics: " + ", ".join(map(self.site, unknown)) if unknown else ""
-            earlier = [s.origin for i in unknown if (s := self.states.get(i)) and s.origin is not None]
+            unknown = [
+                i for i in inputs if i not in self.rows or self._bad(i, row["record"]) is None
+            ]
+            note = (
+                "inputs without statistics: " + ", ".join(map(self.site, unknown))
+                if unknown
+                else ""
+            )
+            earlier = [
+                s.origin for i in unknown if (s := self.states.get(i)) and s.origin is not None
+            ]
             if earlier:  # what went in could not be read, but what went into that was not finite
                 self.states[row["record"]] = State(True, origin=earlier[0])
                 self._event(row, "propagation", "", unknown[0], earlier[0], note)
@@ -209,9 +215,8 @@ class Step:
 
     def _maybe_masked(self, row: Row, inputs: Iterable[int]) -> None:
         """A finite mask: the lowest value of the dtype instead of -inf."""
-        if base(row["operator"]) in MASKS or any(i in self.states and self.states[i].masked for i in inputs):
-            self.states[row["record"]] = State(masked=True)
-        elif self._writes_mask(row, inputs):
+        inherited = any(i in self.states and self.states[i].masked for i in inputs)
+        if inherited or self._writes_mask(row, inputs):
             self.states[row["record"]] = State(masked=True)
 
     def _bad(self, record: int, when: int) -> bool | None:
@@ -221,7 +226,8 @@ class Step:
             return None if state is not None and state.bad is None else False
         size = self.rows[record]["numel"]
         cleaned = (
-            self.rows[w]["numel"] >= size and is_bad(self.rows[w]) is False for w in self._written(record, when)
+            self.rows[w]["numel"] >= size and is_bad(self.rows[w]) is False
+            for w in self._written(record, when)
         )
         return not any(cleaned)
 
@@ -232,7 +238,8 @@ class Step:
 
     def _place_in_memory(self, row: Row, outputs: int) -> None:
         if row["view_of"] is not None:
-            self._roots[row["record"]] = self._roots.get(row["view_of"], row["view_of"])
+            viewed = int(row["view_of"])
+            self._roots[row["record"]] = self._roots.get(viewed, viewed)
         if row["inplace"]:
             written = written_input(row, outputs)
             if written is not None:
@@ -242,24 +249,33 @@ class Step:
 
     def _worst(self, records: Sequence[int]) -> int:
         """The record to follow: one that isn't allowed before one that is, then the earliest birth."""
-        return min(records, key=lambda r: (self.states[r].allowed != "", self.states[r].origin or (0, 0, 0)))
+        return min(
+            records,
+            key=lambda r: (self.states[r].allowed != "", self.states[r].origin or (0, 0, 0)),
+        )
 
     def _remember(self, ordered: Sequence[Row]) -> None:
         for row in ordered:
-            state = self.states.get(row["record"])
-            bad = state is not None and state.bad and state.origin is not None and not state.allowed
+            state = self.states.get(row["record"], State())
+            origin = state.origin if state.bad and not state.allowed else None
             if row["name"] is not None:
                 self._memory.named.pop(row["name"], None)
-                if bad and state is not None and state.origin is not None:
-                    self._memory.named[row["name"]] = state.origin
-            if bad and state is not None and row["phase"] == "optimizer":
-                self._memory.state = state.origin
+                if origin is not None:
+                    self._memory.named[row["name"]] = origin
+            if origin is not None and row["phase"] == "optimizer":
+                self._memory.state = origin
 
     def site(self, record: int) -> str:
         return str(self.rows[record]["site"]) if record in self.rows else f"record {record}"
 
     def _event(
-        self, row: Row, kind: str, allowed: str, source: int | None, origin: Key | None, note: str = ""
+        self,
+        row: Row,
+        kind: str,
+        allowed: str,
+        source: int | None,
+        origin: Key | None,
+        note: str = "",
     ) -> None:
         columns = ("rank", "step", "record", "call", "phase", "site", "operator", "line", "dtype", "numel", "group",
                    "place", "name", "nan", "posinf", "neginf")  # fmt: skip
@@ -268,26 +284,3 @@ class Step:
             | {"kind": kind, "allowed": bool(allowed), "note": note, "source": source, "origin": origin}
             | {"source_site": None if source is None else self.site(source)}
         )
-
-
-def values_read(row: Row, outputs: int) -> list[int]:
-    """The inputs whose values an output depends on: not the memory it overwrites, and of a list operator its own item."""
-    inputs = list(row["inputs"] or ())
-    operator = base(row["operator"])
-    if (row["overload"] or "").endswith("out"):
-        inputs = inputs[: len(inputs) - outputs]
-    if operator.startswith("_foreach_") and outputs > 1 and len(inputs) % outputs == 0:
-        inputs = inputs[row["place"] :: outputs]
-    return inputs[1:] if operator in OVERWRITE else inputs
-
-
-def written_input(row: Row, outputs: int) -> int | None:
-    """The record whose memory an in-place operator wrote."""
-    inputs = list(row["inputs"] or ())
-    if not inputs:
-        return None
-    if (row["overload"] or "").endswith("out"):
-        index = len(inputs) - outputs + row["place"]
-    else:
-        index = row["place"]
-    return int(inputs[index]) if 0 <= index < len(inputs) else int(inputs[0])

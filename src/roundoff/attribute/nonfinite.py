@@ -21,6 +21,8 @@ Row = Mapping[str, Any]
 #: rank, step, record: one tensor value of a run
 Key = tuple[int, int, int]
 
+#: What finite masks are made of, in these dtypes or before a cast to them.
+LOWEST = frozenset(-LARGEST[dtype] for dtype in ("float16", "bfloat16", "float32", "float64"))
 BORN = ("birth", "arrived")
 
 
@@ -111,7 +113,7 @@ class Step:
             if bad or bad is None:
                 bad_output |= bool(bad)
                 self._not_finite(row, inputs, bad)
-            elif row["min"] is not None and row["min"] == -LARGEST.get(row["dtype"], 0):
+            elif row["min"] in LOWEST:
                 self._maybe_masked(row, inputs)
         for row in outputs:
             self._place_in_memory(row, len(outputs))

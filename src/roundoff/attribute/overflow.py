@@ -122,7 +122,10 @@ def overflow(
     names = [parse_format(fmt).name for fmt in formats]
     rows = prepare(ops)
     events, masked = _follow(rows, allow)
-    marked = rows.with_columns(masked=pl.struct("rank", "step", "record").is_in(_keys(masked)))
+    key = {c: _COLUMNS[c] for c in ("rank", "step", "record")}
+    masks = pl.DataFrame(masked, schema=key, orient="row").with_columns(masked=pl.lit(True))
+    marked = rows.join(masks, on=list(key), how="left", maintain_order="left")
+    marked = marked.with_columns(pl.col("masked").fill_null(False))
     table = pl.DataFrame(events, schema=EVENT_SCHEMA)
     born = table.filter(pl.col("kind").is_in(BORN) & ~pl.col("allowed"))
     return Overflow(
@@ -234,13 +237,6 @@ def _count(events: list[dict[str, Any]]) -> None:
     for event in births.values():
         event.setdefault("reached", 0)
         event.setdefault("deaths", 0)
-
-
-def _keys(keys: list[Key]) -> pl.Series:
-    struct = pl.Struct({"rank": pl.Int32, "step": pl.Int64, "record": pl.Int64})
-    return pl.Series(
-        [dict(zip(("rank", "step", "record"), key, strict=True)) for key in keys], dtype=struct
-    )
 
 
 def _recorded_scales(

@@ -112,14 +112,14 @@ def recommend(
 
 
 def power_below(limit: float, value: float) -> float:
-    """The largest power of two s with ``value * s < limit``, for positive numbers.
+    """The largest power of two s with ``value * s < limit``, for positive numbers; at most 2**127, as scales are fp32.
 
     >>> power_below(65504.0, 1.0), power_below(65536.0, 1.0), power_below(65504.0, 3e-5)
     (32768.0, 32768.0, 2147483648.0)
     """
     fraction, exponent = math.frexp(limit)
     part, power = math.frexp(value)
-    return math.ldexp(1.0, exponent - power - (0 if part < fraction else 1))
+    return math.ldexp(1.0, min(exponent - power - (0 if part < fraction else 1), 127))
 
 
 def _after_the_seed(own: pl.DataFrame) -> pl.DataFrame:

@@ -91,7 +91,8 @@ def test_birth_propagation_death():
         z * 3
     found = follow(tape)
     assert life(found) == [
-        ("birth", "/exp"), ("propagation", "/sub"), ("propagation", "/mul"), ("propagation", "/add"), ("death", "/nan_to_num"),
+        ("birth", "/exp"), ("propagation", "/sub"), ("propagation", "/mul"), ("propagation", "/add"),
+        ("death", "/nan_to_num"),
     ]  # fmt: skip
     assert found.first["line"] == "train.py:1"
     assert (found.first["reached"], found.first["deaths"], found.first["posinf"]) == (3, 1, 1)

@@ -283,6 +283,12 @@ class Step:
                    "place", "name", "nan", "posinf", "neginf")  # fmt: skip
         self.events.append(
             {c: row[c] for c in columns}
-            | {"kind": kind, "allowed": bool(allowed), "note": note, "source": source, "origin": origin}
+            | {
+                "kind": kind,
+                "allowed": bool(allowed),
+                "note": note,
+                "source": source,
+                "origin": origin,
+            }
             | {"source_site": None if source is None else self.site(source)}
         )

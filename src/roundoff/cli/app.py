@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from roundoff.cli import budget, capture, diagnose, plan, verify
+from roundoff.cli import budget, capture, diagnose, overflow, plan, replay, show, verify
 from roundoff.errors import InfeasibleError, RoundoffError
 
 MISSED = 1
@@ -34,6 +34,9 @@ app.command("budget")(budget.command)
 app.command("plan")(plan.command)
 app.command("verify")(verify.command)
 app.command("capture")(capture.command)
+app.command("show")(show.command)
+app.command("overflow")(overflow.command)
+app.command("replay")(replay.command)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,8 +17,8 @@ from roundoff.capture.paths import Paths
 from roundoff.capture.recorder import Recorder, Source, user_line
 
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
-#: Below autograd nothing is computed by these: they hand a tensor on, or ask about it.
-_NO_RESULT = frozenset({"aten.is_same_size", "prim.device", "aten.sym_size", "aten.sym_stride", "aten.sym_numel"})
+#: These write running statistics (arguments 3 and 4) without saying so in their schema.
+_BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OpMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active:
+        if not self.active or func.namespace == "profiler":
             return func(*args, **kwargs)
         beside = inputs = source = operator = None
         try:
@@ -110,6 +110,9 @@ class OpMode(TorchDispatchMode):
         outputs = tensors_in((result,))
         if written:
             outputs = [t for t in outputs if not any(t is w for w in written)]
+        if operator.name in _BATCH_NORM:
+            for tensor in tensors_in(args[3:5]):
+                self.recorder.changed(tensor)
         group = _group(args, kwargs) if operator.collective else None
         records = self.recorder.call(
             source, operator.name, operator.overload, inputs, outputs, written=written, arguments=text, group=group

@@ -85,6 +85,10 @@ class Recorder:
             return None
         return found.records.get(_geometry(value))
 
+    def changed(self, tensor: Tensor) -> None:
+        """``tensor`` was written without a row for it: what is known of its memory no longer holds."""
+        self._memory.pop(tensor.untyped_storage()._cdata, None)
+
     def named_gradient(self, name: str, gradient: Tensor) -> None:
         """``gradient`` is that of parameter ``name``."""
         record = self.known(gradient)

@@ -20,15 +20,15 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from roundoff.capture.again import describe
+from roundoff.capture.arguments import describe
 from roundoff.capture.dispatch import OpMode
 from roundoff.capture.environment import environment
 from roundoff.capture.keeping import Keeper
 from roundoff.capture.kernel import compiled
 from roundoff.capture.modules import ModuleRecording
+from roundoff.capture.own import shadow as run_beside
 from roundoff.capture.paths import Paths
 from roundoff.capture.recorder import Recorder
-from roundoff.capture.shadow import Shadow
 from roundoff.capture.steps import Steps
 from roundoff.errors import RoundoffError, RunError
 from roundoff.store import Writer
@@ -116,7 +116,7 @@ class Capture:
         if self.level == "op":
             self._mode = OpMode(
                 self.recorder, self.paths, failed=self._failed,
-                beside=Shadow() if self.shadow else None, arguments=describe if self.keep == "tensors" else None,
+                beside=run_beside if self.shadow else None, arguments=describe if self.keep == "tensors" else None,
                 wanted=self._wanted if self.sites else None,
             )  # fmt: skip
         else:

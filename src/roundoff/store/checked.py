@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import polars as pl
 
 from roundoff.errors import RunError
+from roundoff.store.schema import ABOUT, SCALAR_FILE, SCHEMA, parse_rank, parse_step
 from roundoff.store.tensors import checksum
 
 _T = TypeVar("_T")
@@ -80,3 +82,47 @@ def matches(path: Path, entry: dict[str, Any]) -> bool:
         return checksum(path) == {"bytes": entry["bytes"], "xxh3_128": entry["xxh3_128"]}
     except OSError:
         return False
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """The object in ``run.json`` of the run in this folder, its schema checked."""
+    file = path / ABOUT
+    if not file.is_file():
+        raise RunError(
+            "no run here" if path.is_dir() else "no such folder",
+            where=str(path),
+            expected=f"a folder with {ABOUT} in it",
+            do="give the folder that was named when the run was recorded",
+        )
+    about = reading(file, read_json, file)
+    schema = about.get("schema") if isinstance(about, dict) else None
+    if type(schema) is not int or schema < 1:
+        raise RunError(
+            "not the description of a roundoff run",
+            where=str(file),
+            expected='an object with "schema": 1',
+            got=f'"schema": {schema!r}' if isinstance(about, dict) else type(about).__name__,
+        )
+    if schema > SCHEMA:
+        raise RunError(
+            "this run was recorded by a later version of roundoff",
+            where=str(file),
+            expected=f"schema {SCHEMA} or lower",
+            got=f"schema {schema}, written by roundoff {str(about.get('version'))[:80]}",
+            do="upgrade roundoff",
+        )
+    return dict(about)
+
+
+def find_steps(path: Path) -> dict[int, list[int]]:
+    """rank -> its whole steps, rising, for each rank that has steps or scalars."""
+    found: dict[int, list[int]] = {}
+    for name in reading(path, os.listdir, path):
+        rank = parse_rank(name)
+        folder = path / name
+        if rank is not None and folder.is_dir():
+            names = reading(folder, os.listdir, folder)
+            steps = sorted(step for name in names if (step := parse_step(name)) is not None)
+            if steps or SCALAR_FILE in names:
+                found[rank] = steps
+    return found

@@ -38,56 +38,73 @@ def claim(path: Path, rank: int, identity: str | None, ranks: int, *, overwrite:
     and each rank its own folder, so that ranks that start at different times don't delete each other's. Only files
     with the names that a writer gives them are deleted.
     """
-    if path.exists() and not path.is_dir():
+    try:
+        if path.exists() and not path.is_dir():
+            raise OutputError(
+                "a file is where the run should go",
+                where=str(path),
+                expected="a folder, or a name that is still free",
+                do="choose another place with -o",
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        doomed, joins = _may_delete(path, rank, identity, ranks, overwrite=overwrite)
+        if overwrite and rank == 0:
+            (path / ABOUT).unlink(missing_ok=True)
+        for folder in filter(Path.exists, doomed):
+            shutil.rmtree(folder)
+        mine = path / rank_name(rank)
+        # Of processes that all take themselves for rank 0 and start at once, only one makes the folder.
+        mine.mkdir(exist_ok=joins)
+        check_folder(mine)
+        _clean(mine)
+        for file in path.iterdir() if rank == 0 else ():
+            if _TEMPORARY.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+    except FileExistsError as error:
+        raise _taken(path) from error
+    except OSError as error:
         raise OutputError(
-            "a file is where the run should go",
+            "cannot write here, or clean up what an earlier run left",
             where=str(path),
-            expected="a folder, or a name that is still free",
+            expected="a folder that this user may write to",
+            got=f"{type(error).__name__}: {error.strerror or error}",
             do="choose another place with -o",
-        )
-    check_folder(path)
+        ) from error
+
+
+def _may_delete(
+    path: Path, rank: int, identity: str | None, ranks: int, *, overwrite: bool
+) -> tuple[list[Path], bool]:
+    """The folders to be deleted first, and whether this rank may join what is there.
+
+    ``OutputError`` when this run may not go here.
+    """
     there = _about(path)
-    joins = there is not None and identity is not None and there.get("id") == identity
     mine = path / rank_name(rank)
     if there is None:
         _refuse_foreign(path)
-    if not overwrite and (
-        (there is not None and not joins) or (there is None and any(_whole_steps(mine)))
-    ):
-        raise OutputError(
-            "there is a run here already",
-            where=str(path),
-            expected="an empty folder",
-            do="choose another place with -o, or say that it may be deleted: --overwrite (overwrite=True)",
-        )
+        taken = mine.exists()  # by a run that was killed while it began, or is beginning
+    else:
+        taken = identity is None or str(there.get("id")) != str(identity)
+    if taken and not overwrite:
+        raise _taken(path)
     doomed = [mine] if overwrite else []
     if overwrite and rank == 0:
         doomed += [
-            folder
-            for folder in sorted(path.iterdir())
-            if (parse_rank(folder.name) or 0) >= max(ranks, 1)
+            folder for folder in sorted(path.iterdir()) if (parse_rank(folder.name) or 0) >= ranks
         ]
     for folder in {mine, *doomed}:
         _refuse_strangers(folder)
-    try:
-        if overwrite and rank == 0:
-            (path / ABOUT).unlink(missing_ok=True)
-        for folder in doomed:
-            if folder.exists():
-                shutil.rmtree(folder)
-        mine.mkdir(exist_ok=True)
-        _clean(mine)
-        if rank == 0:
-            for file in path.iterdir():
-                if _TEMPORARY.fullmatch(file.name):
-                    file.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(
-            "cannot clean up what an earlier run left",
-            where=str(path),
-            got=f"{type(error).__name__}: {error.strerror or error}",
-            do="delete it by hand, or choose another place with -o",
-        ) from error
+    return list(dict.fromkeys(doomed)), there is not None and not taken
+
+
+def _taken(path: Path) -> OutputError:
+    return OutputError(
+        "there is a run here already",
+        where=str(path),
+        expected="an empty folder; for several processes of one run, a rank for each and the same id",
+        do="choose another place with -o, or say that it may be deleted: --overwrite (overwrite=True)",
+    )
 
 
 def _about(path: Path) -> dict[str, Any] | None:
@@ -153,11 +170,6 @@ def _strangers(folder: Path) -> Iterator[Path]:
                 yield entry
         elif entry.name != SCALAR_FILE and not _TEMPORARY.fullmatch(entry.name):
             yield entry
-
-
-def _whole_steps(folder: Path) -> Iterator[int]:
-    if folder.is_dir():
-        yield from (step for name in os.listdir(folder) if (step := parse_step(name)) is not None)
 
 
 def _clean(folder: Path) -> None:

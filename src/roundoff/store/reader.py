@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,20 @@ from roundoff.store.checked import (
     columns_of,
     damaged,
     fill,
+    find_steps,
     matches,
+    read_about,
     read_json,
     read_table,
     reading,
 )
 from roundoff.store.schema import (
-    ABOUT,
     CHECKSUMS,
     OPERATORS,
     OPS,
     SCALAR_FILE,
     SCALARS,
-    SCHEMA,
     is_chunk,
-    parse_rank,
-    parse_step,
     rank_name,
     site_name,
     step_name,
@@ -46,7 +44,7 @@ def load(path: str | os.PathLike[str]) -> Run:
     Raises ``RunError`` when it is not a run, is of a later version of roundoff, or recorded nothing.
     """
     path = Path(path)
-    run = Run(path, _read_about(path), _find_steps(path))
+    run = Run(path, read_about(path), find_steps(path))
     if not run.ranks:
         raise RunError(
             "the run is empty: it ended, or was killed, before its first step was finished",
@@ -71,6 +69,8 @@ class Run:
         self._found = found
         self._checksums: dict[Path, dict[str, dict[str, Any]]] = {}
         self._files: dict[Path, dict[str, Path]] = {}
+        self._sound: dict[Path, tuple[tuple[str, Any], ...]] = {}  # checked tables -> their columns
+        self._index: tuple[tuple[int, int] | None, pl.DataFrame] = None, pl.DataFrame()
 
     def __repr__(self) -> str:
         steps = self.steps
@@ -94,23 +94,10 @@ class Run:
     def ops(self) -> pl.LazyFrame:
         """The rows of all ranks and steps, columns as in OPS; null where a file lacks one.
 
-        Raises ``RunError`` naming the first damaged file. All tables of operators are checked here, by their checksums,
-        since a lazy frame could only fail later and without saying where.
+        Raises ``RunError`` naming the first damaged file: all of them are checked here, by their checksums, since a
+        lazy frame could only fail later and without saying where.
         """
-        # Files with the same columns make one scan; those of another version of roundoff their own.
-        groups: dict[tuple[tuple[str, Any], ...], list[Path]] = {}
-        for folder in self._folders():
-            path = folder / OPERATORS
-            self._check(path)
-            groups.setdefault(tuple(columns_of(path, OPS).items()), []).append(path)
-        scans = [
-            # A folder may be called "lr=0.1" or "run[1]": names mean nothing here.
-            pl.scan_parquet(paths, glob=False, hive_partitioning=False).select(
-                fill(dict(columns), OPS)
-            )
-            for columns, paths in groups.items()
-        ]
-        return pl.concat(scans) if scans else pl.LazyFrame(schema=OPS)
+        return self._scan(self._folders())
 
     @cached_property
     def scalars(self) -> pl.LazyFrame:
@@ -143,7 +130,7 @@ class Run:
             phase: of the site: ``forward``, ``backward``, ``optimizer``, ``collective``.
             place: which output of the site.
             rank: whose.
-            step: which; the first that has the site, when it is None.
+            step: which; when it is None, the first that has the tensor.
             record: the row's ``record`` instead of ``site``, ``phase`` and ``place``.
 
         Raises ``RunError`` when there is no such row (the nearest names are listed), when it has no tensor, and when
@@ -156,37 +143,32 @@ class Run:
                 expected="either a site or a record",
                 got="both" if site is not None else "neither",
             )
-        of_rank = self._rows(rank, step)
-        if record is not None:
-            rows = of_rank.filter(pl.col("record") == record)
-        else:
-            rows = of_rank.filter(
-                (
-                    (pl.col("site") == site)
-                    & (pl.col("phase") == phase)
-                    & (pl.col("place").fill_null(0) == place)
-                )
-                | ((pl.col("name") == site) & (pl.col("call") == -1))
+        wanted = (
+            pl.col("record") == record
+            if record is not None
+            else (
+                (pl.col("site") == site) & (pl.col("phase") == phase) & (pl.col("place") == place)
             )
-        if rows.is_empty():
-            wanted = (
-                f"record {record}"
-                if site is None
-                else f"{site!r} in phase {phase!r}, place {place}"
-            )
-            raise self._no_such(of_rank, wanted, site, rank, step)
-        row = rows.sort("step", "record", nulls_last=True).row(0, named=True)
-        if row["blob"] is None or row["step"] is None:
-            raise RunError(
-                "no tensor was kept for this row",
-                where=f"{self.path}: step {row['step']}, record {row['record']}, {row['site']}",
-                got=row["reason"],
-                do='record with keep="tensors"',
-            )
-        kept = self._blob(rank, row["step"], row["blob"])
-        if row["stride"] is None or self.about.get("keep") == "sample":
-            return kept
-        return _strided(kept, row["shape"], row["stride"], row["offset"] or 0, self.path, row)
+            | ((pl.col("name") == site) & (pl.col("call") == -1))
+        )
+        without: dict[str, Any] | None = None
+        for each in [step] if step is not None else self._found.get(rank, []):
+            for row in self._rows(rank, each).filter(wanted).iter_rows(named=True):
+                if row["blob"] is not None:
+                    kept = self._blob(rank, each, row["blob"])
+                    if row["stride"] is None or self.about.get("keep") == "sample":
+                        return kept
+                    where = f"{self.path}: rank {rank}, step {each}, record {row['record']}"
+                    return _strided(kept, row["shape"], row["stride"], row["offset"] or 0, where)
+                without = without or row
+        if without is None:
+            raise self._no_such(site, phase, place, rank, step, record)
+        raise RunError(
+            "no tensor was kept for this row",
+            where=f"{self.path}: rank {rank}, record {without['record']}, {without['site']}",
+            got=without["reason"],
+            do='record with keep="tensors"',
+        )
 
     def verify(self) -> list[Path]:
         """The damaged files: missing, of another length, or with other bytes than were written. Empty if all is well."""
@@ -212,35 +194,73 @@ class Run:
             for step in self._found[rank]:
                 yield self.path / rank_name(rank) / step_name(step)
 
-    def _rows(self, rank: int, step: int | None) -> pl.DataFrame:
-        needed = ("step", "record", "call", "phase", "place", "name", "blob", "reason")
-        steps = [step] if step is not None else self._found.get(rank, [])
-        chosen = pl.col("rank") == rank
-        if step is not None:
-            chosen &= pl.col("step").is_in(steps)
-        query = self.ops.filter(chosen).select(*needed, site_name())
-        return reading(self.path, query.collect)
+    def _scan(self, folders: Iterable[Path]) -> pl.LazyFrame:
+        # Files with the same columns make one scan; those of another version of roundoff their own.
+        groups: dict[tuple[tuple[str, Any], ...], list[Path]] = {}
+        for folder in folders:
+            path = folder / OPERATORS
+            if path not in self._sound:
+                if not matches(path, self._sums(folder)[OPERATORS]):
+                    raise damaged(path, "other bytes than were written, or none")
+                self._sound[path] = tuple(columns_of(path, OPS).items())
+            groups.setdefault(self._sound[path], []).append(path)
+        scans = [
+            # A folder may be called "lr=0.1" or "run[1]": names mean nothing here.
+            pl.scan_parquet(paths, glob=False, hive_partitioning=False).select(
+                fill(dict(columns), OPS)
+            )
+            for columns, paths in groups.items()
+        ]
+        return pl.concat(scans) if scans else pl.LazyFrame(schema=OPS)
+
+    def _rows(self, rank: int, step: int) -> pl.DataFrame:
+        """What finds a tensor, in the order of records; no rows where the run has no such rank or step."""
+        if self._index[0] != (rank, step):  # one is kept: callers go through the records of a step
+            needed = ("record", "call", "phase", "place", "name", "blob", "reason", "shape", "stride", "offset")
+            there = step in self._found.get(rank, [])
+            folder = self.path / rank_name(rank) / step_name(step)
+            query = (
+                self._scan([folder] if there else []).select(*needed, site_name()).sort("record")
+            )
+            self._index = (rank, step), reading(folder / OPERATORS, query.collect)
+        return self._index[1]
 
     def _no_such(
-        self, rows: pl.DataFrame, wanted: str, site: str | None, rank: int, step: int | None
+        self,
+        site: str | None,
+        phase: str,
+        place: int,
+        rank: int,
+        step: int | None,
+        record: int | None,
     ) -> RunError:
-        names = sorted({*rows["site"].drop_nulls(), *rows["name"].drop_nulls()})
-        near = difflib.get_close_matches(site or "", names, n=3, cutoff=0.3)
-        phases = sorted(
-            rows.filter((pl.col("site") == site) | (pl.col("name") == site))["phase"]
-            .drop_nulls()
-            .unique()
-        )
-        where = f"{self.path}: rank {rank}" + ("" if step is None else f", step {step}")
-        if rows.is_empty():
-            expected = f"ranks {self.ranks}, steps {_short(self.steps)}"
-        elif phases:
-            expected = f"the site has rows in: {', '.join(phases)}; look at place too"
-        else:
-            expected = f"one of {len(names)} names" + (
-                ", such as " + ", ".join(near) if near else ""
+        steps = [step] if step is not None else self._found.get(rank, [])
+        names: set[str] = set()
+        places: set[str] = set()
+        for each in steps:
+            rows = self._rows(rank, each)
+            names |= {*rows["site"].drop_nulls(), *rows["name"].drop_nulls()}
+            same = (
+                rows.filter(pl.col("site") == site).select("phase", "place").drop_nulls().unique()
             )
-        return RunError("the run has no such tensor", where=where, expected=expected, got=wanted)
+            places |= {f"phase {phase}, place {place}" for phase, place in same.iter_rows()}
+        if not names:
+            expected = f"a rank of {self.ranks}, a step of {_short(self.steps)}"
+        elif places:
+            expected = "; ".join(sorted(places)[:8])
+        elif site is None:
+            expected = "a value of the column record in Run.ops"
+        else:
+            near = difflib.get_close_matches(site, names, n=3, cutoff=0.3)
+            expected = (
+                f"one of {len(names)} names" + (", such as " if near else "") + ", ".join(near)
+            )
+        return RunError(
+            "the run has no such tensor",
+            where=f"{self.path}: rank {rank}" + ("" if step is None else f", step {step}"),
+            expected=expected,
+            got=f"{site!r}, phase {phase}, place {place}" if site else f"record {record}",
+        )
 
     def _blob(self, rank: int, step: int, key: str) -> torch.Tensor:
         folder = self.path / rank_name(rank) / step_name(step)
@@ -274,57 +294,10 @@ class Run:
             self._checksums[folder] = sums
         return self._checksums[folder]
 
-    def _check(self, path: Path) -> None:
-        if not matches(path, self._sums(path.parent)[path.name]):
-            raise damaged(path, "other bytes than were written" if path.exists() else "no file")
-
     def _check_size(self, path: Path) -> None:
         size = reading(path, os.path.getsize, path)
         if size != self._sums(path.parent)[path.name]["bytes"]:
             raise damaged(path, f"{size} bytes, not as many as were written")
-
-
-def _read_about(path: Path) -> dict[str, Any]:
-    file = path / ABOUT
-    if not file.is_file():
-        raise RunError(
-            "no run here" if path.is_dir() else "no such folder",
-            where=str(path),
-            expected=f"a folder with {ABOUT} in it",
-            do="give the folder that was named when the run was recorded",
-        )
-    about = reading(file, read_json, file)
-    schema = about.get("schema") if isinstance(about, dict) else None
-    if type(schema) is not int or schema < 1:
-        raise RunError(
-            "not the description of a roundoff run",
-            where=str(file),
-            expected='an object with "schema": 1',
-            got=f'"schema": {schema!r}' if isinstance(about, dict) else type(about).__name__,
-        )
-    if schema > SCHEMA:
-        raise RunError(
-            "this run was recorded by a later version of roundoff",
-            where=str(file),
-            expected=f"schema {SCHEMA} or lower",
-            got=f"schema {schema}, written by roundoff {str(about.get('version'))[:80]}",
-            do="upgrade roundoff",
-        )
-    return dict(about)
-
-
-def _find_steps(path: Path) -> dict[int, list[int]]:
-    """rank -> its whole steps, rising, for each rank that has steps or scalars."""
-    found: dict[int, list[int]] = {}
-    for name in reading(path, os.listdir, path):
-        rank = parse_rank(name)
-        folder = path / name
-        if rank is not None and folder.is_dir():
-            names = reading(folder, os.listdir, folder)
-            steps = sorted(step for name in names if (step := parse_step(name)) is not None)
-            if steps or SCALAR_FILE in names:
-                found[rank] = steps
-    return found
 
 
 def _short(steps: list[int]) -> str:
@@ -332,13 +305,14 @@ def _short(steps: list[int]) -> str:
 
 
 def _strided(
-    kept: torch.Tensor, shape: list[int], stride: list[int], offset: int, path: Path, row: dict[str, Any]
+    kept: torch.Tensor, shape: list[int], stride: list[int], offset: int, where: str
 ) -> torch.Tensor:
     """The tensor from its elements in the order of memory; a view of a larger one reads only its own."""
-    reach = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    if len(shape) != len(stride) or min([offset, *shape, *stride]) < 0 or (0 not in shape and reach >= kept.numel()):
+    reach = offset + sum((n - 1) * s for n, s in zip(shape or [], stride, strict=False))
+    fits = shape is not None and len(shape) == len(stride) and min([offset, *shape, *stride]) >= 0
+    if not fits or (0 not in shape and reach >= kept.numel()):
         raise RunError(
-            "a row does not fit the tensor it names", where=f"{path}: step {row['step']}, record {row['record']}",
+            "a row does not fit the tensor it names", where=where,
             expected=f"a view of {kept.numel()} elements", got=f"shape {shape}, stride {stride}, offset {offset}",
         )  # fmt: skip
     return kept.view(-1).as_strided(shape, stride, offset)

@@ -162,6 +162,12 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor detached, on the host and contiguous; itself where it is so already."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout} and {tensor.dtype} has no plain bytes")
+    if not tensor.is_meta and tensor.numel():
+        last = tensor.storage_offset() + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        if (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise TypeError("the tensor's memory was freed")  # as FSDP does: reading it would crash
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 

@@ -142,21 +142,19 @@ class Writer:
             return None
         try:
             return work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, training must go on
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - training must go on; polars panics with a BaseException
             self._stop(error)
             return None
 
-    def _stop(self, error: Exception) -> None:
+    def _stop(self, error: BaseException) -> None:
         self.stopped = True
-        text = (
-            f"roundoff stopped recording, and training goes on: {self.path}: "
-            f"{type(error).__name__}: {error}. Steps finished before are readable"
-        )
-        for step, chunks in self._open.items():
-            chunks.abandon()
-            shutil.rmtree(self._folder / partial_name(step), ignore_errors=True)
-        self._open = {}
-        self.about["stopped"] = f"{type(error).__name__}: {error}"
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {cause}"
+        text = f"{self.path}: the recording has stopped and training goes on; its whole steps are readable: {reason}"
+        self._abandon()
+        self.about["stopped"] = reason
         try:
             if self.rank == 0:
                 self._write_about()
@@ -170,6 +168,8 @@ class Writer:
             sys.stderr.write(f"RuntimeWarning: {text}\n")
 
     def _chunks(self, step: int) -> Chunks:
+        if step < 0:
+            raise ValueError(f"steps count from 0: {step}")
         if step not in self._open:
             folder = self._folder / partial_name(step)
             if folder.exists():  # of a step that was given up
@@ -212,14 +212,17 @@ class Writer:
         self._scalars_new = False
 
     def _close(self, about: dict[str, Any]) -> None:
-        for step, chunks in self._open.items():
-            chunks.abandon()
-            shutil.rmtree(self._folder / partial_name(step), ignore_errors=True)
-        self._open = {}
+        self._abandon()
         self._write_scalars(last=True)
         self.about |= {"complete": True, **about, "schema": SCHEMA}
         if self.rank == 0:
             self._write_about()
+
+    def _abandon(self) -> None:
+        for chunks in self._open.values():
+            chunks.abandon()
+            shutil.rmtree(chunks.folder, ignore_errors=True)
+        self._open = {}
 
     def _write_about(self) -> None:
         with atomic_path(self.path / ABOUT) as temporary:

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from roundoff.cli import budget, diagnose, plan, verify
+from roundoff.cli import budget, diagnose, plan, replay, verify
 from roundoff.errors import InfeasibleError, RoundoffError
 
 MISSED = 1
@@ -33,6 +33,7 @@ app.command("diagnose")(diagnose.command)
 app.command("budget")(budget.command)
 app.command("plan")(plan.command)
 app.command("verify")(verify.command)
+app.command("replay")(replay.command)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -85,7 +85,8 @@ def test_other_text_is_refused(text):
 
 
 def test_overload_of_every_name_that_torch_writes():
-    for func in (torch.ops.aten.convolution.default, torch.ops.aten.add_.Tensor, torch.ops.prims.convert_element_type.default):
+    aten, prims = torch.ops.aten, torch.ops.prims
+    for func in (aten.convolution.default, aten.add_.Tensor, aten.add.out, prims.convert_element_type.default):
         assert overload_of(str(func)) is func
 
 

@@ -246,7 +246,7 @@ def apart(func: OpOverload | None = None) -> Iterator[None]:
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
         stack.enter_context(torch._C._DisableAutocast())
         if func is not None and not _native(func):
-            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
             stack.enter_context(torch.random.fork_rng(devices))
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,20 +87,22 @@ def _one(actual: Tensor | None, reference: Tensor | None) -> OwnError | None:
         return None
     difference = (x - y).abs_() if not x.is_complex() else (x - y).abs()
     size = y.abs()
-    if not bool((difference.max() + size.max()).isfinite()):
+    largest, most = torch.stack([difference.max(), size.max()]).tolist()
+    if not math.isfinite(largest + most):
         same = (x == y) | (x.isnan() & y.isnan())
         difference = difference.masked_fill_(same, 0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)
         size = size.masked_fill_(~y.isfinite(), 0.0)
-    largest = difference.max()
-    l2, most, ref = torch.stack([_norm(difference, largest), largest, _norm(size, size.max())]).tolist()
-    return OwnError(l2, most, ref)
+        largest, most = torch.stack([difference.max(), size.max()]).tolist()
+    return OwnError(_norm(difference, largest), largest, _norm(size, most))
 
 
-def _norm(values: Tensor, largest: Tensor) -> Tensor:
-    """Without overflow of the squares, which results in fp64 beyond 1e154 would have."""
-    if float(largest) in (0.0, torch.inf):
+def _norm(values: Tensor, largest: float) -> float:
+    """The l2 norm; scaled where squares would overflow or vanish in fp64."""
+    if largest in (0.0, math.inf):
         return largest
-    return torch.linalg.vector_norm(values / largest) * largest
+    if 1e-140 < largest < 1e140:
+        return float(torch.linalg.vector_norm(values))
+    return float(torch.linalg.vector_norm(values / largest)) * largest
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -108,7 +111,8 @@ def _wide(tensor: Tensor) -> Tensor:
         dense = dense.clone()  # below autograd, arithmetic does not look at these bits; copying does
     if dense._is_zerotensor():
         dense = torch.zeros(dense.shape, dtype=dense.dtype, device=dense.device)
-    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+    wide: Tensor = dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+    return wide
 
 
 def _flat(value: Any) -> list[Tensor | None]:

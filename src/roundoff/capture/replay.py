@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -16,10 +16,11 @@ from roundoff.capture.own import NOT_COMPARED, OwnError, own_error
 from roundoff.capture.refusal import Reason
 from roundoff.errors import RunError
 from roundoff.formats import parse_format
-from roundoff.site import Site, select
+from roundoff.site import select
+from roundoff.store import site_name
 
 if TYPE_CHECKING:
-    from roundoff.store.reader import Run
+    from roundoff.store import Run
 
 Row = Mapping[str, Any]
 
@@ -72,14 +73,17 @@ def _replay_step(
 ) -> Iterator[tuple[Row, Row]]:
     rank, step = rows["rank"][0], rows["step"][0]
     stored = run.ops.filter((pl.col("rank") == rank) & (pl.col("step") == step))
-    known = {row["record"]: row for row in stored.select(_NEEDED).collect().iter_rows(named=True)}
+    known = {row["record"]: row for row in stored.select(*_NEEDED, site_name()).collect().iter_rows(named=True)}
 
     def tensor_of(record: int) -> Tensor:
         row = known.get(record)
         if row is None or row["blob"] is None:
-            name = f"record {record}" if row is None else row["name"] or _site(row)
+            name = f"record {record}" if row is None else row["name"] or row["site"]
             why = f" ({row['reason']})" if row is not None and row["reason"] else ""
             raise _NotStored(f"{name} is not stored{why}")
+        base = known.get(row["view_of"])
+        if base is not None and base["blob"] == row["blob"]:
+            return _view(row, tensor_of)
         return run.tensor(record=record, rank=rank, step=step)
 
     for call in rows.partition_by("call", maintain_order=True):
@@ -92,7 +96,9 @@ def _replay_step(
             yield row, _result(row, again, tensor_of)
 
 
-def _call_again(row: Row, tensor_of: Any, dtype: torch.dtype | None, device: torch.device) -> list[Any] | Reason:
+def _call_again(
+    row: Row, tensor_of: Callable[[int], Tensor], dtype: torch.dtype | None, device: torch.device
+) -> list[Any] | Reason:
     if row["overload"] is None:
         return Reason("not an operator with a schema")
     if row["arguments"] is None:
@@ -105,7 +111,19 @@ def _call_again(row: Row, tensor_of: Any, dtype: torch.dtype | None, device: tor
     return run_again(func, args, kwargs, dtype=dtype, device=device)
 
 
-def _result(row: Row, again: list[Any] | Reason, tensor_of: Any) -> Row:
+def _view(row: Row, tensor_of: Callable[[int], Tensor]) -> Tensor:
+    """A view that is stored as what it is a view of: taken from its inputs again, since it rounds nothing."""
+    if row["overload"] is None or row["arguments"] is None:
+        raise _NotStored(f"{row['name'] or row['site']} is not stored (a view that cannot be taken again)")
+    func = overload_of(row["overload"])
+    args, kwargs = restore(row["arguments"], tensor_of)
+    with torch.no_grad():
+        result = func(*args, **kwargs)
+    found: Tensor = result if isinstance(result, Tensor) else result[row["place"]]
+    return found
+
+
+def _result(row: Row, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]) -> Row:
     if isinstance(again, Reason):
         return _reason(again.text)
     try:
@@ -140,7 +158,7 @@ class _NotStored(Exception):  # noqa: N818 - becomes the reason of a row
     """A tensor that a call needs is not in the run."""
 
 
-_NEEDED = ("record", "blob", "name", "module", "operator", "index", "reason")
+_NEEDED = ("record", "blob", "name", "reason", "view_of", "overload", "arguments", "place")
 
 
 def _chosen(run: Run, site: str | None, phase: str | None, rank: int, step: int | None) -> pl.DataFrame:
@@ -163,15 +181,11 @@ def _chosen(run: Run, site: str | None, phase: str | None, rank: int, step: int 
         calls = calls.filter(pl.col("phase") == phase)
         if not calls.height:
             raise RunError(f"the run has no phase {phase!r}", where=str(run.path), expected=", ".join(phases))
-    names = [_site(row) for row in calls.select("module", "operator", "index").iter_rows(named=True)]
-    calls = calls.with_columns(pl.Series("site", names, dtype=pl.String))
+    calls = calls.with_columns(site_name())
     if site is not None:
-        calls = calls.filter(pl.col("site").is_in(select(site, dict.fromkeys(names))))
+        names = select(site, calls["site"].drop_nulls().unique(maintain_order=True))
+        calls = calls.filter(pl.col("site").is_in(names))
     return calls
-
-
-def _site(row: Row) -> str:
-    return str(Site(row["module"], row["operator"], row["index"]))
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -17,6 +17,7 @@ from torch import Tensor
 from roundoff.capture.refusal import Refusal
 
 Results = list[Tensor | None]
+Gates = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _LSTM = 2  # oneDNN's and cuDNN's number of the mode
 
@@ -67,7 +68,7 @@ def lstm(
     """One direction of one layer, ``input`` of shape (time, batch, features): output, last state, last cell state."""
     _only_lstm(mode, batch_sizes)
     bias = weight2 + weight3 if has_biases else None
-    _, cells, states = _unroll(input, weight0, weight1, bias, hx_, cx_, reverse)
+    _gates, cells, states = _unroll(input, weight0, weight1, bias, hx_, cx_, reverse)
     hidden = states[1:]
     return [torch.stack(hidden[::-1] if reverse else hidden), hidden[-1], cells[-1], None]
 
@@ -107,9 +108,9 @@ def lstm_backward(
 
 def _unroll(
     x: Tensor, ih: Tensor, hh: Tensor, bias: Tensor | None, hidden: Tensor, cell: Tensor, reverse: bool
-) -> tuple[list[tuple[Tensor, ...]], list[Tensor], list[Tensor]]:
+) -> tuple[list[Gates], list[Tensor], list[Tensor]]:
     """Gates of each step in the order they run, and all cell and hidden states, the first ones included."""
-    gates: list[tuple[Tensor, ...]] = []
+    gates: list[Gates] = []
     cells, states = [cell], [hidden]
     for t in _order(x, reverse):
         sums = x[t] @ ih.mT + states[-1] @ hh.mT
@@ -122,7 +123,7 @@ def _unroll(
 
 
 def _order(x: Tensor, reverse: bool) -> list[int]:
-    return list(range(len(x)))[:: -1 if reverse else 1]
+    return list(range(len(x) - 1, -1, -1)) if reverse else list(range(len(x)))
 
 
 def _only_lstm(mode: int, batch_sizes: list[int]) -> None:
@@ -154,7 +155,7 @@ def _heads(key: Tensor, query: Tensor) -> Tensor:
 def _fold(grad: Tensor, key: Tensor) -> Tensor:
     """The gradient of heads that were repeated."""
     heads = key.shape[-3]
-    return grad if grad.shape[-3] == heads else grad.unflatten(-3, (heads, -1)).sum(-3)
+    return grad if grad.shape[-3] == heads else torch.unflatten(grad, -3, (heads, -1)).sum(-3)
 
 
 def _forward(missing: int) -> Callable[..., Results]:

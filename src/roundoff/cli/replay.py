@@ -30,7 +30,7 @@ def command(
     """Run recorded operators again on the inputs they had, and show the own error of each, worst first."""
     from roundoff.capture.replay import replay
     from roundoff.report.replay import print_replay
-    from roundoff.store.reader import load
+    from roundoff.store import load
 
     rows = replay(
         load(run), site=site, phase=phase, device=device, dtype=dtype, rank=rank, step=step

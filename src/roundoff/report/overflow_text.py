@@ -76,6 +76,10 @@ def answer(data: Row) -> list[str]:
         sentences.append(
             f"It passed into {count(first['reached'], 'tensor')}, the last one at {_place(last)}."
         )
+    names = list(dict.fromkeys(e["name"] for e in mine if e["name"] and e is not mine[0]))
+    if names:
+        more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+        sentences.append(f"It reached {listing(names[:3])}{more}.")
     deaths = [e for e in mine if e["kind"] == "death"]
     if deaths:
         more = f", and {count(len(deaths) - 1, 'time')} after that" if len(deaths) > 1 else ""

@@ -131,7 +131,13 @@ def overflow(
         margins=margins(marked, within=within),
         formats=format_shares(marked.filter(~pl.col("masked")), names),
         first=born.row(0, named=True) if born.height else None,
-        loss_scale=recommend(rows, _recorded_scales(rows, scalars), loss_format, margin),
+        loss_scale=recommend(
+            rows.filter(pl.col("phase") == "backward"),
+            _recorded_scales(rows, scalars),
+            _lost(table),
+            loss_format,
+            margin,
+        ),
         within=within,
         tensors=rows.height,
         unknown=rows.filter(pl.col("nan").is_null()).height,
@@ -232,6 +238,12 @@ def _count(events: list[dict[str, Any]]) -> None:
     for event in births.values():
         event.setdefault("reached", 0)
         event.setdefault("deaths", 0)
+
+
+def _lost(events: pl.DataFrame) -> set[tuple[int, int]]:
+    """Each (rank, step) whose gradients are not finite, and not meant to be."""
+    here = ~pl.col("allowed") & (pl.col("phase") == "backward") & (pl.col("kind") != "death")
+    return set(events.filter(here).select("rank", "step").iter_rows())
 
 
 def _recorded_scales(

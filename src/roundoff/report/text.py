@@ -25,9 +25,7 @@ SITE_LEAST = 16
 PROSE_LEAST = 12
 EXAMPLES = 10
 LEFT_ALIGNED = frozenset(
-    "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event|went to".split(
-        "|"
-    )
+    "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event".split("|")
 )
 
 
@@ -39,10 +37,7 @@ def print_summary(summary: Row, console: Console, *, top: int = 20) -> None:
     and the coverage. ``roundoff.report`` has an example.
     """
     work = f"{count(summary['probes'], 'probe')}, {count(summary['samples'], 'sample')}"
-    _say(
-        console,
-        f"roundoff {summary['version']}: {summary['workload']} in {listing(summary['formats'])} ({work})",
-    )
+    _say(console, f"roundoff {summary['version']}: {summary['workload']} in {listing(summary['formats'])} ({work})")
     console.print()
     some = bool(summary["coverage"]["sites"])
     verdict, *rest = answer(summary)
@@ -87,11 +82,7 @@ def print_ranking(rows: Sequence[Row], console: Console, *, top: int = 20) -> No
     left_out = _print_rows(shown, {row["site"] for row in rows}, console)
     for row in shown:
         if _noted(row):
-            _say(
-                console,
-                f"! {row['rank']}: {row['site']} in {row['format']}: {row['note']}",
-                style="yellow",
-            )
+            _say(console, f"! {row['rank']}: {row['site']} in {row['format']}: {row['note']}", style="yellow")
     if left_out:
         _say(console, f"Left out at {console.width} columns: {listing(left_out)}.", style="dim")
     if len(rows) > len(shown):
@@ -120,10 +111,7 @@ def print_plan(plan: Row, console: Console) -> None:
     """
     _print_plan(plan, console)
     if plan.get("predicted_db") is not None or plan.get("target_db") is not None:
-        _say(
-            console,
-            f"Predicted {db(plan.get('predicted_db'))} dB, target {db(plan.get('target_db'))} dB.",
-        )
+        _say(console, f"Predicted {db(plan.get('predicted_db'))} dB, target {db(plan.get('target_db'))} dB.")
     if plan.get("note"):
         _say(console, f"About the target: {plan['note']}.")
 
@@ -133,9 +121,7 @@ def _print_plan(plan: Row, console: Console) -> None:
     _heading(console, f"Plan: {count(sites, 'site')} by {count(plan['rules'], 'rule')}")
     used = {f: n for f, n in plan["sites"].items() if n}
     shares = [percent(ratio(n, sites)) for n in used.values()]
-    _print_table(
-        console, {"format": list(used), "sites": [f"{n:,}" for n in used.values()], "share": shares}
-    )
+    _print_table(console, {"format": list(used), "sites": [f"{n:,}" for n in used.values()], "share": shares})
     console.print()
     cost = plan["cost"]
     cheapest = f"all cheapest (mostly {cost['lowest_format']})"
@@ -165,9 +151,7 @@ def print_verify(verification: Row, console: Console) -> None:
             "measured": [db(r["measured_db"]) for r in rounds],
             "added up": [db(r["additive_db"]) for r in rounds],
         }
-        if any(
-            r["metric_predicted"] is not None or r["metric_measured"] is not None for r in rounds
-        ):
+        if any(r["metric_predicted"] is not None or r["metric_measured"] is not None for r in rounds):
             columns["metric pred."] = [metric(r["metric_predicted"]) for r in rounds]
             columns["meas."] = [metric(r["metric_measured"]) for r in rounds]
         _print_table(console, {**columns, "then": [r["action"] for r in rounds]}, prose={"then"})
@@ -210,10 +194,7 @@ def _print_coverage(coverage: Row, console: Console) -> None:
     else:
         _say(console, "Every call became a site that runs in some format.")
     if coverage["no_path"]:
-        _say(
-            console,
-            f"Without a path to the output, so in {REFERENCE}: {count(len(coverage['no_path']), 'site')}",
-        )
+        _say(console, f"Without a path to the output, so in {REFERENCE}: {count(len(coverage['no_path']), 'site')}")
         for line in coverage["no_path"][:EXAMPLES]:
             _say(console, f"  {line}")
         if len(coverage["no_path"]) > EXAMPLES:
@@ -241,10 +222,7 @@ def _print_rows(rows: Sequence[Row], sites: Collection[str], console: Console) -
         "plan": [row["chosen"] for row in rows],
     }
     left_out = []
-    groups = (
-        (parts, "own parts (activation, weight, output)"),
-        (("plan",), "the format in the plan"),
-    )
+    groups = ((parts, "own parts (activation, weight, output)"), (("plan",), "the format in the plan"))
     for names, label in groups:
         if console.width - _width({**columns, "site": []}, 1) < SITE_LEAST:
             columns = {name: cells for name, cells in columns.items() if name not in names}
@@ -267,19 +245,11 @@ def _width(columns: Columns, gap: int) -> int:
 
 
 def _print_table(
-    console: Console,
-    columns: Columns,
-    *,
-    prose: Collection[str] = (),
-    styles: Sequence[str] | None = None,
+    console: Console, columns: Columns, *, prose: Collection[str] = (), styles: Sequence[str] | None = None
 ) -> None:
     """A table whose numbers keep their width whatever the console's; only ``prose`` columns wrap."""
-    fixed = {
-        name: ["x" * PROSE_LEAST] if name in prose else cells for name, cells in columns.items()
-    }
-    gap = (
-        3 if _width(fixed, 3) <= console.width else 1
-    )  # rich's divider, and a space on either side
+    fixed = {name: ["x" * PROSE_LEAST] if name in prose else cells for name, cells in columns.items()}
+    gap = 3 if _width(fixed, 3) <= console.width else 1  # rich's divider, and a space on either side
     needed = _width(fixed, gap)
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, gap // 2), pad_edge=False, show_edge=False,

@@ -8,7 +8,7 @@ value is below 65,504").
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ class LossScale:
 def recommend(
     ops: pl.DataFrame,
     recorded: Mapping[tuple[int, int], float],
+    lost: Collection[tuple[int, int]] = (),
     fmt: str = "fp16",
     margin: float = 1.0,
 ) -> LossScale:
@@ -70,15 +71,14 @@ def recommend(
     Args:
         ops: rows of the run.
         recorded: loss scale by (rank, step), where the run has one.
+        lost: each (rank, step) with gradients that are not finite, and not meant to be.
         fmt: the format of the gradients.
         margin: powers of two below the largest finite value.
     """
     target = parse_format(fmt)
     backward = ops.filter(pl.col("phase") == "backward")
-    not_finite = backward.filter((pl.col("posinf") + pl.col("neginf") + pl.col("nan")) > 0)
-    steps = set(not_finite.select("rank", "step").unique().iter_rows())
     about: dict[str, Any] = {
-        "recorded": max(recorded.values(), default=None), "overflowed": len({step for _, step in steps})
+        "recorded": max(recorded.values(), default=None), "overflowed": len({step for _, step in lost})
     }  # fmt: skip
     own = _after_the_seed(floating(backward))
     if not own.height:
@@ -94,11 +94,11 @@ def recommend(
         return LossScale(target.name, margin, None, note="every gradient is zero", **about)
     scale = power_below(target.max_finite * 2.0**-margin, largest)
     note = ""
-    used = [recorded[place] for place in steps if place in recorded]
+    used = [recorded[place] for place in lost if place in recorded]
     if used and scale > min(used) / 2:
         scale = 2.0 ** math.floor(math.log2(min(used) / 2))
         note = f"half of {min(used):g}, at which gradients of this run were not finite"
-    elif steps:
+    elif lost:
         note = "some gradients are not finite: the largest that is finite was used"
     if own["dtype"].is_in(["float16", "float8_e5m2", "float8_e4m3fn"]).any():
         note += "; " if note else ""

@@ -25,17 +25,15 @@ from roundoff.attribute.nonfinite import BORN, Key, Memory, Step
 from roundoff.attribute.ranges import format_shares, margins
 from roundoff.formats import parse_format
 from roundoff.site import matches
+from roundoff.store.schema import OPS, site_name
 
 FORMATS = ("fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")
 
-_COLUMNS: dict[str, Any] = {
-    "rank": pl.Int32, "step": pl.Int64, "record": pl.Int64, "call": pl.Int64, "phase": pl.Utf8, "module": pl.Utf8,
-    "operator": pl.Utf8, "index": pl.Int64, "place": pl.Int64, "overload": pl.Utf8, "name": pl.Utf8, "line": pl.Utf8,
-    "inputs": pl.List(pl.Int64), "view_of": pl.Int64, "inplace": pl.Boolean, "dtype": pl.Utf8,
-    "shape": pl.List(pl.Int64), "numel": pl.Int64, "min": pl.Float64, "max": pl.Float64, "nan": pl.Int64,
-    "posinf": pl.Int64, "neginf": pl.Int64, "zero": pl.Int64, "exponent": pl.Int32,
-    "exponents": pl.List(pl.Int64), "group": pl.Utf8, "reason": pl.Utf8,
-}  # fmt: skip
+_COLUMNS: dict[str, Any] = {key: OPS[key] for key in (
+    "rank", "step", "record", "call", "phase", "module", "operator", "index", "place", "overload", "name", "line",
+    "inputs", "view_of", "inplace", "dtype", "shape", "numel", "min", "max", "nan", "posinf", "neginf", "zero",
+    "exponent", "exponents", "group", "reason",
+)}  # fmt: skip
 _DEFAULTS = {
     "rank": 0,
     "step": 0,
@@ -133,7 +131,13 @@ def overflow(
         margins=margins(marked, within=within),
         formats=format_shares(marked.filter(~pl.col("masked")), names),
         first=born.row(0, named=True) if born.height else None,
-        loss_scale=recommend(rows, _recorded_scales(rows, scalars), loss_format, margin),
+        loss_scale=recommend(
+            rows.filter(pl.col("phase") == "backward"),
+            _recorded_scales(rows, scalars),
+            _lost(table),
+            loss_format,
+            margin,
+        ),
         within=within,
         tensors=rows.height,
         unknown=rows.filter(pl.col("nan").is_null()).height,
@@ -154,11 +158,8 @@ def prepare(ops: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame:
         pl.when(pl.any_horizontal(measured, *(pl.col(c).is_not_null() for c in _COUNTS)))
         .then(pl.col(key).fill_null(0)).otherwise(pl.col(key)) for key in _COUNTS
     )  # fmt: skip
-    number = pl.when(pl.col("index") > 0).then(pl.format("#{}", "index")).otherwise(pl.lit(""))
-    site = pl.concat_str("module", pl.lit("/"), "operator", number)
-    return (
-        rows.with_columns(site=site).sort("step", "rank", "record", maintain_order=True).collect()
-    )
+    rows = rows.with_columns(site_name())
+    return rows.sort("step", "rank", "record", maintain_order=True).collect()
 
 
 def _follow(rows: pl.DataFrame, allow: Sequence[str]) -> tuple[list[dict[str, Any]], list[Key]]:
@@ -237,6 +238,12 @@ def _count(events: list[dict[str, Any]]) -> None:
     for event in births.values():
         event.setdefault("reached", 0)
         event.setdefault("deaths", 0)
+
+
+def _lost(events: pl.DataFrame) -> set[tuple[int, int]]:
+    """Each (rank, step) whose gradients are not finite, and not meant to be."""
+    here = ~pl.col("allowed") & (pl.col("phase") == "backward") & (pl.col("kind") != "death")
+    return set(events.filter(here).select("rank", "step").iter_rows())
 
 
 def _recorded_scales(

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import polars as pl
 
 from roundoff.attribute.limits import LARGEST, limits
+from roundoff.attribute.roles import EMPTY
 from roundoff.formats import parse_format
 
 Floats = npt.NDArray[np.float64]
@@ -33,11 +34,15 @@ FORMAT_SCHEMA = {
 
 
 def floating(ops: pl.DataFrame) -> pl.DataFrame:
-    """The rows with floating-point values of their own that have statistics, with ``amax``, the largest magnitude."""
+    """The rows with floating-point values of their own that have statistics, with ``amax``, the largest magnitude.
+
+    Memory that was only allocated holds no values yet.
+    """
     own = ops.filter(
         pl.col("dtype").is_in(list(LARGEST))
         & pl.col("view_of").is_null()
-        & pl.col("max").is_not_null()
+        & pl.col("max").is_not_null(),
+        ~pl.col("operator").str.strip_chars_end("_").is_in(list(EMPTY)),
     )
     return own.with_columns(amax=pl.max_horizontal(pl.col("max").abs(), pl.col("min").abs()))
 

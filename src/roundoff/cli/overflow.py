@@ -46,8 +46,8 @@ def command(
     """
     from roundoff.attribute.overflow import overflow
     from roundoff.report.overflow_text import print_overflow
-    from roundoff.report.sites import select_steps
     from roundoff.store import load
+    from roundoff.store.sites import select_steps
 
     loaded = load(run)
     found = overflow(

@@ -34,8 +34,8 @@ def command(
 ) -> int:
     """Show one row for each site of a run's step; or one site: statistics, histogram, source line, inputs, users."""
     from roundoff.report.run_text import print_show
-    from roundoff.report.sites import show
     from roundoff.store import load
+    from roundoff.store.sites import show
 
     found = show(load(run).ops, site, phase=phase, rank=rank, step=step, sort=sort, views=views)
     if json:

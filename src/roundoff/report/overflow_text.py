@@ -52,12 +52,8 @@ def answer(data: Row) -> list[str]:
     unknown = data["unknown"]
     gap = f"{count(unknown, 'tensor')} without statistics could not be judged." if unknown else ""
     if first is None:
-        steps = len({e["step"] for e in data["events"]})
-        masks = (
-            f"The -inf of masks in {count(steps, 'step')} is meant, and went no further."
-            if steps
-            else ""
-        )
+        meant = any(e["allowed"] for e in data["events"])
+        masks = "The -inf of masks, or what else is allowed, went no further." if meant else ""
         verdict = f"No NaN or Inf was born in {count(data['tensors'], 'tensor')}."
         return [verdict, *filter(None, [masks, _nearest(data), gap])]
     what = _what(first)
@@ -76,6 +72,10 @@ def answer(data: Row) -> list[str]:
         sentences.append(
             f"It passed into {count(first['reached'], 'tensor')}, the last one at {_place(last)}."
         )
+    names = list(dict.fromkeys(e["name"] for e in mine if e["name"] and e is not mine[0]))
+    if names:
+        more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+        sentences.append(f"It reached {listing(names[:3])}{more}.")
     deaths = [e for e in mine if e["kind"] == "death"]
     if deaths:
         more = f", and {count(len(deaths) - 1, 'time')} after that" if len(deaths) > 1 else ""

@@ -18,7 +18,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def print_show(data: Row, console: Console, *, limit: int = 50) -> None:
-    """What ``roundoff show`` prints of the data of ``report.sites.show``: coverage first, then rows or one site.
+    """What ``roundoff show`` prints of the data of ``store.sites.show``: coverage first, then rows or one site.
 
     At most ``limit`` rows; a line says how many are left out, and which columns where the console is narrow.
     """

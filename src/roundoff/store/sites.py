@@ -7,8 +7,9 @@ from typing import Any
 
 import polars as pl
 
-from roundoff.errors import PatternError, RoundoffError
+from roundoff.errors import PatternError, RunError
 from roundoff.site import matches
+from roundoff.store.schema import OPS, site_name
 
 #: sort key -> expression, largest first; "order" is the order of execution.
 SORTS: dict[str, pl.Expr] = {
@@ -74,19 +75,21 @@ def show(
 
     Raises:
         PatternError: an unknown site, phase or sort key; the message has the nearest names.
-        RoundoffError: the run has no such rank or step, or no rows at all.
+        RunError: the run has no such rank or step, or no rows at all.
     """
-    lazy = ops.lazy()
+    lazy = complete(ops)
     there = lazy.select("rank", "step").unique().sort("rank", "step").collect()
     ranks, steps = sorted(set(there["rank"])), sorted(set(there["step"]))
     if not ranks:
-        raise RoundoffError("the run has no step", do="record at least one whole step")
+        raise _empty()
     rank = _choose("rank", rank, ranks, ranks[0])
     steps = sorted(set(there.filter(pl.col("rank") == rank)["step"]))
     step = _choose("step", step, steps, steps[-1])
     _known("phase", phase, PHASES)
     _known("sort key", None if sort == ORDER else sort, (ORDER, *SORTS))
-    every = _with_sites(lazy.filter((pl.col("rank") == rank) & (pl.col("step") == step))).collect()
+    every = (
+        lazy.filter((pl.col("rank") == rank) & (pl.col("step") == step)).sort("record").collect()
+    )
     rows = every if phase is None else every.filter(pl.col("phase") == phase)
     about = {"rank": rank, "step": step, "ranks": ranks, "steps": steps, "coverage": coverage(rows)}
     if site is not None:
@@ -99,11 +102,13 @@ def show(
         rows = rows.filter(pl.col("view_of").is_null())
     if sort != ORDER:
         rows = rows.sort(SORTS[sort], descending=True, nulls_last=True, maintain_order=True)
-    return about | {"sort": sort, "rows": rows.select(_label(), *_SHOWN[3:]).to_dicts()}
+    return about | {"sort": sort, "rows": rows.select(*_label(), *_SHOWN[3:]).to_dicts()}
 
 
 def select_steps(ops: pl.LazyFrame, rank: int | None, step: int | None) -> pl.LazyFrame:
-    """The rows of one rank, one step, or both; all of them for None. Raises ``RoundoffError`` where there is no such."""
+    """The rows of one rank, one step, or both; all of them for None. Raises ``RunError`` where there are none."""
+    if ops.head(1).collect().is_empty():
+        raise _empty()
     for what, asked in (("rank", rank), ("step", step)):
         if asked is not None:
             there = ops.select(what).unique().sort(what).collect()[what].to_list()
@@ -131,10 +136,24 @@ def _label() -> list[pl.Expr]:
     return [pl.col("record"), pl.col("phase"), (pl.col("site") + place).alias("site")]
 
 
-def _with_sites(lazy: pl.LazyFrame) -> pl.LazyFrame:
-    count = pl.when(pl.col("index") > 0).then(pl.format("#{}", "index")).otherwise(pl.lit(""))
-    return lazy.with_columns(site=pl.col("module") + "/" + pl.col("operator") + count).sort(
-        "record"
+def complete(ops: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
+    """All columns of OPS with their types, nulls where one is missing, and ``site``."""
+    lazy = ops.lazy()
+    there = lazy.collect_schema().names()
+    columns = [(pl.col(c) if c in there else pl.lit(None)).cast(t).alias(c) for c, t in OPS.items()]
+    whole = {
+        "rank": 0,
+        "step": 0,
+        "place": 0,
+        "index": 0,
+        "module": "",
+        "operator": "",
+        "phase": "forward",
+    }
+    return (
+        lazy.select(columns)
+        .with_columns(pl.col(c).fill_null(v) for c, v in whole.items())
+        .with_columns(site_name())
     )
 
 
@@ -183,10 +202,16 @@ def _in_full(row: dict[str, Any], every: pl.DataFrame, lazy: pl.LazyFrame) -> di
 def _choose(what: str, asked: int | None, there: list[int], default: int) -> int:
     if asked is not None and asked not in there:
         listed = ", ".join(map(str, there[:8])) + (", ..." if len(there) > 8 else "")
-        raise RoundoffError(
+        raise RunError(
             f"the run has no {what} {asked}", where=f"--{what}", expected=f"one of {listed}"
         )
     return default if asked is None else asked
+
+
+def _empty() -> RunError:
+    return RunError(
+        "the run has no tensors", do="let the recorded program finish at least one step"
+    )
 
 
 def _known(what: str, asked: str | None, there: tuple[str, ...]) -> None:

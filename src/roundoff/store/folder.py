@@ -90,9 +90,10 @@ def _may_delete(
         raise _taken(path)
     doomed = [mine] if overwrite else []
     if overwrite and rank == 0:
-        doomed += [
-            folder for folder in sorted(path.iterdir()) if (parse_rank(folder.name) or 0) >= ranks
-        ]
+        for folder in sorted(path.iterdir()):
+            other = parse_rank(folder.name)
+            if other is not None and other >= ranks:
+                doomed.append(folder)
     for folder in {mine, *doomed}:
         _refuse_strangers(folder)
     return list(dict.fromkeys(doomed)), there is not None and not taken

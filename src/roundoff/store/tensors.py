@@ -117,8 +117,9 @@ class Chunks:
         work = (path, self._filling, self._described)
         self._files += 1
         self._filling, self._described, self._bytes = {}, {}, 0
-        self._thread = threading.Thread(target=self._write, args=work, name=f"write {path.name}")
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=work, name=f"write {path.name}")
+        thread.start()
+        self._thread = thread
 
     def _write(
         self, path: Path, tensors: dict[str, torch.Tensor], described: dict[str, dict[str, object]]

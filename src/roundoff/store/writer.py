@@ -85,7 +85,7 @@ class Writer:
             "complete": False,
             "ranks": 1,
             "id": uuid.uuid4().hex,
-            **about,
+            **_plain(about),
             "schema": SCHEMA,
         }
         claim(self.path, rank, about.get("id"), int(self.about["ranks"]), overwrite=overwrite)
@@ -214,7 +214,7 @@ class Writer:
     def _close(self, about: dict[str, Any]) -> None:
         self._abandon()
         self._write_scalars(last=True)
-        self.about |= {"complete": True, **about, "schema": SCHEMA}
+        self.about |= {"complete": True, **_plain(about), "schema": SCHEMA}
         if self.rank == 0:
             self._write_about()
 
@@ -226,7 +226,7 @@ class Writer:
 
     def _write_about(self) -> None:
         with atomic_path(self.path / ABOUT) as temporary:
-            temporary.write_text(json.dumps(self.about, indent=1, default=str), encoding="utf-8")
+            temporary.write_text(json.dumps(self.about, indent=1), encoding="utf-8")
             flushed(temporary)
 
 
@@ -237,7 +237,16 @@ def _table(rows: Mapping[str, Sequence[Any]] | pl.DataFrame, rank: int, step: in
         unknown = [name for name in rows.columns if name not in OPS]
         table = rows.cast({name: OPS[name] for name in rows.columns if name in OPS})
     elif not unknown:
-        table = pl.DataFrame(rows, schema={name: OPS[name] for name in rows})
+        # polars takes the type of a column from its first value, and then refuses 0.5 after 1
+        table = pl.DataFrame(
+            {
+                name: [None if value is None else float(value) for value in values]
+                if OPS[name] == pl.Float64
+                else values
+                for name, values in rows.items()
+            },
+            schema={name: OPS[name] for name in rows},
+        )
     if unknown:
         raise ValueError(f"ops.parquet has no column {', '.join(unknown)}")
     missing = {name: dtype for name, dtype in OPS.items() if name not in table.columns}
@@ -248,6 +257,17 @@ def _table(rows: Mapping[str, Sequence[Any]] | pl.DataFrame, rank: int, step: in
         *(pl.lit(None, dtype).alias(name) for name, dtype in missing.items() if name not in own),
         *(pl.lit(value, OPS[name]).alias(name) for name, value in own.items()),
     ).select(list(OPS))
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: keys, and whatever JSON lacks, as their text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(value)
 
 
 def _earlier_scalars(path: Path) -> dict[str, list[Any]]:

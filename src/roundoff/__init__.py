@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roundoff.capture.session import Capture as capture
     from roundoff.errors import RoundoffError as RoundoffError
     from roundoff.formats import FORMATS as FORMATS
     from roundoff.formats import Format as Format
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from roundoff.plan.measure import budget as budget
     from roundoff.plan.plan import Plan as Plan
     from roundoff.plan.verify import verify as verify
+    from roundoff.store import Run as Run
+    from roundoff.store import load as load
     from roundoff.site import Site as Site
     from roundoff.workload import Workload as Workload
 
@@ -32,8 +35,11 @@ _PUBLIC = {
     "RoundoffError": "roundoff.errors",
     "Site": "roundoff.site",
     "Workload": "roundoff.workload",
+    "Run": "roundoff.store",
     "budget": "roundoff.plan.measure",
+    "capture": "roundoff.capture",
     "diagnose": "roundoff.plan.diagnose",
+    "load": "roundoff.store",
     "parse_format": "roundoff.formats",
     "round_tensor": "roundoff.formats",
     "verify": "roundoff.plan.verify",
@@ -46,7 +52,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'roundoff' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    module = importlib.import_module(_PUBLIC[name])
+    value = module if name == "capture" else getattr(module, name)  # a package that is called
     globals()[name] = value
     return value
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from roundoff.cli import budget, diagnose, plan, replay, verify
+from roundoff.cli import budget, capture, diagnose, overflow, plan, replay, show, verify
 from roundoff.errors import InfeasibleError, RoundoffError
 
 MISSED = 1
@@ -33,6 +33,9 @@ app.command("diagnose")(diagnose.command)
 app.command("budget")(budget.command)
 app.command("plan")(plan.command)
 app.command("verify")(verify.command)
+app.command("capture")(capture.command)
+app.command("show")(show.command)
+app.command("overflow")(overflow.command)
 app.command("replay")(replay.command)
 
 

@@ -24,7 +24,9 @@ WIDE = 110
 SITE_LEAST = 16
 PROSE_LEAST = 12
 EXAMPLES = 10
-LEFT_ALIGNED = frozenset({"site", "format", "plan", "operator", "plan runs", "reason", "for example", "then"})
+LEFT_ALIGNED = frozenset(
+    "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event|went to".split("|")
+)
 
 
 def print_summary(summary: Row, console: Console, *, top: int = 20) -> None:

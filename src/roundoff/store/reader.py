@@ -183,7 +183,10 @@ class Run:
                 got=row["reason"],
                 do='record with keep="tensors"',
             )
-        return self._blob(rank, row["step"], row["blob"])
+        kept = self._blob(rank, row["step"], row["blob"])
+        if row["stride"] is None or self.about.get("keep") == "sample":
+            return kept
+        return _strided(kept, row["shape"], row["stride"], row["offset"] or 0, self.path, row)
 
     def verify(self) -> list[Path]:
         """The damaged files: missing, of another length, or with other bytes than were written. Empty if all is well."""
@@ -326,3 +329,16 @@ def _find_steps(path: Path) -> dict[int, list[int]]:
 
 def _short(steps: list[int]) -> str:
     return str(steps) if len(steps) <= 8 else f"{steps[0]} to {steps[-1]} ({len(steps)})"
+
+
+def _strided(
+    kept: torch.Tensor, shape: list[int], stride: list[int], offset: int, path: Path, row: dict[str, Any]
+) -> torch.Tensor:
+    """The tensor from its elements in the order of memory; a view of a larger one reads only its own."""
+    reach = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    if len(shape) != len(stride) or min([offset, *shape, *stride]) < 0 or (0 not in shape and reach >= kept.numel()):
+        raise RunError(
+            "a row does not fit the tensor it names", where=f"{path}: step {row['step']}, record {row['record']}",
+            expected=f"a view of {kept.numel()} elements", got=f"shape {shape}, stride {stride}, offset {offset}",
+        )  # fmt: skip
+    return kept.view(-1).as_strided(shape, stride, offset)

@@ -44,6 +44,9 @@ OPS: dict[str, Any] = {
     "inplace": pl.Boolean,
     "dtype": pl.Utf8,  # "float32"
     "shape": pl.List(pl.Int64),
+    # how the kept elements, which lie in the order of memory, become the tensor: of the record itself, or of view_of
+    "stride": pl.List(pl.Int64),
+    "offset": pl.Int64,
     "device": pl.Utf8,
     "layout": pl.Utf8,  # strided | sparse_coo | nested ...
     "numel": pl.Int64,

@@ -1,0 +1,137 @@
+"""The one pass over a tensor that capture makes: min, max, sum, sum of squares, zeros, subnormals, as one kernel.
+
+``sums`` is a plain torch function. Large contiguous CPU tensors go through its ahead-of-time compiled form (vectorised
+C++ made by torch's own compiler, once for a machine and torch version, in a process of its own, so that the program that
+is recorded never loads the compiler); everything else, and machines without a C++ compiler, run it eagerly in chunks
+that fit a core's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+#: Elements of one call: counts are summed in fp32, which holds every whole number up to 2**24.
+LARGEST = 2**24
+#: Elements of one eager chunk: 1 MiB of fp32, half of a core's second-level cache.
+CHUNK = 2**18
+#: Elements of one row: short enough to be summed without a cascade (256 terms for each of 4 lanes of fp32 and more).
+ROW = 1024
+#: The compiled form exists for these; the others are rare in training and go the eager way.
+COMPILED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def sums(x: Tensor) -> Tensor:
+    """``[min, max, sum, sum of squares, zeros, zeros and subnormals]`` of a tensor of shape ``(rows, n)``, in fp32; NaN
+    in it shows in min, max and sums, an infinity in min or max."""
+    smallest = torch.finfo(x.dtype).tiny
+    wide = x.to(torch.float32)
+    zeros = (wide == 0).to(torch.float32).sum(1)
+    small = (wide.abs() < smallest).to(torch.float32).sum(1)
+    return torch.stack([
+        wide.amin(1).amin(), wide.amax(1).amax(), wide.sum(1).sum(), (wide * wide).sum(1).sum(), zeros.sum(), small.sum(),
+    ])  # fmt: skip
+
+
+def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``[min, max, sum of (x - shift) scale, sum of its squares, finite, NaN, +Inf, -Inf, zeros, subnormals]``, all but
+    the counts over the finite elements of ``x``, shape ``(rows, n)``; where ``sums`` overflows or loses its digits."""
+    smallest = torch.finfo(x.dtype).tiny
+    wide = x.to(torch.float32)
+    size = wide.abs()
+    finite = size < math.inf
+    y = torch.where(finite, (wide - shift) * scale, 0.0)
+    marks = (
+        finite, wide != wide, wide == math.inf, wide == -math.inf, wide == 0, (size < smallest) & (wide != 0),
+    )  # fmt: skip
+    low = torch.where(finite, wide, math.inf).amin(1).amin()
+    high = torch.where(finite, wide, -math.inf).amax(1).amax()
+    return torch.stack([
+        low, high, y.sum(1).sum(), (y * y).sum(1).sum(), *(m.to(torch.float32).sum(1).sum() for m in marks)
+    ])  # fmt: skip
+
+
+Compiled = Callable[[list[Tensor]], list[Tensor]]
+
+
+@lru_cache
+def compiled(name: str, dtype: torch.dtype, parallel: bool) -> Compiled | None:
+    """The compiled ``sums`` or ``masked_sums`` for contiguous CPU tensors of shape ``(rows, ROW)``, rows from 2 on, or
+    None where there is none; ``parallel`` uses torch's threads."""
+    if os.environ.get("ROUNDOFF_KERNEL") == "eager":
+        return None
+    path = _package(name, dtype, parallel)
+    if not path.exists() and not _build(path, name, dtype, parallel):
+        return None
+    probe = torch.arange(-ROW, ROW, dtype=dtype).view(2, ROW)
+    inputs = [probe, torch.tensor(1.0), torch.tensor(0.5)] if name == "masked_sums" else [probe]
+    try:
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)  # type: ignore[attr-defined]
+        run: Compiled = loader.boxed_run
+        found = run(list(inputs))[0]
+    except (RuntimeError, AttributeError, OSError):
+        return None
+    return run if torch.allclose(found, _FUNCTIONS[name](*inputs), rtol=1e-4) else None
+
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {"sums": sums, "masked_sums": masked_sums}
+
+
+def _package(name: str, dtype: torch.dtype, parallel: bool) -> Path:
+    """A file of its own for each torch, processor and version of the function, in the user's cache folder."""
+    source = inspect.getsource(_FUNCTIONS[name]).encode()
+    machine = f"{torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {dtype} {parallel}"
+    key = hashlib.sha256(source + machine.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "roundoff" / f"{name}-{key}.pt2"
+
+
+def _build(path: Path, name: str, dtype: torch.dtype, parallel: bool) -> bool:
+    words = [str(path), name, str(dtype).removeprefix("torch."), str(int(parallel))]
+    # the program under capture may have changed what Python imports, or be one of several processes that build
+    paths = os.pathsep.join(p for p in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")) if p)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        done = subprocess.run(
+            [sys.executable, "-m", "roundoff.capture.kernel", *words],
+            capture_output=True, check=False, timeout=300, env=os.environ | {"PYTHONPATH": paths},
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0 and path.exists()
+
+
+def _compile(path: str, name: str, dtype: str, parallel: bool) -> None:
+    """Runs in the process that ``_build`` starts."""
+
+    class Kernel(torch.nn.Module):
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return _FUNCTIONS[name](*inputs)
+
+    rows = {0: torch.export.Dim("rows", min=2, max=LARGEST // ROW)}
+    example = [torch.ones(64, ROW, dtype=getattr(torch, dtype))]
+    if name == "masked_sums":
+        example += [torch.tensor(0.0), torch.tensor(1.0)]
+    shapes = ((rows, *({} for _ in example[1:])),)
+    program = torch.export.export(Kernel(), tuple(example), dynamic_shapes=shapes)
+    partial = f"{path}.{os.getpid()}.pt2"
+    threads = {"cpp.dynamic_threads": True} if parallel else {"cpp.threads": 1}
+    torch._inductor.aoti_compile_and_package(program, package_path=partial, inductor_configs=threads)
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    import torch._inductor
+
+    _compile(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "1")

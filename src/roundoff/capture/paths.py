@@ -1,0 +1,89 @@
+"""Which module runs: global module hooks, so that a script's models need not be known beforehand."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+#: Wrappers that are transparent: a site has one name with and without them.
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_flat_param)(?=\.|$)")
+_PARALLEL = ("DistributedDataParallel", "DataParallel")
+
+
+class Paths:
+    """The stack of modules whose forward runs, by their path in the first module that was called."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.names: dict[int, str] = {}
+        self.roots: list[weakref.ref[nn.Module]] = []
+        self.stack: list[str] = []
+        self.listeners: list[Callable[[nn.Module, str, Any, Any], None]] = []
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        if model is not None:
+            self._add(model)
+
+    def current(self) -> str:
+        """The path of the innermost module that runs, "" outside of all and for the model itself."""
+        return self.stack[-1] if self.stack else ""
+
+    def modules(self) -> list[nn.Module]:
+        """The models that were seen and still exist."""
+        return [m for reference in self.roots if (m := reference()) is not None]
+
+    def _add(self, root: nn.Module) -> None:
+        main = not self.roots and any(True for _ in root.parameters())
+        prefix = "" if main else type(root).__name__
+        if any(True for _ in root.parameters()):
+            self.roots.append(weakref.ref(root))
+        parallel = type(root).__name__ in _PARALLEL
+        for path, module in root.named_modules():
+            self._paths.setdefault(module, _joined(prefix, _clean(path, parallel)))
+        tensors: Iterator[tuple[str, Tensor]] = iter([*root.named_parameters(), *root.named_buffers()])
+        for name, tensor in tensors:
+            self.names.setdefault(id(tensor), _joined(prefix, _clean(name, parallel)))
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        path = self._paths.get(module)
+        if path is None:
+            if not self.stack:
+                self._add(module)
+                path = self._paths[module]
+            else:  # made while the model runs
+                path = _joined(self.stack[-1], type(module).__name__)
+        self.stack.append(path)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        path = self.stack.pop() if self.stack else ""
+        for listener in self.listeners:
+            listener(module, path, inputs, output)
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Hooks on every module of the process while this is open."""
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.stack.clear()
+
+
+def _joined(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix and path else prefix or path
+
+
+def _clean(path: str, parallel: bool) -> str:
+    path = _WRAPPERS.sub("", path).lstrip(".")
+    if parallel:
+        path = path.removeprefix("module").removeprefix(".")
+    return path

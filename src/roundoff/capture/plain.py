@@ -1,0 +1,38 @@
+"""The values behind a tensor: shards, nested and sparse tensors hold plain ones; some hold none that can be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def plain(tensor: Tensor) -> tuple[Tensor | None, str | None]:
+    """A strided tensor with the values of ``tensor`` in memory of its own, or None with the reason.
+
+    A ``DTensor`` gives its local shard, a sparse tensor its stored values, a nested one its concatenated values.
+    """
+    kind: Any = type(tensor)
+    if kind is Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer:
+        layout = tensor.layout
+        if layout is torch.strided:
+            if tensor.device.type == "meta":
+                return None, "a meta tensor has no values"
+            if tensor.is_quantized:
+                return tensor.dequantize(), None
+            if tensor.is_nested:
+                return tensor.values().detach(), None
+            return tensor, None
+        if layout is torch.sparse_coo:
+            return tensor._values(), None
+        if layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+            return tensor.values(), None
+        return None, f"values in layout {str(layout).removeprefix('torch.')} cannot be read"
+    for attribute in ("_local_tensor", "_values"):
+        inner = getattr(tensor, attribute, None)
+        if type(inner) is Tensor:
+            return inner, None
+    if not hasattr(kind, "__torch_dispatch__") or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
+        return tensor.as_subclass(Tensor), None  # a subclass with plain memory
+    return None, f"values inside {kind.__name__} cannot be read"

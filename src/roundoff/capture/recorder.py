@@ -1,0 +1,286 @@
+"""The rows of one step: every tensor value once, with the call that made it and where its inputs come from."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from roundoff.capture.plain import plain
+from roundoff.capture.statistics import COLUMNS, Statistics, in_memory_order
+
+Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+#: What stores a tensor's content, or None: the key it has in the step.
+Keep = Callable[[int, Tensor], dict[str, Any]]
+
+FIELDS = (
+    "record", "call", "phase", "module", "operator", "index", "place", "overload", "name", "line", "inputs",
+    "arguments", "view_of", "inplace", "dtype", "shape", "stride", "offset", "device", "layout", "numel", "group", "reason",
+)  # fmt: skip
+_DTYPES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+class Source:
+    """Where a call stands: phase, module path and user source line."""
+
+    __slots__ = ("line", "module", "phase")
+
+    def __init__(self, phase: str, module: str, line: str | None) -> None:
+        self.phase, self.module, self.line = phase, module, line
+
+
+class _Memory:
+    """What is known of one storage: the record of each view of it, and the record that views are now views of, with the
+    elements ``start`` to ``end`` of the storage that it covers."""
+
+    __slots__ = ("alive", "elements", "end", "latest", "records", "start", "version")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.alive = StorageWeakRef(storage)  # keeps the address from being given to another storage
+        self.records: dict[Any, int] = {}
+        self.elements: dict[Any, int] = {}
+        self.latest = -1
+        self.version = 0
+        self.start = self.end = 0
+
+
+class Recorder:
+    """Rows of the step that runs now. ``names`` says which tensors are parameters or buffers."""
+
+    def __init__(
+        self, keep: Keep | None = None, *, names: dict[int, str] | None = None, versions: bool = False
+    ) -> None:
+        self.keep = keep
+        self.versions = versions
+        self.names: dict[int, str] = {} if names is None else names
+        self.rows: list[tuple[Any, ...]] = []
+        self.kept: dict[int, dict[str, Any]] = {}
+        self.own: dict[int, tuple[float | None, float | None, str | None]] = {}
+        self.same: dict[int, int] = {}
+        self.gradients: dict[int, str] = {}
+        self._unread: dict[int, tuple[int, Tensor]] = {}
+        self.calls = 0
+        self.statistics = Statistics()
+        self._memory: dict[int, _Memory] = {}
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+
+    def record_of(self, tensor: Tensor, source: Source) -> int:
+        """The record of this value; a value that no recorded call has made gets a row of its own, as it stands."""
+        record = self.known(tensor)
+        return self._before(tensor, source) if record is None else record
+
+    def known(self, tensor: Tensor) -> int | None:
+        """The record of this value, None where there is none yet."""
+        value, _ = plain(tensor)
+        if value is None:
+            return self._unread.get(id(tensor), (None, None))[0]
+        found = self._memory.get(value.untyped_storage()._cdata)
+        if found is None or (self.versions and found.version != _version(value)):
+            return None
+        return found.records.get(_geometry(value))
+
+    def changed(self, tensor: Tensor) -> None:
+        """``tensor`` was written without a row for it: what is known of its memory no longer holds."""
+        self._memory.pop(tensor.untyped_storage()._cdata, None)
+
+    def named_gradient(self, name: str, gradient: Tensor) -> None:
+        """``gradient`` is that of parameter ``name``."""
+        record = self.known(gradient)
+        if record is not None:
+            self.gradients[record] = f"{name}.grad"
+
+    def call(
+        self, source: Source, operator: str, overload: str | None, inputs: Sequence[int], outputs: Sequence[Tensor],
+        *, written: Sequence[Tensor] = (), arguments: str | None = None, group: str | None = None,
+        reason: str | None = None, place: int = 0,
+    ) -> list[int]:  # fmt: skip
+        """One row for each tensor that a call has made or written; gives their records."""
+        number = self.calls
+        self.calls += 1
+        key = (source.phase, source.module, operator)
+        index = self._counts[key]
+        self._counts[key] += 1
+        listed = list(inputs)
+        head = (number, source.phase, source.module, operator, index)
+        records = []
+        for number, tensor in enumerate((*written, *outputs)):
+            inplace = number < len(written)
+            records.append(
+                self._row(tensor, head, place + number, overload, source.line, listed, arguments, inplace, group, reason)
+            )
+        if not records:
+            record = len(self.rows)
+            self.rows.append((
+                record, *head, 0, overload, None, source.line, listed, arguments, None, False, None, None, None, None,
+                None, None, None, group, reason or "no tensor among its results",
+            ))  # fmt: skip
+        return records
+
+    def _before(self, tensor: Tensor, source: Source) -> int:
+        name = self.names.get(id(tensor))
+        operator = "input" if name is None else "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+        value, _ = plain(tensor)
+        memory = None if value is None else self._memory.get(value.untyped_storage()._cdata)
+        inputs: list[int] = []
+        if memory is not None and memory.latest >= 0 and name is None:
+            operator, inputs = "alias", [memory.latest]  # another view of memory that a call has written
+        key = ("", "", operator)
+        head = (-1, source.phase, "", operator, self._counts[key])
+        self._counts[key] += 1
+        return self._row(tensor, head, 0, None, source.line, inputs, None, False, None, None)
+
+    def _row(
+        self, tensor: Tensor, head: tuple[Any, ...], place: int, overload: str | None, line: str | None,
+        inputs: list[int], arguments: str | None, inplace: bool, group: str | None, reason: str | None,
+    ) -> int:  # fmt: skip
+        value, why = plain(tensor)
+        record = len(self.rows)
+        view_of = stride = offset = None
+        if value is None:
+            reason = reason or why
+            self._unread[id(tensor)] = (record, tensor)  # held, so that no other tensor gets its id
+        else:
+            storage = value.untyped_storage()
+            memory = self._memory.get(storage._cdata)
+            if memory is None:
+                memory = self._memory[storage._cdata] = _Memory(storage)
+            geometry = _geometry(value)
+            start, _, stride, _ = geometry
+            if inplace or (self.versions and memory.version != _version(value)):
+                memory.records.clear()
+                memory.version = _version(value) if self.versions else 0
+            elif (same := memory.records.get(geometry)) is not None:
+                return same  # an alias with the same geometry is the same value
+            elif memory.start <= start and _end(value) <= memory.end:
+                view_of = memory.latest
+            memory.records[geometry] = record
+            if view_of is None:
+                memory.latest, memory.start, memory.end = record, start, _end(value)
+                if in_memory_order(value) is None:  # it is kept without the gaps, so no view of it could be found in it
+                    memory.end, stride = start, value.contiguous().stride()
+            offset = start - memory.start
+            self._read(record, value, view_of, memory)
+        self.rows.append((
+            record, *head, place, overload, self.names.get(id(tensor)), line, inputs, arguments, view_of, inplace,
+            tensor.dtype, None if tensor.is_nested else tuple(tensor.shape), stride, offset, tensor.device, tensor.layout,
+            tensor.numel(), group, reason,
+        ))  # fmt: skip
+        return record
+
+    def _read(self, record: int, value: Tensor, view_of: int | None, memory: _Memory) -> None:
+        if view_of is not None:
+            elements = _elements(value)
+            twin = memory.elements.get(elements) if elements else None
+            if twin is not None:  # the same elements in another order: the same statistics
+                self.same[record] = twin
+                if self.keep is not None and (kept := self.kept.get(view_of)):
+                    self.kept[record] = kept
+                return
+            memory.elements[elements] = record
+        else:
+            memory.elements = {_elements(value): record}
+        self.statistics.add(record, value)
+        if self.keep is not None:
+            if view_of is not None and (kept := self.kept.get(view_of)):
+                self.kept[record] = kept
+            else:
+                self.kept[record] = self.keep(record, value)
+
+    def table(self) -> dict[str, list[Any]]:
+        """All columns of the step, statistics included."""
+        found, histograms = self.statistics.finish()
+        columns: dict[str, list[Any]] = {
+            name: list(values) for name, values in zip(FIELDS, zip(*self.rows, strict=True), strict=True)
+        }
+        columns["dtype"] = [d and _DTYPES.get(d, str(d)) for d in columns["dtype"]]
+        columns["shape"] = [s and list(s) if s != () else [] for s in columns["shape"]]
+        columns["stride"] = [None if s is None else list(s) for s in columns["stride"]]
+        columns["device"] = [d and str(d) for d in columns["device"]]
+        columns["layout"] = [v and str(v).removeprefix("torch.") for v in columns["layout"]]
+        columns["name"] = [self.gradients.get(r, n) for r, n in enumerate(columns["name"])]
+        order = [self._root(r) for r in range(len(self.rows))]
+        for i, name in enumerate(COLUMNS):
+            columns[name] = [row[i] if (row := found.get(r)) is not None else None for r in order]
+        shapes = [histograms.get(r, (None, None, None)) for r in order]
+        for i, name in enumerate(("exponent", "exponents", "sampled")):
+            columns[name] = [h[i] for h in shapes]
+        for name in ("hash", "blob"):
+            columns[name] = [self.kept.get(r, {}).get(name) for r in range(len(self.rows))]
+        own = [self.own.get(r, (None, None, None)) for r in range(len(self.rows))]
+        for i, name in enumerate(("own_l2", "own_max", "own_reason")):
+            columns[name] = [o[i] for o in own]
+        return columns
+
+    def _root(self, record: int) -> int:
+        while record in self.same:
+            record = self.same[record]
+        return record
+
+
+def _end(value: Tensor) -> int:
+    last = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return value.storage_offset() + (1 + last if value.numel() else 0)
+
+
+def _elements(value: Tensor) -> tuple[Any, ...] | None:
+    """Which elements of the storage these are, in whatever order; None where one appears twice."""
+    merged: list[tuple[int, int]] = []
+    for stride, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n != 1):
+        if not stride:
+            return None
+        if merged and merged[-1][0] * merged[-1][1] == stride:
+            merged[-1] = (merged[-1][0], merged[-1][1] * size)
+        else:
+            merged.append((stride, size))
+    return value.dtype, value.storage_offset(), *merged
+
+
+def _version(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+def _geometry(value: Tensor) -> Geometry:
+    return value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
+
+
+_OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_skipped: dict[Any, bool] = {}
+_lines: dict[tuple[Any, int], str] = {}
+
+
+def user_line(depth: int = 2) -> str | None:
+    """File and line of the innermost frame that is neither torch's nor ours; a file below the working directory by its
+    path from there, one of an installed package by its path in it."""
+    frame = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        skip = _skipped.get(code)
+        if skip is None:
+            name = code.co_filename
+            skip = _skipped[code] = name.startswith((_OURS, _TORCH, "<")) or "/importlib/" in name
+        if not skip:
+            key = (code, frame.f_lineno)
+            line = _lines.get(key)
+            if line is None:
+                line = _lines[key] = f"{_short(code.co_filename)}:{frame.f_lineno}"
+            return line
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _short(name: str) -> str:
+    path = Path(name)
+    for marker in ("site-packages", "dist-packages"):
+        if marker in path.parts:
+            return "/".join(path.parts[path.parts.index(marker) + 1 :])
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return path.name

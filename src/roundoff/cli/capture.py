@@ -1,0 +1,49 @@
+"""``roundoff capture``: run a script and record what its operators compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundoff.cli import options as o
+
+
+def command(
+    script: Annotated[
+        list[str], typer.Argument(help="After --: a script and its arguments, or -m and a module.", metavar="-- SCRIPT [ARGS]...")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the run; must not hold one yet.")],
+    steps: Annotated[str, typer.Option("--steps", help="Steps to record: 0-1, 3:5,100 or all.")] = "0-1",
+    level: Annotated[str, typer.Option("--level", help="op (every operator call) or module.")] = "op",
+    keep: Annotated[str, typer.Option("--keep", help="stats, or also tensors, sample or hash.")] = "stats",
+    shadow: Annotated[
+        str | None, typer.Option("--shadow", help="fp64: run every operator again in fp64 beside itself.")
+    ] = None,
+    sites: Annotated[
+        list[str] | None, typer.Option("--site", help="Pattern module/operator of calls to record. Repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of --keep sample.")] = 0,
+    eager: Annotated[bool, typer.Option("--eager", help="Run what torch.compile compiled uncompiled.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End the script after the last of the steps.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Take the whole script for one step.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run in the folder.")] = False,
+    json: o.Json = False,
+) -> int:
+    """Run a training script unchanged and record every operator call of its first steps."""
+    import roundoff
+    from roundoff.capture.script import capture_script
+    from roundoff.report.run_text import print_captured
+
+    run = capture_script(
+        script, output, stop=stop, whole=whole, steps=None if steps == "all" else steps, level=level, keep=keep,
+        shadow=shadow, sites=sites or (), seed=seed, eager=eager, overwrite=overwrite,
+    )  # fmt: skip
+    recorded = roundoff.load(output)
+    summary = {"path": str(output), "steps": recorded.steps, "ranks": recorded.ranks, "coverage": recorded.about["coverage"]}
+    if json:
+        o.print_json(summary)
+    else:
+        print_captured(summary, o.console(False))
+    return 0 if run.stopped is None else 2

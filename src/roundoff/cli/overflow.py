@@ -1,0 +1,61 @@
+"""``roundoff overflow``: where NaN and Inf were born, how near values are to overflow, which loss scale fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundoff.cli import options as o
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    within: Annotated[
+        float,
+        typer.Option(
+            "--within", min=0, help="List sites within this many powers of two of overflow."
+        ),
+    ] = 3.0,
+    formats: Annotated[
+        str, typer.Option("--formats", "-f", help="What each of these formats would lose.")
+    ] = "fp16,bf16,fp8_e4m3fn,fp8_e5m2",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow", help="PATTERN: NaN and Inf born at these sites are meant. Repeatable."
+        ),
+    ] = None,
+    loss_format: Annotated[
+        str, typer.Option("--loss-format", help="Format of the gradients, for the loss scale.")
+    ] = "fp16",
+    margin: Annotated[
+        float,
+        typer.Option("--margin", min=0, help="Powers of two that the loss scale leaves free."),
+    ] = 1.0,
+    rank: Annotated[int | None, typer.Option("--rank", help="Only this rank.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Only this step.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows of each table.")] = 20,
+    json: o.Json = False,
+) -> int:
+    """Say where NaN and Inf were born, what passed them on and what silently removed them; how near values are to
+    overflow; what each format would lose; and which loss scale fits.
+
+    The exit code is 1 when a NaN or Inf that is not allowed was born or arrived, 0 when none was, 2 for bad input.
+    """
+    from roundoff.attribute.overflow import overflow
+    from roundoff.report.overflow_text import print_overflow
+    from roundoff.report.sites import select_steps
+    from roundoff.store import load
+
+    loaded = load(run)
+    found = overflow(
+        select_steps(loaded.ops, rank, step), loaded.scalars, within=within, formats=o.split(formats),
+        allow=allow or (), loss_format=loss_format, margin=margin,
+    )  # fmt: skip
+    if json:
+        o.print_json({"run": str(run), **found.to_dict()})
+    else:
+        print_overflow(found.to_dict(), o.console(False), limit=limit)
+    return 0 if found.first is None else 1

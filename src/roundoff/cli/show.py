@@ -1,0 +1,45 @@
+"""``roundoff show``: what a run recorded, site by site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundoff.cli import options as o
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    site: Annotated[
+        str | None,
+        typer.Argument(help="One site or parameter to show in full, or a glob over their names."),
+    ] = None,
+    phase: Annotated[
+        str | None, typer.Option("--phase", help="Only forward, backward, optimizer or collective.")
+    ] = None,
+    sort: Annotated[
+        str,
+        typer.Option(
+            "--sort",
+            help="order, or largest first: nan, inf, max, mean, l2, std, zero, subnormal, size, own.",
+        ),
+    ] = "order",
+    rank: Annotated[int | None, typer.Option("--rank", help="Default: the first.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Default: the last.")] = None,
+    views: Annotated[bool, typer.Option("--views", help="List views of tensors too.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to print.")] = 50,
+    json: o.Json = False,
+) -> int:
+    """Show one row for each site of a run's step; or one site: statistics, histogram, source line, inputs, users."""
+    from roundoff.report.run_text import print_show
+    from roundoff.report.sites import show
+    from roundoff.store import load
+
+    found = show(load(run).ops, site, phase=phase, rank=rank, step=step, sort=sort, views=views)
+    if json:
+        o.print_json({"run": str(run), **found})
+    else:
+        print_show(found, o.console(False), limit=limit)
+    return 0

@@ -213,7 +213,7 @@ class Run:
                 yield self.path / rank_name(rank) / step_name(step)
 
     def _rows(self, rank: int, step: int | None) -> pl.DataFrame:
-        needed = ("step", "record", "call", "phase", "place", "name", "blob", "reason")
+        needed = ("step", "record", "call", "phase", "place", "name", "blob", "reason", "shape", "stride", "offset")
         steps = [step] if step is not None else self._found.get(rank, [])
         chosen = pl.col("rank") == rank
         if step is not None:

@@ -49,12 +49,14 @@ def restore(text: str, tensor_of: Callable[[int], Any]) -> tuple[tuple[Any, ...]
     """The arguments that ``describe`` has written. Raises ``RunError`` for any other text."""
     try:
         args, kwargs = json.loads(text)
-        return tuple(_read(v, tensor_of) for v in args), {k: _read(v, tensor_of) for k, v in kwargs.items()}
+        for value in (*args, *kwargs.values()):
+            _read(value, int)  # all of it is checked before the first tensor is asked for
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(
             "the recorded arguments of a call cannot be read", expected="what capture writes",
             got=f"{type(error).__name__}: {error}", do="record the run again with this version of roundoff",
         ) from error  # fmt: skip
+    return tuple(_read(v, tensor_of) for v in args), {k: _read(v, tensor_of) for k, v in kwargs.items()}
 
 
 def overload_of(name: str) -> OpOverload:

@@ -81,9 +81,6 @@ def _replay_step(
             name = f"record {record}" if row is None else row["name"] or row["site"]
             why = f" ({row['reason']})" if row is not None and row["reason"] else ""
             raise _NotStored(f"{name} is not stored{why}")
-        base = known.get(row["view_of"])
-        if base is not None and base["blob"] == row["blob"]:
-            return _view(row, tensor_of)
         return run.tensor(record=record, rank=rank, step=step)
 
     for call in rows.partition_by("call", maintain_order=True):
@@ -109,18 +106,6 @@ def _call_again(
         return Reason(f"{error.what}: {error.do}")
     args, kwargs = restore(row["arguments"], tensor_of)
     return run_again(func, args, kwargs, dtype=dtype, device=device)
-
-
-def _view(row: Row, tensor_of: Callable[[int], Tensor]) -> Tensor:
-    """A view that is stored as what it is a view of: taken from its inputs again, since it rounds nothing."""
-    if row["overload"] is None or row["arguments"] is None:
-        raise _NotStored(f"{row['name'] or row['site']} is not stored (a view that cannot be taken again)")
-    func = overload_of(row["overload"])
-    args, kwargs = restore(row["arguments"], tensor_of)
-    with torch.no_grad():
-        result = func(*args, **kwargs)
-    found: Tensor = result if isinstance(result, Tensor) else result[row["place"]]
-    return found
 
 
 def _result(row: Row, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]) -> Row:
@@ -158,7 +143,7 @@ class _NotStored(Exception):  # noqa: N818 - becomes the reason of a row
     """A tensor that a call needs is not in the run."""
 
 
-_NEEDED = ("record", "blob", "name", "reason", "view_of", "overload", "arguments", "place")
+_NEEDED = ("record", "blob", "name", "reason")
 
 
 def _chosen(run: Run, site: str | None, phase: str | None, rank: int, step: int | None) -> pl.DataFrame:
@@ -172,8 +157,9 @@ def _chosen(run: Run, site: str | None, phase: str | None, rank: int, step: int 
     if step is not None:
         rows = rows.filter(pl.col("step") == step)
     every = rows.collect()
-    if every["blob"].null_count() == every.height:
+    if every["blob"].null_count() == every.height or run.about.get("keep", "tensors") != "tensors":
         raise RunError("the run has no tensors to run an operator on", where=str(run.path),
+                       expected="a run recorded with keep tensors", got=f"keep {run.about.get('keep', 'stats')}",
                        do="capture with --keep tensors")  # fmt: skip
     calls = every.filter(pl.col("call") >= 0)
     if phase is not None:

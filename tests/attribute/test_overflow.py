@@ -327,3 +327,25 @@ def test_an_empty_run_and_plain_data():
     assert (found.first, found.events.height, found.margins.height, found.tensors) == (None, 0, 0, 0)
     assert found.loss_scale.scale is None
     assert found.to_dict()["events"] == []
+
+
+def test_an_input_that_is_read_for_its_shape_kills_nothing():
+    x = torch.full((2, 3), 89.0, requires_grad=True)
+    with Tape() as tape:
+        loss = torch.nn.functional.nll_loss(x.exp(), torch.tensor([0, 1]))
+        tape.phase = "backward"
+        torch.autograd.grad(loss, x)
+    events = follow(tape).events
+    assert "nll_loss_backward" not in events["operator"].to_list()
+
+
+def test_another_view_of_written_memory_is_no_arrival():
+    rows = [
+        {"record": 0, "call": 0, "operator": "exp", "inputs": [], "posinf": 1},
+        {"record": 1, "call": -1, "operator": "alias", "inputs": [0], "posinf": 1},
+        {"record": 2, "call": 1, "operator": "add", "inputs": [1], "posinf": 1},
+        {"record": 3, "call": 2, "operator": "item", "inputs": [2], "dtype": None, "numel": None, "reason": "no tensor"},
+    ]
+    found = overflow(pl.DataFrame([{"dtype": "float32", "numel": 4} | row for row in rows]))
+    assert life(found) == [("birth", "/exp"), ("propagation", "/add")]
+    assert (found.tensors, found.unknown) == (3, 0)

@@ -82,7 +82,13 @@ class Step:
         bad = is_bad(row)
         if bad is None:
             self.states[row["record"]] = State(bad=None)
+        if row["inputs"]:  # other memory of a tensor that is known
+            self._roots[row["record"]] = self._roots.get(row["inputs"][0], row["inputs"][0])
         if not bad:
+            return
+        known = [i for i in row["inputs"] or () if i in self.states and self.states[i].bad]
+        if known:
+            self.states[row["record"]] = self.states[known[0]]
             return
         carried = self._memory.named.get(row["name"] or "")
         if carried is None and row["name"] is None and row["phase"] == "optimizer":

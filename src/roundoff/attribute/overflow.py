@@ -139,8 +139,8 @@ def overflow(
             margin,
         ),
         within=within,
-        tensors=rows.height,
-        unknown=rows.filter(pl.col("nan").is_null()).height,
+        tensors=rows["dtype"].count(),
+        unknown=rows.filter(pl.col("nan").is_null() & pl.col("dtype").is_not_null()).height,
     )
 
 

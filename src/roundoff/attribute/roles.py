@@ -30,6 +30,11 @@ SELECT = frozenset(
 EMPTY = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided resize empty_permuted".split()
 )
+#: Inputs of which only the shape is read.
+SHAPE_ONLY = {
+    "nll_loss_backward": 1, "nll_loss2d_backward": 1, "max_pool2d_with_indices_backward": 1, "expand_as": 1, "view_as": 1,
+    "type_as": 1, "_adaptive_avg_pool2d_backward": 1, "avg_pool2d_backward": 1, "reflection_pad2d_backward": 1,
+}  # fmt: skip
 
 
 def base(operator: str) -> str:
@@ -45,6 +50,9 @@ def values_read(row: Row, outputs: int) -> list[int]:
         inputs = inputs[: len(inputs) - outputs]
     if operator.startswith("_foreach_") and outputs > 1 and len(inputs) % outputs == 0:
         inputs = inputs[row["place"] :: outputs]
+    if operator in SHAPE_ONLY:
+        place = SHAPE_ONLY[operator]
+        inputs = inputs[:place] + inputs[place + 1 :]
     return inputs[1:] if operator in OVERWRITE else inputs
 
 

@@ -140,7 +140,7 @@ def _print_events(events: Sequence[Row], console: Console, limit: int) -> None:
 
 def _most_telling(events: Sequence[Row], limit: int) -> list[Row]:
     """Births, then deaths, then what lies between, as many as fit, in their order."""
-    weight = {"birth": 0, "arrived": 0, "death": 1, "received": 1, "carried": 1}
+    weight = {"birth": 0, "arrived": 0, "death": 1, "received": 1, "carried": 3}
     chosen = sorted(range(len(events)), key=lambda i: (weight.get(events[i]["kind"], 2), i))[:limit]
     return [events[i] for i in sorted(chosen)]
 

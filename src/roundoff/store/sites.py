@@ -118,6 +118,7 @@ def select_steps(ops: pl.LazyFrame, rank: int | None, step: int | None) -> pl.La
 
 def coverage(rows: pl.DataFrame) -> dict[str, Any]:
     """How many tensors, sites and views there are, and how many are without statistics, by reason."""
+    rows = rows.filter(pl.col("dtype").is_not_null())  # a call whose results are no tensors has a row too
     missing = rows.filter(pl.col("nan").is_null())
     reasons = missing.group_by(
         pl.col("reason").fill_null("no reason recorded"), maintain_order=True

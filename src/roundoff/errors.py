@@ -17,6 +17,7 @@ __all__ = [
     "PatternError",
     "PlanError",
     "RoundoffError",
+    "RunError",
     "WorkloadError",
 ]
 
@@ -126,6 +127,10 @@ class InfeasibleError(PlanError):
 
 class OutputError(RoundoffError):
     """The output folder or one of its files cannot be written, or would be overwritten."""
+
+
+class RunError(RoundoffError):
+    """A recorded run cannot be read: not a run, from a later version, damaged, or without what was asked for."""
 
 
 class GradientPathError(WorkloadError):

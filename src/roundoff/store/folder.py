@@ -1,0 +1,195 @@
+"""Taking a folder for a run: what is refused, what is cleaned up, and what is never deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roundoff.errors import OutputError
+from roundoff.files import check_folder
+from roundoff.store.schema import (
+    ABOUT,
+    CHECKSUMS,
+    OPERATORS,
+    SCALAR_FILE,
+    is_chunk,
+    parse_rank,
+    parse_step,
+    rank_name,
+    step_name,
+)
+
+# What a killed writer may leave: files.atomic_path's temporary files, steps that were not finished, and steps that
+# were just being replaced.
+_TEMPORARY = re.compile(rf"\.({re.escape(ABOUT)}|{re.escape(SCALAR_FILE)})\..+")
+_UNFINISHED = re.compile(r"\.(step[0-9]{6,18})\.(partial|replaced)")
+
+
+def claim(path: Path, rank: int, identity: str | None, ranks: int, *, overwrite: bool) -> None:
+    """Make ``path`` ready for ``rank`` to write into, or raise ``OutputError`` and change nothing.
+
+    A run that is there already is refused, unless it has the same identity (then this rank joins it, and its steps
+    so far stay) or ``overwrite`` is given: then rank 0 deletes ``run.json`` and the folders of ranks from ``ranks`` on,
+    and each rank its own folder, so that ranks that start at different times don't delete each other's. Only files
+    with the names that a writer gives them are deleted.
+    """
+    if path.exists() and not path.is_dir():
+        raise OutputError(
+            "a file is where the run should go",
+            where=str(path),
+            expected="a folder, or a name that is still free",
+            do="choose another place with -o",
+        )
+    check_folder(path)
+    there = _about(path)
+    joins = there is not None and identity is not None and there.get("id") == identity
+    mine = path / rank_name(rank)
+    if there is None:
+        _refuse_foreign(path)
+    if not overwrite and (
+        (there is not None and not joins) or (there is None and any(_whole_steps(mine)))
+    ):
+        raise OutputError(
+            "there is a run here already",
+            where=str(path),
+            expected="an empty folder",
+            do="choose another place with -o, or say that it may be deleted: --overwrite (overwrite=True)",
+        )
+    doomed = [mine] if overwrite else []
+    if overwrite and rank == 0:
+        doomed += [
+            folder
+            for folder in sorted(path.iterdir())
+            if (parse_rank(folder.name) or 0) >= max(ranks, 1)
+        ]
+    for folder in {mine, *doomed}:
+        _refuse_strangers(folder)
+    try:
+        if overwrite and rank == 0:
+            (path / ABOUT).unlink(missing_ok=True)
+        for folder in doomed:
+            if folder.exists():
+                shutil.rmtree(folder)
+        mine.mkdir(exist_ok=True)
+        _clean(mine)
+        if rank == 0:
+            for file in path.iterdir():
+                if _TEMPORARY.fullmatch(file.name):
+                    file.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(
+            "cannot clean up what an earlier run left",
+            where=str(path),
+            got=f"{type(error).__name__}: {error.strerror or error}",
+            do="delete it by hand, or choose another place with -o",
+        ) from error
+
+
+def _about(path: Path) -> dict[str, Any] | None:
+    """The object in run.json, None where there is no such file."""
+    file = path / ABOUT
+    if not os.path.lexists(file):
+        return None
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict) or type(about.get("schema")) is not int:
+        raise OutputError(
+            "this file is not of a roundoff run, so it is not replaced",
+            where=str(file),
+            expected='an object with "schema": 1',
+            do="choose another place with -o, or delete the file yourself",
+        )
+    return about
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A folder without run.json must hold nothing but what ranks that were here first, or killed, have left."""
+    for file in sorted(path.iterdir()):
+        if parse_rank(file.name) is None and not _TEMPORARY.fullmatch(file.name):
+            raise OutputError(
+                "the folder is not empty and holds no run, so nothing is written or deleted here",
+                where=str(path),
+                expected="an empty folder, or one that is not there yet",
+                got=f"a folder with {file.name!r} in it",
+                do="choose another place with -o",
+            )
+
+
+def _refuse_strangers(folder: Path) -> None:
+    for stranger in _strangers(folder):
+        raise OutputError(
+            "roundoff has not written this, so the folder around it is not deleted",
+            where=str(stranger),
+            do="move it away, or choose another place with -o",
+        )
+
+
+def _strangers(folder: Path) -> Iterator[Path]:
+    """What is in a rank's folder, or is it, and does not look like a writer's."""
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        yield folder
+        return
+    for entry in sorted(folder.iterdir()):
+        if entry.is_symlink():
+            yield entry
+        elif entry.is_dir():
+            if parse_step(entry.name) is not None:
+                yield from (
+                    file
+                    for file in sorted(entry.iterdir())
+                    if file.is_symlink()
+                    or not (file.name in (OPERATORS, CHECKSUMS) or is_chunk(file.name))
+                )
+            elif not _UNFINISHED.fullmatch(entry.name):
+                yield entry
+        elif entry.name != SCALAR_FILE and not _TEMPORARY.fullmatch(entry.name):
+            yield entry
+
+
+def _whole_steps(folder: Path) -> Iterator[int]:
+    if folder.is_dir():
+        yield from (step for name in os.listdir(folder) if (step := parse_step(name)) is not None)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what a killed writer left in a rank's folder; a step it was replacing gets its name back."""
+    for entry in sorted(folder.iterdir()):
+        match = _UNFINISHED.fullmatch(entry.name)
+        if match and match[2] == "replaced" and not (folder / match[1]).exists():
+            entry.rename(folder / match[1])
+        elif match:
+            shutil.rmtree(entry)
+        elif _TEMPORARY.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
+
+
+def publish(partial: Path, step: int) -> None:
+    """Give a finished step its name. A step of that name is replaced."""
+    target = partial.parent / step_name(step)
+    aside = partial.parent / f".{step_name(step)}.replaced"
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    partial.rename(target)
+    sync_folder(partial.parent)
+    if aside.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder reach the disk, where the system can (Windows cannot)."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

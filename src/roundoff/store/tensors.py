@@ -1,0 +1,206 @@
+"""Tensors on disk: safetensors files of a bounded size, each content once, every dtype bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+CHUNK_BYTES = 128 * 2**20
+METADATA = "roundoff"
+
+# Dtypes that every version of safetensors reads back. All others are stored as their bytes, and the metadata says
+# what they are.
+NATIVE = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
+
+
+def content_hash(tensor: torch.Tensor) -> str:
+    """xxh3_128, in hex, of dtype, shape and bytes in row-major order.
+
+    Equal for tensors with equal bits however they are strided and wherever they are, so 0.0 and -0.0 differ, and NaNs
+    of different payload do. Raises ``TypeError`` for what has no plain bytes: sparse, nested and quantized tensors.
+
+    >>> one = torch.ones(2, 3)
+    >>> content_hash(one) == content_hash(torch.ones(3, 2).T), content_hash(one) == content_hash(one.int())
+    (True, False)
+    """
+    return _hash(_plain(tensor))
+
+
+class Chunks:
+    """Writes the tensors of one step into ``tensors-000.safetensors``, ``tensors-001...`` of a folder.
+
+    A full chunk is written by a thread while the next one fills: at most two chunks, or a larger single tensor
+    beside each, are in memory. Errors of the thread are raised by the next call.
+
+    Attributes:
+        checksums: file name -> bytes and xxh3_128 of every finished file.
+    """
+
+    def __init__(self, folder: Path, limit: int = CHUNK_BYTES) -> None:
+        self.folder = folder
+        self.limit = limit
+        self.checksums: dict[str, dict[str, int | str]] = {}
+        self._keys: dict[str, str] = {}  # content hash -> key
+        self._names: set[str] = set()
+        self._filling: dict[str, torch.Tensor] = {}
+        self._described: dict[str, dict[str, object]] = {}
+        self._bytes = 0
+        self._files = 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def add(self, key: str, tensor: torch.Tensor) -> str:
+        """Store a copy of the tensor as it is now.
+
+        Returns the key under which it is found: an earlier one where that has the same dtype, shape and bytes.
+        Raises ``TypeError`` for what has no plain bytes, ``ValueError`` where another tensor has the key, and whatever
+        the thread met.
+        """
+        plain = _plain(tensor)
+        digest = _hash(plain)
+        if digest in self._keys:
+            return self._keys[digest]
+        if key in self._names:
+            raise ValueError(f"two different tensors have the key {key!r}")
+        self._keys[digest] = key
+        self._names.add(key)
+        size = plain.numel() * plain.element_size()
+        if self._filling and self._bytes + size > self.limit:
+            self._flush()
+        if plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            plain = plain.clone()  # training goes on and may change it before it is written
+        native = plain.dtype in NATIVE
+        self._filling[key] = plain if native else _bytes(plain)
+        self._described[key] = {"xxh3_128": digest}
+        if not native:
+            self._described[key] |= {"dtype": _name(plain.dtype), "shape": list(plain.shape)}
+        self._bytes += size
+        if self._bytes >= self.limit:
+            self._flush()
+        return key
+
+    def finish(self) -> None:
+        """Write what is left and wait until all is on disk."""
+        if self._filling:
+            self._flush()
+        self._join()
+
+    def abandon(self) -> None:
+        """Drop what is not written, and wait for the thread; raises nothing."""
+        self._filling, self._described = {}, {}
+        if self._thread is not None:
+            self._thread.join()
+
+    def _flush(self) -> None:
+        self._join()
+        path = self.folder / f"tensors-{self._files:03d}.safetensors"
+        work = (path, self._filling, self._described)
+        self._files += 1
+        self._filling, self._described, self._bytes = {}, {}, 0
+        self._thread = threading.Thread(target=self._write, args=work, name=f"write {path.name}")
+        self._thread.start()
+
+    def _write(
+        self, path: Path, tensors: dict[str, torch.Tensor], described: dict[str, dict[str, object]]
+    ) -> None:
+        try:
+            save_file(tensors, path, metadata={METADATA: json.dumps(described)})
+            # safetensors makes its files readable by their owner alone; the folder says what the user's umask is
+            path.chmod(self.folder.stat().st_mode & 0o666)
+            self.checksums[path.name] = flushed(path)
+        except BaseException as error:  # noqa: BLE001 - carried to the thread that waits for it
+            self._error = error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def flushed(path: Path) -> dict[str, int | str]:
+    """Make the file's bytes reach the disk, and say how many there are and their xxh3_128 in hex."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return checksum(path)
+
+
+def checksum(path: Path) -> dict[str, int | str]:
+    """Number of bytes and xxh3_128, in hex, of a file."""
+    digest = xxhash.xxh3_128()
+    size = 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor detached, on the host and contiguous; itself where it is so already."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(f"a tensor of layout {tensor.layout} and {tensor.dtype} has no plain bytes")
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes(plain: torch.Tensor) -> torch.Tensor:
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _hash(plain: torch.Tensor) -> str:
+    digest = xxhash.xxh3_128(f"{_name(plain.dtype)} {list(plain.shape)} ".encode())
+    digest.update(_bytes(plain).numpy().data)
+    return digest.hexdigest()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class DamagedError(Exception):
+    """The bytes of a tensor are not those that were written."""
+
+
+def keys(path: Path) -> list[str]:
+    """The keys in a file of tensors."""
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def read_tensor(path: Path, key: str) -> torch.Tensor:
+    """One tensor, mapped into memory. Raises ``DamagedError`` when its bytes are not those that were written."""
+    with safe_open(path, "pt") as file:
+        tensor: torch.Tensor = file.get_tensor(key)
+        described = json.loads((file.metadata() or {}).get(METADATA, "{}"))[key]
+    if "dtype" in described:
+        dtype = getattr(torch, described["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise DamagedError(f"this torch has no dtype {described['dtype']!r}")
+        if tensor.storage_offset() % dtype.itemsize:
+            tensor = tensor.clone()  # its place in the file does not suit the wider type
+        tensor = tensor.view(dtype).reshape(described["shape"])
+    if _hash(tensor) != described["xxh3_128"]:
+        raise DamagedError(f"the bytes of tensor {key!r} are not those that were written")
+    return tensor

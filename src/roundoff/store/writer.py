@@ -1,0 +1,255 @@
+"""Writer: a recording that survives being killed, and that never stops the training it records."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import polars as pl
+import torch
+
+from roundoff.files import atomic_path
+from roundoff.store.folder import claim, publish, sync_folder
+from roundoff.store.schema import (
+    ABOUT,
+    CHECKSUMS,
+    OPERATORS,
+    OPS,
+    SCALAR_FILE,
+    SCALARS,
+    SCHEMA,
+    partial_name,
+    rank_name,
+)
+from roundoff.store.tensors import Chunks, flushed
+
+_T = TypeVar("_T")
+
+# The file of scalars is written anew each time, which takes longer and longer: at most this part of the time.
+_SCALAR_SHARE = 0.05
+
+
+class Writer:
+    """Writes one rank of a run, step by step.
+
+    After the constructor nothing raises: a full disk, a vanished folder or a tensor that cannot be stored stops the
+    recording with one ``RuntimeWarning``, and later calls do nothing. Steps finished before stay readable. Not for
+    use from several threads at once.
+
+    Args:
+        path: folder of the run, made if missing.
+        rank: of this process. Rank 0 writes ``run.json``.
+        about: fields of ``run.json``. Every rank of a run gives the same ``"id"``, and ``"ranks"``, their number; a
+            writer with the id of the run that is there joins it and keeps its steps. Values that JSON lacks are
+            stored as their text.
+        overwrite: delete a roundoff run that is there; other files never.
+
+    Attributes:
+        stopped: whether the recording has stopped.
+
+    Raises ``OutputError`` when the folder holds another run (unless ``overwrite``) or other files, when it is a file,
+    and when it cannot be written.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with Writer(folder.name, about={"level": "op"}) as writer:
+    ...     blob = writer.add(0, "0", torch.ones(2))
+    ...     writer.write_step(0, {"record": [0], "operator": ["relu"], "blob": [blob]})
+    ...     writer.scalar(0, "loss", 0.5)
+    >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int = 0,
+        about: Mapping[str, Any],
+        overwrite: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.rank = rank
+        self.stopped = False
+        self.about: dict[str, Any] = {
+            "version": metadata.version("roundoff"),
+            "complete": False,
+            "ranks": 1,
+            "id": uuid.uuid4().hex,
+            **about,
+            "schema": SCHEMA,
+        }
+        claim(self.path, rank, about.get("id"), int(self.about["ranks"]), overwrite=overwrite)
+        self._folder = self.path / rank_name(rank)
+        self._open: dict[int, Chunks] = {}
+        self._closed = False
+        self._scalars = _earlier_scalars(self._folder / SCALAR_FILE)
+        self._scalars_next = 0.0
+        self._scalars_new = False
+        if rank == 0:
+            self._write_about()
+
+    def add(self, step: int, key: str, tensor: torch.Tensor) -> str | None:
+        """Store the tensor as it is now, any dtype, bit for bit, contiguous.
+
+        Returns the key under which ``step`` has it: an earlier one if dtype, shape and bytes are the same, so
+        nothing is stored twice in a step. None when the recording has stopped.
+        """
+        return self._guarded(lambda: self._chunks(step).add(key, tensor))
+
+    def write_step(self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame) -> None:
+        """Finish a step: its rows, with the tensors added to it, appear on disk at once and whole.
+
+        Columns of OPS that ``rows`` lacks become null, ``rank`` and ``step`` this writer's rank and this step. A step
+        that is there already is replaced.
+        """
+        self._guarded(lambda: self._finish(step, rows))
+
+    def scalar(self, step: int, name: str, value: float) -> None:
+        """Record a number of this step: ``loss``, ``loss_scale``, ``grad_norm``, ``lr``. May be NaN or infinite."""
+        self._guarded(lambda: self._add_scalar(step, name, value))
+
+    def close(self, **about: Any) -> None:
+        """End the run and write ``about`` over the fields of ``run.json``; ``complete`` is True unless it says otherwise.
+
+        Tensors of steps that were not finished are dropped. Closing again does nothing.
+        """
+        self._guarded(lambda: self._close(about))
+        self._closed = True
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(complete=kind is None)
+
+    def _guarded(self, work: Callable[[], _T]) -> _T | None:
+        if self.stopped or self._closed:
+            return None
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, training must go on
+            self._stop(error)
+            return None
+
+    def _stop(self, error: Exception) -> None:
+        self.stopped = True
+        text = (
+            f"roundoff stopped recording, and training goes on: {self.path}: "
+            f"{type(error).__name__}: {error}. Steps finished before are readable"
+        )
+        for step, chunks in self._open.items():
+            chunks.abandon()
+            shutil.rmtree(self._folder / partial_name(step), ignore_errors=True)
+        self._open = {}
+        self.about["stopped"] = f"{type(error).__name__}: {error}"
+        try:
+            if self.rank == 0:
+                self._write_about()
+        except Exception:  # noqa: BLE001 - the same fault again: it is being reported
+            pass
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        except (
+            Warning
+        ):  # where the user has made warnings errors: this one must not end the training
+            sys.stderr.write(f"RuntimeWarning: {text}\n")
+
+    def _chunks(self, step: int) -> Chunks:
+        if step not in self._open:
+            folder = self._folder / partial_name(step)
+            if folder.exists():  # of a step that was given up
+                shutil.rmtree(folder)
+            folder.mkdir()
+            self._open[step] = Chunks(folder)
+        return self._open[step]
+
+    def _finish(self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame) -> None:
+        table = _table(rows, self.rank, step)
+        chunks = self._chunks(step)
+        folder = chunks.folder
+        path = folder / OPERATORS
+        table.write_parquet(path, compression="zstd")
+        chunks.finish()
+        sums = {OPERATORS: flushed(path), **chunks.checksums}
+        (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+        flushed(folder / CHECKSUMS)
+        sync_folder(folder)
+        publish(folder, step)
+        del self._open[step]
+        self._write_scalars()
+
+    def _add_scalar(self, step: int, name: str, value: float) -> None:
+        new = (int(step), str(name), float(value))
+        for column, item in zip(self._scalars.values(), new, strict=True):
+            column.append(item)
+        self._scalars_new = True
+        self._write_scalars()
+
+    def _write_scalars(self, *, last: bool = False) -> None:
+        start = time.monotonic()
+        if not self._scalars_new or (start < self._scalars_next and not last):
+            return
+        with atomic_path(self._folder / SCALAR_FILE) as temporary:
+            pl.DataFrame(self._scalars, schema=SCALARS).write_parquet(temporary, compression="zstd")
+            flushed(temporary)
+        end = time.monotonic()
+        self._scalars_next = end + (end - start) / _SCALAR_SHARE
+        self._scalars_new = False
+
+    def _close(self, about: dict[str, Any]) -> None:
+        for step, chunks in self._open.items():
+            chunks.abandon()
+            shutil.rmtree(self._folder / partial_name(step), ignore_errors=True)
+        self._open = {}
+        self._write_scalars(last=True)
+        self.about |= {"complete": True, **about, "schema": SCHEMA}
+        if self.rank == 0:
+            self._write_about()
+
+    def _write_about(self) -> None:
+        with atomic_path(self.path / ABOUT) as temporary:
+            temporary.write_text(json.dumps(self.about, indent=1, default=str), encoding="utf-8")
+            flushed(temporary)
+
+
+def _table(rows: Mapping[str, Sequence[Any]] | pl.DataFrame, rank: int, step: int) -> pl.DataFrame:
+    """The rows with all columns of OPS in its order. Raises for a column that OPS lacks or a value of a wrong type."""
+    unknown = [name for name in rows if name not in OPS] if isinstance(rows, Mapping) else []
+    if isinstance(rows, pl.DataFrame):
+        unknown = [name for name in rows.columns if name not in OPS]
+        table = rows.cast({name: OPS[name] for name in rows.columns if name in OPS})
+    elif not unknown:
+        table = pl.DataFrame(rows, schema={name: OPS[name] for name in rows})
+    if unknown:
+        raise ValueError(f"ops.parquet has no column {', '.join(unknown)}")
+    missing = {name: dtype for name, dtype in OPS.items() if name not in table.columns}
+    own = {"rank": rank, "step": step}
+    if not table.columns:  # a literal would make a row of it
+        return pl.DataFrame(schema=OPS)
+    return table.with_columns(
+        *(pl.lit(None, dtype).alias(name) for name, dtype in missing.items() if name not in own),
+        *(pl.lit(value, OPS[name]).alias(name) for name, value in own.items()),
+    ).select(list(OPS))
+
+
+def _earlier_scalars(path: Path) -> dict[str, list[Any]]:
+    """The scalars of a run that this writer joins; none where there are none that can be read."""
+    try:
+        return pl.read_parquet(path.read_bytes()).select(SCALARS).to_dict(as_series=False)
+    except Exception:  # noqa: BLE001 - polars says "not parquet" in many ways, and all mean: start anew
+        return {name: [] for name in SCALARS}

@@ -41,11 +41,17 @@ from roundoff.store.tensors import keys, read_tensor
 
 
 def load(path: str | os.PathLike[str]) -> Run:
-    """The run in the folder ``path``, also one that is still being written or whose process was killed.
+    """The run in the folder ``path``, also one that is still being written or whose process was killed; or in a dump of
+    msprobe, see :mod:`roundoff.store.msprobe`.
 
     Raises ``RunError`` when it is not a run, is of a later version of roundoff, or recorded nothing.
     """
     path = Path(path)
+    if not (path / ABOUT).is_file():
+        from roundoff.store import msprobe  # imported late: its run is a kind of Run
+
+        if msprobe.find_dumps(path):
+            return msprobe.read_msprobe(path)
     run = Run(path, _read_about(path), _find_steps(path))
     if not run.ranks:
         raise RunError(
@@ -132,6 +138,7 @@ class Run:
         *,
         phase: str = "forward",
         place: int = 0,
+        role: str = "output",
         rank: int = 0,
         step: int | None = None,
         record: int | None = None,
@@ -142,6 +149,7 @@ class Run:
             site: as in the tables, ``encoder.0/matmul#1``, or the name of a parameter or buffer.
             phase: of the site: ``forward``, ``backward``, ``optimizer``, ``collective``.
             place: which output of the site.
+            role: ``output``; in a dump of another tool also ``input``, ``parameter`` and ``grad``.
             rank: whose.
             step: which; the first that has the site, when it is None.
             record: the row's ``record`` instead of ``site``, ``phase`` and ``place``.
@@ -165,6 +173,7 @@ class Run:
                     (pl.col("site") == site)
                     & (pl.col("phase") == phase)
                     & (pl.col("place").fill_null(0) == place)
+                    & (pl.col("role").fill_null("output") == role)
                 )
                 | ((pl.col("name") == site) & (pl.col("call") == -1))
             )
@@ -210,7 +219,7 @@ class Run:
                 yield self.path / rank_name(rank) / step_name(step)
 
     def _rows(self, rank: int, step: int | None) -> pl.DataFrame:
-        needed = ("step", "record", "call", "phase", "place", "name", "blob", "reason")
+        needed = ("step", "record", "call", "phase", "place", "role", "name", "blob", "reason")
         steps = [step] if step is not None else self._found.get(rank, [])
         chosen = pl.col("rank") == rank
         if step is not None:

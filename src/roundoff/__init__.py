@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from roundoff.plan.measure import budget as budget
     from roundoff.plan.plan import Plan as Plan
     from roundoff.plan.verify import verify as verify
+    from roundoff.site import Site as Site
     from roundoff.store import Run as Run
     from roundoff.store import load as load
-    from roundoff.site import Site as Site
     from roundoff.workload import Workload as Workload
 
 _PUBLIC = {

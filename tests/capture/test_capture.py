@@ -6,14 +6,15 @@ import warnings
 
 import polars as pl
 import pytest
-import roundoff
 import torch
 import torch.nn.functional as F
-from roundoff.errors import RoundoffError
 from torch import nn
 from torch.optim import optimizer as optim_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
+
+import roundoff
+from roundoff.errors import RoundoffError
 
 
 class Net(nn.Module):

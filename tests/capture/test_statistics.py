@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from roundoff.capture.kernel import ROW, compiled
 from roundoff.capture.statistics import COLUMNS, SAMPLE, Statistics, in_memory_order
 

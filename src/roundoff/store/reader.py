@@ -17,9 +17,7 @@ from roundoff.store.checked import (
     columns_of,
     damaged,
     fill,
-    find_steps,
     matches,
-    read_about,
     read_json,
     read_table,
     reading,
@@ -37,25 +35,11 @@ from roundoff.store.schema import (
 )
 from roundoff.store.tensors import keys, read_tensor
 
-
-def load(path: str | os.PathLike[str]) -> Run:
-    """The run in the folder ``path``, also one that is still being written or whose process was killed.
-
-    Raises ``RunError`` when it is not a run, is of a later version of roundoff, or recorded nothing.
-    """
-    path = Path(path)
-    run = Run(path, read_about(path), find_steps(path))
-    if not run.ranks:
-        raise RunError(
-            "the run is empty: it ended, or was killed, before its first step was finished",
-            where=str(path),
-            do="let the recorded program finish at least one step",
-        )
-    return run
+_NEEDED = ("record", "call", "phase", "place", "role", "name", "blob", "reason", "shape", "stride", "offset")
 
 
 class Run:
-    """One recorded execution; made by :func:`load`.
+    """One recorded execution; made by :func:`roundoff.store.loading.load`.
 
     Attributes:
         path: its folder.
@@ -119,6 +103,7 @@ class Run:
         *,
         phase: str = "forward",
         place: int = 0,
+        role: str = "output",
         rank: int = 0,
         step: int | None = None,
         record: int | None = None,
@@ -129,6 +114,7 @@ class Run:
             site: as in the tables, ``encoder.0/matmul#1``, or the name of a parameter or buffer.
             phase: of the site: ``forward``, ``backward``, ``optimizer``, ``collective``.
             place: which output of the site.
+            role: ``output``; in a dump of another tool also ``input``, ``parameter`` and ``grad``.
             rank: whose.
             step: which; when it is None, the first that has the tensor.
             record: the row's ``record`` instead of ``site``, ``phase`` and ``place``.
@@ -147,7 +133,10 @@ class Run:
             pl.col("record") == record
             if record is not None
             else (
-                (pl.col("site") == site) & (pl.col("phase") == phase) & (pl.col("place") == place)
+                (pl.col("site") == site)
+                & (pl.col("phase") == phase)
+                & (pl.col("place").fill_null(0) == place)
+                & (pl.col("role").fill_null("output") == role)
             )
             | ((pl.col("name") == site) & (pl.col("call") == -1))
         )
@@ -216,14 +205,14 @@ class Run:
     def _rows(self, rank: int, step: int) -> pl.DataFrame:
         """What finds a tensor, in the order of records; no rows where the run has no such rank or step."""
         if self._index[0] != (rank, step):  # one is kept: callers go through the records of a step
-            needed = ("record", "call", "phase", "place", "name", "blob", "reason", "shape", "stride", "offset")
             there = step in self._found.get(rank, [])
-            folder = self.path / rank_name(rank) / step_name(step)
-            query = (
-                self._scan([folder] if there else []).select(*needed, site_name()).sort("record")
-            )
-            self._index = (rank, step), reading(folder / OPERATORS, query.collect)
+            found = self._step(rank, step) if there else pl.LazyFrame(schema=OPS)
+            query = found.select(*_NEEDED, site_name()).sort("record")
+            self._index = (rank, step), reading(self.path, query.collect)
         return self._index[1]
+
+    def _step(self, rank: int, step: int) -> pl.LazyFrame:
+        return self._scan([self.path / rank_name(rank) / step_name(step)])
 
     def _no_such(
         self,

@@ -35,6 +35,7 @@ OPS: dict[str, Any] = {
     "operator": pl.Utf8,  # aten packet name; parameter | buffer | input for call == -1
     "index": pl.Int64,  # how often (phase, module, operator) was called before in this step
     "place": pl.Int64,  # which of the call's output tensors
+    "role": pl.Utf8,  # output | input | parameter | grad; null is output. Runs of roundoff have outputs alone
     "overload": pl.Utf8,  # "aten.convolution.default"
     "name": pl.Utf8,  # of the parameter or buffer that this is, or that the call updated in place
     "line": pl.Utf8,  # "train.py:31"

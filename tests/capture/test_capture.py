@@ -124,7 +124,7 @@ class Trace(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-VIEWS = ("t", "view", "detach", "expand", "transpose", "permute", "select", "slice", "unsqueeze", "_unsafe_view", "alias", "split")
+VIEWS = "t view detach expand transpose permute select slice unsqueeze _unsafe_view alias split".split()
 
 
 @pytest.mark.parametrize("make", [Net, lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.GELU(), nn.LayerNorm(8))])
@@ -338,6 +338,8 @@ def test_recomputed_calls_are_of_the_backward(path):
 
 def test_a_compiled_region_is_seen_at_its_boundary_and_whole_when_eager(path, tmp_path):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own, when Inductor is imported
+        import torch._inductor.compile_fx  # noqa: F401
     compiled = torch.compile(net)  # fused by Inductor, with buffers that it writes unseen
     x = torch.ones(3, 6)
     plain = compiled(x)
@@ -387,7 +389,10 @@ def test_sites_choose_and_a_pattern_without_a_match_is_an_error(path):
     with roundoff.capture(path, net, sites=["head/*"]):
         net(X).sum().backward()
     assert set(rows(path).filter(pl.col("call") >= 0)["module"]) == {"head"}
-    with pytest.raises(RoundoffError, match="no call matches"), roundoff.capture(path, net, sites=["tail/*"], overwrite=True):
+    with (
+        pytest.raises(RoundoffError, match="no call matches"),
+        roundoff.capture(path, net, sites=["tail/*"], overwrite=True),
+    ):
         net(X)
 
 

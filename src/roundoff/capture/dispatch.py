@@ -70,7 +70,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch is to wrap every call, so that its compiler does not trace into it: see below for what costs less."""
+        """Whether torch is to wrap every call, so that its compiler does not trace into it; below is what costs less."""
         return _SKIP is None
 
     @classmethod
@@ -144,7 +144,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def compiled(self, module: Any, path: str, inputs: Any, output: Any) -> None:
         """The hook of every module's forward: one that ``torch.compile`` has compiled is a call of its own."""
-        if not self.active or not hasattr(module, "_orig_mod") or not (self.wanted is None or self.wanted(f"{path}/compiled")):
+        if not self.active or not hasattr(module, "_orig_mod"):
+            return
+        if self.wanted is not None and not self.wanted(f"{path}/compiled"):
             return
         try:
             source = Source("forward", path, user_line(2))
@@ -212,7 +214,7 @@ def _group(args: Any, kwargs: Any) -> str | None:
     for value in tree_leaves((args, kwargs)):
         try:
             if isinstance(value, str):
-                value = torch.distributed.distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined, arg-type]
+                value = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined, arg-type]
             elif isinstance(value, torch.ScriptObject):
                 value = dist.ProcessGroup.unbox(value)
             if isinstance(value, dist.ProcessGroup):

@@ -266,7 +266,7 @@ _lines: dict[tuple[Any, int], str] = {}
 
 def user_line(depth: int = 2) -> str | None:
     """File and line of the innermost frame that is neither torch's nor ours; a file below the working directory by its
-    path from there, one of an installed package by its path in it. ``COMPILED`` where the compiler's code is reached first."""
+    path from there, one of an installed package by its path in it. ``COMPILED`` where the compiler's code comes first."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code

@@ -339,7 +339,7 @@ def test_recomputed_calls_are_of_the_backward(path):
 def test_a_compiled_region_is_seen_at_its_boundary_and_whole_when_eager(path, tmp_path):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own, when Inductor is imported
-        import torch._inductor.compile_fx  # noqa: F401
+        import torch._inductor.compile_fx
     compiled = torch.compile(net)  # fused by Inductor, with buffers that it writes unseen
     x = torch.ones(3, 6)
     plain = compiled(x)

@@ -153,7 +153,6 @@ FAULTS = {
     "tensors": lambda patch: patch.setattr(tensors_module, "save_file", full),
     "table": lambda patch: patch.setattr(pl.DataFrame, "write_parquet", full),
     "panic": lambda patch: patch.setattr(pl.DataFrame, "write_parquet", panic),
-    "flush": lambda patch: patch.setattr(os, "fsync", full),
     "rename": lambda patch: patch.setattr(Path, "rename", full),
     "replace": lambda patch: patch.setattr(os, "replace", full),
     "folder": lambda patch: patch.setattr(Path, "mkdir", full),

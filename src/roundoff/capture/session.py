@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -188,10 +187,8 @@ class Capture:
 
     def _write(self) -> None:
         try:
-            started = time.perf_counter()
             self._name_gradients()
             self.writer.write_step(self.number, self.recorder.table())
-            self.writer.scalar(self.number, "capture_seconds", time.perf_counter() - started)
             self.recorded += 1
             self.matched |= any(row[1] >= 0 for row in self.recorder.rows)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)

@@ -193,16 +193,5 @@ def publish(partial: Path, step: int) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
     partial.rename(target)
-    sync_folder(partial.parent)
     if aside.exists():
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder reach the disk, where the system can (Windows cannot)."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 
@@ -128,7 +127,7 @@ class Chunks:
             save_file(tensors, path, metadata={METADATA: json.dumps(described)})
             # safetensors makes its files readable by their owner alone; the folder says what the user's umask is
             path.chmod(self.folder.stat().st_mode & 0o666)
-            self.checksums[path.name] = flushed(path)
+            self.checksums[path.name] = checksum(path)
         except BaseException as error:  # noqa: BLE001 - carried to the thread that waits for it
             self._error = error
 
@@ -139,13 +138,6 @@ class Chunks:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-
-
-def flushed(path: Path) -> dict[str, int | str]:
-    """Make the file's bytes reach the disk, and say how many there are and their xxh3_128 in hex."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return checksum(path)
 
 
 def checksum(path: Path) -> dict[str, int | str]:

@@ -19,32 +19,33 @@ import polars as pl
 import torch
 
 from roundoff.files import atomic_path
-from roundoff.store.folder import claim, publish, sync_folder
+from roundoff.store.columns import table_of
+from roundoff.store.folder import claim, publish
 from roundoff.store.schema import (
     ABOUT,
     CHECKSUMS,
     OPERATORS,
-    OPS,
     SCALAR_FILE,
     SCALARS,
     SCHEMA,
     partial_name,
     rank_name,
 )
-from roundoff.store.tensors import Chunks, flushed
+from roundoff.store.tensors import Chunks, checksum
 
 _T = TypeVar("_T")
 
-# The file of scalars is written anew each time, which takes longer and longer: at most this part of the time.
-_SCALAR_SHARE = 0.05
+# The file of scalars is written anew each time: from this many on in at most this part of the time.
+_SCALARS, _SCALAR_SHARE = 1000, 0.05
 
 
 class Writer:
     """Writes one rank of a run, step by step.
 
     After the constructor nothing raises: a full disk, a vanished folder or a tensor that cannot be stored stops the
-    recording with one ``RuntimeWarning``, and later calls do nothing. Steps finished before stay readable. Not for
-    use from several threads at once.
+    recording with one ``RuntimeWarning``, and later calls do nothing. Steps finished before stay readable, also when the
+    process is killed; a power failure may damage the last of them, which their checksums tell. Not for use from several
+    threads at once.
 
     Args:
         path: folder of the run, made if missing.
@@ -179,16 +180,14 @@ class Writer:
         return self._open[step]
 
     def _finish(self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame) -> None:
-        table = _table(rows, self.rank, step)
+        table = table_of(rows, self.rank, step)
         chunks = self._chunks(step)
         folder = chunks.folder
         path = folder / OPERATORS
         table.write_parquet(path, compression="zstd")
         chunks.finish()
-        sums = {OPERATORS: flushed(path), **chunks.checksums}
+        sums = {OPERATORS: checksum(path), **chunks.checksums}
         (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
-        flushed(folder / CHECKSUMS)
-        sync_folder(folder)
         publish(folder, step)
         del self._open[step]
         self._write_scalars()
@@ -202,11 +201,11 @@ class Writer:
 
     def _write_scalars(self, *, last: bool = False) -> None:
         start = time.monotonic()
-        if not self._scalars_new or (start < self._scalars_next and not last):
+        many = len(self._scalars["step"]) > _SCALARS
+        if not self._scalars_new or (many and start < self._scalars_next and not last):
             return
         with atomic_path(self._folder / SCALAR_FILE) as temporary:
             pl.DataFrame(self._scalars, schema=SCALARS).write_parquet(temporary, compression="zstd")
-            flushed(temporary)
         end = time.monotonic()
         self._scalars_next = end + (end - start) / _SCALAR_SHARE
         self._scalars_new = False
@@ -227,36 +226,6 @@ class Writer:
     def _write_about(self) -> None:
         with atomic_path(self.path / ABOUT) as temporary:
             temporary.write_text(json.dumps(self.about, indent=1), encoding="utf-8")
-            flushed(temporary)
-
-
-def _table(rows: Mapping[str, Sequence[Any]] | pl.DataFrame, rank: int, step: int) -> pl.DataFrame:
-    """The rows with all columns of OPS in its order. Raises for a column that OPS lacks or a value of a wrong type."""
-    unknown = [name for name in rows if name not in OPS] if isinstance(rows, Mapping) else []
-    if isinstance(rows, pl.DataFrame):
-        unknown = [name for name in rows.columns if name not in OPS]
-        table = rows.cast({name: OPS[name] for name in rows.columns if name in OPS})
-    elif not unknown:
-        # polars takes the type of a column from its first value, and then refuses 0.5 after 1
-        table = pl.DataFrame(
-            {
-                name: [None if value is None else float(value) for value in values]
-                if OPS[name] == pl.Float64
-                else values
-                for name, values in rows.items()
-            },
-            schema={name: OPS[name] for name in rows},
-        )
-    if unknown:
-        raise ValueError(f"ops.parquet has no column {', '.join(unknown)}")
-    missing = {name: dtype for name, dtype in OPS.items() if name not in table.columns}
-    own = {"rank": rank, "step": step}
-    if not table.columns:  # a literal would make a row of it
-        return pl.DataFrame(schema=OPS)
-    return table.with_columns(
-        *(pl.lit(None, dtype).alias(name) for name, dtype in missing.items() if name not in own),
-        *(pl.lit(value, OPS[name]).alias(name) for name, value in own.items()),
-    ).select(list(OPS))
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,8 @@ class Operator:
     overload: str
     written: tuple[int | str, ...]
     collective: bool
+    #: works on lists of tensors, each for itself: ``_foreach_add_``, ``_fused_adamw_``
+    each: bool
 
     @staticmethod
     @functools.cache
@@ -48,7 +50,8 @@ class Operator:
             if a.alias_info is not None and a.alias_info.is_write
         )
         shown = name if namespace == "aten" else f"{namespace}::{name}"
-        return Operator(shown, full, written, namespace in _COLLECTIVE)
+        each = name.startswith(("_foreach_", "_fused_"))
+        return Operator(shown, full, written, namespace in _COLLECTIVE, each)
 
 
 class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -121,15 +124,17 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
             written += tensors_in((value,))
         outputs = tensors_in((result,))
-        if written:
-            outputs = [t for t in outputs if not any(t is w for w in written)]
+        if written and outputs:
+            same = {id(t) for t in written}
+            outputs = [t for t in outputs if id(t) not in same]
         if operator.name in _BATCH_NORM:
             for tensor in tensors_in(args[3:5]):
                 self.recorder.changed(tensor)
         group = _group(args, kwargs) if operator.collective else None
         records = self.recorder.call(
-            source, operator.name, operator.overload, inputs, outputs, written=written, arguments=text, group=group
-        )
+            source, operator.name, operator.overload, inputs, outputs, written=written, arguments=text, group=group,
+            each=_by_place(inputs, (*args, *kwargs.values())) if operator.each else None,
+        )  # fmt: skip
         if beside is not None:
             beside([*written, *outputs], records, self.recorder.own)
 
@@ -187,8 +192,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = self._made_by.get(node._sequence_nr())
         if made is not None:
             return Source(phase, made.module, made.line)
-        name = self.recorder.names.get(id(getattr(node, "variable", None)), "")
-        return Source(phase, name.rpartition(".")[0], None)
+        variable = getattr(node, "variable", None)
+        name = None if variable is None else self.paths.name_of(variable)
+        return Source(phase, (name or "").rpartition(".")[0], None)
 
 
 if _SKIP is not None:  # the compiler leaves this function, and what it calls, alone
@@ -205,6 +211,20 @@ def tensors_in(*groups: Any) -> list[Tensor]:
             elif isinstance(value, (list, tuple)):
                 found += [v for v in value if isinstance(v, Tensor)]
     return found
+
+
+def _by_place(inputs: list[int], values: Sequence[Any]) -> list[list[int]]:
+    """The inputs of each place of a call on lists: the tensors at this place, and those that stand alone."""
+    lists, alone, position = [], [], 0
+    for value in values:
+        count = len(tensors_in((value,)))
+        part = inputs[position : position + count]
+        position += count
+        if isinstance(value, Tensor):
+            alone += part
+        elif part:
+            lists.append(part)
+    return [[part[i] for part in lists if i < len(part)] + alone for i in range(max(map(len, lists), default=0))]
 
 
 def _group(args: Any, kwargs: Any) -> str | None:

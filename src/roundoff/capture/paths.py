@@ -22,7 +22,7 @@ class Paths:
     """The stack of modules whose forward runs, by their path in the first module that was called."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.names: dict[int, str] = {}
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self.roots: list[weakref.ref[nn.Module]] = []
         self.stack: list[str] = []
         self.listeners: list[Callable[[nn.Module, str, Any, Any], None]] = []
@@ -33,6 +33,11 @@ class Paths:
     def current(self) -> str:
         """The path of the innermost module that runs, "" outside of all and for the model itself."""
         return self.stack[-1] if self.stack else ""
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name of a parameter or buffer, None of any other tensor."""
+        found = self._names.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
 
     def modules(self) -> list[nn.Module]:
         """The models that were seen and still exist."""
@@ -48,7 +53,8 @@ class Paths:
             self._paths.setdefault(module, _joined(prefix, _clean(path, parallel)))
         tensors: Iterator[tuple[str, Tensor]] = iter([*root.named_parameters(), *root.named_buffers()])
         for name, tensor in tensors:
-            self.names.setdefault(id(tensor), _joined(prefix, _clean(name, parallel)))
+            if self.name_of(tensor) is None:
+                self._names[id(tensor)] = weakref.ref(tensor), _joined(prefix, _clean(name, parallel))
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():

@@ -17,13 +17,11 @@ def plain(tensor: Tensor) -> tuple[Tensor | None, str | None]:
     if kind is Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer:
         layout = tensor.layout
         if layout is torch.strided:
-            if tensor.device.type == "meta":
+            if not (tensor.is_meta or tensor.is_quantized or tensor.is_nested):
+                return tensor, None
+            if tensor.is_meta:
                 return None, "a meta tensor has no values"
-            if tensor.is_quantized:
-                return tensor.dequantize(), None
-            if tensor.is_nested:
-                return tensor.values().detach(), None
-            return tensor, None
+            return (tensor.dequantize() if tensor.is_quantized else tensor.values().detach()), None
         if layout is torch.sparse_coo:
             return tensor._values(), None
         if layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from roundoff.capture.plain import plain
 from roundoff.capture.statistics import COLUMNS, Statistics, in_memory_order
@@ -41,27 +40,30 @@ class _Memory:
     """What is known of one storage: the record of each view of it, and the record that views are now views of, with the
     elements ``start`` to ``end`` of the storage that it covers."""
 
-    __slots__ = ("alive", "elements", "end", "latest", "records", "start", "version")
+    __slots__ = ("alive", "base", "elements", "end", "latest", "records", "start", "version")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        # keeps the address from being given to another storage
-        self.alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.alive = storage._weak_ref()  # keeps the address from being given to another storage
         self.records: dict[Any, int] = {}
-        self.elements: dict[Any, int] = {}
+        self.base: Geometry | None = None  # of the latest
+        self.elements: dict[Any, int] | None = None
         self.latest = -1
         self.version = 0
         self.start = self.end = 0
 
+    def __del__(self) -> None:
+        free(self.alive)
+
 
 class Recorder:
-    """Rows of the step that runs now. ``names`` says which tensors are parameters or buffers."""
+    """Rows of the step that runs now. ``name_of`` gives the names of parameters and buffers."""
 
     def __init__(
-        self, keep: Keep | None = None, *, names: dict[int, str] | None = None, versions: bool = False
+        self, keep: Keep | None = None, *, name_of: Callable[[Tensor], str | None] = lambda _: None, versions: bool = False
     ) -> None:
         self.keep = keep
         self.versions = versions
-        self.names: dict[int, str] = {} if names is None else names
+        self.name_of = name_of
         self.rows: list[tuple[Any, ...]] = []
         self.kept: dict[int, dict[str, Any]] = {}
         self.own: dict[int, tuple[float | None, float | None, str | None]] = {}
@@ -105,9 +107,10 @@ class Recorder:
     def call(
         self, source: Source, operator: str, overload: str | None, inputs: Sequence[int], outputs: Sequence[Tensor],
         *, written: Sequence[Tensor] = (), arguments: str | None = None, group: str | None = None,
-        reason: str | None = None, place: int = 0,
+        reason: str | None = None, place: int = 0, each: Sequence[list[int]] | None = None,
     ) -> list[int]:  # fmt: skip
-        """One row for each tensor that a call has made or written; gives their records."""
+        """One row for each tensor that a call has made or written; gives their records. ``each``: the inputs of each
+        place, where they differ. The arguments stand in the first row."""
         number = self.calls
         self.calls += 1
         key = (source.phase, source.module, operator)
@@ -118,9 +121,11 @@ class Recorder:
         records = []
         for number, tensor in enumerate((*written, *outputs)):
             inplace = number < len(written)
+            here = each[number % len(each)] if each else listed
             records.append(
-                self._row(tensor, head, place + number, overload, source.line, listed, arguments, inplace, group, reason)
+                self._row(tensor, head, place + number, overload, source.line, here, arguments, inplace, group, reason)
             )
+            arguments = None
         if not records:
             record = len(self.rows)
             self.rows.append((
@@ -130,7 +135,7 @@ class Recorder:
         return records
 
     def _before(self, tensor: Tensor, source: Source) -> int:
-        name = self.names.get(id(tensor))
+        name = self.name_of(tensor)
         operator = "input" if name is None else "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
         if name is None and type(tensor.grad_fn).__name__.startswith("CompiledFunction"):
             operator = "compiled"  # the boundary of a compiled region
@@ -174,7 +179,7 @@ class Recorder:
             offset = start - memory.start
             self._read(record, value, view_of, memory)
         self.rows.append((
-            record, *head, place, overload, self.names.get(id(tensor)), line, inputs, arguments, view_of, inplace,
+            record, *head, place, overload, self.name_of(tensor), line, inputs, arguments, view_of, inplace,
             tensor.dtype, None if tensor.is_nested else tuple(tensor.shape), stride, offset, tensor.device, tensor.layout,
             tensor.numel(), group, reason,
         ))  # fmt: skip
@@ -182,7 +187,9 @@ class Recorder:
 
     def _read(self, record: int, value: Tensor, view_of: int | None, memory: _Memory) -> None:
         if view_of is not None:
-            elements = _elements(value)
+            if memory.elements is None:
+                memory.elements = {} if memory.base is None else {_elements(*memory.base): view_of}
+            elements = _elements(*_geometry(value))
             twin = memory.elements.get(elements) if elements else None
             if twin is not None:  # the same elements in another order: the same statistics
                 self.same[record] = twin
@@ -191,7 +198,7 @@ class Recorder:
                 return
             memory.elements[elements] = record
         else:
-            memory.elements = {_elements(value): record}
+            memory.base, memory.elements = _geometry(value), None
         self.statistics.add(record, value)
         if self.keep is not None:
             if view_of is not None and (kept := self.kept.get(view_of)):
@@ -231,21 +238,24 @@ class Recorder:
 
 
 def _end(value: Tensor) -> int:
+    """One past the last element of the storage that this is a view of."""
+    if value.is_contiguous():
+        return int(value.storage_offset()) + value.numel()
     last = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
     return int(value.storage_offset()) + (1 + last if value.numel() else 0)
 
 
-def _elements(value: Tensor) -> tuple[Any, ...] | None:
+def _elements(offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> tuple[Any, ...] | None:
     """Which elements of the storage these are, in whatever order; None where one appears twice."""
     merged: list[tuple[int, int]] = []
-    for stride, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n != 1):
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
         if not stride:
             return None
         if merged and merged[-1][0] * merged[-1][1] == stride:
             merged[-1] = (merged[-1][0], merged[-1][1] * size)
         else:
             merged.append((stride, size))
-    return value.dtype, value.storage_offset(), *merged
+    return dtype, offset, *merged
 
 
 def _version(value: Tensor) -> int:
@@ -256,6 +266,7 @@ def _geometry(value: Tensor) -> Geometry:
     return value.storage_offset(), tuple(value.shape), value.stride(), value.dtype  # type: ignore[return-value]
 
 
+free = torch.UntypedStorage._free_weak_ref
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _skipped: dict[Any, bool] = {}

@@ -160,7 +160,7 @@ class Capture:
 
     def _new_recorder(self) -> Recorder:
         keep = None if self.keep == "stats" else self.keeper.keep(self.number)
-        return Recorder(keep, names=self.paths.names, versions=self.level == "module")
+        return Recorder(keep, name_of=self.paths.name_of, versions=self.level == "module")
 
     def _begin(self) -> None:
         self.recorder = self._new_recorder()
@@ -222,7 +222,7 @@ class Capture:
             return  # what stands in .grad is of another step
         for module in self.paths.modules():
             for parameter in module.parameters():
-                name = self.paths.names.get(id(parameter))
+                name = self.paths.name_of(parameter)
                 if name is None or not isinstance(parameter.grad, Tensor):
                     continue
                 if not self.sites or self._wanted(f"{name.rpartition('.')[0]}/gradient"):

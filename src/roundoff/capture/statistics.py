@@ -25,6 +25,9 @@ SAMPLE = 512
 #: fp32 sums of squares lose precision below this magnitude, and overflow to infinity above 2**64.
 _TINY = 2.0**-50
 
+_BLOCK = 2**18
+_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8, torch.int8)
+
 COLUMNS = ("min", "max", "mean", "l2", "std", "nan", "posinf", "neginf", "zero", "subnormal")
 Row = tuple[float | None, float | None, float | None, float | None, float | None, int, int, int, int, int]
 EMPTY: Row = (None, None, None, None, None, 0, 0, 0, 0, 0)
@@ -36,17 +39,22 @@ class _Slab:
 
     device: torch.device
     blocks: list[Tensor] = field(default_factory=list)
-    used: int = 0
+    used: int = _BLOCK
 
-    def keep(self, sample: Tensor) -> tuple[int, int]:
-        size = sample.numel()
-        if not self.blocks or self.used + size > self.blocks[-1].numel():
-            block = torch.empty(2**18, dtype=torch.float64, device=self.device)
-            self.blocks.append(block)
+    def keep(self, flat: Tensor, every: int) -> tuple[int, int, int]:
+        """Every so-manyth element; gives the block, where they begin in it, and how many they are."""
+        size = -(-flat.numel() // every)
+        if self.used + size > _BLOCK:
+            self.blocks.append(torch.empty(_BLOCK, dtype=torch.float64, device=self.device))
             self.used = 0
+            if self.device.type == "cpu":
+                self.array = self.blocks[-1].numpy()
         start, self.used = self.used, self.used + size
-        self.blocks[-1][start : self.used].copy_(sample)
-        return len(self.blocks) - 1, start
+        if self.device.type == "cpu" and flat.dtype in _NUMPY:
+            self.array[start : self.used] = flat.detach().numpy()[::every]  # a third of the time of torch's own
+        else:
+            self.blocks[-1][start : self.used].copy_(flat[::every])
+        return len(self.blocks) - 1, start, size
 
 
 class Statistics:
@@ -73,10 +81,9 @@ class Statistics:
         slab = self._slabs.get(device)
         if slab is None:
             slab = self._slabs[device] = _Slab(device)
-        sample = flat if small else flat[:: -(-count // SAMPLE)]
-        block, start = slab.keep(sample)
+        block, start, size = slab.keep(flat, 1 if small else -(-count // SAMPLE))
         tiny = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
-        self._samples.append((number, device, block, start, sample.numel(), small, tiny))
+        self._samples.append((number, device, block, start, size, small, tiny))
         if small:
             return
         if device.type == "cpu":
@@ -94,14 +101,11 @@ class Statistics:
         for number, device, block, start, size, small, tiny in self._samples:
             by_block.setdefault((device, block), []).append((number, start, size, small, tiny))
         for (device, block), entries in by_block.items():
-            for first in range(0, len(entries), 256):
-                part = entries[first : first + 256]
-                begin, end = part[0][1], part[-1][1] + part[-1][2]
-                stored = fetched[device][block]
-                histograms.update(_histograms(stored[begin:end], part))
-                whole = [e for e in part if e[3]]
-                if whole:
-                    self._rows.update(_small_rows(np.concatenate([stored[e[1] : e[1] + e[2]] for e in whole]), whole))
+            stored = fetched[device][block]
+            histograms.update(_histograms(stored[entries[0][1] : entries[-1][1] + entries[-1][2]], entries))
+            whole = [e for e in entries if e[3]]
+            if whole:
+                self._rows.update(_small_rows(np.concatenate([stored[e[1] : e[1] + e[2]] for e in whole]), whole))
         return self._rows, histograms
 
 
@@ -112,14 +116,16 @@ def _histograms(values: np.ndarray, entries: Sequence[_Entry]) -> dict[int, tupl
     """The biased exponent is in bits 52 to 62 of an fp64 number: 0 is zero (fp64 subnormals with it), 2047 not finite."""
     segment = np.repeat(np.arange(len(entries)), [e[2] for e in entries])
     biased = (values.view(np.int64) >> 52) & 2047
-    counts = np.bincount(segment * 2048 + biased, minlength=len(entries) * 2048).reshape(-1, 2048)
-    counts = counts[:, 1:2047]
-    seen = np.asarray(counts > 0)
-    low = seen.argmax(1)
-    high = seen.shape[1] - seen[:, ::-1].argmax(1)
+    counted = (biased > 0) & (biased < 2047)
+    first = int(biased[counted].min(initial=2047))
+    width = max(1, int(biased[counted].max(initial=0)) - first + 1)
+    counts = np.bincount((segment * width + biased - first)[counted], minlength=len(entries) * width).reshape(-1, width)
+    seen: np.ndarray[Any, Any] = counts > 0
+    low = seen.argmax(axis=1).tolist()
+    high = (width - seen[:, ::-1].argmax(axis=1)).tolist()
     some = seen.any(axis=1).tolist()
     return {
-        entry[0]: (int(low[i]) - 1022, counts[i, low[i] : high[i]].tolist(), entry[2]) if some[i] else (0, [], entry[2])
+        entry[0]: (low[i] + first - 1023, counts[i, low[i] : high[i]].tolist(), entry[2]) if some[i] else (0, [], entry[2])
         for i, entry in enumerate(entries)
     }
 

@@ -114,13 +114,15 @@ _Entry = tuple[int, int, int, bool, float]
 
 def _histograms(values: np.ndarray, entries: Sequence[_Entry]) -> dict[int, tuple[int, list[int], int]]:
     """The biased exponent is in bits 52 to 62 of an fp64 number: 0 is zero (fp64 subnormals with it), 2047 not finite."""
-    segment = np.repeat(np.arange(len(entries)), [e[2] for e in entries])
-    biased = (values.view(np.int64) >> 52) & 2047
-    counted = (biased > 0) & (biased < 2047)
-    first = int(biased[counted].min(initial=2047))
-    width = max(1, int(biased[counted].max(initial=0)) - first + 1)
-    counts = np.bincount((segment * width + biased - first)[counted], minlength=len(entries) * width).reshape(-1, width)
-    seen: np.ndarray[Any, Any] = counts > 0
+    biased = (values.view(np.int64) >> 52).astype(np.int32) & 2047
+    (used,) = np.nonzero(np.bincount(biased, minlength=2048)[1:2047])
+    first, last = (int(used[0]) + 1, int(used[-1]) + 1) if len(used) else (1, 1)
+    width = last - first + 3  # with a column at each end for what does not count
+    segment = np.repeat(np.arange(len(entries), dtype=np.int32) * width - (first - 1), [e[2] for e in entries])
+    counts = np.bincount(np.clip(biased, first - 1, last + 1) + segment, minlength=len(entries) * width)
+    counts = counts.reshape(-1, width)[:, 1:-1]
+    width -= 2
+    seen = np.asarray(counts > 0)
     low = seen.argmax(axis=1).tolist()
     high = (width - seen[:, ::-1].argmax(axis=1)).tolist()
     some = seen.any(axis=1).tolist()

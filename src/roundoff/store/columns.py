@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from roundoff.store.schema import OPS
@@ -18,7 +19,7 @@ def table_of(rows: Mapping[str, Sequence[Any]] | pl.DataFrame, rank: int, step: 
         unknown = [name for name in rows.columns if name not in OPS]
         table = rows.cast({name: OPS[name] for name in rows.columns if name in OPS})
     elif not unknown:
-        table = pl.DataFrame([_column(name, values) for name, values in rows.items()])
+        table = pl.DataFrame(_columns(rows))
     if unknown:
         raise ValueError(f"ops.parquet has no column {', '.join(unknown)}")
     missing = {name: dtype for name, dtype in OPS.items() if name not in table.columns}
@@ -31,26 +32,34 @@ def table_of(rows: Mapping[str, Sequence[Any]] | pl.DataFrame, rank: int, step: 
     ).select(list(OPS))
 
 
-def _column(name: str, values: Sequence[Any]) -> pl.Series:
-    dtype = OPS[name]
-    if isinstance(dtype, pl.List):
-        return _lists(name, values, dtype)
+def _columns(rows: Mapping[str, Sequence[Any]]) -> list[pl.Series]:
+    lists = {name: values for name, values in rows.items() if isinstance(OPS[name], pl.List)}
+    return [
+        *_lists(lists),
+        *(_column(name, values, OPS[name]) for name, values in rows.items() if name not in lists),
+    ]
+
+
+def _column(name: str, values: Sequence[Any], dtype: Any) -> pl.Series:
     if dtype == pl.Float64:  # polars takes the type of a column from its first value, and then refuses 0.5 after 1
         values = [None if value is None else float(value) for value in values]
     return pl.Series(name, values, dtype=dtype)
 
 
-def _lists(name: str, values: Sequence[Sequence[int] | None], dtype: pl.List) -> pl.Series:
-    """A column of lists from one flat one: polars' own way takes as long for each list as for a whole column."""
-    full = [i for i, value in enumerate(values) if value]
-    flat = pl.DataFrame(
-        [
-            pl.Series("value", list(chain.from_iterable(values[i] or () for i in full)), dtype=dtype.inner),
-            pl.Series("row", [i for i in full for _ in values[i] or ()], dtype=pl.UInt32),
-        ]
-    )
+def _lists(columns: Mapping[str, Sequence[Sequence[int] | None]]) -> list[pl.Series]:
+    """Columns of lists of integers, from one flat column: polars' own way takes as long for each list as for a column."""
+    if not any(columns.values()):
+        return [pl.Series(name, values, dtype=OPS[name]) for name, values in columns.items()]
+    filled = [value for values in columns.values() for value in values if value]
+    flat = pl.DataFrame({
+        "value": pl.Series(list(chain.from_iterable(filled)), dtype=pl.Int64),
+        "row": np.repeat(np.arange(len(filled)), [len(value) for value in filled]),
+    })  # fmt: skip
     lists = flat.group_by("row", maintain_order=True).agg("value")["value"]
-    every = pl.concat([lists, pl.Series("value", [[], None], dtype=dtype)])
-    place = {row: i for i, row in enumerate(full)}
-    empty, null = len(full), len(full) + 1
-    return every.gather([null if v is None else place.get(i, empty) for i, v in enumerate(values)]).alias(name)
+    every = pl.concat([lists, pl.Series("value", [[], None], dtype=pl.List(pl.Int64))])
+    place = iter(range(len(filled)))
+    empty, null = len(filled), len(filled) + 1
+    return [
+        every.gather([null if v is None else next(place) if v else empty for v in values]).alias(name)
+        for name, values in columns.items()
+    ]

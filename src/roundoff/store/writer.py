@@ -184,7 +184,7 @@ class Writer:
         chunks = self._chunks(step)
         folder = chunks.folder
         path = folder / OPERATORS
-        table.write_parquet(path, compression="zstd")
+        table.write_parquet(path, compression="zstd", statistics=False)
         chunks.finish()
         sums = {OPERATORS: checksum(path), **chunks.checksums}
         (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")

@@ -151,7 +151,7 @@ class Run:
                     return _strided(kept, row["shape"], row["stride"], row["offset"] or 0, where)
                 without = without or row
         if without is None:
-            raise self._no_such(site, phase, place, rank, step, record)
+            raise self._no_such(site, phase, place, role, rank, step, record)
         raise RunError(
             "no tensor was kept for this row",
             where=f"{self.path}: rank {rank}, record {without['record']}, {without['site']}",
@@ -219,6 +219,7 @@ class Run:
         site: str | None,
         phase: str,
         place: int,
+        role: str,
         rank: int,
         step: int | None,
         record: int | None,
@@ -229,10 +230,10 @@ class Run:
         for each in steps:
             rows = self._rows(rank, each)
             names |= {*rows["site"].drop_nulls(), *rows["name"].drop_nulls()}
-            same = (
-                rows.filter(pl.col("site") == site).select("phase", "place").drop_nulls().unique()
+            same = rows.filter(pl.col("site") == site).select(
+                "phase", pl.col("place").fill_null(0), pl.col("role").fill_null("output")
             )
-            places |= {f"phase {phase}, place {place}" for phase, place in same.iter_rows()}
+            places |= {_place(*each) for each in same.drop_nulls().unique().iter_rows()}
         if not names:
             expected = f"a rank of {self.ranks}, a step of {_short(self.steps)}"
         elif places:
@@ -248,7 +249,7 @@ class Run:
             "the run has no such tensor",
             where=f"{self.path}: rank {rank}" + ("" if step is None else f", step {step}"),
             expected=expected,
-            got=f"{site!r}, phase {phase}, place {place}" if site else f"record {record}",
+            got=f"{site!r}, {_place(phase, place, role)}" if site else f"record {record}",
         )
 
     def _blob(self, rank: int, step: int, key: str) -> torch.Tensor:
@@ -287,6 +288,10 @@ class Run:
         size = reading(path, os.path.getsize, path)
         if size != self._sums(path.parent)[path.name]["bytes"]:
             raise damaged(path, f"{size} bytes, not as many as were written")
+
+
+def _place(phase: str, place: int, role: str) -> str:
+    return f"phase {phase}, place {place}" + (f", role {role}" if role != "output" else "")
 
 
 def _short(steps: list[int]) -> str:

@@ -34,6 +34,7 @@ _SHOWN = (
 _FULL = (
     "call", "overload", "device", "layout", "inplace", "view_of", "arguments", "exponent", "exponents", "sampled",
     "own_reason", "blob", "group",
+    "role",
 )  # fmt: skip
 _INPUT = (
     "record",
@@ -132,9 +133,11 @@ def coverage(rows: pl.DataFrame) -> dict[str, Any]:
 
 
 def _label() -> list[pl.Expr]:
-    """Record, phase and site; the site of a further output of a call with its place."""
+    """Record, phase and site; the site of a further output of a call with its place, and of what is no output its role."""
+    told = pl.col("role").is_in(["input", "grad"])  # a parameter's operator says it
+    role = pl.when(told).then(" " + pl.col("role")).otherwise(pl.lit(""))
     place = pl.when(pl.col("place") > 0).then(pl.format("[{}]", "place")).otherwise(pl.lit(""))
-    return [pl.col("record"), pl.col("phase"), (pl.col("site") + place).alias("site")]
+    return [pl.col("record"), pl.col("phase"), (pl.col("site") + role + place).alias("site")]
 
 
 def complete(ops: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
@@ -150,6 +153,7 @@ def complete(ops: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
         "module": "",
         "operator": "",
         "phase": "forward",
+        "role": "output",
     }
     return (
         lazy.select(columns)
@@ -180,7 +184,7 @@ def _in_full(row: dict[str, Any], every: pl.DataFrame, lazy: pl.LazyFrame) -> di
     by_record = {i["record"]: {key: i[key] for key in _INPUT} for i in inputs.iter_rows(named=True)}
     readers = every.filter(pl.col("inputs").list.contains(row["record"]))
     users = readers.select("phase", "site", "line").unique(maintain_order=True)
-    same = ("rank", "phase", "module", "operator", "index", "place")
+    same = ("rank", "phase", "module", "operator", "index", "place", "role")
     alike = lazy.filter(pl.all_horizontal(pl.col(key) == row[key] for key in same))
     if row["name"] is not None:
         alike = alike.filter(pl.col("name") == row["name"])

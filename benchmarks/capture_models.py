@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class BasicBlock(nn.Module):
@@ -70,7 +70,8 @@ class Block(nn.Module):
         batch, length, width = x.shape
         split = (batch, length, self.heads, width // self.heads)
         q, k, v = (part.view(split).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # through the module: a peer may replace its functions
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.c_proj(y.transpose(1, 2).reshape(x.shape))
         return x + self.c_out(self.gelu(self.c_fc(self.ln_2(x))))
 
@@ -96,12 +97,12 @@ class GPT2(nn.Module):
 
 def _resnet18() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     labels = torch.randint(10, (16,))
-    return ResNet18(), torch.randn(16, 3, 64, 64), lambda out: F.cross_entropy(out, labels)
+    return ResNet18(), torch.randn(16, 3, 64, 64), lambda out: functional.cross_entropy(out, labels)
 
 
 def _gpt2() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     ids = torch.randint(1000, (4, 128))
-    return GPT2(), ids, lambda out: F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return GPT2(), ids, lambda out: functional.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 BUILDERS = {"resnet18": _resnet18, "gpt2": _gpt2}

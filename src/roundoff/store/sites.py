@@ -137,7 +137,8 @@ def _label() -> list[pl.Expr]:
     """Record, phase and site; the site of a further output of a call with its place, and of what is no output its role."""
     told = pl.col("role").is_in(["input", "grad"])  # a parameter's operator says it
     role = pl.when(told).then(" " + pl.col("role")).otherwise(pl.lit(""))
-    place = pl.when(pl.col("place") > 0).then(pl.format("[{}]", "place")).otherwise(pl.lit(""))
+    count = "[" + pl.col("place").cast(pl.Utf8) + "]"
+    place = pl.when(pl.col("place") > 0).then(count).otherwise(pl.lit(""))
     return [pl.col("record"), pl.col("phase"), (pl.col("site") + role + place).alias("site")]
 
 

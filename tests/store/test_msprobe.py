@@ -386,7 +386,13 @@ def test_a_folder_without_a_dump(tmp_path):
     assert "no run here" in message(lambda: load(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["[]", "3", '{"data": {}}', '{"task": 1, "level": 2, "data": []}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]", "3", '{"data": {}}', '{"task": "tensor", "level": "L1"}', '{"task": "tensor", "level": "L1", "data": []}',
+        '{"task": null, "level": "L1", "data": {}}', '{"task": "tensor", "level": 2, "data": {}}', "[" * 10**5,
+    ],
+)  # fmt: skip
 def test_another_json(tmp_path, content):
     path = write(tmp_path, {}) / "dump.json"
     path.write_text(content)

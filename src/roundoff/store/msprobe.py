@@ -188,7 +188,11 @@ def _read(folder: Path, rank: int, step: int) -> tuple[dict[str, Any], pl.DataFr
     """What stands above the records of a dump.json, and the rows of its records."""
     path = folder / _DUMP
     content = reading(path, read_json, path)
-    if not isinstance(content, dict) or not {"task", "level", "data"} <= set(content):
+    if (
+        not isinstance(content, dict)
+        or "data" not in content
+        or not all(isinstance(content.get(name), str) for name in ("task", "level"))
+    ):
         raise RunError(
             "not a dump of msprobe",
             where=str(path),

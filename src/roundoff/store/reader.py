@@ -230,7 +230,7 @@ class Run:
         for each in steps:
             rows = self._rows(rank, each)
             names |= {*rows["site"].drop_nulls(), *rows["name"].drop_nulls()}
-            same = rows.filter(pl.col("site") == site).select(
+            same = rows.filter(pl.col("site") == pl.lit(site, pl.Utf8)).select(
                 "phase", pl.col("place").fill_null(0), pl.col("role").fill_null("output")
             )
             places |= {_place(*each) for each in same.drop_nulls().unique().iter_rows()}

@@ -66,10 +66,10 @@ def check(path: Path, last: int) -> None:
         for key in range(4):
             back = run.tensor(record=key, step=step)
             assert torch.equal(back, torch.full((2000,), float(step * 10 + key)))
-    assert (
-        run.scalars.collect()["step"].to_list()[: len(run.steps) // 2]
-        == run.steps[: len(run.steps) // 2]
-    )
+    # Scalars are written at times, at first at once: a first part of them is there, perhaps with one of the step after.
+    there = run.scalars.collect()["step"].to_list()
+    assert there == list(range(len(there)))
+    assert (last >= 0) <= len(there) <= last + 3
 
 
 @pytest.mark.slow

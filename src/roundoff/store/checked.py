@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -14,6 +15,7 @@ from roundoff.errors import RunError
 from roundoff.store.schema import ABOUT, SCALAR_FILE, SCHEMA, parse_rank, parse_step
 from roundoff.store.tensors import checksum
 
+_DIGEST = re.compile("[0-9a-f]{32}")
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
@@ -74,6 +76,17 @@ def fill(columns: dict[str, Any], wanted: dict[str, Any]) -> list[pl.Expr]:
         pl.col(name).cast(dtype) if name in columns else pl.lit(None, dtype).alias(name)
         for name, dtype in wanted.items()
     ]
+
+
+def is_checksum(entry: Any) -> bool:
+    """Whether this is an entry of ``checksums.json``: ``{"bytes": n, "xxh3_128": hex}``."""
+    if not isinstance(entry, dict):
+        return False
+    size, digest = entry.get("bytes"), entry.get("xxh3_128")
+    return (
+        type(size) is int and size >= 0
+        and isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None
+    )  # fmt: skip
 
 
 def matches(path: Path, entry: dict[str, Any]) -> bool:

@@ -154,7 +154,18 @@ class MsprobeRun(Run):
         path = folder / key
         if path.name != key:  # "../x.pt" would leave the dump
             raise damaged(folder, f"a tensor called {key!r}")
-        return reading(path, _load, path)
+        tensor = reading(path, _load, path)
+        rows = self._table.filter(rank=rank, step=step, blob=key)
+        found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        said = [row for row in rows.select("dtype", "shape").iter_rows() if row != found]
+        if said:
+            raise RunError(
+                "the tensor in the file is not the one that the dump describes",
+                where=str(path),
+                expected="{} {}".format(*said[0]),
+                got="{} {}".format(*found),
+            )
+        return tensor
 
 
 def _load(path: Path) -> torch.Tensor:
@@ -177,7 +188,11 @@ def _read(folder: Path, rank: int, step: int) -> tuple[dict[str, Any], pl.DataFr
     """What stands above the records of a dump.json, and the rows of its records."""
     path = folder / _DUMP
     content = reading(path, read_json, path)
-    if not isinstance(content, dict) or not {"task", "level", "data"} <= set(content):
+    if (
+        not isinstance(content, dict)
+        or "data" not in content
+        or not all(isinstance(content.get(name), str) for name in ("task", "level"))
+    ):
         raise RunError(
             "not a dump of msprobe",
             where=str(path),

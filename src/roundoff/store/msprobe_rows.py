@@ -14,9 +14,10 @@ parent ``optimizer``, or called by it       phase ``optimizer``
 ``place`` is the position in msprobe's list, as in its file names: ``output.2.pt`` is place 2 although output 1 is None;
 keyword arguments follow the others. ``backward`` lists gradients in autograd's order, a weight's may be transposed.
 
-msprobe computes statistics in the tensor's own dtype, over all elements, and counts nothing. So ``min``, ``max``, ``mean``
-and ``l2`` are NaN or infinite where it met NaN or Inf; counts are given where finite extremes prove them, else null with a
-``reason``. An infinite norm of finite elements (float16) is null.
+msprobe computes statistics in the tensor's own dtype, over all elements, and counts nothing. Counts are given where the
+extremes prove them. Where an extreme is NaN or infinite there is at least one such element: the count is then 1 and the
+``reason`` says that there may be more, and those of ``min``, ``max``, ``mean`` and ``l2`` that are not finite are null, for
+what they are of the finite elements is not known. An infinite norm of finite elements (float16) is null too.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _ROLES = {
     "input_args": "input", "input_kwargs": "input", "input": "input", "parameters": "parameter", "output": "output",
 }  # fmt: skip
 _NO_TENSOR = "no tensor among its results"
+_AT_LEAST = "at least one NaN or Inf: msprobe doesn't count them, and measures the others with them"
 _NOT_KEPT = "-1"  # msprobe's data_name of a tensor that it could not write
 
 
@@ -244,23 +246,28 @@ def _statistics(value: dict[str, Any], dtype: str, shape: list[int], numel: int)
     if high is None or low is None:
         kept = "a checksum alone" if value.get("md5") else f"no statistics of {dtype}"
         found["reason"] = "no elements" if numel == 0 else f"msprobe kept {kept}"
-        return found
-    if math.isfinite(high) and math.isfinite(low):
+    elif math.isfinite(high) and math.isfinite(low):
         found |= {"nan": 0, "posinf": 0, "neginf": 0}
         found["std"] = 0.0 if high == low else None
         found["zero"] = numel if high == low == 0 else 0 if low > 0 or high < 0 else None
         if norm is not None and not math.isfinite(norm):
-            found |= {"l2": None, "reason": f"the norm overflowed: msprobe computes it in {dtype}"}
+            found["reason"] = f"the norm overflowed: msprobe computes it in {dtype}"
         elif mean is None or norm is None:
             missing = "norm" if mean is not None else "mean and norm"
             found["reason"] = f"msprobe computes no {missing} of {dtype}"
     elif math.isnan(high) or math.isnan(low):
-        found["reason"] = "NaN among the elements: msprobe doesn't count them or leave them out"
+        found["nan"] = 1
+        # of one element nothing else is left; of more, it isn't known what the others are
+        found |= {"posinf": 0, "neginf": 0, "zero": 0} if numel == 1 else {"reason": _AT_LEAST}
     else:
-        found["nan"] = 0  # a NaN would have shown in both
-        found["posinf"] = 0 if high < math.inf else None
-        found["neginf"] = 0 if low > -math.inf else None
-        found["reason"] = "Inf among the elements: msprobe doesn't count them or leave them out"
+        found |= {"nan": 0, "posinf": int(high == math.inf), "neginf": int(low == -math.inf)}  # a NaN would have shown
+        if numel == 1:
+            found["zero"] = 0
+        else:
+            found["reason"] = _AT_LEAST
+    for name in ("min", "max", "mean", "l2"):
+        if found[name] is not None and not math.isfinite(found[name]):
+            found[name] = None
     return found
 
 

@@ -17,6 +17,7 @@ from roundoff.store.checked import (
     columns_of,
     damaged,
     fill,
+    is_checksum,
     matches,
     read_json,
     read_table,
@@ -147,11 +148,10 @@ class Run:
                     kept = self._blob(rank, each, row["blob"])
                     if row["stride"] is None or self.about.get("keep") == "sample":
                         return kept
-                    where = f"{self.path}: rank {rank}, step {each}, record {row['record']}"
-                    return _strided(kept, row["shape"], row["stride"], row["offset"] or 0, where)
+                    return self._strided(kept, rank, each, row)
                 without = without or row
         if without is None:
-            raise self._no_such(site, phase, place, rank, step, record)
+            raise self._no_such(site, phase, place, role, rank, step, record)
         raise RunError(
             "no tensor was kept for this row",
             where=f"{self.path}: rank {rank}, record {without['record']}, {without['site']}",
@@ -219,6 +219,7 @@ class Run:
         site: str | None,
         phase: str,
         place: int,
+        role: str,
         rank: int,
         step: int | None,
         record: int | None,
@@ -229,10 +230,10 @@ class Run:
         for each in steps:
             rows = self._rows(rank, each)
             names |= {*rows["site"].drop_nulls(), *rows["name"].drop_nulls()}
-            same = (
-                rows.filter(pl.col("site") == site).select("phase", "place").drop_nulls().unique()
+            same = rows.filter(pl.col("site") == pl.lit(site, pl.Utf8)).select(
+                "phase", pl.col("place").fill_null(0), pl.col("role").fill_null("output")
             )
-            places |= {f"phase {phase}, place {place}" for phase, place in same.iter_rows()}
+            places |= {_place(*each) for each in same.drop_nulls().unique().iter_rows()}
         if not names:
             expected = f"a rank of {self.ranks}, a step of {_short(self.steps)}"
         elif places:
@@ -248,7 +249,7 @@ class Run:
             "the run has no such tensor",
             where=f"{self.path}: rank {rank}" + ("" if step is None else f", step {step}"),
             expected=expected,
-            got=f"{site!r}, phase {phase}, place {place}" if site else f"record {record}",
+            got=f"{site!r}, {_place(phase, place, role)}" if site else f"record {record}",
         )
 
     def _blob(self, rank: int, step: int, key: str) -> torch.Tensor:
@@ -266,6 +267,25 @@ class Run:
             raise damaged(folder, f"no file of tensors has the key {key!r} that the table names")
         return reading(path_of, read_tensor, path_of, key)
 
+    def _strided(
+        self, kept: torch.Tensor, rank: int, step: int, row: dict[str, Any]
+    ) -> torch.Tensor:
+        """The tensor from its elements in the order of memory; a view of a larger one reads only its own."""
+        shape, stride, offset = row["shape"], row["stride"], row["offset"] or 0
+        known = shape is not None and None not in shape and None not in stride
+        if known and len(shape) == len(stride) and min([offset, *shape, *stride]) >= 0:
+            reach = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+            if 0 in shape:
+                return kept.new_empty(shape)
+            if reach < kept.numel():
+                return kept.view(-1).as_strided(shape, stride, offset)
+        raise RunError(
+            "a row does not fit the tensor it names",
+            where=f"{self.path}: rank {rank}, step {step}, record {row['record']}",
+            expected=f"a view of {kept.numel()} elements",
+            got=f"shape {shape}, stride {stride}, offset {offset}",
+        )
+
     def _sums(self, folder: Path) -> dict[str, dict[str, Any]]:
         if folder not in self._checksums:
             path = folder / CHECKSUMS
@@ -274,10 +294,7 @@ class Run:
                 not isinstance(sums, dict)
                 or OPERATORS not in sums
                 or not all(name == OPERATORS or is_chunk(name) for name in sums)
-                or not all(
-                    isinstance(entry, dict) and {"bytes", "xxh3_128"} <= set(entry)
-                    for entry in sums.values()
-                )
+                or not all(map(is_checksum, sums.values()))
             ):
                 raise damaged(path, "not a table of checksums")
             self._checksums[folder] = sums
@@ -289,19 +306,9 @@ class Run:
             raise damaged(path, f"{size} bytes, not as many as were written")
 
 
+def _place(phase: str, place: int, role: str) -> str:
+    return f"phase {phase}, place {place}" + (f", role {role}" if role != "output" else "")
+
+
 def _short(steps: list[int]) -> str:
     return str(steps) if len(steps) <= 8 else f"{steps[0]} to {steps[-1]} ({len(steps)})"
-
-
-def _strided(
-    kept: torch.Tensor, shape: list[int], stride: list[int], offset: int, where: str
-) -> torch.Tensor:
-    """The tensor from its elements in the order of memory; a view of a larger one reads only its own."""
-    reach = offset + sum((n - 1) * s for n, s in zip(shape or [], stride, strict=False))
-    fits = shape is not None and len(shape) == len(stride) and min([offset, *shape, *stride]) >= 0
-    if not fits or (0 not in shape and reach >= kept.numel()):
-        raise RunError(
-            "a row does not fit the tensor it names", where=where,
-            expected=f"a view of {kept.numel()} elements", got=f"shape {shape}, stride {stride}, offset {offset}",
-        )  # fmt: skip
-    return kept.view(-1).as_strided(shape, stride, offset)

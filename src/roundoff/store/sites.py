@@ -34,6 +34,7 @@ _SHOWN = (
 _FULL = (
     "call", "overload", "device", "layout", "inplace", "view_of", "arguments", "exponent", "exponents", "sampled",
     "own_reason", "blob", "group",
+    "role",
 )  # fmt: skip
 _INPUT = (
     "record",
@@ -99,7 +100,8 @@ def show(
                 "site": [_in_full(row, every, lazy) for row in rows.iter_rows(named=True)]
             }
     elif not views:
-        rows = rows.filter(pl.col("view_of").is_null())
+        # A call whose results are no tensors, .item(), has a row only for what it reads.
+        rows = rows.filter(pl.col("view_of").is_null() & pl.col("dtype").is_not_null())
     if sort != ORDER:
         rows = rows.sort(SORTS[sort], descending=True, nulls_last=True, maintain_order=True)
     return about | {"sort": sort, "rows": rows.select(*_label(), *_SHOWN[3:]).to_dicts()}
@@ -132,9 +134,12 @@ def coverage(rows: pl.DataFrame) -> dict[str, Any]:
 
 
 def _label() -> list[pl.Expr]:
-    """Record, phase and site; the site of a further output of a call with its place."""
-    place = pl.when(pl.col("place") > 0).then(pl.format("[{}]", "place")).otherwise(pl.lit(""))
-    return [pl.col("record"), pl.col("phase"), (pl.col("site") + place).alias("site")]
+    """Record, phase and site; the site of a further output of a call with its place, and of what is no output its role."""
+    told = pl.col("role").is_in(["input", "grad"])  # a parameter's operator says it
+    role = pl.when(told).then(" " + pl.col("role")).otherwise(pl.lit(""))
+    count = "[" + pl.col("place").cast(pl.Utf8) + "]"
+    place = pl.when(pl.col("place") > 0).then(count).otherwise(pl.lit(""))
+    return [pl.col("record"), pl.col("phase"), (pl.col("site") + role + place).alias("site")]
 
 
 def complete(ops: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
@@ -150,6 +155,7 @@ def complete(ops: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
         "module": "",
         "operator": "",
         "phase": "forward",
+        "role": "output",
     }
     return (
         lazy.select(columns)
@@ -180,7 +186,7 @@ def _in_full(row: dict[str, Any], every: pl.DataFrame, lazy: pl.LazyFrame) -> di
     by_record = {i["record"]: {key: i[key] for key in _INPUT} for i in inputs.iter_rows(named=True)}
     readers = every.filter(pl.col("inputs").list.contains(row["record"]))
     users = readers.select("phase", "site", "line").unique(maintain_order=True)
-    same = ("rank", "phase", "module", "operator", "index", "place")
+    same = ("rank", "phase", "module", "operator", "index", "place", "role")
     alike = lazy.filter(pl.all_horizontal(pl.col(key) == row[key] for key in same))
     if row["name"] is not None:
         alike = alike.filter(pl.col("name") == row["name"])

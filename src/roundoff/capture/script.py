@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from roundoff.capture.session import Capture
 from roundoff.errors import RoundoffError, RunError
@@ -29,51 +33,109 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
                    **options: Any) -> Capture:  # fmt: skip
     """Run ``command`` (a script and its arguments, or ``-m`` and a module) and record its steps into ``path``.
 
-    A step ends when the first optimizer that steps has stepped, or when a ``GradScaler`` has been updated, which it is
-    also where it skipped the optimizer. ``stop`` ends the script after the last chosen step; ``whole`` takes the whole
-    script for one step. ``options`` are those of ``Capture``. Raises ``ScriptError`` after a script that failed, and
-    ``RunError`` where no step ended; what was recorded by then is kept.
+    A step ends when every optimizer that the script has made has stepped, or one of them twice; with a ``GradScaler``,
+    when that is updated then, also where it skipped the optimizer. What runs after the last step's end is a step of its
+    own. ``stop`` ends the script after the last chosen step; ``whole`` takes the whole script for one step. ``options``
+    are those of ``Capture``. Raises ``ScriptError`` after a script that failed or was interrupted, and ``RunError`` where
+    no step ended; what was recorded by then is kept.
     """
     words = list(command)
     if words and Path(words[0]).name.startswith("python"):
         words = words[1:]
-    if not words or (words[0] != "-m" and not Path(words[0]).is_file()) or words == ["-m"]:
-        raise RunError("no script to run", expected="a Python file and its arguments, or -m and a module, after --",
-                       got=" ".join(command) or "nothing", do="roundoff capture -o runs/a -- train.py --epochs 1")  # fmt: skip
-    run = Capture(path, command=words, **options)
-    failed: BaseException | None = None
-    with run, _steps_of(run, stop, whole) as ended, _as_main(words):
-        try:
-            if words[0] == "-m":
-                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(words[0], run_name="__main__")
-        except _Recorded:
-            pass
-        except (KeyboardInterrupt, RoundoffError):
-            raise
-        except SystemExit as error:
-            failed = error if error.code not in (None, 0) else None
-        except BaseException as error:  # whatever it was, it is the script's, and is shown as Python would
-            traceback.print_exception(error.with_traceback(_below(error)))
-            failed = error
-    if failed is not None:
-        code = failed.code if isinstance(failed, SystemExit) else type(failed).__name__
-        raise ScriptError("the script failed", where=" ".join(words), got=str(code),
-                          do=f"{run.recorded} steps were recorded before, in {run.path}") from failed  # fmt: skip
+    _check(words, command)
+    run = Capture(Path(path).absolute(), command=words, **options)  # absolute: the script may change the directory
+    ended: list[int] = []
+    try:
+        with run, _steps_of(run, stop, whole, ended), _as_main(words):
+            try:
+                if words[0] == "-m":
+                    runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(words[0], run_name="__main__")
+            except (_Recorded, SystemExit) as end:
+                if isinstance(end, SystemExit) and end.code not in (None, 0):
+                    raise
+            except RoundoffError as error:
+                raise _Own(error) from error  # the script's, not one of this recording
+    except KeyboardInterrupt as error:
+        raise _failure("the script was interrupted", words, run, None) from error
+    except SystemExit as error:
+        raise _failure("the script failed", words, run, f"exit code {error.code}") from error
+    except RoundoffError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it was, it is the script's, and is shown as Python would
+        error = error.error if isinstance(error, _Own) else error
+        traceback.print_exception(error.with_traceback(_below(error)))
+        raise _failure("the script failed", words, run, type(error).__name__) from error
     if not ended and not whole and run.stopped is None:
         raise RunError("no step ended in this script, so all of it was recorded as one", where=" ".join(words),
                        expected="a torch.optim optimizer that steps", do="give --whole for a script without training")  # fmt: skip
     return run
 
 
+class _Own(Exception):
+    """Carries a ``RoundoffError`` that the script itself raised past the errors of its recording."""
+
+    def __init__(self, error: RoundoffError) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _check(words: list[str], command: Sequence[str]) -> None:
+    said = " ".join(command)
+    name = Path(words[0]).name if words else ""
+    module = words[1] if words[:1] == ["-m"] and len(words) > 1 else ""
+    if name in ("torchrun", "accelerate", "deepspeed") or module.startswith(("torch.distributed.", "accelerate.commands")):
+        raise RunError("a launcher's processes are not recorded from outside", where=said,
+                       expected="the launcher around roundoff, so that each process records its own part",
+                       do="torchrun --nproc-per-node 2 -m roundoff capture -o runs/a -- train.py --epochs 1")  # fmt: skip
+    if not words or (words[0] == "-m" and not module) or (words[0] != "-m" and not Path(words[0]).is_file()):
+        raise RunError("no script to run", expected="a Python file and its arguments, or -m and a module, after --",
+                       got=said or "nothing", do="roundoff capture -o runs/a -- train.py --epochs 1")  # fmt: skip
+
+
+def _failure(what: str, words: list[str], run: Capture, got: str | None) -> ScriptError:
+    saved = f"{run.recorded} step{'s' * (run.recorded != 1)} recorded by then can be read: roundoff show {run.path}"
+    return ScriptError(what, where=" ".join(words), got=got, do=saved if run.recorded else "nothing was recorded by then")
+
+
+class _Ends:
+    """Finds the ends of steps from the optimizers that are made and that step."""
+
+    def __init__(self, end: Callable[..., None]) -> None:
+        self.end = end
+        self.made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.scaled = False  # a GradScaler is in use: the step is over when it has been updated
+        self.twice = False
+        self.rate = math.nan
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has stepped, or its scaler has skipped it."""
+        self.twice |= optimizer in self.stepped
+        self.made.add(optimizer)
+        self.stepped.add(optimizer)
+        self.rate = float(optimizer.param_groups[0]["lr"])
+        if not self.scaled:
+            self.look()
+
+    def look(self, **scalars: float) -> None:
+        """End the step if it is over."""
+        if self.twice:  # the others may never step
+            for other in [o for o in self.made if o not in self.stepped]:
+                self.made.discard(other)
+        if self.stepped and all(o in self.stepped for o in self.made):
+            self.stepped.clear()
+            self.twice = False
+            self.end(lr=self.rate, **scalars)
+
+
 @contextmanager
-def _steps_of(run: Capture, stop: bool, whole: bool) -> Iterator[list[int]]:
-    """Calls ``run.step()`` where a step ends."""
-    ended: list[int] = []
-    first: list[int] = []
-    scaled: list[bool] = []
-    update = torch.amp.GradScaler.update
+def _steps_of(run: Capture, stop: bool, whole: bool, ended: list[int]) -> Iterator[None]:
+    """Calls ``run.step()`` where a step ends, and appends the step's number to ``ended``."""
+    if whole:
+        yield
+        return
 
     def end(**scalars: float) -> None:
         ended.append(run.number)
@@ -81,32 +143,42 @@ def _steps_of(run: Capture, stop: bool, whole: bool) -> Iterator[list[int]]:
         if stop and run.done:
             raise _Recorded
 
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        first[:] = first or [id(optimizer)]
-        if not scaled and id(optimizer) == first[0]:
-            end(lr=float(optimizer.param_groups[0]["lr"]))
+    ends = _Ends(end)
+    init, scaler = torch.optim.Optimizer.__init__, torch.amp.GradScaler
+    scale, step, update = scaler.scale, scaler.step, scaler.update
 
-    def after_update(scaler: Any, *args: Any, **kwargs: Any) -> None:
-        update(scaler, *args, **kwargs)
-        if scaler.is_enabled():
-            if not scaled and ended:  # the first step has been ended by its optimizer already
-                scaled.append(True)
-                return
-            scaled[:] = [True]
-            end(loss_scale=float(scaler.get_scale()))
+    @functools.wraps(init)
+    def after_init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        init(optimizer, *args, **kwargs)
+        ends.made.add(optimizer)
 
-    handle = None
-    if not whole:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+    @functools.wraps(scale)
+    def before_scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ends.scaled |= self.is_enabled()
+        return scale(self, *args, **kwargs)
 
-        handle = register_optimizer_step_post_hook(after_step)
-        torch.amp.GradScaler.update = after_update  # type: ignore[method-assign]
+    @functools.wraps(step)
+    def after_scaled_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, optimizer, *args, **kwargs)
+        if self.is_enabled() and optimizer not in ends.stepped:
+            ends.step(optimizer)
+        return result
+
+    @functools.wraps(update)
+    def after_update(self: Any, *args: Any, **kwargs: Any) -> None:
+        update(self, *args, **kwargs)
+        if self.is_enabled():
+            ends.look(loss_scale=float(self.get_scale()))
+
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: ends.step(optimizer))
+    torch.optim.Optimizer.__init__ = after_init  # type: ignore[method-assign]
+    scaler.scale, scaler.step, scaler.update = before_scale, after_scaled_step, after_update  # type: ignore[method-assign]
     try:
-        yield ended
+        yield
     finally:
-        torch.amp.GradScaler.update = update  # type: ignore[method-assign]
-        if handle is not None:
-            handle.remove()
+        scaler.scale, scaler.step, scaler.update = scale, step, update  # type: ignore[method-assign]
+        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
+        hook.remove()
 
 
 @contextmanager
@@ -125,10 +197,10 @@ def _as_main(words: list[str]) -> Iterator[None]:
 
 
 def _below(error: BaseException) -> Any:
-    """The traceback from the script's own first frame on."""
+    """The traceback from the script's own first frame on; None for a script that does not parse."""
     trace = error.__traceback__
     while trace is not None and (
         trace.tb_frame.f_code.co_filename == __file__ or "runpy" in trace.tb_frame.f_code.co_filename
     ):
         trace = trace.tb_next
-    return trace or error.__traceback__
+    return trace

@@ -99,7 +99,8 @@ def show(
                 "site": [_in_full(row, every, lazy) for row in rows.iter_rows(named=True)]
             }
     elif not views:
-        rows = rows.filter(pl.col("view_of").is_null())
+        # A call whose results are no tensors, .item(), has a row only for what it reads.
+        rows = rows.filter(pl.col("view_of").is_null() & pl.col("dtype").is_not_null())
     if sort != ORDER:
         rows = rows.sort(SORTS[sort], descending=True, nulls_last=True, maintain_order=True)
     return about | {"sort": sort, "rows": rows.select(*_label(), *_SHOWN[3:]).to_dicts()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 import time
 import warnings
@@ -188,6 +189,9 @@ class Capture:
             started = time.perf_counter()
             self._name_gradients()
             self.writer.write_step(self.number, self.recorder.table())
+            if self.writer.stopped:  # it has said so
+                self.stopped = str(self.writer.about.get("stopped"))
+                return
             self.writer.scalar(self.number, "capture_seconds", time.perf_counter() - started)
             self.recorded += 1
             self.matched |= any(row[1] >= 0 for row in self.recorder.rows)
@@ -205,10 +209,28 @@ class Capture:
     def _wanted(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, p) for p in self.sites)
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> Any:
         self._name_gradients()
-        if self._mode is not None:
-            self._mode.phase = "optimizer"
+        if self._mode is None:
+            return None
+        self._mode.phase = "optimizer"
+        # What a closure runs, as LBFGS and Lightning's optimizers do, is forward.
+        return tuple(map(self._forward, args)), {k: self._forward(v) for k, v in kwargs.items()}
+
+    def _forward(self, value: Any) -> Any:
+        mode = self._mode
+        if mode is None or not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            before, mode.phase = mode.phase, "forward"
+            try:
+                return value(*args, **kwargs)
+            finally:
+                mode.phase = before
+
+        return closure
 
     def _after_optimizer(self, *_: Any) -> None:
         if self._mode is not None:

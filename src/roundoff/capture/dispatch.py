@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +63,7 @@ class OpMode(TorchDispatchMode):
         self.phase = "forward"
         self._sequence = 0
         self._made_by: dict[int, Source] = {}
+        _modes.add(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -144,6 +147,19 @@ class OpMode(TorchDispatchMode):
             return Source(phase, made.module, made.line)
         name = self.recorder.names.get(id(getattr(node, "variable", None)), "")
         return Source(phase, name.rpartition(".")[0], None)
+
+
+_modes: weakref.WeakSet[OpMode] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A data loader's worker, forked in a step, records nothing: nobody would read it, and OpenMP may hang there."""
+    for mode in _modes:
+        mode.active = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def tensors_in(*groups: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from roundoff.capture.session import Capture
-from roundoff.errors import RoundoffError, RunError
+from roundoff.errors import RunError
 
 
 class ScriptError(RunError):
@@ -37,7 +38,7 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
     when that is updated then, also where it skipped the optimizer. What runs after the last step's end is a step of its
     own. ``stop`` ends the script after the last chosen step; ``whole`` takes the whole script for one step. ``options``
     are those of ``Capture``. Raises ``ScriptError`` after a script that failed or was interrupted, and ``RunError`` where
-    no step ended; what was recorded by then is kept.
+    no step ended or the recording stopped; what was recorded by then is kept.
     """
     words = list(command)
     if words and Path(words[0]).name.startswith("python"):
@@ -45,40 +46,30 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
     _check(words, command)
     run = Capture(Path(path).absolute(), command=words, **options)  # absolute: the script may change the directory
     ended: list[int] = []
-    try:
-        with run, _steps_of(run, stop, whole, ended), _as_main(words):
-            try:
-                if words[0] == "-m":
-                    runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(words[0], run_name="__main__")
-            except (_Recorded, SystemExit) as end:
-                if isinstance(end, SystemExit) and end.code not in (None, 0):
-                    raise
-            except RoundoffError as error:
-                raise _Own(error) from error  # the script's, not one of this recording
-    except KeyboardInterrupt as error:
-        raise _failure("the script was interrupted", words, run, None) from error
-    except SystemExit as error:
-        raise _failure("the script failed", words, run, f"exit code {error.code}") from error
-    except RoundoffError:
-        raise
-    except BaseException as error:  # noqa: BLE001 - whatever it was, it is the script's, and is shown as Python would
-        error = error.error if isinstance(error, _Own) else error
-        traceback.print_exception(error.with_traceback(_below(error)))
-        raise _failure("the script failed", words, run, type(error).__name__) from error
-    if not ended and not whole and run.stopped is None:
+    with run, _steps_of(run, stop, whole, ended), _as_main(words):
+        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
+        try:
+            if words[0] == "-m":
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(words[0], run_name="__main__")
+        except _Recorded:
+            pass
+        except KeyboardInterrupt as error:
+            raise _failure("the script was interrupted", words, run, None) from error
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise _failure("the script failed", words, run, f"exit code {error.code}") from error
+        except BaseException as error:  # noqa: BLE001 - whatever it was, it is the script's, and is shown as Python would
+            traceback.print_exception(error.with_traceback(_below(error)))
+            raise _failure("the script failed", words, run, type(error).__name__) from error
+    if run.stopped is not None:
+        saved = _saved(run)
+        raise RunError("the recording stopped before its end, the script did not", where=str(run.path), got=run.stopped, do=saved)
+    if not ended and not whole:
         raise RunError("no step ended in this script, so all of it was recorded as one", where=" ".join(words),
                        expected="a torch.optim optimizer that steps", do="give --whole for a script without training")  # fmt: skip
     return run
-
-
-class _Own(Exception):
-    """Carries a ``RoundoffError`` that the script itself raised past the errors of its recording."""
-
-    def __init__(self, error: RoundoffError) -> None:
-        super().__init__()
-        self.error = error
 
 
 def _check(words: list[str], command: Sequence[str]) -> None:
@@ -95,8 +86,13 @@ def _check(words: list[str], command: Sequence[str]) -> None:
 
 
 def _failure(what: str, words: list[str], run: Capture, got: str | None) -> ScriptError:
-    saved = f"{run.recorded} step{'s' * (run.recorded != 1)} recorded by then can be read: roundoff show {run.path}"
-    return ScriptError(what, where=" ".join(words), got=got, do=saved if run.recorded else "nothing was recorded by then")
+    return ScriptError(what, where=" ".join(words), got=got, do=_saved(run))
+
+
+def _saved(run: Capture) -> str:
+    if not run.recorded:
+        return "nothing was recorded by then"
+    return f"{run.recorded} step{'s' * (run.recorded != 1)} recorded by then can be read: roundoff show {run.path}"
 
 
 class _Ends:
@@ -183,13 +179,14 @@ def _steps_of(run: Capture, stop: bool, whole: bool, ended: list[int]) -> Iterat
 
 @contextmanager
 def _as_main(words: list[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as ``python words...`` would set them."""
+    """``sys.argv`` and ``sys.path`` as ``python words...`` would set them; filters of warnings are put back too."""
     argv, path = sys.argv, list(sys.path)
     main = sys.modules.get("__main__")
     sys.argv = words[1:] if words[0] == "-m" else words
     sys.path.insert(0, os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent))
     try:
-        yield
+        with warnings.catch_warnings():
+            yield
     finally:
         sys.argv, sys.path[:] = argv, path
         if main is not None:

@@ -55,4 +55,4 @@ def command(
             o.print_json(summary)
         else:
             print_captured(summary, o.console(False))
-    return 0 if run.stopped is None else 2
+    return 0

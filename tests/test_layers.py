@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "roundoff"
 # From first to last. "roundoff" is the lazy front (__init__), which hands out the names of those
 # above it.
 ORDER = (
-    "errors files site preserve user_code load workload engine formats store capture compare "
+    "errors files site preserve user_code user_file workload engine formats store capture compare "
     "attribute plan train quantize export check lint advise report roundoff cli __main__"
 ).split()
 REASON = (

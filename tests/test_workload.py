@@ -1,4 +1,4 @@
-"""workload.py, load.py and user_code.py: what is accepted, and what the user reads otherwise."""
+"""workload.py, user_file.py and user_code.py: what is accepted, and what the user reads otherwise."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundoff.capture.session import Capture as capture
+    from roundoff.capture.session import Capture as capture  # noqa: F401, N813
     from roundoff.errors import RoundoffError as RoundoffError
     from roundoff.formats import FORMATS as FORMATS
     from roundoff.formats import Format as Format

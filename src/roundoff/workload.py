@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from roundoff.errors import WorkloadError
-from roundoff.load import check_defined, execute
 from roundoff.preserve import preserve
 from roundoff.user_code import check_call, metric_arguments, name_of, user_code
+from roundoff.user_file import check_defined, execute
 
 __all__ = ["Workload", "describe", "preserve"]
 

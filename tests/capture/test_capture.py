@@ -124,7 +124,7 @@ class Trace(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-VIEWS = ("t", "view", "detach", "expand", "transpose", "permute", "select", "slice", "unsqueeze", "_unsafe_view", "alias", "split")
+VIEWS = "t view detach expand transpose permute select slice unsqueeze _unsafe_view alias split".split()
 
 
 @pytest.mark.parametrize("make", [Net, lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.GELU(), nn.LayerNorm(8))])
@@ -211,8 +211,8 @@ def test_kept_tensors_are_the_tensors_views_and_strides_included(path):
         found = run.tensor(record=record)
         assert torch.equal(found, tensor)
         assert found.stride() == stride
-    # one blob for the input and its views, one for the sum and its view, one for the cast and its view
-    assert table["blob"].n_unique() == 3
+    # the input and its views; the sum and its copy; the cast; and the copies that have other elements: slice and expand
+    assert table["blob"].n_unique() == 5
 
 
 def test_sample_and_hash(path, tmp_path):
@@ -278,7 +278,7 @@ def sparse():
 
 
 def sparse_product():
-    return torch.sparse.mm(torch.eye(3).to_sparse_csr(), torch.ones(3, 3)), "addmm"
+    return torch.sparse.mm(torch.eye(3).to_sparse_csr(), torch.ones(3, 3)), "_sparse_addmm"
 
 
 @torch.library.custom_op("roundoff_test::double", mutates_args=())
@@ -291,7 +291,7 @@ def custom():
 
 
 def recurrent():
-    return nn.LSTM(3, 4, 2)(torch.ones(5, 2, 3))[0], "addmm"
+    return nn.GRU(3, 4, 2)(torch.ones(5, 2, 3))[0], "addmm"
 
 
 def complex_numbers():
@@ -338,17 +338,23 @@ def test_recomputed_calls_are_of_the_backward(path):
 
 def test_a_compiled_region_is_seen_at_its_boundary_and_whole_when_eager(path, tmp_path):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
-    compiled = torch.compile(net, backend="aot_eager")
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own, when Inductor is imported
+        import torch._inductor.compile_fx  # noqa: F401
+    compiled = torch.compile(net)  # fused by Inductor, with buffers that it writes unseen
     x = torch.ones(3, 6)
     plain = compiled(x)
     with roundoff.capture(path, net) as run:
         seen = compiled(x)
     assert run.stopped is None
     assert torch.equal(plain, seen)
-    assert len(rows(path))
+    region = rows(path).filter(pl.col("call") >= 0)
+    assert region.select("module", "operator", "max").rows() == [("", "compiled", plain.max().item())]
+    assert "--eager" in region["reason"][0]
+    table = rows(path)
+    assert table.row(region["inputs"][0][0], named=True)["shape"] == [3, 6]
     with roundoff.capture(tmp_path / "eager", net, eager=True):
         eager = compiled(x)
-    assert torch.equal(plain, eager)
+    assert torch.allclose(plain, eager, atol=6 * 2.0**-24)  # fused products are added in another order
     assert rows(tmp_path / "eager", operator="tanh")["module"].to_list() == ["1"]
 
 
@@ -383,7 +389,10 @@ def test_sites_choose_and_a_pattern_without_a_match_is_an_error(path):
     with roundoff.capture(path, net, sites=["head/*"]):
         net(X).sum().backward()
     assert set(rows(path).filter(pl.col("call") >= 0)["module"]) == {"head"}
-    with pytest.raises(RoundoffError, match="no call matches"), roundoff.capture(path, net, sites=["tail/*"], overwrite=True):
+    with (
+        pytest.raises(RoundoffError, match="no call matches"),
+        roundoff.capture(path, net, sites=["tail/*"], overwrite=True),
+    ):
         net(X)
 
 
@@ -409,7 +418,7 @@ def test_module_level_has_outputs_and_gradients_of_every_module(path):
         net(X).sum().backward()
     table = rows(path)
     forward = table.filter(phase="forward").filter(pl.col("call") >= 0)
-    assert forward["module"].to_list() == ["conv", "norm", "head", ""] or set(forward["module"]) >= {"conv", "norm", "act", "head"}
+    assert forward["module"].to_list() == ["conv", "norm", "act", "head", ""]
     assert {"conv", "norm", "head"} <= set(table.filter(phase="backward")["module"])
 
 

@@ -23,7 +23,8 @@ def oracle(tensor):
     wide = wide.abs() if wide.is_complex() else wide
     x = wide.to(torch.float64).reshape(-1).numpy()
     finite = x[np.isfinite(x)]
-    counts = [np.isnan(x).sum(), (x == np.inf).sum(), (x == -np.inf).sum(), (x == 0).sum(), ((np.abs(x) < tiny) & (x != 0)).sum()]
+    marks = np.isnan(x), x == np.inf, x == -np.inf, x == 0, (np.abs(x) < tiny) & (x != 0)
+    counts = [mark.sum() for mark in marks]
     if not len(finite):
         return [None] * 5 + [int(c) for c in counts]
     with np.errstate(over="ignore"):
@@ -52,7 +53,8 @@ def check(row, tensor):
     magnitude = expected["l2"] / math.sqrt(max(1, tensor.numel()))  # the mean of |x| is at most this
     assert found["l2"] == pytest.approx(expected["l2"], rel=accuracy)
     assert found["mean"] == pytest.approx(expected["mean"], rel=accuracy, abs=accuracy * magnitude)
-    # the spread is taken around the mean where it is below 2**-10 of the mean square: an error of 2**-17 of that is 2**-7 of it
+    # the spread is taken around the mean where it is below 2**-10 of the mean square: an error of 2**-17 of that is
+    # 2**-7 of it
     assert found["std"] == pytest.approx(expected["std"], rel=2.0**-7, abs=accuracy * magnitude)
 
 
@@ -112,7 +114,8 @@ def test_where_fp32_sums_would_fail(tensor):
 
 
 def test_empty_scalar_complex():
-    tensors = [torch.empty(0), torch.empty(0, 3, dtype=torch.int64), torch.tensor(-2.5), torch.randn(3000, dtype=torch.complex64)]
+    waves = torch.randn(3000, dtype=torch.complex64)
+    tensors = [torch.empty(0), torch.empty(0, 3, dtype=torch.int64), torch.tensor(-2.5), waves]
     rows, histograms = statistics(*tensors)
     assert rows[0] == rows[1] == (None, None, None, None, None, 0, 0, 0, 0, 0)
     assert rows[2] == (-2.5, -2.5, -2.5, 2.5, 0.0, 0, 0, 0, 0, 0)

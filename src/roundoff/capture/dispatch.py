@@ -6,7 +6,8 @@ import functools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundoff.capture.paths import Paths
-from roundoff.capture.recorder import Recorder, Source, user_line
+from roundoff.capture.recorder import COMPILED, Recorder, Source, in_compiled, user_line
 
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 #: These write running statistics (arguments 3 and 4) without saying so in their schema.
 _BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+try:
+    _frames: Any = torch._C._dynamo.eval_frame
+    _SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+except AttributeError:  # torch before 2.7
+    _SKIP = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Operator:
         return Operator(shown, full, written, namespace in _COLLECTIVE)
 
 
-class OpMode(TorchDispatchMode):
+class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands each call to ``recorder`` once it has run. ``beside`` (the shadow) runs first and sees the arguments."""
 
     def __init__(
@@ -55,7 +61,7 @@ class OpMode(TorchDispatchMode):
         beside: Callable[[Any, Any, Any], Any] | None = None, arguments: Callable[..., str | None] | None = None,
         wanted: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.paths = recorder, paths
         self.failed, self.beside, self.arguments, self.wanted = failed, beside, arguments, wanted
         self.active = True
@@ -67,8 +73,13 @@ class OpMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leaves out a wrapper around every call that keeps the compiler from tracing into this class."""
-        return False
+        """Whether torch is to wrap every call, so that its compiler does not trace into it; below is what costs less."""
+        return _SKIP is None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions stay compiled while this is on."""
+        return True
 
     def begin(self, recorder: Recorder) -> None:
         """A new step."""
@@ -83,26 +94,28 @@ class OpMode(TorchDispatchMode):
         try:
             operator = Operator.of(func)
             source = self._source(operator)
+            if source.line is COMPILED:  # its boundary is recorded
+                return func(*args, **kwargs)
             if self.wanted is None or self.wanted(f"{source.module}/{operator.name}"):
                 record_of = self.recorder.record_of
                 inputs = [record_of(t, source) for t in tensors_in(args, kwargs.values())]
                 text = None if self.arguments is None else self.arguments(args, kwargs, self.recorder.known)
                 if self.beside is not None:
                     beside = self.beside(func, args, kwargs)
-        except Exception as error:  # nothing of ours may stop the program that is recorded
+        except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program that is recorded)
             self.failed(error)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if inputs is None or not self.active:
             return result
         try:
-            self._record(func, operator, source, inputs, text, args, kwargs, result, beside)
-        except Exception as error:
+            self._record(operator, source, inputs, text, args, kwargs, result, beside)
+        except Exception as error:  # noqa: BLE001
             self.failed(error)
         return result
 
     def _record(
-        self, func: Any, operator: Any, source: Any, inputs: list[int], text: str | None, args: Any, kwargs: Any,
+        self, operator: Any, source: Any, inputs: list[int], text: str | None, args: Any, kwargs: Any,
         result: Any, beside: Any,
     ) -> None:  # fmt: skip
         self.seen[operator.overload] += 1
@@ -123,6 +136,36 @@ class OpMode(TorchDispatchMode):
         if beside is not None:
             beside([*written, *outputs], records, self.recorder.own)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is not recorded."""
+        before, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def compiled(self, module: Any, path: str, inputs: Any, output: Any) -> None:
+        """The hook of every module's forward: one that ``torch.compile`` has compiled is a call of its own."""
+        if not self.active or not hasattr(module, "_orig_mod"):
+            return
+        if self.wanted is not None and not self.wanted(f"{path}/compiled"):
+            return
+        try:
+            source = Source("forward", path, user_line(2))
+            with torch.no_grad(), self.paused():
+                self._boundary(source, module, inputs, output)
+        except Exception as error:  # noqa: BLE001
+            self.failed(error)
+
+    def _boundary(self, source: Source, module: Any, inputs: Any, output: Any) -> None:
+        records = [self.recorder.record_of(t, source) for t in tensors_in((tree_leaves(inputs),))]
+        outputs = tensors_in((tree_leaves(output),))
+        for tensor in (*outputs, *tensors_in((tree_leaves(inputs),)), *module.buffers()):
+            self.recorder.changed(tensor)
+        reason = "compiled: its operators are not seen, --eager runs them uncompiled"
+        self.recorder.call(source, "compiled", None, records, outputs, reason=reason)
+
     def _source(self, operator: Operator) -> Source:
         if torch._C._current_graph_task_id() != -1:
             return self._backward(operator)
@@ -142,11 +185,17 @@ class OpMode(TorchDispatchMode):
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return Source(phase, "", None)
+        if node.name().startswith("CompiledFunction") and in_compiled():
+            return Source(phase, "", COMPILED)
         made = self._made_by.get(node._sequence_nr())
         if made is not None:
             return Source(phase, made.module, made.line)
         name = self.recorder.names.get(id(getattr(node, "variable", None)), "")
         return Source(phase, name.rpartition(".")[0], None)
+
+
+if _SKIP is not None:  # the compiler leaves this function, and what it calls, alone
+    _frames.set_code_exec_strategy(OpMode.__torch_dispatch__.__code__, _SKIP)
 
 
 _modes: weakref.WeakSet[OpMode] = weakref.WeakSet()
@@ -181,7 +230,7 @@ def _group(args: Any, kwargs: Any) -> str | None:
     for value in tree_leaves((args, kwargs)):
         try:
             if isinstance(value, str):
-                value = torch.distributed.distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined]
+                value = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined, arg-type]
             elif isinstance(value, torch.ScriptObject):
                 value = dist.ProcessGroup.unbox(value)
             if isinstance(value, dist.ProcessGroup):

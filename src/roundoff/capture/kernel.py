@@ -77,7 +77,7 @@ def compiled(name: str, dtype: torch.dtype, parallel: bool) -> Compiled | None:
     probe = torch.arange(-ROW, ROW, dtype=dtype).view(2, ROW)
     inputs = [probe, torch.tensor(1.0), torch.tensor(0.5)] if name == "masked_sums" else [probe]
     try:
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)  # type: ignore[attr-defined]
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         run: Compiled = loader.boxed_run
         found = run(list(inputs))[0]
     except (RuntimeError, AttributeError, OSError):

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -40,18 +41,20 @@ class ModuleRecording:
         try:
             source = Source("forward", path, None)
             outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-            records = [recorder.record_of(t, source) for t in tensors_in(inputs)]
-            made = recorder.call(source, kind, None, records, outputs)
+            with torch.no_grad():
+                records = [recorder.record_of(t, source) for t in tensors_in(inputs)]
+                made = recorder.call(source, kind, None, records, outputs)
             for place, (tensor, record) in enumerate(zip(outputs, made, strict=True)):
                 if tensor.requires_grad:
                     tensor.register_hook(functools.partial(self._gradient, recorder, path, kind, place, record))  # type: ignore[no-untyped-call]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)
 
     def _gradient(self, recorder: Recorder, path: str, kind: str, place: int, record: int, gradient: Tensor) -> None:
         if recorder is not self.recorder:
             return
         try:
-            recorder.call(Source("backward", path, None), kind, None, [record], [gradient], place=place)
-        except Exception as error:
+            with torch.no_grad():
+                recorder.call(Source("backward", path, None), kind, None, [record], [gradient], place=place)
+        except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 #: Wrappers that are transparent: a site has one name with and without them.
@@ -49,16 +51,26 @@ class Paths:
             self.names.setdefault(id(tensor), _joined(prefix, _clean(name, parallel)))
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the compiler traces this call: nothing of it stays in the compiled code
         path = self._paths.get(module)
         if path is None:
-            if not self.stack:
-                self._add(module)
-                path = self._paths[module]
+            inner = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+            if inner in self._paths:
+                path = self._paths[inner]
+            elif not self.stack:
+                self._add(inner)
+                path = self._paths[inner]
+            elif isinstance(module, GraphModule):  # the compiler's
+                path = self.stack[-1]
             else:  # made while the model runs
                 path = _joined(self.stack[-1], type(module).__name__)
+            self._paths[module] = path
         self.stack.append(path)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         path = self.stack.pop() if self.stack else ""
         for listener in self.listeners:
             listener(module, path, inputs, output)

@@ -32,7 +32,7 @@ def plain(tensor: Tensor) -> tuple[Tensor | None, str | None]:
     for attribute in ("_local_tensor", "_values"):
         inner = getattr(tensor, attribute, None)
         if type(inner) is Tensor:
-            return inner, None
+            return (inner, None) if inner.device.type != "meta" else (None, "a meta tensor has no values")
     if not hasattr(kind, "__torch_dispatch__") or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
         return tensor.as_subclass(Tensor), None  # a subclass with plain memory
     return None, f"values inside {kind.__name__} cannot be read"

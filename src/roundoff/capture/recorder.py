@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,7 +44,8 @@ class _Memory:
     __slots__ = ("alive", "elements", "end", "latest", "records", "start", "version")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.alive = StorageWeakRef(storage)  # keeps the address from being given to another storage
+        # keeps the address from being given to another storage
+        self.alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.records: dict[Any, int] = {}
         self.elements: dict[Any, int] = {}
         self.latest = -1
@@ -87,13 +90,17 @@ class Recorder:
 
     def changed(self, tensor: Tensor) -> None:
         """``tensor`` was written without a row for it: what is known of its memory no longer holds."""
-        self._memory.pop(tensor.untyped_storage()._cdata, None)
+        value, _ = plain(tensor)
+        if value is not None:
+            self._memory.pop(value.untyped_storage()._cdata, None)
 
     def named_gradient(self, name: str, gradient: Tensor) -> None:
-        """``gradient`` is that of parameter ``name``."""
+        """``gradient`` is that of parameter ``name``; where no recorded call has made it, it gets a row of its own."""
         record = self.known(gradient)
-        if record is not None:
-            self.gradients[record] = f"{name}.grad"
+        if record is None:
+            source = Source("backward", name.rpartition(".")[0], None)
+            (record,) = self.call(source, "gradient", None, (), (gradient,))
+        self.gradients[record] = f"{name}.grad"
 
     def call(
         self, source: Source, operator: str, overload: str | None, inputs: Sequence[int], outputs: Sequence[Tensor],
@@ -125,6 +132,8 @@ class Recorder:
     def _before(self, tensor: Tensor, source: Source) -> int:
         name = self.names.get(id(tensor))
         operator = "input" if name is None else "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+        if name is None and type(tensor.grad_fn).__name__.startswith("CompiledFunction"):
+            operator = "compiled"  # the boundary of a compiled region
         value, _ = plain(tensor)
         memory = None if value is None else self._memory.get(value.untyped_storage()._cdata)
         inputs: list[int] = []
@@ -155,8 +164,6 @@ class Recorder:
             if inplace or (self.versions and memory.version != _version(value)):
                 memory.records.clear()
                 memory.version = _version(value) if self.versions else 0
-            elif (same := memory.records.get(geometry)) is not None:
-                return same  # an alias with the same geometry is the same value
             elif memory.start <= start and _end(value) <= memory.end:
                 view_of = memory.latest
             memory.records[geometry] = record
@@ -225,7 +232,7 @@ class Recorder:
 
 def _end(value: Tensor) -> int:
     last = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    return value.storage_offset() + (1 + last if value.numel() else 0)
+    return int(value.storage_offset()) + (1 + last if value.numel() else 0)
 
 
 def _elements(value: Tensor) -> tuple[Any, ...] | None:
@@ -246,24 +253,28 @@ def _version(value: Tensor) -> int:
 
 
 def _geometry(value: Tensor) -> Geometry:
-    return value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
+    return value.storage_offset(), tuple(value.shape), value.stride(), value.dtype  # type: ignore[return-value]
 
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _skipped: dict[Any, bool] = {}
+#: Where a call stands that the compiler's code makes: what that code writes between such calls is not seen.
+COMPILED = "compiled"
 _lines: dict[tuple[Any, int], str] = {}
 
 
 def user_line(depth: int = 2) -> str | None:
     """File and line of the innermost frame that is neither torch's nor ours; a file below the working directory by its
-    path from there, one of an installed package by its path in it."""
-    frame = sys._getframe(depth)
+    path from there, one of an installed package by its path in it. ``COMPILED`` where the compiler's code comes first."""
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
         skip = _skipped.get(code)
         if skip is None:
             name = code.co_filename
+            if in_compiled(name):
+                return COMPILED
             skip = _skipped[code] = name.startswith((_OURS, _TORCH, "<")) or "/importlib/" in name
         if not skip:
             key = (code, frame.f_lineno)
@@ -271,8 +282,19 @@ def user_line(depth: int = 2) -> str | None:
             if line is None:
                 line = _lines[key] = f"{_short(code.co_filename)}:{frame.f_lineno}"
             return line
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
+
+
+def in_compiled(name: str | None = None) -> bool:
+    """Whether the file ``name`` is code that Inductor has written; without a name, whether such code runs now."""
+    if name is not None:
+        own = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        return "/torchinductor_" in name or bool(own and name.startswith(own))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not in_compiled(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _short(name: str) -> str:

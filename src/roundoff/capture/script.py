@@ -8,7 +8,6 @@ import os
 import runpy
 import sys
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +34,8 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
     """Run ``command`` (a script and its arguments, or ``-m`` and a module) and record its steps into ``path``.
 
     A step ends when every optimizer that the script has made has stepped, or one of them twice; with a ``GradScaler``,
-    when that is updated then, also where it skipped the optimizer. What runs after the last step's end is a step of its
-    own. ``stop`` ends the script after the last chosen step; ``whole`` takes the whole script for one step. ``options``
+    when that is updated then, also where it skipped the optimizer. What runs after the last step's end, an evaluation, is
+    no step. ``stop`` ends the script after the last chosen step; ``whole`` takes the whole script for one step. ``options``
     are those of ``Capture``. Raises ``ScriptError`` after a script that failed or was interrupted, and ``RunError`` where
     no step ended or the recording stopped; what was recorded by then is kept.
     """
@@ -47,7 +46,6 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
     run = Capture(Path(path).absolute(), command=words, **options)  # absolute: the script may change the directory
     ended: list[int] = []
     with run, _steps_of(run, stop, whole, ended), _as_main(words):
-        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
         try:
             if words[0] == "-m":
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -179,14 +177,13 @@ def _steps_of(run: Capture, stop: bool, whole: bool, ended: list[int]) -> Iterat
 
 @contextmanager
 def _as_main(words: list[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as ``python words...`` would set them; filters of warnings are put back too."""
+    """``sys.argv`` and ``sys.path`` as ``python words...`` would set them."""
     argv, path = sys.argv, list(sys.path)
     main = sys.modules.get("__main__")
     sys.argv = words[1:] if words[0] == "-m" else words
     sys.path.insert(0, os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent))
     try:
-        with warnings.catch_warnings():
-            yield
+        yield
     finally:
         sys.argv, sys.path[:] = argv, path
         if main is not None:

@@ -7,8 +7,8 @@ import functools
 import os
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +31,7 @@ from roundoff.capture.own import shadow as run_beside
 from roundoff.capture.paths import Paths
 from roundoff.capture.recorder import Recorder
 from roundoff.capture.steps import Steps
-from roundoff.errors import RoundoffError, RunError
+from roundoff.errors import RunError
 from roundoff.store import Writer
 
 LEVELS = ("op", "module")
@@ -85,12 +85,9 @@ class Capture:
         self._on = False
 
     def __enter__(self) -> Capture:
-        try:
-            with self._stack as stack:
-                self._enter(stack)
-                self._stack = stack.pop_all()
-        except RoundoffError:
-            raise
+        with self._stack as stack:
+            self._enter(stack)
+            self._stack = stack.pop_all()
         return self
 
     def _enter(self, stack: ExitStack) -> None:
@@ -106,6 +103,7 @@ class Capture:
         if self.eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         self.paths = Paths(self.model)
+        stack.enter_context(_quiet())
         stack.enter_context(self.paths.follow())
         for register, hook in (
             (register_optimizer_step_pre_hook, self._before_optimizer),
@@ -120,6 +118,7 @@ class Capture:
                 beside=run_beside if self.shadow else None, arguments=describe if self.keep == "tensors" else None,
                 wanted=self._wanted if self.sites else None,
             )  # fmt: skip
+            self.paths.listeners.append(self._mode.compiled)
         else:
             self._modules = ModuleRecording(self.paths, failed=self._failed, wanted=self._wanted if self.sites else None)
             self.paths.listeners.append(self._modules.listen)
@@ -128,18 +127,22 @@ class Capture:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self._off()
-            if self.recorder.rows and not self.stopped:
-                self._write()
+            if self.recorder.rows and not self.stopped and (kind is not None or not self.number):
+                self._write()  # what follows the last step, an evaluation maybe, is no step
         finally:
             self._stack.close()
             self.writer.close(complete=kind is None and self.stopped is None, coverage=self._coverage())
         if kind is None and not self.stopped:
             if self.sites and not self.matched:
-                raise RunError("no call matches the sites to record", where=str(self.path), expected=" or ".join(self.sites),
-                               got="none of the calls of the recorded steps", do="'roundoff show' on a run without --sites lists them")  # fmt: skip
+                raise RunError(
+                    "no call matches the sites to record", where=str(self.path), expected=" or ".join(self.sites),
+                    got="none of the calls of the recorded steps", do="'roundoff show' on a run without --sites lists them",
+                )  # fmt: skip
             if not self.recorded:
-                raise RunError("nothing was recorded", where=str(self.path), expected=f"an operator call in steps {self.steps}",
-                               got=f"{self.number} steps", do="check the steps, and that the model runs inside the block")  # fmt: skip
+                raise RunError(
+                    "nothing was recorded", where=str(self.path), expected=f"an operator call in steps {self.steps}",
+                    got=f"{self.number} steps", do="check the steps, and that the model runs inside the block",
+                )  # fmt: skip
 
     def step(self, **scalars: float) -> None:
         """The end of a step; ``scalars`` (loss, loss_scale, grad_norm, lr) are stored with it."""
@@ -171,7 +174,7 @@ class Capture:
             self._mode.begin(self.recorder)
             self._mode.active = True
             if not self._on:
-                self._mode.__enter__()
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
                 self._on = True
 
     def _off(self) -> None:
@@ -181,7 +184,7 @@ class Capture:
             return
         self._mode.active = False
         if self._on and _get_current_dispatch_mode() is self._mode:
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
 
     def _write(self) -> None:
@@ -195,7 +198,7 @@ class Capture:
             self.writer.scalar(self.number, "capture_seconds", time.perf_counter() - started)
             self.recorded += 1
             self.matched |= any(row[1] >= 0 for row in self.recorder.rows)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
@@ -210,9 +213,11 @@ class Capture:
         return any(fnmatch.fnmatchcase(name, p) for p in self.sites)
 
     def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> Any:
-        self._name_gradients()
         if self._mode is None:
+            self._name_gradients()
             return None
+        with self._mode.paused():
+            self._name_gradients()
         self._mode.phase = "optimizer"
         # What a closure runs, as LBFGS and Lightning's optimizers do, is forward.
         return tuple(map(self._forward, args)), {k: self._forward(v) for k, v in kwargs.items()}
@@ -237,9 +242,14 @@ class Capture:
             self._mode.phase = "forward"
 
     def _name_gradients(self) -> None:
+        if not any(row[2] == "backward" for row in self.recorder.rows):
+            return  # what stands in .grad is of another step
         for module in self.paths.modules():
             for parameter in module.parameters():
-                if isinstance(parameter.grad, Tensor) and (name := self.paths.names.get(id(parameter))):
+                name = self.paths.names.get(id(parameter))
+                if name is None or not isinstance(parameter.grad, Tensor):
+                    continue
+                if not self.sites or self._wanted(f"{name.rpartition('.')[0]}/gradient"):
                     self.recorder.named_gradient(name, parameter.grad)
 
     def _coverage(self) -> dict[str, Any]:
@@ -262,6 +272,18 @@ def _identity() -> dict[str, str]:
     if env.get("GROUP_WORLD_SIZE", "1") == "1":  # one machine: one parent process
         parts.append(str(os.getppid()))
     return {"id": "-".join(parts)}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that global hooks run once more around a compiled module: that is its boundary."""
+    warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+    entry = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if entry in warnings.filters:
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
 def _distributed() -> bool:

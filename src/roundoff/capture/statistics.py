@@ -97,12 +97,11 @@ class Statistics:
             for first in range(0, len(entries), 256):
                 part = entries[first : first + 256]
                 begin, end = part[0][1], part[-1][1] + part[-1][2]
-                values = fetched[device][block][begin:end]
-                histograms.update(_histograms(values, part))
-                small = [e for e in part if e[3]]
-                if small:
-                    kept = np.concatenate([fetched[device][block][e[1] : e[1] + e[2]] for e in small])
-                    self._rows.update(_small_rows(kept, small))
+                stored = fetched[device][block]
+                histograms.update(_histograms(stored[begin:end], part))
+                whole = [e for e in part if e[3]]
+                if whole:
+                    self._rows.update(_small_rows(np.concatenate([stored[e[1] : e[1] + e[2]] for e in whole]), whole))
         return self._rows, histograms
 
 
@@ -115,12 +114,12 @@ def _histograms(values: np.ndarray, entries: Sequence[_Entry]) -> dict[int, tupl
     biased = (values.view(np.int64) >> 52) & 2047
     counts = np.bincount(segment * 2048 + biased, minlength=len(entries) * 2048).reshape(-1, 2048)
     counts = counts[:, 1:2047]
-    seen = counts > 0
+    seen = np.asarray(counts > 0)
     low = seen.argmax(1)
     high = seen.shape[1] - seen[:, ::-1].argmax(1)
-    any_ = seen.any(1)
+    some = seen.any(axis=1).tolist()
     return {
-        entry[0]: (int(low[i]) - 1022, counts[i, low[i] : high[i]].tolist(), entry[2]) if any_[i] else (0, [], entry[2])
+        entry[0]: (int(low[i]) - 1022, counts[i, low[i] : high[i]].tolist(), entry[2]) if some[i] else (0, [], entry[2])
         for i, entry in enumerate(entries)
     }
 
@@ -151,7 +150,7 @@ def _small_rows(values: np.ndarray, entries: Sequence[_Entry]) -> dict[int, Row]
     found: dict[int, Row] = {}
     for i, entry in enumerate(entries):
         numbers = [c[i] for c in columns] if n[i] else [None] * 5
-        found[entry[0]] = (*numbers, *(c[i] for c in counts))  # type: ignore[assignment]
+        found[entry[0]] = (*numbers, *(c[i] for c in counts))
     return found
 
 
@@ -170,7 +169,7 @@ def in_memory_order(tensor: Tensor) -> Tensor | None:
 def measure(flat: Tensor) -> Row:
     """The statistics of a flat, not empty CPU tensor, now."""
     if flat.dtype not in COMPILED:
-        return _row([torch.stack(_exact(c)).tolist() for c in flat.split(CHUNK)])
+        return _row([torch.stack(_exact(c)).tolist() for c in torch.split(flat, CHUNK)])
     row = _quick(_parts("sums", flat))
     return _masked(flat) if row is None else row
 
@@ -180,12 +179,12 @@ def _parts(name: str, flat: Tensor, *numbers: Tensor) -> list[tuple[int, list[fl
     nothing is compiled. With each part the number of its elements."""
     function = sums if name == "sums" else masked_sums
     found = []
-    for part in (flat,) if flat.numel() <= LARGEST else flat.split(LARGEST):
+    for part in (flat,) if flat.numel() <= LARGEST else torch.split(flat, LARGEST):
         count = part.numel()
         many = count >= 2**20 and torch.get_num_threads() >= 4
         run = compiled(name, flat.dtype, many) if count >= 2 * ROW else None
         if run is None:
-            found += [(c.numel(), function(c.view(1, -1), *numbers).tolist()) for c in part.split(CHUNK)]
+            found += [(c.numel(), function(c.view(1, -1), *numbers).tolist()) for c in torch.split(part, CHUNK)]
             continue
         rest = count % ROW
         found.append((count - rest, run([part[: count - rest].view(-1, ROW), *numbers])[0].tolist()))

@@ -175,8 +175,7 @@ def test_evaluation_after_the_training_is_not_part_of_it(record):
     assert run.steps == [0, 1]
     assert not run.ops.filter(pl.col("operator") == "_softmax").collect().height
     rest = record("train(2)\nwith torch.no_grad():\n    model(torch.ones(1, 4)).softmax(1)\n", steps=None, overwrite=True)
-    assert rest.steps == [0, 1, 2]
-    assert "_softmax" in operators(rest, 2)
+    assert rest.steps == [0, 1]
 
 
 def test_a_script_without_training(record):

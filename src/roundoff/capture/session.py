@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -173,7 +174,10 @@ class Capture:
         else:
             self._mode.begin(self.recorder)
             self._mode.active = True
-            if not self._on:
+            if not self._on and _in_compile_wrapper():
+                self._failed(RuntimeError("the step before it ended inside of what torch.compile wraps, where a recording "
+                                          "cannot begin; record from step 0 on, or with eager"))  # fmt: skip
+            elif not self._on:
                 self._mode.__enter__()  # type: ignore[no-untyped-call]
                 self._on = True
 
@@ -183,7 +187,7 @@ class Capture:
             self._modules.end()
             return
         self._mode.active = False
-        if self._on and _get_current_dispatch_mode() is self._mode:
+        if self._on and _get_current_dispatch_mode() is self._mode and not _in_compile_wrapper():
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
 
@@ -255,6 +259,15 @@ class Capture:
     def _coverage(self) -> dict[str, Any]:
         seen = self._mode.seen if self._mode is not None else {}
         return {"steps": self.recorded, "calls": sum(seen.values()), "operators": dict(seen), "stopped": self.stopped}
+
+
+def _in_compile_wrapper() -> bool:
+    """Whether a caller is what ``torch.compile`` wraps around a function: it puts back, when it is left, whether there
+    are modes, and torch fails where that is no longer true."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _check(name: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from roundoff.capture.paths import Paths
 from roundoff.capture.recorder import COMPILED, Recorder, Source, in_compiled, user_line
 
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+#: Seconds that a collective may take before its values are given up.
+_PATIENCE = 5.0
 #: These write running statistics (arguments 3 and 4) without saying so in their schema.
 _BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 try:
@@ -120,6 +123,15 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:  # fmt: skip
         self.seen[operator.overload] += 1
         written: list[Tensor] = []
+        if operator.collective:
+            if not _finished(operator, result):
+                for tensor in tensors_in((args, result)):
+                    self.recorder.changed(tensor)
+                self.recorder.call(source, operator.name, operator.overload, inputs, [], group=_group(args, kwargs),
+                                   reason="it had not finished when it was recorded")  # fmt: skip
+                return
+            if operator.name.startswith("c10d::") and operator.name.endswith("_") and args:
+                written = tensors_in((args[0],))  # which its schema does not say
         for place in operator.written:
             value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
             written += tensors_in((value,))
@@ -212,15 +224,37 @@ if hasattr(os, "register_at_fork"):
 
 
 def tensors_in(*groups: Any) -> list[Tensor]:
-    """The tensors among arguments and in lists of them, which is as deep as a schema nests them."""
+    """The tensors among arguments and in lists of them, however deep."""
     found: list[Tensor] = []
     for group in groups:
         for value in group:
             if isinstance(value, Tensor):
                 found.append(value)
             elif isinstance(value, (list, tuple)):
-                found += [v for v in value if isinstance(v, Tensor)]
+                found += tensors_in(value)
     return found
+
+
+def _finished(operator: Operator, result: Any) -> bool:
+    """Waits for a collective, so that its values can be read; not for ever, since a program may rely on going on first."""
+    if operator.name.startswith("_c10d_functional"):
+        for tensor in tensors_in((result,)):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+        return True
+    patience = 0.0 if "recv" in operator.name or "send" in operator.name else _PATIENCE
+    until = time.monotonic() + patience
+    for value in tree_leaves(result):
+        if not isinstance(value, torch.ScriptObject):
+            continue
+        try:
+            work = torch.distributed.Work.unbox(value)
+        except (RuntimeError, TypeError):
+            continue  # some other object
+        while not work.is_completed():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(1e-4)
+    return True
 
 
 def _group(args: Any, kwargs: Any) -> str | None:

@@ -275,12 +275,12 @@ def _infinite(row: Row) -> int | None:
 
 def _label(row: Row) -> str:
     """A parameter or buffer as it was before has its name alone, what a call has written its site too."""
-    if not row["name"]:
+    if not row.get("name"):
         return str(row["site"])
-    return str(row["name"]) if row["operator"] in ("parameter", "buffer") else f"{row['site']} {row['name']}"
+    return str(row["name"]) if row.get("operator") in ("parameter", "buffer") else f"{row['site']} {row['name']}"
 
 
 def _source(entry: Row) -> str:
     if entry["site"] is None:
         return f"record {entry['record']}, which was not recorded"
-    return str(entry["site"]) + (f" {entry['name']}" if entry.get("name") else "")
+    return _label(entry)

@@ -39,6 +39,7 @@ _INPUT = (
     "record",
     "site",
     "name",
+    "operator",
     "phase",
     "line",
     "dtype",

@@ -250,7 +250,9 @@ def test_a_module_in_a_package(tmp_path, monkeypatch, capsys):
     sys.modules.pop("pack", None), sys.modules.pop("pack.size", None)
 
 
-@pytest.mark.parametrize(("end", "got"), [("sys.exit(3)", "3"), ("sys.exit('bad config')", "bad config"), ("1 / 0", "ZeroDivisionError")])
+@pytest.mark.parametrize(
+    ("end", "got"), [("sys.exit(3)", "3"), ("sys.exit('bad config')", "bad config"), ("1 / 0", "ZeroDivisionError")]
+)
 def test_a_script_that_fails(record, tmp_path, capsys, end, got):
     with pytest.raises(ScriptError) as caught:
         record(f"train(1)\nimport sys\n{end}\n")
@@ -369,11 +371,13 @@ def test_interrupted_in_a_step(tmp_path, number, code):
 def test_no_space_left(tmp_path):
     """A limit on the size of files stands for a full disk: the script goes on, one warning, exit code 2."""
     (tmp_path / "train.py").write_text(HEAD + "\ntrain(3)\nprint(sum(p.sum().item() for p in model.parameters()))\n")
-    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
-    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); from roundoff.cli.app import main; sys.exit(main())"
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    alone = subprocess.run([sys.executable, "train.py"], check=True, **options)
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"
+    limit += "from roundoff.cli.app import main; sys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-c", limit, "capture", "-o", "run", "--", "train.py"], cwd=tmp_path, capture_output=True, text=True,
-        timeout=60, env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}, check=False,
+        [sys.executable, "-c", limit, "capture", "-o", "run", "--", "train.py"], **options,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert alone.stdout in done.stdout

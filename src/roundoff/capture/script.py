@@ -58,15 +58,16 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise _failure("the script failed", words, run, f"exit code {error.code}") from error
-        except BaseException as error:  # noqa: BLE001 - whatever it was, it is the script's, and is shown as Python would
+        except BaseException as error:
             traceback.print_exception(error.with_traceback(_below(error)))
             raise _failure("the script failed", words, run, type(error).__name__) from error
     if run.stopped is not None:
-        saved = _saved(run)
-        raise RunError("the recording stopped before its end, the script did not", where=str(run.path), got=run.stopped, do=saved)
+        raise RunError("the recording stopped before its end, the script did not", where=str(run.path), got=run.stopped,
+                       do=_saved(run))  # fmt: skip
     if not ended and not whole:
         raise RunError("no step ended in this script, so all of it was recorded as one", where=" ".join(words),
-                       expected="a torch.optim optimizer that steps", do="give --whole for a script without training")  # fmt: skip
+                       expected="a torch.optim optimizer that steps",
+                       do="give --whole for a script without training")  # fmt: skip
     return run
 
 
@@ -165,13 +166,17 @@ def _steps_of(run: Capture, stop: bool, whole: bool, ended: list[int]) -> Iterat
             ends.look(loss_scale=float(self.get_scale()))
 
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: ends.step(optimizer))
-    torch.optim.Optimizer.__init__ = after_init  # type: ignore[method-assign]
-    scaler.scale, scaler.step, scaler.update = before_scale, after_scaled_step, after_update  # type: ignore[method-assign]
+    patches: tuple[tuple[Any, str, Any, Any], ...] = (
+        (torch.optim.Optimizer, "__init__", init, after_init), (scaler, "scale", scale, before_scale),
+        (scaler, "step", step, after_scaled_step), (scaler, "update", update, after_update),
+    )  # fmt: skip
     try:
+        for owner, name, _, ours in patches:
+            setattr(owner, name, ours)
         yield
     finally:
-        scaler.scale, scaler.step, scaler.update = scale, step, update  # type: ignore[method-assign]
-        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
+        for owner, name, theirs, _ in patches:
+            setattr(owner, name, theirs)
         hook.remove()
 
 

@@ -12,7 +12,8 @@ from roundoff.cli import options as o
 
 def command(
     script: Annotated[
-        list[str], typer.Argument(help="After --: a script and its arguments, or -m and a module.", metavar="-- SCRIPT [ARGS]...")
+        list[str],
+        typer.Argument(help="After --: a script and its arguments, or -m and a module.", metavar="-- SCRIPT [ARGS]..."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the run; must not hold one yet.")],
     steps: Annotated[str, typer.Option("--steps", help="Steps to record: 0-1, 3:5,100 or all.")] = "0-1",

@@ -133,6 +133,35 @@ def test_fsdp2_and_dtensor(tmp_path):
         assert set(unread["reason"]) <= {"values inside AsyncCollectiveTensor cannot be read"}
 
 
+PAIRS = """
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 4)).sum().backward()
+groups = [dist.new_group([0, 1]) for _ in range(2)]
+got = torch.zeros(4)
+waiting = dist.irecv(got, 1 - rank)  # before anything was sent
+dist.isend(torch.full((4,), rank + 1.0), 1 - rank).wait()
+waiting.wait()
+assert got.tolist() == [2.0 - rank] * 4
+total = torch.ones(2)
+dist.all_reduce(total, async_op=True).wait()
+(total * 3).sum()
+opt.step()
+"""
+
+
+def test_a_receive_before_its_send_does_not_hang(tmp_path):
+    launch(tmp_path, PAIRS, "--keep", "tensors", steps="0")
+    run = load(tmp_path / "run")
+    for rank in (0, 1):
+        rows = run.ops.filter(pl.col("rank") == rank).sort("record").collect()
+        (received,) = rows.filter(pl.col("operator") == "c10d::recv_").iter_rows(named=True)
+        assert received["reason"] == "it had not finished when it was recorded"
+        (product,) = rows.filter(pl.col("operator") == "mul", pl.col("phase") == "forward").iter_rows(named=True)
+        reduced = rows.row(product["inputs"][0], named=True)
+        assert reduced["operator"] == "c10d::allreduce_"
+        assert (reduced["min"], reduced["max"], reduced["inplace"]) == (2.0, 2.0, True)
+
+
 def test_one_rank_that_fails_leaves_the_steps_of_both(tmp_path):
     text = DDP.replace("    total =", "    if step == 1: raise ValueError(rank)\n    total =")
     done = launch(tmp_path, text, "--overwrite", steps="0", code=1)

@@ -97,9 +97,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             operator = Operator.of(func)
             source = self._source(operator)
-            if source.line is COMPILED:  # its boundary is recorded
-                return func(*args, **kwargs)
-            if self.wanted is None or self.wanted(f"{source.module}/{operator.name}"):
+            # Of what was compiled, the boundary is recorded.
+            if source.line is not COMPILED and (self.wanted is None or self.wanted(f"{source.module}/{operator.name}")):
                 record_of = self.recorder.record_of
                 inputs = [record_of(t, source) for t in tensors_in(args, kwargs.values())]
                 text = None if self.arguments is None else self.arguments(args, kwargs, self.recorder.known)

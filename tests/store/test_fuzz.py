@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from roundoff.errors import RunError
 from roundoff.store import OPS, Run, Writer, load
-from roundoff.store.schema import SCALARS
 from roundoff.store.tensors import checksum
 
 STEP = Path("rank0", "step000000")
@@ -25,7 +24,7 @@ FILES = {
     "ops": STEP / "ops.parquet",
     "checksums": STEP / "checksums.json",
     "tensors": STEP / "tensors-000.safetensors",
-    "scalars": Path("rank0", "scalars.parquet"),
+    "scalars": Path("rank0", "scalars.txt"),
 }
 TENSORS = {
     "0": torch.arange(6.0).reshape(2, 3),
@@ -140,6 +139,8 @@ def check(whole: dict[Path, bytes], name: str, data: bytes | None) -> None:
         return
     assert "verify" in found
     bad = [str(each.relative_to(path)) for each in found["verify"]]
+    if name == "scalars" and "scalars" in found:  # whole lines at most, the last ones may be missing
+        assert found["scalars"].rows() == [(0, 0, "loss", 1.5), (0, 1, "loss", 1.5)][: found["scalars"].height]
     if name in ("ops", "tensors"):
         assert bad == [str(file)]  # by the checksum, whatever is wrong with it
     if name in ("ops", "tensors", "about"):  # what comes back is what was written: never anything else
@@ -258,22 +259,21 @@ def test_an_entry_that_is_no_checksum(whole, key, value):
 TYPES = [None, pl.Int8, pl.Utf8, pl.Float32, pl.List(pl.Utf8), pl.Null, pl.Boolean]
 
 
-@pytest.mark.parametrize("name", ["ops", "scalars"])
 @settings(FUZZ, max_examples=60)
 @given(data=st.data())
-def test_another_type_of_a_column(whole, name, data):
+def test_another_type_of_a_column(whole, data):
     """A sound table with a sound checksum, in which a column is missing, or of another type."""
-    column = data.draw(st.sampled_from(list(OPS if name == "ops" else SCALARS)))
+    column = data.draw(st.sampled_from(list(OPS)))
     dtype = data.draw(st.sampled_from(TYPES))
-    with damaged(whole, name, whole[FILES[name]]) as path:
-        file = path / FILES[name]
+    with damaged(whole, "ops", whole[FILES["ops"]]) as path:
+        file = path / FILES["ops"]
         table = pl.read_parquet(file.read_bytes())
         empty = pl.Series(column, [None] * table.height, dtype=dtype)
         (table.drop(column) if dtype is None else table.with_columns(empty)).write_parquet(file)
         sums = json.loads((path / FILES["checksums"]).read_text())
         sums["ops.parquet"] = checksum(path / FILES["ops"])
         (path / FILES["checksums"]).write_text(json.dumps(sums))
-        read(path, FILES[name])
+        read(path, FILES["ops"])
 
 
 SIZES = st.lists(st.none() | st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 7), max_size=3)

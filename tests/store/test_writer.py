@@ -19,7 +19,6 @@ import torch
 from roundoff.errors import RunError
 from roundoff.store import OPS, Writer, load
 from roundoff.store import tensors as tensors_module
-from roundoff.store import writer as writer_module
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -280,26 +279,6 @@ def python(code: str, *args) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_scalars_do_not_slow_down_a_long_run(tmp_path, monkeypatch):
-    written = []
-    write_parquet = pl.DataFrame.write_parquet
-
-    def count(table, *args, **kwargs):
-        written.append(table.height)
-        return write_parquet(table, *args, **kwargs)
-
-    monkeypatch.setattr(pl.DataFrame, "write_parquet", count)
-    # A clock on which each look takes a second: writing takes one, so at most one in twenty may write.
-    clock = iter(range(10**6))
-    monkeypatch.setattr(writer_module.time, "monotonic", lambda: float(next(clock)))
-    with Writer(tmp_path, about={}) as writer:
-        for step in range(1000):
-            writer.scalar(step, "loss", 0.0)
-    assert written[-1] == 1000  # closing writes all
-    assert len(written) <= 1000 / 20 + 2
-    assert load(tmp_path).scalars.collect().height == 1000
 
 
 def test_a_closed_writer_does_nothing(tmp_path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +21,8 @@ from roundoff.capture.paths import Paths
 from roundoff.capture.recorder import COMPILED, Recorder, Source, in_compiled, user_line
 
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+#: Seconds that a collective may take before its values are given up.
+_PATIENCE = 5.0
 #: These write running statistics (arguments 3 and 4) without saying so in their schema.
 _BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 try:
@@ -70,6 +75,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = "forward"
         self._sequence = 0
         self._made_by: dict[int, Source] = {}
+        _modes.add(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -94,9 +100,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             operator = Operator.of(func)
             source = self._source(operator)
-            if source.line is COMPILED:  # its boundary is recorded
-                return func(*args, **kwargs)
-            if self.wanted is None or self.wanted(f"{source.module}/{operator.name}"):
+            # Of what was compiled, the boundary is recorded.
+            if source.line is not COMPILED and (self.wanted is None or self.wanted(f"{source.module}/{operator.name}")):
                 record_of = self.recorder.record_of
                 inputs = [record_of(t, source) for t in tensors_in(args, kwargs.values())]
                 text = None if self.arguments is None else self.arguments(args, kwargs, self.recorder.known)
@@ -120,6 +125,15 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:  # fmt: skip
         self.seen[operator.overload] += 1
         written: list[Tensor] = []
+        if operator.collective:
+            if not _finished(operator, result):
+                for tensor in tensors_in((args, result)):
+                    self.recorder.changed(tensor)
+                self.recorder.call(source, operator.name, operator.overload, inputs, [], group=_group(args, kwargs),
+                                   reason="it had not finished when it was recorded")  # fmt: skip
+                return
+            if operator.name.startswith("c10d::") and operator.name.endswith("_") and args:
+                written = tensors_in((args[0],))  # which its schema does not say
         for place in operator.written:
             value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
             written += tensors_in((value,))
@@ -201,15 +215,28 @@ if _SKIP is not None:  # the compiler leaves this function, and what it calls, a
     _frames.set_code_exec_strategy(OpMode.__torch_dispatch__.__code__, _SKIP)
 
 
+_modes: weakref.WeakSet[OpMode] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A data loader's worker, forked in a step, records nothing: nobody would read it, and OpenMP may hang there."""
+    for mode in _modes:
+        mode.active = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 def tensors_in(*groups: Any) -> list[Tensor]:
-    """The tensors among arguments and in lists of them, which is as deep as a schema nests them."""
+    """The tensors among arguments and in lists of them, however deep."""
     found: list[Tensor] = []
     for group in groups:
         for value in group:
             if isinstance(value, Tensor):
                 found.append(value)
             elif isinstance(value, (list, tuple)):
-                found += [v for v in value if isinstance(v, Tensor)]
+                found += tensors_in(value)
     return found
 
 
@@ -225,6 +252,28 @@ def _by_place(inputs: list[int], values: Sequence[Any]) -> list[list[int]]:
         elif part:
             lists.append(part)
     return [[part[i] for part in lists if i < len(part)] + alone for i in range(max(map(len, lists), default=0))]
+
+
+def _finished(operator: Operator, result: Any) -> bool:
+    """Waits for a collective, so that its values can be read; not for ever, since a program may rely on going on first."""
+    if operator.name.startswith("_c10d_functional"):
+        for tensor in tensors_in((result,)):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+        return True
+    patience = 0.0 if "recv" in operator.name or "send" in operator.name else _PATIENCE
+    until = time.monotonic() + patience
+    for value in tree_leaves(result):
+        if not isinstance(value, torch.ScriptObject):
+            continue
+        try:
+            work = torch.distributed.Work.unbox(value)
+        except (RuntimeError, TypeError):
+            continue  # some other object
+        while not work.is_completed():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(1e-4)
+    return True
 
 
 def _group(args: Any, kwargs: Any) -> str | None:

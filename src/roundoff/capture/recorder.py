@@ -52,7 +52,7 @@ class _Memory:
         self.start = self.end = 0
 
     def __del__(self) -> None:
-        free(self.alive)
+        free(self.alive)  # type: ignore[no-untyped-call]
 
 
 class Recorder:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -97,7 +99,8 @@ class Capture:
             "model": type(self.model).__name__ if self.model is not None else None, "command": self.command,
             "framework": f"torch {torch.__version__}", **_identity(),
         })  # fmt: skip
-        compiled("sums", torch.float32, False)  # built now if it never was, not in the first step
+        for kernel in ("sums", "counts"):
+            compiled(kernel, torch.float32, False)  # built now if it never was, not in the first step
         if self.eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         self.paths = Paths(self.model)
@@ -171,7 +174,10 @@ class Capture:
         else:
             self._mode.begin(self.recorder)
             self._mode.active = True
-            if not self._on:
+            if not self._on and _in_compile_wrapper():
+                self._failed(RuntimeError("the step before it ended inside of what torch.compile wraps, where a recording "
+                                          "cannot begin; record from step 0 on, or with eager"))  # fmt: skip
+            elif not self._on:
                 self._mode.__enter__()  # type: ignore[no-untyped-call]
                 self._on = True
 
@@ -181,7 +187,7 @@ class Capture:
             self._modules.end()
             return
         self._mode.active = False
-        if self._on and _get_current_dispatch_mode() is self._mode:
+        if self._on and _get_current_dispatch_mode() is self._mode and not _in_compile_wrapper():
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
 
@@ -189,6 +195,9 @@ class Capture:
         try:
             self._name_gradients()
             self.writer.write_step(self.number, self.recorder.table())
+            if self.writer.stopped:  # it has said so
+                self.stopped = str(self.writer.about.get("stopped"))
+                return
             self.recorded += 1
             self.matched |= any(row[1] >= 0 for row in self.recorder.rows)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
@@ -205,13 +214,30 @@ class Capture:
     def _wanted(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, p) for p in self.sites)
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> Any:
         if self._mode is None:
             self._name_gradients()
-            return
+            return None
         with self._mode.paused():
             self._name_gradients()
         self._mode.phase = "optimizer"
+        # What a closure runs, as LBFGS and Lightning's optimizers do, is forward.
+        return tuple(map(self._forward, args)), {k: self._forward(v) for k, v in kwargs.items()}
+
+    def _forward(self, value: Any) -> Any:
+        mode = self._mode
+        if mode is None or not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            before, mode.phase = mode.phase, "forward"
+            try:
+                return value(*args, **kwargs)
+            finally:
+                mode.phase = before
+
+        return closure
 
     def _after_optimizer(self, *_: Any) -> None:
         if self._mode is not None:
@@ -231,6 +257,15 @@ class Capture:
     def _coverage(self) -> dict[str, Any]:
         seen = self._mode.seen if self._mode is not None else {}
         return {"steps": self.recorded, "calls": sum(seen.values()), "operators": dict(seen), "stopped": self.stopped}
+
+
+def _in_compile_wrapper() -> bool:
+    """Whether a caller is what ``torch.compile`` wraps around a function: it puts back, when it is left, whether there
+    are modes, and torch fails where that is no longer true."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _check(name: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundoff.capture.kernel import CHUNK, COMPILED, LARGEST, ROW, compiled, masked_sums, sums
+from roundoff.capture.kernel import CHUNK, COMPILED, LARGEST, ROW, FUNCTIONS, compiled
 
 #: Elements of the strided sample; a tensor that is not larger is kept whole until the step is over.
 SAMPLE = 512
@@ -26,7 +26,10 @@ SAMPLE = 512
 _TINY = 2.0**-50
 
 _BLOCK = 2**18
-_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8, torch.int8)
+_NUMPY = {
+    torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2", torch.int64: "<i8", torch.int32: "<i4",
+    torch.bool: "|b1", torch.uint8: "|u1", torch.int8: "|i1",
+}  # fmt: skip
 
 COLUMNS = ("min", "max", "mean", "l2", "std", "nan", "posinf", "neginf", "zero", "subnormal")
 Row = tuple[float | None, float | None, float | None, float | None, float | None, int, int, int, int, int]
@@ -41,20 +44,36 @@ class _Slab:
     blocks: list[Tensor] = field(default_factory=list)
     used: int = _BLOCK
 
-    def keep(self, flat: Tensor, every: int) -> tuple[int, int, int]:
+    def keep(self, pieces: Sequence[Tensor], every: int) -> tuple[int, int, int]:
         """Every so-manyth element; gives the block, where they begin in it, and how many they are."""
-        size = -(-flat.numel() // every)
+        sizes = [-(-piece.numel() // every) for piece in pieces]
+        size = sum(sizes)
         if self.used + size > _BLOCK:
             self.blocks.append(torch.empty(_BLOCK, dtype=torch.float64, device=self.device))
             self.used = 0
             if self.device.type == "cpu":
                 self.array = self.blocks[-1].numpy()
-        start, self.used = self.used, self.used + size
-        if self.device.type == "cpu" and flat.dtype in _NUMPY:
-            self.array[start : self.used] = flat.detach().numpy()[::every]  # a third of the time of torch's own
-        else:
-            self.blocks[-1][start : self.used].copy_(flat[::every])
+        start = self.used
+        for piece, count in zip(pieces, sizes, strict=True):
+            end = self.used + count
+            if self.device.type == "cpu" and piece.dtype in _NUMPY:
+                self.array[self.used : end] = np.asarray(_Memory(piece, every, count))  # a third of torch's time
+            else:
+                self.blocks[-1][self.used : end].copy_(piece[::every])
+            self.used = end
         return len(self.blocks) - 1, start, size
+
+
+class _Memory:
+    """What numpy reads; ``Tensor.numpy()`` would fix the size of the program's own storage."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, flat: Tensor, every: int, size: int) -> None:
+        self.__array_interface__ = {
+            "version": 3, "data": (flat.data_ptr(), True), "shape": (size,), "strides": (every * flat.element_size(),),
+            "typestr": _NUMPY[flat.dtype],
+        }  # fmt: skip
 
 
 class Statistics:
@@ -74,22 +93,21 @@ class Statistics:
             return
         if tensor.is_complex():
             tensor = tensor.abs()
-        flat = in_memory_order(tensor)
-        flat = tensor.reshape(-1) if flat is None else flat
+        pieces = _pieces(tensor)
         small = count <= SAMPLE
         device, dtype = tensor.device, tensor.dtype
         slab = self._slabs.get(device)
         if slab is None:
             slab = self._slabs[device] = _Slab(device)
-        block, start, size = slab.keep(flat, 1 if small else -(-count // SAMPLE))
+        block, start, size = slab.keep(pieces, 1 if small else -(-count // SAMPLE))
         tiny = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
         self._samples.append((number, device, block, start, size, small, tiny))
         if small:
             return
         if device.type == "cpu":
-            self._rows[number] = measure(flat)
+            self._rows[number] = measure(pieces)
         else:  # fetched once, after the step
-            self._later.append((number, torch.stack(_exact(flat))))
+            self._later.append((number, torch.stack(_exact(torch.cat(pieces) if len(pieces) > 1 else pieces[0]))))
 
     def finish(self) -> tuple[dict[int, Row], dict[int, tuple[int, list[int], int]]]:
         """Statistics by number, and ``(lowest exponent, counts, size of the sample)`` by number."""
@@ -122,7 +140,7 @@ def _histograms(values: np.ndarray, entries: Sequence[_Entry]) -> dict[int, tupl
     counts = np.bincount(np.clip(biased, first - 1, last + 1) + segment, minlength=len(entries) * width)
     counts = counts.reshape(-1, width)[:, 1:-1]
     width -= 2
-    seen = np.asarray(counts > 0)
+    seen = counts.astype(bool)
     low = seen.argmax(axis=1).tolist()
     high = (width - seen[:, ::-1].argmax(axis=1)).tolist()
     some = seen.any(axis=1).tolist()
@@ -166,52 +184,84 @@ def in_memory_order(tensor: Tensor) -> Tensor | None:
     """The elements as a flat view in the order of memory, or None where they do not lie densely in it."""
     if tensor.is_contiguous():
         return tensor.view(-1)
+    dense, outer = _dense(tensor)
+    return None if outer else tensor.as_strided((dense,), (1,), tensor.storage_offset())
+
+
+def _dense(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """How many elements lie beside each other, and stride and size of the axes that repeat such a block."""
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+    axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+    for place, (stride, size) in enumerate(axes):
         if stride != expected:
-            return None
+            return expected, axes[place:]
         expected *= size
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return expected, []
 
 
-def measure(flat: Tensor) -> Row:
-    """The statistics of a flat, not empty CPU tensor, now."""
-    if flat.dtype not in COMPILED:
-        return _row([torch.stack(_exact(c)).tolist() for c in torch.split(flat, CHUNK)])
-    row = _quick(_parts("sums", flat))
-    return _masked(flat) if row is None else row
+def _pieces(tensor: Tensor) -> list[Tensor]:
+    """Flat tensors in the order of memory that together are this one: views of it, one copy where it lies in crumbs."""
+    if tensor.is_contiguous():
+        return [tensor.view(-1)]
+    dense, outer = _dense(tensor)
+    if math.prod(size for _, size in outer) > 64 or outer and dense < 2 * ROW:
+        return [tensor.reshape(-1)]
+    offsets = [tensor.storage_offset()]
+    for stride, size in outer:
+        offsets = [offset + stride * i for offset in offsets for i in range(size)]
+    return [tensor.as_strided((dense,), (1,), offset) for offset in offsets]
 
 
-def _parts(name: str, flat: Tensor, *numbers: Tensor) -> list[tuple[int, list[float]]]:
-    """``sums`` or ``masked_sums`` of whole rows, compiled, and of what is left over; all of it in eager chunks where
-    nothing is compiled. With each part the number of its elements."""
-    function = sums if name == "sums" else masked_sums
+def measure(pieces: Sequence[Tensor]) -> Row:
+    """The statistics of flat CPU tensors, taken together, now; none of them is empty."""
+    dtype = pieces[0].dtype
+    if dtype not in COMPILED:
+        exact = _integers if dtype in _NUMPY and not dtype.is_floating_point else _exact_chunk
+        return _row([exact(chunk) for piece in pieces for chunk in torch.split(piece, CHUNK)])
+    row = _quick(pieces)
+    return _masked(pieces) if row is None else row
+
+
+def _parts(name: str, pieces: Sequence[Tensor], *numbers: Tensor) -> list[list[float]]:
+    """A function of the kernel over whole rows, compiled where it can be, and what is left over."""
+    function = FUNCTIONS[name]
     found = []
-    for part in (flat,) if flat.numel() <= LARGEST else torch.split(flat, LARGEST):
-        count = part.numel()
-        many = count >= 2**20 and torch.get_num_threads() >= 4
-        run = compiled(name, flat.dtype, many) if count >= 2 * ROW else None
-        if run is None:
-            found += [(c.numel(), function(c.view(1, -1), *numbers).tolist()) for c in torch.split(part, CHUNK)]
-            continue
-        rest = count % ROW
-        found.append((count - rest, run([part[: count - rest].view(-1, ROW), *numbers])[0].tolist()))
-        if rest:
-            found.append((rest, function(part[count - rest :].view(1, -1), *numbers).tolist()))
+    for piece in pieces:
+        for part in (piece,) if piece.numel() <= LARGEST else torch.split(piece, LARGEST):
+            count = part.numel()
+            rest = count % ROW
+            if count >= 2 * ROW:
+                rows = part[: count - rest].view(-1, ROW) if rest else part.view(-1, ROW)
+                run = compiled(name, part.dtype, count >= 2**20 and torch.get_num_threads() >= 4)
+                if run is None:
+                    found += [function(r, *numbers).tolist() for r in torch.split(rows, CHUNK // ROW)]
+                else:
+                    found.append(run([rows, *numbers])[0].tolist())
+            else:
+                rest = count
+            if rest:
+                left = part[count - rest :]
+                found.append(_tail(left) if name == "sums" else function(left.view(1, -1), *numbers).tolist())
     return found
 
 
-def _quick(parts: list[tuple[int, list[float]]]) -> Row | None:
+def _tail(left: Tensor) -> list[float]:
+    """``sums`` of a few elements, in fp64."""
+    wide = np.asarray(_Memory(left, 1, left.numel())).astype(np.float64) if left.dtype in _NUMPY else left.double().numpy()
+    with np.errstate(invalid="ignore"):
+        return [wide.min(), wide.max(), wide.sum(), wide @ wide, np.abs(wide).min()]
+
+
+def _quick(pieces: Sequence[Tensor]) -> Row | None:
     """From ``sums``; None where fp32 does not do: non-finite elements, tiny or huge ones, a spread far below the mean."""
+    count = sum(piece.numel() for piece in pieces)
     total = squares = 0.0
-    count = zeros = small = 0
-    low, high = math.inf, -math.inf
-    for size, (least, most, added, squared, zero, below) in parts:
+    low, high, nearest = math.inf, -math.inf, math.inf
+    for least, most, added, squared, near in _parts("sums", pieces):
         if not math.isfinite(squared) or not math.isfinite(added):
             return None
-        low, high = min(low, least), max(high, most)
+        low, high, nearest = min(low, least), max(high, most), min(nearest, near)
         total, squares = total + added, squares + squared
-        count, zeros, small = count + size, zeros + int(zero), small + int(below)
     largest = max(abs(low), abs(high))
     if not math.isfinite(largest) or 0 < largest < _TINY:
         return None
@@ -220,15 +270,20 @@ def _quick(parts: list[tuple[int, list[float]]]) -> Row | None:
     # fp32 sums are good to about 2**-20 of the sum of squares: a variance below 2**-10 of it would keep three digits
     if largest and variance < 2.0**-10 * squares / count:
         return None
-    return (low, high, mean, math.sqrt(squares), math.sqrt(variance), 0, 0, 0, zeros, small - zeros)
+    zeros = small = 0.0
+    if nearest < torch.finfo(pieces[0].dtype).tiny:
+        zeros, small = (math.fsum(c) for c in zip(*_parts("counts", pieces), strict=True))
+    return (
+        float(low), float(high), float(mean), math.sqrt(squares), math.sqrt(variance), 0, 0, 0, int(zeros), int(small - zeros),
+    )  # fmt: skip
 
 
-def _masked(flat: Tensor) -> Row:
+def _masked(pieces: Sequence[Tensor]) -> Row:
     """From ``masked_sums``, scaled so that no square leaves the range of fp32, and the spread around the mean."""
 
     def run(shift: float, scale: float) -> list[float]:
-        parts = _parts("masked_sums", flat, torch.tensor(shift), torch.tensor(scale))
-        columns = list(zip(*(p for _, p in parts), strict=True))
+        parts = _parts("masked_sums", pieces, torch.tensor(shift), torch.tensor(scale))
+        columns = list(zip(*parts, strict=True))
         return [min(columns[0]), max(columns[1]), *(math.fsum(c) for c in columns[2:])]
 
     low, high, _, _, finite, *marks = run(0.0, 1.0)
@@ -260,6 +315,21 @@ def _exact(flat: Tensor) -> list[Tensor]:
         y.square().sum(), spread, n.double(), wide.isnan().sum().double(), (wide == math.inf).sum().double(),
         (wide == -math.inf).sum().double(), zero.sum().double(), ((wide.abs() < tiny) & ~zero).sum().double(),
     ]  # fmt: skip
+
+
+def _exact_chunk(flat: Tensor) -> list[float]:
+    found: list[float] = torch.stack(_exact(flat)).tolist()
+    return found
+
+
+def _integers(flat: Tensor) -> list[float]:
+    """What ``_exact`` gives, of integers and booleans, all of which are finite."""
+    numbers = np.asarray(_Memory(flat, 1, flat.numel()))
+    wide = numbers.astype(np.float64)
+    mean = wide.mean()
+    off = wide - mean
+    zeros = len(wide) - np.count_nonzero(numbers)
+    return [numbers.min(), numbers.max(), mean, wide @ wide, off @ off, len(wide), 0, 0, 0, zeros, 0]
 
 
 def _row(parts: list[list[Any]]) -> Row:

@@ -30,7 +30,8 @@ class Steps:
             found = _RANGE.fullmatch(part.strip())
             first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
             if first > last:
-                raise RunError("not a list of steps", where=f"steps {text!r}", expected="numbers and ranges: 0-1 or 3:5,100", got=part)
+                raise RunError("not a list of steps", where=f"steps {text!r}", got=part,
+                               expected="numbers and ranges: 0-1 or 3:5,100")  # fmt: skip
             ranges.append((first, last))
         return Steps(tuple(ranges))
 

@@ -12,7 +12,8 @@ from roundoff.cli import options as o
 
 def command(
     script: Annotated[
-        list[str], typer.Argument(help="After --: a script and its arguments, or -m and a module.", metavar="-- SCRIPT [ARGS]...")
+        list[str],
+        typer.Argument(help="After --: a script and its arguments, or -m and a module.", metavar="-- SCRIPT [ARGS]..."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the run; must not hold one yet.")],
     steps: Annotated[str, typer.Option("--steps", help="Steps to record: 0-1, 3:5,100 or all.")] = "0-1",
@@ -32,18 +33,27 @@ def command(
     json: o.Json = False,
 ) -> int:
     """Run a training script unchanged and record every operator call of its first steps."""
-    import roundoff
+    import polars as pl
+
     from roundoff.capture.script import capture_script
     from roundoff.report.run_text import print_captured
+    from roundoff.store import load
+    from roundoff.store.sites import complete, coverage
 
     run = capture_script(
         script, output, stop=stop, whole=whole, steps=None if steps == "all" else steps, level=level, keep=keep,
         shadow=shadow, sites=sites or (), seed=seed, eager=eager, overwrite=overwrite,
     )  # fmt: skip
-    recorded = roundoff.load(output)
-    summary = {"path": str(output), "steps": recorded.steps, "ranks": recorded.ranks, "coverage": recorded.about["coverage"]}
-    if json:
-        o.print_json(summary)
-    else:
-        print_captured(summary, o.console(False))
-    return 0 if run.stopped is None else 2
+    if run.rank == 0:  # one of several processes speaks, of its own part: the others may still be writing theirs
+        recorded = load(run.path)
+        mine = complete(recorded.ops).filter(pl.col("rank") == run.rank)
+        found = coverage(mine.select("phase", "site", "dtype", "view_of", "nan", "posinf", "neginf", "reason").collect())
+        summary = {
+            "path": str(output), "steps": recorded.steps, "ranks": list(range(int(recorded.about["ranks"]))),
+            "coverage": {**recorded.about["coverage"], **found},
+        }  # fmt: skip
+        if json:
+            o.print_json(summary)
+        else:
+            print_captured(summary, o.console(False))
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,9 +36,9 @@ def print_show(data: Row, console: Console, *, limit: int = 50) -> None:
         return
     shown = rows[:limit]
     columns = {
-        "site": [r["site"] + (f" {r['name']}" if r["name"] else "") for r in shown],
+        "site": [_label(r) for r in shown],
         "phase": [r["phase"] for r in shown],
-        "dtype": [r["dtype"] for r in shown],
+        "dtype": [r["dtype"] or NONE for r in shown],
         "shape": [shape(r["shape"]) for r in shown],
         "min": [number(r["min"]) for r in shown],
         "max": [number(r["max"]) for r in shown],
@@ -61,6 +62,49 @@ def print_show(data: Row, console: Console, *, limit: int = 50) -> None:
             f"{count(len(rows) - len(shown), 'more row')} below: --limit {len(rows)}.",
             style="dim",
         )
+
+
+def print_captured(summary: Row, console: Console) -> None:
+    """What ``roundoff capture`` says at its end: how much was recorded, what was left out and why, and what to type next.
+
+    ``summary`` has ``path``, ``steps``, ``ranks`` and ``coverage``: ``run.json``'s, with the ``tensors`` and the
+    ``reasons`` of ``store.sites.coverage`` where they are known.
+
+    >>> covered = {"calls": 1200, "operators": {"aten.mm.default": 900, "aten.add.Tensor": 300}, "stopped": None}
+    >>> summary = {"path": "runs/a", "steps": [0, 1], "ranks": [0], "coverage": covered}
+    >>> print_captured(summary, Console(width=80))
+    Recorded steps 0 to 1 in runs/a: 1,200 calls of 2 operators.
+    Next: roundoff show runs/a
+          roundoff overflow runs/a
+    """
+    covered = summary["coverage"]
+    steps, ranks, operators = summary["steps"], summary["ranks"], covered.get("operators") or {}
+    where = f"{_span('step', steps)} in {summary['path']}"
+    where += f", {_span('rank', ranks)}" if len(ranks) > 1 else ""
+    parts = [f"{count(covered['calls'], 'call')} of {count(len(operators), 'operator')}"] if covered.get("calls") else []
+    if covered.get("tensors"):
+        parts.append(count(covered["tensors"], "tensor"))
+    _say(console, f"Recorded {where}" + (f": {', '.join(parts)}" if parts else "") + ".")
+    if covered.get("stopped"):
+        _say(console, f"! The recording stopped early, the program did not: {covered['stopped']}", style="yellow")
+    for entry in covered.get("reasons") or ():
+        _say(console, f"! {count(entry['count'], 'tensor')} without statistics: {entry['reason']}", style="yellow")
+    path = shlex.quote(str(summary["path"]))
+    _say(console, f"Next: roundoff show {path}\n      roundoff overflow {path}")
+
+
+def _span(noun: str, numbers: Sequence[int]) -> str:
+    """Numbers in words; the ends of a range without gaps.
+
+    >>> _span("step", [3]), _span("step", [3, 4, 5]), _span("step", [0, 7])
+    ('step 3', 'steps 3 to 5', 'steps 0, 7')
+    """
+    if len(numbers) < 2:
+        return f"{noun} {numbers[0]}" if numbers else f"no {noun}"
+    if numbers[-1] - numbers[0] + 1 == len(numbers):
+        return f"{noun}s {numbers[0]} to {numbers[-1]}"
+    listed = ", ".join(map(str, numbers[:6])) + (f", ... {numbers[-1]}" if len(numbers) > 6 else "")
+    return f"{noun}s {listed}"
 
 
 _SORTED = {"order": "in the order in which they ran", "nan": "most NaN and Inf first"}
@@ -94,7 +138,7 @@ def _print_site(entry: Row, console: Console) -> None:
         + (f": {entry['name']}" if entry["name"] else ""),
     )
     about = [
-        f"{entry['dtype']} {shape(entry['shape'])}",
+        f"{entry['dtype']} {shape(entry['shape'])}" if entry["dtype"] else "",
         f"on {entry['device']}" if entry["device"] else "",
     ]
     view = "" if entry["view_of"] is None else f"a view of record {entry['view_of']}"
@@ -127,7 +171,8 @@ def _print_site(entry: Row, console: Console) -> None:
         _say(console, f"Own error: {own} of its l2, at most {number(entry['own_max'])}"
              + (f" ({entry['own_reason']})" if entry["own_reason"] else ""))  # fmt: skip
     if entry["histogram"]:
-        _heading(console, f"Magnitudes, of {whole(entry['sampled'])} elements")
+        some = "" if entry["sampled"] in (None, entry["numel"]) else f" of {whole(entry['numel'])}"
+        _heading(console, f"Magnitudes, of {whole(entry['sampled'])}{some} elements")
         for line in histogram(entry["histogram"]):
             _say(console, line)
     _print_sources(entry, console)
@@ -228,7 +273,14 @@ def _infinite(row: Row) -> int | None:
     return int(row["posinf"]) + int(row["neginf"])
 
 
+def _label(row: Row) -> str:
+    """A parameter or buffer as it was before has its name alone, what a call has written its site too."""
+    if not row.get("name"):
+        return str(row["site"])
+    return str(row["name"]) if row.get("operator") in ("parameter", "buffer") else f"{row['site']} {row['name']}"
+
+
 def _source(entry: Row) -> str:
     if entry["site"] is None:
         return f"record {entry['record']}, which was not recorded"
-    return str(entry["site"]) + (f" {entry['name']}" if entry.get("name") else "")
+    return _label(entry)

@@ -51,11 +51,6 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read_table(path: Path) -> pl.DataFrame:
-    """The whole parquet file (as bytes: polars takes a path with * or [ for a pattern)."""
-    return pl.read_parquet(path.read_bytes())
-
-
 def columns_of(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Name -> type of a parquet file's columns, from its footer. ``RunError`` where a wanted one has another type."""
     columns = reading(path, _footer, path)

@@ -13,6 +13,7 @@ import polars as pl
 import torch
 
 from roundoff.errors import RunError
+from roundoff.store import scalars
 from roundoff.store.checked import (
     columns_of,
     damaged,
@@ -20,7 +21,6 @@ from roundoff.store.checked import (
     is_checksum,
     matches,
     read_json,
-    read_table,
     reading,
 )
 from roundoff.store.schema import (
@@ -92,10 +92,8 @@ class Run:
         for rank in self.ranks:
             path = self.path / rank_name(rank) / SCALAR_FILE
             if path.exists():
-                columns = columns_of(path, SCALARS)
-                table = reading(path, read_table, path)
-                table = table.select(pl.lit(rank, pl.Int32).alias("rank"), *fill(columns, SCALARS))
-                frames.append(table.lazy())
+                table = reading(path, scalars.read, path)
+                frames.append(table.select(pl.lit(rank, pl.Int32).alias("rank"), *SCALARS).lazy())
         return pl.concat(frames)
 
     def tensor(
@@ -173,7 +171,7 @@ class Run:
             path = self.path / rank_name(rank) / SCALAR_FILE
             if path.exists():
                 try:
-                    columns_of(path, SCALARS)
+                    reading(path, scalars.read, path)
                 except RunError:
                     found.append(path)
         return found

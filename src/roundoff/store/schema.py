@@ -4,7 +4,7 @@
     RUN/rank0/step000003/ops.parquet              OPS, one row for each tensor value
     RUN/rank0/step000003/tensors-000.safetensors  where tensors are kept; keys are the column `blob`
     RUN/rank0/step000003/checksums.json           file name -> {"bytes": n, "xxh3_128": hex}
-    RUN/rank0/scalars.parquet                     SCALARS
+    RUN/rank0/scalars.txt                         SCALARS, a line for each
 
 A step is written as ``.step000003.partial`` and renamed when it is whole, so whatever kills the process, a folder
 with a step's name is a whole step.
@@ -23,7 +23,7 @@ SCHEMA = 1
 ABOUT = "run.json"
 OPERATORS = "ops.parquet"
 CHECKSUMS = "checksums.json"
-SCALAR_FILE = "scalars.parquet"
+SCALAR_FILE = "scalars.txt"
 
 OPS: dict[str, Any] = {
     "rank": pl.Int32,

@@ -40,6 +40,7 @@ _INPUT = (
     "record",
     "site",
     "name",
+    "operator",
     "phase",
     "line",
     "dtype",

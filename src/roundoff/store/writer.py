@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import polars as pl
 import torch
 
 from roundoff.files import atomic_path
+from roundoff.store import scalars
 from roundoff.store.columns import table_of
 from roundoff.store.folder import claim, publish
 from roundoff.store.schema import (
@@ -26,7 +26,6 @@ from roundoff.store.schema import (
     CHECKSUMS,
     OPERATORS,
     SCALAR_FILE,
-    SCALARS,
     SCHEMA,
     partial_name,
     rank_name,
@@ -34,9 +33,6 @@ from roundoff.store.schema import (
 from roundoff.store.tensors import Chunks, checksum
 
 _T = TypeVar("_T")
-
-# The file of scalars is written anew each time: from this many on in at most this part of the time.
-_SCALARS, _SCALAR_SHARE = 1000, 0.05
 
 
 class Writer:
@@ -93,9 +89,7 @@ class Writer:
         self._folder = self.path / rank_name(rank)
         self._open: dict[int, Chunks] = {}
         self._closed = False
-        self._scalars = _earlier_scalars(self._folder / SCALAR_FILE)
-        self._scalars_next = 0.0
-        self._scalars_new = False
+        scalars.repair(self._folder / SCALAR_FILE)
         if rank == 0:
             self._write_about()
 
@@ -117,7 +111,7 @@ class Writer:
 
     def scalar(self, step: int, name: str, value: float) -> None:
         """Record a number of this step: ``loss``, ``loss_scale``, ``grad_norm``, ``lr``. May be NaN or infinite."""
-        self._guarded(lambda: self._add_scalar(step, name, value))
+        self._guarded(lambda: scalars.append(self._folder / SCALAR_FILE, step, name, value))
 
     def close(self, **about: Any) -> None:
         """End the run and write ``about`` over the fields of ``run.json``; ``complete`` is True unless it says otherwise.
@@ -190,29 +184,9 @@ class Writer:
         (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
         publish(folder, step)
         del self._open[step]
-        self._write_scalars()
-
-    def _add_scalar(self, step: int, name: str, value: float) -> None:
-        new = (int(step), str(name), float(value))
-        for column, item in zip(self._scalars.values(), new, strict=True):
-            column.append(item)
-        self._scalars_new = True
-        self._write_scalars()
-
-    def _write_scalars(self, *, last: bool = False) -> None:
-        start = time.monotonic()
-        many = len(self._scalars["step"]) > _SCALARS
-        if not self._scalars_new or (many and start < self._scalars_next and not last):
-            return
-        with atomic_path(self._folder / SCALAR_FILE) as temporary:
-            pl.DataFrame(self._scalars, schema=SCALARS).write_parquet(temporary, compression="zstd")
-        end = time.monotonic()
-        self._scalars_next = end + (end - start) / _SCALAR_SHARE
-        self._scalars_new = False
 
     def _close(self, about: dict[str, Any]) -> None:
         self._abandon()
-        self._write_scalars(last=True)
         self.about |= {"complete": True, **_plain(about), "schema": SCHEMA}
         if self.rank == 0:
             self._write_about()
@@ -237,11 +211,3 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     return str(value)
-
-
-def _earlier_scalars(path: Path) -> dict[str, list[Any]]:
-    """The scalars of a run that this writer joins; none where there are none that can be read."""
-    try:
-        return pl.read_parquet(path.read_bytes()).select(SCALARS).to_dict(as_series=False)
-    except Exception:  # noqa: BLE001 - polars says "not parquet" in many ways, and all mean: start anew
-        return {name: [] for name in SCALARS}

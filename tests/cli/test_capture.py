@@ -1,0 +1,181 @@
+"""``roundoff capture``: what it prints, what it refuses, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from roundoff.cli.app import main
+from roundoff.store import load
+
+DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+
+TRAIN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+opt = torch.optim.AdamW(model.parameters())
+for i in range(3):
+    x = torch.full((3, 4), 1.0)
+    loss = model(x).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def run(arguments, capsys, code=0):
+    assert main(arguments.split()) == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+def test_what_it_prints(capsys):
+    out = run("capture -o runs/a -- train.py", capsys)
+    first, *rest = out.splitlines()
+    assert re.fullmatch(r"Recorded steps 0 to 1 in runs/a: \d+ calls of \d+ operators, \d+ tensors\.", first)
+    assert rest == ["Next: roundoff show runs/a", "      roundoff overflow runs/a"]
+    shown = run("show runs/a", capsys)
+    assert "0/addmm" in shown
+    assert "all that was measured is finite" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    run("overflow runs/a", capsys)
+
+
+def test_json(capsys):
+    data = json.loads(run("capture -o runs/a --steps 0:2 --json -- train.py", capsys))
+    assert data["path"] == "runs/a"
+    assert data["steps"] == [0, 1, 2]
+    assert data["ranks"] == [0]
+    assert data["coverage"]["operators"]["aten.addmm.default"] == 6
+    assert data["coverage"]["calls"] == sum(data["coverage"]["operators"].values())
+
+
+def test_show_names_sites_parameters_and_lines(capsys):
+    run("capture -o runs/a --keep tensors -- train.py", capsys)
+    backward = run("show runs/a --phase backward --sort max --limit 3", capsys)
+    assert "backward" in backward
+    assert " forward " not in backward
+    one = run("show runs/a 2/addmm --phase forward", capsys)
+    assert "Source line: train.py:9" in one
+    assert "█" in one
+    assert "\n2.bias " in one  # among its inputs
+    assert "2.bias" in run("show runs/a 2.*", capsys)
+
+
+def test_nan_stands_first_and_is_counted(folder, capsys):
+    (folder / "train.py").write_text(TRAIN.replace("1.0)", "1.0) / (0.0 if i == 1 else 1.0)"))
+    run("capture -o runs/a -- train.py", capsys)
+    shown = run("show runs/a --sort nan --limit 5", capsys)
+    assert "tensors with NaN or Inf" in shown
+    found = json.loads(run("show runs/a --sort nan --json", capsys))["rows"]
+    bad = [r["nan"] + r["posinf"] + r["neginf"] for r in found if r["nan"] is not None]
+    assert bad == sorted(bad, reverse=True)
+    assert bad[0] > 0
+    assert run("overflow runs/a --json", capsys, 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "check"),
+    [
+        ("--level module", lambda r: set(r.ops.collect()["operator"]) >= {"Linear", "Sequential"}),
+        ("--keep hash", lambda r: r.ops.collect()["hash"].drop_nulls().len() > 10),
+        ("--shadow fp64", lambda r: r.ops.collect()["own_l2"].drop_nulls().len() > 10),
+        ("--site */addmm", lambda r: set(r.ops.filter(pl.col("call") >= 0).collect()["operator"]) == {"addmm"}),
+        ("--steps 2", lambda r: r.steps == [2]),
+        ("--steps all", lambda r: r.steps == [0, 1, 2]),
+        ("--stop --steps 0", lambda r: r.steps == [0]),
+    ],
+)
+def test_options(options, check, capsys):
+    run(f"capture -o runs/a {options} -- train.py", capsys)
+    assert check(load("runs/a"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("capture -o runs/a -- missing.py", ["missing.py", "no script to run"]),
+        ("capture -o runs/a -- -m torch.distributed.run train.py", ["torchrun --nproc-per-node 2 -m roundoff capture"]),
+        ("capture -o runs/a --level layer -- train.py", ["layer", "op, module"]),
+        ("capture -o runs/a --keep all -- train.py", ["all", "stats, tensors, sample, hash"]),
+        ("capture -o runs/a --shadow fp32 -- train.py", ["fp32", "fp64"]),
+        ("capture -o runs/a --shadow fp64 --level module -- train.py", ["shadow", "level"]),
+        ("capture -o runs/a --steps 5-3 -- train.py", ["5-3", "3:5,100"]),
+        ("capture -o train.py -- train.py", ["a file is where the run should go"]),
+        ("capture -o train.py/a -- train.py", ["train.py/a", "cannot write here"]),
+        ("capture -o . -- train.py", ["not empty and holds no run"]),
+        ("capture train.py", ["--output"]),
+    ],
+)
+def test_refused_before_the_script_runs(arguments, words, folder, capsys):
+    (folder / "train.py").write_text("print('ran')\n" + TRAIN)
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert [word for word in words if word not in " ".join(captured.err.split())] == []
+    assert {p.name for p in folder.iterdir()} == {"train.py"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--site nowhere/*", ["no call matches the sites", "nowhere/*"]),
+        ("--steps 100", ["nothing was recorded", "3 steps"]),
+    ],
+)
+def test_refused_after_it(options, words, capsys):
+    err = run(f"capture -o runs/a {options} -- train.py", capsys, 2)
+    assert [word for word in words if word not in err] == []
+    assert err.count("roundoff:") == 1
+    assert "Traceback" not in err
+
+
+def test_a_run_is_not_replaced_unasked(capsys):
+    run("capture -o runs/a --steps 0 -- train.py", capsys)
+    err = run("capture -o runs/a -- train.py", capsys, 2)
+    assert "there is a run here already" in err
+    assert "--overwrite" in err
+    assert load("runs/a").steps == [0]
+    run("capture -o runs/a --overwrite -- train.py", capsys)
+    assert load("runs/a").steps == [0, 1]
+
+
+def test_a_script_that_fails(folder, capsys):
+    (folder / "train.py").write_text(TRAIN + "\nraise ValueError('no such thing')\n")
+    err = run("capture -o runs/a -- train.py", capsys, 2)
+    trace, _, ours = err.partition("roundoff: ")
+    assert trace.splitlines()[0] == "Traceback (most recent call last):"
+    assert trace.splitlines()[-1] == "ValueError: no such thing"
+    assert "/roundoff/" not in trace
+    assert "2 steps recorded by then can be read: roundoff show" in ours
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(folder, capsys):
+    (folder / "locked").mkdir(mode=0o500)
+    err = run("capture -o locked/a -- train.py", capsys, 2)
+    assert "cannot write here" in err
+
+
+def test_every_option_is_documented(capsys):
+    out = run("capture --help", capsys)
+    section = DOCS.split("## roundoff capture ")[1].split("\n## ")[0]
+    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z0-9-]+)", out, flags=re.MULTILINE)) - {"--help"}
+    assert len(options) > 8
+    assert {option for option in options if f"`{option}`" not in section} == set()

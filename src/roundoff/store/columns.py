@@ -13,7 +13,10 @@ from roundoff.store.schema import OPS
 
 
 def table_of(rows: Mapping[str, Sequence[Any]] | pl.DataFrame, rank: int, step: int) -> pl.DataFrame:
-    """The rows with all columns of OPS in its order. Raises for a column that OPS lacks or a value of a wrong type."""
+    """The rows with those columns of OPS that hold something: readers fill in the others.
+
+    Raises for a column that OPS lacks or a value of a wrong type.
+    """
     unknown = [name for name in rows if name not in OPS] if isinstance(rows, Mapping) else []
     if isinstance(rows, pl.DataFrame):
         unknown = [name for name in rows.columns if name not in OPS]
@@ -22,14 +25,10 @@ def table_of(rows: Mapping[str, Sequence[Any]] | pl.DataFrame, rank: int, step: 
         table = pl.DataFrame(_columns(rows))
     if unknown:
         raise ValueError(f"ops.parquet has no column {', '.join(unknown)}")
-    missing = {name: dtype for name, dtype in OPS.items() if name not in table.columns}
-    own = {"rank": rank, "step": step}
-    if not table.columns:  # a literal would make a row of it
-        return pl.DataFrame(schema=OPS)
-    return table.with_columns(
-        *(pl.lit(None, dtype).alias(name) for name, dtype in missing.items() if name not in own),
-        *(pl.lit(value, OPS[name]).alias(name) for name, value in own.items()),
-    ).select(list(OPS))
+    full = {c.name: c for c in table.get_columns() if c.null_count() < table.height}
+    for name, value in (("rank", rank), ("step", step)):
+        full[name] = pl.Series(name, np.full(table.height, value, np.int64)).cast(OPS[name])
+    return pl.DataFrame([full[name] for name in OPS if name in full])
 
 
 def _columns(rows: Mapping[str, Sequence[Any]]) -> list[pl.Series]:
@@ -59,7 +58,6 @@ def _lists(columns: Mapping[str, Sequence[Sequence[int] | None]]) -> list[pl.Ser
     every = pl.concat([lists, pl.Series("value", [[], None], dtype=pl.List(pl.Int64))])
     place = iter(range(len(filled)))
     empty, null = len(filled), len(filled) + 1
-    return [
-        every.gather([null if v is None else next(place) if v else empty for v in values]).alias(name)
-        for name, values in columns.items()
-    ]
+    found = every.gather([null if v is None else next(place) if v else empty for c in columns.values() for v in c])
+    height = len(found) // len(columns)
+    return [found.slice(i * height, height).alias(name) for i, name in enumerate(columns)]

@@ -141,7 +141,8 @@ def _once(func: OpOverload, bound: Mapping[str, tuple[Any, Any]], args: Sequence
     if stand_in is not None and (target.dtype is torch.float64 or copy.moved):
         given = {a.name: a.default_value for a in schema if a.has_default_value()}
         results = stand_in(**given | {name: value for name, (_, value) in copies.items()})
-        return results, copy.changed, copy.tensors
+        if results is not None:
+            return results, copy.changed, copy.tensors
     result = func(*positional, **by_name)
     if not bound and not func._schema.returns:
         raise Refusal("returns no tensor")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -233,11 +234,22 @@ def tensors_in(*groups: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for group in groups:
         for value in group:
-            if isinstance(value, Tensor):
+            kind = type(value)
+            if kind in _KINDS:
+                if kind is list or kind is tuple:
+                    if value and type(value[0]) is not int:
+                        found += tensors_in(value)
+                elif kind is Tensor or kind is Parameter:
+                    found.append(value)
+            elif isinstance(value, Tensor):
                 found.append(value)
             elif isinstance(value, (list, tuple)):
                 found += tensors_in(value)
     return found
+
+
+#: Told apart by their type alone, which is faster than ``isinstance``.
+_KINDS = frozenset({Tensor, Parameter, list, tuple, int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 def _by_place(inputs: list[int], values: Sequence[Any]) -> list[list[int]]:

@@ -73,20 +73,33 @@ def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     ])  # fmt: skip
 
 
+def errors(x: Tensor, reference: Tensor) -> Tensor:
+    """``[max of |x - reference|, sum of its squares, max of |reference|, sum of its squares]`` of two tensors of shape
+    ``(rows, n)``, n a multiple of 4, in fp64; not finite where one of them is not."""
+    quarters, true = x.to(torch.float64).view(x.shape[0], 4, -1), reference.view(x.shape[0], 4, -1)
+    a, b, c, d = (quarters - true).abs().unbind(1)
+    e, f, g, h = true.abs().unbind(1)
+    most = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
+    size = torch.maximum(torch.maximum(e, f), torch.maximum(g, h))
+    return torch.stack([
+        most.amax(1).amax(), ((a * a + b * b) + (c * c + d * d)).sum(1).sum(),
+        size.amax(1).amax(), ((e * e + f * f) + (g * g + h * h)).sum(1).sum(),
+    ])  # fmt: skip
+
+
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
 @lru_cache
 def compiled(name: str, dtype: torch.dtype, parallel: bool) -> Compiled | None:
-    """The compiled ``sums``, ``counts`` or ``masked_sums`` for contiguous CPU tensors of shape ``(rows, ROW)``, rows from 2 on, or
-    None where there is none; ``parallel`` uses torch's threads."""
+    """A compiled function of this file for contiguous CPU tensors of shape ``(rows, ROW)``, rows from 2 on, or None where
+    there is none; ``parallel`` uses torch's threads."""
     if os.environ.get("ROUNDOFF_KERNEL") == "eager":
         return None
     path = _package(name, dtype, parallel)
     if not path.exists() and not _build(path, name, dtype, parallel):
         return None
-    probe = torch.arange(-ROW, ROW, dtype=dtype).view(2, ROW)
-    inputs = [probe, torch.tensor(1.0), torch.tensor(0.5)] if name == "masked_sums" else [probe]
+    inputs = _inputs(name, dtype, 2)
     try:
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         run: Compiled = loader.boxed_run
@@ -96,7 +109,7 @@ def compiled(name: str, dtype: torch.dtype, parallel: bool) -> Compiled | None:
     return run if torch.allclose(found, FUNCTIONS[name](*inputs), rtol=1e-4) else None
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {"sums": sums, "counts": counts, "masked_sums": masked_sums}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {"sums": sums, "counts": counts, "masked_sums": masked_sums, "errors": errors}
 
 
 def _package(name: str, dtype: torch.dtype, parallel: bool) -> Path:
@@ -123,6 +136,12 @@ def _build(path: Path, name: str, dtype: torch.dtype, parallel: bool) -> bool:
     return done.returncode == 0 and path.exists()
 
 
+def _inputs(name: str, dtype: torch.dtype, rows: int) -> list[Tensor]:
+    probe = torch.arange(-ROW, ROW).repeat(rows // 2).view(rows, ROW)
+    more = {"masked_sums": [torch.tensor(1.0), torch.tensor(0.5)], "errors": [probe.to(torch.float64) * 1.125]}
+    return [probe.to(dtype), *more.get(name, [])]
+
+
 def _compile(path: str, name: str, dtype: str, parallel: bool) -> None:
     """Runs in the process that ``_build`` starts."""
 
@@ -131,10 +150,8 @@ def _compile(path: str, name: str, dtype: str, parallel: bool) -> None:
             return FUNCTIONS[name](*inputs)
 
     rows = {0: torch.export.Dim("rows", min=2, max=LARGEST // ROW)}
-    example = [torch.ones(64, ROW, dtype=getattr(torch, dtype))]
-    if name == "masked_sums":
-        example += [torch.tensor(0.0), torch.tensor(1.0)]
-    shapes = ((rows, *({} for _ in example[1:])),)
+    example = _inputs(name, getattr(torch, dtype), 64)
+    shapes = (tuple(rows if value.dim() else {} for value in example),)
     program = torch.export.export(Kernel(), tuple(example), dynamic_shapes=shapes)
     partial = f"{path}.{os.getpid()}.pt2"
     threads = {"cpp.dynamic_threads": True} if parallel else {"cpp.threads": 1}

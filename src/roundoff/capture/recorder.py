@@ -166,15 +166,17 @@ class Recorder:
                 memory = self._memory[storage._cdata] = _Memory(storage)
             geometry = _geometry(value)
             start, _, stride, _ = geometry
+            end = _end(value)
             if inplace or (self.versions and memory.version != _version(value)):
                 memory.records.clear()
                 memory.version = _version(value) if self.versions else 0
-            elif memory.start <= start and _end(value) <= memory.end:
+            elif memory.start <= start and end <= memory.end:
                 view_of = memory.latest
             memory.records[geometry] = record
             if view_of is None:
-                memory.latest, memory.start, memory.end = record, start, _end(value)
-                if in_memory_order(value) is None:  # it is kept without the gaps, so no view of it could be found in it
+                memory.latest, memory.start, memory.end = record, start, end
+                # what has gaps is kept without them, so no view of it could be found in it
+                if not value.is_contiguous() and in_memory_order(value) is None:
                     memory.end, stride = start, value.contiguous().stride()
             offset = start - memory.start
             self._read(record, value, view_of, memory)

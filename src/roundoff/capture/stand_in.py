@@ -1,8 +1,8 @@
-"""What fused kernels that exist in low precision alone compute, written out, so that they can be run in fp64.
+"""What kernels that exist in low precision alone, or are slow in fp64, compute, written out to be run in fp64.
 
 The attention kernels of CUDA and the LSTM of oneDNN have no fp64 form. Each function here takes the arguments of an
 operator by name (tensors already in fp64) and gives its results in order, None for those that only its own backward
-kernel can read. Dropout never comes here.
+kernel can read; None altogether leaves the call to torch. Dropout never comes here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundoff.capture.convolution import convolution, convolution_backward
 from roundoff.capture.refusal import Refusal
 
 Results = list[Tensor | None]
@@ -166,7 +167,9 @@ def _forward(missing: int) -> Callable[..., Results]:
 
 
 #: By the name of the operator's schema; the numbers count the tensors after output and logarithms (fewer in some cases).
-STAND_INS: dict[str, Callable[..., Results]] = {
+STAND_INS: dict[str, Callable[..., Results | None]] = {
+    "aten::convolution": convolution,
+    "aten::convolution_backward": convolution_backward,
     "aten::_scaled_dot_product_flash_attention": _forward(5),
     "aten::_scaled_dot_product_efficient_attention": _forward(2),
     "aten::_scaled_dot_product_cudnn_attention": _forward(5),

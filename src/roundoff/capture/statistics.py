@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundoff.capture.kernel import CHUNK, COMPILED, LARGEST, ROW, FUNCTIONS, compiled
+from roundoff.capture.kernel import CHUNK, COMPILED, FUNCTIONS, LARGEST, ROW, compiled
 
 #: Elements of the strided sample; a tensor that is not larger is kept whole until the step is over.
 SAMPLE = 512
@@ -140,10 +140,10 @@ def _histograms(values: np.ndarray, entries: Sequence[_Entry]) -> dict[int, tupl
     counts = np.bincount(np.clip(biased, first - 1, last + 1) + segment, minlength=len(entries) * width)
     counts = counts.reshape(-1, width)[:, 1:-1]
     width -= 2
-    seen = counts.astype(bool)
+    seen = counts.astype(np.bool_)
     low = seen.argmax(axis=1).tolist()
     high = (width - seen[:, ::-1].argmax(axis=1)).tolist()
-    some = seen.any(axis=1).tolist()
+    some = counts.sum(axis=1).tolist()
     return {
         entry[0]: (low[i] + first - 1023, counts[i, low[i] : high[i]].tolist(), entry[2]) if some[i] else (0, [], entry[2])
         for i, entry in enumerate(entries)
@@ -273,9 +273,8 @@ def _quick(pieces: Sequence[Tensor]) -> Row | None:
     zeros = small = 0.0
     if nearest < torch.finfo(pieces[0].dtype).tiny:
         zeros, small = (math.fsum(c) for c in zip(*_parts("counts", pieces), strict=True))
-    return (
-        float(low), float(high), float(mean), math.sqrt(squares), math.sqrt(variance), 0, 0, 0, int(zeros), int(small - zeros),
-    )  # fmt: skip
+    marks = 0, 0, 0, int(zeros), int(small - zeros)
+    return (float(low), float(high), float(mean), math.sqrt(squares), math.sqrt(variance), *marks)
 
 
 def _masked(pieces: Sequence[Tensor]) -> Row:

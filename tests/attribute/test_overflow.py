@@ -65,7 +65,8 @@ class Tape(TorchDispatchMode):
         inplace = operator.endswith("_")
         written = tensors[:1] if inplace and out is None else []
         for place, t in enumerate([o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor)] or written):
-            self.row(t, call=self.call, operator=operator, inputs=inputs, place=place, overload=str(func), index=index,
+            here = inputs[place::2] if operator.startswith("_foreach_") else inputs  # of lists of two
+            self.row(t, call=self.call, operator=operator, inputs=here, place=place, overload=str(func), index=index,
                      view_of=inputs[0] if operator in VIEWS else None, inplace=inplace)  # fmt: skip
         return out
 

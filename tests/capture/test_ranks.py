@@ -108,7 +108,7 @@ for step in range(2):
     b = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
     full = (a @ b).redistribute(mesh, [Replicate()])
     assert full.to_local().sum().item() == 96
-print(f"done {rank}\n", end="")
+print(f"done {rank}")
 """
 
 

@@ -65,13 +65,15 @@ class Step:
         self._memory, self._allow = memory, allow
         self._roots: dict[int, int] = {}
         self._writes: dict[int, list[int]] = {}
+        self._like: dict[tuple[Any, ...], State] = {}
         ordered = sorted(rows, key=lambda row: row["record"])
         for call, group in groupby(ordered, key=lambda row: row["call"]):
-            outputs = list(group)
-            if call < 0:
-                for row in outputs:
-                    self._leaf(row)
-            else:
+            every = list(group)
+            # a tool that records no data flow has rows of inputs instead
+            leaves = every if call < 0 else [row for row in every if row["role"] == "input"]
+            for row in leaves:
+                self._leaf(row)
+            if outputs := [] if call < 0 else [row for row in every if row["role"] != "input"]:
                 self._call(outputs)
         self._remember(ordered)
 
@@ -89,6 +91,9 @@ class Step:
         known = [i for i in row["inputs"] or () if i in self.states and self.states[i].bad]
         if known:
             self.states[row["record"]] = self.states[known[0]]
+            return
+        if row["role"] == "input" and (state := self._like.get((row["dtype"], *(row["shape"] or ())))) is not None:
+            self.states[row["record"]] = state  # the last of this type and shape is the likely one
             return
         carried = self._memory.named.get(row["name"] or "")
         if carried is None and row["name"] is None and row["phase"] == "optimizer":
@@ -123,6 +128,8 @@ class Step:
                 self._maybe_masked(row, inputs)
         for row in outputs:
             self._place_in_memory(row, len(outputs))
+            if (made := self.states.get(row["record"])) is not None and made.bad:
+                self._like[row["dtype"], *(row["shape"] or ())] = made
         first = outputs[0]
         inspected = all(row["dtype"] == "bool" for row in outputs)
         if (

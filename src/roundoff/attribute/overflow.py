@@ -30,7 +30,7 @@ from roundoff.store.schema import OPS, site_name
 FORMATS = ("fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")
 
 _COLUMNS: dict[str, Any] = {key: OPS[key] for key in (
-    "rank", "step", "record", "call", "phase", "module", "operator", "index", "place", "overload", "name", "line",
+    "rank", "step", "record", "call", "phase", "module", "operator", "index", "place", "role", "overload", "name", "line",
     "inputs", "view_of", "inplace", "dtype", "shape", "numel", "min", "max", "nan", "posinf", "neginf", "zero",
     "exponent", "exponents", "group", "reason",
 )}  # fmt: skip

@@ -43,13 +43,11 @@ def base(operator: str) -> str:
 
 
 def values_read(row: Row, outputs: int) -> list[int]:
-    """The inputs whose values an output depends on: not the memory it overwrites, and of a list operator its own item."""
+    """The inputs whose values an output depends on: not the memory it overwrites."""
     inputs = list(row["inputs"] or ())
     operator = base(row["operator"])
     if (row["overload"] or "").endswith("out"):
         inputs = inputs[: len(inputs) - outputs]
-    if operator.startswith("_foreach_") and outputs > 1 and len(inputs) % outputs == 0:
-        inputs = inputs[row["place"] :: outputs]
     if operator in SHAPE_ONLY:
         place = SHAPE_ONLY[operator]
         inputs = inputs[:place] + inputs[place + 1 :]
@@ -61,8 +59,11 @@ def written_input(row: Row, outputs: int) -> int | None:
     inputs = list(row["inputs"] or ())
     if not inputs:
         return None
+    operator = row["operator"]
     if (row["overload"] or "").endswith("out"):
         index = len(inputs) - outputs + row["place"]
+    elif operator.startswith(("_foreach_", "_fused_")):  # a row has the inputs of its own place in the lists
+        index = row["place"] * (len(inputs) - 1) // outputs if operator.startswith("_fused_") else 0
     else:
         index = row["place"]
     return int(inputs[index]) if 0 <= index < len(inputs) else int(inputs[0])

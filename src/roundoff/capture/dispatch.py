@@ -113,6 +113,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if inputs is None or not self.active:
+            if operator.written:
+                for tensor in tensors_in(args, kwargs.values()):
+                    self.recorder.changed(tensor)
             return result
         try:
             self._record(operator, source, inputs, text, args, kwargs, result, beside)
@@ -142,16 +145,14 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written and outputs:
             same = {id(t) for t in written}
             outputs = [t for t in outputs if id(t) not in same]
-        if operator.name in _BATCH_NORM:
-            for tensor in tensors_in(args[3:5]):
-                self.recorder.changed(tensor)
+        changed = tensors_in(args[3:5]) if operator.name in _BATCH_NORM and args[5] else ()
         group = _group(args, kwargs) if operator.collective else None
         records = self.recorder.call(
-            source, operator.name, operator.overload, inputs, outputs, written=written, arguments=text, group=group,
-            each=_by_place(inputs, (*args, *kwargs.values())) if operator.each else None,
+            source, operator.name, operator.overload, inputs, outputs, written=written, changed=changed,
+            arguments=text, group=group, each=_by_place(inputs, (*args, *kwargs.values())) if operator.each else None,
         )  # fmt: skip
         if beside is not None:
-            beside([*written, *outputs], records, self.recorder.own)
+            beside([*written, *outputs], records[: len(written) + len(outputs)], self.recorder.own)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

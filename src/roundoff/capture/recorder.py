@@ -106,11 +106,11 @@ class Recorder:
 
     def call(
         self, source: Source, operator: str, overload: str | None, inputs: Sequence[int], outputs: Sequence[Tensor],
-        *, written: Sequence[Tensor] = (), arguments: str | None = None, group: str | None = None,
+        *, written: Sequence[Tensor] = (), changed: Sequence[Tensor] = (), arguments: str | None = None, group: str | None = None,
         reason: str | None = None, place: int = 0, each: Sequence[list[int]] | None = None,
     ) -> list[int]:  # fmt: skip
-        """One row for each tensor that a call has made or written; gives their records. ``each``: the inputs of each
-        place, where they differ. The arguments stand in the first row."""
+        """One row for each tensor that a call has written, made, or ``changed`` without saying so; gives their records.
+        ``each``: the inputs of each place, where they differ. The arguments stand in the first row."""
         number = self.calls
         self.calls += 1
         key = (source.phase, source.module, operator)
@@ -119,8 +119,9 @@ class Recorder:
         listed = list(inputs)
         head = (number, source.phase, source.module, operator, index)
         records = []
-        for number, tensor in enumerate((*written, *outputs)):
-            inplace = number < len(written)
+        made = range(len(written), len(written) + len(outputs))
+        for number, tensor in enumerate((*written, *outputs, *changed)):
+            inplace = number not in made
             here = each[number % len(each)] if each else listed
             records.append(
                 self._row(tensor, head, place + number, overload, source.line, here, arguments, inplace, group, reason)

@@ -54,13 +54,14 @@ class _Slab:
             if self.device.type == "cpu":
                 self.array = self.blocks[-1].numpy()
         start = self.used
-        for piece, count in zip(pieces, sizes, strict=True):
-            end = self.used + count
-            if self.device.type == "cpu" and piece.dtype in _NUMPY:
-                self.array[self.used : end] = np.asarray(_Memory(piece, every, count))  # a third of torch's time
-            else:
-                self.blocks[-1][self.used : end].copy_(piece[::every])
-            self.used = end
+        with np.errstate(invalid="ignore"):  # NaN of fp16
+            for piece, count in zip(pieces, sizes, strict=True):
+                end = self.used + count
+                if self.device.type == "cpu" and piece.dtype in _NUMPY:
+                    self.array[self.used : end] = np.asarray(_Memory(piece, every, count))  # a third of torch's time
+                else:
+                    self.blocks[-1][self.used : end].copy_(piece[::every])
+                self.used = end
         return len(self.blocks) - 1, start, size
 
 

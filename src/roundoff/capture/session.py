@@ -145,14 +145,14 @@ class Capture:
                     got=f"{self.number} steps", do="check the steps, and that the model runs inside the block",
                 )  # fmt: skip
 
-    def step(self, **scalars: float) -> None:
+    def step(self, **scalars: float | Tensor) -> None:
         """The end of a step; ``scalars`` (loss, loss_scale, grad_norm, lr) are stored with it."""
         self._off()
         if self.recorder.rows and not self.stopped:
             self._write()
         if not self.stopped and self.number in self.steps:
             for name, value in scalars.items():
-                self.writer.scalar(self.number, name, float(value))
+                self.writer.scalar(self.number, name, value.detach() if isinstance(value, Tensor) else value)
         self.number += 1
         self._begin()
 

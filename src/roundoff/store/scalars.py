@@ -10,13 +10,14 @@ import json
 from pathlib import Path
 
 import polars as pl
+import torch
 import xxhash
 
 from roundoff.store.checked import damaged
 from roundoff.store.schema import SCALARS
 
 
-def append(path: Path, step: int, name: str, value: float) -> None:
+def append(path: Path, step: int, name: str, value: float | torch.Tensor) -> None:
     """Add one number. Raises ``OSError``."""
     text = json.dumps([int(step), str(name), repr(float(value))])
     with path.open("a", encoding="utf-8", newline="") as file:

@@ -109,7 +109,7 @@ class Writer:
         """
         self._guarded(lambda: self._finish(step, rows))
 
-    def scalar(self, step: int, name: str, value: float) -> None:
+    def scalar(self, step: int, name: str, value: float | torch.Tensor) -> None:
         """Record a number of this step: ``loss``, ``loss_scale``, ``grad_norm``, ``lr``. May be NaN or infinite."""
         self._guarded(lambda: scalars.append(self._folder / SCALAR_FILE, step, name, value))
 

@@ -2,8 +2,8 @@
 
 A step is forward and backward of a model of capture_models.py. Plain and recorded steps take turns in one process; a
 recorded one lasts from its first operator until ``run.step()`` has written it. Coverage: the calls of a bare dispatch mode
-that computes nothing, against the rows. With ROUNDOFF_PEER_PYTHON, the Python of an environment that has mindstudio-probe,
-the same models are recorded by msprobe beside it (peer_msprobe.py).
+that computes nothing, against the rows. OMP_NUM_THREADS sets the threads (2). With ROUNDOFF_PEER_PYTHON, the Python of an
+environment that has mindstudio-probe, the same models are recorded by msprobe beside it (peer_msprobe.py).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], float, str | None]] = {
     "operators, all tensors": ({"keep": "tensors"}, 3.0, "tensor L1"),
     "operators, fp64 shadow": ({"shadow": "fp64"}, 6.0, None),
 }
-WARM, PAIRS = 2, 11
+WARM, PAIRS = 2, 15
 MEMORY = 50.0  # MiB
 VIEWS = set(
-    "t view detach expand transpose permute select slice unsqueeze squeeze _unsafe_view alias split as_strided _reshape_alias "
-    "unbind chunk split_with_sizes".split()
+    "t view detach expand transpose permute select slice unsqueeze squeeze _unsafe_view alias split as_strided "
+    "_reshape_alias unbind chunk split_with_sizes".split()
 )
 
 
@@ -46,6 +46,7 @@ def main() -> None:
         print(json.dumps(peak(sys.argv[2], sys.argv[3] == "captured")))
         return
     args = options(__doc__)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     names = [name for name in BUILDERS if args.only is None or name in args.only]
     peer = peers(names, args.quick)
     steps, disk, rest = [], [], []
@@ -55,7 +56,8 @@ def main() -> None:
             other = peer.get(name, {}).get(theirs or "")
             ratio = statistics.median(found["ratios"])
             progress(f"{name}, {setting}: {ratio:.2f}")
-            steps.append((name, setting, middle(found["ratios"]), other and other["ratio"], verdict(ratio, bar, at_most=True)))
+            theirs = other and other["ratio"]
+            steps.append((name, setting, middle(found["ratios"]), theirs, bar, verdict(ratio, bar, at_most=True)))
             if how.get("keep") == "tensors":
                 size, half = found["bytes"] / 1e6, other["bytes"] / 2e6 if other else None
                 disk.append((name, size, half and 2 * half, half and verdict(size, half, at_most=True)))
@@ -63,11 +65,13 @@ def main() -> None:
         plain, captured = (statistics.median(memory(name, how) for _ in range(3)) for how in ("plain", "captured"))
         rest.append((name, calls, rows, ", ".join(sorted(missing)) or "none", verdict(len(missing), 0, at_most=True),
                      captured - plain, verdict(captured - plain, MEMORY, at_most=True)))  # fmt: skip
-    table("Recorded step / plain step, median (range)", ("model", "recorded", "roundoff", "msprobe", "bar"), steps)
+    threads = torch.get_num_threads()
+    title = f"Recorded step / plain step, median (range), {threads} threads"
+    table(title, ("model", "recorded", "roundoff", "msprobe", "bar", "verdict"), steps)
     table("All tensors of a step on disk (MB)", ("model", "roundoff", "msprobe", "bar: half"), disk)
     table(
         "Compute calls of a step, and memory of statistics",
-        ("model", "calls", "recorded", "without a row", "bar", "peak of the process, more by (MiB)", f"bar {MEMORY:.0f}"), rest,
+        ("model", "calls", "recorded", "without a row", "bar", "more memory at the peak, MiB", f"bar {MEMORY:.0f}"), rest,
     )  # fmt: skip
 
 

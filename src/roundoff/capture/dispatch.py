@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from roundoff.capture.paths import Paths
@@ -173,6 +173,21 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = Source("forward", path, user_line(2))
             with torch.no_grad(), self.paused():
                 self._boundary(source, module, inputs, output)
+        except Exception as error:  # noqa: BLE001
+            self.failed(error)
+
+    def triton(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """A kernel has been launched on these; which of them it wrote is not known, so all have rows."""
+        if not self.active or _get_current_dispatch_mode() is not self:  # inside an operator, which has a row
+            return
+        try:
+            phase = "backward" if torch._C._current_graph_task_id() != -1 else self.phase
+            source = Source(phase, self.paths.current(), user_line(3))
+            if self.wanted is None or self.wanted(f"{source.module}/triton::{name}"):
+                with torch.no_grad(), self.paused():
+                    records = [self.recorder.record_of(t, source) for t in tensors]
+                    self.recorder.call(source, f"triton::{name}", None, records, [], written=tensors,
+                                       reason="a Triton kernel: which arguments it writes is not known")  # fmt: skip
         except Exception as error:  # noqa: BLE001
             self.failed(error)
 

@@ -106,8 +106,8 @@ class Recorder:
 
     def call(
         self, source: Source, operator: str, overload: str | None, inputs: Sequence[int], outputs: Sequence[Tensor],
-        *, written: Sequence[Tensor] = (), changed: Sequence[Tensor] = (), arguments: str | None = None, group: str | None = None,
-        reason: str | None = None, place: int = 0, each: Sequence[list[int]] | None = None,
+        *, written: Sequence[Tensor] = (), changed: Sequence[Tensor] = (), arguments: str | None = None,
+        group: str | None = None, reason: str | None = None, place: int = 0, each: Sequence[list[int]] | None = None,
     ) -> list[int]:  # fmt: skip
         """One row for each tensor that a call has written, made, or ``changed`` without saying so; gives their records.
         ``each``: the inputs of each place, where they differ. The arguments stand in the first row."""

@@ -31,6 +31,7 @@ from roundoff.capture.own import shadow as run_beside
 from roundoff.capture.paths import Paths
 from roundoff.capture.recorder import Recorder
 from roundoff.capture.steps import Steps
+from roundoff.capture.triton import TritonCalls
 from roundoff.errors import RunError
 from roundoff.store import Writer
 
@@ -120,6 +121,8 @@ class Capture:
                 wanted=self._wanted if self.sites else None,
             )  # fmt: skip
             self.paths.listeners.append(self._mode.compiled)
+            self._triton = TritonCalls(self._mode.triton)
+            stack.callback(self._triton.remove)
         else:
             self._modules = ModuleRecording(self.paths, failed=self._failed, wanted=self._wanted if self.sites else None)
             self.paths.listeners.append(self._modules.listen)
@@ -173,6 +176,7 @@ class Capture:
             self._modules.begin(self.recorder)
         else:
             self._mode.begin(self.recorder)
+            self._triton.install()
             self._mode.active = True
             if not self._on and _in_compile_wrapper():
                 self._failed(RuntimeError("the step before it ended inside of what torch.compile wraps, where a recording "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from roundoff.capture.collectives import finished, group_of
+from roundoff.capture.lines import COMPILED, in_compiled, user_line
 from roundoff.capture.paths import Paths
-from roundoff.capture.recorder import COMPILED, Recorder, Source, in_compiled, user_line
+from roundoff.capture.plain import tensors_in
+from roundoff.capture.recorder import Recorder, Source
 
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
-#: Seconds that a collective may take before its values are given up.
-_PATIENCE = 5.0
 #: These write running statistics (arguments 3 and 4) without saying so in their schema.
 _BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 try:
@@ -130,10 +129,10 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen[operator.overload] += 1
         written: list[Tensor] = []
         if operator.collective:
-            if not _finished(operator, result):
+            if not finished(operator.name, result):
                 for tensor in tensors_in((args, result)):
                     self.recorder.changed(tensor)
-                self.recorder.call(source, operator.name, operator.overload, inputs, [], group=_group(args, kwargs),
+                self.recorder.call(source, operator.name, operator.overload, inputs, [], group=group_of(args, kwargs),
                                    reason="it had not finished when it was recorded")  # fmt: skip
                 return
             if operator.name.startswith("c10d::") and operator.name.endswith("_") and args:
@@ -146,7 +145,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             same = {id(t) for t in written}
             outputs = [t for t in outputs if id(t) not in same]
         changed = tensors_in(args[3:5]) if operator.name in _BATCH_NORM and args[5] else ()
-        group = _group(args, kwargs) if operator.collective else None
+        group = group_of(args, kwargs) if operator.collective else None
         records = self.recorder.call(
             source, operator.name, operator.overload, inputs, outputs, written=written, changed=changed,
             arguments=text, group=group, each=_by_place(inputs, (*args, *kwargs.values())) if operator.each else None,
@@ -245,29 +244,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-def tensors_in(*groups: Any) -> list[Tensor]:
-    """The tensors among arguments and in lists of them, however deep."""
-    found: list[Tensor] = []
-    for group in groups:
-        for value in group:
-            kind = type(value)
-            if kind in _KINDS:
-                if kind is list or kind is tuple:
-                    if value and type(value[0]) is not int:
-                        found += tensors_in(value)
-                elif kind is Tensor or kind is Parameter:
-                    found.append(value)
-            elif isinstance(value, Tensor):
-                found.append(value)
-            elif isinstance(value, (list, tuple)):
-                found += tensors_in(value)
-    return found
-
-
-#: Told apart by their type alone, which is faster than ``isinstance``.
-_KINDS = frozenset({Tensor, Parameter, list, tuple, int, float, bool, str, type(None), torch.dtype, torch.device})
-
-
 def _by_place(inputs: list[int], values: Sequence[Any]) -> list[list[int]]:
     """The inputs of each place of a call on lists: the tensors at this place, and those that stand alone."""
     lists, alone, position = [], [], 0
@@ -280,42 +256,3 @@ def _by_place(inputs: list[int], values: Sequence[Any]) -> list[list[int]]:
         elif part:
             lists.append(part)
     return [[part[i] for part in lists if i < len(part)] + alone for i in range(max(map(len, lists), default=0))]
-
-
-def _finished(operator: Operator, result: Any) -> bool:
-    """Waits for a collective, so that its values can be read; not for ever, since a program may rely on going on first."""
-    if operator.name.startswith("_c10d_functional"):
-        for tensor in tensors_in((result,)):
-            torch.ops._c10d_functional.wait_tensor(tensor)
-        return True
-    patience = 0.0 if "recv" in operator.name or "send" in operator.name else _PATIENCE
-    until = time.monotonic() + patience
-    for value in tree_leaves(result):
-        if not isinstance(value, torch.ScriptObject):
-            continue
-        try:
-            work = torch.distributed.Work.unbox(value)
-        except (RuntimeError, TypeError):
-            continue  # some other object
-        while not work.is_completed():
-            if time.monotonic() >= until:
-                return False
-            time.sleep(1e-4)
-    return True
-
-
-def _group(args: Any, kwargs: Any) -> str | None:
-    """The ranks of a collective, ``"0,1"``; None where its group cannot be asked."""
-    import torch.distributed as dist
-
-    for value in tree_leaves((args, kwargs)):
-        try:
-            if isinstance(value, str):
-                value = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined, arg-type]
-            elif isinstance(value, torch.ScriptObject):
-                value = dist.ProcessGroup.unbox(value)
-            if isinstance(value, dist.ProcessGroup):
-                return ",".join(map(str, dist.get_process_group_ranks(value)))
-        except (RuntimeError, ValueError, TypeError, AttributeError):
-            continue
-    return None

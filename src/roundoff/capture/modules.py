@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from roundoff.capture.dispatch import tensors_in
 from roundoff.capture.paths import Paths
+from roundoff.capture.plain import tensors_in
 from roundoff.capture.recorder import Recorder, Source
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,69 +18,21 @@ import torch
 from torch import Tensor
 
 from roundoff.capture.kernel import CHUNK, COMPILED, FUNCTIONS, LARGEST, ROW, compiled
+from roundoff.capture.samples import NUMPY, SAMPLE, Entry, Memory, Slab, histograms_of
 
-#: Elements of the strided sample; a tensor that is not larger is kept whole until the step is over.
-SAMPLE = 512
 #: fp32 sums of squares lose precision below this magnitude, and overflow to infinity above 2**64.
 _TINY = 2.0**-50
-
-_BLOCK = 2**18
-_NUMPY = {
-    torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2", torch.int64: "<i8", torch.int32: "<i4",
-    torch.bool: "|b1", torch.uint8: "|u1", torch.int8: "|i1",
-}  # fmt: skip
 
 COLUMNS = ("min", "max", "mean", "l2", "std", "nan", "posinf", "neginf", "zero", "subnormal")
 Row = tuple[float | None, float | None, float | None, float | None, float | None, int, int, int, int, int]
 EMPTY: Row = (None, None, None, None, None, 0, 0, 0, 0, 0)
 
 
-@dataclass
-class _Slab:
-    """Samples of one device, in blocks that are allocated once."""
-
-    device: torch.device
-    blocks: list[Tensor] = field(default_factory=list)
-    used: int = _BLOCK
-
-    def keep(self, pieces: Sequence[Tensor], every: int) -> tuple[int, int, int]:
-        """Every so-manyth element; gives the block, where they begin in it, and how many they are."""
-        sizes = [-(-piece.numel() // every) for piece in pieces]
-        size = sum(sizes)
-        if self.used + size > _BLOCK:
-            self.blocks.append(torch.empty(_BLOCK, dtype=torch.float64, device=self.device))
-            self.used = 0
-            if self.device.type == "cpu":
-                self.array = self.blocks[-1].numpy()
-        start = self.used
-        with np.errstate(invalid="ignore"):  # NaN of fp16
-            for piece, count in zip(pieces, sizes, strict=True):
-                end = self.used + count
-                if self.device.type == "cpu" and piece.dtype in _NUMPY:
-                    self.array[self.used : end] = np.asarray(_Memory(piece, every, count))  # a third of torch's time
-                else:
-                    self.blocks[-1][self.used : end].copy_(piece[::every])
-                self.used = end
-        return len(self.blocks) - 1, start, size
-
-
-class _Memory:
-    """What numpy reads; ``Tensor.numpy()`` would fix the size of the program's own storage."""
-
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, flat: Tensor, every: int, size: int) -> None:
-        self.__array_interface__ = {
-            "version": 3, "data": (flat.data_ptr(), True), "shape": (size,), "strides": (every * flat.element_size(),),
-            "typestr": _NUMPY[flat.dtype],
-        }  # fmt: skip
-
-
 class Statistics:
     """Collects the tensors of one step; ``finish`` gives the statistics of each by the number it was added with."""
 
     def __init__(self) -> None:
-        self._slabs: dict[torch.device, _Slab] = {}
+        self._slabs: dict[torch.device, Slab] = {}
         self._samples: list[tuple[int, torch.device, int, int, int, bool, float]] = []
         self._rows: dict[int, Row] = {}
         self._later: list[tuple[int, Tensor]] = []
@@ -99,16 +50,17 @@ class Statistics:
         device, dtype = tensor.device, tensor.dtype
         slab = self._slabs.get(device)
         if slab is None:
-            slab = self._slabs[device] = _Slab(device)
-        block, start, size = slab.keep(pieces, 1 if small else -(-count // SAMPLE))
-        tiny = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
-        self._samples.append((number, device, block, start, size, small, tiny))
+            slab = self._slabs[device] = Slab(device)
         if small:
-            return
-        if device.type == "cpu":
+            pass
+        elif device.type == "cpu":
             self._rows[number] = measure(pieces)
         else:  # fetched once, after the step
             self._later.append((number, torch.stack(_exact(torch.cat(pieces) if len(pieces) > 1 else pieces[0]))))
+        # taken last: the pass before has brought the memory near
+        block, start, size = slab.keep(pieces, 1 if small else -(-count // SAMPLE))
+        tiny = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
+        self._samples.append((number, device, block, start, size, small, tiny))
 
     def finish(self) -> tuple[dict[int, Row], dict[int, tuple[int, list[int], int]]]:
         """Statistics by number, and ``(lowest exponent, counts, size of the sample)`` by number."""
@@ -121,37 +73,14 @@ class Statistics:
             by_block.setdefault((device, block), []).append((number, start, size, small, tiny))
         for (device, block), entries in by_block.items():
             stored = fetched[device][block]
-            histograms.update(_histograms(stored[entries[0][1] : entries[-1][1] + entries[-1][2]], entries))
+            histograms.update(histograms_of(stored[entries[0][1] : entries[-1][1] + entries[-1][2]], entries))
             whole = [e for e in entries if e[3]]
             if whole:
                 self._rows.update(_small_rows(np.concatenate([stored[e[1] : e[1] + e[2]] for e in whole]), whole))
         return self._rows, histograms
 
 
-_Entry = tuple[int, int, int, bool, float]
-
-
-def _histograms(values: np.ndarray, entries: Sequence[_Entry]) -> dict[int, tuple[int, list[int], int]]:
-    """The biased exponent is in bits 52 to 62 of an fp64 number: 0 is zero (fp64 subnormals with it), 2047 not finite."""
-    biased = (values.view(np.int64) >> 52).astype(np.int32) & 2047
-    (used,) = np.nonzero(np.bincount(biased, minlength=2048)[1:2047])
-    first, last = (int(used[0]) + 1, int(used[-1]) + 1) if len(used) else (1, 1)
-    width = last - first + 3  # with a column at each end for what does not count
-    segment = np.repeat(np.arange(len(entries), dtype=np.int32) * width - (first - 1), [e[2] for e in entries])
-    counts = np.bincount(np.clip(biased, first - 1, last + 1) + segment, minlength=len(entries) * width)
-    counts = counts.reshape(-1, width)[:, 1:-1]
-    width -= 2
-    seen = counts.astype(np.bool_)
-    low = seen.argmax(axis=1).tolist()
-    high = (width - seen[:, ::-1].argmax(axis=1)).tolist()
-    some = counts.sum(axis=1).tolist()
-    return {
-        entry[0]: (low[i] + first - 1023, counts[i, low[i] : high[i]].tolist(), entry[2]) if some[i] else (0, [], entry[2])
-        for i, entry in enumerate(entries)
-    }
-
-
-def _small_rows(values: np.ndarray, entries: Sequence[_Entry]) -> dict[int, Row]:
+def _small_rows(values: np.ndarray, entries: Sequence[Entry]) -> dict[int, Row]:
     """Statistics of tensors that were kept whole, one after the other in ``values``."""
     sizes = np.array([e[2] for e in entries])
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
@@ -217,7 +146,7 @@ def measure(pieces: Sequence[Tensor]) -> Row:
     """The statistics of flat CPU tensors, taken together, now; none of them is empty."""
     dtype = pieces[0].dtype
     if dtype not in COMPILED:
-        exact = _integers if dtype in _NUMPY and not dtype.is_floating_point else _exact_chunk
+        exact = _integers if dtype in NUMPY and not dtype.is_floating_point else _exact_chunk
         return _row([exact(chunk) for piece in pieces for chunk in torch.split(piece, CHUNK)])
     row = _quick(pieces)
     return _masked(pieces) if row is None else row
@@ -248,9 +177,9 @@ def _parts(name: str, pieces: Sequence[Tensor], *numbers: Tensor) -> list[list[f
 
 def _tail(left: Tensor) -> list[float]:
     """``sums`` of a few elements, in fp64."""
-    wide = np.asarray(_Memory(left, 1, left.numel())).astype(np.float64) if left.dtype in _NUMPY else left.double().numpy()
+    wide = np.asarray(Memory(left, 1, left.numel())).astype(np.float64) if left.dtype in NUMPY else left.double().numpy()
     with np.errstate(invalid="ignore"):
-        return [wide.min(), wide.max(), wide.sum(), wide @ wide, np.abs(wide).min()]
+        return [wide.min(), wide.max(), wide.sum(), (wide * wide).sum(), np.abs(wide).min()]
 
 
 def _quick(pieces: Sequence[Tensor]) -> Row | None:
@@ -324,12 +253,13 @@ def _exact_chunk(flat: Tensor) -> list[float]:
 
 def _integers(flat: Tensor) -> list[float]:
     """What ``_exact`` gives, of integers and booleans, all of which are finite."""
-    numbers = np.asarray(_Memory(flat, 1, flat.numel()))
+    numbers = np.asarray(Memory(flat, 1, flat.numel()))
     wide = numbers.astype(np.float64)
     mean = wide.mean()
     off = wide - mean
     zeros = len(wide) - np.count_nonzero(numbers)
-    return [numbers.min(), numbers.max(), mean, wide @ wide, off @ off, len(wide), 0, 0, 0, zeros, 0]
+    # no "@": the threads of numpy's BLAS would go on spinning beside torch's
+    return [numbers.min(), numbers.max(), mean, (wide * wide).sum(), (off * off).sum(), len(wide), 0, 0, 0, zeros, 0]
 
 
 def _row(parts: list[list[Any]]) -> Row:

@@ -1,0 +1,62 @@
+"""The user's source line that a call comes from, and whether it comes from code that a compiler has written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_skipped: dict[Any, bool] = {}
+#: Where a call stands that the compiler's code makes: what that code writes between such calls is not seen.
+COMPILED = "compiled"
+_lines: dict[tuple[Any, int], str] = {}
+
+
+def user_line(depth: int = 2) -> str | None:
+    """File and line of the innermost frame that is neither torch's nor ours; a file below the working directory by its
+    path from there, one of an installed package by its path in it. ``COMPILED`` where the compiler's code comes first."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        skip = _skipped.get(code)
+        if skip is None:
+            name = code.co_filename
+            if in_compiled(name):
+                return COMPILED
+            skip = _skipped[code] = name.startswith((_OURS, _TORCH, "<")) or "/importlib/" in name
+        if not skip:
+            key = (code, frame.f_lineno)
+            line = _lines.get(key)
+            if line is None:
+                line = _lines[key] = f"{_short(code.co_filename)}:{frame.f_lineno}"
+            return line
+        frame = frame.f_back
+    return None
+
+
+def in_compiled(name: str | None = None) -> bool:
+    """Whether the file ``name`` is code that Inductor has written; without a name, whether such code runs now."""
+    if name is not None:
+        own = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        return "/torchinductor_" in name or bool(own and name.startswith(own))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not in_compiled(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _short(name: str) -> str:
+    path = Path(name)
+    for marker in ("site-packages", "dist-packages"):
+        if marker in path.parts:
+            return "/".join(path.parts[path.parts.index(marker) + 1 :])
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return path.name

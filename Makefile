@@ -8,10 +8,11 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo bench clean
+.PHONY: help install test test-optional demo bench clean
 
 help:
 	@echo "make test    ruff, mypy and pytest"
+	@echo "make test-optional   the tests that need Lightning, accelerate or Triton"
 	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
 	@echo "make bench   run the benchmarks"
 	@echo "make clean   remove what the others made"
@@ -29,6 +30,10 @@ test: $(STAMP)
 	$(RUN)/ruff check
 	$(RUN)/mypy
 	$(RUN)/python -m pytest -q
+
+test-optional: $(STAMP)
+	$(RUN)/python -m pip install --quiet -c constraints.txt accelerate lightning triton
+	$(RUN)/python -m pytest -q tests/capture/test_callbacks.py tests/capture/test_triton.py
 
 demo: $(STAMP)
 	$(RUN)/roundoff diagnose examples/minilm.py -o out/minilm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import polars as pl
@@ -427,3 +428,36 @@ def test_scalars_are_kept(path):
         train(run=run)
     scalars = roundoff.load(path).scalars.collect()
     assert scalars.filter(name="loss")["step"].to_list() == [0, 1]
+
+
+def test_list_operators_have_the_inputs_of_each_place(path):
+    a, b = [torch.ones(3), torch.ones(2, 2)], [torch.full((3,), 2.0), torch.full((2, 2), 5.0)]
+    with roundoff.capture(path, keep="tensors"):
+        torch._foreach_add_(a, b)
+    table = rows(path)
+    made = table.filter(operator="_foreach_add_")
+    inputs = [[table.row(i, named=True)["shape"] for i in each] for each in made["inputs"]]
+    assert inputs == [[[3], [3]], [[2, 2], [2, 2]]]
+    assert made["max"].to_list() == [3.0, 6.0]
+    assert made["arguments"].null_count() == 1  # written once, not for each place
+
+
+def test_running_statistics_are_rows_of_their_batch_normalisation(path):
+    norm = nn.BatchNorm1d(4)
+    with roundoff.capture(path, norm):
+        norm(torch.full((3, 4), 2.0))
+        norm.eval()(torch.full((3, 4), 2.0))
+    made = rows(path).filter(pl.col("name") == "running_mean", pl.col("call") >= 0)
+    assert made.select("operator", "place", "inplace", "max").rows() == [("native_batch_norm", 3, True, pytest.approx(0.2))]
+
+
+def test_scalars_of_any_kind(path):
+    with roundoff.capture(path) as run:
+        x = torch.ones(3, requires_grad=True) * 2.0
+        run.step(loss=x.sum(), lr=1e-3)
+        x.sum()
+        run.step(loss=float("nan"))
+    found = roundoff.load(path).scalars.collect()
+    assert found["name"].to_list() == ["loss", "lr", "loss"]
+    assert found["value"].to_list()[:2] == [6.0, 1e-3]
+    assert math.isnan(found["value"][2])

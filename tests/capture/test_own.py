@@ -103,3 +103,30 @@ def test_lists_shapes_and_other_kinds():
     assert own_error(torch.tensor([1.5]).to(torch.float8_e4m3fn), torch.tensor([1.0])) == [OwnError(0.5, 0.5, 1)]
     z = torch.tensor([1 + 1j])
     assert own_error(z.conj(), z.conj().resolve_conj()) == [OwnError(0, 0, math.sqrt(2))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("change", ["none", "same", "nan", "inf", "tiny", "permuted"])
+def test_large_tensors_in_one_pass_as_element_by_element(dtype, change):
+    torch.manual_seed(0)
+    reference = torch.randn(70, 1031, dtype=torch.float64)
+    if change == "permuted":
+        reference = reference.T
+    if change == "tiny":
+        reference = reference * 1e-160
+    if change == "same":
+        reference = reference.to(dtype).double()
+    actual = reference.to(dtype)
+    if change in ("nan", "inf"):
+        actual[3, 5] = float(change)
+    (found,) = own_error(actual, reference)
+    off = (actual.double() - reference).abs()
+    if change in ("nan", "inf"):
+        assert found.l2 == found.max == inf
+    else:
+        # sums of 72,170 squares in fp64, in another order
+        l2 = torch.linalg.vector_norm(off / off.amax().clamp(min=1e-300)) * off.amax()
+        assert found.l2 == pytest.approx(float(l2), rel=1e-12)
+        assert found.max == float(off.amax())
+    size = reference.abs()
+    assert found.reference == pytest.approx(float(torch.linalg.vector_norm(size / size.amax()) * size.amax()), rel=1e-12)

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from roundoff.capture import stand_in
+from roundoff.capture.convolution import convolution, convolution_backward
 from roundoff.capture.refusal import Refusal
 
 aten = torch.ops.aten
@@ -87,3 +90,41 @@ def test_other_recurrent_kernels_are_refused():
     x = torch.randn(5, 3, 6)
     with pytest.raises(Refusal):
         stand_in.lstm(x, x, x, x, x, x, x, reverse=False, mode=3, has_biases=True, batch_sizes=[])
+
+
+SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(3, 7), st.integers(3, 7))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    SIZES, st.integers(1, 4), st.tuples(st.integers(1, 3), st.integers(1, 3)), st.integers(1, 2), st.integers(0, 1),
+    st.booleans(),
+)  # fmt: skip
+def test_convolutions_are_torchs(size, out, kernel, stride, padding, bias):
+    torch.manual_seed(0)
+    x = torch.randn(size, dtype=torch.float64)
+    weight = torch.randn(out, size[1], *kernel, dtype=torch.float64)
+    shift = torch.randn(out, dtype=torch.float64) if bias else None
+    rest = {"stride": [stride] * 2, "padding": [padding] * 2, "dilation": [1, 1], "transposed": False,
+            "output_padding": [0, 0], "groups": 1}  # fmt: skip
+    true = torch.ops.aten.convolution(x, weight, shift, *rest.values())
+    found = convolution(x, weight, shift, **rest)
+    few = true[0, 0].numel() <= 32
+    assert (found is not None) == few
+    if not few:
+        return
+    # sums of at most 4 * 9 products of normal numbers, in another order
+    torch.testing.assert_close(found[0], true, rtol=1e-12, atol=1e-12)
+    grad = torch.randn_like(true)
+    for mask in ([True, True, bias], [False, True, False], [True, False, False]):
+        wanted = torch.ops.aten.convolution_backward(grad, x, weight, [out], *rest.values(), mask)
+        got = convolution_backward(grad, x, weight, bias_sizes=[out], output_mask=mask, **rest)
+        for a, b in zip(got, [w for w in wanted if w is not None and w.numel()], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("change", [{"groups": 2}, {"dilation": [2, 2]}, {"transposed": True}])
+def test_other_convolutions_are_left_to_torch(change):
+    rest = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "transposed": False, "groups": 1}
+    x, weight = torch.ones(1, 4, 5, 5, dtype=torch.float64), torch.ones(4, 4, 3, 3, dtype=torch.float64)
+    assert convolution(x, weight, None, **rest | change) is None

@@ -132,6 +132,19 @@ def test_layouts_have_the_statistics_of_their_elements():
         check(row, tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_slices_of_large_tensors_are_read_block_by_block(dtype):
+    """Few blocks are read where they lie, crumbs are copied; a storage may still be resized afterwards."""
+    torch.manual_seed(0)
+    base = (torch.randn(4, 9, 3 * ROW + 7) * 20).to(dtype)
+    tensors = [base[:, 1:8], base[1:3, 2:], base[:, :, 5:], base.transpose(0, 1)[2:], base[:, :1].expand(4, 5, 3 * ROW + 7)]
+    rows, histograms = statistics(*tensors)
+    for number, (row, tensor) in enumerate(zip(rows, tensors, strict=True)):
+        check(row, tensor)
+        assert histograms[number][2] >= SAMPLE / 2
+    base.untyped_storage().resize_(0)  # what FSDP does; Tensor.numpy() would have made it an error
+
+
 def test_memory_order_is_a_view_with_every_element_once():
     tensor = torch.randn(4, 8, 6, 5).to(memory_format=torch.channels_last)
     flat = in_memory_order(tensor)

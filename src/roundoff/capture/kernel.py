@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import math
 import os
 import platform
@@ -22,6 +23,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("roundoff")
 
 #: Elements of one call: counts are summed in fp32, which holds every whole number up to 2**24.
 LARGEST = 2**24
@@ -124,6 +127,7 @@ def _package(name: str, dtype: torch.dtype, parallel: bool) -> Path:
 def _build(path: Path, name: str, dtype: torch.dtype, parallel: bool) -> bool:
     words = [str(path), name, str(dtype).removeprefix("torch."), str(int(parallel))]
     # the program under capture may have changed what Python imports, or be one of several processes that build
+    log.warning("compiling %s of %s, once on this machine (some 10 seconds)", name, words[2])
     paths = os.pathsep.join(p for p in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")) if p)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -147,7 +147,7 @@ def measure(pieces: Sequence[Tensor]) -> Row:
     dtype = pieces[0].dtype
     if dtype not in COMPILED:
         exact = _integers if dtype in NUMPY and not dtype.is_floating_point else _exact_chunk
-        return _row([exact(chunk) for piece in pieces for chunk in torch.split(piece, CHUNK)])
+        return _row([exact(chunk) for piece in pieces for chunk in torch.split(piece, CHUNK // 4)])  # fp64 copies of it
     row = _quick(pieces)
     return _masked(pieces) if row is None else row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from pathlib import Path
@@ -11,7 +12,8 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-CHUNK_BYTES = 128 * 2**20
+#: Small enough that most of a step is written while the step runs.
+CHUNK_BYTES = 32 * 2**20
 METADATA = "roundoff"
 
 # Dtypes that every version of safetensors reads back. All others are stored as their bytes, and the metadata says
@@ -170,7 +172,9 @@ def _bytes(plain: torch.Tensor) -> torch.Tensor:
 
 def _hash(plain: torch.Tensor) -> str:
     digest = xxhash.xxh3_128(f"{_name(plain.dtype)} {list(plain.shape)} ".encode())
-    digest.update(_bytes(plain).numpy().data)
+    size = plain.numel() * plain.element_size()
+    if size:  # Tensor.numpy() would fix the size of the program's own storage
+        digest.update((ctypes.c_char * size).from_address(plain.data_ptr()))
     return digest.hexdigest()
 
 

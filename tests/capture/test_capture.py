@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import roundoff
+from roundoff.attribute.overflow import overflow
 from roundoff.errors import RoundoffError
 
 
@@ -461,3 +462,15 @@ def test_scalars_of_any_kind(path):
     assert found["name"].to_list() == ["loss", "lr", "loss"]
     assert found["value"].to_list()[:2] == [6.0, 1e-3]
     assert math.isnan(found["value"][2])
+
+
+def test_what_a_checkpoint_computes_again_is_no_gradient(path):
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with roundoff.capture(path, net):
+        x = torch.full((2, 4), 1e4, requires_grad=True)
+        (torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).sum() * 1e-6).backward()
+    made = rows(path).filter(pl.col("call") >= 0)
+    assert made.filter("recomputed")["operator"].to_list().count("addmm") == 1
+    assert not made.filter(pl.col("phase") == "forward")["recomputed"].any()
+    scale = overflow(rows(path)).loss_scale
+    assert scale.largest <= 2 * 1e4 * 1e-6 * (1 + 2**-20)  # of a weight's gradient, from two rows of 1e4

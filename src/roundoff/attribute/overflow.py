@@ -31,9 +31,11 @@ FORMATS = ("fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")
 
 _COLUMNS: dict[str, Any] = {key: OPS[key] for key in (
     "rank", "step", "record", "call", "phase", "module", "operator", "index", "place", "role", "overload", "name", "line",
-    "inputs", "view_of", "inplace", "dtype", "shape", "numel", "min", "max", "nan", "posinf", "neginf", "zero",
+    "recomputed", "inputs", "view_of", "inplace", "dtype", "shape", "numel", "min", "max", "nan", "posinf", "neginf", "zero",
     "exponent", "exponents", "group", "reason",
 )}  # fmt: skip
+#: What a checkpoint computes again in the backward pass are activations.
+_OF_THE_FORWARD = pl.when("recomputed").then(pl.lit("forward")).otherwise("phase").alias("phase")
 _DEFAULTS = {
     "rank": 0,
     "step": 0,
@@ -42,6 +44,7 @@ _DEFAULTS = {
     "place": 0,
     "phase": "forward",
     "inplace": False,
+    "recomputed": False,
 }
 _COUNTS = ("nan", "posinf", "neginf", "zero")
 
@@ -129,10 +132,10 @@ def overflow(
     return Overflow(
         events=table,
         margins=margins(marked, within=within),
-        formats=format_shares(marked.filter(~pl.col("masked")), names),
+        formats=format_shares(marked.filter(~pl.col("masked")).with_columns(_OF_THE_FORWARD), names),
         first=born.row(0, named=True) if born.height else None,
         loss_scale=recommend(
-            rows.filter(pl.col("phase") == "backward"),
+            rows.filter(pl.col("phase") == "backward", ~pl.col("recomputed")),
             _recorded_scales(rows, scalars),
             _lost(table),
             loss_format,

@@ -213,7 +213,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase = "collective" if operator.collective else "backward"
         path = self.paths.current()
         if path:  # a checkpoint computes its forward again
-            return Source(phase, path, user_line(4))
+            return Source(phase, path, user_line(4), again=True)
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return Source(phase, "", None)

@@ -17,19 +17,19 @@ Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 Keep = Callable[[int, Tensor], dict[str, Any]]
 
 FIELDS = (
-    "record", "call", "phase", "module", "operator", "index", "place", "overload", "name", "line", "inputs",
+    "record", "call", "phase", "module", "operator", "index", "recomputed", "place", "overload", "name", "line", "inputs",
     "arguments", "view_of", "inplace", "dtype", "shape", "stride", "offset", "device", "layout", "numel", "group", "reason",
 )  # fmt: skip
 _DTYPES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
 class Source:
-    """Where a call stands: phase, module path and user source line."""
+    """Where a call stands: phase, module path and user source line; ``again``: a checkpoint computes its forward again."""
 
-    __slots__ = ("line", "module", "phase")
+    __slots__ = ("again", "line", "module", "phase")
 
-    def __init__(self, phase: str, module: str, line: str | None) -> None:
-        self.phase, self.module, self.line = phase, module, line
+    def __init__(self, phase: str, module: str, line: str | None, again: bool = False) -> None:
+        self.phase, self.module, self.line, self.again = phase, module, line, again
 
 
 class _Memory:
@@ -113,7 +113,7 @@ class Recorder:
         index = self._counts[key]
         self._counts[key] += 1
         listed = list(inputs)
-        head = (number, source.phase, source.module, operator, index)
+        head = (number, source.phase, source.module, operator, index, source.again)
         records = []
         made = range(len(written), len(written) + len(outputs))
         for number, tensor in enumerate((*written, *outputs, *changed)):
@@ -142,7 +142,7 @@ class Recorder:
         if memory is not None and memory.latest >= 0 and name is None:
             operator, inputs = "alias", [memory.latest]  # another view of memory that a call has written
         key = ("", "", operator)
-        head = (-1, source.phase, "", operator, self._counts[key])
+        head = (-1, source.phase, "", operator, self._counts[key], False)
         self._counts[key] += 1
         return self._row(tensor, head, 0, None, source.line, inputs, None, False, None, None)
 

@@ -43,6 +43,7 @@ OPS: dict[str, Any] = {
     "arguments": pl.Utf8,  # JSON of the others, {"record": id} in place of tensors; null: unwritable
     "view_of": pl.Int64,  # record whose memory this is a view of
     "inplace": pl.Boolean,
+    "recomputed": pl.Boolean,  # in the backward pass, of the forward: a checkpoint
     "dtype": pl.Utf8,  # "float32"
     "shape": pl.List(pl.Int64),
     # how the kept elements, which lie in the order of memory, become the tensor: of the record itself, or of view_of

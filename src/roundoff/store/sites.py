@@ -19,10 +19,10 @@ SORTS: dict[str, pl.Expr] = {
     "mean": pl.col("mean").abs(),
     "l2": pl.col("l2"),
     "std": pl.col("std"),
-    "zero": pl.col("zero") / pl.col("numel"),
-    "subnormal": pl.col("subnormal") / pl.col("numel"),
+    "zero": (pl.col("zero") / pl.col("numel")).fill_nan(None),
+    "subnormal": (pl.col("subnormal") / pl.col("numel")).fill_nan(None),
     "size": pl.col("numel"),
-    "own": pl.col("own_l2") / pl.col("l2"),
+    "own": (pl.col("own_l2") / pl.col("l2")).fill_nan(None),
 }
 ORDER = "order"
 PHASES = ("forward", "backward", "optimizer", "collective")

@@ -129,13 +129,16 @@ class Capture:
         self._begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        unfinished = None
         try:
             self._off()
             if self.recorder.rows and not self.stopped and (kind is not None or not self.number):
+                unfinished = None if kind is None else self.number
                 self._write()  # what follows the last step, an evaluation maybe, is no step
         finally:
             self._stack.close()
-            self.writer.close(complete=kind is None and self.stopped is None, coverage=self._coverage())
+            complete = kind is None and self.stopped is None
+            self.writer.close(complete=complete, coverage=self._coverage(), unfinished=unfinished)
         if kind is None and not self.stopped:
             if self.sites and not self.matched:
                 raise RunError(

@@ -37,9 +37,12 @@ def command(
     from roundoff.store import load
     from roundoff.store.sites import show
 
-    found = show(load(run).ops, site, phase=phase, rank=rank, step=step, sort=sort, views=views)
+    recorded = load(run)
+    found = show(recorded.ops, site, phase=phase, rank=rank, step=step, sort=sort, views=views)
     if json:
         o.print_json({"run": str(run), **found})
     else:
+        if recorded.about.get("unfinished") == found["step"]:
+            print(f"Step {found['step']} was not finished: the program failed in it.")
         print_show(found, o.console(False), limit=limit)
     return 0

@@ -305,6 +305,29 @@ def quantized():
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantize_per_tensor"
 
 
+def zeros_without_memory():
+    return torch._efficientzerotensor((2000,)) + torch.ones(2000), "prims::add"
+
+
+def freed():
+    x = torch.randn(3000)
+    x.untyped_storage().resize_(0)
+    return x.view(3, 1000), "view"
+
+
+def forward_mode():
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.randn(2000), torch.randn(2000))
+        return torch.autograd.forward_ad.unpack_dual(x * torch.randn(2000)), "mul"
+
+
+def batched():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    values = dict(net.named_parameters())
+    one = torch.func.grad(lambda x: torch.func.functional_call(net, values, (x,)).sum())
+    return torch.func.vmap(one)(torch.randn(5, 4)), "mm"
+
+
 def meta():
     return torch.ones(3, device="meta") + 1, "add"
 
@@ -316,7 +339,7 @@ def no_gradient():
 
 @pytest.mark.parametrize("function", [
     direct_aten, from_import, autocast, recomputed, functional_gradient, nested, sparse, sparse_product, custom, recurrent,
-    complex_numbers, quantized, meta, no_gradient,
+    complex_numbers, quantized, meta, no_gradient, zeros_without_memory, freed, forward_mode, batched,
 ], ids=lambda f: f.__name__)  # fmt: skip
 def test_what_is_not_plain_is_recorded_or_has_a_reason(path, function):
     with warnings.catch_warnings():
@@ -475,3 +498,19 @@ def test_what_a_checkpoint_computes_again_is_no_gradient(path):
     assert not made.filter(pl.col("phase") == "forward")["recomputed"].any()
     scale = overflow(rows(path)).loss_scale
     assert scale.largest <= 2 * 1e4 * 1e-6 * (1 + 2**-20)  # of a weight's gradient, from two rows of 1e4
+
+
+def test_module_level_inside_torch_func_and_nothing_while_tracing(path):
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    values, x = dict(net.named_parameters()), torch.randn(5, 4)
+    one = torch.func.grad(lambda x: torch.func.functional_call(net, values, (x,)).sum())
+    plain = torch.func.vmap(one)(x)
+    with roundoff.capture(path, net, level="module"):
+        assert torch.equal(torch.func.vmap(one)(x), plain)
+    assert rows(path, operator="Linear")["shape"].to_list() == [[5, 4], [5, 4]]  # and the gradient
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.jit itself is deprecated
+        with roundoff.capture(path, net, overwrite=True):
+            traced = torch.jit.trace(net, x)  # sizes that are looked at become part of what is traced: an error here
+            net(x)
+    assert torch.equal(traced(x), net(x))

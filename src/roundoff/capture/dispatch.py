@@ -94,8 +94,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or func.namespace == "profiler":
-            return func(*args, **kwargs)
+        if not self.active or func.namespace == "profiler" or torch._C._is_tracing():
+            return func(*args, **kwargs)  # sizes are part of what torch.jit traces
         beside = inputs = source = operator = None
         try:
             operator = Operator.of(func)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves
 
 from roundoff.capture.paths import Paths
 from roundoff.capture.plain import tensors_in
 from roundoff.capture.recorder import Recorder, Source
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Neither autograd nor ``torch.func`` take part in what is computed inside."""
+    with torch.no_grad():
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            yield
+        else:
+            with temporarily_clear_interpreter_stack():
+                yield
 
 
 class ModuleRecording:
@@ -36,12 +49,12 @@ class ModuleRecording:
         """The hook of every module's forward."""
         recorder = self.recorder
         kind = type(module).__name__
-        if recorder is None or (self.wanted is not None and not self.wanted(f"{path}/{kind}")):
+        if recorder is None or torch._C._is_tracing() or (self.wanted is not None and not self.wanted(f"{path}/{kind}")):
             return
         try:
             source = Source("forward", path, None)
             outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-            with torch.no_grad():
+            with _apart():
                 records = [recorder.record_of(t, source) for t in tensors_in(inputs)]
                 made = recorder.call(source, kind, None, records, outputs)
             for place, (tensor, record) in enumerate(zip(outputs, made, strict=True)):
@@ -54,7 +67,7 @@ class ModuleRecording:
         if recorder is not self.recorder:
             return
         try:
-            with torch.no_grad():
+            with _apart():
                 recorder.call(Source("backward", path, None), kind, None, [record], [gradient], place=place)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)

@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """Without what ``torch.func`` wraps it in: of a batched tensor, the whole batch."""
+    while _wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
 
 def plain(tensor: Tensor) -> tuple[Tensor | None, str | None]:
     """A strided tensor with the values of ``tensor`` in memory of its own, or None with the reason.
@@ -18,11 +27,17 @@ def plain(tensor: Tensor) -> tuple[Tensor | None, str | None]:
     if kind is Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer:
         layout = tensor.layout
         if layout is torch.strided:
-            if not (tensor.is_meta or tensor.is_quantized or tensor.is_nested):
-                return tensor, None
+            if _wrapped(tensor):
+                return plain(bare(tensor))
             if tensor.is_meta:
                 return None, "a meta tensor has no values"
-            return (tensor.dequantize() if tensor.is_quantized else tensor.values().detach()), None
+            if tensor.is_quantized or tensor.is_nested:
+                return (tensor.dequantize() if tensor.is_quantized else tensor.values().detach()), None
+            if not tensor.data_ptr() and tensor.numel():
+                if tensor._is_zerotensor():  # autograd's zeros without memory
+                    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device), None
+                return None, "its memory was freed"
+            return tensor, None
         if layout is torch.sparse_coo:
             return tensor._values(), None
         if layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):

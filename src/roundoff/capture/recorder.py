@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.capture.plain import plain
+from roundoff.capture.plain import bare, plain
 from roundoff.capture.statistics import COLUMNS, Statistics, in_memory_order
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -150,6 +150,7 @@ class Recorder:
         self, tensor: Tensor, head: tuple[Any, ...], place: int, overload: str | None, line: str | None,
         inputs: list[int], arguments: str | None, inplace: bool, group: str | None, reason: str | None,
     ) -> int:  # fmt: skip
+        tensor = bare(tensor)
         value, why = plain(tensor)
         record = len(self.rows)
         view_of = stride = offset = None

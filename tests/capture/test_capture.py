@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 
 import polars as pl
@@ -362,6 +363,7 @@ def test_recomputed_calls_are_of_the_backward(path):
     assert found["phase"].to_list() == ["forward", "backward"]
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_a_compiled_region_is_seen_at_its_boundary_and_whole_when_eager(path, tmp_path):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own, when Inductor is imported

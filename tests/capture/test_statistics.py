@@ -189,3 +189,24 @@ def test_without_a_compiler_the_same_statistics(monkeypatch):
     for row, tensor, other in zip(found, tensors, expected, strict=True):
         check(row, tensor)
         assert row == pytest.approx(other, rel=2.0**-7, abs=1e-4)
+
+
+def test_a_compiler_that_fails_is_asked_once(tmp_path, monkeypatch):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.cache_clear()
+    try:
+        assert compiled("counts", torch.float16, False) is None
+        (mark,) = (tmp_path / "roundoff").glob("counts-*.failed")
+        monkeypatch.setattr("roundoff.capture.kernel.subprocess.run", lambda *a, **k: pytest.fail("asked again"))
+        compiled.cache_clear()
+        assert compiled("counts", torch.float16, False) is None
+        mark.unlink()
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        compiled.cache_clear()
+        assert compiled("counts", torch.float16, False) is None
+    finally:
+        compiled.cache_clear()

@@ -9,12 +9,14 @@ that fit a core's cache.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import logging
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,6 +127,10 @@ def _package(name: str, dtype: torch.dtype, parallel: bool) -> Path:
 
 
 def _build(path: Path, name: str, dtype: torch.dtype, parallel: bool) -> bool:
+    failed = path.with_suffix(".failed")
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if failed.exists() or shutil.which(compiler) is None:
+        return False  # at once, in every process
     words = [str(path), name, str(dtype).removeprefix("torch."), str(int(parallel))]
     # the program under capture may have changed what Python imports, or be one of several processes that build
     log.warning("compiling %s of %s, once on this machine (some 10 seconds)", name, words[2])
@@ -137,7 +143,12 @@ def _build(path: Path, name: str, dtype: torch.dtype, parallel: bool) -> bool:
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return False
-    return done.returncode == 0 and path.exists()
+    if done.returncode == 0 and path.exists():
+        return True
+    log.warning("it could not be compiled, so torch's own operators do it; delete %s to try again", failed)
+    with contextlib.suppress(OSError):
+        failed.write_bytes(done.stderr)
+    return False
 
 
 def _inputs(name: str, dtype: torch.dtype, rows: int) -> list[Tensor]:

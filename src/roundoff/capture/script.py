@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import runpy
@@ -61,6 +62,9 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
         except BaseException as error:
             traceback.print_exception(error.with_traceback(_below(error)))
             raise _failure("the script failed", words, run, type(error).__name__) from error
+    # What the script has left is freed while Python runs: a thread of a process group that frees a tensor which Python
+    # knows, after Python has ended, aborts the process.
+    gc.collect()
     if run.stopped is not None:
         raise RunError("the recording stopped before its end, the script did not", where=str(run.path), got=run.stopped,
                        do=_saved(run))  # fmt: skip

@@ -398,6 +398,17 @@ def test_a_fault_of_ours_stops_the_recording_once_and_never_the_program(path, mo
     assert "no statistics today" in run.stopped
 
 
+def test_warnings_that_are_errors_do_not_end_the_program(path, monkeypatch, capsys):
+    def broken(self, number, tensor):
+        raise RuntimeError("no statistics today")
+
+    monkeypatch.setattr("roundoff.capture.statistics.Statistics.add", broken)
+    with warnings.catch_warnings(action="error"), roundoff.capture(path) as run:
+        recorded = train(run=run)
+    assert all(torch.equal(a, b) for a, b in zip(train(), recorded, strict=True))
+    assert capsys.readouterr().err.count("no statistics today") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -215,8 +215,12 @@ class Capture:
             self.stopped = f"{type(error).__name__}: {error}"
             if self._mode is not None:
                 self._mode.active = False
-            warnings.warn(f"roundoff: the recording in {self.path} stopped in step {self.number} ({self.stopped}); the "
-                          "program goes on", RuntimeWarning, stacklevel=2)  # fmt: skip
+            where = f"{self.path} stopped in step {self.number}"
+            text = f"roundoff: the recording in {where} ({self.stopped}); the program goes on"
+            try:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            except Warning:  # where the user has made warnings errors: this one must not end the program
+                sys.stderr.write(f"RuntimeWarning: {text}\n")
 
     def _wanted(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, p) for p in self.sites)

@@ -26,7 +26,7 @@ from roundoff.store.schema import (
 
 # What a killed writer may leave: files.atomic_path's temporary files, steps that were not finished, and steps that
 # were just being replaced.
-_TEMPORARY = re.compile(rf"\.({re.escape(ABOUT)}|{re.escape(SCALAR_FILE)})\..+")
+_TEMPORARY = re.compile(rf"\.{re.escape(ABOUT)}\..+")
 _UNFINISHED = re.compile(r"\.(step[0-9]{6,18})\.(partial|replaced)")
 
 

@@ -6,6 +6,8 @@ torch.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 
 __all__ = [
@@ -139,3 +141,11 @@ class GradientPathError(WorkloadError):
 
 class NonFiniteError(WorkloadError):
     """A NaN or Inf appeared where the method needs finite numbers."""
+
+
+def warn(text: str) -> None:
+    """A ``RuntimeWarning`` that never raises, also where the user has made warnings errors: then a line on stderr."""
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=5)  # whoever called what stopped: of store.Writer, its caller
+    except Warning:
+        sys.stderr.write(f"RuntimeWarning: {text}\n")

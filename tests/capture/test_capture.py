@@ -231,7 +231,7 @@ def test_sample_and_hash(path, tmp_path):
     hashes = []
     for value in (x, x.clone(), torch.where(x == x[3, 4], -x, x)):
         with roundoff.capture(path, keep="hash", overwrite=True):
-            value.abs_() if False else value.mul(1.0)
+            value.mul(1.0)
         hashes.append(rows(path, operator="mul")["hash"][0])
     assert hashes[0] == hashes[1] != hashes[2]
 
@@ -382,7 +382,8 @@ def test_a_compiled_region_is_seen_at_its_boundary_and_whole_when_eager(path, tm
     assert table.row(region["inputs"][0][0], named=True)["shape"] == [3, 6]
     with roundoff.capture(tmp_path / "eager", net, eager=True):
         eager = compiled(x)
-    assert torch.allclose(plain, eager, atol=6 * 2.0**-24)  # fused products are added in another order
+    # two layers, in each 7 terms added in another order, whose partial sums stay below 4: half an ulp of 4 for each
+    assert torch.allclose(plain, eager, rtol=0, atol=2 * 7 * 4 * 2.0**-24)
     assert rows(tmp_path / "eager", operator="tanh")["module"].to_list() == ["1"]
 
 

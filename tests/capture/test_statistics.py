@@ -199,14 +199,14 @@ def test_a_compiler_that_fails_is_asked_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled.cache_clear()
     try:
-        assert compiled("counts", torch.float16, False) is None
+        assert compiled("counts", torch.float16) is None
         (mark,) = (tmp_path / "roundoff").glob("counts-*.failed")
         monkeypatch.setattr("roundoff.capture.kernel.subprocess.run", lambda *a, **k: pytest.fail("asked again"))
         compiled.cache_clear()
-        assert compiled("counts", torch.float16, False) is None
+        assert compiled("counts", torch.float16) is None
         mark.unlink()
         monkeypatch.setenv("CXX", "no-such-compiler")
         compiled.cache_clear()
-        assert compiled("counts", torch.float16, False) is None
+        assert compiled("counts", torch.float16) is None
     finally:
         compiled.cache_clear()

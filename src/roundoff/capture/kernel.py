@@ -96,13 +96,13 @@ Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
 @lru_cache
-def compiled(name: str, dtype: torch.dtype, parallel: bool) -> Compiled | None:
+def compiled(name: str, dtype: torch.dtype) -> Compiled | None:
     """A compiled function of this file for contiguous CPU tensors of shape ``(rows, ROW)``, rows from 2 on, or None where
-    there is none; ``parallel`` uses torch's threads."""
+    there is none. It runs on the caller's thread: waking threads of its own beside torch's costs more than it saves."""
     if os.environ.get("ROUNDOFF_KERNEL") == "eager":
         return None
-    path = _package(name, dtype, parallel)
-    if not path.exists() and not _build(path, name, dtype, parallel):
+    path = _package(name, dtype)
+    if not path.exists() and not _build(path, name, dtype):
         return None
     inputs = _inputs(name, dtype, 2)
     try:
@@ -117,21 +117,21 @@ def compiled(name: str, dtype: torch.dtype, parallel: bool) -> Compiled | None:
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {"sums": sums, "counts": counts, "masked_sums": masked_sums, "errors": errors}
 
 
-def _package(name: str, dtype: torch.dtype, parallel: bool) -> Path:
+def _package(name: str, dtype: torch.dtype) -> Path:
     """A file of its own for each torch, processor and version of the function, in the user's cache folder."""
     source = inspect.getsource(FUNCTIONS[name]).encode()
-    machine = f"{torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {dtype} {parallel}"
+    machine = f"{torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {dtype}"
     key = hashlib.sha256(source + machine.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "roundoff" / f"{name}-{key}.pt2"
 
 
-def _build(path: Path, name: str, dtype: torch.dtype, parallel: bool) -> bool:
+def _build(path: Path, name: str, dtype: torch.dtype) -> bool:
     failed = path.with_suffix(".failed")
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if failed.exists() or shutil.which(compiler) is None:
         return False  # at once, in every process
-    words = [str(path), name, str(dtype).removeprefix("torch."), str(int(parallel))]
+    words = [str(path), name, str(dtype).removeprefix("torch.")]
     # the program under capture may have changed what Python imports, or be one of several processes that build
     log.warning("compiling %s of %s, once on this machine (some 10 seconds)", name, words[2])
     paths = os.pathsep.join(p for p in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")) if p)
@@ -157,7 +157,7 @@ def _inputs(name: str, dtype: torch.dtype, rows: int) -> list[Tensor]:
     return [probe.to(dtype), *more.get(name, [])]
 
 
-def _compile(path: str, name: str, dtype: str, parallel: bool) -> None:
+def _compile(path: str, name: str, dtype: str) -> None:
     """Runs in the process that ``_build`` starts."""
 
     class Kernel(torch.nn.Module):
@@ -169,12 +169,11 @@ def _compile(path: str, name: str, dtype: str, parallel: bool) -> None:
     shapes = (tuple(rows if value.dim() else {} for value in example),)
     program = torch.export.export(Kernel(), tuple(example), dynamic_shapes=shapes)
     partial = f"{path}.{os.getpid()}.pt2"
-    threads = {"cpp.dynamic_threads": True} if parallel else {"cpp.threads": 1}
-    torch._inductor.aoti_compile_and_package(program, package_path=partial, inductor_configs=threads)
+    torch._inductor.aoti_compile_and_package(program, package_path=partial, inductor_configs={"cpp.threads": 1})
     os.replace(partial, path)
 
 
 if __name__ == "__main__":
     import torch._inductor
 
-    _compile(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "1")
+    _compile(sys.argv[1], sys.argv[2], sys.argv[3])

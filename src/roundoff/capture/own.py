@@ -106,7 +106,7 @@ def _at_once(actual: Tensor, reference: Tensor) -> OwnError | None:
         return None
     if actual.numel() < 16 * ROW or actual.layout is not torch.strided or actual.stride() != reference.stride():
         return None
-    run = compiled("errors", actual.dtype, False)
+    run = compiled("errors", actual.dtype)
     x, y = in_memory_order(actual), in_memory_order(reference)
     if run is None or x is None or y is None or actual.is_neg():
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import os
 import sys
@@ -32,7 +31,8 @@ from roundoff.capture.paths import Paths
 from roundoff.capture.recorder import Recorder
 from roundoff.capture.steps import Steps
 from roundoff.capture.triton import TritonCalls
-from roundoff.errors import RunError
+from roundoff.errors import RunError, warn
+from roundoff.site import matches
 from roundoff.store import Writer
 
 LEVELS = ("op", "module")
@@ -101,7 +101,7 @@ class Capture:
             "framework": f"torch {torch.__version__}", **_identity(),
         })  # fmt: skip
         for kernel in ("sums", "counts"):
-            compiled(kernel, torch.float32, False)  # built now if it never was, not in the first step
+            compiled(kernel, torch.float32)  # built now if it never was, not in the first step
         if self.eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         self.paths = Paths(self.model)
@@ -216,14 +216,10 @@ class Capture:
             if self._mode is not None:
                 self._mode.active = False
             where = f"{self.path} stopped in step {self.number}"
-            text = f"roundoff: the recording in {where} ({self.stopped}); the program goes on"
-            try:
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-            except Warning:  # where the user has made warnings errors: this one must not end the program
-                sys.stderr.write(f"RuntimeWarning: {text}\n")
+            warn(f"roundoff: the recording in {where} ({self.stopped}); the program goes on")
 
     def _wanted(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, p) for p in self.sites)
+        return any(matches(pattern, name) for pattern in self.sites)
 
     def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> Any:
         if self._mode is None:

@@ -162,7 +162,7 @@ def _parts(name: str, pieces: Sequence[Tensor], *numbers: Tensor) -> list[list[f
             rest = count % ROW
             if count >= 2 * ROW:
                 rows = part[: count - rest].view(-1, ROW) if rest else part.view(-1, ROW)
-                run = compiled(name, part.dtype, count >= 2**20 and torch.get_num_threads() >= 4)
+                run = compiled(name, part.dtype)
                 if run is None:
                     found += [function(r, *numbers).tolist() for r in torch.split(rows, CHUNK // ROW)]
                 else:

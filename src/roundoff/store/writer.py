@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, TypeVar
 import polars as pl
 import torch
 
+from roundoff.errors import warn
 from roundoff.files import atomic_path
 from roundoff.store import scalars
 from roundoff.store.columns import table_of
@@ -155,12 +154,7 @@ class Writer:
                 self._write_about()
         except Exception:  # noqa: BLE001 - the same fault again: it is being reported
             pass
-        try:
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        except (
-            Warning
-        ):  # where the user has made warnings errors: this one must not end the training
-            sys.stderr.write(f"RuntimeWarning: {text}\n")
+        warn(text)
 
     def _chunks(self, step: int) -> Chunks:
         if step < 0:

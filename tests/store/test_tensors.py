@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roundoff.store import content_hash
 from roundoff.store import tensors as module
-from roundoff.store.tensors import Chunks, DamagedError, checksum, keys, read_tensor
+from roundoff.store.tensors import Chunks, DamagedError, TensorFile, checksum
 
 # All that torch can make of bytes, the odd ones included; those that this torch lacks are left out.
 NAMES = (
@@ -53,7 +53,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
     chunks.finish()
     (path,) = tmp_path.iterdir()
     for key, tensor in given.items():
-        back = read_tensor(path, stored[key])
+        back = TensorFile(path).read(stored[key])
         assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
         assert bits(back) == bits(tensor)
 
@@ -91,7 +91,7 @@ def test_views_are_stored_as_what_they_show(tmp_path, view):
     chunks = Chunks(tmp_path)
     chunks.add("a", shown)
     chunks.finish()
-    back = read_tensor(tmp_path / "tensors-000.safetensors", "a")
+    back = TensorFile(tmp_path / "tensors-000.safetensors").read("a")
     assert back.is_contiguous()
     assert torch.equal(back, plain)
 
@@ -137,7 +137,7 @@ def test_content_is_stored_once_and_its_key_is_told(tmp_path):
     assert chunks.add("3", torch.arange(16.0)[:8]) == "0"
     assert chunks.add("4", first.reshape(2, 4)) == "4"
     chunks.finish()
-    assert sorted(key for path in tmp_path.iterdir() for key in keys(path)) == ["0", "1", "4"]
+    assert sorted(key for path in tmp_path.iterdir() for key in TensorFile(path).keys) == ["0", "1", "4"]
 
 
 def test_a_key_names_one_tensor(tmp_path):
@@ -157,8 +157,8 @@ def test_what_is_stored_is_the_tensor_at_the_time_of_the_call(tmp_path):
     weight.fill_(9)
     chunks.finish()
     path = tmp_path / "tensors-000.safetensors"
-    assert read_tensor(path, "before").tolist() == [0, 0, 0]
-    assert read_tensor(path, "after").tolist() == [1, 1, 1]
+    assert TensorFile(path).read("before").tolist() == [0, 0, 0]
+    assert TensorFile(path).read("after").tolist() == [1, 1, 1]
 
 
 def test_no_file_is_longer_than_the_limit_unless_one_tensor_is(tmp_path):
@@ -170,7 +170,7 @@ def test_no_file_is_longer_than_the_limit_unless_one_tensor_is(tmp_path):
     chunks.finish()
     held = {}
     for path in sorted(tmp_path.iterdir()):
-        held[path.name] = sum(read_tensor(path, key).numel() for key in keys(path))
+        held[path.name] = sum(TensorFile(path).read(key).numel() for key in TensorFile(path).keys)
         assert checksum(path) == chunks.checksums[path.name]
     assert list(held.values()) == [800, 400, 5000, 1000, 1000, 3]
 
@@ -222,9 +222,9 @@ def test_a_mapped_tensor_may_be_changed_without_changing_the_file(tmp_path):
     chunks.finish()
     path = tmp_path / "tensors-000.safetensors"
     before = path.read_bytes()
-    read_tensor(path, "0").fill_(7)
+    TensorFile(path).read("0").fill_(7)
     assert path.read_bytes() == before
-    assert read_tensor(path, "0").tolist() == [0, 0, 0]
+    assert TensorFile(path).read("0").tolist() == [0, 0, 0]
 
 
 def test_a_flipped_bit_is_found(tmp_path):
@@ -236,4 +236,4 @@ def test_a_flipped_bit_is_found(tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamagedError, match="tensor '0' are not those that were written"):
-        read_tensor(path, "0")
+        TensorFile(path).read("0")

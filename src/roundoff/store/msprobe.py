@@ -21,6 +21,7 @@ from roundoff.errors import RunError
 from roundoff.store.checked import damaged, read_json, reading
 from roundoff.store.msprobe_rows import parents, rows, sources
 from roundoff.store.reader import Run
+from roundoff.store.tensors import TensorFile
 from roundoff.store.schema import OPS
 
 _DUMP, _TENSORS = "dump.json", "dump_tensor_data"
@@ -144,12 +145,16 @@ class MsprobeRun(Run):
         kept = self._table.filter(pl.col("blob").is_not_null()).select("rank", "step", "blob")
         for rank, step, blob in kept.unique(maintain_order=True).iter_rows():
             try:
-                self._blob(rank, step, blob)
+                self.blob(rank, step, blob)
             except RunError:
                 found.append(self._dumps[rank, step] / _TENSORS / blob)
         return found
 
-    def _blob(self, rank: int, step: int, key: str) -> torch.Tensor:
+    def blob(
+        self, rank: int, step: int, key: str, opened: dict[Path, TensorFile] | None = None
+    ) -> torch.Tensor:
+        """The tensor in one file of the dump."""
+        del opened  # a file holds one tensor
         folder = self._dumps[rank, step] / _TENSORS
         path = folder / key
         if path.name != key:  # "../x.pt" would leave the dump

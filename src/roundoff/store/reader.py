@@ -34,7 +34,7 @@ from roundoff.store.schema import (
     site_name,
     step_name,
 )
-from roundoff.store.tensors import keys, read_tensor
+from roundoff.store.tensors import TensorFile
 
 _NEEDED = ("record", "call", "phase", "place", "role", "name", "blob", "reason", "shape", "stride", "offset")
 
@@ -143,10 +143,10 @@ class Run:
         for each in [step] if step is not None else self._found.get(rank, []):
             for row in self._rows(rank, each).filter(wanted).iter_rows(named=True):
                 if row["blob"] is not None:
-                    kept = self._blob(rank, each, row["blob"])
+                    kept = self.blob(rank, each, row["blob"])
                     if row["stride"] is None or self.about.get("keep") == "sample":
                         return kept
-                    return self._strided(kept, rank, each, row)
+                    return self.strided(kept, rank, each, row)
                 without = without or row
         if without is None:
             raise self._no_such(site, phase, place, role, rank, step, record)
@@ -250,22 +250,33 @@ class Run:
             got=f"{site!r}, {_place(phase, place, role)}" if site else f"record {record}",
         )
 
-    def _blob(self, rank: int, step: int, key: str) -> torch.Tensor:
+    def blob(
+        self, rank: int, step: int, key: str, opened: dict[Path, TensorFile] | None = None
+    ) -> torch.Tensor:
+        """What the tables call ``blob``: elements in the order of memory. Raises ``RunError`` naming a damaged file.
+
+        With ``opened`` the files stay open in it: quick for many tensors, but whoever changes one changes what is read
+        from it later.
+        """
         folder = self.path / rank_name(rank) / step_name(step)
+        opened = {} if opened is None else opened
         if folder not in self._files:
             files: dict[str, Path] = {}
             for name in self._sums(folder):
                 if is_chunk(name):
                     path = folder / name
                     self._check_size(path)
-                    files |= dict.fromkeys(reading(path, keys, path), path)
+                    opened[path] = reading(path, TensorFile, path)
+                    files |= dict.fromkeys(opened[path].keys, path)
             self._files[folder] = files
         path_of = self._files[folder].get(key)
         if path_of is None:
             raise damaged(folder, f"no file of tensors has the key {key!r} that the table names")
-        return reading(path_of, read_tensor, path_of, key)
+        if path_of not in opened:
+            opened[path_of] = reading(path_of, TensorFile, path_of)
+        return reading(path_of, opened[path_of].read, key)
 
-    def _strided(
+    def strided(
         self, kept: torch.Tensor, rank: int, step: int, row: dict[str, Any]
     ) -> torch.Tensor:
         """The tensor from its elements in the order of memory; a view of a larger one reads only its own."""

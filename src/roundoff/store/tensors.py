@@ -186,24 +186,25 @@ class DamagedError(Exception):
     """The bytes of a tensor are not those that were written."""
 
 
-def keys(path: Path) -> list[str]:
-    """The keys in a file of tensors."""
-    with safe_open(path, "pt") as file:
-        return list(file.keys())
+class TensorFile:
+    """A file of tensors, opened once; ``keys`` are what it holds."""
 
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(path, "pt").__enter__()
+        self.keys = list(self._file.keys())
+        self._described = json.loads((self._file.metadata() or {}).get(METADATA, "{}"))
 
-def read_tensor(path: Path, key: str) -> torch.Tensor:
-    """One tensor, mapped into memory. Raises ``DamagedError`` when its bytes are not those that were written."""
-    with safe_open(path, "pt") as file:
-        tensor: torch.Tensor = file.get_tensor(key)
-        described = json.loads((file.metadata() or {}).get(METADATA, "{}"))[key]
-    if "dtype" in described:
-        dtype = getattr(torch, described["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise DamagedError(f"this torch has no dtype {described['dtype']!r}")
-        if tensor.storage_offset() % dtype.itemsize:
-            tensor = tensor.clone()  # its place in the file does not suit the wider type
-        tensor = tensor.view(dtype).reshape(described["shape"])
-    if _hash(tensor) != described["xxh3_128"]:
-        raise DamagedError(f"the bytes of tensor {key!r} are not those that were written")
-    return tensor
+    def read(self, key: str) -> torch.Tensor:
+        """One tensor, mapped into memory. Raises ``DamagedError`` when its bytes are not those that were written."""
+        tensor: torch.Tensor = self._file.get_tensor(key)
+        described = self._described[key]
+        if "dtype" in described:
+            dtype = getattr(torch, described["dtype"], None)
+            if not isinstance(dtype, torch.dtype):
+                raise DamagedError(f"this torch has no dtype {described['dtype']!r}")
+            if tensor.storage_offset() % dtype.itemsize:
+                tensor = tensor.clone()  # its place in the file does not suit the wider type
+            tensor = tensor.view(dtype).reshape(described["shape"])
+        if _hash(tensor) != described["xxh3_128"]:
+            raise DamagedError(f"the bytes of tensor {key!r} are not those that were written")
+        return tensor

@@ -1,0 +1,55 @@
+"""All tensors of one step, for callers that go through the whole of it: files are opened once, rows looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roundoff.store.tensors import TensorFile
+
+if TYPE_CHECKING:
+    from roundoff.store.reader import Run
+
+Key = tuple[Any, ...]
+
+
+class StepTensors:
+    """The kept tensors of one rank and step of a run, by record.
+
+    ``rows`` are that step's rows by record. Tensors are mapped from their files, and checked against their checksums when
+    they are first read. Not for use from several threads at once.
+    """
+
+    def __init__(self, run: Run, rank: int, step: int, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        self._run, self._rank, self._step, self._rows = run, rank, step, rows
+        self._kept: dict[str, torch.Tensor] = {}
+        self._opened: dict[Path, TensorFile] = {}
+        self._whole = run.about.get("keep") != "sample"
+
+    def __contains__(self, record: int) -> bool:
+        row = self._rows.get(record)
+        return row is not None and row["blob"] is not None
+
+    def key(self, record: int) -> Key | None:
+        """Equal for two records with the same elements in the same places, so that nothing is measured twice."""
+        row = self._rows[record]
+        if row["blob"] is None:
+            return None
+        return row["blob"], tuple(row["shape"] or ()), tuple(row["stride"] or ()), row["offset"]
+
+    def __getitem__(self, record: int) -> torch.Tensor:
+        """Raises ``KeyError`` where none is kept and ``RunError`` where its file is damaged."""
+        if record not in self:
+            raise KeyError(record)
+        row = self._rows[record]
+        kept = self._kept.get(row["blob"])
+        if kept is None:
+            kept = self._kept[row["blob"]] = self._run.blob(
+                self._rank, self._step, row["blob"], self._opened
+            )
+        if row["stride"] is None or not self._whole:
+            return kept
+        return self._run.strided(kept, self._rank, self._step, row)

@@ -91,6 +91,7 @@ def align(reference: Sequence[Row], candidate: Sequence[Row], modules: Mapping[s
     for row in candidate:
         if row["call"] < 0 and row["name"] in names and row["record"] not in pairs:
             add(names[row["name"]], row, MATCHED)
+    _last_values(reference, candidate, rename, pairs, add)
     _by_use(matched, {r["record"]: r for r in reference}, {r["record"]: r for r in candidate}, pairs, of_reference, add)
     for row in candidate:
         if row["record"] not in pairs:
@@ -142,7 +143,8 @@ def _calls(rows: Sequence[Row], rename: Callable[[str], str]) -> list[Call]:
             grouped[row["call"]].append(row)
     found = []
     for group in grouped.values():
-        call = Call(group, frozenset(source[i] for row in group for i in row["inputs"] or () if i in source))
+        names = {source[i] for row in group for i in row["inputs"] or () if i in source}
+        call = Call(group, frozenset(names | {rename(row["name"]) for row in group if row["name"]}))
         call.module = rename(call.module)
         found.append(call)
     return sorted(found, key=lambda call: call.record)
@@ -291,7 +293,7 @@ def _moved(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, str |
 def _reordered(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, str | None]]:
     there: dict[tuple[Any, ...], list[Call]] = defaultdict(list)
     for call in theirs:
-        if call.operator not in TRANSPARENT:
+        if call.operator not in TRANSPARENT or call.names:
             there[call.phase, call.module, call.operator, call.shapes, call.names].append(call)
     found: list[tuple[Call, Call, str | None]] = []
     for call in ours:
@@ -312,12 +314,31 @@ def _by_use(
                 row, twin = ours[a], theirs[b]
                 leaves = row["call"] < 0 and twin["call"] < 0
                 add(row, twin, *(MATCHED, None) if leaves else (BY_USE, "read at the same place"))
-                # what a cast or view is made of has the same use as it
-                if a not in of_reference or twin["operator"] not in TRANSPARENT or len(twin["inputs"] or ()) != 1:
+                # what a cast or a view is made of has the same use as it
+                if twin["operator"] not in TRANSPARENT or len(twin["inputs"] or ()) != 1:
                     break
                 b = twin["inputs"][0]
-                if row["operator"] in TRANSPARENT and len(row["inputs"] or ()) == 1:
+                handed = theirs.get(b)
+                if handed is None:
+                    break
+                if row["operator"] == twin["operator"] or handed["shape"] != row["shape"]:
+                    if row["operator"] not in TRANSPARENT or len(row["inputs"] or ()) != 1:
+                        break
                     a = row["inputs"][0]
+                if a not in ours or ours[a]["shape"] != handed["shape"]:
+                    break
+
+
+def _last_values(
+    ours: Sequence[Row], theirs: Sequence[Row], rename: Callable[[str], str], pairs: Mapping[int, Pair],
+    add: Callable[..., None],
+) -> None:  # fmt: skip
+    """What the step leaves in parameters, buffers and gradients, also where other calls wrote it."""
+    last = {rename(row["name"]): row for row in ours if row["name"]}
+    for row in {row["name"]: row for row in theirs if row["name"]}.values():
+        twin = last.get(row["name"])
+        if twin is not None and row["record"] not in pairs and twin["shape"] == row["shape"]:
+            add(twin, row, BY_USE, "the last value of this tensor")
 
 
 def slots(ours: Sequence[Row], theirs: Sequence[Row]) -> list[tuple[int, int]]:

@@ -1,0 +1,262 @@
+"""Where two runs part: for every pair of rows, whether the error was made there or came with the inputs.
+
+A row *diverges* where its distance from the reference is more than rounding explains (its tolerance). A divergent row
+whose inputs agree made the error itself; one whose inputs differ may only hand it on, so the call is run again (where
+tensors were kept, see ``replayed``) on the inputs it really had. Rows are taken in the order of execution; each hands the
+site at fault on to those that read it.
+
+What reads something else than its counterpart does (an operator that was left out, a stale buffer) is found by its
+inputs: they agree with *their* counterparts, and not with what the reference reads in this place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from roundoff.attribute.replayed import Replayed
+from roundoff.attribute.roles import EMPTY, base, values_read
+
+Row = Mapping[str, Any]
+
+OWN, INHERITED = "own", "inherited"
+#: Error may grow this much through an operator before it is run again to see (with tensors), or taken for the
+#: operator's own (from statistics alone, where a difference of two near values is told from nothing else).
+GAIN_REPLAYED, GAIN = 1.25, 32.0
+#: Operators whose result holds the values of their inputs, so that they cannot add an error of size.
+EXACT = frozenset(
+    """view _unsafe_view reshape t transpose permute expand squeeze unsqueeze detach alias slice select unbind split chunk
+    unfold as_strided clone contiguous lift_fresh cat stack copy _reshape_copy narrow diagonal flip index_select gather
+    index embedding relu max_pool2d_with_indices masked_fill where triu tril constant_pad_nd reflection_pad2d
+    replication_pad2d""".split()
+)
+
+
+#: Their further results may be a workspace of bytes.
+WORKSPACE = frozenset("mkldnn_rnn_layer _cudnn_rnn miopen_rnn cudnn_batch_norm".split())
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a candidate's value is from the reference's: relative, infinite where NaN or Inf disagree, None unknown."""
+
+    error: float | None
+    equal: bool = False
+
+
+@dataclass
+class Finding:
+    """What is known of one candidate row (or, in ``missing``, of a call that only the reference has)."""
+
+    record: int
+    error: float | None
+    inputs: float = 0.0
+    tolerance: float = 0.0
+    own: float | None = None
+    cause: str | None = None
+    origin: int | None = None
+    replayed: Replayed | None = None
+    arguments: tuple[str, ...] = ()
+    region: list[int] = field(default_factory=list)
+    missing: int | None = None
+    read: tuple[int, int] | None = None
+    carried: bool = False
+    unknown: bool = False
+    sources: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass
+class Divergence:
+    """One step of both runs. ``counterpart`` is the reference record of a candidate record, ``exact`` those of calls that
+    were aligned by name or structure; ``distance(reference record, candidate record)`` measures; ``tolerance(reference
+    row, candidate row)`` is what rounding explains; ``replay(reference row, candidate row)`` runs a call again;
+    ``slots`` gives the records that two aligned rows read in the same places."""
+
+    ours: Mapping[int, Row]
+    theirs: Mapping[int, Row]
+    counterpart: Mapping[int, int]
+    exact: frozenset[int]
+    distance: Callable[[int, int], Distance]
+    tolerance: Callable[[Row, Row], float]
+    slots: Callable[[Row, Row], Sequence[tuple[int, int]]]
+    changed: Callable[[Row, Row], tuple[str, ...]] = lambda _a, _b: ()
+    replay: Callable[[Row, Row, bool, bool], Replayed] | None = None
+    carried: Callable[[Row], tuple[float, bool]] = lambda _: (0.0, False)
+    findings: dict[int, Finding] = field(default_factory=dict)
+
+    def run(self) -> dict[int, Finding]:
+        """The findings by candidate record, in the order of execution."""
+        for record in sorted(self.counterpart):
+            self.findings[record] = self._row(record)
+        return self.findings
+
+    def _row(self, record: int) -> Finding:
+        row, twin = self.theirs[record], self.ours[self.counterpart[record]]
+        found = self.distance(twin["record"], record)
+        finding = Finding(record, found.error, tolerance=self.tolerance(twin, row))
+        if found.error is None or found.equal or base(row["operator"]) in EMPTY or opaque(row):
+            finding.own = None if found.error is None else 0.0
+            return finding
+        read, region = self._read(row, twin)
+        finding.region = region
+        wrong = None
+        for ours, theirs in read:
+            there = self.distance(ours, theirs)
+            if there.error is None or there.equal:
+                finding.unknown |= there.error is None
+                continue
+            if self._wrong_input(ours, theirs, there, finding.tolerance):
+                wrong = wrong or (ours, theirs)
+                continue
+            finding.inputs = max(finding.inputs, there.error)
+            if theirs in self.findings:
+                finding.sources.append((theirs, there.error))
+        finding.own = _difference(found.error, finding.inputs)
+        if record in self.exact and row["call"] >= 0:
+            finding.arguments = self.changed(twin, row)
+        if row["call"] < 0 and not row["inputs"]:
+            finding.inputs, finding.carried = self.carried(row)  # from an earlier step
+            finding.own = _difference(found.error, finding.inputs)
+        if found.error <= 4 * finding.inputs and finding.carried:
+            finding.cause = INHERITED if found.error > finding.tolerance else None
+        elif wrong is not None and found.error > finding.tolerance:
+            self._blame(finding, wrong)
+        elif self._suspect(finding, row, found.error):
+            self._judge(finding, row, twin)
+        if finding.cause is None:
+            self._inherit(finding)
+        return finding
+
+    def _read(self, row: Row, twin: Row) -> tuple[list[tuple[int, int]], list[int]]:
+        """What the row's call read, with what the reference has for it, and the rows without counterpart in between."""
+        if row["record"] in self.exact and row["call"] >= 0:
+            return list(self.slots(twin, row)), []
+        found: list[tuple[int, int]] = []
+        region: list[int] = []
+        waiting = list(values_read(row, 1) if row["call"] >= 0 else row["inputs"] or ())
+        seen: set[int] = set()
+        while waiting:
+            record = waiting.pop()
+            if record in seen or record not in self.theirs:
+                continue
+            seen.add(record)
+            if record in self.counterpart:
+                found.append((self.counterpart[record], record))
+            else:
+                region.append(record)
+                waiting += self.theirs[record]["inputs"] or ()
+        return found, sorted(region)
+
+    def _wrong_input(self, ours: int, theirs: int, there: Distance, tolerance: float) -> bool:
+        """Whether the candidate reads a value that is right in itself, and not the one the reference reads here."""
+        proper = self.counterpart.get(theirs)
+        if proper is None or proper == ours or there.error is None or there.error <= tolerance:
+            return False
+        itself = self.distance(proper, theirs)
+        return itself.error is not None and (itself.equal or itself.error * 8 < there.error)
+
+    def _blame(self, finding: Finding, wrong: tuple[int, int]) -> None:
+        """Something else is read: an operator was left out before it, or it is another tensor."""
+        finding.cause, finding.own, finding.origin = OWN, finding.error, finding.record
+        finding.read = wrong
+        record = wrong[0]
+        held = set(self.counterpart.values())
+        while record in self.ours and record not in held:
+            row = self.ours[record]
+            if row["call"] >= 0 and base(row["operator"]) not in EXACT:
+                finding.missing = record
+                return
+            if not row["inputs"]:
+                break
+            record = row["inputs"][0]
+        if wrong[0] not in held:
+            finding.missing = wrong[0]
+
+    def _suspect(self, finding: Finding, row: Row, error: float) -> bool:
+        if finding.arguments:
+            return True
+        if error <= finding.tolerance / (4 if self.replay else 1):
+            return False
+        if base(row["operator"]) in EXACT and math.isfinite(error):
+            return finding.inputs <= finding.tolerance / 8
+        if math.isinf(error):
+            return not math.isinf(finding.inputs)
+        gain = GAIN_REPLAYED if self.replay else GAIN
+        return error > gain * finding.inputs + finding.tolerance / (4 if self.replay else 1)
+
+    def _judge(self, finding: Finding, row: Row, twin: Row) -> None:
+        error = finding.error or 0.0
+        again = None
+        if self.replay is not None and row["call"] >= 0:
+            again = finding.replayed = self.replay(
+                twin, row, row["record"] in self.exact, not finding.inputs and not finding.unknown
+            )
+        if again is not None and again.reason is None:
+            finding.own = again.own
+            if again.at_fault:
+                finding.cause, finding.origin = OWN, finding.record
+                return
+            if again.semantic is not None:
+                return  # the same call on the same inputs does give this: what differs came in with them
+        alone = finding.inputs <= finding.tolerance / 8 and not finding.unknown
+        if row["call"] < 0 and not row["inputs"]:
+            alone = error > 4 * finding.inputs + finding.tolerance
+        if error > finding.tolerance and (alone or error > GAIN * finding.inputs + finding.tolerance):
+            finding.cause, finding.own, finding.origin = OWN, error, finding.record
+
+    def _inherit(self, finding: Finding) -> None:
+        """The fault that the largest divergent input comes from."""
+        origins = [
+            (error, self.findings[record].origin)
+            for record, error in finding.sources
+            if self.findings[record].cause is not None
+        ]
+        if origins and finding.error is not None and finding.error > finding.tolerance:
+            finding.cause = INHERITED
+            finding.origin = max(origins, key=lambda o: o[0])[1]
+
+
+def opaque(row: Row) -> bool:
+    """Whether this is memory that a kernel leaves for its backward kernel, bytes without a meaning of their own."""
+    return row["dtype"] == "uint8" and row["place"] > 0 and row["operator"] in WORKSPACE
+
+
+def _difference(error: float, inputs: float) -> float:
+    """What of an error cannot have come in, where errors add like independent ones: sqrt(error^2 - inputs^2)."""
+    if math.isinf(error):
+        return 0.0 if math.isinf(inputs) else math.inf
+    return math.sqrt(max(0.0, error * error - inputs * inputs)) if math.isfinite(inputs) else 0.0
+
+
+def contributions(findings: Mapping[int, Finding], read: Mapping[int, Sequence[int]]) -> dict[int, float]:
+    """The share of each row's own error in the error of what the step ends with (rows that nothing reads).
+
+    ``read`` are the candidate records that each record's call reads. From the last row back, the weight of a row stays
+    with it in the proportion of its own squared error, and goes to its inputs in the proportion of theirs: errors that
+    are independent add by their squares. The shares add up to 1, or are all 0 where nothing at the end differs.
+    """
+    used = {i for inputs in read.values() for i in inputs}
+    ends = [r for r, f in findings.items() if r not in used and f.error]
+    weight = dict.fromkeys(findings, 0.0)
+    for record in ends:
+        weight[record] = 1.0 / len(ends)
+    share = dict.fromkeys(findings, 0.0)
+    for record in sorted(findings, reverse=True):
+        mine = weight[record]
+        if not mine:
+            continue
+        finding = findings[record]
+        own = _square(finding.own)
+        sources = [(source, _square(error)) for source, error in finding.sources if source in weight]
+        total = sum(size for _, size in sources)
+        kept = 1.0 if finding.cause == OWN or not total else own / (own + total) if own else 0.0
+        share[record] += mine * kept
+        for source, size in sources:
+            weight[source] += mine * (1.0 - kept) * size / total if total else 0.0
+    return share
+
+
+def _square(error: float | None) -> float:
+    return min(error or 0.0, 1e3) ** 2

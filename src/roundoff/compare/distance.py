@@ -1,0 +1,101 @@
+"""How far a row of the candidate is from one of the reference: from the tensors where both kept them, else from statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from roundoff.attribute.divergence import Distance
+from roundoff.compare.metrics import Metrics, measure
+from roundoff.store.step_tensors import StepTensors
+
+Row = Mapping[str, Any]
+
+_COUNTS = ("nan", "posinf", "neginf")
+_VALUES = ("min", "max", "mean", "l2", "std")
+
+
+class Distances:
+    """The distances of one step; every pair of tensors is read and measured once, whatever views of it there are."""
+
+    def __init__(
+        self, ours: Mapping[int, Row], theirs: Mapping[int, Row], mine: StepTensors | None, other: StepTensors | None
+    ) -> None:
+        self._ours, self._theirs = ours, theirs
+        self._mine, self._other = mine, other
+        self._metrics: dict[Any, Metrics] = {}
+        self._found: dict[tuple[int, int], tuple[Distance, Metrics | None]] = {}
+
+    def __call__(self, ours: int, theirs: int) -> Distance:
+        return self.full(ours, theirs)[0]
+
+    def full(self, ours: int, theirs: int) -> tuple[Distance, Metrics | None]:
+        """The distance, and where tensors were kept all metrics."""
+        found = self._found.get((ours, theirs))
+        if found is None:
+            found = self._found[ours, theirs] = self._measure(ours, theirs)
+        return found
+
+    def _measure(self, ours: int, theirs: int) -> tuple[Distance, Metrics | None]:
+        one, other = self._ours[ours], self._theirs[theirs]
+        if self._mine is None or self._other is None or ours not in self._mine or theirs not in self._other:
+            return of_statistics(one, other), None
+        key = self._mine.key(ours), self._other.key(theirs)
+        metrics = self._metrics.get(key)
+        if metrics is None:
+            metrics = self._metrics[key] = measure(self._mine[ours], self._other[theirs])
+        return (of_metrics(metrics) if one["shape"] == other["shape"] else Distance(math.inf)), metrics
+
+
+def of_metrics(metrics: Metrics) -> Distance:
+    """One number of the metrics: the relative l2 distance; infinite where NaN or Inf disagree, or only one is zero."""
+    if metrics.numel == 0:
+        return Distance(0.0, True)
+    special = metrics.nan_reference, metrics.nan_candidate, metrics.inf_reference, metrics.inf_candidate
+    if any(special):
+        return Distance(math.inf)
+    if metrics.equal == 1.0:
+        return Distance(0.0, True)
+    if metrics.rel_l2 is None:
+        return Distance(None if metrics.max_abs is None else math.inf)
+    return Distance(metrics.rel_l2)
+
+
+def of_statistics(one: Row, other: Row) -> Distance:
+    """The largest difference of the statistics of two rows: l2 and standard deviation relative to the reference's l2 per
+    element, mean relative to that too, smallest and largest relative to the largest magnitude.
+
+    Equal statistics are taken for equal tensors. Infinite where NaN or Inf counts or shapes differ, unknown without
+    statistics.
+
+    >>> row = {"shape": [4], "numel": 4, "min": 1.0, "max": 2.0, "mean": 1.5, "l2": 3.2, "std": 0.5, "hash": None,
+    ...        "nan": 0, "posinf": 0, "neginf": 0}
+    >>> of_statistics(row, row), of_statistics(row, row | {"max": 2.2}).error
+    (Distance(error=0.0, equal=True), 0.1...)
+    """
+    if one["hash"] is not None and one["hash"] == other["hash"]:
+        return Distance(0.0, True)
+    if one["shape"] != other["shape"] and one["shape"] is not None and other["shape"] is not None:
+        return Distance(math.inf)
+    if one["nan"] is None or other["nan"] is None:
+        return Distance(None)
+    if any(one[c] != other[c] for c in _COUNTS):
+        return Distance(math.inf)
+    if all(one[c] == other[c] for c in _VALUES):
+        known = one["hash"] is None or other["hash"] is None
+        return Distance(0.0, known)
+    if one["l2"] is None or other["l2"] is None:
+        return Distance(None if one["l2"] is other["l2"] else math.inf)
+    rms = one["l2"] / math.sqrt(max(1, one["numel"]))
+    amax = max(abs(one["min"]), abs(one["max"]))
+    if not rms or not amax:
+        return Distance(math.inf)
+    found = max(
+        abs(one["l2"] - other["l2"]) / one["l2"],
+        abs(one["mean"] - other["mean"]) / rms,
+        abs(one["std"] - other["std"]) / rms,
+        abs(one["min"] - other["min"]) / amax,
+        abs(one["max"] - other["max"]) / amax,
+    )
+    return Distance(found)

@@ -1,0 +1,106 @@
+"""What rounding explains: a bound for the distance of two honest runs at one row, relative, from formats and operator.
+
+A correctly rounded result is within the unit roundoff u of its format (Higham, Accuracy and Stability of Numerical
+Algorithms, 2002, eq. 2.4); a sum of n products in any order within about sqrt(n) u in the root mean square (ibid. section
+2.8: rounding errors are like independent ones), relative to the sum where it does not cancel. Kernels accumulate formats
+below fp32 in fp32. ``MARGIN`` covers the cancellation that norms and matrix products show in practice; a row beyond it
+whose tensors were kept is run again, which measures its cancellation (``attribute.replayed``).
+
+The format is the wider of the two, unless the candidate as a whole works in a narrower one than the reference does: an
+isolated narrow format is a finding, autocast is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+Row = Mapping[str, Any]
+
+MARGIN = 16.0
+#: A format is one that a run works in where this share of its matrix products and convolutions has it.
+SHARE = 0.2
+#: A compiled region is as many operators deep as torch.compile made of it: this many times one rounding, and at most a tenth.
+REGION = 1024.0
+CONTRACTIONS = frozenset(
+    """mm addmm bmm baddbmm addmv mv dot matmul linear convolution convolution_backward _convolution conv2d conv1d
+    mkldnn_linear mkldnn_rnn_layer lstm gru rnn_tanh rnn_relu _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_attention_math
+    scaled_dot_product_attention einsum _scaled_mm mkldnn_rnn_layer_backward _thnn_fused_lstm_cell""".split()
+)
+SUMS = frozenset(
+    "sum mean cumsum embedding_dense_backward native_layer_norm_backward native_batch_norm_backward var std norm "
+    "linalg_vector_norm _foreach_norm index_add scatter_add logsumexp native_batch_norm native_group_norm".split()
+)
+
+
+@lru_cache
+def unit(dtype: str | None) -> float:
+    """Unit roundoff of a torch format by name: half the distance of 1 to the next number; 0 for integers and booleans.
+
+    >>> unit("bfloat16") == 2**-8, unit("float32") == 2**-24, unit("int64")
+    (True, True, 0.0)
+    """
+    found = getattr(torch, dtype or "", None)
+    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
+        return 0.0
+    return torch.finfo(found).eps / 2
+
+
+@lru_cache
+def smallest(dtype: str | None) -> float:
+    """The smallest positive number of a format, 0 for integers."""
+    found = getattr(torch, dtype or "", None)
+    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
+        return 0.0
+    info = torch.finfo(found)
+    return info.tiny * info.eps
+
+
+def working(rows: Iterable[Row]) -> frozenset[str]:
+    """The floating-point formats that a run works in: those of at least a fifth of its matrix products and convolutions
+    (of all its results, where it has none)."""
+    kept = [row for row in rows if row["call"] >= 0 and unit(row["dtype"]) and row["view_of"] is None]
+    counted = Counter(row["dtype"] for row in kept if row["operator"] in CONTRACTIONS)
+    counted = counted or Counter(row["dtype"] for row in kept)
+    total = sum(counted.values())
+    return frozenset(dtype for dtype, count in counted.items() if count >= SHARE * total)
+
+
+def format_of(twin: Row, row: Row, adopted: frozenset[str]) -> str | None:
+    """The format by which a row is judged: ``adopted`` are those that the candidate works in and the reference does not."""
+    ours, theirs = twin["dtype"], row["dtype"]
+    if unit(theirs) <= unit(ours):
+        return str(ours) if ours else None
+    return str(theirs) if theirs in adopted or not unit(ours) else str(ours)
+
+
+def tolerance(twin: Row, row: Row, adopted: frozenset[str], inputs: Iterable[Row] = ()) -> float:
+    """The largest relative distance that rounding alone explains where both calls get the same inputs."""
+    dtype = format_of(twin, row, adopted)
+    u = unit(dtype)
+    if not u:
+        return 0.0
+    if row["operator"] == "compiled" or twin["operator"] == "compiled":
+        return min(REGION * u, 0.1)
+    operator = row["operator"].rstrip("_")
+    terms = 1.0
+    shapes = [i["shape"] or () for i in inputs]
+    if operator in CONTRACTIONS:
+        terms = max((_terms(shape) for shape in shapes), default=1.0)
+    elif operator in SUMS:
+        size = max((math.prod(shape) for shape in shapes), default=1)
+        terms = max(1.0, size / max(1, math.prod(row["shape"] or ())))
+    accumulated = unit("float32") if u > unit("float32") else u
+    return MARGIN * (u + accumulated * math.sqrt(terms))
+
+
+def _terms(shape: Iterable[int]) -> float:
+    """The number of products in one element of a matrix product or convolution, at most."""
+    dims = list(shape)
+    return float(max(math.prod(dims[1:]), dims[0])) if len(dims) > 1 else float(dims[0] if dims else 1)

@@ -175,10 +175,10 @@ def _check(address: str) -> None:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, address], capture_output=True, text=True, timeout=ANSWER, check=False
         )
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        fault = None if done.returncode == 0 else lines[-1][:500]
-    except subprocess.TimeoutExpired:
-        fault = f"no answer within {ANSWER:.0f} s"
+        fault = None if done.returncode == 0 else _last_line(done.stderr) or f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr
+        fault = f"no answer within {ANSWER:.0f} s. {_last_line(said or '')}".rstrip(". ")
     except (OSError, OverflowError) as error:  # refused, no such host; a port above 65535
         fault = f"{type(error).__name__}: {error}"
     if fault is not None:
@@ -189,3 +189,7 @@ def _check(address: str) -> None:
             got=fault,
             do="start one there (ray start --head), or take engine='ray', which starts one on this machine",
         )
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1][:500]

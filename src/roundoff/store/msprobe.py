@@ -67,8 +67,10 @@ def find_dumps(path: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def read_msprobe(path: str | os.PathLike[str]) -> MsprobeRun:
+def read_msprobe(path: str | os.PathLike[str], kind: Callable[..., Run] | None = None) -> Run:
     """The run in a dump of msprobe: its ``dump_path``, one step or rank of it, or a ``dump.json``.
+
+    ``kind`` makes it, :class:`MsprobeRun` unless another is given.
 
     Raises ``RunError`` when there is none, it holds no calls, or a file of it is damaged, which is named.
     """
@@ -93,7 +95,7 @@ def read_msprobe(path: str | os.PathLike[str]) -> MsprobeRun:
             where=str(path),
             do="dump between debugger.start(model) and debugger.stop(); level L0 leaves out the root module",
         )
-    return MsprobeRun(path, heads[0], dumps, pl.concat(frames))
+    return (kind or MsprobeRun)(path, heads[0], dumps, pl.concat(frames))
 
 
 class MsprobeRun(Run):
@@ -126,7 +128,7 @@ class MsprobeRun(Run):
     def __repr__(self) -> str:
         head = self.about["msprobe"]
         return (
-            f"Run({str(self.path)!r}, {len(self.steps)} steps, {len(self.ranks)} ranks, "
+            f"Run({self.location!r}, {len(self.steps)} steps, {len(self.ranks)} ranks, "
             f"of msprobe: {head['task']}, {head['level']})"
         )
 
@@ -138,9 +140,9 @@ class MsprobeRun(Run):
     def _step(self, rank: int, step: int) -> pl.LazyFrame:
         return self.ops.filter((pl.col("rank") == rank) & (pl.col("step") == step))
 
-    def verify(self) -> list[Path]:
+    def verify(self) -> list[Path] | list[str]:
         """The tensor files that are missing or cannot be read; a damaged dump.json is an error when it is loaded."""
-        found = []
+        found: list[Path] = []
         kept = self._table.filter(pl.col("blob").is_not_null()).select("rank", "step", "blob")
         for rank, step, blob in kept.unique(maintain_order=True).iter_rows():
             try:
@@ -154,7 +156,7 @@ class MsprobeRun(Run):
         path = folder / key
         if path.name != key:  # "../x.pt" would leave the dump
             raise damaged(folder, f"a tensor called {key!r}")
-        tensor = reading(path, _load, path)
+        tensor = reading(path, _load, self._present(path))
         rows = self._table.filter(rank=rank, step=step, blob=key)
         found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
         said = [row for row in rows.select("dtype", "shape").iter_rows() if row != found]

@@ -62,8 +62,13 @@ class Run:
         span = f"{steps[0]} to {steps[-1]}" if steps else "none"
         state = "" if self.about.get("complete") is True else ", not complete"
         return (
-            f"Run({str(self.path)!r}, {len(steps)} steps: {span}, {len(self.ranks)} ranks{state})"
+            f"Run({self.location!r}, {len(steps)} steps: {span}, {len(self.ranks)} ranks{state})"
         )
+
+    @property
+    def location(self) -> str:
+        """Where it is, for people: its folder, or the URL it was loaded from without what is secret in it."""
+        return str(self.path)
 
     @property
     def ranks(self) -> list[int]:
@@ -157,7 +162,7 @@ class Run:
             do='record with keep="tensors"',
         )
 
-    def verify(self) -> list[Path]:
+    def verify(self) -> list[Path] | list[str]:
         """The damaged files: missing, of another length, or with other bytes than were written. Empty if all is well."""
         found: list[Path] = []
         for folder in self._folders():
@@ -166,7 +171,7 @@ class Run:
             except RunError:
                 found.append(folder / CHECKSUMS)
                 continue
-            found += [folder / name for name in sums if not matches(folder / name, sums[name])]
+            found += [folder / name for name in sums if not matches(self._present(folder / name), sums[name])]
         for rank in self.ranks:
             path = self.path / rank_name(rank) / SCALAR_FILE
             if path.exists():
@@ -256,14 +261,22 @@ class Run:
             files: dict[str, Path] = {}
             for name in self._sums(folder):
                 if is_chunk(name):
-                    path = folder / name
-                    self._check_size(path)
-                    files |= dict.fromkeys(reading(path, keys, path), path)
+                    files |= dict.fromkeys(self._keys(folder / name), folder / name)
             self._files[folder] = files
         path_of = self._files[folder].get(key)
         if path_of is None:
             raise damaged(folder, f"no file of tensors has the key {key!r} that the table names")
-        return reading(path_of, read_tensor, path_of, key)
+        return reading(path_of, read_tensor, self._present(path_of), key)
+
+    def _present(self, path: Path) -> Path:
+        """The path, the file fetched if it is elsewhere."""
+        return path
+
+    def _keys(self, path: Path) -> list[str]:
+        size = reading(path, os.path.getsize, path)
+        if size != self._sums(path.parent)[path.name]["bytes"]:
+            raise damaged(path, f"{size} bytes, not as many as were written")
+        return reading(path, keys, path)
 
     def _strided(
         self, kept: torch.Tensor, rank: int, step: int, row: dict[str, Any]
@@ -297,11 +310,6 @@ class Run:
                 raise damaged(path, "not a table of checksums")
             self._checksums[folder] = sums
         return self._checksums[folder]
-
-    def _check_size(self, path: Path) -> None:
-        size = reading(path, os.path.getsize, path)
-        if size != self._sums(path.parent)[path.name]["bytes"]:
-            raise damaged(path, f"{size} bytes, not as many as were written")
 
 
 def _place(phase: str, place: int, role: str) -> str:

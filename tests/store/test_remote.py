@@ -21,7 +21,7 @@ from polars.testing import assert_frame_equal
 
 from roundoff.errors import OutputError, RunError
 from roundoff.files import is_url, local_path, masked, open_output, write_text
-from roundoff.store import Writer, load
+from roundoff.store import OPS, Writer, load
 from roundoff.store import tensors as stored
 
 URL = "memory://runs/a"
@@ -90,6 +90,24 @@ def test_a_run_at_a_url_is_the_run_in_the_folder(folder, there):
     assert far.verify() == []
     assert far.location == URL
     assert repr(far) == repr(near).replace(str(folder), URL)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1, 7])
+@pytest.mark.parametrize("step", [None, 0, 1, 7])
+def test_a_part_is_the_rows_of_its_rank_and_step(folder, there, rank, step):
+    rows = load(folder).ops.collect().to_dicts()
+    kept = [row for row in rows if rank in (None, row["rank"]) and step in (None, row["step"])]
+    expected = pl.DataFrame(kept, schema=OPS)
+    for place in (folder, URL):
+        assert_frame_equal(load(place).part(rank, step).collect(), expected)
+
+
+def test_a_part_opens_no_other_file(folder):
+    (folder / "rank1" / "step000001" / "ops.parquet").unlink()
+    run = load(folder)
+    assert run.part(rank=0).collect().height == run.part(step=0).collect().height == 8
+    with pytest.raises(RunError, match="rank1/step000001/ops.parquet"):
+        run.part(step=1)
 
 
 def test_file_urls_are_read_in_place(folder):
@@ -229,6 +247,9 @@ def test_dumps_of_msprobe(memory, tmp_path):
         for url in (f"memory:/{root}", f"memory:/{root}/dump.json", f"memory://dump{index}"):
             run = load(url)
             assert_frame_equal(run.ops.collect(), load(near).ops.collect())
+            for part in (run.part(), run.part(rank=run.ranks[0]), run.part(step=run.steps[0])):
+                assert_frame_equal(part.collect(), run.ops.collect())
+            assert run.part(step=99).collect().is_empty()
             assert "/tmp" not in repr(run)
 
 

@@ -137,8 +137,9 @@ class MsprobeRun(Run):
         """The rows of all ranks and steps, columns as in OPS; null where msprobe has nothing to say."""
         return self._table.lazy()
 
-    def _step(self, rank: int, step: int) -> pl.LazyFrame:
-        return self.ops.filter((pl.col("rank") == rank) & (pl.col("step") == step))
+    def _part(self, rank: int | None, step: int | None) -> pl.LazyFrame:
+        wanted = {"rank": rank, "step": step}
+        return self._table.lazy().filter(**{name: value for name, value in wanted.items() if value is not None})
 
     def verify(self) -> list[Path] | list[str]:
         """The tensor files that are missing or cannot be read; a damaged dump.json is an error when it is loaded."""

@@ -89,6 +89,13 @@ class Run:
         """
         return self._scan(self._folders())
 
+    def part(self, rank: int | None = None, step: int | None = None) -> pl.LazyFrame:
+        """The rows of one rank, one step, or one step of one rank, as of ``ops``; only their files are opened.
+
+        No rows where the run has no such rank or step. Raises ``RunError`` naming the first damaged file among them.
+        """
+        return self._part(rank, step)
+
     @cached_property
     def scalars(self) -> pl.LazyFrame:
         """``rank``, ``step``, ``name``, ``value`` of all scalars. Raises ``RunError`` naming a damaged file."""
@@ -181,10 +188,11 @@ class Run:
                     found.append(path)
         return found
 
-    def _folders(self) -> Iterator[Path]:
-        for rank in self.ranks:
+    def _folders(self, only_rank: int | None = None, only_step: int | None = None) -> Iterator[Path]:
+        for rank in self.ranks if only_rank is None else {only_rank} & self._found.keys():
             for step in self._found[rank]:
-                yield self.path / rank_name(rank) / step_name(step)
+                if only_step in (None, step):
+                    yield self.path / rank_name(rank) / step_name(step)
 
     def _scan(self, folders: Iterable[Path]) -> pl.LazyFrame:
         # Files with the same columns make one scan; those of another version of roundoff their own.
@@ -208,14 +216,12 @@ class Run:
     def _rows(self, rank: int, step: int) -> pl.DataFrame:
         """What finds a tensor, in the order of records; no rows where the run has no such rank or step."""
         if self._index[0] != (rank, step):  # one is kept: callers go through the records of a step
-            there = step in self._found.get(rank, [])
-            found = self._step(rank, step) if there else pl.LazyFrame(schema=OPS)
-            query = found.select(*_NEEDED, site_name()).sort("record")
+            query = self._part(rank, step).select(*_NEEDED, site_name()).sort("record")
             self._index = (rank, step), reading(self.path, query.collect)
         return self._index[1]
 
-    def _step(self, rank: int, step: int) -> pl.LazyFrame:
-        return self._scan([self.path / rank_name(rank) / step_name(step)])
+    def _part(self, rank: int | None, step: int | None) -> pl.LazyFrame:
+        return self._scan(self._folders(rank, step))
 
     def _no_such(
         self,

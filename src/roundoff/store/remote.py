@@ -164,6 +164,12 @@ class MirroredRun(Run):
         with self._mirror.naming():
             return super().ops
 
+    def part(self, rank: int | None = None, step: int | None = None) -> pl.LazyFrame:
+        """As of :class:`Run`."""
+        self._mirror.keep()
+        with self._mirror.naming():
+            return super().part(rank, step)
+
     @cached_property
     def scalars(self) -> pl.LazyFrame:
         """As of :class:`Run`."""

@@ -32,7 +32,7 @@ test: $(STAMP)
 	$(RUN)/python -m pytest -q
 
 test-optional: $(STAMP)
-	$(RUN)/python -m pip install --quiet -c constraints.txt accelerate lightning ray triton
+	$(RUN)/python -m pip install --quiet -c constraints.txt accelerate lightning 'ray[client]' triton
 	$(RUN)/python -m pytest -q tests/capture/test_callbacks.py tests/capture/test_triton.py tests/test_engine.py
 
 demo: $(STAMP)

@@ -1,14 +1,18 @@
-"""Write a file whole or not at all."""
+"""Write a file whole or not at all, here or at a URL."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from roundoff.errors import OutputError
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:::[^/]+)?://")
 
 
 @contextmanager
@@ -59,6 +63,74 @@ def check_folder(folder: str | Path) -> Path:
     except OSError as error:
         raise _cannot_write(folder, error) from error
     return folder
+
+
+@contextmanager
+def open_output(place: str | os.PathLike[str]) -> Iterator[Path]:
+    """:func:`atomic_path`, also for a URL that fsspec knows, where the file goes when the block ends.
+
+    Nothing is sent when the block raises. Raises ``OutputError`` naming the URL, without what is secret in it, when its
+    protocol is unknown or the file cannot be sent.
+    """
+    if not is_url(place):
+        with atomic_path(local_path(place)) as temporary:
+            yield temporary
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        temporary = Path(folder) / ("output" + Path(masked(place)).suffix)
+        yield temporary
+        try:
+            import fsspec
+
+            with fsspec.open(os.fspath(place), "wb") as out, temporary.open("rb") as file:
+                shutil.copyfileobj(file, out, 2**20)
+        except Exception as error:  # noqa: BLE001 - whatever the library of the protocol raises
+            # its cause may show the URL with its secrets
+            raise OutputError(
+                "cannot write here", where=masked(place), got=masked(f"{type(error).__name__}: {error}"),
+                do="check address and access, or choose another place with -o",
+            ) from None  # fmt: skip
+
+
+def write_text(place: str | os.PathLike[str], text: str) -> None:
+    """Write a text, in UTF-8, to a file or a URL; errors as of :func:`open_output`.
+
+    >>> write_text("memory://reports/a.txt", "read")
+    >>> import fsspec
+    >>> fsspec.open("memory://reports/a.txt").open().read()
+    b'read'
+    """
+    with open_output(place) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Whether this names something that is not a file of this machine: ``s3://bucket/run``, not ``file:///runs/a``.
+
+    >>> is_url("s3://bucket/run"), is_url("file:///runs/a"), is_url("runs/a"), is_url(Path("s3://bucket/run"))
+    (True, False, False, False)
+    """
+    match = _URL.match(place) if isinstance(place, str) else None
+    return match is not None and match[1] not in ("file", "local")
+
+
+def local_path(place: str | os.PathLike[str]) -> Path:
+    """The path that a local URL or a path means.
+
+    >>> local_path("file:///runs/a"), local_path("runs/a") == Path("runs/a")
+    (...Path('/runs/a'), True)
+    """
+    text = os.fspath(place)
+    return Path(text[text.index("//") + 2 :] if _URL.match(text) else text)
+
+
+def masked(url: str | os.PathLike[str]) -> str:
+    """The text without what may be secret in URLs in it: user and password, and the values after ``?``.
+
+    >>> masked("ftp://me:secret@host/run?token=abc&x=1")
+    'ftp://***@host/run?token=***&x=***'
+    """
+    return re.sub(r"([?&][^=&\s]+=)[^&\s'\"]*", r"\1***", re.sub(r"://[^/\s]*@", "://***@", os.fspath(url)))
 
 
 def _cannot_write(path: Path, error: OSError) -> OutputError:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from roundoff.cli import options as o
+from roundoff.files import masked
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[str, typer.Argument(help="The folder of a run, or its URL.")],
     within: Annotated[
         float,
         typer.Option(
@@ -55,7 +55,7 @@ def command(
         allow=allow or (), loss_format=loss_format, margin=margin,
     )  # fmt: skip
     if json:
-        o.print_json({"run": str(run), **found.to_dict()})
+        o.print_json({"run": masked(run), **found.to_dict()})
     else:
         print_overflow(found.to_dict(), o.console(False), limit=limit)
     return 0 if found.first is None else 1

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from roundoff.cli import options as o
+from roundoff.files import masked
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="A run recorded with --keep tensors.")],
+    run: Annotated[str, typer.Argument(help="A run recorded with --keep tensors: its folder or URL.")],
     site: Annotated[
         str | None, typer.Option("--site", "-s", help="Only sites that match: 'encoder.*/softmax'.")
     ] = None,
@@ -36,7 +36,7 @@ def command(
         load(run), site=site, phase=phase, device=device, dtype=dtype, rank=rank, step=step
     ).to_dicts()
     if json:
-        o.print_json({"run": str(run), "device": device, "dtype": dtype, "rows": rows})
+        o.print_json({"run": masked(run), "device": device, "dtype": dtype, "rows": rows})
     else:
         print_replay(rows, o.console(False), device=device, dtype=dtype, top=top)
     return 0

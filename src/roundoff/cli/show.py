@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from roundoff.cli import options as o
+from roundoff.files import masked
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[str, typer.Argument(help="The folder of a run, or its URL.")],
     site: Annotated[
         str | None,
         typer.Argument(help="One site or parameter to show in full, or a glob over their names."),
@@ -40,7 +40,7 @@ def command(
     recorded = load(run)
     found = show(recorded.ops, site, phase=phase, rank=rank, step=step, sort=sort, views=views)
     if json:
-        o.print_json({"run": str(run), **found})
+        o.print_json({"run": masked(run), **found})
     else:
         if recorded.about.get("unfinished") == found["step"]:
             print(f"Step {found['step']} was not finished: the program failed in it.")

@@ -68,8 +68,10 @@ def find_dumps(path: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def read_msprobe(path: str | os.PathLike[str]) -> MsprobeRun:
+def read_msprobe(path: str | os.PathLike[str], kind: Callable[..., Run] | None = None) -> Run:
     """The run in a dump of msprobe: its ``dump_path``, one step or rank of it, or a ``dump.json``.
+
+    ``kind`` makes it, :class:`MsprobeRun` unless another is given.
 
     Raises ``RunError`` when there is none, it holds no calls, or a file of it is damaged, which is named.
     """
@@ -94,7 +96,7 @@ def read_msprobe(path: str | os.PathLike[str]) -> MsprobeRun:
             where=str(path),
             do="dump between debugger.start(model) and debugger.stop(); level L0 leaves out the root module",
         )
-    return MsprobeRun(path, heads[0], dumps, pl.concat(frames))
+    return (kind or MsprobeRun)(path, heads[0], dumps, pl.concat(frames))
 
 
 class MsprobeRun(Run):
@@ -127,7 +129,7 @@ class MsprobeRun(Run):
     def __repr__(self) -> str:
         head = self.about["msprobe"]
         return (
-            f"Run({str(self.path)!r}, {len(self.steps)} steps, {len(self.ranks)} ranks, "
+            f"Run({self.location!r}, {len(self.steps)} steps, {len(self.ranks)} ranks, "
             f"of msprobe: {head['task']}, {head['level']})"
         )
 
@@ -136,12 +138,13 @@ class MsprobeRun(Run):
         """The rows of all ranks and steps, columns as in OPS; null where msprobe has nothing to say."""
         return self._table.lazy()
 
-    def _step(self, rank: int, step: int) -> pl.LazyFrame:
-        return self.ops.filter((pl.col("rank") == rank) & (pl.col("step") == step))
+    def _part(self, rank: int | None, step: int | None) -> pl.LazyFrame:
+        wanted = {"rank": rank, "step": step}
+        return self._table.lazy().filter(**{name: value for name, value in wanted.items() if value is not None})
 
-    def verify(self) -> list[Path]:
+    def verify(self) -> list[Path] | list[str]:
         """The tensor files that are missing or cannot be read; a damaged dump.json is an error when it is loaded."""
-        found = []
+        found: list[Path] = []
         kept = self._table.filter(pl.col("blob").is_not_null()).select("rank", "step", "blob")
         for rank, step, blob in kept.unique(maintain_order=True).iter_rows():
             try:
@@ -159,7 +162,7 @@ class MsprobeRun(Run):
         path = folder / key
         if path.name != key:  # "../x.pt" would leave the dump
             raise damaged(folder, f"a tensor called {key!r}")
-        tensor = reading(path, _load, path)
+        tensor = reading(path, _load, self._present(path))
         rows = self._table.filter(rank=rank, step=step, blob=key)
         found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
         said = [row for row in rows.select("dtype", "shape").iter_rows() if row != found]

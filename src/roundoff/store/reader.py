@@ -62,8 +62,13 @@ class Run:
         span = f"{steps[0]} to {steps[-1]}" if steps else "none"
         state = "" if self.about.get("complete") is True else ", not complete"
         return (
-            f"Run({str(self.path)!r}, {len(steps)} steps: {span}, {len(self.ranks)} ranks{state})"
+            f"Run({self.location!r}, {len(steps)} steps: {span}, {len(self.ranks)} ranks{state})"
         )
+
+    @property
+    def location(self) -> str:
+        """Where it is, for people: its folder, or the URL it was loaded from without what is secret in it."""
+        return str(self.path)
 
     @property
     def ranks(self) -> list[int]:
@@ -83,6 +88,13 @@ class Run:
         lazy frame could only fail later and without saying where.
         """
         return self._scan(self._folders())
+
+    def part(self, rank: int | None = None, step: int | None = None) -> pl.LazyFrame:
+        """The rows of one rank, one step, or one step of one rank, as of ``ops``; only their files are opened.
+
+        No rows where the run has no such rank or step. Raises ``RunError`` naming the first damaged file among them.
+        """
+        return self._part(rank, step)
 
     @cached_property
     def scalars(self) -> pl.LazyFrame:
@@ -157,7 +169,7 @@ class Run:
             do='record with keep="tensors"',
         )
 
-    def verify(self) -> list[Path]:
+    def verify(self) -> list[Path] | list[str]:
         """The damaged files: missing, of another length, or with other bytes than were written. Empty if all is well."""
         found: list[Path] = []
         for folder in self._folders():
@@ -166,7 +178,7 @@ class Run:
             except RunError:
                 found.append(folder / CHECKSUMS)
                 continue
-            found += [folder / name for name in sums if not matches(folder / name, sums[name])]
+            found += [folder / name for name in sums if not matches(self._present(folder / name), sums[name])]
         for rank in self.ranks:
             path = self.path / rank_name(rank) / SCALAR_FILE
             if path.exists():
@@ -176,10 +188,11 @@ class Run:
                     found.append(path)
         return found
 
-    def _folders(self) -> Iterator[Path]:
-        for rank in self.ranks:
+    def _folders(self, only_rank: int | None = None, only_step: int | None = None) -> Iterator[Path]:
+        for rank in self.ranks if only_rank is None else {only_rank} & self._found.keys():
             for step in self._found[rank]:
-                yield self.path / rank_name(rank) / step_name(step)
+                if only_step in (None, step):
+                    yield self.path / rank_name(rank) / step_name(step)
 
     def _scan(self, folders: Iterable[Path]) -> pl.LazyFrame:
         # Files with the same columns make one scan; those of another version of roundoff their own.
@@ -203,14 +216,12 @@ class Run:
     def _rows(self, rank: int, step: int) -> pl.DataFrame:
         """What finds a tensor, in the order of records; no rows where the run has no such rank or step."""
         if self._index[0] != (rank, step):  # one is kept: callers go through the records of a step
-            there = step in self._found.get(rank, [])
-            found = self._step(rank, step) if there else pl.LazyFrame(schema=OPS)
-            query = found.select(*_NEEDED, site_name()).sort("record")
+            query = self._part(rank, step).select(*_NEEDED, site_name()).sort("record")
             self._index = (rank, step), reading(self.path, query.collect)
         return self._index[1]
 
-    def _step(self, rank: int, step: int) -> pl.LazyFrame:
-        return self._scan([self.path / rank_name(rank) / step_name(step)])
+    def _part(self, rank: int | None, step: int | None) -> pl.LazyFrame:
+        return self._scan(self._folders(rank, step))
 
     def _no_such(
         self,
@@ -264,17 +275,24 @@ class Run:
             files: dict[str, Path] = {}
             for name in self._sums(folder):
                 if is_chunk(name):
-                    path = folder / name
-                    self._check_size(path)
-                    opened[path] = reading(path, TensorFile, path)
-                    files |= dict.fromkeys(opened[path].keys, path)
+                    files |= dict.fromkeys(self._keys(folder / name), folder / name)
             self._files[folder] = files
         path_of = self._files[folder].get(key)
         if path_of is None:
             raise damaged(folder, f"no file of tensors has the key {key!r} that the table names")
         if path_of not in opened:
-            opened[path_of] = reading(path_of, TensorFile, path_of)
+            opened[path_of] = reading(path_of, TensorFile, self._present(path_of))
         return reading(path_of, opened[path_of].read, key)
+
+    def _present(self, path: Path) -> Path:
+        """The path, the file fetched if it is elsewhere."""
+        return path
+
+    def _keys(self, path: Path) -> list[str]:
+        size = reading(path, os.path.getsize, path)
+        if size != self._sums(path.parent)[path.name]["bytes"]:
+            raise damaged(path, f"{size} bytes, not as many as were written")
+        return reading(path, TensorFile, path).keys
 
     def strided(
         self, kept: torch.Tensor, rank: int, step: int, row: dict[str, Any]
@@ -308,11 +326,6 @@ class Run:
                 raise damaged(path, "not a table of checksums")
             self._checksums[folder] = sums
         return self._checksums[folder]
-
-    def _check_size(self, path: Path) -> None:
-        size = reading(path, os.path.getsize, path)
-        if size != self._sums(path.parent)[path.name]["bytes"]:
-            raise damaged(path, f"{size} bytes, not as many as were written")
 
 
 def _place(phase: str, place: int, role: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from roundoff.attribute.divergence import Distance
@@ -13,7 +13,7 @@ from roundoff.store.step_tensors import StepTensors
 Row = Mapping[str, Any]
 
 _COUNTS = ("nan", "posinf", "neginf")
-_VALUES = ("min", "max", "mean", "l2", "std")
+VALUES = ("min", "max", "mean", "l2", "std")
 
 
 class Distances:
@@ -82,20 +82,22 @@ def of_statistics(one: Row, other: Row) -> Distance:
         return Distance(None)
     if any(one[c] != other[c] for c in _COUNTS):
         return Distance(math.inf)
-    if all(one[c] == other[c] for c in _VALUES):
+    if all(one[c] == other[c] for c in VALUES):
         known = one["hash"] is None or other["hash"] is None
         return Distance(0.0, known)
     if one["l2"] is None or other["l2"] is None:
         return Distance(None if one["l2"] is other["l2"] else math.inf)
-    rms = one["l2"] / math.sqrt(max(1, one["numel"]))
-    amax = max(abs(one["min"]), abs(one["max"]))
-    if not rms or not amax:
+    if not one["l2"]:
         return Distance(math.inf)
-    found = max(
-        abs(one["l2"] - other["l2"]) / one["l2"],
-        abs(one["mean"] - other["mean"]) / rms,
-        abs(one["std"] - other["std"]) / rms,
-        abs(one["min"] - other["min"]) / amax,
+    return Distance(relative(one, other, max))
+
+
+def relative(one: Mapping[str, Any], other: Mapping[str, Any], largest: Callable[..., Any]) -> Any:
+    """The largest relative difference of the statistics; of numbers with ``max``, of arrays with what does it for them."""
+    rms = one["l2"] / one["numel"] ** 0.5
+    amax = largest(abs(one["min"]), abs(one["max"]))
+    return largest(
+        abs(one["l2"] - other["l2"]) / one["l2"], abs(one["mean"] - other["mean"]) / rms,
+        abs(one["std"] - other["std"]) / rms, abs(one["min"] - other["min"]) / amax,
         abs(one["max"] - other["max"]) / amax,
-    )
-    return Distance(found)
+    )  # fmt: skip

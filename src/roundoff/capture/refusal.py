@@ -23,11 +23,11 @@ _EFFECTS = frozenset(
 )
 #: Their meaning hangs on the strides of the memory, which a copy does not keep.
 _BY_STRIDE = frozenset("as_strided_copy as_strided_scatter".split())
-_CASTS = frozenset("_to_copy to".split())
+CASTS = frozenset("_to_copy to".split())
 #: Vectors up to sign, or any basis of a space: two correct results need not be close.
-_NOT_UNIQUE = frozenset("linalg_eig _linalg_eigh _linalg_svd".split())
+NOT_UNIQUE = frozenset("linalg_eig _linalg_eigh _linalg_svd".split())
 #: Opaque bytes that the forward kernel of one format left for its backward kernel.
-_OPAQUE = frozenset("_cudnn_rnn_backward miopen_rnn_backward".split())
+OPAQUE = frozenset("_cudnn_rnn_backward miopen_rnn_backward".split())
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ def refuse(func: OpOverload, values: Mapping[str, Any]) -> None:
         raise Refusal("uninitialised memory")
     if name in _BY_STRIDE:
         raise Refusal("reads memory by its strides")
-    if name in _NOT_UNIQUE:
+    if name in NOT_UNIQUE:
         raise Refusal("its result is not unique")
-    if name in _OPAQUE:
+    if name in OPAQUE:
         raise Refusal("needs the bytes that its forward kernel left")
     if _random(func, name, values):
         raise Refusal("draws random numbers")
-    if name in _CASTS:
+    if name in CASTS:
         _refuse_cast(values)
     elif torch.Tag.inplace_view in func.tags or any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns

@@ -130,7 +130,7 @@ def _move_(flat: Tensor, exact: Tensor | None, generator: torch.Generator) -> No
     bits = flat.view(integer)
     # a byte has four pairs of bits, and the difference of the two bits of a pair is 0, 0, 1 or -1
     words = torch.empty(-(-len(flat) // 32), dtype=torch.int64, device=flat.device)
-    drawn = words.random_(-(2**63), None, generator=generator).view(torch.int8)  # type: ignore[arg-type]
+    drawn = words.random_(-(2**63), None, generator=generator).view(torch.int8)
     pairs = torch.stack([drawn >> shift for shift in (0, 2, 4, 6)]).view(-1)[: len(flat)]
     step = (pairs & 1) - ((pairs >> 1) & 1)
     magnitude = bits & torch.iinfo(integer).max

@@ -76,7 +76,7 @@ class Capture:
         if shadow and level == "module":
             raise RunError("a module has no fp64 twin", where="shadow", expected="level='op'", got="level='module'")
         if noise is not None:
-            _check_noise(noise, level)
+            check_noise(noise, level)
         self.path, self.model, self.level, self.keep = Path(path), model, level, keep
         self.steps = Steps.parse(steps)
         self.sites, self.seed, self.eager, self.overwrite = tuple(sites), seed, eager, overwrite
@@ -101,7 +101,8 @@ class Capture:
         ranks = torch.distributed.get_world_size() if _distributed() else int(os.environ.get("WORLD_SIZE", "1"))
         self.writer = Writer(self.path, rank=self.rank, overwrite=self.overwrite, about={
             "ranks": ranks, "level": self.level, "keep": self.keep, "shadow": self.shadow, "steps": str(self.steps),
-            "sites": list(self.sites), "seed": self.seed, "noise": self.noise, "of": self.of, "environment": environment(self.model),
+            "sites": list(self.sites), "seed": self.seed, "noise": self.noise, "of": self.of,
+            "environment": environment(self.model),
             "model": type(self.model).__name__ if self.model is not None else None, "command": self.command,
             "framework": f"torch {torch.__version__}", **_identity(),
         })  # fmt: skip
@@ -288,7 +289,8 @@ def _check(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise RunError(f"unknown {name}", where=f"{name}={value!r}", expected=words)
 
 
-def _check_noise(seed: Any, level: str) -> None:
+def check_noise(seed: Any, level: str) -> None:
+    """Raise ``RunError`` where ``seed`` is none, or ``level`` has no results of operators to add noise to."""
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise RunError("no seed", where=f"noise={seed!r}", expected="a whole number from 0 on, or None for no noise")
     if level == "module":

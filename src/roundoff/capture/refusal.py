@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 _COLLECTIVES = frozenset("c10d c10d_functional _c10d_functional _c10d_functional_autograd symm_mem _dtensor".split())
 _QUANTIZED = frozenset("quantized _quantized quantized_decomposed".split())
-_UNINITIALISED = frozenset(
+UNINITIALISED = frozenset(
     """empty empty_like empty_strided empty_permuted new_empty new_empty_strided empty_quantized resize resize_
     resize_as_ _resize_output_""".split()
 )
@@ -55,7 +55,7 @@ def refuse(func: OpOverload, values: Mapping[str, Any]) -> None:
         raise Refusal("called for its effect")
     if name == "_efficientzerotensor":
         raise Refusal("zeros without memory")
-    if name in _UNINITIALISED:
+    if name in UNINITIALISED:
         raise Refusal("uninitialised memory")
     if name in _BY_STRIDE:
         raise Refusal("reads memory by its strides")

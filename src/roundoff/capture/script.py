@@ -37,8 +37,9 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
     A step ends when every optimizer that the script has made has stepped, or one of them twice; with a ``GradScaler``,
     when that is updated then, also where it skipped the optimizer. What runs after the last step's end, an evaluation, is
     no step. ``stop`` ends the script after the last chosen step; ``whole`` takes the whole script for one step. ``of`` is
-    the id of the run that this one repeats. ``options`` are those of ``Capture``. Raises ``ScriptError`` after a script that failed or was interrupted, and ``RunError`` where
-    no step ended or the recording stopped; what was recorded by then is kept.
+    the id of the run that this one repeats. ``options`` are those of ``Capture``. Raises ``ScriptError`` after a script
+    that failed or was interrupted, and ``RunError`` where no step ended or the recording stopped; what was recorded by
+    then is kept.
     """
     words = list(command)
     if words and Path(words[0]).name.startswith("python"):

@@ -54,6 +54,8 @@ OFTEN = frozenset(
     """add sub rsub mul div true_divide square sum native_dropout_backward copy
     _amp_foreach_non_finite_check_and_unscale""".split()
 ) | CASTS
+#: Formats of scales and packed pairs, without a sign bit in front; no operator rounds to them.
+_UNSIGNED = ("torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Elements at a time: what is computed of them stays near.
 _CHUNK = 2**17
@@ -99,6 +101,8 @@ class Noise:
             return
         if exact is not None and (exact.shape != values.shape or exact.device != values.device):
             exact = None
+        if str(values.dtype) in _UNSIGNED:
+            return
         if values.is_complex():
             values = torch.view_as_real(values.conj() if values.is_conj() else values)
             exact = None if exact is None else torch.view_as_real(exact.resolve_conj())

@@ -66,7 +66,7 @@ class Repeats:
         Raises ``RunError`` for the first that fails; those before it stay.
         """
         for number, (path, _, noise) in enumerate(self.all, 1):
-            what = "again" if noise is None else f"with noise, seed {noise}"
+            what = "again" if noise is None else f"with noise, seed {noise},"
             print(f"roundoff: recording {what} in {path} ({number} of {len(self.all)})", file=sys.stderr, flush=True)
             given = {"script": list(script), "path": str(path), "of": of, "options": {**options, "noise": noise}}
             done = subprocess.run(

@@ -59,20 +59,24 @@ def noise_floor(reference: Run, others: Sequence[Run]) -> pl.DataFrame:
 
 
 def rows_of(run: Run) -> pl.DataFrame:
-    """What finds and measures a row, in order of rank, step and record."""
-    return complete(run.ops).select(*KEY, "site", *_NEEDED).sort("rank", "step", "record").collect()
+    """What finds and measures a row, in order of rank, step and record; ``garbage``: memory that nothing was written to."""
+    rows = complete(run.ops).select(*KEY, "site", *_NEEDED).sort("rank", "step", "record").collect()
+    empty = pl.col("operator").is_in(list(UNINITIALISED))
+    views = rows.filter(empty).select("rank", "step", pl.col("record").alias("view_of"), pl.lit(True).alias("shows"))
+    rows = rows.join(views, on=["rank", "step", "view_of"], how="left", maintain_order="left")
+    return rows.with_columns((empty | pl.col("shows").fill_null(False)).alias("garbage")).drop("shows")
 
 
 def pair(rows: pl.DataFrame, other: Run) -> pl.DataFrame:
     """``rows`` with the columns of the same row of ``other``, which end in ``_other`` and are null where it has none."""
-    theirs = rows_of(other).unique(KEY, keep="first", maintain_order=True).drop("site")
+    theirs = rows_of(other).unique(KEY, keep="first", maintain_order=True).drop("site", "garbage")
     return rows.join(theirs, on=KEY, how="left", suffix="_other", maintain_order="left")
 
 
 def distances(reference: Run, others: Sequence[Run], rows: pl.DataFrame, pairs: Sequence[pl.DataFrame]) -> pl.DataFrame:
     """``floor``, ``rms``, ``runs``, ``measure`` and ``reason`` of each row, from its pairs in ``others``."""
     kept = [comparable(reference, other) for other in others]
-    whole = rows["blob"].is_not_null() & ~rows["operator"].is_in(list(UNINITIALISED))
+    whole = rows["blob"].is_not_null() & ~rows["garbage"]
     for couples, what in zip(pairs, kept, strict=True):  # one that lacks the row does not decide how it is measured
         here = couples["blob_other"].is_not_null() & (what is not None)
         whole &= here | couples["record_other"].is_null()
@@ -154,7 +158,7 @@ def _statistics(p: pl.DataFrame) -> pl.DataFrame:
     )
     same = pl.col("hash").is_not_null() & (pl.col("hash") == pl.col("hash_other"))
     reason = (
-        pl.when(pl.col("operator").is_in(list(UNINITIALISED))).then(pl.lit(GARBAGE))
+        pl.when("garbage").then(pl.lit(GARBAGE))
         .when(pl.col("record_other").is_null()).then(pl.lit(ABSENT))
         .when(same).then(None)
         .when(pl.col("dtype").is_null()).then(pl.col("reason").fill_null("no tensor"))

@@ -8,7 +8,6 @@ from typing import Any
 import polars as pl
 import torch
 
-from roundoff.capture.refusal import UNINITIALISED
 from roundoff.compare.floor import comparable, distances, pair, rows_of, theirs
 from roundoff.errors import RunError
 from roundoff.store import Run, content_hash
@@ -19,7 +18,7 @@ NONDETERMINISTIC = frozenset(
     """index_add index_put _index_put_impl _unsafe_index_put put scatter scatter_add scatter_reduce index_reduce index_copy
     index_select_backward embedding_dense_backward embedding_backward _embedding_bag_dense_backward _embedding_bag
     cumsum bincount histc kthvalue median nanmedian gather_backward repeat_interleave
-    adaptive_avg_pool2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward avg_pool3d_backward
+    _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward avg_pool3d_backward
     adaptive_max_pool2d_backward max_pool3d_with_indices_backward fractional_max_pool2d_backward max_unpool2d
     fractional_max_pool3d_backward max_unpool3d grid_sampler_2d_backward grid_sampler_3d_backward
     upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
@@ -53,7 +52,8 @@ def unstable(reference: Run, repeats: Sequence[Run]) -> pl.DataFrame:
 
     Equal is bitwise, by hash or tensor where they were kept (of a sample the sample). Otherwise statistics must be the
     same: then a change that leaves them is not seen, and what reads it is named in its place. Uninitialised memory
-    counts as equal. A row that a repeat lacks differs, as do rows without inputs. Empty where all is reproducible.
+    counts as equal. A row that a repeat lacks differs. What was there before a step (weights, batches) has no inputs, and
+    counts in the first step that differs alone: later ones inherit it. Empty where all is reproducible.
     Raises ``RunError`` without ``repeats``, and for a damaged file.
     """
     if not repeats:
@@ -91,7 +91,7 @@ def _unequal(reference: Run, repeat: Run, pairs: pl.DataFrame) -> list[int]:
         record, other = row["record"], row["record_other"]
         if other is not None:
             twin[other] = record
-        if row["operator"] in UNINITIALISED:
+        if row["garbage"]:
             equal[record] = True
             continue
         if other is not None and same:
@@ -102,7 +102,10 @@ def _unequal(reference: Run, repeat: Run, pairs: pl.DataFrame) -> list[int]:
         read = inputs if other is None else [twin.get(i) for i in row["inputs_other"] or []]
         if not equal[record] and read == inputs and all(equal.get(i, True) for i in inputs):
             found.append(place)
-    return found
+    # What was there before a later step has its difference from the first one that differed.
+    steps, calls = pairs["step"], pairs["call"]
+    first = min((steps[place] for place in found), default=0)
+    return [place for place in found if calls[place] != -1 or steps[place] <= first]
 
 
 def _bits(reference: Run, repeat: Run, row: dict[str, Any], exact: bool) -> bool:

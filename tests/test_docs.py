@@ -42,6 +42,6 @@ def test_python(folder, capsys):
 
 def test_commands(folder, capsys):
     lines = [line for line in TEXT.splitlines() if line.startswith("roundoff ")]
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         assert main(shlex.split(line, comments=True)[1:]) == 0, capsys.readouterr().err

@@ -145,6 +145,19 @@ def test_slices_of_large_tensors_are_read_block_by_block(dtype):
     base.untyped_storage().resize_(0)  # what FSDP does; Tensor.numpy() would have made it an error
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(1.0, 65.0)[::2], torch.arange(1.0, 65.0).view(8, 8)[:, 0], torch.tensor(3.0).expand(4, 4),
+        torch.tensor([2.0]).expand(3 * SAMPLE), torch.ones(2, dtype=torch.float64)[0].expand(5, 2 * ROW),
+    ],
+)  # fmt: skip
+def test_one_stride_for_all_elements(view):
+    """Such a view is flat without a copy, but not dense: what lies between its elements, or behind them, is not read."""
+    (row,), _ = statistics(view)
+    check(row, view)
+
+
 def test_memory_order_is_a_view_with_every_element_once():
     tensor = torch.randn(4, 8, 6, 5).to(memory_format=torch.channels_last)
     flat = in_memory_order(tensor)

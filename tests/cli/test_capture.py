@@ -11,7 +11,8 @@ import polars as pl
 import pytest
 
 from roundoff.cli.app import main
-from roundoff.store import load
+from roundoff.compare.unstable import RANDOM, unstable
+from roundoff.store import Writer, load, siblings
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 
@@ -171,6 +172,70 @@ def test_a_folder_that_may_not_be_written(folder, capsys):
     (folder / "locked").mkdir(mode=0o500)
     err = run("capture -o locked/a -- train.py", capsys, 2)
     assert "cannot write here" in err
+
+
+def test_noise_and_repeats_are_runs_beside_it(folder, capfd, monkeypatch):
+    """Each in a process of its own, from the start: what the script has left behind does not reach the next."""
+    monkeypatch.setenv("LEFT", "0")
+    unseeded = "import os, sys\nassert os.environ['LEFT'] == '0' and sys.argv[1:] == ['--lr', '1']\n"
+    unseeded += "os.environ['LEFT'] = '1'\n" + TRAIN.replace("opt =", "own = torch.Generator()\nown.seed()\nopt =")
+    unseeded = unseeded.replace("x = ", "x = torch.rand(3, 4, generator=own) + ")
+    (folder / "train.py").write_text(unseeded + "print('of the script')\n")
+    assert main("capture -o runs/a --noise 1 --repeats 1 --keep hash --json -- train.py --lr 1".split()) == 0
+    captured = capfd.readouterr()
+    said, _, data = captured.out.partition("\n")
+    assert said == "of the script"  # once: that of the run itself
+    data = json.loads(data)
+    assert (data["noise"], data["repeats"]) == (["runs/a.noise1"], ["runs/a.repeat1"])
+    assert [line for line in captured.err.splitlines() if line.startswith("roundoff: ")] == [
+        "roundoff: recording with noise, seed 1, in runs/a.noise1 (1 of 2)",
+        "roundoff: recording again in runs/a.repeat1 (2 of 2)",
+    ]
+    found = siblings("runs/a")
+    assert [p.as_posix() for p in found["noise"] + found["repeat"]] == data["noise"] + data["repeats"]
+    one, noisy, *repeats = map(load, ["runs/a", *data["noise"], *data["repeats"]])
+    assert [r.about["noise"] for r in (one, noisy, *repeats)] == [None, 1, None]
+    assert {r.about["of"] for r in (noisy, *repeats)} == {one.about["id"]}
+    assert [r.steps for r in (one, noisy, *repeats)] == [[0, 1]] * 3
+    # which operator draws without a seed is named, and it alone
+    assert unstable(one, repeats).select("step", "operator", "note").rows() == [(0, "rand", RANDOM), (1, "rand", RANDOM)]
+
+    # the next recording here has other repeats: those of the first are no longer beside it
+    (folder / "train.py").write_text(TRAIN)
+    run("capture -o runs/a --overwrite --steps 0 -- train.py", capfd)
+    assert siblings("runs/a") == {"noise": [], "repeat": []}
+
+
+def test_a_repeat_that_fails(folder, capfd):
+    (folder / "train.py").write_text(TRAIN + "import pathlib\npathlib.Path('made').mkdir()\n")
+    err = run("capture -o runs/a --repeats 2 -- train.py", capfd, 2)
+    assert "FileExistsError" in err
+    assert "runs/a.repeat1: the script could not be recorded again" in err
+    assert not Path("runs/a.repeat2").exists()
+    assert load("runs/a").steps == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--noise 1 --level module", ["noise is added to the results of operators"]),
+        ("--repeats 1", ["runs/a.repeat1", "there is a run here already", "--overwrite"]),
+        ("--noise -1", ["--noise"]),
+    ],
+)
+def test_repeats_are_refused_before_the_script_runs(options, words, folder, capsys):
+    with Writer("runs/a.repeat1", about={}):
+        pass
+    err = run(f"capture -o runs/a {options} -- train.py", capsys, 2)
+    assert [word for word in words if word not in err] == []
+    assert not Path("runs/a").exists()
+
+
+def test_one_of_several_processes_starts_no_others(folder, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    err = run("capture -o runs/a --noise 1 -- train.py", capsys, 2)
+    assert "one of several processes cannot start the others again" in err
+    assert not Path("runs").exists()
 
 
 def test_every_option_is_documented(capsys):

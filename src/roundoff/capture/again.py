@@ -37,7 +37,7 @@ from roundoff.capture.refusal import Reason, Refusal, holds, refuse
 from roundoff.capture.stand_in import STAND_INS
 
 #: Read by kernels as fp32 whatever the format of the other tensors; step counts and loss scales are exact in it.
-_FP32 = frozenset("state_steps found_inf grad_scale inv_scale lr".split())
+EXACT_ARGUMENTS = frozenset("state_steps found_inf grad_scale inv_scale lr".split())
 #: A flag of the half-precision kernels alone; the result is the same.
 _OFF = frozenset("half_to_float pin_memory".split())
 #: Results that a kernel leaves uninitialised in part.
@@ -181,7 +181,7 @@ class _Copies:
             self.tensors.append(tensor)
             plain = _readable(tensor)
             floating = plain.is_floating_point() or plain.is_complex()
-            keep = argument.name in _FP32 or not (floating or (self.target.widen and not _written(argument)))
+            keep = argument.name in EXACT_ARGUMENTS or not (floating or (self.target.widen and not _written(argument)))
             dtype = plain.dtype if keep else self.target.of(plain.dtype)
             self.changed |= dtype is not plain.dtype
             self.moved |= self.target.device is not None and self.target.device.type != plain.device.type

@@ -24,7 +24,7 @@ from roundoff.capture.recorder import Recorder, Source
 
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 #: These write running statistics (arguments 3 and 4) without saying so in their schema.
-_BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 try:
     _frames: Any = torch._C._dynamo.eval_frame
     _SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
@@ -66,11 +66,14 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, recorder: Recorder, paths: Paths, *, failed: Callable[[Exception], None],
         beside: Callable[[Any, Any, Any], Any] | None = None, arguments: Callable[..., str | None] | None = None,
         wanted: Callable[[str], bool] | None = None,
+        noise: Callable[[Any, Any, Any], Callable[[Any], None] | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.paths = recorder, paths
         self.failed, self.beside, self.arguments, self.wanted = failed, beside, arguments, wanted
+        self.noise = noise
         self.active = True
+        self.between = False  # in a step that is not recorded, but whose results ``noise`` perturbs
         self.seen: Counter[str] = Counter()
         self.phase = "forward"
         self._sequence = 0
@@ -95,6 +98,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.active or func.namespace == "profiler" or torch._C._is_tracing():
+            if self.between and func.namespace != "profiler" and not torch._C._is_tracing():
+                return self._perturbed(func, args, kwargs)
             return func(*args, **kwargs)  # sizes are part of what torch.jit traces
         beside = inputs = source = operator = None
         try:
@@ -110,7 +115,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program that is recorded)
             self.failed(error)
             return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if self.noise is None else self._perturbed(func, args, kwargs)
         if inputs is None or not self.active:
             if operator.written:
                 for tensor in tensors_in(args, kwargs.values()):
@@ -118,6 +123,21 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         try:
             self._record(operator, source, inputs, text, args, kwargs, result, beside)
+        except Exception as error:  # noqa: BLE001
+            self.failed(error)
+        return result
+
+    def _perturbed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the call gives, with noise in its last bits."""
+        perturb = None
+        try:
+            perturb = None if self.noise is None else self.noise(func, args, kwargs)
+        except Exception as error:  # noqa: BLE001
+            self.failed(error)
+        result = func(*args, **kwargs)
+        try:
+            if perturb is not None:
+                perturb(result)
         except Exception as error:  # noqa: BLE001
             self.failed(error)
         return result
@@ -144,7 +164,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written and outputs:
             same = {id(t) for t in written}
             outputs = [t for t in outputs if id(t) not in same]
-        changed = tensors_in(args[3:5]) if operator.name in _BATCH_NORM and args[5] else ()
+        changed = tensors_in(args[3:5]) if operator.name in BATCH_NORM and args[5] else ()
         group = group_of(args, kwargs) if operator.collective else None
         records = self.recorder.call(
             source, operator.name, operator.overload, inputs, outputs, written=written, changed=changed,
@@ -156,11 +176,12 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What runs inside is not recorded."""
-        before, self.active = self.active, False
+        before = self.active, self.between
+        self.active = self.between = False
         try:
             yield
         finally:
-            self.active = before
+            self.active, self.between = before
 
     def compiled(self, module: Any, path: str, inputs: Any, output: Any) -> None:
         """The hook of every module's forward: one that ``torch.compile`` has compiled is a call of its own."""
@@ -237,7 +258,7 @@ _modes: weakref.WeakSet[OpMode] = weakref.WeakSet()
 def _forked() -> None:
     """A data loader's worker, forked in a step, records nothing: nobody would read it, and OpenMP may hang there."""
     for mode in _modes:
-        mode.active = False
+        mode.active = mode.between = False
 
 
 if hasattr(os, "register_at_fork"):

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 _COLLECTIVES = frozenset("c10d c10d_functional _c10d_functional _c10d_functional_autograd symm_mem _dtensor".split())
 _QUANTIZED = frozenset("quantized _quantized quantized_decomposed".split())
-_UNINITIALISED = frozenset(
+UNINITIALISED = frozenset(
     """empty empty_like empty_strided empty_permuted new_empty new_empty_strided empty_quantized resize resize_
     resize_as_ _resize_output_""".split()
 )
@@ -23,11 +23,11 @@ _EFFECTS = frozenset(
 )
 #: Their meaning hangs on the strides of the memory, which a copy does not keep.
 _BY_STRIDE = frozenset("as_strided_copy as_strided_scatter".split())
-_CASTS = frozenset("_to_copy to".split())
+CASTS = frozenset("_to_copy to".split())
 #: Vectors up to sign, or any basis of a space: two correct results need not be close.
-_NOT_UNIQUE = frozenset("linalg_eig _linalg_eigh _linalg_svd".split())
+NOT_UNIQUE = frozenset("linalg_eig _linalg_eigh _linalg_svd".split())
 #: Opaque bytes that the forward kernel of one format left for its backward kernel.
-_OPAQUE = frozenset("_cudnn_rnn_backward miopen_rnn_backward".split())
+OPAQUE = frozenset("_cudnn_rnn_backward miopen_rnn_backward".split())
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ def refuse(func: OpOverload, values: Mapping[str, Any]) -> None:
         raise Refusal("called for its effect")
     if name == "_efficientzerotensor":
         raise Refusal("zeros without memory")
-    if name in _UNINITIALISED:
+    if name in UNINITIALISED:
         raise Refusal("uninitialised memory")
     if name in _BY_STRIDE:
         raise Refusal("reads memory by its strides")
-    if name in _NOT_UNIQUE:
+    if name in NOT_UNIQUE:
         raise Refusal("its result is not unique")
-    if name in _OPAQUE:
+    if name in OPAQUE:
         raise Refusal("needs the bytes that its forward kernel left")
     if _random(func, name, values):
         raise Refusal("draws random numbers")
-    if name in _CASTS:
+    if name in CASTS:
         _refuse_cast(values)
     elif torch.Tag.inplace_view in func.tags or any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns

@@ -31,20 +31,22 @@ class _Recorded(BaseException):
 
 
 def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop: bool = False, whole: bool = False,
-                   **options: Any) -> Capture:  # fmt: skip
+                   of: str | None = None, **options: Any) -> Capture:  # fmt: skip
     """Run ``command`` (a script and its arguments, or ``-m`` and a module) and record its steps into ``path``.
 
     A step ends when every optimizer that the script has made has stepped, or one of them twice; with a ``GradScaler``,
     when that is updated then, also where it skipped the optimizer. What runs after the last step's end, an evaluation, is
-    no step. ``stop`` ends the script after the last chosen step; ``whole`` takes the whole script for one step. ``options``
-    are those of ``Capture``. Raises ``ScriptError`` after a script that failed or was interrupted, and ``RunError`` where
-    no step ended or the recording stopped; what was recorded by then is kept.
+    no step. ``stop`` ends the script after the last chosen step; ``whole`` takes the whole script for one step. ``of`` is
+    the id of the run that this one repeats. ``options`` are those of ``Capture``. Raises ``ScriptError`` after a script
+    that failed or was interrupted, and ``RunError`` where no step ended or the recording stopped; what was recorded by
+    then is kept.
     """
     words = list(command)
     if words and Path(words[0]).name.startswith("python"):
         words = words[1:]
     _check(words, command)
     run = Capture(Path(path).absolute(), command=words, **options)  # absolute: the script may change the directory
+    run.of = of
     ended: list[int] = []
     with run, _steps_of(run, stop, whole, ended), _as_main(words):
         try:

@@ -26,6 +26,7 @@ from roundoff.capture.environment import environment
 from roundoff.capture.keeping import Keeper
 from roundoff.capture.kernel import compiled
 from roundoff.capture.modules import ModuleRecording
+from roundoff.capture.noise import Noise
 from roundoff.capture.own import shadow as run_beside
 from roundoff.capture.paths import Paths
 from roundoff.capture.recorder import Recorder
@@ -45,12 +46,13 @@ class Capture:
     ``keep``: ``"stats"``, or also the ``"tensors"``, a seeded ``"sample"`` of each, or a ``"hash"`` of its bits.
     ``steps``: numbers and ranges, ``"0-1"``, ``"3:5,100"`` (the end belongs to it), or all of them. ``shadow="fp64"``
     runs every operator once more in fp64 on the inputs it received. ``sites``: patterns ``module/operator`` of the calls
-    to record. ``eager=True`` runs what ``torch.compile`` compiled uncompiled, so that its operators are seen.
+    to record. ``eager=True`` runs what ``torch.compile`` compiled uncompiled, so that its operators are seen. ``noise``, a
+    seed, moves the last bit of rounded results at random (see ``noise``), from the first step to the last of ``steps``.
 
-    The numbers of the program do not change, and nothing stays behind: hooks, modes and flags are as before when the
-    block is left, also by an exception. A fault while recording (a full disk, a tensor that cannot be read) stops the
-    recording with one warning, never the program. Raises ``RunError`` before anything runs for wrong arguments and for a
-    folder that holds a run already (unless ``overwrite``).
+    The numbers of the program do not change (with ``noise`` they do, which is its point), and nothing stays behind: hooks,
+    modes and flags are as before when the block is left, also by an exception. A fault while recording (a full disk, a
+    tensor that cannot be read) stops the recording with one warning, never the program. Raises ``RunError`` before
+    anything runs for wrong arguments and for a folder that holds a run already (unless ``overwrite``).
 
     Example:
         >>> import torch, roundoff, tempfile
@@ -66,17 +68,20 @@ class Capture:
     def __init__(
         self, path: str | os.PathLike[str], model: nn.Module | None = None, *, level: str = "op", keep: str = "stats",
         steps: str | Sequence[int] | None = None, shadow: str | None = None, sites: Sequence[str] = (), seed: int = 0,
-        eager: bool = False, overwrite: bool = False, command: Sequence[str] = (),
+        eager: bool = False, noise: int | None = None, overwrite: bool = False, command: Sequence[str] = (),
     ) -> None:  # fmt: skip
         _check("level", level, LEVELS)
         _check("keep", keep, KEEP)
         _check("shadow", shadow, (None, "fp64"))
         if shadow and level == "module":
             raise RunError("a module has no fp64 twin", where="shadow", expected="level='op'", got="level='module'")
+        if noise is not None:
+            check_noise(noise, level)
         self.path, self.model, self.level, self.keep = Path(path), model, level, keep
         self.steps = Steps.parse(steps)
         self.sites, self.seed, self.eager, self.overwrite = tuple(sites), seed, eager, overwrite
-        self.shadow, self.command = shadow, list(command)
+        self.shadow, self.noise, self.command = shadow, noise, list(command)
+        self.of: str | None = None  # the id of the run that this one repeats
         self.number = 0
         self.recorded = 0
         self.matched = not self.sites
@@ -96,7 +101,8 @@ class Capture:
         ranks = torch.distributed.get_world_size() if _distributed() else int(os.environ.get("WORLD_SIZE", "1"))
         self.writer = Writer(self.path, rank=self.rank, overwrite=self.overwrite, about={
             "ranks": ranks, "level": self.level, "keep": self.keep, "shadow": self.shadow, "steps": str(self.steps),
-            "sites": list(self.sites), "seed": self.seed, "environment": environment(self.model),
+            "sites": list(self.sites), "seed": self.seed, "noise": self.noise, "of": self.of,
+            "environment": environment(self.model),
             "model": type(self.model).__name__ if self.model is not None else None, "command": self.command,
             "framework": f"torch {torch.__version__}", **_identity(),
         })  # fmt: skip
@@ -118,7 +124,7 @@ class Capture:
             self._mode = OpMode(
                 self.recorder, self.paths, failed=self._failed,
                 beside=run_beside if self.shadow else None, arguments=describe if self.keep == "tensors" else None,
-                wanted=self._wanted if self.sites else None,
+                wanted=self._wanted if self.sites else None, noise=None if self.noise is None else Noise(self.noise).of,
             )  # fmt: skip
             self.paths.listeners.append(self._mode.compiled)
             self._triton = TritonCalls(self._mode.triton)
@@ -173,14 +179,16 @@ class Capture:
 
     def _begin(self) -> None:
         self.recorder = self._new_recorder()
-        if self.number not in self.steps or self.stopped:
+        chosen = self.number in self.steps
+        if self.stopped or not (chosen or (self.noise is not None and not self.done)):
             return
         if self._mode is None:
             self._modules.begin(self.recorder)
         else:
             self._mode.begin(self.recorder)
-            self._triton.install()
-            self._mode.active = True
+            if chosen:
+                self._triton.install()
+            self._mode.active, self._mode.between = chosen, not chosen
             if not self._on and _in_compile_wrapper():
                 self._failed(RuntimeError("the step before it ended inside of what torch.compile wraps, where a recording "
                                           "cannot begin; record from step 0 on, or with eager"))  # fmt: skip
@@ -193,7 +201,7 @@ class Capture:
         if self._mode is None:
             self._modules.end()
             return
-        self._mode.active = False
+        self._mode.active = self._mode.between = False
         if self._on and _get_current_dispatch_mode() is self._mode and not _in_compile_wrapper():
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
@@ -214,7 +222,7 @@ class Capture:
         if self.stopped is None:
             self.stopped = f"{type(error).__name__}: {error}"
             if self._mode is not None:
-                self._mode.active = False
+                self._mode.active = self._mode.between = False
             where = f"{self.path} stopped in step {self.number}"
             warn(f"roundoff: the recording in {where} ({self.stopped}); the program goes on")
 
@@ -279,6 +287,15 @@ def _check(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
         words = ", ".join("none" if a is None else a for a in allowed)
         raise RunError(f"unknown {name}", where=f"{name}={value!r}", expected=words)
+
+
+def check_noise(seed: Any, level: str) -> None:
+    """Raise ``RunError`` where ``seed`` is none, or ``level`` has no results of operators to add noise to."""
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise RunError("no seed", where=f"noise={seed!r}", expected="a whole number from 0 on, or None for no noise")
+    if level == "module":
+        raise RunError("noise is added to the results of operators", where="noise", expected="level='op'",
+                       got="level='module'")  # fmt: skip
 
 
 def _identity() -> dict[str, str]:

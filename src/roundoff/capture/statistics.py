@@ -135,7 +135,7 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
         return [tensor.view(-1)]
     dense, outer = _dense(tensor)
     if math.prod(size for _, size in outer) > 64 or outer and dense < 2 * ROW:
-        return [tensor.reshape(-1)]
+        return [tensor.contiguous().view(-1)]  # reshape may give a view with gaps
     offsets = [tensor.storage_offset()]
     for stride, size in outer:
         offsets = [offset + stride * i for offset in offsets for i in range(size)]

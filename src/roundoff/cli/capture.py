@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,13 @@ def command(
     eager: Annotated[bool, typer.Option("--eager", help="Run what torch.compile compiled uncompiled.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="End the script after the last of the steps.")] = False,
     whole: Annotated[bool, typer.Option("--whole", help="Take the whole script for one step.")] = False,
+    noise: Annotated[
+        int,
+        typer.Option("--noise", min=0, help="Record so many times more with random last bits: OUTPUT.noise1, ..."),
+    ] = 0,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=0, help="Record so many times more, unchanged: OUTPUT.repeat1, ...")
+    ] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run in the folder.")] = False,
     json: o.Json = False,
 ) -> int:
@@ -36,21 +43,26 @@ def command(
     import polars as pl
 
     from roundoff.capture.script import capture_script
+    from roundoff.cli.repeats import Repeats
     from roundoff.report.run_text import print_captured
     from roundoff.store import load
     from roundoff.store.sites import complete, coverage
 
-    run = capture_script(
-        script, output, stop=stop, whole=whole, steps=None if steps == "all" else steps, level=level, keep=keep,
-        shadow=shadow, sites=sites or (), seed=seed, eager=eager, overwrite=overwrite,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "stop": stop, "whole": whole, "steps": None if steps == "all" else steps, "level": level, "keep": keep,
+        "shadow": shadow, "sites": sites or (), "seed": seed, "eager": eager, "overwrite": overwrite,
+    }  # fmt: skip
+    again = Repeats(output, noise, repeats, overwrite=overwrite, level=level)
+    run = capture_script(script, output, **options)
+    again.record(script, run.writer.about["id"], options)
     if run.rank == 0:  # one of several processes speaks, of its own part: the others may still be writing theirs
         recorded = load(run.path)
         mine = complete(recorded.ops).filter(pl.col("rank") == run.rank)
         found = coverage(mine.select("phase", "site", "dtype", "view_of", "nan", "posinf", "neginf", "reason").collect())
         summary = {
             "path": str(output), "steps": recorded.steps, "ranks": list(range(int(recorded.about["ranks"]))),
-            "coverage": {**recorded.about["coverage"], **found},
+            "coverage": {**recorded.about["coverage"], **found}, "noise": again.paths("noise"),
+            "repeats": again.paths("repeat"),
         }  # fmt: skip
         if json:
             o.print_json(summary)

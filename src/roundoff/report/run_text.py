@@ -68,7 +68,7 @@ def print_captured(summary: Row, console: Console) -> None:
     """What ``roundoff capture`` says at its end: how much was recorded, what was left out and why, and what to type next.
 
     ``summary`` has ``path``, ``steps``, ``ranks`` and ``coverage``: ``run.json``'s, with the ``tensors`` and the
-    ``reasons`` of ``store.sites.coverage`` where they are known.
+    ``reasons`` of ``store.sites.coverage`` where they are known, ``noise`` and ``repeats`` (folders).
 
     >>> covered = {"calls": 1200, "operators": {"aten.mm.default": 900, "aten.add.Tensor": 300}, "stopped": None}
     >>> summary = {"path": "runs/a", "steps": [0, 1], "ranks": [0], "coverage": covered}
@@ -89,6 +89,9 @@ def print_captured(summary: Row, console: Console) -> None:
         _say(console, f"! The recording stopped early, the program did not: {covered['stopped']}", style="yellow")
     for entry in covered.get("reasons") or ():
         _say(console, f"! {count(entry['count'], 'tensor')} without statistics: {entry['reason']}", style="yellow")
+    for kind, what in (("noise", "With random last bits"), ("repeats", "Repeated, unchanged")):
+        if summary.get(kind):
+            _say(console, f"{what}: {', '.join(summary[kind])}.")
     path = shlex.quote(str(summary["path"]))
     _say(console, f"Next: roundoff show {path}\n      roundoff overflow {path}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,7 @@ class Run:
         for each in [step] if step is not None else self._found.get(rank, []):
             for row in self._rows(rank, each).filter(wanted).iter_rows(named=True):
                 if row["blob"] is not None:
-                    kept = self.blob(rank, each, row["blob"])
-                    if row["stride"] is None or self.about.get("keep") == "sample":
-                        return kept
-                    return self.strided(kept, rank, each, row)
+                    return self.kept({**row, "rank": rank, "step": each})
                 without = without or row
         if without is None:
             raise self._no_such(site, phase, place, role, rank, step, record)
@@ -168,6 +165,14 @@ class Run:
             got=without["reason"],
             do='record with keep="tensors"',
         )
+
+    def kept(self, row: Mapping[str, Any]) -> torch.Tensor:
+        """The tensor of a row of ``ops`` that has a ``blob``, as :meth:`tensor` gives it; a sample is flat."""
+        rank, step = row["rank"], row["step"]
+        kept = self.blob(rank, step, row["blob"])
+        if row["stride"] is None or self.about.get("keep") == "sample":
+            return kept
+        return self.strided(kept, rank, step, row)
 
     def verify(self) -> list[Path] | list[str]:
         """The damaged files: missing, of another length, or with other bytes than were written. Empty if all is well."""
@@ -295,7 +300,7 @@ class Run:
         return reading(path, TensorFile, path).keys
 
     def strided(
-        self, kept: torch.Tensor, rank: int, step: int, row: dict[str, Any]
+        self, kept: torch.Tensor, rank: int, step: int, row: Mapping[str, Any]
     ) -> torch.Tensor:
         """The tensor from its elements in the order of memory; a view of a larger one reads only its own."""
         shape, stride, offset = row["shape"], row["stride"], row["offset"] or 0

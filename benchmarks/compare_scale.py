@@ -84,11 +84,15 @@ def captured(folder: Path) -> tuple[pl.DataFrame, dict[str, object]]:
     return whole.ops.filter(step=1).collect().sort("record"), whole.about
 
 
+#: Their results have nothing of their input's values.
+WRITES = {"ones_like", "zeros_like", "empty_like", "full_like"}
+
+
 def reached(rows: pl.DataFrame, record: int) -> np.ndarray:
     """Which rows are computed from a record, itself left out; what is updated in place is computed from what it was."""
     found = {record}
-    for each, inputs, view_of in rows.select("record", "inputs", "view_of").iter_rows():
-        if found.intersection(inputs or ()) or view_of in found:
+    for each, operator, inputs, view_of in rows.select("record", "operator", "inputs", "view_of").iter_rows():
+        if operator not in WRITES and found.intersection(inputs or ()) or view_of in found:
             found.add(each)
     return rows["record"].is_in(list(found - {record})).to_numpy()
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roundoff.capture.session import Capture as capture  # noqa: F401, N813
+    from roundoff.compare.comparison import Comparison as Comparison
+    from roundoff.compare.comparison import compare as compare
     from roundoff.errors import RoundoffError as RoundoffError
     from roundoff.formats import FORMATS as FORMATS
     from roundoff.formats import Format as Format
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Budget": "roundoff.plan.budget",
+    "Comparison": "roundoff.compare.comparison",
     "FORMATS": "roundoff.formats",
     "Format": "roundoff.formats",
     "Plan": "roundoff.plan.plan",
@@ -38,6 +41,7 @@ _PUBLIC = {
     "Run": "roundoff.store",
     "budget": "roundoff.plan.measure",
     "capture": "roundoff.capture",
+    "compare": "roundoff.compare",
     "diagnose": "roundoff.plan.diagnose",
     "load": "roundoff.store",
     "parse_format": "roundoff.formats",
@@ -53,7 +57,7 @@ def __getattr__(name: str) -> Any:
             f"module 'roundoff' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
     module = importlib.import_module(_PUBLIC[name])
-    value = module if name == "capture" else getattr(module, name)  # a package that is called
+    value = module if name in ("capture", "compare") else getattr(module, name)  # a package that is called
     globals()[name] = value
     return value
 

@@ -14,7 +14,7 @@ import polars as pl
 from roundoff.attribute.divergence import OWN
 from roundoff.compare.culprits import culprits
 from roundoff.compare.shard import Settings, compare_rank
-from roundoff.compare.table import FAIL, TABLE, UNDECIDED, frame_of, judged
+from roundoff.compare.table import FAIL, UNDECIDED, frame_of, judged, whole
 from roundoff.engine import run_tasks
 from roundoff.errors import RunError
 from roundoff.store import Run, load
@@ -127,7 +127,6 @@ def compare(
         {"step": s, "status": f"only in {side}", "reason": f"the other run has no step {s}"}
         for side, run in (("reference", ours), ("candidate", theirs)) for s in run.steps if s not in steps
     ]
-    table = pl.concat([*(frame for frame, _ in found), frame_of(lonely)]) if lonely else pl.concat([f for f, _ in found])
+    table = whole([*(frame for frame, _ in found), frame_of(lonely)])
     about = {"reference": str(reference), "candidate": str(candidate), "damage": [line for _, lines in found for line in lines]}
-    assert list(table.columns) == list(TABLE)
     return Comparison(table, about).judge(**limits)

@@ -14,7 +14,7 @@ import polars as pl
 from roundoff.compare.align import MATCHED
 from roundoff.compare.distance import VALUES, relative
 from roundoff.compare.step import Memory, Sides, compare_step
-from roundoff.compare.table import TABLE, frame_of
+from roundoff.compare.table import frame_of
 from roundoff.compare.tolerance import MARGIN, unit
 from roundoff.errors import RunError
 from roundoff.store import Run, load, site_name
@@ -63,7 +63,7 @@ def compare_rank(
         except RunError as error:
             damage.append(str(error).replace("\n", ";"))
             frames.append(frame_of([{"rank": rank, "step": step, "status": "damaged", "reason": error.what}]))
-    return pl.concat(frames) if frames else pl.DataFrame(schema=TABLE), damage
+    return pl.concat(frames, how="diagonal") if frames else pl.DataFrame(), damage
 
 
 def _in_full(
@@ -118,8 +118,6 @@ def _quick(ours: Run, theirs: Run, rank: int, steps: Sequence[int]) -> dict[int,
         record=other["record"], line=other["line"], call=other["call"],
         error=pl.when(pl.Series(known)).then("error"),
     )  # fmt: skip
-    missing = [pl.lit(None, dtype).alias(name) for name, dtype in TABLE.items() if name not in table.columns]
-    table = table.with_columns(missing).select(*TABLE)
     found: dict[int, pl.DataFrame] = {}
     start = 0
     for step, height in heights[0]:

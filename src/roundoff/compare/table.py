@@ -53,10 +53,18 @@ LIMITS = {
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
-    """The rows as a frame with all columns; what a row lacks is null."""
+    """The rows as a frame; columns without a value are left out (see ``whole``)."""
+    names = {name for row in rows for name, value in row.items() if value is not None}
     return pl.DataFrame(
-        {name: pl.Series(name, [row.get(name) for row in rows], dtype=dtype, strict=False) for name, dtype in TABLE.items()}
+        {n: pl.Series(n, [row.get(n) for row in rows], dtype=TABLE[n], strict=False) for n in TABLE if n in names}
     )
+
+
+def whole(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """The frames, one below the other, with all columns; one that none of them has takes no memory."""
+    table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
+    missing = [pl.lit(None, dtype).alias(name) for name, dtype in TABLE.items() if name not in table.columns]
+    return table.with_columns(missing).select(*TABLE)
 
 
 def judged(table: pl.DataFrame, limits: Mapping[str, float], margin: float = 1.0) -> pl.DataFrame:

@@ -25,6 +25,8 @@ OWN, INHERITED = "own", "inherited"
 #: Error may grow this much through an operator before it is run again to see (with tensors), or taken for the
 #: operator's own (from statistics alone, where a difference of two near values is told from nothing else).
 GAIN_REPLAYED, GAIN = 1.25, 32.0
+#: A value that is this far off tells nothing any more about what is computed from it.
+NOISE = 0.3
 #: Operators whose result holds the values of their inputs, so that they cannot add an error of size.
 EXACT = frozenset(
     """view _unsafe_view reshape t transpose permute expand squeeze unsqueeze detach alias slice select unbind split chunk
@@ -54,6 +56,7 @@ class Finding:
     error: float | None
     inputs: float = 0.0
     tolerance: float = 0.0
+    condition: float = 1.0
     own: float | None = None
     cause: str | None = None
     origin: int | None = None
@@ -71,7 +74,7 @@ class Finding:
 class Divergence:
     """One step of both runs. ``counterpart`` is the reference record of a candidate record, ``exact`` those of calls that
     were aligned by name or structure; ``distance(reference record, candidate record)`` measures; ``tolerance(reference
-    row, candidate row)`` is what rounding explains; ``replay(reference row, candidate row)`` runs a call again;
+    row, candidate row)`` is what rounding explains, and how much the operator amplifies the errors of its inputs; ``replay(reference row, candidate row)`` runs a call again;
     ``slots`` gives the records that two aligned rows read in the same places."""
 
     ours: Mapping[int, Row]
@@ -79,7 +82,7 @@ class Divergence:
     counterpart: Mapping[int, int]
     exact: frozenset[int]
     distance: Callable[[int, int], Distance]
-    tolerance: Callable[[Row, Row], float]
+    tolerance: Callable[[Row, Row], tuple[float, float]]
     slots: Callable[[Row, Row], Sequence[tuple[int, int]]]
     changed: Callable[[Row, Row], tuple[str, ...]] = lambda _a, _b: ()
     replay: Callable[[Row, Row, bool, bool], Replayed] | None = None
@@ -95,7 +98,10 @@ class Divergence:
     def _row(self, record: int) -> Finding:
         row, twin = self.theirs[record], self.ours[self.counterpart[record]]
         found = self.distance(twin["record"], record)
-        finding = Finding(record, found.error, tolerance=self.tolerance(twin, row))
+        tolerance, condition = self.tolerance(twin, row)
+        if self.replay is None:
+            tolerance *= condition
+        finding = Finding(record, found.error, tolerance=tolerance, condition=condition)
         if found.error is None or found.equal or base(row["operator"]) in EMPTY or opaque(row):
             finding.own = None if found.error is None else 0.0
             return finding
@@ -131,11 +137,18 @@ class Divergence:
 
     def _read(self, row: Row, twin: Row) -> tuple[list[tuple[int, int]], list[int]]:
         """What the row's call read, with what the reference has for it, and the rows without counterpart in between."""
-        if row["record"] in self.exact and row["call"] >= 0:
-            return list(self.slots(twin, row)), []
         found: list[tuple[int, int]] = []
         region: list[int] = []
-        waiting = list(values_read(row, 1) if row["call"] >= 0 else row["inputs"] or ())
+        aligned = self.slots(twin, row) if row["record"] in self.exact and row["call"] >= 0 else ()
+        if aligned:
+            waiting = []
+            for ours, theirs in aligned:
+                if theirs in self.counterpart:
+                    found.append((ours, theirs))
+                else:
+                    waiting.append(theirs)
+        else:
+            waiting = list(values_read(row, 1) if row["call"] >= 0 else row["inputs"] or ())
         seen: set[int] = set()
         while waiting:
             record = waiting.pop()
@@ -183,8 +196,13 @@ class Divergence:
             return finding.inputs <= finding.tolerance / 8
         if math.isinf(error):
             return not math.isinf(finding.inputs)
-        gain = GAIN_REPLAYED if self.replay else GAIN
-        return error > gain * finding.inputs + finding.tolerance / (4 if self.replay else 1)
+        if self.replay is not None:
+            return error > GAIN_REPLAYED * finding.inputs + finding.tolerance / 4
+        return self._beyond(finding, error)
+
+    def _beyond(self, finding: Finding, error: float) -> bool:
+        """Whether an error is more than what the inputs bring; of inputs that are all noise nothing can be said."""
+        return finding.inputs < NOISE and error > GAIN * finding.condition * finding.inputs + finding.tolerance
 
     def _judge(self, finding: Finding, row: Row, twin: Row) -> None:
         error = finding.error or 0.0
@@ -198,12 +216,12 @@ class Divergence:
             if again.at_fault:
                 finding.cause, finding.origin = OWN, finding.record
                 return
-            if again.semantic is not None:
+            if again.semantic is not None and not finding.region:
                 return  # the same call on the same inputs does give this: what differs came in with them
         alone = finding.inputs <= finding.tolerance / 8 and not finding.unknown
         if row["call"] < 0 and not row["inputs"]:
             alone = error > 4 * finding.inputs + finding.tolerance
-        if error > finding.tolerance and (alone or error > GAIN * finding.inputs + finding.tolerance):
+        if error > finding.tolerance and (alone or self._beyond(finding, error)):
             finding.cause, finding.own, finding.origin = OWN, error, finding.record
 
     def _inherit(self, finding: Finding) -> None:

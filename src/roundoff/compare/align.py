@@ -62,6 +62,11 @@ class Call:
         self.shapes = tuple(tuple(row["shape"] or ()) for row in self.rows)
 
     @property
+    def read(self) -> int:
+        """How many tensors the call reads."""
+        return sum(len(row["inputs"] or ()) for row in self.rows)
+
+    @property
     def record(self) -> int:
         """The first row's: calls are in the order of these."""
         return int(self.rows[0]["record"])
@@ -234,6 +239,10 @@ def _score(one: Call, other: Call) -> float:
     """How well two calls go together; 0 where they must not."""
     if one.operator != other.operator:
         return 0.0
+    if one.operator in TRANSPARENT and (one.shapes != other.shapes or one.names != other.names or not _alike(one, other)):
+        return 0.0  # which one of many views it is shows in what reads it
+    if one.shapes != other.shapes and (one.names != other.names or one.read != other.read):
+        return 0.0
     score = 4.0 + 2.0 * (one.shapes == other.shapes)
     if one.names or other.names:
         score += 4.0 if one.names == other.names else -3.0
@@ -310,7 +319,7 @@ def _by_use(
     """Rows that two aligned calls read at the same place, and from there on what those are made of."""
     for one, other, _ in sorted(matched, key=lambda m: -m[1].record):
         for a, b in slots(one.rows, other.rows):
-            while a in ours and b in theirs and b not in pairs:
+            while a in ours and b in theirs and b not in pairs and ours[a]["shape"] == theirs[b]["shape"]:
                 row, twin = ours[a], theirs[b]
                 leaves = row["call"] < 0 and twin["call"] < 0
                 add(row, twin, *(MATCHED, None) if leaves else (BY_USE, "read at the same place"))
@@ -325,8 +334,6 @@ def _by_use(
                     if row["operator"] not in TRANSPARENT or len(row["inputs"] or ()) != 1:
                         break
                     a = row["inputs"][0]
-                if a not in ours or ours[a]["shape"] != handed["shape"]:
-                    break
 
 
 def _last_values(
@@ -347,7 +354,7 @@ def slots(ours: Sequence[Row], theirs: Sequence[Row]) -> list[tuple[int, int]]:
     by_place = {row["place"]: row for row in ours}
     for row in theirs:
         twin = by_place.get(row["place"])
-        if twin is not None:
+        if twin is not None and len(twin["inputs"] or ()) == len(row["inputs"] or ()):
             found.update(dict.fromkeys(zip(twin["inputs"] or (), row["inputs"] or (), strict=False)))
     return list(found)
 

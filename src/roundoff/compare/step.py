@@ -13,7 +13,7 @@ from roundoff.attribute.replayed import Replayed, differences, replayed
 from roundoff.attribute.roles import values_read
 from roundoff.compare.align import REFERENCE_ONLY, Pair, align
 from roundoff.compare.distance import Distances
-from roundoff.compare.tolerance import format_of, smallest, tolerance, unit, working
+from roundoff.compare.tolerance import condition, format_of, smallest, tolerance, unit, working
 from roundoff.store.step_tensors import StepTensors
 
 Row = Mapping[str, Any]
@@ -76,9 +76,11 @@ def _divergence(
     exact = frozenset(p.candidate for p in pairs if p.candidate is not None and p.status == "matched")
     first, first_twin = _first_rows(theirs), _first_rows(ours)
 
-    def bound(twin: Row, row: Row) -> float:
+    def bound(twin: Row, row: Row) -> tuple[float, float]:
         inputs = [theirs[i] for i in row["inputs"] or () if i in theirs]
-        return max(tolerance(twin, row, adopted, inputs), 3 * floor.get(twin["record"], 0.0))
+        explained = tolerance(twin, row, adopted, inputs)
+        given = [ours[i] for i in twin["inputs"] or () if i in ours]
+        return max(explained, 3 * floor.get(twin["record"], 0.0)), condition(twin, given)
 
     def again(twin: Row, row: Row, aligned: bool, same_inputs: bool) -> Replayed:
         dtype = format_of(twin, row, adopted)
@@ -105,7 +107,8 @@ def _divergence(
 
 def _slots(twin: Row, row: Row) -> list[tuple[int, int]]:
     """What two aligned rows read in the same places: not the memory that they overwrite."""
-    return list(zip(values_read(twin, 1), values_read(row, 1), strict=False))
+    ours, theirs = values_read(twin, 1), values_read(row, 1)
+    return list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else []
 
 
 def _first_rows(rows: Mapping[int, Row]) -> dict[int, Row]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +37,9 @@ SUMS = frozenset(
     "sum mean cumsum embedding_dense_backward native_layer_norm_backward native_batch_norm_backward var std norm "
     "linalg_vector_norm _foreach_norm index_add scatter_add logsumexp native_batch_norm native_group_norm".split()
 )
+DIFFERENCES = frozenset("add sub rsub _foreach_add _foreach_sub lerp _foreach_lerp addcmul addcdiv".split())
+NORMALISATIONS = frozenset("native_layer_norm native_batch_norm native_group_norm _fused_rms_norm".split())
+EXPONENTIALS = frozenset("exp _softmax _log_softmax sigmoid sin cos exp2 expm1 logsumexp".split())
 
 
 @lru_cache
@@ -80,7 +83,7 @@ def format_of(twin: Row, row: Row, adopted: frozenset[str]) -> str | None:
     return str(theirs) if theirs in adopted or not unit(ours) else str(ours)
 
 
-def tolerance(twin: Row, row: Row, adopted: frozenset[str], inputs: Iterable[Row] = ()) -> float:
+def tolerance(twin: Row, row: Row, adopted: frozenset[str], inputs: Sequence[Row] = ()) -> float:
     """The largest relative distance that rounding alone explains where both calls get the same inputs."""
     dtype = format_of(twin, row, adopted)
     u = unit(dtype)
@@ -88,16 +91,55 @@ def tolerance(twin: Row, row: Row, adopted: frozenset[str], inputs: Iterable[Row
         return 0.0
     if row["operator"] == "compiled" or twin["operator"] == "compiled":
         return min(REGION * u, 0.1)
-    operator = row["operator"].rstrip("_")
-    terms = 1.0
-    shapes = [i["shape"] or () for i in inputs]
-    if operator in CONTRACTIONS:
-        terms = max((_terms(shape) for shape in shapes), default=1.0)
-    elif operator in SUMS:
-        size = max((math.prod(shape) for shape in shapes), default=1)
-        terms = max(1.0, size / max(1, math.prod(row["shape"] or ())))
     accumulated = unit("float32") if u > unit("float32") else u
-    return MARGIN * (u + accumulated * math.sqrt(terms))
+    return MARGIN * (u + accumulated * math.sqrt(terms(row, [i["shape"] or () for i in inputs])))
+
+
+def terms(row: Row, shapes: Sequence[Sequence[int]]) -> float:
+    """How many products or elements are added for one element of a result, at most; 1 where none are."""
+    operator = row["operator"].rstrip("_")
+    if operator in CONTRACTIONS:
+        return max((_terms(shape) for shape in shapes), default=1.0)
+    if operator in SUMS:
+        size = max((math.prod(shape) for shape in shapes), default=1)
+        return max(1.0, size / max(1, math.prod(row["shape"] or ())))
+    return 1.0
+
+
+def condition(row: Row, inputs: Sequence[Row]) -> float:
+    """How many times larger the relative error of a result may be than that of the inputs, from their statistics; 1 or
+    more, 1 where it is not known.
+
+    Of sums and products of matrices: the size that the result would have if its terms were independent (the root of their
+    number, times their size) over the size it has, so the gradient of a bias in front of a normalisation, which is zero
+    but for rounding, is no fault. Of normalisations: the size of the input over its spread. Of exponentials: the largest
+    magnitude of the input (their relative error is the absolute one of the input).
+    """
+    size = _rms(row)
+    known = [(i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None]
+    operator = row["operator"].rstrip("_")
+    if not known or size is None:
+        return 1.0
+    if operator in EXPONENTIALS:
+        return max(1.0, max(max(abs(i["min"]), abs(i["max"])) for i, _ in known))
+    if operator in NORMALISATIONS and row["place"] == 0:
+        first, rms = known[0]
+        return max(1.0, rms / first["std"]) if first["std"] else math.inf
+    count = math.sqrt(terms(row, [i["shape"] or () for i, _ in known]))
+    sizes = sorted((rms for _, rms in known), reverse=True)
+    if operator in CONTRACTIONS:
+        least = sizes[0] * count * (sizes[1] if len(sizes) > 1 else 1.0)
+        if row["place"] == 2:  # of a convolution's backward pass: the sum of the gradient
+            least = known[0][1] * count
+    elif operator in SUMS or operator in DIFFERENCES:
+        least = sizes[0] * (count if operator != "mean" else 1 / count)
+    else:
+        return 1.0
+    return max(1.0, least / size) if size else math.inf
+
+
+def _rms(row: Row) -> float | None:
+    return None if row["l2"] is None or not row["numel"] else float(row["l2"] / math.sqrt(row["numel"]))
 
 
 def _terms(shape: Iterable[int]) -> float:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
+from roundoff.compare.distance import of_statistics
+
 Row = Mapping[str, Any]
 
 MATCHED, BY_USE, REFERENCE_ONLY, CANDIDATE_ONLY = "matched", "by use", "only in reference", "only in candidate"
@@ -30,6 +32,8 @@ TRANSPARENT = frozenset(
     """_to_copy to clone contiguous detach alias lift_fresh lift copy _reshape_copy view reshape _unsafe_view expand t
     transpose permute squeeze unsqueeze""".split()
 )
+#: Two results whose statistics are this near speak for the same call.
+ALIKE = 0.03
 #: Above this many pairs of calls, a module's sequences are matched by their longest common blocks instead.
 _LARGEST = 250_000
 
@@ -250,11 +254,9 @@ def _score(one: Call, other: Call) -> float:
 
 
 def _alike(one: Call, other: Call) -> bool:
-    """Whether the first rows hold about the same values."""
-    a, b = one.rows[0], other.rows[0]
-    if a["l2"] is None or b["l2"] is None:
-        return bool(a["l2"] is b["l2"])
-    return bool(abs(a["l2"] - b["l2"]) <= 0.02 * max(a["l2"], b["l2"]))
+    """Whether the first rows hold about the same values, as far as statistics tell."""
+    error = of_statistics(one.rows[0], other.rows[0]).error
+    return error is not None and error < ALIKE
 
 
 def _blocks(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int]]:

@@ -1,0 +1,8 @@
+"""The fault bank: faults that people meet, each with the place where it sits. See ``bank``."""
+
+from __future__ import annotations
+
+from . import constants, kernels  # noqa: F401 (each enters its faults)
+from .bank import FAULTS as FAULTS
+from .bank import Fault as Fault
+from .bank import record as record

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from . import constants, kernels  # noqa: F401 (each enters its faults)
+from . import code, constants, kernels, precision, training  # noqa: F401 (each enters its faults)
 from .bank import FAULTS as FAULTS
 from .bank import Fault as Fault
 from .bank import record as record
+from .clean import Pair as Pair
+from .clean import clean_pairs as clean_pairs

@@ -21,8 +21,8 @@ class Fault:
         name: of the fault.
         family: the model: cnn, encoder, decoder, lstm.
         about: what was done wrong, in a line.
-        sites: where: globs over ``module/operator`` as a recording names calls (without ``#n`` all calls of the
-            operator), or the name of a parameter or buffer that was already wrong when the run began.
+        sites: where: globs over ``module/operator#n`` as a recording names calls (all calls of the operator without
+            ``#n``; the first is also ``#0``), or the name of a parameter or buffer that was wrong to begin with.
         phase: of the sites; several are separated by ``|``.
         steps: how many steps it takes to show.
         clean: the program, right.
@@ -51,12 +51,9 @@ class Fault:
 
     def named_by(self, phase: str, *names: str | None) -> bool:
         """Whether one of the names of a row or culprit is that of the true site."""
-        return phase in self.phase.split("|") and any(
-            matches(glob, name) or matches(glob, name.partition("#")[0])
-            for glob in self.sites
-            for name in names
-            if name is not None
-        )
+        known = [name for name in names if name is not None]
+        spelt = {form for n in known for form in (n, n.partition("#")[0], n if "#" in n else f"{n}#0")}
+        return phase in self.phase.split("|") and any(matches(glob, name) for glob in self.sites for name in spelt)
 
 
 FAULTS: list[Fault] = []

@@ -60,9 +60,9 @@ def saturated_gradient(p: Program) -> None:
     p.beneath = Damage("mm", 22 + 2 + 7 * 2 + 1, saturated(65504.0))
 
 
-@fault("lstm", "a row of a gradient is that of another: a shared buffer", "cell.h/mm*", phase="backward")
+@fault("lstm", "a row of a gradient is that of another: a shared buffer", "cell.h/mm#4", phase="backward")
 def shared_rows(p: Program) -> None:
-    p.beneath = Damage("mm", 8, stale_rows)
+    p.beneath = Damage("mm", 10, stale_rows)
 
 
 @fault("cnn", "the end of a weight gradient is not written", "fine.1.conv1/convolution_backward", phase="backward")

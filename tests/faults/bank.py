@@ -62,7 +62,8 @@ FAULTS: list[Fault] = []
 def fault(
     family: str,
     about: str,
-    *sites: str,
+    sites: str,
+    *,
     phase: str = "forward",
     steps: int = 1,
     clean: Callable[[Program], None] | None = None,
@@ -70,7 +71,8 @@ def fault(
 ) -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
     """Enters the decorated function, which breaks a program, into the bank under its own name.
 
-    ``clean`` changes what both sides run, where the family's usual program has no place for the fault.
+    ``sites`` are separated by spaces, and ``module/{a,b}`` is short for ``module/a module/b``. ``clean`` changes what
+    both sides run, where the family's usual program has no place for the fault.
     """
 
     def build() -> Program:
@@ -81,11 +83,19 @@ def fault(
 
     def enter(break_it: Callable[[Program], None]) -> Callable[[Program], None]:
         FAULTS.append(
-            Fault(break_it.__name__, family, about, sites, phase, steps, build, break_it, random, clean is None)
+            Fault(break_it.__name__, family, about, _each(sites), phase, steps, build, break_it, random, clean is None)
         )
         return break_it
 
     return enter
+
+
+def _each(sites: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for site in sites.split():
+        head, brace, names = site.partition("{")
+        found += [head + name for name in names.removesuffix("}").split(",")] if brace else [site]
+    return tuple(found)
 
 
 def record(fault: Fault, folder: str | os.PathLike[str], faulty: bool, keep: str = "tensors") -> None:

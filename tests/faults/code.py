@@ -21,18 +21,18 @@ def softmax_axis(p: Program) -> None:
     replace(p.model.blocks[1].attention, weights=lambda _, scores: scores.softmax(-2))
 
 
-@fault("encoder", "heads joined without transposing them back", "blocks.1.attention/transpose*", "blocks.1.attention/clone*",
-       "blocks.1.attention/_unsafe_view*", "blocks.1.attention/view*")  # fmt: skip
+@fault("encoder", "heads joined without transposing them back",
+       "blocks.1.attention/{transpose*,clone*,_unsafe_view*,view*}")  # fmt: skip
 def heads_not_transposed(p: Program) -> None:
     replace(p.model.blocks[1].attention, join=lambda _, x: x.reshape(x.shape[0], x.shape[2], -1))
 
 
-@fault("cnn", "NHWC images viewed as NCHW instead of permuted", "/permute", "/view")
+@fault("cnn", "NHWC images viewed as NCHW instead of permuted", "/{permute,view}")
 def nhwc_viewed(p: Program) -> None:
     replace(p.model, channels_first=lambda _, x: x.view(x.shape[0], 3, *x.shape[1:3]))
 
 
-@fault("encoder", "attention without its scale", "blocks.0.attention/div", "blocks.0.attention/masked_fill")
+@fault("encoder", "attention without its scale", "blocks.0.attention/{div,masked_fill}")
 def scale_missing(p: Program) -> None:
     replace(p.model.blocks[0].attention, scores=lambda _, q, k: q @ k.transpose(-1, -2))
 
@@ -56,8 +56,8 @@ def _centred(p: Program) -> None:
     replace(p.model.coarse[1], branch=branch)
 
 
-@fault("cnn", "an in-place subtraction overwrites what the shortcut adds", "coarse.1/sub", "coarse.1/sub_", "coarse.1/add",
-       clean=_centred)  # fmt: skip
+@fault("cnn", "an in-place subtraction overwrites what the shortcut adds",
+       "coarse.1/{sub,sub_,add}", clean=_centred)  # fmt: skip
 def shortcut_overwritten(p: Program) -> None:
     def branch(block, x):
         x -= x.mean((2, 3), keepdim=True)
@@ -66,12 +66,13 @@ def shortcut_overwritten(p: Program) -> None:
     replace(p.model.coarse[1], branch=branch)
 
 
-@fault("lstm", "softmax in the model and again in the loss", "/_softmax", "/_log_softmax")
+@fault("lstm", "softmax in the model and again in the loss", "/{_softmax,_log_softmax}")
 def softmax_twice(p: Program) -> None:
     p.loss = lambda model, ids, lengths, labels: F.cross_entropy(model(ids, lengths).softmax(-1), labels)
 
 
-@fault("decoder", "labels not shifted: each token predicts itself", "/slice", "/view", "/_log_softmax", "/nll_loss_forward")
+@fault("decoder", "labels not shifted: each token predicts itself",
+       "/{slice,view,_log_softmax,nll_loss_forward}")  # fmt: skip
 def labels_not_shifted(p: Program) -> None:
     p.loss = lambda model, ids: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
@@ -81,18 +82,19 @@ def ids_wrap(p: Program) -> None:
     replace(p.model.words, index=lambda _, ids: ids.to(torch.uint8).long())
 
 
-@fault("lstm", "a hash multiplied in int32, which overflows", "words/_to_copy", "words/mul", "words/remainder")
+@fault("lstm", "a hash multiplied in int32, which overflows", "words/{_to_copy,mul,remainder}")
 def product_overflows(p: Program) -> None:
     replace(p.model.words, bucket=lambda _, ids: (ids.to(torch.int32) * 73856093) % 64)
 
 
-@fault("lstm", "the last step taken, padding or not, instead of the last real one", "/arange", "/sub", "/index", "/select*", "/slice*")
+@fault("lstm", "the last step taken, padding or not, instead of the last real one",
+       "/{arange,sub,index,select*,slice*}")  # fmt: skip
 def last_step_of_padding(p: Program) -> None:
     replace(p.model, last=lambda _, x, lengths: x[:, -1])
 
 
-@fault("decoder", "rotary pairs interleaved where the weights expect halves", "blocks.0.attention/split*", "blocks.0.attention/neg*",
-       "blocks.0.attention/cat*", "blocks.0.attention/slice*", "blocks.0.attention/stack*")  # fmt: skip
+@fault("decoder", "rotary pairs interleaved where the weights expect halves",
+       "blocks.0.attention/{split*,neg*,cat*,slice*,stack*}")  # fmt: skip
 def rotary_interleaved(p: Program) -> None:
     def turned(_, x):
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
@@ -100,13 +102,14 @@ def rotary_interleaved(p: Program) -> None:
     replace(p.model.blocks[0].attention, turned=turned)
 
 
-@fault("decoder", "positions that ignore what is cached: they start at 0", "blocks.2.attention.rotary/arange#1")
+@fault("decoder", "positions that ignore what is cached: they start at 0",
+       "blocks.2.attention.rotary/arange#1")  # fmt: skip
 def positions_restart(p: Program) -> None:
     # only distances count for the scores, so the last layer's tables show it and the output hardly does
     replace(p.model.blocks[2].attention.rotary, places=lambda _, n: torch.arange(0, n, dtype=torch.float32))
 
 
-@fault("encoder", "positions counted from 1", "/cumsum", "/sub", "/clamp")
+@fault("encoder", "positions counted from 1", "/{cumsum,sub,clamp}")
 def positions_from_one(p: Program) -> None:
     replace(p.model, positions=lambda _, real: real.long().cumsum(1))
 
@@ -116,13 +119,13 @@ def mask_off_by_one(p: Program) -> None:
     replace(p.model.blocks[1].attention, mask=lambda _, n: torch.full((n, n), -math.inf).triu(2))
 
 
-@fault("decoder", "masked by -1e4 instead of -inf", "blocks.2.attention/full", "blocks.2.attention/triu", "blocks.2.attention/add*")
+@fault("decoder", "masked by -1e4 instead of -inf", "blocks.2.attention/{full,triu,add*}")
 def mask_of_ten_thousand(p: Program) -> None:
     replace(p.model.blocks[2].attention, mask=lambda _, n: torch.full((n, n), -1e4).triu(1))
 
 
-@fault("encoder", "the padding mask added as 0 and 1, not as 0 and -inf", "blocks.0.attention/masked_fill", "blocks.0.attention/_to_copy",
-       "blocks.0.attention/bitwise_not", "blocks.0.attention/add")  # fmt: skip
+@fault("encoder", "the padding mask added as 0 and 1, not as 0 and -inf",
+       "blocks.0.attention/{masked_fill,_to_copy,bitwise_not,add}")  # fmt: skip
 def mask_added_as_ones(p: Program) -> None:
     replace(p.model.blocks[0].attention, masked=lambda _, scores, real: scores + real[:, None, None, :].float())
 
@@ -139,8 +142,8 @@ def _empty_sentence(p: Program) -> None:
     p.model.pool.forward = lambda x, real: (x * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
 
 
-@fault("encoder", "-inf for the lowest finite number: NaN where a sentence is all padding", "blocks.0.attention/masked_fill",
-       "blocks.0.attention/_softmax", clean=_empty_sentence)  # fmt: skip
+@fault("encoder", "-inf for the lowest finite number: NaN where a sentence is all padding",
+       "blocks.0.attention/{masked_fill,_softmax}", clean=_empty_sentence)  # fmt: skip
 def all_masked(p: Program) -> None:
     replace(
         p.model.blocks[0].attention,
@@ -155,7 +158,8 @@ def weight_transposed(p: Program) -> None:
         weight.copy_(weight.t().clone())
 
 
-@fault("lstm", "gates loaded in the order input, cell, forget, output", "cell.x.weight", "cell.x.bias", "cell.h.weight", "cell.h.bias")
+@fault("lstm", "gates loaded in the order input, cell, forget, output",
+       "cell.x.weight cell.x.bias cell.h.weight cell.h.bias")  # fmt: skip
 def gates_permuted(p: Program) -> None:
     with torch.no_grad():
         for value in p.model.cell.parameters():
@@ -163,20 +167,20 @@ def gates_permuted(p: Program) -> None:
             value.copy_(torch.cat([i, g, f, o]))
 
 
-@fault("cnn", "running statistics of an earlier checkpoint", "fine.1.norm1.running_mean", "fine.1.norm1.running_var",
-       clean=_evaluation)  # fmt: skip
+@fault("cnn", "running statistics of an earlier checkpoint",
+       "fine.1.norm1.running_mean fine.1.norm1.running_var", clean=_evaluation)  # fmt: skip
 def stale_statistics(p: Program) -> None:
     norm = p.model.fine[1].norm1
     norm.running_mean.zero_()
     norm.running_var.fill_(1.0)
 
 
-@fault("cnn", "the bias of the head dropped", "head/addmm", "head/mm", "head.bias")
+@fault("cnn", "the bias of the head dropped", "head/{addmm,mm} head.bias")
 def bias_dropped(p: Program) -> None:
     p.model.head.bias = None
 
 
-@fault("lstm", "the state of the last batch goes on into this one", "/new_zeros*", "/input*", steps=2)
+@fault("lstm", "the state of the last batch goes on into this one", "/{new_zeros*,input*}", steps=2)
 def state_not_reset(p: Program) -> None:
     fresh = p.model.start
     replace(p.model, start=lambda model, x: getattr(model, "ended", None) or fresh(x))

@@ -9,11 +9,9 @@ from torch import Tensor
 from .bank import fault
 from .program import Program, replace
 
-#: what a cast and the arithmetic of a softmax written by hand are called
-_SOFTMAX = ("_to_copy", "exp", "sum", "div", "_softmax")
 
-
-@fault("encoder", "softmax in fp16 without taking the maximum away", *(f"blocks.1.attention/{name}" for name in _SOFTMAX))
+@fault("encoder", "softmax in fp16 without taking the maximum away",
+       "blocks.1.attention/{_to_copy,exp,sum,div,_softmax}")  # fmt: skip
 def softmax_without_maximum(p: Program) -> None:
     def weights(_, scores: Tensor) -> Tensor:
         e = scores.half().exp()
@@ -22,8 +20,7 @@ def softmax_without_maximum(p: Program) -> None:
     replace(p.model.blocks[1].attention, weights=weights)
 
 
-@fault("decoder", "rotary tables kept in bf16", "blocks.1.attention.rotary/_to_copy", "blocks.1.attention.rotary/cos",
-       "blocks.1.attention.rotary/sin")  # fmt: skip
+@fault("decoder", "rotary tables kept in bf16", "blocks.1.attention.rotary/{_to_copy,cos,sin}")
 def rotary_tables(p: Program) -> None:
     def tables(_, angles: Tensor) -> tuple[Tensor, Tensor]:
         return angles.cos().bfloat16().float(), angles.sin().bfloat16().float()
@@ -31,14 +28,15 @@ def rotary_tables(p: Program) -> None:
     replace(p.model.blocks[1].attention.rotary, tables=tables)
 
 
-@fault("decoder", "positions counted in bf16: 501 is 500", "blocks.0.attention.rotary/arange#1", "blocks.0.attention.rotary/_to_copy")
+@fault("decoder", "positions counted in bf16: 501 is 500",
+       "blocks.0.attention.rotary/{arange#1,_to_copy}")  # fmt: skip
 def positions_in_bf16(p: Program) -> None:
     rotary = p.model.blocks[0].attention.rotary
     exact = rotary.places
     replace(rotary, places=lambda _, n: exact(n).bfloat16().float())
 
 
-@fault("decoder", "RMSNorm squares in fp16", "blocks.2.norm2/_to_copy", "blocks.2.norm2/pow", "blocks.2.norm2/mean")
+@fault("decoder", "RMSNorm squares in fp16", "blocks.2.norm2/{_to_copy,pow,mean}")
 def squares_in_fp16(p: Program) -> None:
     def scale(norm, x: Tensor) -> Tensor:
         return torch.rsqrt(x.half().pow(2).mean(-1, keepdim=True).float() + norm.eps)
@@ -46,13 +44,13 @@ def squares_in_fp16(p: Program) -> None:
     replace(p.model.blocks[2].norm2, scale=scale)
 
 
-@fault("decoder", "cross entropy in bf16", "/_to_copy", "/_log_softmax", "/nll_loss_forward")
+@fault("decoder", "cross entropy in bf16", "/{_to_copy,_log_softmax,nll_loss_forward}")
 def loss_in_bf16(p: Program) -> None:
     p.loss = lambda model, ids: F.cross_entropy(model(ids)[:, :-1].flatten(0, 1).bfloat16(), ids[:, 1:].flatten()).float()
 
 
-@fault("encoder", "a mean whose sum is accumulated in bf16", "pool/_to_copy", "pool/sum", "pool/add", "pool/select*", "pool/zeros*",
-       "pool/new_zeros*")  # fmt: skip
+@fault("encoder", "a mean whose sum is accumulated in bf16",
+       "pool/{_to_copy,sum,add,select*,zeros*,new_zeros*}")  # fmt: skip
 def sum_in_bf16(p: Program) -> None:
     def forward(_, x: Tensor, real: Tensor) -> Tensor:
         weights = real.to(x.dtype)[..., None]
@@ -64,8 +62,8 @@ def sum_in_bf16(p: Program) -> None:
     replace(p.model.pool, forward=forward)
 
 
-@fault("cnn", "a variance as E[x²] - E[x]² in fp16", "norm/native_batch_norm", "norm/_to_copy", "norm/mean", "norm/sub",
-       "norm/mul", "norm/pow")  # fmt: skip
+@fault("cnn", "a variance as E[x²] - E[x]² in fp16",
+       "norm/{native_batch_norm,_to_copy,mean,sub,mul,pow}")  # fmt: skip
 def variance_in_fp16(p: Program) -> None:
     def forward(norm, x: Tensor) -> Tensor:
         half = x.half()
@@ -78,13 +76,13 @@ def variance_in_fp16(p: Program) -> None:
     replace(p.model.norm, forward=forward)
 
 
-@fault("lstm", "the cell's state kept in bf16", "cell/_to_copy", "cell/add")
+@fault("lstm", "the cell's state kept in bf16", "cell/{_to_copy,add}")
 def state_in_bf16(p: Program) -> None:
     exact = p.model.cell.keep
     replace(p.model.cell, keep=lambda _, *gates: exact(*gates).bfloat16().float())
 
 
-@fault("encoder", "one matrix product in fp16", "blocks.2.feed.down/_to_copy", "blocks.2.feed.down/addmm")
+@fault("encoder", "one matrix product in fp16", "blocks.2.feed.down/{_to_copy,addmm}")
 def product_in_fp16(p: Program) -> None:
     def forward(layer, x: Tensor) -> Tensor:
         return F.linear(x.half(), layer.weight.half(), layer.bias.half()).float()
@@ -99,12 +97,14 @@ def _outlier(p: Program) -> None:
             layer.weight[5] *= 400
 
 
-@fault("decoder", "a gated product that overflows in fp16", "blocks.1.feed/_to_copy", "blocks.1.feed/mul", clean=_outlier)
+@fault("decoder", "a gated product that overflows in fp16",
+       "blocks.1.feed/{_to_copy,mul}", clean=_outlier)  # fmt: skip
 def product_overflows_in_fp16(p: Program) -> None:
     replace(p.model.blocks[1].feed, gated=lambda _, gate, up: (F.silu(gate).half() * up.half()).float())
 
 
-@fault("cnn", "the losses of a large batch summed in fp16", "/_to_copy", "/sum", "/nll_loss_forward", "/mean", "/div")
+@fault("cnn", "the losses of a large batch summed in fp16",
+       "/{_to_copy,sum,nll_loss_forward,mean,div}")  # fmt: skip
 def losses_in_fp16(p: Program) -> None:
     def loss(model, images: Tensor, labels: Tensor) -> Tensor:
         each = F.cross_entropy(model(images), labels, reduction="none").half()
@@ -113,7 +113,8 @@ def losses_in_fp16(p: Program) -> None:
     p.loss = loss
 
 
-@fault("lstm", "weights rounded to bf16 after each update: no master copy", "/_to_copy", "/copy_", phase="optimizer", steps=2)
+@fault("lstm", "weights rounded to bf16 after each update: no master copy",
+       "/{_to_copy,copy_}", phase="optimizer", steps=2)  # fmt: skip
 def no_master_weights(p: Program) -> None:
     def rounded(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with torch.no_grad():

@@ -30,7 +30,8 @@ def _in_parts(join: Callable[[Tensor, int], Tensor]) -> Callable[[Program], None
     return lambda p: setattr(p, "step", step)
 
 
-@fault("encoder", "accumulated gradients not divided by the number of parts", "/div", clean=_in_parts(lambda loss, n: loss / n))
+@fault("encoder", "accumulated gradients not divided by the number of parts",
+       "/div", clean=_in_parts(lambda loss, n: loss / n))  # fmt: skip
 def accumulation_not_averaged(p: Program) -> None:
     _in_parts(lambda loss, n: loss)(p)
 
@@ -52,13 +53,14 @@ def _scaled(order: str) -> Callable[[Program], None]:
     return lambda p: setattr(p, "step", step)
 
 
-@fault("decoder", "gradients clipped before they are unscaled", "/mul_*", "/linalg_vector_norm*", "/stack", "/_foreach_*",
-       clean=_scaled("unscale clip"))  # fmt: skip
+@fault("decoder", "gradients clipped before they are unscaled",
+       "/{mul_*,linalg_vector_norm*,stack,_foreach_*}", clean=_scaled("unscale clip"))  # fmt: skip
 def clipped_before_unscaled(p: Program) -> None:
     _scaled("clip unscale")(p)
 
 
-@fault("lstm", "gradients never unscaled", "/mul_*", "/linalg_vector_norm*", "/_foreach_*", clean=_scaled("unscale clip"))
+@fault("lstm", "gradients never unscaled",
+       "/{mul_*,linalg_vector_norm*,_foreach_*}", clean=_scaled("unscale clip"))  # fmt: skip
 def never_unscaled(p: Program) -> None:
     _scaled("clip")(p)
 
@@ -73,8 +75,8 @@ def _clipped(kind: float) -> Callable[[Program], None]:
     return lambda p: setattr(p, "step", step)
 
 
-@fault("cnn", "gradients clipped by their largest element, not their L2 norm", "/linalg_vector_norm*", "/_foreach_*", "/abs*", "/max*",
-       clean=_clipped(2.0))  # fmt: skip
+@fault("cnn", "gradients clipped by their largest element, not their L2 norm",
+       "/{linalg_vector_norm*,_foreach_*,abs*,max*}", clean=_clipped(2.0))  # fmt: skip
 def clipped_by_maximum(p: Program) -> None:
     _clipped(torch.inf)(p)
 
@@ -96,7 +98,8 @@ def _two_ranks(mean: bool) -> Callable[[Program], None]:
     return lambda p: setattr(p, "step", step)
 
 
-@fault("cnn", "an all-reduce that sums where the other averages", "/div*", "/sum*", clean=_two_ranks(mean=True))
+@fault("cnn", "an all-reduce that sums where the other averages",
+       "/{div*,sum*}", clean=_two_ranks(mean=True))  # fmt: skip
 def sum_for_mean(p: Program) -> None:
     _two_ranks(mean=False)(p)
 
@@ -105,12 +108,14 @@ def _optimizer(kind: Any, **options: Any) -> Callable[[Program], None]:
     return lambda p: setattr(p, "optimizer", kind(p.model.parameters(), **options))
 
 
-@fault("encoder", "Adam's weight decay, which goes through the moments, for AdamW's", "/mul_#*[02468]", "/add", "/add#*", phase="optimizer")
+@fault("encoder", "Adam's weight decay, which goes through the moments, for AdamW's",
+       "/{mul_#*[02468],add,add#*}", phase="optimizer")  # fmt: skip
 def coupled_decay(p: Program) -> None:
     _optimizer(torch.optim.Adam, lr=1e-2, weight_decay=0.1)(p)
 
 
-@fault("decoder", "beta2 0.999 for 0.95", "/mul_#*[13579]", "/addcmul_*", phase="optimizer",
+@fault("decoder", "beta2 0.999 for 0.95",
+       "/{mul_#*[13579],addcmul_*}", phase="optimizer",
        clean=_optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95)))  # fmt: skip
 def adam_beta(p: Program) -> None:
     _optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999))(p)
@@ -121,17 +126,20 @@ def adam_eps(p: Program) -> None:
     _optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-3)(p)
 
 
-@fault("lstm", "a learning rate three times too large", "/mul_#*[02468]", "/addcdiv_*", phase="optimizer")
+@fault("lstm", "a learning rate three times too large",
+       "/{mul_#*[02468],addcdiv_*}", phase="optimizer")  # fmt: skip
 def learning_rate(p: Program) -> None:
     p.optimizer.param_groups[0]["lr"] *= 3
 
 
-@fault("cnn", "momentum with dampening", "/add_#*[02468]", phase="optimizer", steps=2, clean=_optimizer(torch.optim.SGD, lr=0.05, momentum=0.9))
+@fault("cnn", "momentum with dampening",
+       "/add_#*[02468]", phase="optimizer", steps=2, clean=_optimizer(torch.optim.SGD, lr=0.05, momentum=0.9))  # fmt: skip
 def momentum_dampening(p: Program) -> None:
     _optimizer(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1)(p)
 
 
-@fault("lstm", "zero_grad forgotten", "head/add_*", "cell.*/add_*", "words.*/add_*", "upper/add_*", phase="backward", steps=2)
+@fault("lstm", "zero_grad forgotten",
+       "head/add_* cell.*/add_* words.*/add_* upper/add_*", phase="backward", steps=2)  # fmt: skip
 def gradients_not_cleared(p: Program) -> None:
     p.optimizer.zero_grad = lambda set_to_none=True: None
 
@@ -148,13 +156,15 @@ def _schedule(first: bool) -> Callable[[Program], None]:
     return lambda p: setattr(p, "step", step)
 
 
-@fault("encoder", "a warm-up one step ahead", "/mul_#*[02468]", "/addcdiv_*", phase="optimizer", steps=2, clean=_schedule(first=False))
+@fault("encoder", "a warm-up one step ahead",
+       "/{mul_#*[02468],addcdiv_*}", phase="optimizer", steps=2, clean=_schedule(first=False))  # fmt: skip
 def schedule_ahead(p: Program) -> None:
     _schedule(first=True)(p)
 
 
-@fault("decoder", "a detach that cuts a branch's gradient", "blocks.1/detach", "blocks.1/add", "blocks.1.attention.*/mm*",
-       "blocks.1.attention/*_backward*", phase="forward|backward")  # fmt: skip
+@fault("decoder", "a detach that cuts a branch's gradient",
+       "blocks.1/{detach,add} blocks.1.attention.*/mm* blocks.1.attention/*_backward*",
+       phase="forward|backward")  # fmt: skip
 def branch_detached(p: Program) -> None:
     def forward(block, x: Tensor) -> Tensor:
         x = x + block.attention(block.norm1(x)).detach()
@@ -173,7 +183,8 @@ def _consistent(target: Callable[[Tensor], Tensor]) -> Callable[[Program], None]
     return lambda p: setattr(p, "loss", loss)
 
 
-@fault("encoder", "a target that is not detached", "/detach*", "/mse_loss", "/mse_loss_backward", "/neg", "pool/add*", phase="forward|backward",
+@fault("encoder", "a target that is not detached",
+       "/{detach*,mse_loss,mse_loss_backward,neg} pool/add*", phase="forward|backward",
        clean=_consistent(Tensor.detach))  # fmt: skip
 def target_not_detached(p: Program) -> None:
     _consistent(lambda x: x)(p)
@@ -205,8 +216,8 @@ def _own_gate(function: type[_Gate]) -> Callable[[Program], None]:
     return lambda p: replace(p.model.blocks[1].feed, gated=lambda _, gate, up: function.apply(gate, up))
 
 
-@fault("decoder", "a backward by hand lacks a term", "blocks.1.feed/mul*", "blocks.1.feed/add*", "blocks.1.feed/rsub*",
-       phase="backward", clean=_own_gate(_Gate))  # fmt: skip
+@fault("decoder", "a backward by hand lacks a term",
+       "blocks.1.feed/{mul*,add*,rsub*}", phase="backward", clean=_own_gate(_Gate))  # fmt: skip
 def backward_lacks_a_term(p: Program) -> None:
     _own_gate(_GateWithoutTerm)(p)
 
@@ -236,7 +247,8 @@ def _squashed(function: type[_Squash]) -> Callable[[Program], None]:
     return lambda p: replace(p.model.dropout, forward=lambda _, x: function.apply(x))
 
 
-@fault("lstm", "a backward by hand twice too large", "dropout/mul*", phase="backward", clean=_squashed(_Squash))
+@fault("lstm", "a backward by hand twice too large",
+       "dropout/mul*", phase="backward", clean=_squashed(_Squash))  # fmt: skip
 def backward_doubled(p: Program) -> None:
     _squashed(_SquashTwice)(p)
 
@@ -255,12 +267,14 @@ def _checkpointed(keep: bool) -> Callable[[Program], None]:
     return lambda p: replace(p.model, encode=encode)
 
 
-@fault("encoder", "a checkpoint draws its dropout anew", "blocks.1.attention.dropout/*", phase="backward", clean=_checkpointed(keep=True))
+@fault("encoder", "a checkpoint draws its dropout anew",
+       "blocks.1.attention.dropout/*", phase="backward", clean=_checkpointed(keep=True))  # fmt: skip
 def checkpoint_draws_anew(p: Program) -> None:
     _checkpointed(keep=False)(p)
 
 
-@fault("decoder", "tied weights untied", "head.weight", "head/detach", "embed/add*", "embed/embedding_dense_backward*", phase="forward|backward")
+@fault("decoder", "tied weights untied",
+       "head.weight head/detach embed/{add*,embedding_dense_backward*}", phase="forward|backward")  # fmt: skip
 def weights_untied(p: Program) -> None:
     p.model.head.weight = nn.Parameter(p.model.embed.weight.detach().clone())
     p.optimizer = torch.optim.AdamW(p.model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -270,6 +284,7 @@ def _mean_of_all(p: Program) -> None:
     replace(p.model, last=lambda _, x, lengths: x.mean(1))
 
 
-@fault("lstm", "no padding_idx: padding learns", "words.known/embedding_dense_backward", phase="backward", clean=_mean_of_all)
+@fault("lstm", "no padding_idx: padding learns",
+       "words.known/embedding_dense_backward", phase="backward", clean=_mean_of_all)  # fmt: skip
 def padding_learns(p: Program) -> None:
     p.model.words.known.padding_idx = None

@@ -1,4 +1,13 @@
-"""The fault bank: faults that people meet, each with the place where it sits. See ``bank``."""
+"""The fault bank: faults that people meet, each a change to one place of a small training.
+
+    program.py    what is run: cnn.py, encoder.py, decoder.py, lstm.py with data, optimizer and a step
+    bank.py       what a fault is; ``record``
+    constants.py code.py kernels.py precision.py training.py     the faults, by kind; damage.py breaks kernels
+    clean.py      pairs of runs in which nothing is wrong
+
+A new fault is a function that breaks a program, below ``@fault(family, what was done wrong, its sites)``. test_bank.py
+proves that the runs agree bit for bit until one of these sites. benchmarks/fault_bank.py asks a comparison for them.
+"""
 
 from __future__ import annotations
 

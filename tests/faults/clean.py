@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ def clean_pairs(backend: str = "aot_eager") -> list[Pair]:
             "fp32, bf16 autocast": _run(family, _autocast),
             "eager, compiled": _run(family, lambda p: _compiled(p, backend)),
             "1, 2 threads": _run(family, _still, around=_two_threads),
-            "with, without oneDNN": _run(family, _still, around=lambda: torch.backends.mkldnn.flags(enabled=False)),
+            "with, without oneDNN": _run(family, _still, around=_without_onednn),
         }
         found.append(Pair("the same twice", family, drawing, drawing))
         found += [Pair(name, family, still, candidate) for name, candidate in others.items()]
@@ -73,6 +74,14 @@ def _autocast(p: Program) -> Program:
 def _compiled(p: Program, backend: str) -> Program:
     torch.compiler.reset()
     return replace(_still(p), model=torch.compile(p.model, backend=backend))
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about Intel's GPUs
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 @contextmanager

@@ -22,7 +22,7 @@ def softmax_axis(p: Program) -> None:
 
 
 @fault("encoder", "heads joined without transposing them back",
-       "blocks.1.attention/{transpose*,clone*,_unsafe_view*,view*}")  # fmt: skip
+       "blocks.1.attention/{transpose#4,clone#3,_unsafe_view#5,view#4}")  # fmt: skip
 def heads_not_transposed(p: Program) -> None:
     replace(p.model.blocks[1].attention, join=lambda _, x: x.reshape(x.shape[0], x.shape[2], -1))
 
@@ -88,7 +88,7 @@ def product_overflows(p: Program) -> None:
 
 
 @fault("lstm", "the last step taken, padding or not, instead of the last real one",
-       "/{arange,sub,index,select*,slice*}")  # fmt: skip
+       "/{arange,sub,index,select#8}")  # fmt: skip
 def last_step_of_padding(p: Program) -> None:
     replace(p.model, last=lambda _, x, lengths: x[:, -1])
 
@@ -180,7 +180,7 @@ def bias_dropped(p: Program) -> None:
     p.model.head.bias = None
 
 
-@fault("lstm", "the state of the last batch goes on into this one", "/{new_zeros*,input*}", steps=2)
+@fault("lstm", "the state of the last batch goes on into this one", "/{new_zeros,input#1,input#2}", steps=2)
 def state_not_reset(p: Program) -> None:
     fresh = p.model.start
     replace(p.model, start=lambda model, x: getattr(model, "ended", None) or fresh(x))

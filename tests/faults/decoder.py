@@ -102,6 +102,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(3))
         self.norm, self.head = RmsNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.1)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:

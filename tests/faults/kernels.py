@@ -55,7 +55,7 @@ def transposed_output(p: Program) -> None:
 
 def _loss_scale(p: Program) -> None:
     usual = p.loss
-    p.loss = lambda *args: usual(*args) * 2.0**22
+    p.loss = lambda *args: usual(*args) * 2.0**24
 
 
 @fault("decoder", "gradients cut off at the largest value of fp16",

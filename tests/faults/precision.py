@@ -10,8 +10,20 @@ from .bank import fault
 from .program import Program, replace
 
 
+def _sharp(p: Program) -> None:
+    """Scores up to about 20, as a head has that looks at one token."""
+    with torch.no_grad():
+        p.model.blocks[1].attention.query.weight *= 6
+
+
+def _massive(p: Program) -> None:
+    """One channel of the residual stream in the hundreds, as in trained language models."""
+    with torch.no_grad():
+        p.model.blocks[1].feed.down.weight[3] *= 800
+
+
 @fault("encoder", "softmax in fp16 without taking the maximum away",
-       "blocks.1.attention/{_to_copy,exp,sum,div,_softmax}")  # fmt: skip
+       "blocks.1.attention/{_to_copy,exp,sum,div,_softmax}", clean=_sharp)  # fmt: skip
 def softmax_without_maximum(p: Program) -> None:
     def weights(_, scores: Tensor) -> Tensor:
         e = scores.half().exp()
@@ -36,7 +48,7 @@ def positions_in_bf16(p: Program) -> None:
     replace(rotary, places=lambda _, n: exact(n).bfloat16().float())
 
 
-@fault("decoder", "RMSNorm squares in fp16", "blocks.2.norm2/{_to_copy,pow,mean}")
+@fault("decoder", "RMSNorm squares in fp16", "blocks.2.norm2/{_to_copy,pow,mean}", clean=_massive)
 def squares_in_fp16(p: Program) -> None:
     def scale(norm, x: Tensor) -> Tensor:
         return torch.rsqrt(x.half().pow(2).mean(-1, keepdim=True).float() + norm.eps)

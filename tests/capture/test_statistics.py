@@ -90,6 +90,15 @@ def test_special_values_are_counted_and_left_out(dtype, size):
     assert row[5:8] == (1, 2, 1)
 
 
+@pytest.mark.parametrize("size", [3, ROW + 3])
+def test_a_signalling_nan_is_counted_without_a_warning(size):
+    """As memory that was not written yet holds it: numpy says "invalid value" when it casts one."""
+    x = torch.ones(size)
+    x.view(torch.int32)[-1] = 0x7FA00000
+    (found,), _ = statistics(x)
+    check(found, x)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nothing_finite(value):
     tensors = [torch.full((n,), value) for n in (3, 5000)]

@@ -177,8 +177,8 @@ def _parts(name: str, pieces: Sequence[Tensor], *numbers: Tensor) -> list[list[f
 
 def _tail(left: Tensor) -> list[float]:
     """``sums`` of a few elements, in fp64."""
-    wide = np.asarray(Memory(left, 1, left.numel())).astype(np.float64) if left.dtype in NUMPY else left.double().numpy()
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # also of the cast: memory not written yet may hold a signalling NaN
+        wide = np.asarray(Memory(left, 1, left.numel())).astype(np.float64) if left.dtype in NUMPY else left.double().numpy()
         return [wide.min(), wide.max(), wide.sum(), (wide * wide).sum(), np.abs(wide).min()]
 
 

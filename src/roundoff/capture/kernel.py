@@ -203,7 +203,7 @@ def _compile(path: str, name: str, dtype: str) -> None:
     partial = f"{path}.{os.getpid()}.pt2"
     # the number of threads is asked for in each call, or is one; and all in one loop, however long its body
     threads = {"cpp.dynamic_threads": True} if kernel.threads else {"cpp.threads": 1}
-    whole = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000} if kernel.threads else {}
+    whole = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000} if kernel.helpers else {}
     torch._inductor.aoti_compile_and_package(
         program, package_path=partial, inductor_configs=threads | whole
     )

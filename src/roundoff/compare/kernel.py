@@ -83,5 +83,7 @@ def _packed(dtype: torch.dtype, rows: int) -> list[Tensor]:
     return [r.to(dtype).view(_I), (r * 1.125).to(dtype).view(_I)]
 
 
-KERNELS["pairs"] = Kernel(pairs, _pairs, (_code, _row), threads=True)
-KERNELS["packed"] = Kernel(packed, _packed, (_code, _row), threads=True)
+#: On the caller's thread, for small tensors: waking others takes longer than they need.
+KERNELS["pairs"] = Kernel(pairs, _pairs, (_code, _row))
+KERNELS["pairs_wide"] = Kernel(pairs, _pairs, (_code, _row), threads=True)
+KERNELS["packed_wide"] = Kernel(packed, _packed, (_code, _row), threads=True)

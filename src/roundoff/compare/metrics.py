@@ -122,7 +122,7 @@ def readable(tensor: Tensor) -> tuple[Tensor | None, str | None]:
     dtype = values.dtype
     if dtype.itemsize == 1 and dtype.is_floating_point and dtype not in FLOATS or dtype.itemsize > 16:
         try:
-            values[:0].to(torch.float32)
+            values.flatten()[:1].to(torch.float32)
         except (RuntimeError, NotImplementedError, IndexError):
             return None, f"{str(dtype).removeprefix('torch.')} has no numbers that torch can read"
     elif not (dtype.is_floating_point or dtype.is_complex or dtype in _WHOLE):
@@ -156,11 +156,11 @@ def _metrics(totals: Totals, x: Tensor, y: Tensor, shape: Sequence[int], grid: G
     if r or not d:
         rel_l2 = _known(d / r) if r else 0.0
         sqnr = math.inf if not d else -20 * math.log10(rel_l2) if rel_l2 and rel_l2 < math.inf else None
-    ulps = (t.max_ulp, t.ulp / compared, t.over / compared) if grid else (None, None, None)
+    ulp_max, ulp_mean, ulp_share = (t.max_ulp, t.ulp / compared, t.over / compared) if grid else (None, None, None)
     return Metrics(
         cosine, rel_l2, sqnr, t.max_abs, t.abs / compared, t.max_rel if t.solid else None,
-        t.rel / t.solid if t.solid else None, t.lone, *ulps, t.same / n, r, c, d, n, compared, nan_both, nan_r, nan_c,
-        inf_both, inf_r, inf_c, index, worst_r, worst_c, reason,
+        t.rel / t.solid if t.solid else None, t.lone, ulp_max, ulp_mean, ulp_share, t.same / n, r, c, d, n, compared,
+        nan_both, nan_r, nan_c, inf_both, inf_r, inf_c, index, worst_r, worst_c, reason,
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def _block(totals: Totals, x: Tensor, y: Tensor, start: int, way: _Pass) -> None
     if fine is not None:
         for row in (~fine).nonzero()[0].tolist():
             part = slice(row * ROW, (row + 1) * ROW)
-            if count > part.start:
+            if len(x) > part.start:
                 add_exact(totals, x[part], y[part], start + row * ROW, way.grid)
                 count -= min(ROW, len(x) - row * ROW)
         if not count:

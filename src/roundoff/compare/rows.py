@@ -127,7 +127,7 @@ def _trusted(found: Array, added: Array, x: Tensor, y: Tensor) -> Array | None:
     error = found[_MAX_ABS]
     faint = (error > 0) & (error < _TINY)
     fine: Array = ~faint
-    if not math.isfinite(added.sum()):
+    if not np.isfinite(added).all():
         with np.errstate(invalid="ignore", over="ignore"):
             fine &= np.isfinite(found[:_ULP].sum(0))
     for squares, flat in ((found[_R2], x), (found[_C2], y)):

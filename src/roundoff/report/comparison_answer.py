@@ -50,8 +50,9 @@ def verdict(data: Row) -> str:
 
 def called(entry: Row, *, line: bool = True) -> str:
     """A site as a sentence names it: a parameter or an input by its name, else the operator, and the source line."""
-    name = entry.get("name") if (entry.get("call") or 0) < 0 else None
-    site = name or entry.get("site") or entry.get("reference_site") or "an operator"
+    site, name = entry.get("site") or entry.get("reference_site") or "an operator", entry.get("name")
+    if name:
+        site = name if (entry.get("call") or 0) < 0 else f"{site} of {name}"
     return f"{site} ({entry['line']})" if line and entry.get("line") else str(site)
 
 
@@ -90,7 +91,9 @@ def coverage(data: Row) -> str:
     else:
         parts = [f"{by_name:,} of {count(rows, 'value')} have a counterpart by name or structure"]
         parts[0] += f", {by_use:,} by use" if by_use else ""
-    parts += [f"{status[key]:,} are {key}" if status[key] > 1 else f"1 is {key}" for key in _LONELY if status.get(key)]
+    for side in ("reference", "candidate"):
+        if lonely := status.get(f"only in {side}"):
+            parts.append(f"{lonely:,} {'is' if lonely == 1 else 'are'} only in the {side}")
     if status.get("damaged"):
         parts.append(f"{count(status['damaged'], 'step')} could not be read")
     reasons = [r for r in covered.get("reasons") or () if not str(r["reason"]).startswith(_SAID)]
@@ -101,9 +104,8 @@ def coverage(data: Row) -> str:
     return "; ".join(parts) + "."
 
 
-_LONELY = ("only in the candidate", "only in the reference", "only in candidate", "only in reference")
-#: Reasons that the counts of status tell already.
-_SAID = ("the reference has no", "the candidate has no", "the other run has no", "hands values on")
+#: Reasons that the counts of status tell already, and that of calls which have nothing to measure.
+_SAID = ("the reference has no", "the candidate has no", "the other run has no", "hands values on", "no tensor among")
 
 
 def _agreed(data: Row) -> str:
@@ -187,12 +189,12 @@ def _off(first: Row) -> str:
 def article(label: str) -> str:
     """A label of ``looks_like`` with its article.
 
-    >>> article("wrong constant"), article("other values"), article("NaN"), article("corrupted elements")
-    ('a wrong constant', 'other values', 'a NaN', 'corrupted elements')
+    >>> article("wrong constant"), article("other values"), article("other operator"), article("corrupted elements")
+    ('a wrong constant', 'other values', 'another operator', 'corrupted elements')
     """
     if label in ("rounding", "noise", "overflow") or label.endswith(("values", "elements")):
         return label
-    return f"{'an' if label[0] in 'aeio' else 'a'} {label}"
+    return "an" + label if label.startswith("other ") else f"{'an' if label[0] in 'aeio' else 'a'} {label}"
 
 
 def _others(first: Row, named: Sequence[Row]) -> list[str]:

@@ -1,0 +1,3 @@
+def command() -> int:
+    """x."""
+    return 0

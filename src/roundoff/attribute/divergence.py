@@ -48,6 +48,16 @@ class Distance:
     equal: bool = False
 
 
+@dataclass(frozen=True)
+class Bound:
+    """The relative error that rounding explains: ``tolerance``, and ``condition`` times as much where terms cancel; ``gain``
+    is how much the operator amplifies the relative errors of its inputs."""
+
+    tolerance: float
+    condition: float = 1.0
+    gain: float = 1.0
+
+
 @dataclass
 class Finding:
     """What is known of one candidate row (or, in ``missing``, of a call that only the reference has)."""
@@ -56,7 +66,7 @@ class Finding:
     error: float | None
     inputs: float = 0.0
     tolerance: float = 0.0
-    condition: float = 1.0
+    gain: float = 1.0
     own: float | None = None
     cause: str | None = None
     origin: int | None = None
@@ -74,7 +84,7 @@ class Finding:
 class Divergence:
     """One step of both runs. ``counterpart`` is the reference record of a candidate record, ``exact`` those of calls that
     were aligned by name or structure; ``distance(reference record, candidate record)`` measures; ``tolerance(reference
-    row, candidate row)`` is what rounding explains, and how much the operator amplifies the errors of its inputs; ``replay(reference row, candidate row)`` runs a call again;
+    row, candidate row)`` is what rounding explains; ``replay(reference row, candidate row)`` runs a call again;
     ``slots`` gives the records that two aligned rows read in the same places."""
 
     ours: Mapping[int, Row]
@@ -82,7 +92,7 @@ class Divergence:
     counterpart: Mapping[int, int]
     exact: frozenset[int]
     distance: Callable[[int, int], Distance]
-    tolerance: Callable[[Row, Row], tuple[float, float]]
+    tolerance: Callable[[Row, Row], Bound]
     slots: Callable[[Row, Row], Sequence[tuple[int, int]]]
     changed: Callable[[Row, Row], tuple[str, ...]] = lambda _a, _b: ()
     replay: Callable[[Row, Row, bool, bool], Replayed] | None = None
@@ -98,10 +108,10 @@ class Divergence:
     def _row(self, record: int) -> Finding:
         row, twin = self.theirs[record], self.ours[self.counterpart[record]]
         found = self.distance(twin["record"], record)
-        tolerance, condition = self.tolerance(twin, row)
-        if self.replay is None:
-            tolerance *= condition
-        finding = Finding(record, found.error, tolerance=tolerance, condition=condition)
+        bound = self.tolerance(twin, row)
+        measured = self.replay is not None and row["call"] >= 0
+        tolerance = bound.tolerance if measured else bound.tolerance * bound.condition
+        finding = Finding(record, found.error, tolerance=tolerance, gain=bound.gain)
         if found.error is None or found.equal or base(row["operator"]) in EMPTY or opaque(row):
             finding.own = None if found.error is None else 0.0
             return finding
@@ -202,7 +212,7 @@ class Divergence:
 
     def _beyond(self, finding: Finding, error: float) -> bool:
         """Whether an error is more than what the inputs bring; of inputs that are all noise nothing can be said."""
-        return finding.inputs < NOISE and error > GAIN * finding.condition * finding.inputs + finding.tolerance
+        return finding.inputs < NOISE and error > GAIN * finding.gain * finding.inputs + finding.tolerance
 
     def _judge(self, finding: Finding, row: Row, twin: Row) -> None:
         error = finding.error or 0.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from roundoff.attribute.divergence import Finding
-from roundoff.attribute.replayed import SAME, differences
+from roundoff.attribute.replayed import SAME
 
 Row = Mapping[str, Any]
 

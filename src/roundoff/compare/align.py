@@ -204,7 +204,7 @@ def _sequence(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, i
     while end < min(len(ours), len(theirs)) - start and _twins(ours[-1 - end], theirs[-1 - end]):
         end += 1
     a, b = ours[start : len(ours) - end], theirs[start : len(theirs) - end]
-    middle = _best(a, b) if len(a) * len(b) <= _LARGEST else _blocks(a, b)
+    middle = _by_value(a, b, _best(a, b)) if len(a) * len(b) <= _LARGEST else _blocks(a, b)
     pairs = [(i, i) for i in range(start)] + [(start + i, start + j) for i, j in middle]
     return pairs + [(len(ours) - end + i, len(theirs) - end + i) for i in range(end)]
 
@@ -237,6 +237,23 @@ def _best(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int]]
         else:
             j += 1
     return pairs
+
+
+def _by_value(ours: Sequence[Call], theirs: Sequence[Call], pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The pairs, where calls of one operator stand in another order and only their values tell which is which."""
+    unlike = [(i, j) for i, j in pairs if not _alike(ours[i], theirs[j])]
+    if not unlike:
+        return list(pairs)
+    kept = dict(set(pairs) - set(unlike))
+    left = [i for i in range(len(ours)) if i not in kept]
+    right = [j for j in range(len(theirs)) if j not in set(kept.values())]
+    for i in left:
+        same = [j for j in right if _score(ours[i], theirs[j]) and ours[i].shapes == theirs[j].shapes and _alike(ours[i], theirs[j])]
+        if len(same) == 1:
+            kept[i] = same[0]
+            right.remove(same[0])
+    kept |= {i: j for i, j in unlike if i not in kept and j in right}
+    return sorted(kept.items())
 
 
 def _score(one: Call, other: Call) -> float:

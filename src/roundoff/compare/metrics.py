@@ -1,8 +1,11 @@
 """stand-in"""
 from __future__ import annotations
-import math
-from typing import NamedTuple, Any
+
+from typing import Any, NamedTuple
+
 import torch
+
+
 class Metrics(NamedTuple):
     cosine: Any=None; rel_l2: Any=None; sqnr_db: Any=None; max_abs: Any=None; mean_abs: Any=None; max_rel: Any=None; mean_rel: Any=None
     ulp_max: Any=None; ulp_mean: Any=None; ulp_share: Any=None; equal: Any=None; numel: Any=None; compared: Any=None
@@ -11,7 +14,7 @@ class Metrics(NamedTuple):
 def measure(r, c):
     if r.shape != c.shape: return Metrics(reason="shapes differ")
     if not r.numel(): return Metrics(reason="empty", numel=0)
-    eq=float((r==c).double().mean()) 
+    eq=float((r==c).double().mean())
     both_nan=(r.isnan()&c.isnan()); eq=float(((r==c)|both_nan).double().mean())
     a=r.to(torch.float64) if not r.is_complex() else r.abs().double(); b=c.to(torch.float64) if not c.is_complex() else c.abs().double()
     f=a.isfinite()&b.isfinite()

@@ -7,13 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundoff.attribute.divergence import OWN, Divergence, Finding, contributions
+from roundoff.attribute.divergence import OWN, Bound, Divergence, Finding, contributions
 from roundoff.attribute.looks import looks_like
 from roundoff.attribute.replayed import Replayed, differences, replayed
 from roundoff.attribute.roles import values_read
-from roundoff.compare.align import REFERENCE_ONLY, Pair, align
+from roundoff.compare.align import REFERENCE_ONLY, TRANSPARENT, Pair, align
 from roundoff.compare.distance import Distances
-from roundoff.compare.tolerance import condition, format_of, smallest, tolerance, unit, working
+from roundoff.compare.tolerance import (
+    amplification,
+    condition,
+    format_of,
+    smallest,
+    tolerance,
+    unit,
+    working,
+)
 from roundoff.store.step_tensors import StepTensors
 
 Row = Mapping[str, Any]
@@ -76,11 +84,13 @@ def _divergence(
     exact = frozenset(p.candidate for p in pairs if p.candidate is not None and p.status == "matched")
     first, first_twin = _first_rows(theirs), _first_rows(ours)
 
-    def bound(twin: Row, row: Row) -> tuple[float, float]:
+    def bound(twin: Row, row: Row) -> Bound:
         inputs = [theirs[i] for i in row["inputs"] or () if i in theirs]
         explained = tolerance(twin, row, adopted, inputs)
-        given = [ours[i] for i in twin["inputs"] or () if i in ours]
-        return max(explained, 3 * floor.get(twin["record"], 0.0)), condition(twin, given)
+        maker = _maker(ours, twin)
+        given = [ours[i] for i in maker["inputs"] or () if i in ours]
+        inner = condition(maker, given)
+        return Bound(max(explained, 3 * floor.get(twin["record"], 0.0)), inner, max(inner, amplification(maker, given)))
 
     def again(twin: Row, row: Row, aligned: bool, same_inputs: bool) -> Replayed:
         dtype = format_of(twin, row, adopted)
@@ -103,6 +113,13 @@ def _divergence(
         ours, theirs, counterpart, exact, distance, bound, _slots, changed,
         again if sides.other is not None else None, carried,
     )  # fmt: skip
+
+
+def _maker(rows: Mapping[int, Row], row: Row) -> Row:
+    """The row of the operator that made these values, which views and casts only hand on."""
+    while row["operator"] in TRANSPARENT and len(row["inputs"] or ()) == 1 and row["inputs"][0] in rows:
+        row = rows[row["inputs"][0]]
+    return row
 
 
 def _slots(twin: Row, row: Row) -> list[tuple[int, int]]:
@@ -226,8 +243,6 @@ def _finite(value: float | None) -> float | None:
 
 
 def _blamed(theirs: Mapping[int, Row], finding: Finding, row: Row) -> Row:
-    from roundoff.compare.align import TRANSPARENT
-
     region = [theirs[r] for r in finding.region]
     broken = [r for r in region if (r["nan"] or 0) + (r["posinf"] or 0) + (r["neginf"] or 0)]
     if broken and math.isinf(finding.error or 0.0):

@@ -25,7 +25,8 @@ Row = Mapping[str, Any]
 MARGIN = 16.0
 #: A format is one that a run works in where this share of its matrix products and convolutions has it.
 SHARE = 0.2
-#: A compiled region is as many operators deep as torch.compile made of it: this many times one rounding, and at most a tenth.
+#: What one run has calls for and the other only a result of, a compiled region, may be any number of operators deep: this
+#: many times one rounding, and at most a tenth.
 REGION = 1024.0
 CONTRACTIONS = frozenset(
     """mm addmm bmm baddbmm addmv mv dot matmul linear convolution convolution_backward _convolution conv2d conv1d
@@ -39,6 +40,7 @@ SUMS = frozenset(
 )
 DIFFERENCES = frozenset("add sub rsub _foreach_add _foreach_sub lerp _foreach_lerp addcmul addcdiv".split())
 NORMALISATIONS = frozenset("native_layer_norm native_batch_norm native_group_norm _fused_rms_norm".split())
+DIVISIONS = frozenset("div addcdiv reciprocal rsqrt log pow".split())
 EXPONENTIALS = frozenset("exp _softmax _log_softmax sigmoid sin cos exp2 expm1 logsumexp".split())
 
 
@@ -89,7 +91,7 @@ def tolerance(twin: Row, row: Row, adopted: frozenset[str], inputs: Sequence[Row
     u = unit(dtype)
     if not u:
         return 0.0
-    if row["operator"] == "compiled" or twin["operator"] == "compiled":
+    if row["call"] < 0 <= twin["call"] or twin["call"] < 0 <= row["call"] or "compiled" in (row["operator"], twin["operator"]):
         return min(REGION * u, 0.1)
     accumulated = unit("float32") if u > unit("float32") else u
     return MARGIN * (u + accumulated * math.sqrt(terms(row, [i["shape"] or () for i in inputs])))
@@ -136,6 +138,18 @@ def condition(row: Row, inputs: Sequence[Row]) -> float:
     else:
         return 1.0
     return max(1.0, least / size) if size else math.inf
+
+
+def amplification(row: Row, inputs: Sequence[Row]) -> float:
+    """How much a division may amplify the relative error of its denominator, the last input, in some element: the size of
+    the denominator over its smallest magnitude."""
+    if row["operator"].rstrip("_").removeprefix("_foreach_") not in DIVISIONS or not inputs:
+        return 1.0
+    last, rms = inputs[-1], _rms(inputs[-1])
+    if rms is None or not unit(last["dtype"]):
+        return 1.0
+    low = min(abs(last["min"]), abs(last["max"])) if last["min"] * last["max"] > 0 else 0.0
+    return max(1.0, rms / low) if low else math.inf
 
 
 def _rms(row: Row) -> float | None:

@@ -21,8 +21,8 @@ from roundoff.errors import RunError
 from roundoff.store.checked import damaged, read_json, reading
 from roundoff.store.msprobe_rows import parents, rows, sources
 from roundoff.store.reader import Run
-from roundoff.store.tensors import TensorFile
 from roundoff.store.schema import OPS
+from roundoff.store.tensors import TensorFile
 
 _DUMP, _TENSORS = "dump.json", "dump_tensor_data"
 _STEP = re.compile(r"step([0-9]{1,18})")

@@ -99,7 +99,8 @@ def _print_rows(data: Row, console: Console, limit: int) -> None:
         del columns["status"]
     styles = [STYLES.get(r["verdict"], "") for r in rows]
     print_fitting(columns, console, ("ulp max", "status", "SQNR", "cosine", "from", "phase", "tolerance", "rank", "step"), styles)
-    _more(console, max(data.get("rows_total", 0), len(data["rows"])) - len(rows), "more value", None)
+    every = max(data.get("rows_total", 0), len(data["rows"]))
+    _more(console, every - len(rows), "more value", every)
 
 
 def _print_coverage(covered: Row, console: Console) -> None:
@@ -110,10 +111,10 @@ def _print_coverage(covered: Row, console: Console) -> None:
             _say(console, f"{entry['count']:,}: {entry['reason']}")
 
 
-def _more(console: Console, left: int, what: str, every: int | None) -> None:
+def _more(console: Console, left: int, what: str, every: int) -> None:
     if left > 0:
-        text = count(left, what) if every is None else f"{left:,} {what}"
-        _say(console, f"{text} below: -l {every or 'N'}.", style="dim")
+        text = f"{left:,} {what}{'s' if left > 1 and what.endswith('value') else ''}"
+        _say(console, f"{text} below: -l {every}.", style="dim")
 
 
 def label(row: Row) -> str:

@@ -216,8 +216,8 @@ def compare(
     """
     ours, theirs = (run if isinstance(run, Run) else load(str(run)) for run in (reference, candidate))
     settings = Settings(dict(modules or {}), tensors)
-    ranks = _common("rank", ours.ranks, theirs.ranks, rank)
-    steps = _common("step", ours.steps, theirs.steps, step)
+    ranks = common("rank", ours.ranks, theirs.ranks, rank)
+    steps = common("step", ours.steps, theirs.steps, step)
     if modules:
         check_modules(ours, theirs, ranks[0], steps[0], modules)
     given: Sequence[Any] = (ours, theirs)
@@ -240,7 +240,7 @@ def compare(
     return Comparison(table, about).judge(**limits)
 
 
-def _common(noun: str, ours: Sequence[int], theirs: Sequence[int], asked: int | None) -> list[int]:
+def common(noun: str, ours: Sequence[int], theirs: Sequence[int], asked: int | None) -> list[int]:
     """What both runs have; of it only what was asked for."""
     both = [n for n in ours if n in theirs and asked in (None, n)]
     if not both:
@@ -249,3 +249,13 @@ def _common(noun: str, ours: Sequence[int], theirs: Sequence[int], asked: int | 
         raise RunError(what, where=f"--{noun}" if asked is not None else None, got=got,
                        do=f"record the same {noun}s of both")  # fmt: skip
     return both
+
+
+def without_tensors(reference: Run, candidate: Run) -> str | None:
+    """Why tensors cannot be compared, None where both runs kept them."""
+    lacking = [side for side, run in (("reference", reference), ("candidate", candidate))
+               if run.about.get("keep") not in ("tensors", None)]  # fmt: skip
+    if not lacking:
+        return None
+    who = "neither run kept" if len(lacking) == 2 else f"the {lacking[0]} did not keep"
+    return f"{who} tensors, so there are statistics alone: record with --keep tensors"

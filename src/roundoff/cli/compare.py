@@ -18,9 +18,13 @@ Advance = Callable[[int, int], None]
 
 
 def command(
-    reference: Annotated[str, typer.Argument(help="The run to trust, its folder or URL; or a saved comparison.", metavar="REF")],
+    reference: Annotated[
+        str, typer.Argument(help="The run to trust, its folder or URL; or a saved comparison.", metavar="REF")
+    ],
     candidate: Annotated[str | None, typer.Argument(help="The run to judge.", metavar="CAND")] = None,
-    cosine: Annotated[float | None, typer.Option("--cosine", "-c", min=-1, max=1, help="Fail values below this cosine.")] = None,
+    cosine: Annotated[
+        float | None, typer.Option("--cosine", "-c", min=-1, max=1, help="Fail values below this cosine.")
+    ] = None,
     rows: Annotated[int, typer.Option("--rows", "-l", min=1, help="Rows to list.")] = 10,
     html: Annotated[str | None, typer.Option("--html", help="Write a report to this file or URL.")] = None,
     engine: Annotated[str, typer.Option("--engine", help="local, ray, ray://host:port or ray:host:port.")] = "local",
@@ -28,13 +32,16 @@ def command(
         str | None, typer.Option("--map", help='TOML file: lines "module.of.reference" = "module.of.candidate".')
     ] = None,
     limit: Annotated[
-        list[str] | None, typer.Option("--limit", help="METRIC=VALUE: a limit instead of what rounding explains. Repeatable.")
+        list[str] | None,
+        typer.Option("--limit", help="METRIC=VALUE: a limit instead of what rounding explains. Repeatable."),
     ] = None,
     margin: Annotated[float, typer.Option("--margin", min=0, help="Allow so many times what rounding explains.")] = 1.0,
     rank: Annotated[int | None, typer.Option("--rank", help="Only this rank.")] = None,
     step: Annotated[int | None, typer.Option("--step", help="Only this step.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Compare statistics alone, though tensors were kept.")] = False,
-    save: Annotated[str | None, typer.Option("--save", help="Keep the comparison in this folder, to judge it again.")] = None,
+    save: Annotated[
+        str | None, typer.Option("--save", help="Keep the comparison in this folder, to judge it again.")
+    ] = None,
     json: o.Json = False,
 ) -> int:
     """Compare two runs: where they part, which operator is at fault, what it looks like, and what to try.
@@ -57,8 +64,8 @@ def command(
     data = found.to_dict(rows)
     if json:
         keys = (
-            "reference", "candidate", "answer", "agrees", "verdicts", "limits", "margin", "divergence", "culprits", "coverage",
-            "damage", "notes", "rows",
+            "reference", "candidate", "answer", "agrees", "verdicts", "limits", "margin", "divergence", "culprits",
+            "coverage", "damage", "notes", "rows",
         )  # fmt: skip
         o.print_json({key: data.get(key) for key in keys})
     else:
@@ -113,4 +120,3 @@ def _progress(quiet: bool) -> Iterator[Advance | None]:
     """A bar on standard error over the ranks, where there are several."""
     with o.progress(quiet) as shown:
         yield None if shown is None else lambda done, every: shown("ranks", done, every) if every > 1 else None
-

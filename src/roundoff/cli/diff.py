@@ -32,7 +32,9 @@ def command(
     from roundoff.report.diff_text import print_diff
 
     renamed = None if modules is None else read_modules(modules)
-    found = diff(reference, candidate, site, phase=phase, place=place, rank=rank, step=step, limit=limit, modules=renamed)
+    found = diff(
+        reference, candidate, site, phase=phase, place=place, rank=rank, step=step, limit=limit, modules=renamed
+    )
     if json:
         o.print_json(found)
     else:

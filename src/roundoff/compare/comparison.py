@@ -60,7 +60,8 @@ class Comparison:
         """How many rows have a counterpart, by ``status``, how many were measured, and why others were not."""
         counted = dict(self.table.group_by("status").len().iter_rows())
         unknown = self.table.filter(pl.col("error").is_null())
-        reasons = unknown.group_by(pl.col("reason").fill_null("unknown")).len("count").sort("count", "reason", descending=[True, False])
+        reasons = unknown.group_by(pl.col("reason").fill_null("unknown")).len("count")
+        reasons = reasons.sort("count", "reason", descending=[True, False])
         return {
             "rows": self.table.height, "status": counted, "measured": self.table.height - unknown.height,
             "equal": int(self.table["equal"].sum() or 0), "reasons": reasons.to_dicts(),
@@ -117,7 +118,7 @@ class Comparison:
         return " ".join(comparison_answer.answer(self._summary(None)))
 
     def report(self, path: str | Path, *, limit: int = 2000) -> None:
-        """Write the comparison as one self-contained HTML page with the first ``limit`` rows of ``to_dict``, to a path or URL.
+        """Write one self-contained HTML page, with the first ``limit`` rows of ``to_dict``, to a path or URL.
 
         Raises ``OutputError`` when it cannot be written.
         """
@@ -148,7 +149,7 @@ class Comparison:
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
-        """What :meth:`save` wrote, to be judged again. Raises ``RunError`` where there is none, or it is damaged or newer."""
+        """What :meth:`save` wrote, to be judged again. Raises ``RunError`` where none is, or it is damaged or newer."""
         where = masked(str(path))
         try:
             about = json.loads(_bytes(_within(path, ABOUT_FILE)))
@@ -157,12 +158,13 @@ class Comparison:
             raise RunError("no comparison is saved here", where=where, expected=f"{ABOUT_FILE} and {TABLE_FILE}",
                            do="roundoff compare REFERENCE CANDIDATE --save DIR makes one") from error  # fmt: skip
         except Exception as error:  # noqa: BLE001 - json, polars and the library of a protocol raise many kinds
-            raise RunError("the saved comparison cannot be read", where=where,
-                           got=masked(f"{type(error).__name__}: {error}".partition("\n")[0]), do="compare the two runs again") from None  # fmt: skip
+            raise RunError("the saved comparison cannot be read", where=where, do="compare the two runs again",
+                           got=masked(f"{type(error).__name__}: {error}".partition("\n")[0])) from None  # fmt: skip
         version = about.pop("comparison", None) if isinstance(about, dict) else None
         if version != VERSION or {*TABLE, "verdict"} != {*table.columns}:
             raise RunError("the saved comparison is of another version of roundoff", where=where,
-                           expected=f"version {VERSION}", got=f"version {version}", do="compare the two runs again")  # fmt: skip
+                           expected=f"version {VERSION}", got=f"version {version}",
+                           do="compare the two runs again")  # fmt: skip
         return cls(table, about)
 
 

@@ -23,20 +23,34 @@ from roundoff.store.step_tensors import StepTensors
 Row = Mapping[str, Any]
 
 STATISTICS = ("min", "max", "mean", "l2", "std", "nan", "posinf", "neginf", "zero", "subnormal")
-_SIDE = ("site", "name", "line", "phase", "place", "operator", "overload", "dtype", "shape", "numel", "record", "call", "reason")
+_SIDE = (
+    "site",
+    "name",
+    "line",
+    "phase",
+    "place",
+    "operator",
+    "overload",
+    "dtype",
+    "shape",
+    "numel",
+    "record",
+    "call",
+    "reason",
+)
 
 
 def diff(
-    reference: str | Path | Run, candidate: str | Path | Run, site: str, *, phase: str | None = None, rank: int | None = None,
-    step: int | None = None, place: int | None = None, limit: int = 10, modules: Mapping[str, str] | None = None,
+    reference: str | Path | Run, candidate: str | Path | Run, site: str, *, phase: str | None = None,
+    rank: int | None = None, step: int | None = None, place: int | None = None, limit: int = 10, modules: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One value of both runs, as plain data.
 
     Args:
         reference: the run to trust: its folder, its URL, or what ``load`` gave.
         candidate: the run to judge.
-        site: as in the tables of either run, ``encoder.0/matmul#1``, or the name of a parameter or buffer; its counterpart is
-            found as ``compare`` finds it.
+        site: as in the tables of either run, ``encoder.0/matmul#1``, or the name of a parameter or buffer; its counterpart
+            is found as ``compare`` finds it.
         phase: ``forward``, ``backward``, ``optimizer``, ``collective``; the first that has the site when None.
         rank: the first that both runs have when None.
         step: the first that both runs have when None.
@@ -84,9 +98,16 @@ def diff(
         "error": distance(twin["record"], row["record"]).error,
         "tolerance": tolerance(twin, row, adopted, [other[i] for i in row["inputs"] or () if i in other]),
     }  # fmt: skip
-    lacking = [side for side, tensors, r in (("reference", mine, twin), ("candidate", their, row)) if r["record"] not in tensors]
+    lacking = [
+        side
+        for side, tensors, r in (("reference", mine, twin), ("candidate", their, row))
+        if r["record"] not in tensors
+    ]
     if kept or lacking:
-        about["note"] = kept or f"the {' and the '.join(lacking)} kept no tensor of it: {twin['reason'] or row['reason'] or 'unknown why'}"
+        about["note"] = (
+            kept
+            or f"the {' and the '.join(lacking)} kept no tensor of it: {twin['reason'] or row['reason'] or 'unknown why'}"
+        )
         return about
     a, b = mine[twin["record"]], their[row["record"]]
     return about | {"metrics": measure(a, b)._asdict(), "elements": elements(a, b, limit)}
@@ -95,11 +116,11 @@ def diff(
 def _matching(pairs: Sequence[Pair], one: Mapping[int, Row], other: Mapping[int, Row], site: str) -> list[Pair]:
     """The pairs of which a side is called so; those of the candidate's names where both runs use the name."""
 
-    def called(pair: Pair, rows: Mapping[int, Row], record: int | None) -> bool:
+    def called(rows: Mapping[int, Row], record: int | None) -> bool:
         return record is not None and site in (rows[record]["site"], rows[record]["name"])
 
-    here = [p for p in pairs if called(p, other, p.candidate)]
-    return here or [p for p in pairs if called(p, one, p.reference)]
+    here = [p for p in pairs if called(other, p.candidate)]
+    return here or [p for p in pairs if called(one, p.reference)]
 
 
 def _some(pair: Pair, one: Mapping[int, Row], other: Mapping[int, Row]) -> Row:
@@ -131,7 +152,7 @@ def _inputs(
     twin: Row, row: Row, one: Mapping[int, Row], other: Mapping[int, Row], counterpart: Mapping[int, int | None],
     distance: Distances,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What the call read, and how far each was from what the reference's read there; ``same`` where that is its counterpart."""
+    """What the call read, and how far each is from what the reference's read there; ``same`` for its counterpart."""
     if row["call"] < 0 or twin["call"] < 0:
         return []
     return [
@@ -154,7 +175,7 @@ def _no_such(
         rows = [_some(p, one, other) for p in found]
         there = dict.fromkeys(f"{r['phase']}, place {r['place'] or 0}" for r in rows)
         return RunError(f"{site!r} has no such value", where=where, expected="; ".join([*there][:8]),
-                        got=", ".join(([f"phase {phase}"] if phase else []) + ([] if place is None else [f"place {place}"])))  # fmt: skip
+                        got=f"phase {phase or 'any'}, place {'any' if place is None else place}")  # fmt: skip
     names = [n for rows in (other, one) for r in rows.values() for n in (r["site"], r["name"]) if n]
     near = difflib.get_close_matches(site, dict.fromkeys(names), n=3, cutoff=0.3) or [*dict.fromkeys(names)][:3]
     return RunError("neither run has this site", where=where, expected="such as " + ", ".join(near), got=repr(site),

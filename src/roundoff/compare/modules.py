@@ -30,15 +30,21 @@ def read_modules(path: str | os.PathLike[str]) -> dict[str, str]:
         raise RunError("the mapping of modules is empty", where=where, expected=example)
     for name, other in found.items():
         if not isinstance(other, str):
-            got = f"{name} = {type(other).__name__}" + (" (names with dots need quotes)" if isinstance(other, dict) else "")
-            raise RunError("the mapping of modules has something that is no name", where=where, expected=example, got=got)
+            got = f"{name} = {type(other).__name__}" + (
+                " (names with dots need quotes)" if isinstance(other, dict) else ""
+            )
+            raise RunError(
+                "the mapping of modules has something that is no name", where=where, expected=example, got=got
+            )
     return found
 
 
 def check_modules(reference: Run, candidate: Run, rank: int, step: int, modules: Mapping[str, str]) -> None:
     """Raises ``RunError`` with the nearest names where no module of its run begins with a name of the mapping."""
     for side, run, wanted in (("reference", reference, modules.keys()), ("candidate", candidate, modules.values())):
-        table = run.part(rank, step).select("module", pl.col("name").str.replace(r"\.?[^.]*$", "").alias("owner")).collect()
+        table = (
+            run.part(rank, step).select("module", pl.col("name").str.replace(r"\.?[^.]*$", "").alias("owner")).collect()
+        )
         names = {_plain(n) for column in ("module", "owner") for n in table[column].drop_nulls().unique() if n}
         every = {".".join(parts[: i + 1]) for parts in (n.split(".") for n in names) for i in range(len(parts))}
         for prefix in wanted:

@@ -135,7 +135,8 @@ def _outside(data: Row) -> list[str]:
         return [f"Asked for {asked}: all {count(judged, 'value')} that could be judged keep to it."]
     first = data.get("first")
     where = f"; the first is {called(first)}" if first else ""
-    return [f"Asked for {asked}: {failing:,} of {count(judged, 'value')} {'does' if failing == 1 else 'do'} not keep to it{where}."]
+    do = "does" if failing == 1 else "do"
+    return [f"Asked for {asked}: {failing:,} of {count(judged, 'value')} {do} not keep to it{where}."]
 
 
 def bounds(limits: Row) -> dict[str, tuple[str, float]]:
@@ -199,7 +200,12 @@ def article(label: str) -> str:
 
 def _others(first: Row, named: Sequence[Row]) -> list[str]:
     """The culprits after, or before, the one that the first sentence names."""
-    rest = [c for c in named if (c.get("site"), c.get("phase"), c.get("record")) != (first.get("site"), first.get("phase"), first.get("record"))]
+    rest = [
+        c
+        for c in named
+        if (c.get("site"), c.get("phase"), c.get("record"))
+        != (first.get("site"), first.get("phase"), first.get("record"))
+    ]
     if not rest:
         return []
     shown = listing([f"{called(c)}{_share(c)}" for c in rest[:MORE]])
@@ -225,7 +231,9 @@ def _rounding(rows: Sequence[Row]) -> list[str]:
     """Which operators' rounding contributes most, where nothing fails and formats differ."""
     if not rows:
         return []
-    shown = listing([called(r) + (f" ({percent(r['contribution'])})" if r.get("contribution") else "") for r in rows[:MORE]])
+    shown = listing(
+        [called(r) + (f" ({percent(r['contribution'])})" if r.get("contribution") else "") for r in rows[:MORE]]
+    )
     return [f"Most of what there is comes from the rounding of {shown}."]
 
 
@@ -237,6 +245,6 @@ def _statistics(data: Row) -> list[str]:
         return []
     who = "neither run kept" if len(lacking) == 2 else f"the {lacking[0]} did not keep"
     return [
-        f"This is from statistics alone ({who} tensors). With 'roundoff capture --keep tensors' on both sides every operator "
-        "is run again on the inputs it had, so that an error it made is told from one it passed on, and its look from the values."
+        f"This is from statistics alone ({who} tensors). With 'roundoff capture --keep tensors' on both sides every operator is "
+        + "run again on the inputs it had: that tells what it made from what it passed on, and what the difference looks like."
     ]

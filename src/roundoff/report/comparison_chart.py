@@ -49,23 +49,33 @@ def error_chart(points: Sequence[Row], culprits: Sequence[Row]) -> Markup:
     if any(p["error"] is not None and math.isinf(p["error"]) for p in points):
         body.append(_text("tick y", LEFT - 8, TOP + 8, "NaN, Inf", "end"))
     for power in range(low, high + 1, every):
-        body += [_line("grid", LEFT, y(power), WIDTH - 6, y(power)), _text("tick y", LEFT - 8, y(power) + 4, f"1e{power:d}", "end")]
+        body += [
+            _line("grid", LEFT, y(power), WIDTH - 6, y(power)),
+            _text("tick y", LEFT - 8, y(power) + 4, f"1e{power:d}", "end"),
+        ]
     body += _passes(points, x, bottom)
-    line = " ".join(f"{x(p['at']):.1f},{place(p['tolerance']):.1f}" for p in points if finite(p["tolerance"]) and p["tolerance"] > 0)
+    line = " ".join(
+        f"{x(p['at']):.1f},{place(p['tolerance']):.1f}" for p in points if finite(p["tolerance"]) and p["tolerance"] > 0
+    )
     if line:
         body.append(f'<polyline class="allowed" points="{line}"/>')
     order = {"plain": 0, "inherited": 1, "own": 2}
     for kind, point in sorted(((_kind(p), p) for p in points), key=lambda item: order[item[0]]):
         body.append(_circle(kind, x(point["at"]), place(point["error"]), 5.5 if kind == "own" else 2.6, _title(point)))
     first = culprits[0] if culprits else None
-    marked = next((p for p in points if first and (p["site"], p["step"], p["phase"]) == (first["site"], first["step"], first["phase"])
-                   and p["cause"] == "own"), None)  # fmt: skip
+    marked = next((p for p in points if first and p["cause"] == "own" and _same(p, first)), None)
     if marked is not None:
         at, up = x(marked["at"]), place(marked["error"])
         right = at < WIDTH * 0.6
-        body.append(_text("note strong", at + (11 if right else -11), up + 4, label(marked), "start" if right else "end"))
+        body.append(
+            _text("note strong", at + (11 if right else -11), up + 4, label(marked), "start" if right else "end")
+        )
     body.append(_text("label", (LEFT + WIDTH) / 2, HEIGHT - 2, "order of execution", "middle"))
     return _svg("errors", WIDTH, HEIGHT, "Relative error of each value in the order of execution", "".join(body))
+
+
+def _same(point: Row, culprit: Row) -> bool:
+    return all(point[key] == culprit[key] for key in ("site", "step", "phase"))
 
 
 def _passes(points: Sequence[Row], x: Scale, bottom: float) -> list[str]:

@@ -98,7 +98,9 @@ def _print_rows(data: Row, console: Console, limit: int) -> None:
     if all(r["status"] == "matched" for r in rows):
         del columns["status"]
     styles = [STYLES.get(r["verdict"], "") for r in rows]
-    print_fitting(columns, console, ("ulp max", "status", "SQNR", "cosine", "from", "phase", "tolerance", "rank", "step"), styles)
+    print_fitting(
+        columns, console, ("ulp max", "status", "SQNR", "cosine", "from", "phase", "tolerance", "rank", "step"), styles
+    )
     every = max(data.get("rows_total", 0), len(data["rows"]))
     _more(console, every - len(rows), "more value", every)
 
@@ -121,7 +123,7 @@ def label(row: Row) -> str:
     """A row by its name: a parameter by its own, an output after the first with its place; one side's site where the other
     has none.
 
-    >>> label({"site": "a/max", "place": 1, "name": None, "call": 3}), label({"site": "a/parameter", "name": "a.w", "call": -1})
+    >>> label({"site": "a/max", "place": 1, "name": None}), label({"site": "a/parameter", "name": "a.w", "call": -1})
     ('a/max[1]', 'a.w')
     """
     site = row["site"] or row.get("reference_site") or f"({row.get('status')})"

@@ -20,19 +20,25 @@ Row = Mapping[str, Any]
 UNEVEN = 2.0
 
 
-
 def print_diff(data: Row, console: Console) -> None:
     """What ``roundoff diff`` prints of ``compare.diff.diff``: one sentence, then the tables."""
     sides = data["sides"]
     some = sides["candidate"] or sides["reference"]
-    _say(console, f"{data['reference']} against {data['candidate']}, step {data['step']}, rank {data['rank']}", style="dim")
+    _say(
+        console,
+        f"{data['reference']} against {data['candidate']}, step {data['step']}, rank {data['rank']}",
+        style="dim",
+    )
     console.print()
     style = "bold red" if (data["error"] or 0) > (data["tolerance"] or 0) else "bold"
     _say(console, sentence(data), style=style)
     for name, side in sides.items():
         if side is not None:
             what = f"{side['dtype'] or NONE} {shape(side['shape'])}, {side['overload'] or side['operator']}"
-            _say(console, f"{name}: {label({**side, 'status': ''})} ({side['phase']}), {what}, {side['line'] or 'no source line'}")
+            _say(
+                console,
+                f"{name}: {label({**side, 'status': ''})} ({side['phase']}), {what}, {side['line'] or 'no source line'}",
+            )
     for line in data["arguments"]:
         _say(console, f"Argument {line}", style="bold red")
     if data["note"]:
@@ -65,7 +71,8 @@ def sentence(data: Row) -> str:
         return f"{called(theirs or ours)} is {data['status']}: {data['reason'] or 'no counterpart was found'}."
     error, name = data["error"], called(theirs)
     if error is None:
-        return f"{name} could not be measured: {theirs.get('reason') or ours.get('reason') or 'no statistics on both sides'}."
+        why = theirs.get("reason") or ours.get("reason") or "no statistics on both sides"
+        return f"{name} could not be measured: {why}."
     if error == 0:
         return f"{name} is equal in both runs."
     if ours.get("shape") != theirs.get("shape"):
@@ -108,7 +115,11 @@ def _print_metrics(found: Row, console: Console) -> None:
     specials = [
         f"{count(found[f'{kind}_{side}'] or 0, name)} {where}"
         for kind, name in (("nan", "NaN"), ("inf", "Inf"))
-        for side, where in (("both", "in both"), ("reference", "only in the reference"), ("candidate", "only in the candidate"))
+        for side, where in (
+            ("both", "in both"),
+            ("reference", "only in the reference"),
+            ("candidate", "only in the candidate"),
+        )
         if found[f"{kind}_{side}"]
     ]
     if specials:
@@ -135,9 +146,11 @@ def _print_elements(found: Row, console: Console, sizes: Sequence[int]) -> None:
         _heading(console, title)
         columns: Columns = {
             "index": [str(r["index"]) for r in rows],
-            **{side: ["NaN" if r[side] is None else f"{r[side]:.9g}" for r in rows] for side in ("reference", "candidate")},
+            **{
+                side: ["NaN" if r[side] is None else f"{r[side]:.9g}" for r in rows]
+                for side in ("reference", "candidate")
+            },
             "error": [size(r["error"]) for r in rows],
             "ulp": [number(r["ulp"]) for r in rows],
         }
         _print_table(console, columns)
-

@@ -10,7 +10,18 @@ from typing import Any
 
 import typer
 
-from roundoff.cli import budget, capture, compare, diagnose, diff, overflow, plan, replay, show, verify
+from roundoff.cli import (
+    budget,
+    capture,
+    compare,
+    diagnose,
+    diff,
+    overflow,
+    plan,
+    replay,
+    show,
+    verify,
+)
 from roundoff.errors import InfeasibleError, RoundoffError
 
 MISSED = 1

@@ -42,7 +42,8 @@ _SIDE = (
 
 def diff(
     reference: str | Path | Run, candidate: str | Path | Run, site: str, *, phase: str | None = None,
-    rank: int | None = None, step: int | None = None, place: int | None = None, limit: int = 10, modules: Mapping[str, str] | None = None,
+    rank: int | None = None, step: int | None = None, place: int | None = None, limit: int = 10,
+    modules: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One value of both runs, as plain data.
 

@@ -244,7 +244,8 @@ def _statistics(data: Row) -> list[str]:
     if data.get("tensors", True) or not lacking:
         return []
     who = "neither run kept" if len(lacking) == 2 else f"the {lacking[0]} did not keep"
-    return [
-        f"This is from statistics alone ({who} tensors). With 'roundoff capture --keep tensors' on both sides every operator is "
-        + "run again on the inputs it had: that tells what it made from what it passed on, and what the difference looks like."
-    ]
+    text = (
+        f"This is from statistics alone ({who} tensors). With --keep tensors on both sides every operator is run again on "
+        "the inputs it had, which tells what it made from what it passed on, and what the difference looks like."
+    )
+    return [text]

@@ -32,7 +32,8 @@ def render(data: Row) -> str:
     return _templates().get_template("comparison.html").render(
         d=data, sentences=comparison_answer.answer(data), chart=error_chart(data.get("points") or [], data["culprits"]),
         environment=environment(data.get("environment") or {}), bounds=comparison_answer.bounds,
-        called=comparison_answer.called, size=comparison_answer.size, times=comparison_answer.times, label=comparison_text.label,
+        called=comparison_answer.called, size=comparison_answer.size, times=comparison_answer.times,
+        label=comparison_text.label,
         source=comparison_text.source, cosine=comparison_text.cosine, number=run_text.number, shape=run_text.shape,
         whole=run_text.whole, value=value, script=_source("report.js"),
         percent=figures.percent, db=figures.db,

@@ -75,7 +75,7 @@ def test_the_answer_comes_first(here, capsys):
     text = said("compare good bad", capsys, 1)
     answer = text.split("Operators that made")[0]
     for part in (
-        "The runs part at norm/native_layer_norm (", "test_compare.py:27), step 0, in the forward pass: its inputs are equal to",
+        "The runs part at norm/native_layer_norm (", "test_compare.py:", "), step 0, in the forward pass: its inputs are equal to",
         "times what rounding explains.", "It looks like a wrong constant: eps: 1e-05, here 0.3.",
         "of the error at the end of the step.", "only inherit it.", "Try: compare this argument in the two programs.",
     ):  # fmt: skip

@@ -119,6 +119,12 @@ def test_further_culprits_damage_notes_and_limits():
         assert part in said
 
 
+def test_a_margin_is_said():
+    said = answer(data(agrees=True, verdicts={"pass": 12}, margin=50.0))
+    assert said[0] == "Asked for at most 50 times what rounding explains: all 12 values that could be judged keep to it."
+    assert said[1].startswith("The runs part at block.0/layer_norm")
+
+
 def test_statistics_say_what_they_leave_open():
     kept = {"reference": "tensors", "candidate": "stats"}
     assert "This is from statistics alone (the candidate did not keep tensors)." in " ".join(answer(data(tensors=False, kept=kept)))

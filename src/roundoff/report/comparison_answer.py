@@ -104,8 +104,9 @@ def coverage(data: Row) -> str:
     return "; ".join(parts) + "."
 
 
-#: Reasons that the counts of status tell already, and that of calls which have nothing to measure.
-_SAID = ("the reference has no", "the candidate has no", "the other run has no", "hands values on", "no tensor among")
+#: Reasons that the counts of status tell already, and those where there is nothing to measure.
+_SAID = ("the reference has no", "the candidate has no", "the other run has no", "hands values on", "no tensor among",
+         "memory that nothing")  # fmt: skip
 
 
 def _agreed(data: Row) -> str:
@@ -126,10 +127,11 @@ def _agreed(data: Row) -> str:
 
 def _outside(data: Row) -> list[str]:
     """What the user's own limits say."""
-    limits, verdicts = data.get("limits") or {}, data.get("verdicts") or {}
-    if not limits:
+    limits, verdicts, margin = data.get("limits") or {}, data.get("verdicts") or {}, data.get("margin", 1)
+    if not limits and margin == 1:
         return []
     asked = listing([f"{name} {bound} {value:g}" for name, (bound, value) in bounds(limits).items()])
+    asked = asked or f"at most {margin:g} times what rounding explains"
     failing, judged = verdicts.get("fail", 0), verdicts.get("fail", 0) + verdicts.get("pass", 0)
     if not failing:
         return [f"Asked for {asked}: all {count(judged, 'value')} that could be judged keep to it."]

@@ -59,7 +59,7 @@ class Comparison:
     def coverage(self) -> dict[str, Any]:
         """How many rows have a counterpart, by ``status``, how many were measured, and why others were not."""
         counted = dict(self.table.group_by("status").len().iter_rows())
-        unknown = self.table.filter(pl.col("error").is_null())
+        unknown = self.table.select("reason", "error").filter(pl.col("error").is_null())
         reasons = unknown.group_by(pl.col("reason").fill_null("unknown")).len("count")
         reasons = reasons.sort("count", "reason", descending=[True, False])
         return {
@@ -90,23 +90,25 @@ class Comparison:
         """The comparison as plain data, with the first ``limit`` rows to look at: those that fail, then the largest
         contributions."""
         order = pl.col("verdict").replace_strict({FAIL: 0, UNDECIDED: 2}, default=1, return_dtype=pl.Int8)
-        rows = self.table.filter(pl.col("error").is_not_null()).sort(
-            order, "step", pl.col("contribution").fill_null(0), "rank", "record",
-            descending=[False, False, True, False, False],
-        )  # fmt: skip
-        about = self._summary(limit)
-        return {"answer": self.answer, **about, "rows": rows.head(limit).to_dicts()}
+        keys = self.table.lazy().select(  # of millions of rows with many columns only these are sorted
+            order.alias("order"), "step", pl.col("contribution").fill_null(0), "rank", "record", "error",
+        ).with_row_index("at").filter(pl.col("error").is_not_null())  # fmt: skip
+        falling = [False, False, True, False, False]
+        first = keys.sort("order", "step", "contribution", "rank", "record", descending=falling).head(limit).collect()
+        return {"answer": self.answer, **self._summary(limit), "rows": self.table[first["at"]].to_dicts()}
 
     def _summary(self, limit: int | None) -> dict[str, Any]:
         """All but the rows: what the sentences are made from."""
-        apart = self.table.filter(pl.col("error").is_finite() & (pl.col("error") > 0))
-        failing = self.table.lazy().filter(pl.col("verdict") == FAIL)
+        labels = self.table.lazy().select(*LABEL, "record", "verdict", "cause")
+        failing = labels.filter(pl.col("verdict") == FAIL)
+        apart = labels.filter(pl.col("error").is_finite() & (pl.col("error") > 0))
+        inherited = failing.filter(pl.col("cause") == INHERITED).select(pl.len()).collect().item()
         return {
             **self.about, "agrees": self.agrees, "verdicts": self.verdicts, "divergence": self.divergence,
             "culprits": self.culprits(limit), "coverage": self.coverage,
-            "inherited": self.table.filter((pl.col("cause") == INHERITED) & (pl.col("verdict") == FAIL)).height,
-            "largest": next(iter(apart.top_k(1, by="error").select(LABEL).to_dicts()), None),
-            "first": next(iter(failing.sort("step", "record").head(1).select(LABEL).collect().to_dicts()), None),
+            "inherited": inherited,
+            "largest": next(iter(apart.top_k(1, by="error").select(LABEL).collect().to_dicts()), None),
+            "first": next(iter(failing.bottom_k(1, by=["step", "record"]).select(LABEL).collect().to_dicts()), None),
             "tensors": bool(self.table["max_abs"].is_not_null().any()), "rows_total": self.table.height,
             "steps": self.table["step"].drop_nulls().unique().sort().to_list(),
             "ranks": self.table["rank"].drop_nulls().unique().sort().to_list(),
@@ -130,7 +132,8 @@ class Comparison:
         """The rows in the order of execution for a chart, of the rank where the runs part; where there are more than
         ``most``, of each stretch the row that failed worst."""
         rank = (self.divergence or {}).get("rank", self.table["rank"].drop_nulls().min())
-        rows = self.table.filter((pl.col("rank") == rank) & pl.col("error").is_not_null() & pl.col("view").not_())
+        rows = self.table.select("record", "view", "tolerance", "cause", "verdict", *LABEL)
+        rows = rows.filter((pl.col("rank") == rank) & pl.col("error").is_not_null() & pl.col("view").not_())
         rows = rows.sort("step", "record").with_row_index("at")
         rows = rows.with_columns(stretch=pl.col("at") * most // max(rows.height, most))
         worst = (pl.col("cause") == OWN).fill_null(False), pl.col("verdict") == FAIL, pl.col("error")
@@ -153,7 +156,8 @@ class Comparison:
         where = masked(str(path))
         try:
             about = json.loads(_bytes(_within(path, ABOUT_FILE)))
-            table = pl.read_parquet(io.BytesIO(_bytes(_within(path, TABLE_FILE))))
+            place = _within(path, TABLE_FILE)
+            table = pl.read_parquet(io.BytesIO(_bytes(place)) if is_url(path) else place)
         except FileNotFoundError as error:
             raise RunError("no comparison is saved here", where=where, expected=f"{ABOUT_FILE} and {TABLE_FILE}",
                            do="roundoff compare REFERENCE CANDIDATE --save DIR makes one") from error  # fmt: skip

@@ -12,6 +12,8 @@ Row = Mapping[str, Any]
 
 #: How many culprits are named after the first.
 MORE = 3
+#: What ``looks_like`` says where it knows nothing.
+UNKNOWN = "difference"
 #: Where an operator runs, in a sentence.
 PASSES = {
     "forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer",
@@ -166,7 +168,7 @@ def _parted(data: Row, first: Row) -> list[str]:
     if other and other != first.get("site") and (first.get("call") or 0) >= 0:
         line = f" ({first['reference_line']})" if first.get("reference_line") else ""
         said.append(f"In the reference this is {other}{line}.")
-    if first.get("looks_like"):
+    if first.get("looks_like") not in (None, UNKNOWN):
         evidence = f": {first['evidence']}" if first.get("evidence") else ""
         said.append(f"It looks like {article(first['looks_like'])}{evidence}.")
     if first.get("contribution"):
@@ -218,7 +220,7 @@ def _others(first: Row, named: Sequence[Row]) -> list[str]:
 
 def _share(entry: Row) -> str:
     parts = [percent(entry["contribution"])] if entry.get("contribution") else []
-    parts += [str(entry["looks_like"])] if entry.get("looks_like") else []
+    parts += [str(entry["looks_like"])] if entry.get("looks_like") not in (None, UNKNOWN) else []
     return f" [{', '.join(parts)}]" if parts else ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from roundoff.report.comparison_answer import answer, called, size, times
+from roundoff.report.comparison_answer import UNKNOWN, answer, called, size, times
 from roundoff.report.figures import NONE, count, db, percent
 from roundoff.report.run_text import Columns, number, print_fitting
 from roundoff.report.text import _heading, _print, _say
@@ -52,19 +52,21 @@ def _print_culprits(named: Sequence[Row], console: Console, limit: int) -> None:
         "phase": [str(c["phase"]) for c in shown],
         "line": [c["line"] or "" for c in shown],
         "step": [str(c["step"]) for c in shown],
+        "rank": [str(c["rank"]) for c in shown],
         "own error": [size(c["own"]) for c in shown],
         "times": [times(c["own"], c["tolerance"]) or NONE for c in shown],
         "share": [percent(c["contribution"]) if c["contribution"] else NONE for c in shown],
         "looks like": [c["looks_like"] or "" for c in shown],
     }
-    if len({c["step"] for c in shown}) == 1:
-        del columns["step"]
-    print_fitting(columns, console, ("times", "step", "phase", "share", "looks like", "line"))
+    for key in ("step", "rank"):
+        if len({c[key] for c in shown}) == 1:
+            del columns[key]
+    print_fitting(columns, console, ("times", "rank", "step", "phase", "share", "looks like", "line"))
     for place, entry in enumerate(shown, 1):
         other = entry.get("reference_site")
         where = f" In the reference: {other}" if other and other != entry["site"] else ""
         where += f" ({entry['reference_line']})" if where and entry.get("reference_line") else ""
-        said = f"{entry['evidence']}." if entry.get("evidence") else ""
+        said = f"{entry['evidence']}." if entry.get("evidence") and entry.get("looks_like") != UNKNOWN else ""
         if said or where:
             _say(console, f"{place}: {said}{where}".rstrip(), style="dim")
     _more(console, len(named) - len(shown), "more of them", len(named))

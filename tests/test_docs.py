@@ -1,4 +1,4 @@
-"""What docs/capture.md shows runs: its Python, and its commands on a small training script."""
+"""What docs/capture.md and docs/compare.md show runs: their Python, their commands, and what those print."""
 
 import re
 import shlex
@@ -9,7 +9,9 @@ import pytest
 import roundoff
 from roundoff.cli.app import main
 
-TEXT = (Path(__file__).parent.parent / "docs" / "capture.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+TEXT = (DOCS / "capture.md").read_text()
+COMPARE = (DOCS / "compare.md").read_text()
 SCRIPT = """
 import torch
 
@@ -45,3 +47,30 @@ def test_commands(folder, capsys):
     assert len(lines) == 7
     for line in lines:
         assert main(shlex.split(line, comments=True)[1:]) == 0, capsys.readouterr().err
+
+
+def test_compare(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    script, code = re.findall(r"```python\n(.*?)```", COMPARE, flags=re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    codes, printed = [], ""
+    for line in COMPARE.splitlines():
+        if line.startswith("roundoff "):
+            codes.append(main(shlex.split(line)[1:]))
+            printed += capsys.readouterr().out
+    # three recordings, an agreement, then what differs; diff only shows
+    assert codes == [0, 0, 0, 0, 1, 0, 1, 1]
+    shown = re.findall(r"```\n((?:The runs|1/native).*?)```", COMPARE, flags=re.DOTALL)
+    assert len(shown) == 3
+    for block in shown:
+        missing = [line for line in block.splitlines() if line.strip() and shape(line) not in shape(printed)]
+        assert missing == []
+    exec(code, {})
+    assert "The runs part at 1/native_layer_norm" in capsys.readouterr().out
+    assert (tmp_path / "compare.html").exists()
+
+
+def shape(text):
+    """The text without its numbers, bars and widths of columns: those differ between machines."""
+    return " ".join(re.sub(r"[\d.,]+(e[+-]\d+)?|[█─]+", "#", text).split())

@@ -10,7 +10,18 @@ from typing import Any
 
 import typer
 
-from roundoff.cli import budget, capture, diagnose, overflow, plan, replay, show, verify
+from roundoff.cli import (
+    budget,
+    capture,
+    compare,
+    diagnose,
+    diff,
+    overflow,
+    plan,
+    replay,
+    show,
+    verify,
+)
 from roundoff.errors import InfeasibleError, RoundoffError
 
 MISSED = 1
@@ -36,6 +47,8 @@ app.command("verify")(verify.command)
 app.command("capture")(capture.command)
 app.command("show")(show.command)
 app.command("overflow")(overflow.command)
+app.command("compare")(compare.command)
+app.command("diff")(diff.command)
 app.command("replay")(replay.command)
 
 

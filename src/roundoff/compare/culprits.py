@@ -32,6 +32,8 @@ def culprits(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 continue
             known |= {k: row[k] for k in ("looks_like", "evidence", "own")}
             known["try"] = row["advice"]
+    for entry in found.values():
+        entry |= {"ranks": sorted(entry["ranks"]), "steps": sorted(entry["steps"])}
     return sorted(found.values(), key=_weight)
 
 

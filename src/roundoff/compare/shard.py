@@ -69,14 +69,15 @@ def compare_rank(
 def _in_full(
     ours: Run, theirs: Run, rank: int, step: int, tensors: bool, memory: Memory, settings: Settings
 ) -> list[Row]:
-    one, other = _rows(ours, rank, step), _rows(theirs, rank, step)
+    one, other = rows_of(ours, rank, step), rows_of(theirs, rank, step)
     mine = StepTensors(ours, rank, step, one) if tensors else None
     their = StepTensors(theirs, rank, step, other) if tensors else None
     floor = settings.floor.get((rank, step), {})
     return compare_step(Sides(one, other, mine, their), memory, modules=settings.modules, floor=floor)
 
 
-def _rows(run: Run, rank: int, step: int) -> dict[int, Row]:
+def rows_of(run: Run, rank: int, step: int) -> dict[int, Row]:
+    """The rows of one step by record, with their site."""
     table = run.part(rank, step).with_columns(site_name()).sort("record").collect()
     return {row["record"]: row for row in table.iter_rows(named=True)}
 

@@ -10,7 +10,7 @@ from typing import Any
 from roundoff.attribute.divergence import OWN, Bound, Divergence, Finding, contributions
 from roundoff.attribute.looks import looks_like
 from roundoff.attribute.replayed import Expected, Replayed, differences, replayed
-from roundoff.attribute.roles import base, values_read
+from roundoff.attribute.roles import EMPTY, base, values_read
 from roundoff.compare.align import REFERENCE_ONLY, TRANSPARENT, Pair, align
 from roundoff.compare.distance import Distances
 from roundoff.compare.tolerance import (
@@ -26,6 +26,9 @@ from roundoff.capture.refusal import CASTS
 from roundoff.store.step_tensors import StepTensors
 
 Row = Mapping[str, Any]
+
+#: Why new memory is not measured.
+UNWRITTEN = "memory that nothing was written to yet"
 
 
 @dataclass
@@ -185,6 +188,8 @@ def _row(sides: Sides, pair: Pair, finding: Finding | None, distance: Distances)
     row |= {"status": pair.status, "reason": pair.reason, "view": some["view_of"] is not None, "call": some["call"]}
     if pair.status == REFERENCE_ONLY or ours is None or theirs is None:
         return row
+    if base(theirs["operator"]) in EMPTY and base(ours["operator"]) in EMPTY:
+        return row | {"reason": UNWRITTEN}  # whatever stood there
     found, metrics = distance.full(ours["record"], theirs["record"])
     row |= {"error": found.error, "equal": found.equal}
     if metrics is not None:

@@ -79,8 +79,8 @@ def print_captured(summary: Row, console: Console) -> None:
     """
     covered = summary["coverage"]
     steps, ranks, operators = summary["steps"], summary["ranks"], covered.get("operators") or {}
-    where = f"{_span('step', steps)} in {summary['path']}"
-    where += f", {_span('rank', ranks)}" if len(ranks) > 1 else ""
+    where = f"{span('step', steps)} in {summary['path']}"
+    where += f", {span('rank', ranks)}" if len(ranks) > 1 else ""
     parts = [f"{count(covered['calls'], 'call')} of {count(len(operators), 'operator')}"] if covered.get("calls") else []
     if covered.get("tensors"):
         parts.append(count(covered["tensors"], "tensor"))
@@ -96,10 +96,10 @@ def print_captured(summary: Row, console: Console) -> None:
     _say(console, f"Next: roundoff show {path}\n      roundoff overflow {path}")
 
 
-def _span(noun: str, numbers: Sequence[int]) -> str:
+def span(noun: str, numbers: Sequence[int]) -> str:
     """Numbers in words; the ends of a range without gaps.
 
-    >>> _span("step", [3]), _span("step", [3, 4, 5]), _span("step", [0, 7])
+    >>> span("step", [3]), span("step", [3, 4, 5]), span("step", [0, 7])
     ('step 3', 'steps 3 to 5', 'steps 0, 7')
     """
     if len(numbers) < 2:

@@ -25,7 +25,8 @@ SITE_LEAST = 16
 PROSE_LEAST = 12
 EXAMPLES = 10
 LEFT_ALIGNED = frozenset(
-    "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event".split("|")
+    "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event|verdict|looks like|status|from|"
+    "counterpart".split("|")
 )
 
 

@@ -1,0 +1,42 @@
+"""``roundoff diff``: one value of two runs, side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from roundoff.cli import options as o
+
+
+def command(
+    reference: Annotated[str, typer.Argument(help="The run to trust: its folder or URL.", metavar="REF")],
+    candidate: Annotated[str, typer.Argument(help="The run to judge.", metavar="CAND")],
+    site: Annotated[str, typer.Argument(help="A site of either run, or the name of a parameter or buffer.")],
+    phase: Annotated[str | None, typer.Option("--phase", help="Default: the first that has the site.")] = None,
+    place: Annotated[int | None, typer.Option("--place", help="Which output of the site. Default: its first.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Default: the first of both runs.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Default: the first of both runs.")] = None,
+    modules: Annotated[
+        str | None, typer.Option("--map", help='TOML file: lines "module.of.reference" = "module.of.candidate".')
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Elements of each list.")] = 10,
+    json: o.Json = False,
+) -> int:
+    """Show one site of two runs: arguments, statistics, metrics, histogram of the error, first and worst elements.
+
+    The exit code is 0, also where they differ; 2 for bad input.
+    """
+    from roundoff.compare.diff import diff
+    from roundoff.compare.modules import read_modules
+    from roundoff.report.diff_text import print_diff
+
+    renamed = None if modules is None else read_modules(modules)
+    found = diff(
+        reference, candidate, site, phase=phase, place=place, rank=rank, step=step, limit=limit, modules=renamed
+    )
+    if json:
+        o.print_json(found)
+    else:
+        print_diff(found, o.console(False))
+    return 0

@@ -38,6 +38,8 @@ EXACT = frozenset(
 )
 
 
+#: These give all elements of their input, in their order.
+HANDS_ON = frozenset("view _unsafe_view reshape detach alias clone contiguous _to_copy to lift_fresh squeeze unsqueeze".split())
 #: Their further results may be a workspace of bytes.
 WORKSPACE = frozenset("mkldnn_rnn_layer _cudnn_rnn miopen_rnn cudnn_batch_norm".split())
 
@@ -89,7 +91,7 @@ class Divergence:
     were aligned by name or structure; ``distance(reference record, candidate record)`` measures; ``tolerance(reference
     row, candidate row)`` is what rounding explains; ``replay(reference row, candidate row)`` runs a call again;
     ``slots`` gives the records that two aligned rows read in the same places. ``least`` is the error that a value has where
-    statistics differ at all: they average it away."""
+    statistics differ at all: they average it away; ``apart`` is the distance of two of the candidate's own values."""
 
     ours: Mapping[int, Row]
     theirs: Mapping[int, Row]
@@ -102,6 +104,7 @@ class Divergence:
     replay: Callable[[Row, Row, bool, bool], Replayed] | None = None
     least: float = 0.0
     carried: Callable[[Row], tuple[float, bool]] = lambda _: (0.0, False)
+    apart: Callable[[int, int], Distance] = lambda _a, _b: Distance(None)
     findings: dict[int, Finding] = field(default_factory=dict)
 
     def run(self) -> dict[int, Finding]:
@@ -231,7 +234,7 @@ class Divergence:
             return True
         if error <= finding.tolerance / (4 if self.replay else 1):
             return False
-        if self.replay is not None and row["record"] not in self.exact and row["call"] >= 0:
+        if row["record"] not in self.exact and row["call"] >= 0:
             return True
         if base(row["operator"]) in EXACT and math.isfinite(error):
             return self._alone(finding)
@@ -267,8 +270,22 @@ class Divergence:
         alone = self._alone(finding)
         if row["call"] < 0 and not row["inputs"]:
             alone = error > 4 * finding.inputs + finding.tolerance
-        if error > finding.tolerance and (alone or self._beyond(finding, error)):
+        if error > finding.tolerance and (alone or self._beyond(finding, error) or self._inserted(finding, row, twin)):
             finding.cause, finding.own, finding.origin = OWN, error, finding.record
+
+    def _inserted(self, finding: Finding, row: Row, twin: Row) -> bool:
+        """Whether an operator that the reference lacks changes a value which the reference hands on as it is."""
+        if row["record"] in self.exact or row["call"] < 0:
+            return False
+        same = [s for s, _ in finding.sources if self._root(self.counterpart[s]) == self._root(twin["record"])]
+        moved = [self.apart(source, row["record"]).error for source in same]
+        return any(m is not None and m > EQUAL_INPUTS * finding.tolerance for m in moved)
+
+    def _root(self, record: int) -> int:
+        row = self.ours[record]
+        while base(row["operator"]) in HANDS_ON and len(row["inputs"] or ()) == 1 and row["inputs"][0] in self.ours:
+            row = self.ours[row["inputs"][0]]
+        return int(row["record"])
 
     def _inherit(self, finding: Finding) -> None:
         """The fault that the largest divergent input comes from."""
@@ -316,7 +333,7 @@ def contributions(findings: Mapping[int, Finding], read: Mapping[int, Sequence[i
         sources = [(source, _square(error)) for source, error in finding.sources if source in weight]
         total = sum(size for _, size in sources)
         kept = 1.0 if finding.cause == OWN or not total else own / (own + total) if own else 0.0
-        share[record] += mine * kept
+        share[record] += mine * kept * (finding.own != 0)
         for source, size in sources:
             weight[source] += mine * (1.0 - kept) * size / total if total else 0.0
     return share

@@ -185,7 +185,7 @@ def _partly(want: Tensor, got: Tensor, differ: Tensor, count: int, actual: Tenso
     if count >= 0.8 * (len(got) - first):
         return "partly written output", f"{count:,} of {len(got):,} elements are {held}, from {_index(first, actual)} on"
     for axis, length in enumerate(actual.shape):
-        hit = torch.unravel_index(places, actual.shape)[axis].unique()
+        hit = torch.unravel_index(places, actual.shape)[axis].unique()  # type: ignore[no-untyped-call]
         if len(hit) <= length // 2 and count >= 0.8 * len(hit) * len(got) / length and int(hit[-1]) == length - 1:
             if len(hit) == length - int(hit[0]):
                 return "partly written output", f"elements are {held} from {int(hit[0])} of axis {axis} ({length} long) on"

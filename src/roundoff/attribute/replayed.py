@@ -34,6 +34,8 @@ SAME = 2.0**-30
 MARGIN = 4.0
 #: Calls of the reference that are run one after the other to say what the candidate's operators should have given together.
 DEEPEST = 12
+#: Calls whose results are kept: a call and its counterpart, each in two formats.
+KEPT = 4
 _RECORDS = re.compile(r'\{"record":(\d+)\}')
 #: What does not change the numbers of a call.
 _PLACES = frozenset(("dtype", "device", "layout", "memory_format", "slice"))
@@ -85,7 +87,7 @@ class Replayed:
 def replayed(
     twin: Row, row: Row, *, first: Row, first_twin: Row, tensors: Tensors, unit: float, least: float, aligned: bool = True,
     reference: Tensor | None = None, region: Region | None = None,
-    fits: Callable[[int, int], bool] = lambda _a, _b: True,
+    fits: Callable[[int, int], bool] = lambda _a, _b: True, terms: float = 1.0, runs: Runs | None = None,
 ) -> Replayed:  # fmt: skip
     """Run the call of ``row`` again, and that of its counterpart ``twin`` on the same inputs where they are aligned.
 
@@ -93,8 +95,10 @@ def replayed(
     roundoff of the working format and ``least`` its smallest positive number; ``reference`` is the reference's result, where
     it had the same inputs; ``region`` runs all of the reference's calls that lead to ``twin`` from values which the candidate
     has, for a row that has no call of its own in the reference; ``fits(reference record, candidate record)`` is whether the
-    second may stand for the first in a call: kernels read beyond the end of a tensor of another shape.
+    second may stand for the first in a call: kernels read beyond the end of a tensor of another shape. ``terms`` is how many elements are
+    added for one of the result where kernels are known to add in the working format; ``runs`` keeps what was run last.
     """
+    runs = Runs() if runs is None else runs
     if not aligned and region is not None and row["record"] in tensors:
         judged = _of_region(row, region, tensors[row["record"]], unit, least)
         if judged is not None:
@@ -104,19 +108,19 @@ def replayed(
     if row["record"] not in tensors:
         return Replayed(reason="its result was not stored")
     try:
-        mine = _run(first["overload"], first["arguments"], tensors, torch.float64)
+        mine = runs.of(first["overload"], first["arguments"], tensors, torch.float64)
         again = _at(mine, row["place"])
     except _Unable as error:
         return Replayed(reason=str(error))
     actual = tensors[row["record"]]
-    kernel, excess, allowed = _kernel(first, row, actual, again, tensors, unit, least)
+    kernel, excess, allowed = _kernel(first, row, actual, again, tensors, unit, least, terms, runs)
     beside = None if reference is None else _excess(reference, again, *allowed)
     if not aligned or first_twin["arguments"] is None or first_twin["overload"] is None:
         return Replayed(None, kernel, excess, beside, None, again)
     try:
         text = _with_inputs(first_twin["arguments"], first["arguments"], fits)
         theirs = again if text == first["arguments"] and first_twin["overload"] == first["overload"] else _at(
-            _run(first_twin["overload"], text, tensors, torch.float64), row["place"])  # fmt: skip
+            runs.of(first_twin["overload"], text, tensors, torch.float64), row["place"])  # fmt: skip
     except _Unable:
         return Replayed(None, kernel, excess, beside, None, again)
     if theirs.shape != again.shape:
@@ -245,8 +249,22 @@ def _with_inputs(text: str, other: str, fits: Callable[[int, int], bool]) -> str
     return _RECORDS.sub(lambda _: f'{{"record":{next(places)}}}', text)
 
 
-def _run(overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype) -> list[Tensor | None]:
-    return _call(overload, arguments, lambda record: _stored(tensors, record), dtype)
+class Runs:
+    """Calls that were run again: one on lists has a row for each of hundreds of tensors, and is run once."""
+
+    def __init__(self) -> None:
+        self._done: dict[tuple[str, str, torch.dtype], list[Tensor | None]] = {}
+
+    def of(self, overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype) -> list[Tensor | None]:
+        """What the call gives in a format. Of the last few calls it is kept."""
+        key = overload, arguments, dtype
+        found = self._done.get(key)
+        if found is None:
+            found = _call(overload, arguments, lambda record: _stored(tensors, record), dtype)
+            while len(self._done) >= KEPT:
+                self._done.pop(next(iter(self._done)))
+            self._done[key] = found
+        return found
 
 
 def _call(
@@ -284,19 +302,20 @@ def _at(results: list[Tensor | None], place: int) -> Tensor:
 
 
 def _kernel(
-    first: Row, row: Row, actual: Tensor, again: Tensor, tensors: Tensors, unit: float, least: float
+    first: Row, row: Row, actual: Tensor, again: Tensor, tensors: Tensors, unit: float, least: float, terms: float,
+    runs: Runs,
 ) -> tuple[float | None, float | None, tuple[float, float]]:
     """The relative error of the actual result, the same in units of what rounding explains, and that: l2 and largest."""
     rounded = None
     if unit and actual.is_floating_point():
         try:
-            plain = _at(_run(first["overload"], first["arguments"], tensors, torch.float32), row["place"])
+            plain = _at(runs.of(first["overload"], first["arguments"], tensors, torch.float32), row["place"])
             [rounded] = own_error([plain], [again])
         except _Unable:
             pass
         if rounded is not None and not math.isfinite(rounded.l2):
             rounded = None
-    allowed = _allowed(rounded, again, unit, least)
+    allowed = _allowed(rounded, again, unit * max(1.0, math.sqrt(terms) / 2), least)
     return _relative(actual, again), _excess(actual, again, *allowed), allowed
 
 

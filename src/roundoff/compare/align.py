@@ -143,7 +143,7 @@ def _calls(rows: Sequence[Row], rename: Callable[[str], str]) -> list[Call]:
     named = {row["record"]: row["name"] for row in rows if row["call"] < 0 and row["name"]}
     source: dict[int, str] = {}
     for row in rows:
-        inputs = row["inputs"] or ()
+        inputs = list(row["inputs"] or [])
         if row["record"] in named:
             source[row["record"]] = rename(named[row["record"]])
         elif row["operator"] in TRANSPARENT and len(inputs) == 1 and inputs[0] in source:

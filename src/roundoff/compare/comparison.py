@@ -15,6 +15,14 @@ import polars as pl
 from roundoff.attribute.divergence import INHERITED, OWN
 from roundoff.compare.culprits import culprits
 from roundoff.compare.modules import check_modules
+from roundoff.compare.repeated import (
+    beside,
+    floor_of,
+    mark,
+    not_reproducible,
+    same_program,
+    sentences,
+)
 from roundoff.compare.shard import Settings, compare_rank
 from roundoff.compare.table import FAIL, TABLE, UNDECIDED, frame_of, judged, whole
 from roundoff.engine import run_tasks
@@ -49,6 +57,18 @@ class Comparison:
         ``contribution`` (share of the error at the end of the step), ``looks_like``, ``evidence`` and ``try``.
         """
         return self._named[:n]
+
+    def rounding(self, n: int = 5) -> list[dict[str, Any]]:
+        """The operators whose rounding makes most of the error at the end of the first step that differs, with the
+        ``contribution`` (share) of each; those that make errors beyond rounding are not among them."""
+        made = pl.col("cause").is_null() & (pl.col("contribution") > 0) & ~pl.col("view") & (pl.col("call") >= 0)
+        rows = self.table.lazy().filter(made)
+        first = rows.filter(pl.col("step") == pl.col("step").min())
+        by = first.group_by("phase", "site", "reference_site", maintain_order=True).agg(
+            pl.col("contribution").sum() / pl.col("rank").n_unique(),
+            pl.col("line", "step", "rank", "dtype", "record").first(), pl.col("own", "error").max(),
+        )  # fmt: skip
+        return by.top_k(n, by="contribution").sort("contribution", descending=True).collect().to_dicts()
 
     @property
     def divergence(self) -> dict[str, Any] | None:
@@ -105,7 +125,7 @@ class Comparison:
         inherited = failing.filter(pl.col("cause") == INHERITED).select(pl.len()).collect().item()
         return {
             **self.about, "agrees": self.agrees, "verdicts": self.verdicts, "divergence": self.divergence,
-            "culprits": self.culprits(limit), "coverage": self.coverage,
+            "culprits": self.culprits(limit), "rounding": self.rounding(limit or 5), "coverage": self.coverage,
             "inherited": inherited,
             "largest": next(iter(apart.top_k(1, by="error").select(LABEL).collect().to_dicts()), None),
             "first": next(iter(failing.bottom_k(1, by=["step", "record"]).select(LABEL).collect().to_dicts()), None),
@@ -221,7 +241,9 @@ def compare(
     no rank and step in common, and when ``modules`` names a module that its run does not have.
     """
     ours, theirs = (run if isinstance(run, Run) else load(str(run)) for run in (reference, candidate))
-    settings = Settings(dict(modules or {}), tensors)
+    near = {"reference": beside(ours), "candidate": beside(theirs)}
+    floors = [floor_of(run, near[side]["noise"], near[side]["repeat"]) for side, run in (("reference", ours), ("candidate", theirs))]
+    settings = Settings(dict(modules or {}), tensors, *floors)
     ranks = common("rank", ours.ranks, theirs.ranks, rank)
     steps = common("step", ours.steps, theirs.steps, step)
     if modules:
@@ -237,10 +259,16 @@ def compare(
             lonely += [{noun: n, "status": f"only in {side}", "reason": f"the other run has no {noun} {n}"} for n in extra]
             notes += [f"Only the {side} has {span(noun, extra)}"] if extra else []
     table = whole([*(frame for frame, _ in found), frame_of(lonely)])
+    same = same_program(ours, theirs)
+    random = not_reproducible("reference", ours, near["reference"]["repeat"] or ([theirs] if same else []))
+    random += not_reproducible("candidate", theirs, near["candidate"]["repeat"])
+    table = mark(table, random)
+    differs = bool(table.select((pl.col("error") > 0).any()).item())
+    notes += sentences(random, {side: sum(map(len, runs.values())) for side, runs in near.items()}, same and differs)
     runs = {"reference": ours, "candidate": theirs}
     about = {
         **{side: run.location for side, run in runs.items()}, "damage": [line for _, lines in found for line in lines],
-        "notes": notes, "kept": {side: run.about.get("keep") or "tensors" for side, run in runs.items()},
+        "notes": notes, "unstable": random, "kept": {side: run.about.get("keep") or "tensors" for side, run in runs.items()},
         "environment": {side: run.about.get("environment") or [] for side, run in runs.items()},
     }  # fmt: skip
     return Comparison(table, about).judge(**limits)

@@ -37,6 +37,7 @@ class Settings:
     modules: Mapping[str, str] = field(default_factory=dict)
     tensors: bool = True
     floor: Mapping[tuple[int, int], Mapping[int, float]] = field(default_factory=dict)
+    candidate_floor: Mapping[tuple[int, int], Mapping[int, float]] = field(default_factory=dict)
 
 
 def compare_rank(
@@ -72,8 +73,8 @@ def _in_full(
     one, other = rows_of(ours, rank, step), rows_of(theirs, rank, step)
     mine = StepTensors(ours, rank, step, one) if tensors else None
     their = StepTensors(theirs, rank, step, other) if tensors else None
-    floor = settings.floor.get((rank, step), {})
-    return compare_step(Sides(one, other, mine, their), memory, modules=settings.modules, floor=floor)
+    floors = settings.floor.get((rank, step), {}), settings.candidate_floor.get((rank, step), {})
+    return compare_step(Sides(one, other, mine, their), memory, modules=settings.modules, floors=floors)
 
 
 def rows_of(run: Run, rank: int, step: int) -> dict[int, Row]:

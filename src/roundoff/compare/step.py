@@ -9,20 +9,22 @@ from typing import Any
 
 from roundoff.attribute.divergence import OWN, Bound, Divergence, Finding, contributions
 from roundoff.attribute.looks import looks_like
-from roundoff.attribute.replayed import Expected, Replayed, differences, replayed
+from roundoff.attribute.replayed import Expected, Replayed, Runs, differences, replayed
 from roundoff.attribute.roles import EMPTY, base, values_read
+from roundoff.capture.refusal import CASTS
 from roundoff.compare.align import REFERENCE_ONLY, TRANSPARENT, Pair, align
-from roundoff.compare.distance import Distances
+from roundoff.compare.distance import Distances, of_statistics
 from roundoff.compare.tolerance import (
+    SUMS,
     amplification,
     condition,
     format_of,
     smallest,
+    terms,
     tolerance,
     unit,
     working,
 )
-from roundoff.capture.refusal import CASTS
 from roundoff.store.step_tensors import StepTensors
 
 Row = Mapping[str, Any]
@@ -51,16 +53,17 @@ class Sides:
 
 
 def compare_step(
-    sides: Sides, memory: Memory, *, modules: Mapping[str, str], floor: Mapping[int, float] | None = None
+    sides: Sides, memory: Memory, *, modules: Mapping[str, str],
+    floors: tuple[Mapping[int, float], Mapping[int, float]] = ({}, {}),
 ) -> list[dict[str, Any]]:
     """The rows of the table for one step, those of the candidate first, in its order of execution.
 
-    ``floor`` is the noise floor by reference record; ``memory`` is changed.
+    ``floors`` are the noise floors by record, of the reference and of the candidate; ``memory`` is changed.
     """
     ours, theirs = sides.ours, sides.theirs
     pairs = align(list(ours.values()), list(theirs.values()), modules)
     distance = Distances(ours, theirs, sides.mine, sides.other)
-    divergence = _divergence(sides, pairs, distance, memory, floor or {})
+    divergence = _divergence(sides, pairs, distance, memory, floors)
     findings = divergence.run()
     share = contributions(findings, {r: _read(theirs[r]) for r in findings})
     _remember(memory, theirs, findings)
@@ -80,7 +83,8 @@ def compare_step(
 
 
 def _divergence(
-    sides: Sides, pairs: Sequence[Pair], distance: Distances, memory: Memory, floor: Mapping[int, float]
+    sides: Sides, pairs: Sequence[Pair], distance: Distances, memory: Memory,
+    floors: tuple[Mapping[int, float], Mapping[int, float]],
 ) -> Divergence:
     ours, theirs = sides.ours, sides.theirs
     adopted = working(theirs.values()) - working(ours.values())
@@ -91,17 +95,19 @@ def _divergence(
     def fits(one: int, other: int) -> bool:
         return one in ours and other in theirs and bool(ours[one]["shape"] == theirs[other]["shape"])
 
+    runs = Runs()
     holders = {counterpart[record]: record for record in sorted(exact, reverse=True)}
     expected = None if sides.other is None else Expected(ours, first_twin, holders, sides.other, fits)
     least = 2 * max((unit(d) for d in working(theirs.values()) | working(ours.values())), default=0.0)
 
     def bound(twin: Row, row: Row) -> Bound:
         inputs = [theirs[i] for i in row["inputs"] or () if i in theirs]
+        floor = max(floors[0].get(twin["record"], 0.0), floors[1].get(row["record"], 0.0))
         explained = tolerance(twin, row, adopted, inputs)
         maker = _maker(ours, twin)
         given = [ours[i] for i in maker["inputs"] or () if i in ours]
         inner = condition(maker, given)
-        return Bound(max(explained, 3 * floor.get(twin["record"], 0.0)), inner, max(inner, amplification(maker, given)))
+        return Bound(max(explained, 3 * floor), inner, max(inner, amplification(maker, given)))
 
     def again(twin: Row, row: Row, aligned: bool, same_inputs: bool) -> Replayed:
         dtype = format_of(twin, row, adopted)
@@ -112,7 +118,9 @@ def _divergence(
             unit=max([unit(dtype), *(unit(d) for d in read & adopted)]), least=smallest(dtype), aligned=aligned and twin["call"] >= 0,
             reference=sides.mine[twin["record"]] if same_inputs and sides.mine is not None and twin["record"] in sides.mine
             and twin["shape"] == row["shape"] else None,
-            fits=fits,
+            fits=fits, runs=runs,
+            terms=terms(row, [theirs[i]["shape"] or () for i in row["inputs"] or () if i in theirs])
+            if base(row["operator"]) in SUMS else 1.0,
             region=None if expected is None or row["operator"] in CASTS else expected.region(twin["record"], row["record"]),
         )  # fmt: skip
 
@@ -126,6 +134,7 @@ def _divergence(
     return Divergence(
         ours, theirs, counterpart, exact, distance, bound, lambda a, b: _slots(a, b, counterpart), changed,
         again if sides.other is not None else None, least, carried,
+        lambda a, b: of_statistics(theirs[a], theirs[b]),
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def unit(dtype: str | None) -> float:
     found = getattr(torch, dtype or "", None)
     if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
         return 0.0
-    return torch.finfo(found).eps / 2
+    return float(torch.finfo(found).eps) / 2
 
 
 @lru_cache
@@ -65,7 +65,7 @@ def smallest(dtype: str | None) -> float:
     if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
         return 0.0
     info = torch.finfo(found)
-    return info.tiny * info.eps
+    return float(info.tiny * info.eps)
 
 
 def working(rows: Iterable[Row]) -> frozenset[str]:
@@ -92,7 +92,7 @@ def tolerance(twin: Row, row: Row, adopted: frozenset[str], inputs: Sequence[Row
     u = unit(dtype)
     if not u:
         return 0.0
-    if row["call"] < 0 <= twin["call"] or twin["call"] < 0 <= row["call"] or "compiled" in (row["operator"], twin["operator"]):
+    if any(a["call"] < 0 <= b["call"] and not a["inputs"] for a, b in ((row, twin), (twin, row))):
         return min(REGION * u, 0.1)
     accumulated = unit("float32") if u > unit("float32") else u
     return MARGIN * (u + accumulated * math.sqrt(terms(row, [i["shape"] or () for i in inputs])))
@@ -164,7 +164,7 @@ def amplification(row: Row, inputs: Sequence[Row]) -> float:
     elif operator in SUMS:
         bound = known[0][1] * terms(row, [i["shape"] or () for i, _ in known])
     else:
-        return 1.0
+        return 4.0 if operator.endswith("backward") else 1.0  # differences of products
     return max(1.0, bound / size) if size else math.inf
 
 

@@ -6,6 +6,7 @@ import ctypes
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -190,7 +191,7 @@ class TensorFile:
     """A file of tensors, opened once; ``keys`` are what it holds."""
 
     def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, "pt").__enter__()
+        self._file: Any = safe_open(path, "pt")
         self.keys = list(self._file.keys())
         self._described = json.loads((self._file.metadata() or {}).get(METADATA, "{}"))
 

@@ -109,11 +109,15 @@ class Comparison:
 
 def compare(
     *, reference: str | Path | Run, candidate: str | Path | Run, modules: Mapping[str, str] | None = None,
-    engine: str = "local", tensors: bool = True, progress: Callable[[int, int], None] | None = None, **limits: float,
+    engine: str = "local", tensors: bool = True, progress: Callable[[int, int], None] | None = None,
+    floor: Mapping[tuple[int, int], Mapping[int, float]] | None = None, **limits: float,
 ) -> Comparison:  # fmt: skip
-    """Compare two recorded runs and name the operator at fault."""
+    """Compare two recorded runs and name the operator at fault.
+
+    ``floor``: what honest runs differ by, relative, as ``{(rank, step): {record of the reference: floor}}``.
+    """
     ours, theirs = (run if isinstance(run, Run) else load(str(run)) for run in (reference, candidate))
-    settings = Settings(dict(modules or {}), tensors)
+    settings = Settings(dict(modules or {}), tensors, floor or {})
     ranks = [r for r in ours.ranks if r in theirs.ranks]
     steps = [s for s in ours.steps if s in theirs.steps]
     if not ranks or not steps:

@@ -241,9 +241,8 @@ def _summary(result: CandidateDiagnosis, workload: Workload, other: Variant, not
     rows = result.unstable.select("side", "site", "phase", "line", "step", "difference", "reason", "note").to_dicts()
     ranking = result.diagnosis.summary["ranking"] if result.diagnosis else []
     comparison = result.comparison.to_dict()
-    for culprit in comparison["culprits"]:
-        culprit["ranks"], culprit["steps"] = sorted(culprit["ranks"]), sorted(culprit["steps"])
-        culprit["share"] = _share(culprit, ranking)
+    comparison["culprits"] = [_plain(culprit, ranking) for culprit in comparison["culprits"]]
+    comparison["divergence"] = comparison["divergence"] and _plain(comparison["divergence"], ranking)
     return {
         "reference": workload.name, "candidate": other.name, "steps": steps, "agrees": result.agrees, "notes": list(notes),
         "unstable": rows, "higher_precision": result.higher_precision, "comparison": comparison,
@@ -252,7 +251,11 @@ def _summary(result: CandidateDiagnosis, workload: Workload, other: Variant, not
     }  # fmt: skip
 
 
-def _share(culprit: dict[str, Any], ranking: Sequence[dict[str, Any]]) -> float | None:
-    """Share of the output's noise, by the adjoint, of the one site that the budget has in the culprit's module."""
+def _plain(culprit: dict[str, Any], ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A culprit as plain data, with ``share``: of the output's noise, by the adjoint, where the budget has one site in its
+    module, so that there is no doubt which one it is."""
     sites = [row for row in ranking if row["site"].rpartition("/")[0] == culprit["module"]]
-    return sites[0]["share"] if len(sites) == 1 else None
+    return {
+        **culprit, "ranks": sorted(culprit["ranks"]), "steps": sorted(culprit["steps"]),
+        "share": sites[0]["share"] if len(sites) == 1 else None,
+    }  # fmt: skip

@@ -167,7 +167,7 @@ def record(
                             scalars["loss"] = workload.loss(output, batch)
                 if training:
                     with user("the backward pass of the loss"):
-                        scalars["loss"].backward()
+                        scalars["loss"].backward()  # type: ignore[no-untyped-call]
                 if optimizer is not None:
                     with user("the optimizer's step"):
                         optimizer.step()

@@ -72,11 +72,13 @@ def decided(
 
 
 def site_error(comparison: Comparison, named: Mapping[str, Any]) -> float | None:
-    """The largest error of the rows of a named operator; None where it has no measured row."""
+    """The error of a named operator's result (the largest, where its first one is not measured); None without any."""
     rows = comparison.table.filter(
         (pl.col("site") == named["site"]) & (pl.col("phase") == named["phase"]) & (pl.col("step") == named["step"])
         & (pl.col("rank") == named["rank"]) & pl.col("error").is_not_null()
     )  # fmt: skip
+    first = rows.filter(pl.col("place") == 0)
+    rows = rows if first.is_empty() else first  # others are what its backward pass needs
     return None if rows.is_empty() else float(rows["error"].max())  # type: ignore[arg-type]
 
 

@@ -95,9 +95,7 @@ def variant(workload: Workload, candidate: str | Path, *, steps: int = 1, backen
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first parameter or buffer is; the CPU for a model that has none."""
-    first = next(model.parameters(), None)
-    first = next(model.buffers(), None) if first is None else first
-    return torch.device("cpu") if first is None else first.device
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def double(workload: Workload) -> Workload:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import inspect
 import logging
 import math
@@ -22,6 +23,7 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +100,8 @@ Compiled = Callable[[list[Tensor]], list[Tensor]]
 @lru_cache
 def compiled(name: str, dtype: torch.dtype) -> Compiled | None:
     """A compiled function of this file for contiguous CPU tensors of shape ``(rows, ROW)``, rows from 2 on, or None where
-    there is none. It runs on the caller's thread: waking threads of its own beside torch's costs more than it saves."""
+    there is none. Those of this file run on the caller's thread, since waking threads beside a running program costs more
+    than it saves; a ``Kernel`` may ask for torch's threads."""
     if os.environ.get("ROUNDOFF_KERNEL") == "eager":
         return None
     path = _package(name, dtype)
@@ -111,16 +114,29 @@ def compiled(name: str, dtype: torch.dtype) -> Compiled | None:
         found = run(list(inputs))[0]
     except (RuntimeError, AttributeError, OSError):
         return None
-    return run if torch.allclose(found, FUNCTIONS[name](*inputs), rtol=1e-4) else None
+    return run if torch.allclose(found, KERNELS[name].function(*inputs), rtol=1e-4) else None
 
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {"sums": sums, "counts": counts, "masked_sums": masked_sums, "errors": errors}
 
 
+class Kernel(NamedTuple):
+    """A function to compile: ``inputs(dtype, rows)`` are examples of what it takes, tensors of shape ``(rows, n)``, whose
+    rows may be any number from 2 on, or scalars. What it calls is in ``helpers``, so that a change compiles it again."""
+
+    function: Callable[..., Tensor]
+    inputs: Callable[[torch.dtype, int], list[Tensor]]
+    helpers: tuple[Callable[..., object], ...] = ()
+    #: On as many threads as ``torch.get_num_threads()`` says, torch's own.
+    threads: bool = False
+
+
 def _package(name: str, dtype: torch.dtype) -> Path:
     """A file of its own for each torch, processor and version of the function, in the user's cache folder."""
-    source = inspect.getsource(FUNCTIONS[name]).encode()
+    kernel = KERNELS[name]
+    source = "".join(inspect.getsource(f) for f in (kernel.function, *kernel.helpers)).encode()
     machine = f"{torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {dtype}"
+    machine += " on torch's threads" if kernel.threads else ""
     key = hashlib.sha256(source + machine.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "roundoff" / f"{name}-{key}.pt2"
@@ -131,7 +147,7 @@ def _build(path: Path, name: str, dtype: torch.dtype) -> bool:
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if failed.exists() or shutil.which(compiler) is None:
         return False  # at once, in every process
-    words = [str(path), name, str(dtype).removeprefix("torch.")]
+    words = [str(path), name, str(dtype).removeprefix("torch."), KERNELS[name].function.__module__]
     # the program under capture may have changed what Python imports, or be one of several processes that build
     log.warning("compiling %s of %s, once on this machine (some 10 seconds)", name, words[2])
     paths = os.pathsep.join(p for p in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")) if p)
@@ -152,28 +168,51 @@ def _build(path: Path, name: str, dtype: torch.dtype) -> bool:
 
 
 def _inputs(name: str, dtype: torch.dtype, rows: int) -> list[Tensor]:
-    probe = torch.arange(-ROW, ROW).repeat(rows // 2).view(rows, ROW)
-    more = {"masked_sums": [torch.tensor(1.0), torch.tensor(0.5)], "errors": [probe.to(torch.float64) * 1.125]}
-    return [probe.to(dtype), *more.get(name, [])]
+    return KERNELS[name].inputs(dtype, rows)
+
+
+def probe(dtype: torch.dtype, rows: int) -> Tensor:
+    """Whole numbers on both sides of zero, shape ``(rows, ROW)``."""
+    return torch.arange(-ROW, ROW).repeat(rows // 2).view(rows, ROW).to(dtype)
+
+
+#: What ``compiled`` knows by name; other packages add theirs when they are imported.
+KERNELS: dict[str, Kernel] = {
+    "sums": Kernel(sums, lambda dtype, rows: [probe(dtype, rows)]),
+    "counts": Kernel(counts, lambda dtype, rows: [probe(dtype, rows)]),
+    "masked_sums": Kernel(
+        masked_sums, lambda dtype, rows: [probe(dtype, rows), torch.tensor(1.0), torch.tensor(0.5)]
+    ),
+    "errors": Kernel(
+        errors, lambda dtype, rows: [probe(dtype, rows), probe(torch.float64, rows) * 1.125]
+    ),
+}
 
 
 def _compile(path: str, name: str, dtype: str) -> None:
     """Runs in the process that ``_build`` starts."""
+    kernel = KERNELS[name]
 
-    class Kernel(torch.nn.Module):
+    class Module(torch.nn.Module):
         def forward(self, *inputs: Tensor) -> Tensor:
-            return FUNCTIONS[name](*inputs)
+            return kernel.function(*inputs)
 
-    rows = {0: torch.export.Dim("rows", min=2, max=LARGEST // ROW)}
-    example = _inputs(name, getattr(torch, dtype), 64)
+    rows = {0: torch.export.Dim("rows", min=2, max=2**16)}
+    example = kernel.inputs(getattr(torch, dtype), 64)
     shapes = (tuple(rows if value.dim() else {} for value in example),)
-    program = torch.export.export(Kernel(), tuple(example), dynamic_shapes=shapes)
+    program = torch.export.export(Module(), tuple(example), dynamic_shapes=shapes)
     partial = f"{path}.{os.getpid()}.pt2"
-    torch._inductor.aoti_compile_and_package(program, package_path=partial, inductor_configs={"cpp.threads": 1})
+    # the number of threads is asked for in each call, or is one; and all in one loop, however long its body
+    threads = {"cpp.dynamic_threads": True} if kernel.threads else {"cpp.threads": 1}
+    whole = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000} if kernel.helpers else {}
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=partial, inductor_configs=threads | whole
+    )
     os.replace(partial, path)
 
 
 if __name__ == "__main__":
     import torch._inductor
 
-    _compile(sys.argv[1], sys.argv[2], sys.argv[3])
+    importlib.import_module(sys.argv[4])  # adds its kernels to those of the module that it imports, not of this script
+    importlib.import_module("roundoff.capture.kernel")._compile(*sys.argv[1:4])

@@ -38,7 +38,8 @@ def print_candidate(summary: Row, console: Console, top: int = 20) -> None:
     for number, culprit in enumerate(summary["comparison"]["culprits"][:top], 1):
         looks = f", looks like {culprit['looks_like']}" if culprit["looks_like"] else ""
         line = f" ({culprit['line']})" if culprit["line"] else ""
-        console.print(f"{number:>3}  {culprit['site']}{line}: {culprit['phase']}, own error {culprit['own']:.1e}{looks}", markup=False)
+        said = f"{culprit['phase']}, own error {culprit['own']:.1e}{looks}"
+        console.print(f"{number:>3}  {culprit['site']}{line}: {said}", markup=False)
         for key in ("evidence", "try"):
             if culprit[key]:
                 console.print(f"     {key}: {culprit[key]}", markup=False)

@@ -72,7 +72,7 @@ def diagnose_candidate(
 ) -> CandidateDiagnosis:  # fmt: skip
     """What makes ``candidate`` differ from ``workload``; see ``roundoff.diagnose``, which is the way to call it."""
     if steps < 1 or noise < 0:
-        raise RunError("a number of steps or noise runs that cannot be", where="diagnose", expected="steps of at least 1, noise of at least 0",
+        raise RunError("a number that cannot be", where="diagnose", expected="steps of at least 1, noise of at least 0",
                        got=f"steps={steps}, noise={noise}")  # fmt: skip
     reference = Variant(workload.name, workload)
     other = variant(workload, candidate, steps=steps, backend=backend)
@@ -93,7 +93,7 @@ def diagnose_candidate(
         for seed in range(1, noise + 1):
             ours.again("noise", seed)
         floor = _floor(ours, theirs)
-        shaky = pl.concat([s.unstable.with_columns(pl.lit(n).alias("side")) for s, n in zip(sides, ("reference", "candidate"), strict=True)])
+        shaky = pl.concat([side.unstable.with_columns(pl.lit(side.path.name).alias("side")) for side in sides])
         found = compare(reference=str(ours.path), candidate=str(theirs.path), floor=floor)
         stage()
         higher = _higher(found, ours, theirs, other.unit or _unit(workload), not shaky.is_empty())
@@ -189,11 +189,10 @@ def _floor(ours: Side, theirs: Side) -> Floor | None:
     rows = rows_of(ours.run).select(*KEY, "record")
     floor: Floor = {}
     for table in tables:
-        for rank, step, record, size in (
-            rows.join(table.select(*KEY, amount).unique(KEY), on=KEY).select("rank", "step", "record", "floor").drop_nulls().iter_rows()
-        ):
+        found = rows.join(table.select(*KEY, amount).unique(KEY), on=KEY).select("rank", "step", "record", "floor")
+        for rank, step, number, size in found.drop_nulls().iter_rows():
             known = floor.setdefault((rank, step), {})
-            known[record] = max(size, known.get(record, 0.0))
+            known[number] = max(size, known.get(number, 0.0))
     return floor
 
 
@@ -207,7 +206,8 @@ def _higher(found: Comparison, ours: Side, theirs: Side, unit: float, shaky: boo
     with tempfile.TemporaryDirectory(dir=ours.path.parent) as folder:
         try:
             paths = [Path(folder) / name for name in ("reference", "candidate")]
-            outputs = [record(side.variant, path, side.steps, fp64=True) for side, path in zip((ours, theirs), paths, strict=True)]
+            sides = zip((ours, theirs), paths, strict=True)
+            outputs = [record(side.variant, path, side.steps, fp64=True) for side, path in sides]
             high = compare(reference=str(paths[0]), candidate=str(paths[1]))
             stays = outputs_error(*outputs)
         except (RoundoffError, RuntimeError, TypeError) as failed:  # no fp64 on this device, or in this program
@@ -215,11 +215,14 @@ def _higher(found: Comparison, ours: Side, theirs: Side, unit: float, shaky: boo
             high = got.partition("\n")[0]
     result = decided(found, high, error, stays, unit)
     if shaky and result["verdict"] == "bug" and found.divergence is None:
-        result |= {"verdict": "undecided", "reason": "the program does not repeat itself, so neither does what stays in fp64"}
+        reason = "the program does not repeat itself, so neither does what stays in fp64"
+        result |= {"verdict": "undecided", "reason": reason}
     return result
 
 
-def _planned(workload: Workload, other: Variant, options: dict[str, Any], progress: Progress | None) -> tuple[Diagnosis | None, str]:
+def _planned(
+    workload: Workload, other: Variant, options: dict[str, Any], progress: Progress | None
+) -> tuple[Diagnosis | None, str]:
     """Budget, plan and proof for the candidate's format, or why there are none."""
     if other.format is None:
         return None, ""
@@ -237,7 +240,9 @@ def _unit(workload: Workload) -> float:
     return min(found, default=2.0**-24)
 
 
-def _summary(result: CandidateDiagnosis, workload: Workload, other: Variant, notes: Sequence[str], steps: int) -> dict[str, Any]:
+def _summary(
+    result: CandidateDiagnosis, workload: Workload, other: Variant, notes: Sequence[str], steps: int
+) -> dict[str, Any]:
     rows = result.unstable.select("side", "site", "phase", "line", "step", "difference", "reason", "note").to_dicts()
     ranking = result.diagnosis.summary["ranking"] if result.diagnosis else []
     comparison = result.comparison.to_dict()

@@ -31,6 +31,11 @@ Change = Callable[[Workload], Workload]
 Around = Callable[[], AbstractContextManager[Any]]
 
 
+def same(workload: Workload) -> Workload:
+    """The workload as it is."""
+    return workload
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to run a workload.
@@ -47,7 +52,7 @@ class Variant:
 
     name: str
     workload: Workload
-    change: Change = staticmethod(lambda workload: workload)
+    change: Change = same
     around: Around = nullcontext
     format: str | None = None
     unit: float | None = None

@@ -32,7 +32,7 @@ def sentences(summary: Row) -> list[str]:
 
 
 def print_candidate(summary: Row, console: Console, top: int = 20) -> None:
-    """Print the sentences, the culprits and, for a format, the sites whose rounding costs most; at most ``top`` of each."""
+    """Print the sentences, and at most ``top`` culprits; for a format without any, the sites that cost most."""
     for sentence in sentences(summary):
         console.print(sentence, markup=False)
     for number, culprit in enumerate(summary["comparison"]["culprits"][:top], 1):

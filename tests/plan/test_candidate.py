@@ -178,6 +178,9 @@ def test_a_program_that_cannot_run_in_fp64_is_undecided(write):
 def test_other_weights_are_said(write):
     found = diagnose(Workload.load(write("good.py")), candidate=write("other.py", seed=1))
     assert "the models start from other values: first.weight, first.bias, head.weight and 1 more" in found.summary["notes"]
+    assert found.higher_precision["verdict"] == "undecided"
+    assert "before anything runs: weights or data" in found.higher_precision["reason"]
+    assert not found.agrees
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ def decided(
         return found | {"verdict": UNDECIDED, "reason": "there is nothing to measure in fp64"}
     where = f"at {found['site']}" if found["site"] else "of the outputs"
     judged = verdict(found["error"], stays, unit)
-    if judged == BUG:
+    if judged == BUG and named and named["call"] < 0:
+        judged, reason = UNDECIDED, f"the two differ at {named['site']} before anything runs: weights or data, not arithmetic"
+    elif judged == BUG:
         reason = f"the difference {where} stays at {stays:.1e} in fp64 ({found['error']:.1e} before): not rounding"
     elif judged == ROUNDING:
         reason = f"the difference {where} shrinks from {found['error']:.1e} to {stays:.1e} in fp64: rounding"

@@ -62,7 +62,8 @@ def decided(
     where = f"at {found['site']}" if found["site"] else "of the outputs"
     judged = verdict(found["error"], stays, unit)
     if judged == BUG and named and named["call"] < 0:
-        judged, reason = UNDECIDED, f"the two differ at {named['site']} before anything runs: weights or data, not arithmetic"
+        judged = UNDECIDED
+        reason = f"the two differ at {named['site']} before anything runs: weights or data, not arithmetic"
     elif judged == BUG:
         reason = f"the difference {where} stays at {stays:.1e} in fp64 ({found['error']:.1e} before): not rounding"
     elif judged == ROUNDING:

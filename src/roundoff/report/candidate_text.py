@@ -16,7 +16,8 @@ def sentences(summary: Row) -> list[str]:
     """The answer: what does not repeat itself, what parts first, bug or rounding, and the plan that repairs it.
 
     >>> sentences({"reference": "a", "candidate": "bf16", "agrees": True, "notes": [], "unstable": [], "plan": None,
-    ...            "comparison": {"answer": "", "agrees": True, "divergence": None}, "higher_precision": None, "rounding": []})
+    ...            "comparison": {"answer": "", "agrees": True, "divergence": None}, "rounding": [],
+    ...            "higher_precision": None})
     ['bf16 agrees with a.']
     """
     said = [_unstable(summary["unstable"])] if summary["unstable"] else []

@@ -147,6 +147,9 @@ class Divergence:
             return finding
         read, region = self._read(row, twin)
         finding.region = region
+        # a gradient that was there, without a counterpart: of a compiled backward pass, whose calls nobody sees
+        sources = (self.theirs[r] for r in region)
+        finding.unknown |= any(r["phase"] == "backward" and r["call"] < 0 and not r["inputs"] for r in sources)
         wrong = None
         for ours, theirs in read:
             there = self.distance(ours, theirs)

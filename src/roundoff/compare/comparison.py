@@ -221,7 +221,7 @@ def _bytes(place: str | Path) -> bytes:
 
 def compare(
     *, reference: str | Path | Run, candidate: str | Path | Run, modules: Mapping[str, str] | None = None,
-    engine: str = "local", tensors: bool = True, rank: int | None = None, step: int | None = None,
+    engine: str = "local", tensors: bool = True, rank: int | None = None, step: int | None = None, floor: Floor | None = None,
     progress: Callable[[int, int], None] | None = None, **limits: float,
 ) -> Comparison:  # fmt: skip
     """Compare two recorded runs and name the operator at fault.
@@ -234,6 +234,8 @@ def compare(
         tensors: use the tensors that both runs kept; without, statistics alone, which is faster.
         rank: only this one; all when None.
         step: only this one; all when None.
+        floor: relative distances that honest runs of the reference have, by (rank, step) and record; None for what the runs
+            that were recorded beside it show.
         progress: called with (ranks done, ranks) after each.
         limits: as of :meth:`Comparison.judge`.
 
@@ -242,7 +244,10 @@ def compare(
     """
     ours, theirs = (run if isinstance(run, Run) else load(str(run)) for run in (reference, candidate))
     near = {"reference": beside(ours), "candidate": beside(theirs)}
-    floors = [floor_of(run, near[side]["noise"], near[side]["repeat"]) for side, run in (("reference", ours), ("candidate", theirs))]
+    floors = [
+        given if given is not None else floor_of(run, near[side]["noise"], near[side]["repeat"])
+        for side, run, given in (("reference", ours, floor), ("candidate", theirs, None))
+    ]
     settings = Settings(dict(modules or {}), tensors, *floors)
     ranks = common("rank", ours.ranks, theirs.ranks, rank)
     steps = common("step", ours.steps, theirs.steps, step)

@@ -7,9 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
-from roundoff.errors import InfeasibleError
+from roundoff.errors import InfeasibleError, RunError
 from roundoff.plan.budget import Budget
 from roundoff.plan.choose import Problem, choose
 from roundoff.plan.measure import Progress, budget
@@ -18,6 +19,9 @@ from roundoff.plan.rounded import noise, run_batches
 from roundoff.plan.targets import parse_drop
 from roundoff.plan.verify import Verification, verify
 from roundoff.workload import Workload
+
+if TYPE_CHECKING:
+    from roundoff.plan.candidate import CandidateDiagnosis
 
 #: What is aimed for when nothing is asked: errors a hundredth of the output.
 DEFAULT_TARGET = "40dB"
@@ -35,6 +39,16 @@ class Diagnosis:
     summary: dict[str, Any]
 
 
+@overload
+def diagnose(
+    workload: Workload, formats: Iterable[str] = ..., *, candidate: None = None, progress: Progress | None = None,
+    **options: Any,
+) -> Diagnosis: ...  # fmt: skip
+@overload
+def diagnose(
+    workload: Workload, formats: Iterable[str] = ..., *, candidate: str | Path, output: str | Path | None = None,
+    steps: int = 1, noise: int = 0, backend: str | None = None, progress: Progress | None = None, **options: Any,
+) -> CandidateDiagnosis: ...  # fmt: skip
 def diagnose(
     workload: Workload,
     formats: Iterable[str] = ("bf16", "fp16", "fp8_e4m3fn", "int8"),
@@ -49,13 +63,48 @@ def diagnose(
     probes: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Diagnosis:
+    candidate: str | Path | None = None,
+    **recording: Any,
+) -> Any:
     """Which operators' rounding costs the output most, the cheapest plan that meets the target, and the proof.
 
     ``target`` in dB (40 by default) or ``metric_drop``; ``part`` names what is measured (see ``roundoff.budget``);
     ``cost``, ``pin`` and ``allow`` as in ``Budget.plan``. The model is left as it was. Raises what ``budget``, ``plan``
     and ``verify`` raise.
+
+    With a ``candidate`` (``bf16`` or ``fp16``, ``compile`` with its ``backend``, a device, ``channels_last``, ``threads=N``,
+    ``mkldnn=off``, ``float64``, or another workload file) both are recorded for ``steps`` batches into the folder
+    ``output`` (one that is deleted again where it is None), ``noise`` more times with random last bits, and compared; see
+    ``CandidateDiagnosis``, which is what this gives then. For a format the rest follows with it, ``formats`` is not used.
     """
+    options = {
+        "target": target, "metric_drop": metric_drop, "cost": cost, "cost_table": cost_table, "pin": pin, "allow": allow,
+        "part": part, "probes": probes, "seed": seed,
+    }  # fmt: skip
+    if candidate is not None:
+        from roundoff.plan.candidate import diagnose_candidate
+
+        return diagnose_candidate(workload, candidate, progress=progress, **recording, **options)
+    if recording:
+        raise RunError("only used with a candidate", where=", ".join(recording), do="give candidate=, such as 'bf16'")
+    return _diagnose(workload, formats, progress=progress, **options)
+
+
+def _diagnose(
+    workload: Workload,
+    formats: Iterable[str],
+    *,
+    target: float | str | None,
+    metric_drop: float | str | None,
+    cost: str,
+    cost_table: Any,
+    pin: Mapping[str, str] | None,
+    allow: Mapping[str, Sequence[str]] | None,
+    part: str | None,
+    probes: int | None,
+    seed: int,
+    progress: Progress | None,
+) -> Diagnosis:
     clock = [time.perf_counter()]
     if target is None and metric_drop is None:
         target = DEFAULT_TARGET

@@ -1,0 +1,237 @@
+"""The candidates of ``roundoff diagnose --candidate``: what each changes in the way a workload runs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from roundoff.errors import FormatError, WorkloadError
+from roundoff.formats import parse_format
+from roundoff.workload import Workload, describe
+
+#: Formats that torch.autocast computes in.
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+EXPECTED = (
+    "bf16 or fp16, compile, a device such as cuda, channels_last, threads=N, mkldnn=off, float64, or another "
+    "workload file (.py)"
+)
+
+Change = Callable[[Workload], Workload]
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+def same(workload: Workload) -> Workload:
+    """The workload as it is."""
+    return workload
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a workload.
+
+    Attributes:
+        name: as the user calls it.
+        workload: what runs; that of the reference, or the candidate's own.
+        change: gets the workload and gives what runs in its place; called where everything is restored afterwards.
+        around: entered for the forward pass and the loss, not for the backward pass; left out in fp64.
+        format: the number format that a plan is for; None where the candidate is no format.
+        unit: unit roundoff of the format it computes in, where that is not the model's own; else None.
+        notes: what a reader has to know of it.
+    """
+
+    name: str
+    workload: Workload
+    change: Change = same
+    around: Around = nullcontext
+    format: str | None = None
+    unit: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def variant(workload: Workload, candidate: str | Path, *, steps: int = 1, backend: str | None = None) -> Variant:
+    """The variant of ``workload`` that ``candidate`` names.
+
+    Raises ``FormatError`` for a format that torch cannot run a model in, and ``WorkloadError`` for what is unknown or not
+    possible on this machine, and for a workload file that takes other batches.
+    """
+    name = str(candidate)
+    setting, mark, value = name.partition("=")
+    if backend is not None and name != "compile":
+        raise WorkloadError("a backend is one of torch.compile", where="backend", expected="the candidate compile",
+                            got=repr(name))  # fmt: skip
+    if name.endswith(".py"):
+        return _other(workload, candidate, steps)
+    if mark:
+        return Variant(name, workload, partial(_set, setting=_setting(name, setting, value)))
+    if name == "compile":
+        return Variant(name, workload, partial(_compiled, backend=_backend(workload, backend)))
+    if name == "channels_last":
+        return Variant(name, workload, _channels_last)
+    if name in ("float64", "fp64"):
+        return Variant(name, workload, double)
+    try:
+        fmt = parse_format(name)
+    except FormatError:
+        return Variant(name, workload, partial(_moved, device=_device(name)))
+    if fmt.name not in AUTOCAST:
+        raise FormatError(
+            f"torch cannot run a model in {fmt.name}, so there is nothing to record", where=f"candidate {name}",
+            expected=" or ".join(AUTOCAST), do=f"leave the candidate out: 'roundoff diagnose WORKLOAD --formats {name}' "
+            "measures what the format costs by simulation",
+        )  # fmt: skip
+    dtype, device = AUTOCAST[fmt.name], device_of(workload.model).type
+    notes = ("gradients in fp16 without a loss scale",) if fmt.name == "fp16" and workload.loss else ()
+    return Variant(
+        name, workload, around=partial(torch.autocast, device, dtype), format=fmt.name, unit=torch.finfo(dtype).eps / 2,
+        notes=notes,
+    )  # fmt: skip
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter or buffer is; the CPU for a model that has none."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+def double(workload: Workload) -> Workload:
+    """The workload in fp64: parameters, buffers, batches, and what the program makes without naming a format."""
+    torch.set_default_dtype(torch.float64)
+    workload.model.double()
+    return with_batches(workload, lambda t: t.double() if t.is_floating_point() else t)
+
+
+def with_batches(workload: Workload, change: Callable[[Tensor], Tensor], model: nn.Module | None = None) -> Workload:
+    """The same workload with the tensors of its batches changed, and with another model where one is given."""
+    twin = copy.copy(workload)
+    twin.batches = [
+        tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch) for batch in workload.batches
+    ]
+    twin.model = workload.model if model is None else model
+    return twin
+
+
+@contextmanager
+def values_kept(model: nn.Module) -> Iterator[None]:
+    """Write the values of the parameters back at the end, bit by bit: an optimizer changes them."""
+    saved = [(p, p.detach().clone()) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in saved:
+                parameter.copy_(value)
+
+
+def _moved(workload: Workload, device: torch.device) -> Workload:
+    workload.model.to(device)
+    return with_batches(workload, lambda t: t.to(device))
+
+
+def _channels_last(workload: Workload) -> Workload:
+    form = torch.channels_last
+    workload.model.to(memory_format=form)  # type: ignore[call-overload]
+    return with_batches(workload, lambda t: t.contiguous(memory_format=form) if t.dim() == 4 else t)
+
+
+def _compiled(workload: Workload, backend: str) -> Workload:
+    return with_batches(workload, lambda t: t, torch.compile(workload.model, backend=backend))  # type: ignore[arg-type]
+
+
+def _backend(workload: Workload, backend: str | None) -> str:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend is not None and backend not in known:
+        raise WorkloadError("torch.compile has no such backend", where="backend", expected=", ".join(known),
+                            got=repr(backend))  # fmt: skip
+    compilers = (os.environ.get("CXX") or "", "g++", "clang++", "c++", "cl")
+    if backend in (None, "inductor") and device_of(workload.model).type == "cpu" and not any(map(shutil.which, compilers)):
+        raise WorkloadError(
+            "torch.compile needs a C++ compiler, and there is none", where="candidate compile", expected="g++ or clang++",
+            do="install one, or give --backend aot_eager, which shows the same operators uncompiled",
+        )  # fmt: skip
+    return backend or "inductor"
+
+
+def _setting(name: str, setting: str, value: str) -> Callable[[], None]:
+    if setting == "threads" and value.isdigit() and int(value):
+        return partial(torch.set_num_threads, int(value))
+    if setting == "mkldnn" and value in ("on", "off"):
+        return partial(setattr, torch.backends.mkldnn, "enabled", value == "on")
+    raise _unknown(name)
+
+
+def _set(workload: Workload, setting: Callable[[], None]) -> Workload:
+    setting()
+    return workload
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise _unknown(name) from None
+    if device.type == "meta":
+        raise _unknown(name)
+    try:
+        torch.zeros(1, device=device).add_(1)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise WorkloadError(
+            f"there is no device {name} here", where=f"candidate {name}", got=str(error).partition("\n")[0],
+            do="run this on a machine that has one, with a torch that is built for it",
+        ) from error  # fmt: skip
+    return device
+
+
+def _unknown(name: str) -> WorkloadError:
+    return WorkloadError("there is no such candidate", where="candidate", expected=EXPECTED, got=repr(name))
+
+
+def _other(workload: Workload, source: str | Path, steps: int) -> Variant:
+    """Another workload file with the batches of the reference."""
+    other = Workload.load(source)
+    for number in range(min(steps, len(workload.batches))):
+        ours = describe(workload.batches[number])
+        theirs = describe(other.batches[number]) if number < len(other.batches) else "no such batch"
+        if ours != theirs:
+            raise WorkloadError(
+                f"batch {number} is another one than that of {workload.name}", where=str(source), expected=ours, got=theirs,
+                do="give both workloads batches of the same shapes and types",
+            )  # fmt: skip
+    twin = copy.copy(other)
+    twin.batches = workload.batches
+    twin.forward = other.forward or workload.forward
+    twin.loss = workload.loss and (other.loss or workload.loss)
+    twin.optimizer = workload.optimizer and (other.optimizer or workload.optimizer)
+    notes = _differences(workload, other)
+    return Variant(str(source), twin, notes=tuple(notes))
+
+
+def _differences(workload: Workload, other: Workload) -> Iterator[str]:
+    one, two = (dict(w.model.state_dict()) for w in (workload, other))
+    changed = [
+        n for n in one if n in two and not (
+            isinstance(one[n], Tensor) and isinstance(two[n], Tensor) and one[n].shape == two[n].shape
+            and bool(torch.equal(one[n].cpu(), two[n].cpu()))
+        )
+    ]  # fmt: skip
+    for names, what in (
+        (changed, "the models start from other values"),
+        ([n for n in one if n not in two], "only the reference has"),
+        ([n for n in two if n not in one], "only the candidate has"),
+    ):
+        if names:
+            yield f"{what}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    for part in ("loss", "optimizer"):
+        if getattr(workload, part) is None and getattr(other, part) is not None:
+            yield f"only the candidate defines {part}: it is not run"
+    if workload.model.training != other.model.training:
+        yield "one of the models is in training mode, the other is not"

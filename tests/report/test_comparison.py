@@ -201,14 +201,14 @@ def test_the_chart_orders_sizes_and_marks():
     svg = str(error_chart([
         row(at=0, error=0.0, cause=None, verdict="pass"), row(at=1, error=1e-6, cause=None, verdict="pass"),
         row(at=2, error=1e-2), row(at=3, error=math.inf, cause="inherited"),
-    ], [culprit()]))  # fmt: skip
+    ], culprit()))  # fmt: skip
     dots = [(kind, float(x), float(y)) for kind, x, y in re.findall(r'<circle class="(\w+)" cx="([\d.]+)" cy="([\d.]+)"', svg)]
     assert [kind for kind, _, _ in dots] == ["plain", "plain", "inherited", "own"]  # what matters is drawn last
     equal, small, infinite, own = dots
     assert equal[1] < small[1] < own[1] < infinite[1]
     assert infinite[2] < own[2] < small[2] < equal[2]  # y grows downwards
     assert '<text class="note strong"' in svg
-    assert str(error_chart([], [])) == ""
+    assert str(error_chart([])) == ""
 
 
 def test_environments_that_differ_come_first():

@@ -25,6 +25,8 @@ OWN, INHERITED = "own", "inherited"
 #: Error may grow this much through an operator before it is run again to see (with tensors), or taken for the
 #: operator's own (from statistics alone, where a difference of two near values is told from nothing else).
 GAIN_REPLAYED, GAIN = 1.25, 32.0
+#: Of operators with equal inputs only their own rounding is left: this part of the tolerance.
+EQUAL_INPUTS = 0.25
 #: A value that is this far off tells nothing any more about what is computed from it.
 NOISE = 0.3
 #: Operators whose result holds the values of their inputs, so that they cannot add an error of size.
@@ -85,7 +87,8 @@ class Divergence:
     """One step of both runs. ``counterpart`` is the reference record of a candidate record, ``exact`` those of calls that
     were aligned by name or structure; ``distance(reference record, candidate record)`` measures; ``tolerance(reference
     row, candidate row)`` is what rounding explains; ``replay(reference row, candidate row)`` runs a call again;
-    ``slots`` gives the records that two aligned rows read in the same places."""
+    ``slots`` gives the records that two aligned rows read in the same places. ``least`` is the error that a value has where
+    statistics differ at all: they average it away."""
 
     ours: Mapping[int, Row]
     theirs: Mapping[int, Row]
@@ -96,6 +99,7 @@ class Divergence:
     slots: Callable[[Row, Row], Sequence[tuple[int, int]]]
     changed: Callable[[Row, Row], tuple[str, ...]] = lambda _a, _b: ()
     replay: Callable[[Row, Row, bool, bool], Replayed] | None = None
+    least: float = 0.0
     carried: Callable[[Row], tuple[float, bool]] = lambda _: (0.0, False)
     findings: dict[int, Finding] = field(default_factory=dict)
 
@@ -129,6 +133,8 @@ class Divergence:
             finding.inputs = max(finding.inputs, there.error)
             if theirs in self.findings:
                 finding.sources.append((theirs, there.error))
+        if not finding.inputs and not finding.unknown and row["inputs"]:
+            finding.tolerance *= EQUAL_INPUTS
         finding.own = _difference(found.error, finding.inputs)
         if record in self.exact and row["call"] >= 0:
             finding.arguments = self.changed(twin, row)
@@ -202,17 +208,24 @@ class Divergence:
             return True
         if error <= finding.tolerance / (4 if self.replay else 1):
             return False
+        if self.replay is not None and row["record"] not in self.exact and row["call"] >= 0:
+            return True
         if base(row["operator"]) in EXACT and math.isfinite(error):
-            return finding.inputs <= finding.tolerance / 8
+            return self._alone(finding)
         if math.isinf(error):
             return not math.isinf(finding.inputs)
         if self.replay is not None:
             return error > GAIN_REPLAYED * finding.inputs + finding.tolerance / 4
-        return self._beyond(finding, error)
+        return self._alone(finding) or self._beyond(finding, error)
+
+    def _alone(self, finding: Finding) -> bool:
+        """Whether the inputs agree: exactly, where only statistics tell, since those of noise agree nearly."""
+        return not finding.unknown and finding.inputs <= (finding.tolerance / 8 if self.replay else 0.0)
 
     def _beyond(self, finding: Finding, error: float) -> bool:
         """Whether an error is more than what the inputs bring; of inputs that are all noise nothing can be said."""
-        return finding.inputs < NOISE and error > GAIN * finding.gain * finding.inputs + finding.tolerance
+        inputs = max(finding.inputs, self.least) if self.replay is None else finding.inputs
+        return finding.inputs < NOISE and error > GAIN * finding.gain * inputs + finding.tolerance
 
     def _judge(self, finding: Finding, row: Row, twin: Row) -> None:
         error = finding.error or 0.0
@@ -226,9 +239,9 @@ class Divergence:
             if again.at_fault:
                 finding.cause, finding.origin = OWN, finding.record
                 return
-            if again.semantic is not None and not finding.region:
+            if again.region_excess is not None or again.semantic is not None and not finding.region:
                 return  # the same call on the same inputs does give this: what differs came in with them
-        alone = finding.inputs <= finding.tolerance / 8 and not finding.unknown
+        alone = self._alone(finding)
         if row["call"] < 0 and not row["inputs"]:
             alone = error > 4 * finding.inputs + finding.tolerance
         if error > finding.tolerance and (alone or self._beyond(finding, error)):

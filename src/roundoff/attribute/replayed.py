@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from roundoff.capture.again import apart, made, run_again
 from roundoff.capture.arguments import overload_of, restore
-from roundoff.capture.own import own_error
+from roundoff.capture.own import OwnError, own_error
 from roundoff.capture.refusal import Reason
 from roundoff.errors import RunError
 
@@ -32,11 +32,16 @@ Row = Mapping[str, Any]
 #: Two fp64 results on the same inputs agree to this: 2**-53 through sums of up to 2**30 terms with cancellation of 2**10.
 SAME = 2.0**-30
 MARGIN = 4.0
+#: Calls of the reference that are run one after the other to say what the candidate's operators should have given together.
+DEEPEST = 12
 _RECORDS = re.compile(r'\{"record":(\d+)\}')
 #: What does not change the numbers of a call.
 _PLACES = frozenset(("dtype", "device", "layout", "memory_format", "slice"))
 #: Refused by ``run_again`` since they round nothing; they are run as they are.
 _EXACT = ("a view rounds nothing", "a cast that rounds nothing", "already runs in", "makes ")
+
+
+Region = Callable[[torch.dtype], Tensor]
 
 
 class Tensors(Protocol):
@@ -55,6 +60,7 @@ class Replayed:
     kernel: float | None = None
     excess: float | None = None
     reference_excess: float | None = None
+    region_excess: float | None = None
     expected: Tensor | None = None
     arguments: tuple[str, ...] = ()
     reason: str | None = None
@@ -62,7 +68,9 @@ class Replayed:
     @property
     def at_fault(self) -> bool:
         """Whether this call itself makes an error that is not rounding."""
-        return (self.semantic or 0.0) > SAME or (self.excess or 0.0) > 1.0 or (self.reference_excess or 0.0) > 1.0
+        return (self.semantic or 0.0) > SAME or (self.excess or 0.0) > 1.0 or (self.reference_excess or 0.0) > 1.0 or (
+            self.region_excess or 0.0
+        ) > 1.0
 
     @property
     def own(self) -> float | None:
@@ -73,14 +81,19 @@ class Replayed:
 
 def replayed(
     twin: Row, row: Row, *, first: Row, first_twin: Row, tensors: Tensors, unit: float, least: float, aligned: bool = True,
-    reference: Tensor | None = None,
+    reference: Tensor | None = None, region: Region | None = None,
 ) -> Replayed:  # fmt: skip
     """Run the call of ``row`` again, and that of its counterpart ``twin`` on the same inputs where they are aligned.
 
     ``first`` and ``first_twin`` are the first rows of the two calls, which hold the arguments; ``unit`` is the unit
     roundoff of the working format and ``least`` its smallest positive number; ``reference`` is the reference's result, where
-    it had the same inputs.
+    it had the same inputs; ``region`` runs all of the reference's calls that lead to ``twin`` from values which the candidate
+    has, for a row that has no call of its own in the reference.
     """
+    if not aligned and region is not None and row["record"] in tensors:
+        judged = _of_region(row, region, tensors[row["record"]], unit, least)
+        if judged is not None:
+            return judged
     if first["arguments"] is None or first["overload"] is None:
         return Replayed(reason="its arguments were not recorded")
     if row["record"] not in tensors:
@@ -94,17 +107,68 @@ def replayed(
     kernel, excess, allowed = _kernel(first, row, actual, again, tensors, unit, least)
     beside = None if reference is None else _excess(reference, again, *allowed)
     if not aligned or first_twin["arguments"] is None or first_twin["overload"] is None:
-        return Replayed(None, kernel, excess, beside, again)
+        return Replayed(None, kernel, excess, beside, None, again)
     try:
         text = _with_inputs(first_twin["arguments"], first["arguments"])
         theirs = again if text == first["arguments"] and first_twin["overload"] == first["overload"] else _at(
             _run(first_twin["overload"], text, tensors, torch.float64), row["place"])  # fmt: skip
     except _Unable:
-        return Replayed(None, kernel, excess, beside, again)
+        return Replayed(None, kernel, excess, beside, None, again)
     if theirs.shape != again.shape:
-        return Replayed(math.inf, kernel, excess, beside, None, differences(first_twin, first))
+        return Replayed(math.inf, kernel, excess, beside, None, None, differences(first_twin, first))
     semantic = _relative(again, theirs)
-    return Replayed(semantic, kernel, excess, beside, theirs, differences(first_twin, first) if semantic > SAME else ())
+    return Replayed(semantic, kernel, excess, beside, None, theirs, differences(first_twin, first) if semantic > SAME else ())
+
+
+def _of_region(row: Row, region: Region, actual: Tensor, unit: float, least: float) -> Replayed | None:
+    try:
+        exact, plain = region(torch.float64), region(torch.float32)
+    except _Unable:
+        return None
+    if exact.shape != actual.shape:
+        return None
+    [rounded] = own_error([plain], [exact])
+    if rounded is None:
+        return None
+    allowed = _allowed(rounded if math.isfinite(rounded.l2) else None, exact, unit, least)
+    return Replayed(None, _relative(actual, exact), None, None, _excess(actual, exact, *allowed), exact)
+
+
+class Expected:
+    """What values of the reference would be, had its calls run on the candidate's values.
+
+    ``rows`` are the reference's, ``holders`` the candidate's records of those that an aligned call has made.
+    """
+
+    def __init__(self, rows: Mapping[int, Row], first: Mapping[int, Row], holders: Mapping[int, int], tensors: Tensors) -> None:
+        self._rows, self._first, self._holders, self._tensors = rows, first, holders, tensors
+
+    def region(self, record: int, without: int) -> Region:
+        """Runs up to ``record`` in a format; ``without`` is the candidate record that is judged, so not believed."""
+
+        def run(dtype: torch.dtype) -> Tensor:
+            holder = self._holders.get(record)
+            if holder is not None and holder != without:
+                return _stored(self._tensors, holder).to(dtype)
+            return self._run(record, dtype, without, DEEPEST)
+
+        return run
+
+    def _run(self, record: int, dtype: torch.dtype, without: int, depth: int) -> Tensor:
+        row = self._rows[record]
+        first = self._first.get(row["call"])
+        if not depth or first is None or first["arguments"] is None or first["overload"] is None:
+            raise _Unable("what it is made of was not recorded")
+
+        def value(of: int) -> Tensor:
+            holder = self._holders.get(of)
+            if holder is not None and holder != without and holder in self._tensors:
+                return self._tensors[holder].clone()
+            if of not in self._rows:
+                raise _Unable("one of its inputs was not recorded")
+            return self._run(of, dtype, without, depth - 1)
+
+        return _at(_call(first["overload"], first["arguments"], value, dtype), row["place"])
 
 
 def differences(one: Row, other: Row) -> tuple[str, ...]:
@@ -162,9 +226,15 @@ def _with_inputs(text: str, other: str) -> str:
 
 
 def _run(overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype) -> list[Tensor | None]:
+    return _call(overload, arguments, lambda record: _stored(tensors, record), dtype)
+
+
+def _call(
+    overload: str, arguments: str, value: Callable[[int], Tensor], dtype: torch.dtype
+) -> list[Tensor | None]:
     try:
         func = overload_of(overload)
-        args, kwargs = restore(arguments, lambda record: _stored(tensors, record))
+        args, kwargs = restore(arguments, value)
     except RunError as error:
         raise _Unable(error.what) from error
     found = run_again(func, args, kwargs, dtype=dtype)
@@ -197,22 +267,29 @@ def _kernel(
     first: Row, row: Row, actual: Tensor, again: Tensor, tensors: Tensors, unit: float, least: float
 ) -> tuple[float | None, float | None, tuple[float, float]]:
     """The relative error of the actual result, the same in units of what rounding explains, and that: l2 and largest."""
-    honest, largest = 0.0, 0.0
+    rounded = None
     if unit and actual.is_floating_point():
         try:
             plain = _at(_run(first["overload"], first["arguments"], tensors, torch.float32), row["place"])
             [rounded] = own_error([plain], [again])
         except _Unable:
+            pass
+        if rounded is not None and not math.isfinite(rounded.l2):
             rounded = None
-        if rounded is not None and math.isfinite(rounded.l2):
-            scale = MARGIN * unit / 2.0**-24
-            honest, largest = scale * rounded.l2, scale * rounded.max
-    size = again.abs() if again.is_complex() or again.is_floating_point() else again.to(torch.float64).abs()
-    amax = float(size.masked_fill(~size.isfinite(), 0).max()) if again.numel() else 0.0
-    root = math.sqrt(max(1, actual.numel()))
-    norm = float(torch.linalg.vector_norm(size.masked_fill(~size.isfinite(), 0)))
-    allowed = honest + 2 * unit * norm + least * root, max(largest, honest / root) + 2 * unit * amax + least
+    allowed = _allowed(rounded, again, unit, least)
     return _relative(actual, again), _excess(actual, again, *allowed), allowed
+
+
+def _allowed(rounded: OwnError | None, exact: Tensor, unit: float, least: float) -> tuple[float, float]:
+    """What rounding explains, l2 and largest: ``rounded`` is the error of fp32 on the same inputs."""
+    scale = MARGIN * unit / 2.0**-24
+    honest, most = (0.0, 0.0) if rounded is None else (scale * rounded.l2, scale * rounded.max)
+    size = exact.abs() if exact.is_complex() or exact.is_floating_point() else exact.to(torch.float64).abs()
+    size = size.masked_fill(~size.isfinite(), 0)
+    amax = float(size.max()) if size.numel() else 0.0
+    root = math.sqrt(max(1, exact.numel()))
+    allowed = honest + 2 * unit * float(torch.linalg.vector_norm(size)) + least * root
+    return allowed, max(most, honest / root) + 2 * unit * amax + least
 
 
 def _relative(actual: Tensor, again: Tensor) -> float:

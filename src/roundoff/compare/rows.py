@@ -19,8 +19,9 @@ FLOATS = (
     torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
-#: Rows of one call: results of 1 MiB; and rows that are widened to fp32 at once, 4 MiB for both.
-_BLOCK, _WIDENED = 2**14, 2**9
+#: Rows of one call, and rows that are widened to fp32 at once, 16 MiB of each tensor: threads that are woken for a
+#: millisecond often end up on one core.
+_BLOCK, _WIDENED = 2**16, 2**12
 #: From here on several threads, and the form for bf16, are worth their start.
 _LARGE = 2**17
 #: Errors below the first have squares that fp32 cannot hold to 2**-24, and so have values whose squares sum to the second.
@@ -38,6 +39,8 @@ class _Pass(NamedTuple):
     #: What the distances it gives are multiplied by.
     unit: float
     grid: Grid
+    #: Where each tensor is widened to fp32, the same memory for all blocks: new memory costs more than the widening.
+    room: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def add_rows(totals: Totals, x: Tensor, y: Tensor, grid: Grid) -> bool:
@@ -55,7 +58,11 @@ def add_rows(totals: Totals, x: Tensor, y: Tensor, grid: Grid) -> bool:
     if small:
         _block(totals, x, y, 0, way)
         return True
-    step = ROW * (_BLOCK if halves or x.dtype is y.dtype is torch.float32 else _WIDENED)
+    plain = halves or x.dtype is y.dtype is torch.float32
+    if not plain:
+        room = [None if t.dtype is torch.float32 else torch.empty(_WIDENED * ROW) for t in (x, y)]
+        way = way._replace(room=(room[0], room[1]))
+    step = ROW * (_BLOCK if plain else _WIDENED)
     whole = count - count % ROW
     for start in range(0, whole, step):
         part = slice(start, min(start + step, whole))
@@ -75,10 +82,13 @@ def _scale(grid: Grid) -> tuple[Tensor, Tensor]:
 def _block(totals: Totals, x: Tensor, y: Tensor, start: int, way: _Pass) -> None:
     count = len(x)
     rows = max(2, -(-count // ROW))  # the pass takes two at least
-    found = way.run([_rows(x, rows, way.halves), _rows(y, rows, way.halves), *way.extra])[0].numpy().astype(np.float64)
+    inputs = [_rows(t, rows, way.halves, room) for t, room in zip((x, y), way.room, strict=True)]
+    found = way.run([*inputs, *way.extra])[0].numpy()
     if rows * ROW > count:  # zeros, which add to nothing else
         found[_SAME] -= np.clip(np.arange(1, rows + 1) * ROW - count, 0, ROW)
-    fine = _trusted(found, x, y)
+    with np.errstate(invalid="ignore", over="ignore"):
+        added = found[: len(SUMS)].sum(1, dtype=np.float64)
+    fine = _trusted(found, added, x, y)
     if fine is not None:
         for row in (~fine).nonzero()[0].tolist():
             part = slice(row * ROW, (row + 1) * ROW)
@@ -88,8 +98,8 @@ def _block(totals: Totals, x: Tensor, y: Tensor, start: int, way: _Pass) -> None
         if not count:
             return
         found[:, ~fine] = 0.0
-    added, tops = found[: len(SUMS)].sum(1).tolist(), found[len(SUMS) :].max(1).tolist()
-    values = dict(zip((*SUMS, *TOPS), added + tops, strict=True))
+        added = found[: len(SUMS)].sum(1, dtype=np.float64)
+    values = dict(zip((*SUMS, *TOPS), [*added.tolist(), *found[len(SUMS) :].max(1).tolist()], strict=True))
     totals.compared += count
     totals.same += int(values["same"] if x.dtype is y.dtype else count - values["differ"])
     totals.lone += int(values["lone"])
@@ -112,11 +122,14 @@ def _block(totals: Totals, x: Tensor, y: Tensor, start: int, way: _Pass) -> None
         totals.worst(largest, start + row + int(near.argmax()))
 
 
-def _trusted(found: Array, x: Tensor, y: Tensor) -> Array | None:
+def _trusted(found: Array, added: Array, x: Tensor, y: Tensor) -> Array | None:
     """Which rows are finite and within fp32's range of squares; None for all."""
     error = found[_MAX_ABS]
-    with np.errstate(invalid="ignore", over="ignore"):
-        fine: Array = np.isfinite(found[:_ULP].sum(0)) & ((error == 0) | (error >= _TINY))
+    faint = (error > 0) & (error < _TINY)
+    fine: Array = ~faint
+    if not np.isfinite(added).all():
+        with np.errstate(invalid="ignore", over="ignore"):
+            fine &= np.isfinite(found[:_ULP].sum(0))
     for squares, flat in ((found[_R2], x), (found[_C2], y)):
         if squares.min() < _TINY_SQUARES:
             for row in (squares < _TINY_SQUARES).nonzero()[0].tolist():
@@ -124,14 +137,16 @@ def _trusted(found: Array, x: Tensor, y: Tensor) -> Array | None:
     return None if fine.all() else fine
 
 
-def _rows(flat: Tensor, rows: int, halves: bool) -> Tensor:
+def _rows(flat: Tensor, rows: int, halves: bool, room: Tensor | None) -> Tensor:
     """What the pass takes, filled up with zeros."""
     if len(flat) < rows * ROW:
         padded = torch.zeros(rows * ROW, dtype=torch.bfloat16 if halves else torch.float32)
         padded[: len(flat)].copy_(flat)
         flat = padded
-    if not halves:
-        return flat.to(torch.float32).view(rows, ROW)
-    if flat.storage_offset() % 2:
-        flat = flat.clone()
-    return flat.view(torch.int32).view(rows, ROW // 2)
+    if halves:
+        if flat.storage_offset() % 2:
+            flat = flat.clone()
+        return flat.view(torch.int32).view(rows, ROW // 2)
+    if flat.dtype is not torch.float32 and room is not None:
+        flat = room[: rows * ROW].copy_(flat)
+    return flat.to(torch.float32).view(rows, ROW)

@@ -9,7 +9,7 @@ from typing import Any
 
 from roundoff.attribute.divergence import OWN, Bound, Divergence, Finding, contributions
 from roundoff.attribute.looks import looks_like
-from roundoff.attribute.replayed import Replayed, differences, replayed
+from roundoff.attribute.replayed import Expected, Replayed, differences, replayed
 from roundoff.attribute.roles import EMPTY, base, values_read
 from roundoff.compare.align import REFERENCE_ONLY, TRANSPARENT, Pair, align
 from roundoff.compare.distance import Distances
@@ -22,6 +22,7 @@ from roundoff.compare.tolerance import (
     unit,
     working,
 )
+from roundoff.capture.refusal import CASTS
 from roundoff.store.step_tensors import StepTensors
 
 Row = Mapping[str, Any]
@@ -87,6 +88,10 @@ def _divergence(
     exact = frozenset(p.candidate for p in pairs if p.candidate is not None and p.status == "matched")
     first, first_twin = _first_rows(theirs), _first_rows(ours)
 
+    holders = {counterpart[record]: record for record in sorted(exact, reverse=True)}
+    expected = None if sides.other is None else Expected(ours, first_twin, holders, sides.other)
+    least = 2 * max((unit(d) for d in working(theirs.values()) | working(ours.values())), default=0.0)
+
     def bound(twin: Row, row: Row) -> Bound:
         inputs = [theirs[i] for i in row["inputs"] or () if i in theirs]
         explained = tolerance(twin, row, adopted, inputs)
@@ -97,12 +102,14 @@ def _divergence(
 
     def again(twin: Row, row: Row, aligned: bool, same_inputs: bool) -> Replayed:
         dtype = format_of(twin, row, adopted)
+        read = {theirs[i]["dtype"] for i in row["inputs"] or () if i in theirs}
         assert sides.other is not None  # noqa: S101 (replay is only given where tensors are)
         return replayed(
             twin, row, first=first[row["call"]], first_twin=first_twin.get(twin["call"], twin), tensors=sides.other,
-            unit=unit(dtype), least=smallest(dtype), aligned=aligned and twin["call"] >= 0,
+            unit=max([unit(dtype), *(unit(d) for d in read & adopted)]), least=smallest(dtype), aligned=aligned and twin["call"] >= 0,
             reference=sides.mine[twin["record"]] if same_inputs and sides.mine is not None and twin["record"] in sides.mine
             and twin["shape"] == row["shape"] else None,
+            region=None if expected is None or row["operator"] in CASTS else expected.region(twin["record"], row["record"]),
         )  # fmt: skip
 
     def changed(twin: Row, row: Row) -> tuple[str, ...]:
@@ -114,7 +121,7 @@ def _divergence(
 
     return Divergence(
         ours, theirs, counterpart, exact, distance, bound, _slots, changed,
-        again if sides.other is not None else None, carried,
+        again if sides.other is not None else None, least, carried,
     )  # fmt: skip
 
 

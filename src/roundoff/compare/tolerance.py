@@ -40,6 +40,7 @@ SUMS = frozenset(
 )
 DIFFERENCES = frozenset("add sub rsub _foreach_add _foreach_sub lerp _foreach_lerp addcmul addcdiv".split())
 NORMALISATIONS = frozenset("native_layer_norm native_batch_norm native_group_norm _fused_rms_norm".split())
+PRODUCTS = frozenset("mul _softmax_backward_data tanh_backward sigmoid_backward gelu_backward silu_backward".split())
 DIVISIONS = frozenset("div addcdiv reciprocal rsqrt log pow".split())
 EXPONENTIALS = frozenset("exp _softmax _log_softmax sigmoid sin cos exp2 expm1 logsumexp".split())
 
@@ -124,7 +125,7 @@ def condition(row: Row, inputs: Sequence[Row]) -> float:
         return 1.0
     if operator in EXPONENTIALS:
         return max(1.0, max(max(abs(i["min"]), abs(i["max"])) for i, _ in known))
-    if operator in NORMALISATIONS and row["place"] == 0:
+    if operator in NORMALISATIONS and row["place"] != 1:
         first, rms = known[0]
         return max(1.0, rms / first["std"]) if first["std"] else math.inf
     count = math.sqrt(terms(row, [i["shape"] or () for i, _ in known]))
@@ -141,15 +142,30 @@ def condition(row: Row, inputs: Sequence[Row]) -> float:
 
 
 def amplification(row: Row, inputs: Sequence[Row]) -> float:
-    """How much a division may amplify the relative error of its denominator, the last input, in some element: the size of
-    the denominator over its smallest magnitude."""
-    if row["operator"].rstrip("_").removeprefix("_foreach_") not in DIVISIONS or not inputs:
+    """How many times larger than its inputs' the relative error of a result may be, whatever the errors are; 1 or more.
+
+    From norms: a sum has at most the number of its terms times their size, a product of elements the largest of one factor
+    times the size of the other; a quotient the size of the denominator (the last input) over its smallest magnitude.
+    """
+    size = _rms(row)
+    known = [(i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None]
+    operator = row["operator"].rstrip("_").removeprefix("_foreach_")
+    if not known or size is None:
         return 1.0
-    last, rms = inputs[-1], _rms(inputs[-1])
-    if rms is None or not unit(last["dtype"]):
+    largest = [max(abs(i["min"]), abs(i["max"])) for i, _ in known]
+    if operator in DIVISIONS:
+        last, rms = known[-1]
+        low = min(abs(last["min"]), abs(last["max"])) if last["min"] * last["max"] > 0 else 0.0
+        return max(1.0, rms / low) if low else math.inf
+    if operator in PRODUCTS and len(known) > 1:
+        bound = max(largest[0] * known[1][1], largest[1] * known[0][1])
+    elif operator in ("mean", "nll_loss_forward") or row["place"] == 1 and operator in NORMALISATIONS:
+        bound = known[0][1]
+    elif operator in SUMS:
+        bound = known[0][1] * terms(row, [i["shape"] or () for i, _ in known])
+    else:
         return 1.0
-    low = min(abs(last["min"]), abs(last["max"])) if last["min"] * last["max"] > 0 else 0.0
-    return max(1.0, rms / low) if low else math.inf
+    return max(1.0, bound / size) if size else math.inf
 
 
 def _rms(row: Row) -> float | None:

@@ -24,9 +24,9 @@ LEAST = -18
 def error_chart(points: Sequence[Row], first: Row | None = None) -> Markup:
     """A dot for each point: its error (log scale) by its place ``at`` in the order of execution.
 
-    The line is the tolerance, what rounding explains; a larger ring marks where an error was made, and
-    ``first``, the culprit that the answer names, has its name beside it. Equal values stand on the bottom line, NaN or Inf where the reference has none on
-    the top one. Empty markup without points.
+    The line is the tolerance, what rounding explains; a larger dot marks where an error was made, and ``first``, the
+    culprit that the answer names, has its name beside it. Equal values stand on the bottom line, NaN or Inf where the
+    reference has none on the top one. Empty markup without points.
     """
     if not points:
         return Markup("")

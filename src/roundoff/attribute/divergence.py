@@ -48,6 +48,7 @@ class Distance:
 
     error: float | None
     equal: bool = False
+    masked: bool = False  # additive masks of different size, whose distance means nothing
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,29 @@ class Divergence:
         """The findings by candidate record, in the order of execution."""
         for record in sorted(self.counterpart):
             self.findings[record] = self._row(record)
+        self._heal()
         return self.findings
+
+    def _heal(self) -> None:
+        """Values that are put together in another order, such as the gradients of several uses, differ in between and agree
+        again where the last of them has come: what is read or inserted and changes nothing after it is no fault."""
+        readers: dict[int, list[int]] = {}
+        for row in self.theirs.values():
+            for record in row["inputs"] or ():
+                readers.setdefault(record, []).append(row["record"])
+        healed: dict[int, bool] = {}
+        for record in sorted(self.theirs, reverse=True):
+            finding = self.findings.get(record)
+            fine = finding is not None and finding.cause is None and finding.error is not None
+            after = readers.get(record, ())
+            healed[record] = fine or bool(after) and all(healed[r] for r in after if r > record)
+        gone = {
+            r for r, f in self.findings.items()
+            if f.cause == OWN and healed[r] and (f.read is not None or r not in self.exact)
+        }  # fmt: skip
+        for finding in self.findings.values():
+            if finding.record in gone or finding.cause == INHERITED and finding.origin in gone:
+                finding.cause = finding.origin = None
 
     def _row(self, record: int) -> Finding:
         row, twin = self.theirs[record], self.ours[self.counterpart[record]]
@@ -124,8 +147,8 @@ class Divergence:
         wrong = None
         for ours, theirs in read:
             there = self.distance(ours, theirs)
-            if there.error is None or there.equal:
-                finding.unknown |= there.error is None
+            if there.error is None or there.equal or there.masked:
+                finding.unknown |= not there.equal
                 continue
             if self._wrong_input(ours, theirs, there, finding.tolerance):
                 wrong = wrong or (ours, theirs)

@@ -41,6 +41,9 @@ _PLACES = frozenset(("dtype", "device", "layout", "memory_format", "slice"))
 _EXACT = ("a view rounds nothing", "a cast that rounds nothing", "already runs in", "makes ")
 
 
+_LARGEST = [torch.finfo(d).max for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+_LOWEST = [-value for value in _LARGEST]
+
 Region = Callable[[torch.dtype], Tensor]
 
 
@@ -82,13 +85,15 @@ class Replayed:
 def replayed(
     twin: Row, row: Row, *, first: Row, first_twin: Row, tensors: Tensors, unit: float, least: float, aligned: bool = True,
     reference: Tensor | None = None, region: Region | None = None,
+    fits: Callable[[int, int], bool] = lambda _a, _b: True,
 ) -> Replayed:  # fmt: skip
     """Run the call of ``row`` again, and that of its counterpart ``twin`` on the same inputs where they are aligned.
 
     ``first`` and ``first_twin`` are the first rows of the two calls, which hold the arguments; ``unit`` is the unit
     roundoff of the working format and ``least`` its smallest positive number; ``reference`` is the reference's result, where
     it had the same inputs; ``region`` runs all of the reference's calls that lead to ``twin`` from values which the candidate
-    has, for a row that has no call of its own in the reference.
+    has, for a row that has no call of its own in the reference; ``fits(reference record, candidate record)`` is whether the
+    second may stand for the first in a call: kernels read beyond the end of a tensor of another shape.
     """
     if not aligned and region is not None and row["record"] in tensors:
         judged = _of_region(row, region, tensors[row["record"]], unit, least)
@@ -109,7 +114,7 @@ def replayed(
     if not aligned or first_twin["arguments"] is None or first_twin["overload"] is None:
         return Replayed(None, kernel, excess, beside, None, again)
     try:
-        text = _with_inputs(first_twin["arguments"], first["arguments"])
+        text = _with_inputs(first_twin["arguments"], first["arguments"], fits)
         theirs = again if text == first["arguments"] and first_twin["overload"] == first["overload"] else _at(
             _run(first_twin["overload"], text, tensors, torch.float64), row["place"])  # fmt: skip
     except _Unable:
@@ -140,8 +145,12 @@ class Expected:
     ``rows`` are the reference's, ``holders`` the candidate's records of those that an aligned call has made.
     """
 
-    def __init__(self, rows: Mapping[int, Row], first: Mapping[int, Row], holders: Mapping[int, int], tensors: Tensors) -> None:
+    def __init__(
+        self, rows: Mapping[int, Row], first: Mapping[int, Row], holders: Mapping[int, int], tensors: Tensors,
+        fits: Callable[[int, int], bool],
+    ) -> None:  # fmt: skip
         self._rows, self._first, self._holders, self._tensors = rows, first, holders, tensors
+        self._fits = fits
 
     def region(self, record: int, without: int) -> Region:
         """Runs up to ``record`` in a format; ``without`` is the candidate record that is judged, so not believed."""
@@ -163,6 +172,8 @@ class Expected:
         def value(of: int) -> Tensor:
             holder = self._holders.get(of)
             if holder is not None and holder != without and holder in self._tensors:
+                if not self._fits(of, holder):
+                    raise _Unable("one of its inputs has another shape")
                 return self._tensors[holder].clone()
             if of not in self._rows:
                 raise _Unable("one of its inputs was not recorded")
@@ -182,7 +193,7 @@ def differences(one: Row, other: Row) -> tuple[str, ...]:
     return tuple(
         f"{name}: {_shown(first.get(name))}, here {_shown(second.get(name))}"
         for name in dict.fromkeys([*first, *second])
-        if first.get(name) != second.get(name)
+        if not _same(first.get(name), second.get(name))
     )
 
 
@@ -193,6 +204,13 @@ def _constants(row: Row) -> dict[str, Any]:
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     given |= dict(zip(names, positional, strict=False)) | by_name
     return {name: value for name, value in ((n, _plain(v)) for n, v in given.items()) if value is not _Skip}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, or each the lowest or largest number of a format: what masks are filled with."""
+    if one == other:
+        return True
+    return any(one in ends and other in ends for ends in (_LOWEST, _LARGEST))
 
 
 class _Skip:
@@ -216,11 +234,13 @@ def _shown(value: Any) -> str:
     return text if len(text) < 60 else text[:57] + "..."
 
 
-def _with_inputs(text: str, other: str) -> str:
+def _with_inputs(text: str, other: str, fits: Callable[[int, int], bool]) -> str:
     """The arguments ``text`` with the tensors of ``other``, in their order."""
-    records = _RECORDS.findall(other)
-    if len(_RECORDS.findall(text)) != len(records):
+    ours, records = _RECORDS.findall(text), _RECORDS.findall(other)
+    if len(ours) != len(records):
         raise _Unable("the two calls take different numbers of tensors")
+    if not all(fits(int(a), int(b)) for a, b in zip(ours, records, strict=True)):
+        raise _Unable("the two calls take tensors of different shapes")
     places = iter(records)
     return _RECORDS.sub(lambda _: f'{{"record":{next(places)}}}', text)
 

@@ -38,7 +38,9 @@ def culprits(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _weight(entry: Row) -> tuple[Any, ...]:
-    return entry["step"], entry["inputs_error"] > 0, -entry["contribution"], entry["record"]
+    # of integers and booleans no share can be told: they choose what runs
+    chosen = (entry["dtype"] or "").startswith(("int", "uint", "bool"))
+    return entry["step"], entry["inputs_error"] > 0, not chosen, -entry["contribution"], entry["record"]
 
 
 def _entry(row: Row) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def _entry(row: Row) -> dict[str, Any]:
         "site": row["blamed"], "reference_site": row["blamed_reference"], "module": module,
         "operator": operator.partition("#")[0], "phase": row["blamed_phase"], "line": row["blamed_line"],
         "reference_line": row["blamed_reference_line"], "rank": row["rank"], "step": row["step"], "record": row["record"],
-        "call": row["call"], "name": row["name"], "error": row["error"], "own": row["own"] if row["own"] is not None else math.inf,
+        "call": row["call"], "dtype": row["dtype"], "name": row["name"], "error": row["error"], "own": row["own"] if row["own"] is not None else math.inf,
         "inputs_error": row["inputs_error"], "tolerance": row["tolerance"], "contribution": row["contribution"] or 0.0,
         "looks_like": row["looks_like"], "evidence": row["evidence"], "try": row["advice"],
         "semantic": row.get("semantic"), "kernel_excess": row.get("kernel_excess"),

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from roundoff.attribute.divergence import Distance
 from roundoff.compare.metrics import Metrics, measure
 from roundoff.store.step_tensors import StepTensors
@@ -45,7 +47,9 @@ class Distances:
         metrics = self._metrics.get(key)
         if metrics is None:
             metrics = self._metrics[key] = measure(self._mine[ours], self._other[theirs])
-        return (of_metrics(metrics) if one["shape"] == other["shape"] else Distance(math.inf)), metrics
+        if one["shape"] != other["shape"]:
+            return Distance(math.inf), metrics
+        return Distance(0.0, masked=True) if masked(one, other) else of_metrics(metrics), metrics
 
 
 def of_metrics(metrics: Metrics) -> Distance:
@@ -80,6 +84,8 @@ def of_statistics(one: Row, other: Row) -> Distance:
         return Distance(math.inf)
     if one["nan"] is None or other["nan"] is None:
         return Distance(None)
+    if masked(one, other):
+        return Distance(0.0, masked=True)
     if any(one[c] != other[c] for c in _COUNTS):
         return Distance(math.inf)
     if all(one[c] == other[c] for c in VALUES):
@@ -90,6 +96,25 @@ def of_statistics(one: Row, other: Row) -> Distance:
     if not one["l2"]:
         return Distance(math.inf)
     return Distance(relative(one, other, max))
+
+
+def masked(one: Row, other: Row) -> bool:
+    """Whether both hold an additive mask, of different size: -Inf, or the lowest number of one format or the other. What it
+    leaves of the values shows in what reads them."""
+    if one["nan"] or other["nan"] or one["posinf"] or other["posinf"]:
+        return False
+    ends = [_lowest(row) for row in (one, other)]
+    return None not in ends and ends[0] != ends[1]
+
+
+def _lowest(row: Row) -> float | None:
+    """The end of the format that the row reaches, -Inf or its lowest number; None where it reaches neither."""
+    dtype = getattr(torch, row["dtype"] or "", None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return None
+    if row["neginf"]:
+        return -math.inf
+    return float(row["min"]) if row["min"] is not None and row["min"] <= 0.99 * torch.finfo(dtype).min else None
 
 
 def relative(one: Mapping[str, Any], other: Mapping[str, Any], largest: Callable[..., Any]) -> Any:

@@ -88,8 +88,11 @@ def _divergence(
     exact = frozenset(p.candidate for p in pairs if p.candidate is not None and p.status == "matched")
     first, first_twin = _first_rows(theirs), _first_rows(ours)
 
+    def fits(one: int, other: int) -> bool:
+        return one in ours and other in theirs and bool(ours[one]["shape"] == theirs[other]["shape"])
+
     holders = {counterpart[record]: record for record in sorted(exact, reverse=True)}
-    expected = None if sides.other is None else Expected(ours, first_twin, holders, sides.other)
+    expected = None if sides.other is None else Expected(ours, first_twin, holders, sides.other, fits)
     least = 2 * max((unit(d) for d in working(theirs.values()) | working(ours.values())), default=0.0)
 
     def bound(twin: Row, row: Row) -> Bound:
@@ -109,6 +112,7 @@ def _divergence(
             unit=max([unit(dtype), *(unit(d) for d in read & adopted)]), least=smallest(dtype), aligned=aligned and twin["call"] >= 0,
             reference=sides.mine[twin["record"]] if same_inputs and sides.mine is not None and twin["record"] in sides.mine
             and twin["shape"] == row["shape"] else None,
+            fits=fits,
             region=None if expected is None or row["operator"] in CASTS else expected.region(twin["record"], row["record"]),
         )  # fmt: skip
 
@@ -120,7 +124,7 @@ def _divergence(
         return memory.names.get(row["name"] or "", (memory.worst, memory.parted))
 
     return Divergence(
-        ours, theirs, counterpart, exact, distance, bound, _slots, changed,
+        ours, theirs, counterpart, exact, distance, bound, lambda a, b: _slots(a, b, counterpart), changed,
         again if sides.other is not None else None, least, carried,
     )  # fmt: skip
 
@@ -132,10 +136,18 @@ def _maker(rows: Mapping[int, Row], row: Row) -> Row:
     return row
 
 
-def _slots(twin: Row, row: Row) -> list[tuple[int, int]]:
-    """What two aligned rows read in the same places: not the memory that they overwrite."""
+def _slots(twin: Row, row: Row, counterpart: Mapping[int, int]) -> list[tuple[int, int]]:
+    """What two aligned rows read in the same places: not the memory that they overwrite. The operands of a sum or product
+    may be exchanged."""
     ours, theirs = values_read(twin, 1), values_read(row, 1)
-    return list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else []
+    if len(ours) != len(theirs):
+        return []
+    if len(ours) == 2 and base(row["operator"]) in COMMUTATIVE:
+        straight = [counterpart.get(c) == r for r, c in zip(ours, theirs, strict=True)]
+        crossed = [counterpart.get(c) == r for r, c in zip(reversed(ours), theirs, strict=True)]
+        if sum(crossed) > sum(straight):
+            ours = ours[::-1]
+    return list(zip(ours, theirs, strict=True))
 
 
 def _first_rows(rows: Mapping[int, Row]) -> dict[int, Row]:
@@ -160,6 +172,7 @@ def _remember(memory: Memory, theirs: Mapping[int, Row], findings: Mapping[int, 
             memory.names[name] = error, parted
 
 
+COMMUTATIVE = frozenset(("add", "mul"))
 _LABELS = ("rank", "step", "phase", "module", "operator", "place", "role", "name", "line", "dtype", "shape", "numel", "site")
 
 

@@ -12,6 +12,7 @@ from roundoff.cli.app import main
 DOCS = Path(__file__).parent.parent / "docs"
 TEXT = (DOCS / "capture.md").read_text()
 COMPARE = (DOCS / "compare.md").read_text()
+README = (DOCS.parent / "README.md").read_text()
 SCRIPT = """
 import torch
 
@@ -66,6 +67,8 @@ def test_compare(tmp_path, monkeypatch, capsys):
     for block in shown:
         missing = [line for line in block.splitlines() if line.strip() and shape(line) not in shape(printed)]
         assert missing == []
+    told = README.split("```\nThe runs part")[1].split("...\n```")[0]
+    assert told.strip() in shown[1]
     exec(code, {})
     assert "The runs part at 1/native_layer_norm" in capsys.readouterr().out
     assert (tmp_path / "compare.html").exists()

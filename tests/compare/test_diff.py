@@ -52,9 +52,11 @@ def test_numbers(runs):
     assert [e["index"] for e in found["elements"]["first"]] == [[0, 1], [1, 1]]
     assert found["elements"]["axes"][1] == {"axis": 1, "index": 1, "share": 1.0}
     by_name = {s["name"]: s for s in found["statistics"]}
-    assert by_name["mean"]["difference"] == pytest.approx(got.mean() - want.mean(), abs=1e-6)  # means of numbers below 1
+    assert by_name["mean"]["difference"] == pytest.approx(
+        got.mean() - want.mean(), abs=1e-6
+    )  # means of numbers below 1
     assert [i["same"] for i in found["inputs"]] == [True, True]
-    assert [i["error"] for i in found["inputs"]][0] == 0.0
+    assert found["inputs"][0]["error"] == 0.0
     assert found["arguments"] == []
     assert found["note"] is None
 
@@ -84,12 +86,15 @@ def test_two_formats(runs):
     found = diff(runs["good"], runs["half"], "/_softmax")
     want, got = (runs[n].tensor("/_softmax").double().numpy() for n in ("good", "half"))
     # both sums in fp32, 12 elements
-    assert found["metrics"]["rel_l2"] == pytest.approx(np.linalg.norm(want - got) / np.linalg.norm(want), rel=16 * 2.0**-24)
+    assert found["metrics"]["rel_l2"] == pytest.approx(
+        np.linalg.norm(want - got) / np.linalg.norm(want), rel=16 * 2.0**-24
+    )
     assert 2.0**-8 <= found["tolerance"] < 0.1  # at least one rounding to bfloat16
 
 
 def test_runs_are_given_by_path_too(runs):
-    assert diff(str(runs["good"].path), runs["bad"].path, "/add")["error"] == diff(runs["good"], runs["bad"], "/add")["error"]
+    by_path = diff(str(runs["good"].path), runs["bad"].path, "/add")
+    assert by_path == diff(runs["good"], runs["bad"], "/add")
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,8 @@ def _parted(data: Row, first: Row) -> list[str]:
             f"The values agree within what rounding explains, the programs do not: {called(first)}, {where}, {passes}, "
             f"is another calculation ({size(first.get('error'))} off)."
         )
+    elif first.get("looks_like") == "gradient cut":  # named for the forward pass, found in the backward one
+        text = f"The runs part in the gradient that passes {called(first)}, {where}: it is {_off(first)}."
     else:
         text = f"The runs part at {called(first)}, {where}, {passes}: {_inputs(first)}, its output is {_off(first)}."
     said = [text]
@@ -228,7 +230,8 @@ def _inherited(data: Row) -> list[str]:
     inherited = data.get("inherited") or 0
     if not inherited:
         return []
-    return [f"{count(inherited, 'other value')} only {'inherits' if inherited == 1 else 'inherit'} it."]
+    what = "it" if len(data.get("culprits") or ()) < 2 else "them"
+    return [f"{count(inherited, 'other value')} only {'inherits' if inherited == 1 else 'inherit'} {what}."]
 
 
 def _rounding(rows: Sequence[Row]) -> list[str]:

@@ -21,12 +21,12 @@ WIDTH, HEIGHT, LEFT, TOP = 1000, 360, 64, 30
 LEAST = -18
 
 
-def error_chart(points: Sequence[Row], culprits: Sequence[Row]) -> Markup:
+def error_chart(points: Sequence[Row], first: Row | None = None) -> Markup:
     """A dot for each point: its error (log scale) by its place ``at`` in the order of execution.
 
-    The line is the tolerance, what rounding explains; a larger ring marks where an error was made, and the first of
-    ``culprits`` has its name beside it. Equal values stand on the bottom line, NaN or Inf where the reference has none on
-    the top one. Empty markup without points.
+    The line is the tolerance, what rounding explains; a larger dot marks where an error was made, and ``first``, the
+    culprit that the answer names, has its name beside it. Equal values stand on the bottom line, NaN or Inf where the
+    reference has none on the top one. Empty markup without points.
     """
     if not points:
         return Markup("")
@@ -62,7 +62,6 @@ def error_chart(points: Sequence[Row], culprits: Sequence[Row]) -> Markup:
     order = {"plain": 0, "inherited": 1, "own": 2}
     for kind, point in sorted(((_kind(p), p) for p in points), key=lambda item: order[item[0]]):
         body.append(_circle(kind, x(point["at"]), place(point["error"]), 5.5 if kind == "own" else 2.6, _title(point)))
-    first = culprits[0] if culprits else None
     marked = next((p for p in points if first and p["cause"] == "own" and _same(p, first)), None)
     if marked is not None:
         at, up = x(marked["at"]), place(marked["error"])

@@ -30,7 +30,8 @@ def write_comparison(data: Row, path: str | os.PathLike[str]) -> None:
 def render(data: Row) -> str:
     """The page as a string."""
     return _templates().get_template("comparison.html").render(
-        d=data, sentences=comparison_answer.answer(data), chart=error_chart(data.get("points") or [], data["culprits"]),
+        d=data, sentences=comparison_answer.answer(data),
+        chart=error_chart(data.get("points") or [], data.get("divergence")),
         environment=environment(data.get("environment") or {}), bounds=comparison_answer.bounds,
         called=comparison_answer.called, size=comparison_answer.size, times=comparison_answer.times,
         label=comparison_text.label,

@@ -104,14 +104,12 @@ def false_alarms(pairs: Sequence[Any]) -> None:
 
 
 def compared(reference: Callable[[Path], None], candidate: Callable[[Path], None]) -> Any:
-    """The comparison of what the two record, in folders that last until its numbers are read."""
-    folder = tempfile.TemporaryDirectory()
-    paths = Path(folder.name, "reference"), Path(folder.name, "candidate")
-    reference(paths[0])
-    candidate(paths[1])
-    comparison = ro.compare(reference=paths[0], candidate=paths[1])
-    comparison._folder = folder  # goes with it
-    return comparison
+    """The comparison of what the two record."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = Path(folder, "reference"), Path(folder, "candidate")
+        reference(paths[0])
+        candidate(paths[1])
+        return ro.compare(reference=paths[0], candidate=paths[1])
 
 
 def group(fault: Fault) -> str:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from roundoff.attribute.findings import INHERITED, OWN, Bound, Distance, Finding
 from roundoff.attribute.replayed import Replayed
 from roundoff.attribute.roles import EMPTY, base, values_read
 
 Row = Mapping[str, Any]
 
-OWN, INHERITED = "own", "inherited"
 #: Error may grow this much through an operator before it is run again to see (with tensors), or taken for the
 #: operator's own (from statistics alone, where a difference of two near values is told from nothing else).
 GAIN_REPLAYED, GAIN = 1.25, 32.0
@@ -39,50 +39,11 @@ EXACT = frozenset(
 
 
 #: These give all elements of their input, in their order.
-HANDS_ON = frozenset("view _unsafe_view reshape detach alias clone contiguous _to_copy to lift_fresh squeeze unsqueeze".split())
+HANDS_ON = frozenset(
+    "view _unsafe_view reshape detach alias clone contiguous _to_copy to lift_fresh squeeze unsqueeze".split()
+)
 #: Their further results may be a workspace of bytes.
 WORKSPACE = frozenset("mkldnn_rnn_layer _cudnn_rnn miopen_rnn cudnn_batch_norm".split())
-
-
-@dataclass(frozen=True)
-class Distance:
-    """How far a candidate's value is from the reference's: relative, infinite where NaN or Inf disagree, None unknown."""
-
-    error: float | None
-    equal: bool = False
-    masked: bool = False  # additive masks of different size, whose distance means nothing
-
-
-@dataclass(frozen=True)
-class Bound:
-    """The relative error that rounding explains: ``tolerance``, and ``condition`` times as much where terms cancel; ``gain``
-    is how much the operator amplifies the relative errors of its inputs."""
-
-    tolerance: float
-    condition: float = 1.0
-    gain: float = 1.0
-
-
-@dataclass
-class Finding:
-    """What is known of one candidate row (or, in ``missing``, of a call that only the reference has)."""
-
-    record: int
-    error: float | None
-    inputs: float = 0.0
-    tolerance: float = 0.0
-    gain: float = 1.0
-    own: float | None = None
-    cause: str | None = None
-    origin: int | None = None
-    replayed: Replayed | None = None
-    arguments: tuple[str, ...] = ()
-    region: list[int] = field(default_factory=list)
-    missing: int | None = None
-    read: tuple[int, int] | None = None
-    carried: bool = False
-    unknown: bool = False
-    sources: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -115,25 +76,36 @@ class Divergence:
         return self.findings
 
     def _heal(self) -> None:
-        """Values that are put together in another order, such as the gradients of several uses, differ in between and agree
-        again where the last of them has come: what is read or inserted and changes nothing after it is no fault."""
+        """Gradients of several uses of a value that are added in another order differ in between, and agree again where the
+        last of them has come: what is read or inserted there and changes nothing after it is no fault."""
         readers: dict[int, list[int]] = {}
         for row in self.theirs.values():
             for record in row["inputs"] or ():
                 readers.setdefault(record, []).append(row["record"])
-        healed: dict[int, bool] = {}
-        for record in sorted(self.theirs, reverse=True):
-            finding = self.findings.get(record)
-            fine = finding is not None and finding.cause is None and finding.error is not None
-            after = readers.get(record, ())
-            healed[record] = fine or bool(after) and all(healed[r] for r in after if r > record)
         gone = {
             r for r, f in self.findings.items()
-            if f.cause == OWN and healed[r] and (f.read is not None or r not in self.exact)
+            if f.cause == OWN and self.theirs[r]["phase"] == "backward" and (f.read is not None or r not in self.exact)
+            and self._ends(r, readers)
         }  # fmt: skip
         for finding in self.findings.values():
             if finding.record in gone or finding.cause == INHERITED and finding.origin in gone:
                 finding.cause = finding.origin = None
+
+    def _ends(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
+        """Whether every value that is made of this one agrees after some operators as well as their other inputs do."""
+        tainted, waiting = {record}, sorted(readers.get(record, ()))
+        while waiting:
+            reader = waiting.pop(0)
+            finding = self.findings.get(reader)
+            if finding is not None and finding.error is not None and reader > record:
+                fair = [e for r, e in finding.sources if r not in tainted and self.findings[r].cause is None]
+                others = max(fair, default=0.0)
+                if finding.error <= max(2 * others, EQUAL_INPUTS * finding.tolerance):
+                    continue
+            if reader not in tainted and reader > record:
+                tainted.add(reader)
+                waiting = sorted({*waiting, *readers.get(reader, ())})
+        return all(r in readers for r in tainted)
 
     def _row(self, record: int) -> Finding:
         row, twin = self.theirs[record], self.ours[self.counterpart[record]]
@@ -314,33 +286,3 @@ def _difference(error: float, inputs: float) -> float:
     return math.sqrt(max(0.0, error * error - inputs * inputs)) if math.isfinite(inputs) else 0.0
 
 
-def contributions(findings: Mapping[int, Finding], read: Mapping[int, Sequence[int]]) -> dict[int, float]:
-    """The share of each row's own error in the error of what the step ends with (rows that nothing reads).
-
-    ``read`` are the candidate records that each record's call reads. From the last row back, the weight of a row stays
-    with it in the proportion of its own squared error, and goes to its inputs in the proportion of theirs: errors that
-    are independent add by their squares. The shares add up to 1, or are all 0 where nothing at the end differs.
-    """
-    used = {i for inputs in read.values() for i in inputs}
-    ends = [r for r, f in findings.items() if r not in used and f.error]
-    weight = dict.fromkeys(findings, 0.0)
-    for record in ends:
-        weight[record] = 1.0 / len(ends)
-    share = dict.fromkeys(findings, 0.0)
-    for record in sorted(findings, reverse=True):
-        mine = weight[record]
-        if not mine:
-            continue
-        finding = findings[record]
-        own = _square(finding.own)
-        sources = [(source, _square(error)) for source, error in finding.sources if source in weight]
-        total = sum(size for _, size in sources)
-        kept = 1.0 if finding.cause == OWN or not total else own / (own + total) if own else 0.0
-        share[record] += mine * kept * (finding.own != 0)
-        for source, size in sources:
-            weight[source] += mine * (1.0 - kept) * size / total if total else 0.0
-    return share
-
-
-def _square(error: float | None) -> float:
-    return min(error or 0.0, 1e3) ** 2

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.attribute.divergence import Finding
+from roundoff.attribute.findings import Finding
 from roundoff.attribute.replayed import SAME
 
 Row = Mapping[str, Any]
 
 #: A fit is one that leaves this share of the squared difference.
 FIT = 1e-4
+#: More wrong elements than this share are no part of a result.
+MOST = 0.75
 #: Elements that are looked at where all of them would take long.
 LOOKED_AT = 2**22
 
@@ -75,10 +77,12 @@ def _label(
 ) -> tuple[str, str]:  # fmt: skip
     again = finding.replayed
     if missing is not None:
-        return "missing operator", f"{missing['site']}{_at(missing)} is in the reference only, and its result is not read here"
+        what = f"{missing['site']}{_at(missing)} is in the reference only, and its result is not read here"
+        return "missing operator", what
     if finding.read is not None:
         there, here = ours[finding.read[0]], theirs[finding.read[1]]
-        return "stale or shared buffer", f"reads {here['site']}{_at(here)} where the reference reads {there['site']}{_at(there)}"
+        what = f"reads {here['site']}{_at(here)} where the reference reads {there['site']}{_at(there)}"
+        return "stale or shared buffer", what
     if finding.arguments and (again is None or again.semantic is None or again.semantic > SAME):
         return "wrong constant", "; ".join(finding.arguments)
     if again is not None and (again.semantic or 0.0) > SAME and row["operator"] != twin["operator"]:
@@ -112,7 +116,8 @@ def _at(row: Row) -> str:
 
 def _specials(row: Row, twin: Row) -> tuple[str, str] | None:
     """NaN or Inf that the reference does not have."""
-    counts = {name: ((twin[key] or 0), (row[key] or 0)) for name, key in (("NaN", "nan"), ("+Inf", "posinf"), ("-Inf", "neginf"))}
+    kinds = (("NaN", "nan"), ("+Inf", "posinf"), ("-Inf", "neginf"))
+    counts = {name: ((twin[key] or 0), (row[key] or 0)) for name, key in kinds}
     more = {name: (a, b) for name, (a, b) in counts.items() if a != b}
     if not more:
         return None
@@ -149,10 +154,10 @@ def _of_tensors(expected: Tensor, actual: Tensor, row: Row, twin: Row) -> tuple[
     if not count:
         return _narrow(row, twin)
     return (
-        _partly(want, got, differ, count, actual)
+        _partly(got, differ, count, actual)
         or _clipped(want, got, differ)
         or _few(differ, count, size, actual)
-        or _permuted(expected, actual, want, got)
+        or _permuted(expected, want, got)
         or _scaled(want, got, off)
         or _rounded_values(got, row, twin)
     )
@@ -174,21 +179,23 @@ def _flat(tensor: Tensor) -> Tensor | None:
         return None
 
 
-def _partly(want: Tensor, got: Tensor, differ: Tensor, count: int, actual: Tensor) -> tuple[str, str] | None:
+def _partly(got: Tensor, differ: Tensor, count: int, actual: Tensor) -> tuple[str, str] | None:
     """One block at the end (or the last indices of an axis) is wrong, and all before it is right."""
-    if count < 2 or count == len(got):
+    if count < 2 or count > MOST * len(got):
         return None
     places = differ.nonzero()[:, 0]
     first = int(places[0])
     values = got[places]
-    held = "zero" if not bool(values.any()) else "one constant" if float(values.max()) == float(values.min()) else "not right"
+    held = "not right"
+    if float(values.max()) == float(values.min()):
+        held = "one constant" if bool(values.any()) else "zero"
     if count >= 0.8 * (len(got) - first):
         return "partly written output", f"{count:,} of {len(got):,} elements are {held}, from {_index(first, actual)} on"
     for axis, length in enumerate(actual.shape):
         hit = torch.unravel_index(places, actual.shape)[axis].unique()  # type: ignore[no-untyped-call]
-        if len(hit) <= length // 2 and count >= 0.8 * len(hit) * len(got) / length and int(hit[-1]) == length - 1:
-            if len(hit) == length - int(hit[0]):
-                return "partly written output", f"elements are {held} from {int(hit[0])} of axis {axis} ({length} long) on"
+        last = int(hit[-1]) == length - 1 and len(hit) == length - int(hit[0])
+        if last and len(hit) <= length // 2 and count >= 0.8 * len(hit) * len(got) / length:
+            return "partly written output", f"elements are {held} from {int(hit[0])} of axis {axis} ({length} long) on"
     return None
 
 
@@ -205,10 +212,11 @@ def _clipped(want: Tensor, got: Tensor, differ: Tensor) -> tuple[str, str] | Non
 def _few(differ: Tensor, count: int, size: int, actual: Tensor) -> tuple[str, str] | None:
     if count > max(4, size // 1000) or size < 16:
         return None
-    return "corrupted elements", f"{count:,} of {size:,} elements differ, the first at {_index(int(differ.nonzero()[0, 0]), actual)}"
+    first = _index(int(differ.nonzero()[0, 0]), actual)
+    return "corrupted elements", f"{count:,} of {size:,} elements differ, the first at {first}"
 
 
-def _permuted(expected: Tensor, actual: Tensor, want: Tensor, got: Tensor) -> tuple[str, str] | None:
+def _permuted(expected: Tensor, want: Tensor, got: Tensor) -> tuple[str, str] | None:
     """The same values in other places."""
     a, b = want.sort().values, got.sort().values
     scale = float(a.abs().max())

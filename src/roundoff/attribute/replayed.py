@@ -16,15 +16,14 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from roundoff.capture.again import apart, made, run_again
-from roundoff.capture.arguments import overload_of, restore
+from roundoff.attribute.rerun import Region, Runs, Tensors, Unable, at
+from roundoff.capture.arguments import overload_of
 from roundoff.capture.own import OwnError, own_error
-from roundoff.capture.refusal import Reason
 from roundoff.errors import RunError
 
 Row = Mapping[str, Any]
@@ -32,34 +31,23 @@ Row = Mapping[str, Any]
 #: Two fp64 results on the same inputs agree to this: 2**-53 through sums of up to 2**30 terms with cancellation of 2**10.
 SAME = 2.0**-30
 MARGIN = 4.0
-#: Calls of the reference that are run one after the other to say what the candidate's operators should have given together.
-DEEPEST = 12
-#: Calls whose results are kept: a call and its counterpart, each in two formats.
-KEPT = 4
 _RECORDS = re.compile(r'\{"record":(\d+)\}')
 #: What does not change the numbers of a call.
 _PLACES = frozenset(("dtype", "device", "layout", "memory_format", "slice"))
-#: Refused by ``run_again`` since they round nothing; they are run as they are.
-_EXACT = ("a view rounds nothing", "a cast that rounds nothing", "already runs in", "makes ")
 
 
 _LARGEST = [torch.finfo(d).max for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
 _LOWEST = [-value for value in _LARGEST]
 
-Region = Callable[[torch.dtype], Tensor]
-
-
-class Tensors(Protocol):
-    """The tensors of a step by record."""
-
-    def __getitem__(self, record: int, /) -> Tensor: ...
-    def __contains__(self, record: int, /) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Replayed:
-    """Relative l2 distances; ``excess`` is the kernel's error in units of what rounding explains (l2 or largest element);
-    ``reference_excess`` is that of the reference's own result, where it had the same inputs; ``expected`` is what the reference's call gives on these inputs, in fp64. None, with a reason, where it can't be run."""
+    """Relative l2 distances, and errors in units of what rounding explains; None, with a reason, where it can't be run.
+
+    ``semantic`` and ``kernel`` are said above; ``excess`` is the kernel's error in those units (l2 or largest element, the
+    worse), ``reference_excess`` that of the reference's own result, where it had the same inputs, and ``region_excess``
+    the distance from what the reference's calls together give. ``expected`` is what the reference gives on these inputs,
+    in fp64.
+    """
 
     semantic: float | None = None
     kernel: float | None = None
@@ -85,22 +73,31 @@ class Replayed:
 
 
 def replayed(
-    twin: Row, row: Row, *, first: Row, first_twin: Row, tensors: Tensors, unit: float, least: float, aligned: bool = True,
+    row: Row, *, first: Row, first_twin: Row, tensors: Tensors, unit: float, least: float, aligned: bool = True,
     reference: Tensor | None = None, region: Region | None = None,
     fits: Callable[[int, int], bool] = lambda _a, _b: True, terms: float = 1.0, runs: Runs | None = None,
 ) -> Replayed:  # fmt: skip
-    """Run the call of ``row`` again, and that of its counterpart ``twin`` on the same inputs where they are aligned.
+    """Run the call of ``row`` again, and that of its counterpart on the same inputs where they are aligned.
 
-    ``first`` and ``first_twin`` are the first rows of the two calls, which hold the arguments; ``unit`` is the unit
-    roundoff of the working format and ``least`` its smallest positive number; ``reference`` is the reference's result, where
-    it had the same inputs; ``region`` runs all of the reference's calls that lead to ``twin`` from values which the candidate
-    has, for a row that has no call of its own in the reference; ``fits(reference record, candidate record)`` is whether the
-    second may stand for the first in a call: kernels read beyond the end of a tensor of another shape. ``terms`` is how many elements are
-    added for one of the result where kernels are known to add in the working format; ``runs`` keeps what was run last.
+    Args:
+        row: of the candidate.
+        first: the first row of its call, which holds the arguments.
+        first_twin: that of the counterpart's call.
+        tensors: the candidate's.
+        unit: unit roundoff of the working format.
+        least: the smallest positive number of the format.
+        aligned: whether the two calls are the same in both programs.
+        reference: the reference's result, where it had the same inputs.
+        region: runs all of the reference's calls that lead to the counterpart, from values which the candidate has, for
+            a row that has no call of its own in the reference.
+        fits: ``fits(reference record, candidate record)`` is whether the second may stand for the first in a call:
+            kernels read beyond the end of a tensor of another shape.
+        terms: how many elements are added for one of the result, where kernels are known to add in the working format.
+        runs: keeps what was run last.
     """
     runs = Runs() if runs is None else runs
     if not aligned and region is not None and row["record"] in tensors:
-        judged = _of_region(row, region, tensors[row["record"]], unit, least)
+        judged = _of_region(region, tensors[row["record"]], unit, least)
         if judged is not None:
             return judged
     if first["arguments"] is None or first["overload"] is None:
@@ -109,8 +106,8 @@ def replayed(
         return Replayed(reason="its result was not stored")
     try:
         mine = runs.of(first["overload"], first["arguments"], tensors, torch.float64)
-        again = _at(mine, row["place"])
-    except _Unable as error:
+        again = at(mine, row["place"])
+    except Unable as error:
         return Replayed(reason=str(error))
     actual = tensors[row["record"]]
     kernel, excess, allowed = _kernel(first, row, actual, again, tensors, unit, least, terms, runs)
@@ -119,20 +116,21 @@ def replayed(
         return Replayed(None, kernel, excess, beside, None, again)
     try:
         text = _with_inputs(first_twin["arguments"], first["arguments"], fits)
-        theirs = again if text == first["arguments"] and first_twin["overload"] == first["overload"] else _at(
+        theirs = again if text == first["arguments"] and first_twin["overload"] == first["overload"] else at(
             runs.of(first_twin["overload"], text, tensors, torch.float64), row["place"])  # fmt: skip
-    except _Unable:
+    except Unable:
         return Replayed(None, kernel, excess, beside, None, again)
     if theirs.shape != again.shape:
         return Replayed(math.inf, kernel, excess, beside, None, None, differences(first_twin, first))
     semantic = _relative(again, theirs)
-    return Replayed(semantic, kernel, excess, beside, None, theirs, differences(first_twin, first) if semantic > SAME else ())
+    changed = differences(first_twin, first) if semantic > SAME else ()
+    return Replayed(semantic, kernel, excess, beside, None, theirs, changed)
 
 
-def _of_region(row: Row, region: Region, actual: Tensor, unit: float, least: float) -> Replayed | None:
+def _of_region(region: Region, actual: Tensor, unit: float, least: float) -> Replayed | None:
     try:
         exact, plain = region(torch.float64), region(torch.float32)
-    except _Unable:
+    except Unable:
         return None
     if exact.shape != actual.shape:
         return None
@@ -141,49 +139,6 @@ def _of_region(row: Row, region: Region, actual: Tensor, unit: float, least: flo
         return None
     allowed = _allowed(rounded if math.isfinite(rounded.l2) else None, exact, unit, least)
     return Replayed(None, _relative(actual, exact), None, None, _excess(actual, exact, *allowed), exact)
-
-
-class Expected:
-    """What values of the reference would be, had its calls run on the candidate's values.
-
-    ``rows`` are the reference's, ``holders`` the candidate's records of those that an aligned call has made.
-    """
-
-    def __init__(
-        self, rows: Mapping[int, Row], first: Mapping[int, Row], holders: Mapping[int, int], tensors: Tensors,
-        fits: Callable[[int, int], bool],
-    ) -> None:  # fmt: skip
-        self._rows, self._first, self._holders, self._tensors = rows, first, holders, tensors
-        self._fits = fits
-
-    def region(self, record: int, without: int) -> Region:
-        """Runs up to ``record`` in a format; ``without`` is the candidate record that is judged, so not believed."""
-
-        def run(dtype: torch.dtype) -> Tensor:
-            holder = self._holders.get(record)
-            if holder is not None and holder != without:
-                return _stored(self._tensors, holder).to(dtype)
-            return self._run(record, dtype, without, DEEPEST)
-
-        return run
-
-    def _run(self, record: int, dtype: torch.dtype, without: int, depth: int) -> Tensor:
-        row = self._rows[record]
-        first = self._first.get(row["call"])
-        if not depth or first is None or first["arguments"] is None or first["overload"] is None:
-            raise _Unable("what it is made of was not recorded")
-
-        def value(of: int) -> Tensor:
-            holder = self._holders.get(of)
-            if holder is not None and holder != without and holder in self._tensors:
-                if not self._fits(of, holder):
-                    raise _Unable("one of its inputs has another shape")
-                return self._tensors[holder].clone()
-            if of not in self._rows:
-                raise _Unable("one of its inputs was not recorded")
-            return self._run(of, dtype, without, depth - 1)
-
-        return _at(_call(first["overload"], first["arguments"], value, dtype), row["place"])
 
 
 def differences(one: Row, other: Row) -> tuple[str, ...]:
@@ -242,63 +197,11 @@ def _with_inputs(text: str, other: str, fits: Callable[[int, int], bool]) -> str
     """The arguments ``text`` with the tensors of ``other``, in their order."""
     ours, records = _RECORDS.findall(text), _RECORDS.findall(other)
     if len(ours) != len(records):
-        raise _Unable("the two calls take different numbers of tensors")
+        raise Unable("the two calls take different numbers of tensors")
     if not all(fits(int(a), int(b)) for a, b in zip(ours, records, strict=True)):
-        raise _Unable("the two calls take tensors of different shapes")
+        raise Unable("the two calls take tensors of different shapes")
     places = iter(records)
     return _RECORDS.sub(lambda _: f'{{"record":{next(places)}}}', text)
-
-
-class Runs:
-    """Calls that were run again: one on lists has a row for each of hundreds of tensors, and is run once."""
-
-    def __init__(self) -> None:
-        self._done: dict[tuple[str, str, torch.dtype], list[Tensor | None]] = {}
-
-    def of(self, overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype) -> list[Tensor | None]:
-        """What the call gives in a format. Of the last few calls it is kept."""
-        key = overload, arguments, dtype
-        found = self._done.get(key)
-        if found is None:
-            found = _call(overload, arguments, lambda record: _stored(tensors, record), dtype)
-            while len(self._done) >= KEPT:
-                self._done.pop(next(iter(self._done)))
-            self._done[key] = found
-        return found
-
-
-def _call(
-    overload: str, arguments: str, value: Callable[[int], Tensor], dtype: torch.dtype
-) -> list[Tensor | None]:
-    try:
-        func = overload_of(overload)
-        args, kwargs = restore(arguments, value)
-    except RunError as error:
-        raise _Unable(error.what) from error
-    found = run_again(func, args, kwargs, dtype=dtype)
-    if not isinstance(found, Reason):
-        return found
-    if not found.text.startswith(_EXACT):
-        raise _Unable(found.text)
-    with apart(func):
-        try:
-            result = func(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise _Unable(f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]) from error
-    return list(made(func, args, kwargs, result))
-
-
-def _stored(tensors: Tensors, record: int) -> Tensor:
-    if record not in tensors:
-        raise _Unable("one of its inputs was not stored")
-    return tensors[record].clone()
-
-
-def _at(results: list[Tensor | None], place: int) -> Tensor:
-    found = results[place] if place < len(results) else None
-    if found is None:
-        raise _Unable("this result has no counterpart in fp64")
-    return found
 
 
 def _kernel(
@@ -309,9 +212,9 @@ def _kernel(
     rounded = None
     if unit and actual.is_floating_point():
         try:
-            plain = _at(runs.of(first["overload"], first["arguments"], tensors, torch.float32), row["place"])
+            plain = at(runs.of(first["overload"], first["arguments"], tensors, torch.float32), row["place"])
             [rounded] = own_error([plain], [again])
-        except _Unable:
+        except Unable:
             pass
         if rounded is not None and not math.isfinite(rounded.l2):
             rounded = None
@@ -348,7 +251,3 @@ def _excess(actual: Tensor, again: Tensor, allowed: float, largest: float) -> fl
     if math.isinf(error.l2) or not allowed or not largest:
         return math.inf
     return max(error.l2 / allowed, error.max / largest)
-
-
-class _Unable(Exception):  # noqa: N818 - becomes a reason
-    """Why a call cannot be run again."""

@@ -12,10 +12,11 @@ from typing import Any
 
 import polars as pl
 
-from roundoff.attribute.divergence import INHERITED, OWN
+from roundoff.attribute.findings import INHERITED, OWN
 from roundoff.compare.culprits import culprits
 from roundoff.compare.modules import check_modules
 from roundoff.compare.repeated import (
+    Floor,
     beside,
     floor_of,
     mark,
@@ -221,8 +222,8 @@ def _bytes(place: str | Path) -> bytes:
 
 def compare(
     *, reference: str | Path | Run, candidate: str | Path | Run, modules: Mapping[str, str] | None = None,
-    engine: str = "local", tensors: bool = True, rank: int | None = None, step: int | None = None, floor: Floor | None = None,
-    progress: Callable[[int, int], None] | None = None, **limits: float,
+    engine: str = "local", tensors: bool = True, rank: int | None = None, step: int | None = None,
+    floor: Floor | None = None, progress: Callable[[int, int], None] | None = None, **limits: float,
 ) -> Comparison:  # fmt: skip
     """Compare two recorded runs and name the operator at fault.
 

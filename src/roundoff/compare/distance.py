@@ -1,4 +1,4 @@
-"""How far a row of the candidate is from one of the reference: from the tensors where both kept them, else from statistics."""
+"""How far a row of the candidate is from one of the reference: from tensors where both kept them, else statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from roundoff.attribute.divergence import Distance
+from roundoff.attribute.findings import Distance
 from roundoff.compare.metrics import Metrics, measure
 from roundoff.store.step_tensors import StepTensors
 
@@ -74,7 +74,7 @@ def of_statistics(one: Row, other: Row) -> Distance:
     statistics.
 
     >>> row = {"shape": [4], "numel": 4, "min": 1.0, "max": 2.0, "mean": 1.5, "l2": 3.2, "std": 0.5, "hash": None,
-    ...        "nan": 0, "posinf": 0, "neginf": 0}
+    ...        "dtype": "float32", "nan": 0, "posinf": 0, "neginf": 0}
     >>> of_statistics(row, row), of_statistics(row, row | {"max": 2.2}).error
     (Distance(error=0.0, equal=True), 0.1...)
     """

@@ -15,11 +15,12 @@ from roundoff.store.siblings import siblings
 
 Floor = dict[tuple[int, int], dict[int, float]]
 
-LABEL, ADVICE = "not reproducible", "seed it, or torch.use_deterministic_algorithms(True), in both programs, and compare again"
+LABEL = "not reproducible"
+ADVICE = "seed it, or torch.use_deterministic_algorithms(True), in both programs, and compare again"
 
 
 def floor_of(run: Run, noise: Sequence[Run], repeats: Sequence[Run]) -> Floor:
-    """By (rank, step) and record, how far honest runs of the program lie apart, relative; what does not differ is left out."""
+    """By (rank, step) and record, how far honest runs of the program lie apart, relative; without what does not differ."""
     others = [*noise, *repeats]
     if not others:
         return {}
@@ -79,10 +80,11 @@ def sentences(found: Sequence[Mapping[str, Any]], floors: Mapping[str, int], sam
             first = rows[0]
             line = f" ({first['line']})" if first["line"] else ""
             more = f" and {len(rows) - 1:,} more values" if len(rows) > 1 else ""
-            said.append(f"The {side} does not repeat itself: {first['site']}{line}{more} changes from run to run: {first['note']}")
+            what = f"{first['site']}{line}{more} changes from run to run: {first['note']}"
+            said.append(f"The {side} does not repeat itself: {what}")
     for side, count in floors.items():
         if count:
-            said.append(f"Tolerances are at least three times the distances measured between {count} more runs of the {side}")
+            said.append(f"Tolerances are at least three times what {count} more runs of the {side} differ by")
     if same:
         said.append(
             "Both runs are of one command in one environment: what differs did not repeat itself, unless the program was "

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundoff.attribute.divergence import OWN, Bound, Divergence, Finding, contributions
+from roundoff.attribute.divergence import Divergence
+from roundoff.attribute.findings import OWN, Bound, Finding, contributions
 from roundoff.attribute.looks import looks_like
-from roundoff.attribute.replayed import Expected, Replayed, Runs, differences, replayed
+from roundoff.attribute.replayed import Replayed, differences, replayed
+from roundoff.attribute.rerun import Expected, Runs
 from roundoff.attribute.roles import EMPTY, base, values_read
 from roundoff.capture.refusal import CASTS
-from roundoff.compare.align import REFERENCE_ONLY, TRANSPARENT, Pair, align
+from roundoff.compare.align import REFERENCE_ONLY, Pair, align
+from roundoff.compare.calls import TRANSPARENT
 from roundoff.compare.distance import Distances, of_statistics
 from roundoff.compare.tolerance import (
     SUMS,
@@ -35,7 +38,7 @@ UNWRITTEN = "memory that nothing was written to yet"
 
 @dataclass
 class Memory:
-    """What the earlier steps of a rank leave to the later ones: how far tensors had parted by then, and whether by a fault."""
+    """What the earlier steps of a rank leave to later ones: how far tensors had parted, and whether by a fault."""
 
     names: dict[str, tuple[float, bool]] = field(default_factory=dict)
     worst: float = 0.0
@@ -114,8 +117,9 @@ def _divergence(
         read = {theirs[i]["dtype"] for i in row["inputs"] or () if i in theirs}
         assert sides.other is not None  # noqa: S101 (replay is only given where tensors are)
         return replayed(
-            twin, row, first=first[row["call"]], first_twin=first_twin.get(twin["call"], twin), tensors=sides.other,
-            unit=max([unit(dtype), *(unit(d) for d in read & adopted)]), least=smallest(dtype), aligned=aligned and twin["call"] >= 0,
+            row, first=first[row["call"]], first_twin=first_twin.get(twin["call"], twin), tensors=sides.other,
+            unit=max([unit(dtype), *(unit(d) for d in read & adopted)]), least=smallest(dtype),
+            aligned=aligned and twin["call"] >= 0,
             reference=sides.mine[twin["record"]] if same_inputs and sides.mine is not None and twin["record"] in sides.mine
             and twin["shape"] == row["shape"] else None,
             fits=fits, runs=runs,
@@ -134,7 +138,7 @@ def _divergence(
     return Divergence(
         ours, theirs, counterpart, exact, distance, bound, lambda a, b: _slots(a, b, counterpart), changed,
         again if sides.other is not None else None, least, carried,
-        lambda a, b: of_statistics(theirs[a], theirs[b]),
+        lambda a, b: of_statistics({**theirs[a], "shape": theirs[b]["shape"]}, theirs[b]),
     )  # fmt: skip
 
 

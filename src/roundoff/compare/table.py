@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from roundoff.attribute.findings import OWN
 from roundoff.errors import RunError
 
 PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
@@ -20,7 +21,7 @@ TABLE: dict[str, Any] = {
     "reason": pl.Utf8,  # why it has no counterpart, or no metrics
     "dtype": pl.Utf8, "reference_dtype": pl.Utf8, "shape": pl.List(pl.Int64), "reference_shape": pl.List(pl.Int64),
     "numel": pl.Int64,
-    "error": pl.Float64,  # relative: l2 distance of tensors, or largest difference of statistics; inf where NaN or Inf disagree
+    "error": pl.Float64,  # relative l2 distance, or largest difference of statistics; inf where NaN or Inf disagree
     "equal": pl.Boolean,  # bitwise (all statistics equal, where no tensors were kept)
     # of tensors
     "cosine": pl.Float64, "rel_l2": pl.Float64, "sqnr_db": pl.Float64,
@@ -83,7 +84,9 @@ def judged(table: pl.DataFrame, limits: Mapping[str, float], margin: float = 1.0
         )
         known = pl.all_horizontal(pl.col(n).is_not_null() for n in limits) | pl.col("equal")
     else:
-        broken = pl.col("cause").is_not_null() & (pl.col("error") > margin * pl.col("tolerance"))
+        beyond = pl.col("error") > margin * pl.col("tolerance")
+        # an operator that does something else is a finding however little comes of it
+        broken = pl.col("cause").is_not_null() & (beyond | (pl.col("cause") == OWN) & (margin <= 1))
         known = pl.col("error").is_not_null()
     verdict = (
         pl.when(broken.fill_null(False)).then(pl.lit(FAIL))

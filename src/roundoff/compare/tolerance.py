@@ -124,10 +124,10 @@ def condition(row: Row, inputs: Sequence[Row]) -> float:
     if not known or size is None:
         return 1.0
     if operator in EXPONENTIALS:
-        return max(1.0, max(max(abs(i["min"]), abs(i["max"])) for i, _ in known))
+        return max(1.0, *(float(max(abs(i["min"]), abs(i["max"]))) for i, _ in known))
     if operator in NORMALISATIONS and row["place"] != 1:
         first, rms = known[0]
-        return max(1.0, rms / first["std"]) if first["std"] else math.inf
+        return max(1.0, float(rms / first["std"])) if first["std"] else math.inf
     count = math.sqrt(terms(row, [i["shape"] or () for i, _ in known]))
     sizes = sorted((rms for _, rms in known), reverse=True)
     if operator in CONTRACTIONS:

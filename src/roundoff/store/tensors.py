@@ -191,9 +191,10 @@ class TensorFile:
     """A file of tensors, opened once; ``keys`` are what it holds."""
 
     def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, "pt")
-        self.keys = list(self._file.keys())
-        self._described = json.loads((self._file.metadata() or {}).get(METADATA, "{}"))
+        file: Any = safe_open(path, "pt")
+        self._file = file
+        self.keys = list(file.keys())
+        self._described = json.loads((file.metadata() or {}).get(METADATA, "{}"))
 
     def read(self, key: str) -> torch.Tensor:
         """One tensor, mapped into memory. Raises ``DamagedError`` when its bytes are not those that were written."""

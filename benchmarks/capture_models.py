@@ -119,3 +119,11 @@ def build(name: str, seed: int = 0) -> tuple[nn.Module, Callable[[], None]]:
         loss(model(batch)).backward()
 
     return model.train(), step
+
+
+def perturb(model: nn.Module, size: float, seed: int = 1) -> None:
+    """Move every weight by this relative amount, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -85,6 +86,7 @@ def _compared(
     from roundoff.compare.modules import read_modules
 
     renamed = None if modules is None else read_modules(modules)
+    gc.freeze()  # what torch has left: walking through it takes longer than comparing a step
     with _progress(quiet) as progress:
         return compare(reference=reference, candidate=candidate, modules=renamed, engine=engine, tensors=not stats,
                        rank=rank, step=step, progress=progress)  # fmt: skip

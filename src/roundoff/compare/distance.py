@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +43,32 @@ class Distances:
         one, other = self._ours[ours], self._theirs[theirs]
         if self._mine is None or self._other is None or ours not in self._mine or theirs not in self._other:
             return of_statistics(one, other), None
-        key = self._mine.key(ours), self._other.key(theirs)
-        metrics = self._metrics.get(key)
-        if metrics is None:
-            metrics = self._metrics[key] = measure(self._mine[ours], self._other[theirs])
+        metrics = self._of_tensors(self._mine, self._other, ours, theirs)
         if one["shape"] != other["shape"]:
             return Distance(math.inf), metrics
         return Distance(0.0, masked=True) if masked(one, other) else of_metrics(metrics), metrics
+
+
+    def _of_tensors(self, mine: StepTensors, other: StepTensors, ours: int, theirs: int) -> Metrics:
+        """The metrics; of tensors that lie in memory in the same way those of the memory, for all views of it at once."""
+        whole = mine.whole(ours)
+        alike = whole is not None and whole == other.whole(theirs)
+        key = (mine.key(ours), other.key(theirs)) if not alike else (self._ours[ours]["blob"], self._theirs[theirs]["blob"])
+        metrics = self._metrics.get(key)
+        if metrics is None:
+            one, two = (mine[ours], other[theirs]) if not alike else (mine.blob(ours).view(-1), other.blob(theirs).view(-1))
+            metrics = self._metrics[key] = measure(one, two)
+        if whole is None or not alike or metrics.worst_index is None:
+            return metrics
+        return metrics._replace(worst_index=_place(metrics.worst_index[0], *whole))
+
+
+def _place(flat: int, shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The index of an element from its place in memory."""
+    index = [0] * len(shape)
+    for step, axis in sorted(((s, a) for a, s in enumerate(stride) if shape[a] > 1), reverse=True):
+        index[axis], flat = divmod(flat, step)
+    return index
 
 
 def of_metrics(metrics: Metrics) -> Distance:

@@ -92,7 +92,8 @@ def tolerance(twin: Row, row: Row, adopted: frozenset[str], inputs: Sequence[Row
     u = unit(dtype)
     if not u:
         return 0.0
-    if any(a["call"] < 0 <= b["call"] and not a["inputs"] for a, b in ((row, twin), (twin, row))):
+    leaf = any(a["call"] < 0 <= b["call"] and not a["inputs"] for a, b in ((row, twin), (twin, row)))
+    if leaf or "compiled" in (row["operator"], twin["operator"]):
         return min(REGION * u, 0.1)
     accumulated = unit("float32") if u > unit("float32") else u
     return MARGIN * (u + accumulated * math.sqrt(terms(row, [i["shape"] or () for i in inputs])))

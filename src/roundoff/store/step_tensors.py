@@ -40,16 +40,33 @@ class StepTensors:
             return None
         return row["blob"], tuple(row["shape"] or ()), tuple(row["stride"] or ()), row["offset"]
 
+    def whole(self, record: int) -> Key | None:
+        """Of a tensor that has every kept element once, in whatever order: shape, strides and offset; None of another."""
+        row = self._rows[record]
+        shape, stride = row["shape"], row["stride"]
+        if not self._whole or row["blob"] is None or not shape or stride is None or row["offset"]:
+            return None
+        expected = 1
+        for step, size in sorted(zip(stride, shape, strict=True)):
+            if size != 1 and step != expected:
+                return None
+            expected *= size
+        return (tuple(shape), tuple(stride)) if expected == self.blob(record).numel() else None
+
+    def blob(self, record: int) -> torch.Tensor:
+        """The kept elements that the tensor is made of, in the order of memory."""
+        key = self._rows[record]["blob"]
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = self._run.blob(self._rank, self._step, key, self._opened)
+        return kept
+
     def __getitem__(self, record: int) -> torch.Tensor:
         """Raises ``KeyError`` where none is kept and ``RunError`` where its file is damaged."""
         if record not in self:
             raise KeyError(record)
         row = self._rows[record]
-        kept = self._kept.get(row["blob"])
-        if kept is None:
-            kept = self._kept[row["blob"]] = self._run.blob(
-                self._rank, self._step, row["blob"], self._opened
-            )
+        kept = self.blob(record)
         if row["stride"] is None or not self._whole:
             return kept
         return self._run.strided(kept, self._rank, self._step, row)

@@ -103,7 +103,7 @@ def written(rows: pl.DataFrame, about: dict[str, object], folder: Path, ranks: i
     (folder / ABOUT).write_text(json.dumps({**about, "ranks": ranks, "id": folder.name}))
     rows = rows.select(c.name for c in rows if c.null_count() < rows.height)
     floats = rows["dtype"].str.starts_with("float").fill_null(False).to_numpy()
-    leaf = (rows["call"] == -1).to_numpy()
+    leaf, constant = (rows["call"] == -1).to_numpy(), rows["operator"].is_in(list(WRITES)).to_numpy()
     (record,) = rows.filter(site_name() == FAULT["site"], phase="forward", place=0)["record"]
     after, at = reached(rows, record), (rows["record"] == record).to_numpy()
 
@@ -114,6 +114,7 @@ def written(rows: pl.DataFrame, about: dict[str, object], folder: Path, ranks: i
         columns = {}
         for name in STATISTICS:
             tiny = own.uniform(1e-7, 1e-6, rows.height) * own.choice([-1, 1], rows.height)
+            tiny[constant] = 0
             if fault is None:
                 tiny[:] = 0
             elif step == 0:

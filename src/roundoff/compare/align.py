@@ -153,4 +153,6 @@ def _lonely(row: Row, other: str) -> str:
         return "the boundary of a compiled region"
     if row["call"] < 0:
         return f"nothing in the {other} is read at the same place"
+    if row["recomputed"]:
+        return f"computed again in the backward pass; the {other} does not"
     return f"the {other} has no such call"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ TRANSPARENT = frozenset(
     """_to_copy to clone contiguous detach alias lift_fresh lift copy _reshape_copy view reshape _unsafe_view expand t
     transpose permute squeeze unsqueeze""".split()
 )
-#: Two results whose statistics are this near speak for the same call.
-ALIKE = 0.03
+#: Two results whose statistics are this near speak for the same call; the nearer, the more.
+ALIKE, SAME = 0.03, 1e-3
 #: Above this many pairs of calls, a module's sequences are matched by their longest common blocks instead.
 LARGEST = 250_000
 
@@ -37,7 +38,8 @@ class Call:
 
     def __post_init__(self) -> None:
         first = self.rows[0]
-        self.phase, self.module = first["phase"], first["module"]
+        self.phase = "recomputed" if first["recomputed"] else first["phase"]  # which stand among the backward calls
+        self.module = first["module"]
         self.operator = first["operator"].rstrip("_") or first["operator"]  # add_ writes what add makes
         self.shapes = tuple(tuple(row["shape"] or ()) for row in self.rows)
 
@@ -50,6 +52,9 @@ class Call:
     def record(self) -> int:
         """The first row's: calls are in the order of these."""
         return int(self.rows[0]["record"])
+
+
+Matched = tuple[Call, Call, str | None]
 
 
 def calls_of(rows: Sequence[Row], rename: Callable[[str], str]) -> list[Call]:
@@ -73,8 +78,8 @@ def calls_of(rows: Sequence[Row], rename: Callable[[str], str]) -> list[Call]:
     return sorted(found, key=lambda call: call.record)
 
 
-def match_calls(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, str | None]]:
-    found: list[tuple[Call, Call, str | None]] = []
+def match_calls(ours: list[Call], theirs: list[Call]) -> list[Matched]:
+    found: list[Matched] = []
     left, right = _grouped(ours), _grouped(theirs)
     spare_left: list[Call] = []
     spare_right: list[Call] = [c for key in right.keys() - left.keys() for c in right[key]]
@@ -97,6 +102,15 @@ def match_calls(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, 
             taken_left, taken_right = {id(a) for a, _, _ in more}, {id(b) for _, b, _ in more}
             spare_left = [c for c in spare_left if id(c) not in taken_left]
             spare_right = [c for c in spare_right if id(c) not in taken_right]
+    return found + _again(left, spare_right)
+
+
+def _again(forward: Mapping[tuple[str, str], list[Call]], spare: Sequence[Call]) -> list[Matched]:
+    """Calls that a checkpoint of the candidate makes once more, with those of the reference's forward pass."""
+    found: list[Matched] = []
+    for (_, module), calls in _grouped(c for c in spare if c.phase == "recomputed").items():
+        ours = forward.get(("forward", module), [])
+        found += [(ours[i], calls[j], "computed again in the backward pass") for i, j in _sequence(ours, calls)]
     return found
 
 
@@ -125,7 +139,7 @@ def _sequence(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, i
 
 
 def _twins(one: Call, other: Call) -> bool:
-    return one.operator == other.operator and one.shapes == other.shapes and one.names == other.names and _alike(one, other)
+    return one.operator == other.operator and one.shapes == other.shapes and one.names == other.names and _apart(one, other) < SAME
 
 
 def _best(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int]]:
@@ -184,13 +198,18 @@ def _score(one: Call, other: Call) -> float:
     score = 4.0 + 2.0 * (one.shapes == other.shapes)
     if one.names or other.names:
         score += 4.0 if one.names == other.names else -3.0
-    return score + 3.0 * _alike(one, other)
+    apart = _apart(one, other)
+    return score + 3.0 * (apart < ALIKE) + 2.0 * (apart < SAME)
 
 
 def _alike(one: Call, other: Call) -> bool:
     """Whether the first rows hold about the same values, as far as statistics tell."""
+    return _apart(one, other) < ALIKE
+
+
+def _apart(one: Call, other: Call) -> float:
     error = of_statistics(one.rows[0], other.rows[0]).error
-    return error is not None and error < ALIKE
+    return math.inf if error is None else error
 
 
 def _blocks(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int]]:
@@ -198,7 +217,7 @@ def _blocks(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int
     return [(m.a + i, m.b + i) for m in matcher.get_matching_blocks() for i in range(m.size)]
 
 
-def _renamed(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, str | None]]:
+def _renamed(ours: list[Call], theirs: list[Call]) -> list[Matched]:
     """Modules that only one side has, in order, where operators and shapes of their calls agree."""
     left, right = _grouped(ours), _grouped(theirs)
     mine = [key for key in left if key not in right]
@@ -210,7 +229,7 @@ def _renamed(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, str
     matcher = SequenceMatcher(
         None, [(k[0], shape(left[k])) for k in mine], [(k[0], shape(right[k])) for k in other], False
     )
-    found: list[tuple[Call, Call, str | None]] = []
+    found: list[Matched] = []
     for block in matcher.get_matching_blocks():
         for i in range(block.size):
             a, b = left[mine[block.a + i]], right[other[block.b + i]]
@@ -221,8 +240,8 @@ def _renamed(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, str
     return found
 
 
-def _moved(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, str | None]]:
-    found: list[tuple[Call, Call, str | None]] = []
+def _moved(ours: list[Call], theirs: list[Call]) -> list[Matched]:
+    found: list[Matched] = []
     for phase in dict.fromkeys(c.phase for c in ours):
         a = [c for c in ours if c.phase == phase and c.operator not in TRANSPARENT]
         b = [c for c in theirs if c.phase == phase and c.operator not in TRANSPARENT]
@@ -235,12 +254,12 @@ def _moved(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, str |
     return found
 
 
-def _reordered(ours: list[Call], theirs: list[Call]) -> list[tuple[Call, Call, str | None]]:
+def _reordered(ours: list[Call], theirs: list[Call]) -> list[Matched]:
     there: dict[tuple[Any, ...], list[Call]] = defaultdict(list)
     for call in theirs:
         if call.operator not in TRANSPARENT or call.names:
             there[call.phase, call.module, call.operator, call.shapes, call.names].append(call)
-    found: list[tuple[Call, Call, str | None]] = []
+    found: list[Matched] = []
     for call in ours:
         others = there.get((call.phase, call.module, call.operator, call.shapes, call.names))
         if others:

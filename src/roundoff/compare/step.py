@@ -207,7 +207,8 @@ def _row(sides: Sides, pair: Pair, finding: Finding | None, distance: Distances)
     row |= {"error": found.error, "equal": found.equal}
     if metrics is not None:
         known = metrics._asdict()
-        row["reason"] = row["reason"] or known.pop("reason")
+        why = known.pop("reason")
+        row["reason"] = row["reason"] or why
         row |= {"share_equal": known.pop("equal"), **{k: v for k, v in known.items() if k != "numel"}}
     elif found.error is None:
         row["reason"] = row["reason"] or theirs["reason"] or ours["reason"] or _unknown(ours, theirs)

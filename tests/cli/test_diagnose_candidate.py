@@ -34,12 +34,13 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_bug(folder, capsys):
     assert main(["diagnose", "good.py", "--candidate", "wrong.py", "-o", "out"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    text = " ".join(lines)
+    text = " ".join(capsys.readouterr().out.split())
     assert "1/native_layer_norm" in text
-    assert "A bug: the difference at 1/native_layer_norm stays at" in text.replace("\n", " ")
-    assert "Written to out: reference, candidate, comparison, summary.json" in text
-    assert {p.name for p in (folder / "out").iterdir()} == {"reference", "candidate", "comparison", "summary.json"}
+    assert "A bug: the difference at 1/native_layer_norm stays at" in text
+    assert "Written to out: reference, candidate, comparison, report.html, summary.json" in text
+    written = {"reference", "candidate", "comparison", "report.html", "summary.json"}
+    assert {p.name for p in (folder / "out").iterdir()} == written
+    assert "1/native_layer_norm" in (folder / "out" / "report.html").read_text()
     assert pl.read_parquet("out/comparison/comparison.parquet")["site"].len() > 0
     again = roundoff.compare(reference="out/reference", candidate="out/candidate")
     assert again.divergence["site"] == "1/native_layer_norm"
@@ -52,7 +53,7 @@ def test_a_format_comes_with_its_plan(folder, capsys):
     assert summary["agrees"] is True
     assert summary["higher_precision"]["verdict"] == "rounding"
     assert summary["plan"]["result"]["met"] is True
-    assert {"plan.toml", "budget.parquet", "report.html"} <= {p.name for p in (folder / "out").iterdir()}
+    assert {"plan.toml", "budget.parquet", "plan.html", "report.html"} <= {p.name for p in (folder / "out").iterdir()}
     assert len(roundoff.Plan.load("out/plan.toml").rules) >= 0
     # once more into the same folder, in words
     assert main(["diagnose", "good.py", "-c", "bf16", "-o", "out", "--target", "20dB"]) == 0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _OURS = str(Path(__file__).parents[1])
+_RECORDING = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _skipped: dict[Any, bool] = {}
 #: Where a call stands that the compiler's code makes: what that code writes between such calls is not seen.
@@ -20,7 +21,8 @@ _lines: dict[tuple[Any, int], str] = {}
 
 def user_line(depth: int = 2) -> str | None:
     """File and line of the innermost frame that is neither torch's nor ours; a file below the working directory by its
-    path from there, one of an installed package by its path in it. ``COMPILED`` where the compiler's code comes first."""
+    path from there, one of an installed package by its path in it. ``COMPILED`` where the compiler's code comes first; None
+    where the model was called by roundoff itself."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
@@ -29,6 +31,8 @@ def user_line(depth: int = 2) -> str | None:
             name = code.co_filename
             if in_compiled(name):
                 return COMPILED
+            if name.startswith(_OURS) and not name.startswith(_RECORDING):
+                return None  # who called roundoff has not written the call
             skip = _skipped[code] = name.startswith((_OURS, _TORCH, "<")) or "/importlib/" in name
         if not skip:
             key = (code, frame.f_lineno)

@@ -49,7 +49,8 @@ def command(
     Writes report.html, budget.parquet, plan.toml and summary.json into the output folder.
 
     With --candidate: record the workload as it is and as the candidate, and name the operator that makes them differ, bug
-    or rounding. Writes the runs reference and candidate, comparison, summary.json, and for a number format the files above.
+    or rounding. Writes the runs reference and candidate, comparison, report.html and summary.json, and for a number format
+    budget.parquet, plan.toml and their page, plan.html.
     """
     import roundoff
     from roundoff.errors import RunError
@@ -94,12 +95,13 @@ def _against(found: CandidateDiagnosis, folder: Path, json: bool, top: int) -> i
     from roundoff.report import write_html, write_json
     from roundoff.report.candidate_text import print_candidate
 
-    written = ["reference", "candidate", "comparison", "summary.json"]
+    written = ["reference", "candidate", "comparison", "report.html", "summary.json"]
+    found.comparison.report(folder / "report.html")
     if found.diagnosis is not None:
         found.diagnosis.budget.save(folder / "budget.parquet")
         found.diagnosis.plan.save(folder / "plan.toml")
-        write_html(found.diagnosis.summary, folder / "report.html")
-        written += ["report.html", "budget.parquet", "plan.toml"]
+        write_html(found.diagnosis.summary, folder / "plan.html")
+        written += ["plan.html", "budget.parquet", "plan.toml"]
     write_json(found.summary, folder / "summary.json")
     if json:
         print((folder / "summary.json").read_text())

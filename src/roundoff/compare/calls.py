@@ -139,7 +139,8 @@ def _sequence(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, i
 
 
 def _twins(one: Call, other: Call) -> bool:
-    return one.operator == other.operator and one.shapes == other.shapes and one.names == other.names and _apart(one, other) < SAME
+    same = one.operator == other.operator and one.shapes == other.shapes and one.names == other.names
+    return same and _apart(one, other) < SAME
 
 
 def _best(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int]]:

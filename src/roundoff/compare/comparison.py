@@ -270,11 +270,12 @@ def compare(
     random += not_reproducible("candidate", theirs, near["candidate"]["repeat"])
     table = mark(table, random)
     differs = bool(table.select((pl.col("error") > 0).any()).item())
-    notes += sentences(random, {side: sum(map(len, runs.values())) for side, runs in near.items()}, same and differs)
+    more = {side: sum(map(len, runs.values())) for side, runs in near.items()}
     runs = {"reference": ours, "candidate": theirs}
     about = {
         **{side: run.location for side, run in runs.items()}, "damage": [line for _, lines in found for line in lines],
-        "notes": notes, "unstable": random, "kept": {side: run.about.get("keep") or "tensors" for side, run in runs.items()},
+        "notes": notes, "unstable": random, "repeats": sentences(random, more, same and differs),
+        "kept": {side: run.about.get("keep") or "tensors" for side, run in runs.items()},
         "environment": {side: run.about.get("environment") or [] for side, run in runs.items()},
     }  # fmt: skip
     return Comparison(table, about).judge(**limits)

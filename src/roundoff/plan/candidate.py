@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from roundoff.plan.higher import decided, outputs_error
 from roundoff.plan.measure import Progress
 from roundoff.plan.variants import Variant, double, values_kept, variant
 from roundoff.preserve import preserve
+from roundoff.report import candidate_text
 from roundoff.store import Run, load
 from roundoff.store.siblings import sibling
 from roundoff.user_code import user_code
@@ -98,6 +99,8 @@ def diagnose_candidate(
         stage()
         higher = _higher(found, ours, theirs, other.unit or _unit(workload), not shaky.is_empty())
         plan, why = _planned(workload, other, options, progress)
+        said = candidate_text.verified(higher, plan.summary if plan else None)
+        found = replace(found, about={**found.about, "verified": said})
         found.save(folder / "comparison")
     result = CandidateDiagnosis(found, shaky, higher, plan)
     notes = [*other.notes, *([f"no plan: {why}"] if why else [])]

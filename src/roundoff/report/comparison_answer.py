@@ -25,7 +25,8 @@ def answer(data: Row) -> list[str]:
     """The sentences, first the verdict; ``data`` is ``Comparison.to_dict()``, of which missing keys are taken for empty.
 
     Which step and operator the runs part at, how far beyond rounding, what the difference looks like and why, its share
-    of the error at the end of the step, further culprits, what only inherits, what to try, coverage, damage, notes.
+    of the error at the end of the step, further culprits, what only inherits, what to try, coverage, damage, notes. After
+    the verdict stands what does not repeat itself (``repeats``), before other culprits what else was tried (``verified``).
 
     >>> answer({"verdicts": {"pass": 3}, "agrees": True, "culprits": [], "coverage": {"rows": 3, "measured": 3, "equal": 3,
     ...         "status": {"matched": 3}}})
@@ -34,6 +35,8 @@ def answer(data: Row) -> list[str]:
     named = data.get("culprits") or []
     first = data.get("divergence")
     said = [*_outside(data), *(_parted(data, first) if first else [_agreed(data)])]
+    said[1:1] = [_stop(line) for line in data.get("repeats") or []]  # before anything is blamed
+    said += [_stop(line) for line in data.get("verified") or []]
     if first:
         said += _others(first, named)
         said += _inherited(data)
@@ -42,7 +45,11 @@ def answer(data: Row) -> list[str]:
         said += _rounding(data.get("rounding") or [])
     said += [*_statistics(data), coverage(data)]
     said += [f"Damaged and left out: {line}." for line in data.get("damage") or []]
-    return [*said, *(note if note.endswith(".") else f"{note}." for note in data.get("notes") or [])]
+    return [*said, *map(_stop, data.get("notes") or [])]
+
+
+def _stop(sentence: str) -> str:
+    return sentence if sentence.endswith(".") else f"{sentence}."
 
 
 def verdict(data: Row) -> str:
@@ -123,7 +130,10 @@ def _agreed(data: Row) -> str:
         how = "bit for bit" if data.get("tensors", True) else "by their statistics"
         return f"The runs agree: all {count(measured, 'value')} are equal, {how}."
     text = f"The runs agree: {equal:,} of {count(measured, 'value')} are equal, and " if equal else "The runs agree: "
-    text += "every difference is within what rounding explains"
+    explained = "what rounding explains"
+    if data.get("repeats"):
+        explained = "what rounding, or another run of the same program, explains"
+    text += f"every difference is within {explained}"
     return f"{text} (largest {size(largest['error'])} at {called(largest)})." if largest else f"{text}."
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import polars as pl
 
 from roundoff.attribute.findings import INHERITED, OWN
+from roundoff.compare.align import MATCHED
 from roundoff.compare.culprits import culprits
 from roundoff.compare.modules import check_modules
 from roundoff.compare.repeated import (
@@ -252,6 +253,10 @@ def compare(
     settings = Settings(dict(modules or {}), tensors, *floors)
     ranks = common("rank", ours.ranks, theirs.ranks, rank)
     steps = common("step", ours.steps, theirs.steps, step)
+    levels = [run.about.get("level") for run in (ours, theirs)]
+    if levels[0] != levels[1] and None not in levels:
+        raise RunError("the two runs were not recorded at the same level", got=f"{levels[0]} and {levels[1]}",
+                       do="record both with the same --level: op sees every operator")  # fmt: skip
     if modules:
         check_modules(ours, theirs, ranks[0], steps[0], modules)
     given: Sequence[Any] = (ours, theirs)
@@ -265,6 +270,11 @@ def compare(
             lonely += [{noun: n, "status": f"only in {side}", "reason": f"the other run has no {noun} {n}"} for n in extra]
             notes += [f"Only the {side} has {span(noun, extra)}"] if extra else []
     table = whole([*(frame for frame, _ in found), frame_of(lonely)])
+    calls = table.filter(pl.col("call") >= 0)["status"]
+    if len(calls) and not calls.is_in([MATCHED]).any():
+        raise RunError("the two runs have no operator in common", where=theirs.location,
+                       got=f"{len(calls):,} calls that only one of them has", expected="two runs of one model",
+                       do="where modules have other names, say so with --map")  # fmt: skip
     same = same_program(ours, theirs)
     random = not_reproducible("reference", ours, near["reference"]["repeat"] or ([theirs] if same else []))
     random += not_reproducible("candidate", theirs, near["candidate"]["repeat"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 
 from roundoff.compare.align import MATCHED
 from roundoff.compare.distance import VALUES, relative
@@ -38,6 +39,7 @@ class Settings:
     tensors: bool = True
     floor: Mapping[tuple[int, int], Mapping[int, float]] = field(default_factory=dict)
     candidate_floor: Mapping[tuple[int, int], Mapping[int, float]] = field(default_factory=dict)
+    threads: int = field(default_factory=torch.get_num_threads)
 
 
 def compare_rank(
@@ -48,6 +50,8 @@ def compare_rank(
     Steps in which every row of one run has its counterpart at the same place, and no distance is above the least that
     rounding explains, are compared as columns; the others are aligned and explained row by row.
     """
+    if torch.get_num_threads() != settings.threads:
+        torch.set_num_threads(settings.threads)  # of another machine: sums in another order would not be the same
     ours, theirs = (run if isinstance(run, Run) else load(run) for run in (reference, candidate))
     tensors = settings.tensors and all(run.about.get("keep") in ("tensors", None) for run in (ours, theirs))
     memory = Memory()

@@ -97,7 +97,10 @@ class Recorder:
         record = self.known(gradient)
         if record is None:
             source = Source("backward", name.rpartition(".")[0], None)
-            (record,) = self.call(source, "gradient", None, (), (gradient,))
+            value, _ = plain(gradient)
+            memory = None if value is None else self._memory.get(value.untyped_storage()._cdata)
+            written = [memory.latest] if memory is not None and memory.latest >= 0 else []  # in place, through a view
+            (record,) = self.call(source, "gradient", None, written, (gradient,))
         self.gradients[record] = f"{name}.grad"
 
     def call(

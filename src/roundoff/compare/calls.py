@@ -15,8 +15,8 @@ Row = Mapping[str, Any]
 
 #: Hand the values on, maybe in another format: an extra one of them is no difference in the program.
 TRANSPARENT = frozenset(
-    """_to_copy to clone contiguous detach alias lift_fresh lift copy _reshape_copy view reshape _unsafe_view expand t
-    transpose permute squeeze unsqueeze""".split()
+    """_to_copy to gradient clone contiguous detach alias lift_fresh lift copy _reshape_copy view reshape _unsafe_view
+    expand t transpose permute squeeze unsqueeze""".split()
 )
 #: Two results whose statistics are this near speak for the same call; the nearer, the more.
 ALIKE, SAME = 0.03, 1e-3

@@ -26,7 +26,7 @@ from roundoff.compare.repeated import (
     sentences,
 )
 from roundoff.compare.shard import Settings, compare_rank
-from roundoff.compare.table import FAIL, TABLE, UNDECIDED, frame_of, judged, whole
+from roundoff.compare.table import FAIL, TABLE, UNDECIDED, frame_of, judged, received, whole
 from roundoff.engine import run_tasks
 from roundoff.errors import RunError
 from roundoff.files import is_url, local_path, masked, open_output, write_text
@@ -250,7 +250,7 @@ def compare(
         given if given is not None else floor_of(run, near[side]["noise"], near[side]["repeat"])
         for side, run, given in (("reference", ours, floor), ("candidate", theirs, None))
     ]
-    settings = Settings(dict(modules or {}), tensors, *floors)
+    settings = Settings(dict(modules or {}), tensors, floors[0], floors[1])
     ranks = common("rank", ours.ranks, theirs.ranks, rank)
     steps = common("step", ours.steps, theirs.steps, step)
     levels = [run.about.get("level") for run in (ours, theirs)]
@@ -269,7 +269,7 @@ def compare(
             extra = [n for n in here if n not in there and asked is None]
             lonely += [{noun: n, "status": f"only in {side}", "reason": f"the other run has no {noun} {n}"} for n in extra]
             notes += [f"Only the {side} has {span(noun, extra)}"] if extra else []
-    table = whole([*(frame for frame, _ in found), frame_of(lonely)])
+    table = received(whole([*(frame for frame, _ in found), frame_of(lonely)]))
     calls = table.filter(pl.col("call") >= 0)["status"]
     if len(calls) and not calls.is_in([MATCHED]).any():
         raise RunError("the two runs have no operator in common", where=theirs.location,

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from roundoff.attribute.findings import OWN
+from roundoff.attribute.findings import INHERITED, OWN
 from roundoff.errors import RunError
 
 PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
@@ -44,6 +44,21 @@ TABLE: dict[str, Any] = {
     "blamed_reference_line": pl.Utf8,
     "looks_like": pl.Utf8, "evidence": pl.Utf8, "advice": pl.Utf8,
 }  # fmt: skip
+
+def received(table: pl.DataFrame) -> pl.DataFrame:
+    """The table in which a collective is not blamed for what another rank has put into it: an operator there made an error
+    of its own in this step or before."""
+    own = pl.col("cause") == OWN
+    made = table.filter(own & (pl.col("phase") != "collective")).select("rank", "step", "blamed").sort("step", "rank")
+    if not made.height or made["rank"].n_unique() == table["rank"].n_unique() == 1:
+        return table
+    step, rank, site = made["step"][0], made["rank"][0], made["blamed"][0]
+    passed = (own & (pl.col("phase") == "collective") & (pl.col("step") >= step) & (pl.col("rank") != rank)).fill_null(False)
+    return table.with_columns(
+        cause=pl.when(passed).then(pl.lit(INHERITED)).otherwise("cause"),
+        origin=pl.when(passed).then(pl.lit(site)).otherwise("origin"),
+    )
+
 
 #: What a threshold can be set on: column -> whether larger is better.
 LIMITS = {

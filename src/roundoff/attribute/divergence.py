@@ -32,7 +32,8 @@ NOISE = 0.3
 #: Operators whose result holds the values of their inputs, so that they cannot add an error of size.
 EXACT = frozenset(
     """gradient view _unsafe_view reshape t transpose permute expand squeeze unsqueeze detach alias slice select unbind
-    split chunk unfold as_strided clone contiguous lift_fresh cat stack copy _reshape_copy narrow diagonal flip index_select gather
+    split chunk unfold as_strided clone contiguous lift_fresh cat stack copy _reshape_copy narrow diagonal flip
+    index_select gather
     index embedding relu max_pool2d_with_indices masked_fill where triu tril constant_pad_nd reflection_pad2d
     replication_pad2d""".split()
 )

@@ -127,7 +127,7 @@ def _seen(expected: Tensor, actual: Tensor, unit: float) -> _Seen | None:
     if actual.numel() > LOOKED_AT:
         axis = max(range(actual.dim()), key=lambda a: actual.shape[a])
         step[axis] = -(-actual.numel() // LOOKED_AT)
-        cut = [slice(None, None, step.get(a, 1)) for a in range(actual.dim())]
+        cut = tuple(slice(None, None, step.get(a, 1)) for a in range(actual.dim()))
         expected, actual = expected[cut], actual[cut]
     want, got = _flat(expected), _flat(actual)
     if want is None or got is None:
@@ -241,7 +241,7 @@ def _scaled(seen: _Seen) -> Found | None:
     shift = float(off.mean())
     rest = off - shift
     if len(off) > 1 and float(rest @ rest) < FIT * total:
-        return "constant offset", f"{shift:+.6g} everywhere"
+        return "constant offset", f"{shift:+.4g} everywhere"
     return None
 
 
@@ -265,7 +265,7 @@ def _by_axis(seen: _Seen) -> Found | None:
             return "constant factor", f"each index of axis {axis} by its own: {ends} times what it should be"
         shift = (got - want).mean(1)
         if float(((got - want - shift[:, None]) ** 2).sum()) < FIT * total:
-            ends = f"{float(shift.min()):+.6g} to {float(shift.max()):+.6g}"
+            ends = f"{float(shift.min()):+.4g} to {float(shift.max()):+.4g}"
             return "constant offset", f"each index of axis {axis} by its own: {ends}"
     return None
 

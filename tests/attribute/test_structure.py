@@ -128,7 +128,8 @@ def test_the_index_of_a_transposed_tensor_is_its_own():
 
 
 def test_one_value_has_a_factor_only_where_it_is_a_simple_ratio():
-    assert structure(torch.tensor(3.0), torch.tensor(2.0), U) == ("constant factor", "0.666667 (2/3) times what it should be")
+    two_thirds = "0.666667 (2/3) times what it should be"
+    assert structure(torch.tensor(3.0), torch.tensor(2.0), U) == ("constant factor", two_thirds)
     assert structure(torch.tensor(3.0), torch.tensor(2.9123), U) is None
     assert structure(torch.tensor(3.0), torch.tensor(2.0), 2.0**-8) is None, "in bf16 every number is near some ratio"
 
@@ -221,7 +222,7 @@ def test_fewer_digits():
 
 
 def test_usual_error():
-    """The median of |normal| is 0.6745 of its standard deviation: of 10,000 draws within 5 standard errors, 0.6745 ± 0.04."""
+    """The median of |normal| is 0.6745 standard deviations; of 10,000 draws within 5 standard errors, 0.6745 ± 0.04."""
     x = random(10_000).double()
     off = usual_error(x, x * (1 + 0.01 * random(10_000, seed=1)))
     assert math.isclose(off, 0.006745, rel_tol=0.06)

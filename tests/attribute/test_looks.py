@@ -10,8 +10,8 @@ from roundoff.attribute.replayed import Replayed
 
 
 def row(record, operator="mul", inputs=(), **columns):
-    usual = {"record": record, "call": record, "operator": operator, "site": f"net/{operator}", "line": "train.py:7", "name": None,
-             "inputs": list(inputs), "dtype": "float32", "shape": [6, 10], "numel": 60, "nan": 0, "posinf": 0, "neginf": 0,
+    usual = {"record": record, "call": record, "operator": operator, "site": f"net/{operator}", "line": "train.py:7",
+             "name": None, "inputs": list(inputs), "dtype": "float32", "shape": [6, 10], "numel": 60, "nan": 0, "posinf": 0, "neginf": 0,
              "inplace": False, "overload": f"aten.{operator}.default", "phase": "forward"}  # fmt: skip
     return usual | columns
 
@@ -122,7 +122,8 @@ def test_what_was_there_before_anything_ran():
 
 
 def test_another_shape():
-    assert looks(row(1, shape=[48, 80]), row(1, shape=[45, 80])) == ("other shape", "[48, 80] where the reference has [45, 80]")
+    found = looks(row(1, shape=[48, 80]), row(1, shape=[45, 80]))
+    assert found == ("other shape", "[48, 80] where the reference has [45, 80]")
 
 
 def test_random_draws_are_no_structure():
@@ -171,5 +172,6 @@ def test_structure_then_kernel_then_noise():
 
 def test_a_gradient_that_is_cut_names_the_side():
     detach = row(9, "detach")
-    assert looks(row(1), missing=detach, cut=detach) == ("gradient cut", "only the reference detaches at net/detach (train.py:7)")
+    there = "only the reference detaches at net/detach (train.py:7)"
+    assert looks(row(1), missing=detach, cut=detach) == ("gradient cut", there)
     assert looks(row(1), cut=detach) == ("gradient cut", "the reference does not detach at net/detach (train.py:7)")

@@ -196,6 +196,14 @@ def test_large_tensors_are_looked_at_in_part(monkeypatch, shape):
     assert structure(right, turned, U) is None, "permutations are not seen in a part"
 
 
+def test_many_thin_slices_are_not_compared_with_each_other():
+    """A hundred rows of 60,000 against all of them would be millions of distances."""
+    right = random(60_000, 4)
+    actual = right.clone()
+    actual[1000:1100] = random(100, 4, seed=5)
+    assert structure(right, actual, U)[0] == "corrupted elements"
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 9), min_size=0, max_size=4), st.integers(0, 5), st.floats(-4, 4), st.sampled_from([0, 1, 2]),

@@ -277,9 +277,11 @@ def _slices(seen: _Seen) -> Found | None:
         if len(hit) > len(want) / 2 or seen.count < MOST * len(hit) * want.shape[1] or len(hit) > SLICES:
             continue
         step = seen.step.get(axis, 1)
-        apart = torch.cdist(got[hit], want)
-        apart[torch.arange(len(hit)), hit] = torch.inf
-        near, place = apart.min(1)
+        near = torch.full((len(hit),), torch.inf)
+        if len(hit) * len(want) <= LOOKED_AT:
+            apart = torch.cdist(got[hit], want)
+            apart[torch.arange(len(hit)), hit] = torch.inf
+            near, place = apart.min(1)
         if bool((near <= 1e-3 * got[hit].norm(dim=1)).all()) and bool(got[hit].any()):
             one, other = int(hit[0]) * step, int(place[0]) * step
             more = f", and {len(hit) - 1} more like it" if len(hit) > 1 else ""

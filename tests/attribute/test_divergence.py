@@ -118,18 +118,22 @@ def test_infinite_errors_begin_where_the_inputs_are_finite(replays):
     assert found[4].own == 0
 
 
-def test_unknown_inputs_are_never_alone():
-    """Nothing was kept of the input: it may well be what is wrong."""
-    unknown = run(CHAIN, {0: Distance(None), 1: 0.1, 2: 0.1})
-    assert causes(unknown).get(1) != (OWN, 1)
+def test_unknown_inputs_do_not_agree():
+    """Nothing was kept of the input: it may well be what is wrong. Only an error that no operator makes of the least
+    difference that statistics show (32 times it) is the operator's own."""
+    errors = {1: 0.1, 2: 0.1}
+    assert causes(run(CHAIN, errors, least=0.01)) == {1: (OWN, 1), 2: (INHERITED, 1)}
+    unknown = run(CHAIN, {0: Distance(None), **errors}, least=0.01)
+    assert causes(unknown) == {}
     assert unknown[1].unknown
     assert unknown[0].own is None
-    assert causes(run(CHAIN, {0: Distance(None), 1: 0.1, 2: 0.1}, replays={1: BROKEN, 2: HONEST}))[1] == (OWN, 1)
+    assert causes(run(CHAIN, {0: Distance(None), **errors}, replays={1: BROKEN, 2: HONEST}))[1] == (OWN, 1)
+    assert causes(run(CHAIN, {0: Distance(None), **errors}, replays={1: HONEST, 2: HONEST})) == {}
 
 
 def test_masks_of_different_size_say_nothing():
     graph = {0: (LEAF, []), 1: ("full", []), 2: ("add", [0, 1]), 3: ("softmax", [2])}
-    found = run(graph, {1: Distance(0.0, masked=True), 2: Distance(0.0, masked=True), 3: 0.4})
+    found = run(graph, {1: Distance(0.0, masked=True), 2: Distance(0.0, masked=True), 3: 0.1}, least=0.01)
     assert causes(found) == {}
     assert found[3].unknown
     assert found[3].inputs == 0

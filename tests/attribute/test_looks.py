@@ -11,9 +11,9 @@ from roundoff.attribute.replayed import Replayed
 
 def row(record, operator="mul", inputs=(), **columns):
     usual = {
-        "record": record, "call": record, "operator": operator, "site": f"net/{operator}", "line": "train.py:7", "name": None,
-        "inputs": list(inputs), "dtype": "float32", "shape": [6, 10], "numel": 60, "nan": 0, "posinf": 0, "neginf": 0,
-        "inplace": False, "overload": f"aten.{operator}.default", "phase": "forward",
+        "record": record, "call": record, "operator": operator, "site": f"net/{operator}", "line": "train.py:7",
+        "name": None, "inputs": list(inputs), "dtype": "float32", "shape": [6, 10], "numel": 60, "nan": 0, "posinf": 0,
+        "neginf": 0, "inplace": False, "overload": f"aten.{operator}.default", "phase": "forward",
     }  # fmt: skip
     return usual | columns
 

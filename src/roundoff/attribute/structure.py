@@ -22,7 +22,7 @@ SMALL = 2.0**-10
 #: Wrong elements stand out where they are this many times as far off as the worst of the others.
 APART = 8.0
 #: Of larger tensors every k-th slice of the longest axis is looked at.
-LOOKED_AT = 2**22
+LOOKED_AT = 2**20
 #: Slices of an axis that are compared with all others; factors that are named as fractions, up to this denominator.
 SLICES, DENOMINATOR = 256, 16
 

@@ -76,7 +76,7 @@ def of_statistics(one: Row, other: Row) -> Distance:
     >>> row = {"shape": [4], "numel": 4, "min": 1.0, "max": 2.0, "mean": 1.5, "l2": 3.2, "std": 0.5, "hash": None,
     ...        "dtype": "float32", "nan": 0, "posinf": 0, "neginf": 0}
     >>> of_statistics(row, row), of_statistics(row, row | {"max": 2.2}).error
-    (Distance(error=0.0, equal=True), 0.1...)
+    (Distance(error=0.0, equal=True, masked=False), 0.1...)
     """
     if one["hash"] is not None and one["hash"] == other["hash"]:
         return Distance(0.0, True)

@@ -251,8 +251,10 @@ def _explained(sides: Sides, divergence: Divergence, finding: Finding, named: se
     if cut is not None:
         there = cut in theirs.values()
         blamed, missing = (cut, None) if there else (blamed, cut)
+    if row["operator"] == twin["operator"] and row["call"] >= 0 and not finding.arguments:
+        finding.arguments = divergence.changed(twin, row)
     looks = looks_like(finding, row, twin, expected=expected, actual=actual, missing=missing, ours=ours, theirs=theirs,
-                       cut=cut)  # fmt: skip
+                       cut=cut, counterpart=divergence.counterpart)  # fmt: skip
     named.add(blamed["record"])
     return {
         "blamed": blamed["site"], "blamed_line": blamed["line"], "blamed_phase": (missing or blamed)["phase"],

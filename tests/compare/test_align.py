@@ -1,4 +1,4 @@
-"""Which row is which: nothing is lost whatever one program has more, less or elsewhere; exact pairs for the usual changes."""
+"""Which row is which: nothing is lost whatever one program has more, less or elsewhere."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_row_by_use_may_be_read_twice():
     pairs = {p.candidate: p for p in align(ours, theirs)}
     (inner,) = [row["record"] for row in theirs if row["operator"] == "_to_copy"]
     (relu,) = [row["record"] for row in theirs if row["operator"] == "relu"]
-    assert pairs[inner].status == BY_USE and pairs[inner].reason == "read at the same place"
+    assert (pairs[inner].status, pairs[inner].reason) == (BY_USE, "read at the same place")
     assert pairs[relu].status == MATCHED
     assert pairs[inner].reference == pairs[relu].reference
     assert None not in pairs

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundoff.capture.statistics import COLUMNS
 from roundoff.capture.statistics import measure as statistics
 from roundoff.compare.distance import VALUES, Distances, masked, of_metrics, of_statistics, relative
 from roundoff.compare.metrics import measure
@@ -69,9 +70,10 @@ def test_of_statistics_of_recorded_tensors():
         rows = []
         for tensor in (x, y):
             known = statistics([tensor])
-            rows.append({**row(tensor.tolist(), dtype), **{n: known[n] for n in VALUES}})
+            rows.append({**row(tensor.tolist(), dtype), **{n: known[COLUMNS.index(n)] for n in VALUES}})
         # statistics are recorded to 2**-20 or better, and the distance is a difference of them, about 1e-3
-        assert of_statistics(*rows).error == pytest.approx(by_hand(x.double().numpy(), y.double().numpy()), rel=1e-2, abs=1e-5)
+        expected = by_hand(x.double().numpy(), y.double().numpy())
+        assert of_statistics(*rows).error == pytest.approx(expected, rel=1e-2, abs=1e-5)
 
 
 @given(st.lists(numbers.filter(lambda v: any(v)), min_size=2, max_size=6).filter(lambda v: len(v) % 2 == 0))

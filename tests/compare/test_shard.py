@@ -6,6 +6,8 @@ import importlib.util
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -177,23 +179,30 @@ def test_runs_at_urls(runs, name):
         memory.rm("/compared", recursive=True)
 
 
-@pytest.mark.skipif(not RAY, reason="ray is not installed")
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_on_a_cluster(runs, monkeypatch):
-    """Two workers of a cluster of this machine: the same table, to the last bit."""
-    import ray
+CLUSTER = """
+import sys
+import ray, roundoff
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="critical")
+for place in range(1, len(sys.argv), 3):
+    reference, candidate, result = sys.argv[place : place + 3]
+    sides, done = {"reference": reference, "candidate": candidate}, []
+    roundoff.compare(**sides, engine="ray", progress=lambda *at: done.append(at)).save(result)
+    assert done == [(1, 2), (2, 2)], done
+ray.shutdown()
+"""
 
-    source = Path(__file__).parents[2] / "src"
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="critical")
-    try:
-        for reference, candidate in (("kept", "kept_wrong"), ("good", "wrong")):
-            sides = {"reference": runs / reference, "candidate": runs / candidate}
-            done = []
-            far = roundoff.compare(**sides, engine="ray", progress=lambda *at, done=done: done.append(at))
-            assert_frame_equal(far.table, roundoff.compare(**sides).table)
-            assert done == [(1, 2), (2, 2)]
-    finally:
-        ray.shutdown()
+
+@pytest.mark.skipif(not RAY, reason="ray is not installed")
+def test_on_a_cluster(runs, tmp_path):
+    """Two workers of a cluster of this machine: the same table, to the last bit. In a process of its own, since one can
+    join a single cluster with a token."""
+    pairs = [("kept", "kept_wrong"), ("good", "wrong")]
+    arguments = [str(folder) for pair in pairs for folder in (*(runs / name for name in pair), tmp_path / pair[0])]
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    subprocess.run([sys.executable, "-c", CLUSTER, *arguments], env=env, check=True, timeout=150)
+    for reference, candidate in pairs:
+        far = roundoff.Comparison.load(tmp_path / reference)
+        local = roundoff.compare(reference=runs / reference, candidate=runs / candidate)
+        assert_frame_equal(far.table, local.table)
+        assert far.answer == local.answer

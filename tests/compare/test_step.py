@@ -150,6 +150,36 @@ def test_nothing_but_empty_tensors(compared):
     assert found.table["error"].to_list() == [0.0] * found.table.height
 
 
+@pytest.mark.parametrize("kind", ["sparse", "csr", "sparse gradient", "nested"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+def test_tensors_that_hold_others(compared, kind):
+    """Of these the values inside are kept: they are measured, no operator runs again on them, no step is lost."""
+    x = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+    def work(factor):
+        def run():
+            if kind == "nested":
+                return torch.nested.nested_tensor([x, x[:2] * factor]).to_padded_tensor(0.0).sum()
+            if kind == "sparse gradient":
+                table = (torch.ones(9, 4) * factor).requires_grad_()
+                F.embedding(torch.tensor([1, 5, 5]), table, sparse=True).square().sum().backward()
+                return table
+            scaled = x * factor
+            return torch.mm(scaled.to_sparse() if kind == "sparse" else scaled.to_sparse_csr(), x.t()).sum()
+
+        return run
+
+    found = compared(work(1.0), work(1.0))
+    assert failing(found) == []
+    assert "damaged" not in found.coverage["status"]
+    assert found.table["error"].max() == 0
+    found = compared(work(1.0), work(1.5))
+    assert "damaged" not in found.coverage["status"]
+    assert found.culprits(1)[0]["operator"] == "mul"
+    assert found.table.filter(pl.col("operator").str.contains("sparse|nested|embedding"))["error"].max() > 0.1
+    assert {c["operator"] for c in found.culprits()} == {"mul"}
+
+
 def test_a_later_step_inherits(recorded):
     """A fault of the first step moves the weights: what differs later without a new fault is told as inherited."""
     def model(eps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,13 @@ class StepTensors:
         self._kept: dict[str, torch.Tensor] = {}
         self._opened: dict[Path, TensorFile] = {}
         self._whole = run.about.get("keep") != "sample"
+
+    def whole(self) -> StepTensors:
+        """The same, without records of which not the tensor itself is kept, but values inside it: of a sparse, nested or
+        distributed one. An operator cannot run again on these."""
+        found = copy.copy(self)
+        found._rows = {record: row for record, row in self._rows.items() if row["stride"] is not None}
+        return found
 
     def __contains__(self, record: int) -> bool:
         row = self._rows.get(record)

@@ -186,6 +186,15 @@ def test_a_row_by_use_may_be_read_twice():
     assert None not in pairs
 
 
+def test_another_shape_is_another_value():
+    """What stands at the same place but has another shape is no counterpart."""
+    product = Op(1, "a", "mm", (4, 4), (0, -2), 1)
+    ours, theirs = (rows([Op(0, "a", name, shape, (), 0), product]) for name, shape in (("relu", (4, 4)), ("tanh", (16,))))
+    found = {(p.reference, p.candidate): p.status for p in align(ours, theirs)}
+    assert found[None, 0] == CANDIDATE_ONLY
+    assert found[0, None] == REFERENCE_ONLY
+
+
 @pytest.mark.parametrize("empty", ["both", "reference", "candidate"])
 def test_nothing_recorded(empty):
     some = rows([Op(0, "a", "mm", (4, 4), (), 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import secrets
 import shutil
@@ -135,6 +136,17 @@ def test_a_damaged_step_is_a_row_and_the_rest_is_compared(runs, tmp_path, keep, 
     others = (pl.col("rank") == 1) | (pl.col("step") != 1)
     assert_frame_equal(found.table.filter(others).select(SAME), sound.table.filter(others).select(SAME))
     assert found.coverage["status"]["damaged"] == 1
+
+
+def test_special_values_of_equal_statistics(recorded):
+    """The finite elements agree, in columns too; one run has NaN where the other has infinity."""
+    one, other = (
+        recorded(lambda last=last: torch.tensor([1.0, 2.0, last]).abs(), keep="stats") for last in (math.nan, math.inf)
+    )
+    found = roundoff.compare(reference=one, candidate=other)
+    assert found.table.filter(operator="abs")["error"].to_list() == [math.inf]
+    assert not found.agrees
+    assert roundoff.compare(reference=one, candidate=one).agrees
 
 
 def test_other_steps_and_ranks(runs):

@@ -34,6 +34,9 @@ def test_swapped_operands(compared, operator):
     # to swap those of a difference is a fault
     found = compared(lambda: torch.sub(x.sin(), x.exp()).sum(), lambda: torch.sub(x.exp(), x.sin()).sum())
     assert found.culprits(1)[0]["operator"] == "sub"
+    # and a fault of a sum whose operands are swapped is its own: what it reads is equal
+    found = compared(lambda: torch.add(x.sin(), x.exp()).sum(), lambda: torch.add(x.exp(), x.sin(), alpha=1.01).sum())
+    assert [(c["operator"], c["inputs_error"]) for c in found.culprits(1)] == [("add", 0)]
 
 
 def test_gradients_accumulated_in_another_order(compared):

@@ -148,3 +148,17 @@ def test_the_verb_prints_a_table_or_json(recorded, capsys):
     data = json.loads(capsys.readouterr().out)
     assert {row["overload"] for row in data["rows"]} == {"aten.addmm.default"}
     assert data["rows"][0]["sqnr_db"] > 100
+
+
+def test_what_reads_a_sparse_tensor_does_not_run_again(tmp_path):
+    """Its values alone are stored: kernels would read beyond their end."""
+    x = torch.linspace(-1, 1, 24).reshape(4, 6)
+    with roundoff.capture(tmp_path / "run", keep="tensors") as run:
+        torch.mm((x * 2).to_sparse(), x.t()).sum()
+        run.step()
+    stored = roundoff.load(tmp_path / "run")
+    assert stored.tensor("/_to_sparse").tolist() == (x * 2)[x != 0].tolist()
+    found = dict(replay(stored).select("site", "reason").iter_rows())
+    assert found["/mul"] is None
+    assert found["/mm"] == "its input /_to_sparse is stored as the values inside it alone"
+    assert found["/_to_sparse"] == "its result /_to_sparse is stored as the values inside it alone"

@@ -180,6 +180,8 @@ class Recorder:
                 if not value.is_contiguous() and in_memory_order(value) is None:
                     memory.end, stride = start, value.contiguous().stride()
             offset = start - memory.start
+            if value is not tensor and (tensor.is_nested or value.shape != tensor.shape):
+                stride = None  # values inside it: stored ones, a shard
             self._read(record, value, view_of, memory)
         self.rows.append((
             record, *head, place, overload, self.name_of(tensor), line, inputs, arguments, view_of, inplace,

@@ -81,6 +81,8 @@ def _replay_step(
             name = f"record {record}" if row is None else row["name"] or row["site"]
             why = f" ({row['reason']})" if row is not None and row["reason"] else ""
             raise _NotStored(f"{name} is not stored{why}")
+        if row["stride"] is None:
+            raise _NotStored(f"{row['name'] or row['site']} is stored as the values inside it alone")
         return run.tensor(record=record, rank=rank, step=step)
 
     for call in rows.partition_by("call", maintain_order=True):
@@ -143,7 +145,7 @@ class _NotStored(Exception):  # noqa: N818 - becomes the reason of a row
     """A tensor that a call needs is not in the run."""
 
 
-_NEEDED = ("record", "blob", "name", "reason")
+_NEEDED = ("record", "blob", "stride", "name", "reason")
 
 
 def _chosen(run: Run, site: str | None, phase: str | None, rank: int, step: int | None) -> pl.DataFrame:

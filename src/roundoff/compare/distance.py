@@ -48,19 +48,18 @@ class Distances:
             return Distance(math.inf), metrics
         return Distance(0.0, masked=True) if masked(one, other) else of_metrics(metrics), metrics
 
-
     def _of_tensors(self, mine: StepTensors, other: StepTensors, ours: int, theirs: int) -> Metrics:
         """The metrics; of tensors that lie in memory in the same way those of the memory, for all views of it at once."""
-        whole = mine.whole(ours)
-        alike = whole is not None and whole == other.whole(theirs)
+        dense = mine.dense(ours)
+        alike = dense is not None and dense == other.dense(theirs)
         key = (mine.key(ours), other.key(theirs)) if not alike else (self._ours[ours]["blob"], self._theirs[theirs]["blob"])
         metrics = self._metrics.get(key)
         if metrics is None:
             one, two = (mine[ours], other[theirs]) if not alike else (mine.blob(ours).view(-1), other.blob(theirs).view(-1))
             metrics = self._metrics[key] = measure(one, two)
-        if whole is None or not alike or metrics.worst_index is None:
+        if dense is None or not alike or metrics.worst_index is None:
             return metrics
-        return metrics._replace(worst_index=_place(metrics.worst_index[0], *whole))
+        return metrics._replace(worst_index=_place(metrics.worst_index[0], *dense))
 
 
 def _place(flat: int, shape: Sequence[int], stride: Sequence[int]) -> list[int]:

@@ -99,8 +99,9 @@ def _divergence(
         return one in ours and other in theirs and bool(ours[one]["shape"] == theirs[other]["shape"])
 
     runs = Runs()
+    mine, other = (None if side is None else side.whole() for side in (sides.mine, sides.other))
     holders = {counterpart[record]: record for record in sorted(exact, reverse=True)}
-    expected = None if sides.other is None else Expected(ours, first_twin, holders, sides.other, fits)
+    expected = None if other is None else Expected(ours, first_twin, holders, other, fits)
     least = 2 * max((unit(d) for d in working(theirs.values()) | working(ours.values())), default=0.0)
 
     def bound(twin: Row, row: Row) -> Bound:
@@ -115,12 +116,12 @@ def _divergence(
     def again(twin: Row, row: Row, aligned: bool, same_inputs: bool) -> Replayed:
         dtype = format_of(twin, row, adopted)
         read = {theirs[i]["dtype"] for i in row["inputs"] or () if i in theirs}
-        assert sides.other is not None  # noqa: S101 (replay is only given where tensors are)
+        assert other is not None  # noqa: S101 (replay is only given where tensors are)
         return replayed(
-            row, first=first[row["call"]], first_twin=first_twin.get(twin["call"], twin), tensors=sides.other,
+            row, first=first[row["call"]], first_twin=first_twin.get(twin["call"], twin), tensors=other,
             unit=max([unit(dtype), *(unit(d) for d in read & adopted)]), least=smallest(dtype),
             aligned=aligned and twin["call"] >= 0,
-            reference=sides.mine[twin["record"]] if same_inputs and sides.mine is not None and twin["record"] in sides.mine
+            reference=mine[twin["record"]] if same_inputs and mine is not None and twin["record"] in mine
             and twin["shape"] == row["shape"] else None,
             fits=fits, runs=runs,
             terms=terms(row, [theirs[i]["shape"] or () for i in row["inputs"] or () if i in theirs])
@@ -137,7 +138,7 @@ def _divergence(
 
     return Divergence(
         ours, theirs, counterpart, exact, distance, bound, lambda a, b: _slots(a, b, counterpart), changed,
-        again if sides.other is not None else None, least, carried,
+        again if other is not None else None, least, carried,
         lambda a, b: of_statistics({**theirs[a], "shape": theirs[b]["shape"]}, theirs[b]),
     )  # fmt: skip
 

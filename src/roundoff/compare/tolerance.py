@@ -55,7 +55,7 @@ def unit(dtype: str | None) -> float:
     found = getattr(torch, dtype or "", None)
     if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
         return 0.0
-    return float(torch.finfo(found).eps) / 2
+    return _spacing(found) / 2
 
 
 @lru_cache
@@ -64,8 +64,13 @@ def smallest(dtype: str | None) -> float:
     found = getattr(torch, dtype or "", None)
     if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
         return 0.0
-    info = torch.finfo(found)
-    return float(info.tiny * info.eps)
+    return float(torch.finfo(found).tiny) * _spacing(found)
+
+
+def _spacing(dtype: torch.dtype) -> float:
+    """Of 1 to the next number."""
+    # torch 2.13 says 0.125 of e5m2fnuz, but its fraction has two bits
+    return 0.25 if dtype is torch.float8_e5m2fnuz else float(torch.finfo(dtype).eps)
 
 
 def working(rows: Iterable[Row]) -> frozenset[str]:

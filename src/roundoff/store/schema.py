@@ -46,7 +46,8 @@ OPS: dict[str, Any] = {
     "recomputed": pl.Boolean,  # in the backward pass, of the forward: a checkpoint
     "dtype": pl.Utf8,  # "float32"
     "shape": pl.List(pl.Int64),
-    # how the kept elements, which lie in the order of memory, become the tensor: of the record itself, or of view_of
+    # how the kept elements, which lie in the order of memory, become the tensor: of the record itself, or of view_of; null
+    # where they do not: the values of a sparse or nested tensor, the shard of a distributed one
     "stride": pl.List(pl.Int64),
     "offset": pl.Int64,
     "device": pl.Utf8,

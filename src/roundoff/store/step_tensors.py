@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,13 @@ class StepTensors:
         self._opened: dict[Path, TensorFile] = {}
         self._whole = run.about.get("keep") != "sample"
 
+    def whole(self) -> StepTensors:
+        """The same, without records of which not the tensor itself is kept, but values inside it: of a sparse, nested or
+        distributed one. An operator cannot run again on these."""
+        found = copy.copy(self)
+        found._rows = {record: row for record, row in self._rows.items() if row["stride"] is not None}
+        return found
+
     def __contains__(self, record: int) -> bool:
         row = self._rows.get(record)
         return row is not None and row["blob"] is not None
@@ -40,7 +48,7 @@ class StepTensors:
             return None
         return row["blob"], tuple(row["shape"] or ()), tuple(row["stride"] or ()), row["offset"]
 
-    def whole(self, record: int) -> Key | None:
+    def dense(self, record: int) -> Key | None:
         """Of a tensor that has every kept element once, in whatever order: shape, strides and offset; None of another."""
         row = self._rows[record]
         shape, stride = row["shape"], row["stride"]

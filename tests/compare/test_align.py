@@ -33,7 +33,8 @@ def rows(ops, *, rename=lambda name: name, dtype="float32"):
         values = np.random.default_rng(seed).normal(1.0, 2.0, shape)
         record_of[key] = len(found)
         found.append({
-            "record": len(found), "phase": "forward", "place": 0, "role": None, "hash": None, "dtype": dtype,
+            "record": len(found), "phase": "forward", "place": 0, "role": None, "recomputed": False, "hash": None,
+            "dtype": dtype,
             "shape": list(shape), "numel": values.size, "view_of": None, "nan": 0, "posinf": 0, "neginf": 0,
             "min": values.min(), "max": values.max(), "mean": values.mean(), "std": values.std(),
             "l2": np.linalg.norm(values), **columns,

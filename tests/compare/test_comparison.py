@@ -240,7 +240,7 @@ def test_a_noise_floor_raises_tolerances(recorded):
     without = roundoff.compare(reference=plain, candidate=candidate).table
     run = beside(recorded, "ours", cancelling, noise=(1, 2))
     found = roundoff.compare(reference=run, candidate=candidate)
-    assert any("2 more runs of the reference" in note for note in found.about["notes"])
+    assert any("2 more runs of the reference" in note for note in found.about["repeats"])
     known = without["tolerance"].is_not_null()
     raised = (found.table["tolerance"] > without["tolerance"]).filter(known)
     assert {*found.table.filter(known).filter(raised)["operator"]} >= {"sub", "pow"}
@@ -263,17 +263,17 @@ def test_what_is_not_reproducible_is_not_called_wrong(recorded):
     assert (named["operator"], named["looks_like"]) == ("uniform_", LABEL)
     assert "draws random numbers" in named["evidence"]
     assert "seed it" in named["try"]
-    assert any(note.startswith("The reference does not repeat itself: /uniform_") for note in found.about["notes"])
+    assert any(note.startswith("The reference does not repeat itself: /uniform_") for note in found.about["repeats"])
 
 
 def test_two_runs_of_one_command(recorded):
     command = ["train.py", "--lr", "0.1"]
     runs = [recorded(noisy, Net(), command=command) for _ in range(2)]
     found = roundoff.compare(reference=runs[0], candidate=runs[1])
-    assert any(note.startswith("Both runs are of one command in one environment") for note in found.about["notes"])
+    assert any(note.startswith("Both runs are of one command in one environment") for note in found.about["repeats"])
     assert found.culprits(1)[0]["looks_like"] == LABEL
     equal = [recorded(train, Net(), command=command) for _ in range(2)]
-    assert roundoff.compare(reference=equal[0], candidate=equal[1]).about["notes"] == []
+    assert roundoff.compare(reference=equal[0], candidate=equal[1]).about["repeats"] == []
 
 
 def test_a_page(compared, tmp_path):

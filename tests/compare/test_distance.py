@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import roundoff
 from roundoff.capture.statistics import COLUMNS
 from roundoff.capture.statistics import measure as statistics
 from roundoff.compare.distance import VALUES, Distances, masked, of_metrics, of_statistics, relative
@@ -143,6 +145,9 @@ class Kept(dict):
     def key(self, record):
         return self[record].data_ptr(), tuple(self[record].shape)
 
+    def dense(self, record):
+        return None  # views of other memory
+
     def __getitem__(self, record):
         Kept.reads += 1
         return super().__getitem__(record)
@@ -176,3 +181,19 @@ def test_of_metrics(one, other, error, equal):
     found = of_metrics(measure(torch.tensor(one), torch.tensor(other)))
     assert found.error == (error if math.isinf(error) else pytest.approx(error, rel=1e-7))
     assert found.equal == equal
+
+
+def test_a_tensor_and_its_views_are_measured_once(tmp_path):
+    """Of all views of one memory that show all of it the metrics are those of the memory, each with its own index."""
+    base, other = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4)
+    other[2, 1] = 100
+    for name, tensor in (("one", base), ("two", other)):
+        with roundoff.capture(tmp_path / name, keep="tensors") as run:
+            (tensor.clone().t() * 1).view(4, 3)
+            run.step()
+    table = roundoff.compare(reference=tmp_path / "one", candidate=tmp_path / "two").table
+    found = {row["site"]: row for row in table.filter(pl.col("error") > 0).to_dicts()}
+    assert found["/clone"]["worst_index"] == [2, 1]
+    assert found["/t"]["worst_index"] == [1, 2] == found["/mul"]["worst_index"] == found["/view"]["worst_index"]
+    assert {row["worst_candidate"] for row in found.values()} == {100.0}
+    assert len({row["rel_l2"] for row in found.values()}) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from roundoff.attribute.divergence import Divergence
 from roundoff.attribute.findings import OWN, Bound, Finding, contributions
-from roundoff.attribute.looks import looks_like
+from roundoff.attribute.looks import ADVICE, looks_like
 from roundoff.attribute.replayed import Replayed, differences, replayed
 from roundoff.attribute.rerun import Expected, Runs
 from roundoff.attribute.roles import EMPTY, base, values_read
@@ -41,6 +41,7 @@ class Memory:
     """What the earlier steps of a rank leave to later ones: how far tensors had parted, and whether by a fault."""
 
     names: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    unwritten: dict[str, Row] = field(default_factory=dict)  # the reference's last write that the candidate lacks
     worst: float = 0.0
     parted: bool = False
 
@@ -69,7 +70,6 @@ def compare_step(
     divergence = _divergence(sides, pairs, distance, memory, floors)
     findings = divergence.run()
     share = contributions(findings, {r: _read(theirs[r]) for r in findings})
-    _remember(memory, theirs, findings)
     rows = []
     named: set[int] = set()
     for pair in pairs:
@@ -78,10 +78,14 @@ def compare_step(
         if finding is not None:
             row["contribution"] = share.get(finding.record, 0.0)
             if finding.cause == OWN:
-                row |= _explained(sides, divergence, finding, named)
+                row |= _explained(sides, divergence, finding, named) | _unwritten(memory, theirs[finding.record])
             elif finding.origin is not None:
                 row["origin"] = theirs[finding.origin]["site"]
         rows.append(row)
+    _remember(memory, theirs, findings)
+    lonely = {pair.reference for pair in pairs if pair.status == REFERENCE_ONLY}
+    last = {row["name"]: row for row in ours.values() if row["name"]}
+    memory.unwritten |= {name: row for name, row in last.items() if row["record"] in lonely and row["call"] >= 0}
     return rows
 
 
@@ -278,6 +282,19 @@ def _cut(divergence: Divergence, row: Row) -> Row | None:
         if found:
             return found[0]
     return None
+
+
+def _unwritten(memory: Memory, row: Row) -> dict[str, Any]:
+    """Where a tensor differs because the step before did not write it: the operator that the candidate lacks."""
+    missing = memory.unwritten.get(row["name"] or "") if row["call"] < 0 else None
+    if missing is None:
+        return {}
+    line = f" ({missing['line']})" if missing["line"] else ""
+    return {
+        "blamed_reference": missing["site"], "blamed_reference_line": missing["line"], "blamed_phase": missing["phase"],
+        "looks_like": "missing operator", "advice": ADVICE["missing operator"],
+        "evidence": f"{missing['site']}{line} of the step before is in the reference only, and wrote this",
+    }  # fmt: skip
 
 
 def _finite(value: float | None) -> float | None:

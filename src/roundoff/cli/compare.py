@@ -82,8 +82,9 @@ def _compared(
     reference: str, candidate: str, engine: str, modules: str | None, rank: int | None, step: int | None, *,
     stats: bool, quiet: bool,
 ) -> Comparison:  # fmt: skip
-    from roundoff.compare.comparison import compare
-    from roundoff.compare.modules import read_modules
+    with _without_collector():  # it would walk through what torch's import makes, again and again
+        from roundoff.compare.comparison import compare
+        from roundoff.compare.modules import read_modules
 
     renamed = None if modules is None else read_modules(modules)
     gc.freeze()  # what torch has left: walking through it takes longer than comparing a step
@@ -115,6 +116,17 @@ def _limits(options: list[str] | None) -> dict[str, float]:
             raise RunError("a limit needs a metric and a number", where="--limit",
                            expected="METRIC=VALUE, such as max_abs=1e-3", got=repr(option)) from None  # fmt: skip
     return found
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

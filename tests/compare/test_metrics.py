@@ -16,8 +16,8 @@ from roundoff.compare.metrics import Metrics, measure
 
 nan, inf = math.nan, math.inf
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
-#: fp32 sums of a row: 64 terms in each of 16 lanes, then the lanes: (64 + 4) 2**-24 of the sum at most, and as much again
-#: for the arithmetic of a term. All terms of these sums are positive.
+#: fp32 sums of a row: four pieces, 64 terms in each of 16 lanes, then the lanes: (2 + 64 + 4) 2**-24 of the sum at most, and
+#: a few for the arithmetic of a term. All terms of these sums are positive.
 ROWS = 2.0**-17
 NORMS = ("rel_l2", "mean_abs", "mean_rel", "ulp_mean", "l2_reference", "l2_candidate", "l2_error")
 EXACT = (

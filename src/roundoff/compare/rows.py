@@ -80,9 +80,11 @@ def _narrow(totals: Totals, x: Tensor, y: Tensor, start: int, grid: Grid) -> boo
 
 
 def _closer(totals: Totals, x: Tensor, y: Tensor, start: int, grid: Grid) -> None:
-    """A row of a wide form, of which only a part may need fp64."""
-    if not _narrow(totals, x, y, start, grid):
-        add_exact(totals, x, y, start, grid)
+    """Rows of a wide form, of which only a part may need fp64."""
+    for first in range(0, len(x), _WIDENED):
+        part = slice(first, first + _WIDENED)
+        if not _narrow(totals, x[part], y[part], start + first, grid):
+            add_exact(totals, x[part], y[part], start + first, grid)
 
 
 @lru_cache
@@ -103,6 +105,9 @@ def _block(totals: Totals, x: Tensor, y: Tensor, start: int, way: _Pass) -> None
         added = found[: len(SUMS)].sum(1, dtype=np.float64)
     fine = _trusted(found, added, y, way.row)
     if fine is not None:
+        if way.row > ROW and 8 * np.count_nonzero(fine) < 7 * rows:  # so many calls of their own would take longer
+            _closer(totals, x, y, start, way.grid)
+            return
         for row in (~fine).nonzero()[0].tolist():
             first, part = row * way.row, slice(row * way.row, (row + 1) * way.row)
             if len(x) > first:

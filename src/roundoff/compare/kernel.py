@@ -78,6 +78,7 @@ def _piece(
     solid, differ = torch.clamp_max(size.view(_I), 1), torch.clamp_max(bits, 1)
     rel = (error / size).view(_I) & -solid  # zero where r is
     ulp = apart.to(_F)
+    # above 1 ulp (-1 each), zeros of unlike signs, which are equal without the same bits, and what SUMS calls so
     counts = [(one - ulp.view(_I)) >> 31, crossed & (differ ^ 1), differ, differ & (solid ^ 1), solid]
     far = apart if wrapped is None else apart ^ _SIGN  # in the order of unsigned numbers
     return _Piece(
@@ -100,15 +101,15 @@ def _rows(pieces: list[_Piece], n: int) -> Tensor:
         ]
     (piece,) = pieces
     *sums, ulp = (s.sum(1) for s in piece.sums)
+    # as fp32 along the row: at its end torch adds the lanes of an int32 vector one by one
     over, opposite, differ, lone, solid, *wrapped = (s.to(_F).sum(1) for s in piece.counts)
     bits, rel, far = (t.amax(1) for t in piece.tops)
-    over, top = -over, far.to(_F)
-    if wrapped:
+    if wrapped:  # -1 each
         far = far ^ _SIGN
-        ulp, over = ulp - wrapped[0] * 4294967296.0, over - wrapped[0]
-        top = torch.where(far < 0, far.to(_F) + 4294967296.0, far.to(_F))
+        ulp, over = ulp - wrapped[0] * 4294967296.0, over + wrapped[0]
+    top = torch.where(far < 0, far.to(_F) + 4294967296.0, far.to(_F))
     same = count - differ - opposite
-    return torch.stack([*sums, ulp, over, same, differ, lone, solid, bits.view(_F), rel.view(_F), top])
+    return torch.stack([*sums, ulp, -over, same, differ, lone, solid, bits.view(_F), rel.view(_F), top])
 
 
 def _pairs(pieces: int) -> Callable[[torch.dtype, int], list[Tensor]]:

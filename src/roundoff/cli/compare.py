@@ -82,11 +82,11 @@ def _compared(
     reference: str, candidate: str, engine: str, modules: str | None, rank: int | None, step: int | None, *,
     stats: bool, quiet: bool,
 ) -> Comparison:  # fmt: skip
-    from roundoff.compare.comparison import compare
-    from roundoff.compare.modules import read_modules
+    with _not_collected():
+        from roundoff.compare.comparison import compare
+        from roundoff.compare.modules import read_modules
 
     renamed = None if modules is None else read_modules(modules)
-    gc.freeze()  # what torch has left: walking through it takes longer than comparing a step
     with _progress(quiet) as progress:
         return compare(reference=reference, candidate=candidate, modules=renamed, engine=engine, tensors=not stats,
                        rank=rank, step=step, progress=progress)  # fmt: skip
@@ -115,6 +115,19 @@ def _limits(options: list[str] | None) -> dict[str, float]:
             raise RunError("a limit needs a metric and a number", where="--limit",
                            expected="METRIC=VALUE, such as max_abs=1e-3", got=repr(option)) from None  # fmt: skip
     return found
+
+
+@contextmanager
+def _not_collected() -> Iterator[None]:
+    """Imports: walking through what torch's leaves, while it grows and ever after, takes longer than comparing a step."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

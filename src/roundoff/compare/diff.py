@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roundoff.attribute.divergence import EQUAL_INPUTS
 from roundoff.attribute.replayed import differences
 from roundoff.attribute.roles import values_read
 from roundoff.compare.align import Pair, align
@@ -99,6 +100,8 @@ def diff(
         "error": distance(twin["record"], row["record"]).error,
         "tolerance": tolerance(twin, row, adopted, [other[i] for i in row["inputs"] or () if i in other]),
     }  # fmt: skip
+    if about["inputs"] and not any(i["error"] != 0 for i in about["inputs"]):
+        about["tolerance"] *= EQUAL_INPUTS
     lacking = [
         side
         for side, tensors, r in (("reference", mine, twin), ("candidate", their, row))

@@ -76,10 +76,11 @@ class Metrics(NamedTuple):
 def measure(reference: Tensor, candidate: Tensor) -> Metrics:
     """Every metric of two tensors of one shape, any dtypes, devices and strides; neither is changed, nor broadcast.
 
-    fp32, 16-bit and 8-bit formats are subtracted in fp32, rows of 1,024 elements summed in it and the rows in fp64; rows
-    with special values or whose squares leave fp32's range, and all other dtypes, in fp64. Integers and booleans subtract
-    exactly. Complex numbers by the modulus of the difference. An empty tensor, other shapes, and tensors whose elements
-    cannot be read (meta, sparse, quantized, nested) have a ``reason`` and no metrics. Never raises for a pair of tensors.
+    fp32, 16-bit and 8-bit formats are subtracted in fp32, rows of 1,024 or 4,096 elements summed in it and the rows in
+    fp64; rows with special values or whose squares leave fp32's range, and all other dtypes, in fp64. Integers and booleans
+    subtract exactly. Complex numbers by the modulus of the difference. An empty tensor, other shapes, and tensors whose
+    elements cannot be read (meta, sparse, quantized, nested) have a ``reason`` and no metrics. Never raises for a pair of
+    tensors.
 
     >>> import torch
     >>> m = measure(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))

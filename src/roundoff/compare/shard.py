@@ -14,7 +14,8 @@ import torch
 
 from roundoff.compare.align import MATCHED
 from roundoff.compare.distance import VALUES, relative
-from roundoff.compare.step import Memory, Sides, compare_step
+from roundoff.compare.explain import Memory, Sides
+from roundoff.compare.step import compare_step
 from roundoff.compare.table import frame_of
 from roundoff.compare.tolerance import MARGIN, unit
 from roundoff.errors import RunError

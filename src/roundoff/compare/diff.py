@@ -78,7 +78,7 @@ def diff(
     pair = min(chosen, key=lambda p: (_some(p, one, other)["call"] < 0, _some(p, one, other)["place"] or 0))
     twin = None if pair.reference is None else one[pair.reference]
     row = None if pair.candidate is None else other[pair.candidate]
-    about = {
+    about: dict[str, Any] = {
         "reference": ours.location, "candidate": theirs.location, "asked": site, "rank": rank, "step": step,
         "status": pair.status, "reason": pair.reason,
         "sides": {"reference": _side(twin), "candidate": _side(row)},

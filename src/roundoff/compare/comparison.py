@@ -270,7 +270,7 @@ def compare(
             lonely += [{noun: n, "status": f"only in {side}", "reason": f"the other run has no {noun} {n}"} for n in extra]
             notes += [f"Only the {side} has {span(noun, extra)}"] if extra else []
     table = received(whole([*(frame for frame, _ in found), frame_of(lonely)]))
-    calls = table.filter(pl.col("call") >= 0)["status"]
+    calls = table["status"].filter(table["call"] >= 0)
     if len(calls) and not calls.is_in([MATCHED]).any():
         raise RunError("the two runs have no operator in common", where=theirs.location,
                        got=f"{len(calls):,} calls that only one of them has", expected="two runs of one model",

@@ -137,7 +137,7 @@ def _lowest(row: Row) -> float | None:
 
 def relative(one: Mapping[str, Any], other: Mapping[str, Any], largest: Callable[..., Any]) -> Any:
     """The largest relative difference of the statistics; of numbers with ``max``, of arrays with what does it for them."""
-    rms = one["l2"] / one["numel"] ** 0.5
+    rms = one["l2"] / (one["numel"] - one["nan"] - one["posinf"] - one["neginf"]) ** 0.5
     amax = largest(abs(one["min"]), abs(one["max"]))
     return largest(
         abs(one["l2"] - other["l2"]) / one["l2"], abs(one["mean"] - other["mean"]) / rms,

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from roundoff.capture.own import own_error
 from roundoff.capture.refusal import UNINITIALISED
+from roundoff.compare.distance import VALUES
+from roundoff.compare.distance import relative as of_columns
 from roundoff.errors import RunError
 from roundoff.store import Run
 from roundoff.store.sites import complete
@@ -145,17 +147,11 @@ def theirs(couple: dict[str, Any]) -> dict[str, Any]:
 def _statistics(p: pl.DataFrame) -> pl.DataFrame:
     """``distance`` and ``reason`` of each pair, from statistics."""
 
-    def apart(name: str) -> pl.Expr:
-        return (pl.col(name) - pl.col(f"{name}_other")).abs()
-
     def differ(*names: str) -> pl.Expr:
         return pl.any_horizontal(pl.col(n).ne_missing(pl.col(f"{n}_other")) for n in names)
 
-    finite = pl.col("numel") - pl.sum_horizontal(*_COUNTS)
-    rms, amax = pl.col("l2") / finite.sqrt(), pl.max_horizontal(pl.col("min").abs(), pl.col("max").abs())
-    distance = pl.max_horizontal(
-        apart("l2") / pl.col("l2"), apart("mean") / rms, apart("std") / rms, apart("min") / amax, apart("max") / amax
-    )
+    one, other = ({n: pl.col(n + suffix) for n in (*VALUES, "numel", *_COUNTS)} for suffix in ("", "_other"))
+    distance = of_columns(one, other, pl.max_horizontal)
     same = pl.col("hash").is_not_null() & (pl.col("hash") == pl.col("hash_other"))
     reason = (
         pl.when("garbage").then(pl.lit(GARBAGE))

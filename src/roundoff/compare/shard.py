@@ -102,7 +102,7 @@ def _quick(ours: Run, theirs: Run, rank: int, steps: Sequence[int]) -> dict[int,
     if heights[0] != heights[1]:
         return {}
     same = (one.select(_KEYS).hash_rows() == other.select(_KEYS).hash_rows()).to_numpy()
-    a, b = ({name: frame[name].to_numpy() for name in (*VALUES, "numel")} for frame in (one, other))
+    a, b = ({name: frame[name].to_numpy() for name in (*VALUES, "numel", *_COUNTS)} for frame in (one, other))
     with np.errstate(all="ignore"):
         error = relative(a, b, lambda *values: functools.reduce(np.fmax, values))
     equal = np.logical_and.reduce([(a[n] == b[n]) | (np.isnan(a[n]) & np.isnan(b[n])) for n in VALUES])

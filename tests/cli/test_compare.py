@@ -181,7 +181,7 @@ def test_damage_is_named_and_the_rest_compared(here, tmp_path, capsys):
     shutil.copytree(here / "longer", broken)
     path = broken / "rank0" / "step000001" / "ops.parquet"
     path.write_bytes(path.read_bytes()[:-7])
-    text = said(f"compare longer {broken}", capsys, 0)
+    text = said(f"compare longer {broken}", capsys, 2)
     assert "Damaged and left out:" in text
     assert "step000001" in text
     assert "1 step could not be read" in text

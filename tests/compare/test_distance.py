@@ -82,7 +82,8 @@ def test_of_statistics_of_recorded_tensors():
 def test_relative_of_columns_is_that_of_numbers(lists):
     ones, others = lists[::2], lists[1::2]
     pairs = [(row(a, torch.float64), row(b, torch.float64)) for a, b in zip(ones, others, strict=True)]
-    columns = [{n: np.array([pair[i][n] for pair in pairs]) for n in (*VALUES, "numel", "nan", "posinf", "neginf")} for i in (0, 1)]
+    names = (*VALUES, "numel", "nan", "posinf", "neginf")
+    columns = [{n: np.array([pair[i][n] for pair in pairs]) for n in names} for i in (0, 1)]
     found = relative(*columns, lambda *v: np.maximum.reduce(np.broadcast_arrays(*v)))
     assert found.tolist() == pytest.approx([relative(a, b, max) for a, b in pairs], rel=1e-12)
 

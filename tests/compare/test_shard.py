@@ -118,7 +118,7 @@ def test_a_rank_by_itself(runs):
 
 
 @pytest.mark.parametrize(("keep", "file"), [
-    ("", "ops.parquet"), ("", "checksums.json"), ("kept_", "ops.parquet"), ("kept_", "tensors-000.safetensors"),
+    ("", "ops.parquet"), ("", "checksums.json"), ("kept_", "ops.parquet"),
 ])  # fmt: skip
 def test_a_damaged_step_is_a_row_and_the_rest_is_compared(runs, tmp_path, keep, file):
     reference, broken = runs / (keep.rstrip("_") or "good"), tmp_path / "broken"
@@ -136,6 +136,26 @@ def test_a_damaged_step_is_a_row_and_the_rest_is_compared(runs, tmp_path, keep, 
     others = (pl.col("rank") == 1) | (pl.col("step") != 1)
     assert_frame_equal(found.table.filter(others).select(SAME), sound.table.filter(others).select(SAME))
     assert found.coverage["status"]["damaged"] == 1
+
+
+def test_of_a_damaged_tensor_statistics_are_compared(runs, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(runs / "kept_wrong", broken)
+    path = broken / "rank0" / "step000001" / "tensors-000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 255  # of the last tensor
+    path.write_bytes(content)
+    found = roundoff.compare(reference=runs / "kept", candidate=broken)
+    (line,) = found.about["damage"]
+    assert "step000001" in line
+    assert "are not those that were written" in line
+    assert found.divergence["site"] == "1/native_layer_norm"
+    sound = roundoff.compare(reference=runs / "kept", candidate=runs / "kept_wrong")
+    assert found.table.height == sound.table.height
+    here = (pl.col("rank") == 0) & (pl.col("step") == 1) & (pl.col("numel") > 0) & pl.col("error").is_not_null()
+    without = found.table.filter(here & pl.col("rel_l2").is_null())["record"]
+    assert 0 < len(without) < sound.table.filter(here).height / 4  # views of it too
+    assert not sound.table.filter(here & pl.col("rel_l2").is_null() & pl.col("record").is_in(without.implode())).height
 
 
 def test_special_values_of_equal_statistics(recorded):

@@ -47,8 +47,8 @@ def command(
 ) -> int:
     """Compare two runs: where they part, which operator is at fault, what it looks like, and what to try.
 
-    The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input. In place of the two runs, the folder of
-    a comparison that --save wrote is judged again without computing it again.
+    The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input, damaged files among it. In place of the
+    two runs, the folder of a comparison that --save wrote is judged again without computing it again.
     """
     from roundoff.report.comparison_text import print_comparison
 
@@ -75,7 +75,7 @@ def command(
         for what, place in (("Report", html), ("Comparison", save)):
             if place is not None:
                 console.print(f"{what} written to {o.said(place)}", markup=False)
-    return 0 if found.agrees else 1
+    return 1 if not found.agrees else 2 if found.about.get("damage") else 0
 
 
 def _compared(

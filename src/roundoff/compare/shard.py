@@ -65,7 +65,7 @@ def compare_rank(
             memory.worst = max(memory.worst, float(quick[step]["error"].max() or 0.0))  # type: ignore[arg-type]
             continue
         try:
-            frames.append(frame_of(_in_full(ours, theirs, rank, step, tensors, memory, settings)))
+            frames.append(frame_of(_in_full(ours, theirs, rank, step, tensors, memory, settings, damage)))
         except RunError as error:
             damage.append(str(error).replace("\n", ";"))
             frames.append(frame_of([{"rank": rank, "step": step, "status": "damaged", "reason": error.what}]))
@@ -73,13 +73,17 @@ def compare_rank(
 
 
 def _in_full(
-    ours: Run, theirs: Run, rank: int, step: int, tensors: bool, memory: Memory, settings: Settings
+    ours: Run, theirs: Run, rank: int, step: int, tensors: bool, memory: Memory, settings: Settings,
+    damage: list[str],
 ) -> list[Row]:
     one, other = rows_of(ours, rank, step), rows_of(theirs, rank, step)
     mine = StepTensors(ours, rank, step, one) if tensors else None
     their = StepTensors(theirs, rank, step, other) if tensors else None
     floors = settings.floor.get((rank, step), {}), settings.candidate_floor.get((rank, step), {})
-    return compare_step(Sides(one, other, mine, their), memory, modules=settings.modules, floors=floors)
+    rows = compare_step(Sides(one, other, mine, their), memory, modules=settings.modules, floors=floors)
+    for side in (mine, their):
+        damage += dict.fromkeys(side.damage.values()) if side is not None else ()
+    return rows
 
 
 def rows_of(run: Run, rank: int, step: int) -> dict[int, Row]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roundoff.errors import RunError
 from roundoff.store.tensors import TensorFile
 
 if TYPE_CHECKING:
@@ -21,13 +22,15 @@ class StepTensors:
     """The kept tensors of one rank and step of a run, by record.
 
     ``rows`` are that step's rows by record. Tensors are mapped from their files, and checked against their checksums when
-    they are first read. Not for use from several threads at once.
+    they are first read; one whose bytes are damaged counts as not kept, and ``damage`` has why, by blob. Not for use from
+    several threads at once.
     """
 
     def __init__(self, run: Run, rank: int, step: int, rows: Mapping[int, Mapping[str, Any]]) -> None:
         self._run, self._rank, self._step, self._rows = run, rank, step, rows
         self._kept: dict[str, torch.Tensor] = {}
         self._opened: dict[Path, TensorFile] = {}
+        self.damage: dict[str, str] = {}
         self._whole = run.about.get("keep") != "sample"
 
     def whole(self) -> StepTensors:
@@ -39,7 +42,14 @@ class StepTensors:
 
     def __contains__(self, record: int) -> bool:
         row = self._rows.get(record)
-        return row is not None and row["blob"] is not None
+        if row is None or row["blob"] is None or row["blob"] in self.damage:
+            return False
+        try:
+            self.blob(record)
+        except RunError as error:
+            self.damage[row["blob"]] = str(error).replace("\n", ";")
+            return False
+        return True
 
     def key(self, record: int) -> Key | None:
         """Equal for two records with the same elements in the same places, so that nothing is measured twice."""
@@ -70,7 +80,7 @@ class StepTensors:
         return kept
 
     def __getitem__(self, record: int) -> torch.Tensor:
-        """Raises ``KeyError`` where none is kept and ``RunError`` where its file is damaged."""
+        """Raises ``KeyError`` where none is kept, or it is damaged."""
         if record not in self:
             raise KeyError(record)
         row = self._rows[record]

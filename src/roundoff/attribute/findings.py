@@ -34,7 +34,13 @@ class Bound:
 
 @dataclass
 class Finding:
-    """What is known of one candidate row (or, in ``missing``, of a call that only the reference has)."""
+    """What is known of one candidate row.
+
+    ``inputs`` is the largest error of what its call read, ``own`` what of the error was made here, ``origin`` the candidate
+    record at fault; ``region`` the records without counterpart that it was made of; ``missing`` a call that only the
+    reference has, ``read`` the two records that differ where both should read the same; ``carried`` over from an earlier
+    step; ``unknown`` where an input could not be compared; ``sources`` the inputs that differ, each with its error.
+    """
 
     record: int
     error: float | None

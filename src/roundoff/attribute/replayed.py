@@ -34,10 +34,10 @@ MARGIN = 4.0
 _RECORDS = re.compile(r'\{"record":(\d+)\}')
 #: What does not change the numbers of a call.
 _PLACES = frozenset(("dtype", "device", "layout", "memory_format", "slice"))
-
-
+#: What additive masks are filled with, in whatever format.
 _LARGEST = [torch.finfo(d).max for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
 _LOWEST = [-value for value in _LARGEST]
+
 
 @dataclass(frozen=True)
 class Replayed:

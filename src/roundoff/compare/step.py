@@ -31,6 +31,8 @@ Row = Mapping[str, Any]
 
 #: Why new memory is not measured.
 UNWRITTEN = "memory that nothing was written to yet"
+#: Their two operands may be exchanged.
+COMMUTATIVE = frozenset(("add", "mul"))
 
 
 def compare_step(
@@ -164,10 +166,6 @@ def _remember(memory: Memory, theirs: Mapping[int, Row], findings: Mapping[int, 
         memory.worst = max(memory.worst, error)
         if name:
             memory.names[name] = error, parted
-
-
-COMMUTATIVE = frozenset(("add", "mul"))
-_LABELS = ("rank", "step", "phase", "module", "operator", "place", "role", "name", "line", "dtype", "shape", "numel", "site")
 
 
 def _row(sides: Sides, pair: Pair, finding: Finding | None, distance: Distances) -> dict[str, Any]:

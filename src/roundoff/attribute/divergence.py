@@ -33,8 +33,8 @@ NOISE = 0.3
 EXACT = frozenset(
     """gradient view _unsafe_view reshape t transpose permute expand squeeze unsqueeze detach alias slice select unbind
     split chunk unfold as_strided clone contiguous lift_fresh cat stack copy _reshape_copy narrow diagonal flip
-    index_select gather index embedding relu max_pool2d_with_indices masked_fill where triu tril constant_pad_nd reflection_pad2d
-    replication_pad2d""".split()
+    index_select gather index embedding relu max_pool2d_with_indices masked_fill where triu tril constant_pad_nd
+    reflection_pad2d replication_pad2d""".split()
 )
 #: These give all elements of their input, in their order.
 HANDS_ON = frozenset(

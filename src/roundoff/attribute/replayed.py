@@ -55,7 +55,6 @@ class Replayed:
     reference_excess: float | None = None
     region_excess: float | None = None
     expected: Tensor | None = None
-    arguments: tuple[str, ...] = ()
     reason: str | None = None
 
     @property
@@ -121,10 +120,8 @@ def replayed(
     except Unable:
         return Replayed(None, kernel, excess, beside, None, again)
     if theirs.shape != again.shape:
-        return Replayed(math.inf, kernel, excess, beside, None, None, differences(first_twin, first))
-    semantic = _relative(again, theirs)
-    changed = differences(first_twin, first) if semantic > SAME else ()
-    return Replayed(semantic, kernel, excess, beside, None, theirs, changed)
+        return Replayed(math.inf, kernel, excess, beside)
+    return Replayed(_relative(again, theirs), kernel, excess, beside, None, theirs)
 
 
 def _of_region(region: Region, actual: Tensor, unit: float, least: float) -> Replayed | None:

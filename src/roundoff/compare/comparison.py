@@ -17,7 +17,6 @@ from roundoff.compare.align import MATCHED
 from roundoff.compare.culprits import culprits
 from roundoff.compare.modules import check_modules
 from roundoff.compare.repeated import (
-    Floor,
     beside,
     floor_of,
     mark,
@@ -224,7 +223,7 @@ def _bytes(place: str | Path) -> bytes:
 def compare(
     *, reference: str | Path | Run, candidate: str | Path | Run, modules: Mapping[str, str] | None = None,
     engine: str = "local", tensors: bool = True, rank: int | None = None, step: int | None = None,
-    floor: Floor | None = None, progress: Callable[[int, int], None] | None = None, **limits: float,
+    progress: Callable[[int, int], None] | None = None, **limits: float,
 ) -> Comparison:  # fmt: skip
     """Compare two recorded runs and name the operator at fault.
 
@@ -236,8 +235,6 @@ def compare(
         tensors: use the tensors that both runs kept; without, statistics alone, which is faster.
         rank: only this one; all when None.
         step: only this one; all when None.
-        floor: relative distances that honest runs of the reference have, by (rank, step) and record; None for what the runs
-            that were recorded beside it show.
         progress: called with (ranks done, ranks) after each.
         limits: as of :meth:`Comparison.judge`.
 
@@ -247,8 +244,8 @@ def compare(
     ours, theirs = (run if isinstance(run, Run) else load(str(run)) for run in (reference, candidate))
     near = {"reference": beside(ours), "candidate": beside(theirs)}
     floors = [
-        given if given is not None else floor_of(run, near[side]["noise"], near[side]["repeat"])
-        for side, run, given in (("reference", ours, floor), ("candidate", theirs, None))
+        floor_of(run, near[side]["noise"], near[side]["repeat"])
+        for side, run in (("reference", ours), ("candidate", theirs))
     ]
     settings = Settings(dict(modules or {}), tensors, floors[0], floors[1])
     ranks = common("rank", ours.ranks, theirs.ranks, rank)

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from roundoff.compare.floor import noise_floor
+from roundoff.compare.floor import SPECIALS, ZERO, noise_floor
 from roundoff.compare.unstable import unstable
 from roundoff.files import is_url
 from roundoff.store import Run, load
@@ -20,11 +20,14 @@ ADVICE = "seed it, or torch.use_deterministic_algorithms(True), in both programs
 
 
 def floor_of(run: Run, noise: Sequence[Run], repeats: Sequence[Run]) -> Floor:
-    """By (rank, step) and record, how far honest runs of the program lie apart, relative; without what does not differ."""
+    """By (rank, step) and record, how far honest runs of the program lie apart, relative; without what does not differ.
+    Infinite where one is zero and another not, or NaN and Inf move."""
     others = [*noise, *repeats]
     if not others:
         return {}
-    table = noise_floor(run, others).filter(pl.col("floor") > 0)
+    # zero in one run and not in the other, NaN in other places: no distance says how far that goes
+    amount = pl.when(pl.col("reason").is_in([ZERO, SPECIALS])).then(float("inf")).otherwise("floor").alias("floor")
+    table = noise_floor(run, others).with_columns(amount).filter(pl.col("floor") > 0)
     found: Floor = {}
     for rank, step, record, floor in table.select("rank", "step", "record", "floor").iter_rows():
         found.setdefault((rank, step), {})[record] = floor

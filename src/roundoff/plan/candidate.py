@@ -22,7 +22,6 @@ from torch import Tensor
 from roundoff.attribute.target import named_tensors
 from roundoff.capture.session import Capture
 from roundoff.compare.comparison import Comparison, compare
-from roundoff.compare.floor import KEY, SPECIALS, ZERO, noise_floor, rows_of
 from roundoff.compare.unstable import unstable
 from roundoff.errors import InfeasibleError, RoundoffError, RunError
 from roundoff.plan.diagnose import Diagnosis, diagnose
@@ -36,7 +35,6 @@ from roundoff.store.siblings import sibling
 from roundoff.user_code import user_code
 from roundoff.workload import Workload
 
-Floor = dict[tuple[int, int], dict[int, float]]
 Outputs = list[dict[str, Tensor]]
 
 
@@ -93,9 +91,8 @@ def diagnose_candidate(
         ours, theirs = sides
         for seed in range(1, noise + 1):
             ours.again("noise", seed)
-        floor = _floor(ours, theirs)
         shaky = pl.concat([side.unstable.with_columns(pl.lit(side.path.name).alias("side")) for side in sides])
-        found = compare(reference=str(ours.path), candidate=str(theirs.path), floor=floor)
+        found = compare(reference=str(ours.path), candidate=str(theirs.path))
         stage()
         higher = _higher(found, ours, theirs, other.unit or _unit(workload), not shaky.is_empty())
         plan, why = _planned(workload, other, options, progress)
@@ -119,20 +116,17 @@ class Side:
         self.outputs = record(variant, path, steps)
         self.run = load(str(path))
         stage()
-        self.others: list[Run] = []
         self.repeat = self.again("repeat", 1)
         self.unstable = unstable(self.run, [self.repeat])
         if self.unstable.is_empty():
-            self.others.clear()
             shutil.rmtree(sibling(path, "repeat", 1))
 
     def again(self, kind: str, number: int) -> Run:
         """Record it again, unchanged or with noise in the last bits, beside its run."""
         path = sibling(self.path, kind, number)
         record(self.variant, path, self.steps, of=self.run.about["id"], noise=number if kind == "noise" else None)
-        self.others.append(load(str(path)))
         self.stage()
-        return self.others[-1]
+        return load(str(path))
 
 
 def record(
@@ -181,22 +175,6 @@ def record(
         if recording.stopped:
             raise RunError("the recording stopped", where=str(path), got=recording.stopped)
         return [{name: t.detach().cpu().clone() for name, t in named_tensors(output).items()} for output in raw]
-
-
-def _floor(ours: Side, theirs: Side) -> Floor | None:
-    """What either side differs by from itself, by the reference's rows; None where both repeat themselves."""
-    tables = [noise_floor(side.run, side.others) for side in (ours, theirs) if side.others]
-    if not tables:
-        return None
-    amount = pl.when(pl.col("reason").is_in([ZERO, SPECIALS])).then(float("inf")).otherwise("floor").alias("floor")
-    rows = rows_of(ours.run).select(*KEY, "record")
-    floor: Floor = {}
-    for table in tables:
-        found = rows.join(table.select(*KEY, amount).unique(KEY), on=KEY).select("rank", "step", "record", "floor")
-        for rank, step, number, size in found.drop_nulls().iter_rows():
-            known = floor.setdefault((rank, step), {})
-            known[number] = max(size, known.get(number, 0.0))
-    return floor
 
 
 def _higher(found: Comparison, ours: Side, theirs: Side, unit: float, shaky: bool) -> dict[str, Any] | None:

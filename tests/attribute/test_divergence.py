@@ -54,7 +54,7 @@ def run(graph, errors, *, reference=None, counterpart=None, exact=None, cross=()
 CHAIN = {0: (LEAF, []), 1: ("mm", [0]), 2: ("relu", [1]), 3: ("mm", [2]), 4: ("sum", [3])}
 HONEST = Replayed(semantic=0.0, kernel=1e-7, excess=0.1)
 BROKEN = Replayed(semantic=0.0, kernel=0.1, excess=90.0)
-WRONG = Replayed(semantic=0.2, kernel=1e-7, excess=0.1, arguments=("eps: 1, here 2",))
+WRONG = Replayed(semantic=0.2, kernel=1e-7, excess=0.1)
 
 
 def causes(findings):

@@ -56,7 +56,7 @@ def test_a_result_of_another_shape_is_infinitely_far(recorded, judged):
     ours, _ = recorded(aten.sum.dim_IntList, x, [0])
     theirs, tensors = recorded(aten.sum.dim_IntList, x, [1])
     found = judged(theirs, tensors, twin=ours[0])
-    assert (found.semantic, found.arguments) == (math.inf, ("dim: [0], here [1]",))
+    assert found.semantic == math.inf
 
 
 def test_the_reference_may_be_the_one_that_is_wrong(recorded, judged):

@@ -71,7 +71,15 @@ def select(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a glob pattern, or an exact name, names this site (exact names win over glob characters)."""
+    """Whether a glob pattern, or an exact name, names this site (exact names win over glob characters).
+
+    ``op:NAME`` names every call of an operator, wherever it is.
+
+    >>> matches("*/softmax", "a/softmax"), matches("*/softmax", "a/softmax#1"), matches("op:softmax", "a/softmax#1")
+    (True, False, True)
+    """
+    if pattern.startswith("op:"):
+        return name.rpartition("/")[2].partition("#")[0] == pattern[3:] and "/" in name
     return pattern == name or fnmatch.fnmatchcase(name, pattern)
 
 

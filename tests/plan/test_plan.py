@@ -7,6 +7,7 @@ import tomllib
 from fnmatch import fnmatchcase
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,3 +156,29 @@ def test_saving_where_one_may_not(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError):
         Plan(()).save(tmp_path / "file" / "plan.toml")
+
+
+def test_a_plan_over_autocast_is_read_back(tmp_path):
+    plan = Plan((Rule("fp32", ("*/softmax",)), Rule("follow", ("*/add",))), autocast="bf16")
+    for name in ("plan.toml", "plan.json"):
+        plan.save(tmp_path / name)
+        assert Plan.load(tmp_path / name) == plan
+    with pytest.raises(PlanError, match="roundoff.autocast"):
+        plan.format_of("a/softmax")
+    with pytest.raises(PlanError, match="roundoff.autocast"):
+        plan.formats(["a/softmax"])
+    with pytest.raises(PlanError, match="unknown format"):
+        Plan((Rule("follow", ("*/add",)),))
+    with pytest.raises(PlanError, match="bf16 or fp16"):
+        Plan((), autocast="int8")
+
+
+def test_class_patterns_become_paths():
+    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2), torch.nn.LayerNorm(8))
+    plan = Plan((Rule("fp32", ("class:LayerNorm",)), Rule("bf16", ("class:MultiheadAttention/linear",))))
+    found = plan.for_model(model)
+    assert [found.format_of(s) for s in ("1/layer_norm", "0.norm1/layer_norm", "0/add")] == ["fp32"] * 3
+    assert [found.format_of(f"0.self_attn/linear{n}") for n in ("", "#1")] == ["bf16", "bf16"]
+    assert found.format_of("0/linear") == "fp32"
+    with pytest.raises(PlanError, match="such as LayerNorm"):
+        Plan((Rule("fp32", ("class:LayrNorm",)),)).for_model(model)

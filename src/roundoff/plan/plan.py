@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import difflib
+import glob
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roundoff.errors import FormatError, PlanError
 from roundoff.files import atomic_path
 from roundoff.formats import parse_format
 from roundoff.site import first_match, matches
 
+if TYPE_CHECKING:
+    from torch import nn
+
 SCHEMA = 1
+#: What a rule of a plan with ``autocast`` may ask for beside a format: run in the widest format of the inputs.
+FOLLOW = "follow"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The sites that these patterns name run in ``format``."""
+    """The sites that these patterns name run in ``format``.
+
+    A pattern is a glob over site names: ``encoder.0.*`` a module with what is in it, ``encoder.0/matmul#1`` one call.
+    ``op:softmax`` names every call of an operator, ``class:LayerNorm`` the sites of every module of that class and below
+    it, ``class:Attention/softmax`` every call of one operator there (see ``Plan.for_model``).
+    """
 
     format: str
     sites: tuple[str, ...]
@@ -29,7 +41,9 @@ class Rule:
 class Plan:
     """Which site runs in which format: the first rule that names a site decides, else ``default``.
 
-    ``about`` says where the plan comes from: target and predicted SQNR in dB, cost, constraints.
+    ``about`` says where the plan comes from: target and predicted SQNR in dB, cost, constraints. With ``autocast`` (a
+    format, bf16 or fp16) the sites that no rule names run as the device's own autocast lists for it say, not in
+    ``default``; then a rule's format may also be ``follow``: neither list, the widest format of the inputs.
 
     >>> plan = Plan((Rule("fp32", ("*/softmax",)), Rule("bf16", ("encoder.*",))))
     >>> plan.format_of("encoder.0/softmax"), plan.format_of("encoder.0/linear"), plan.format_of("head/linear")
@@ -39,9 +53,14 @@ class Plan:
     rules: tuple[Rule, ...]
     default: str = "fp32"
     about: Mapping[str, Any] = field(default_factory=dict)
+    autocast: str = ""
 
     def __post_init__(self) -> None:
+        if self.autocast and self.autocast not in ("bf16", "fp16"):
+            raise PlanError("no autocast in this format", where="plan", expected="bf16 or fp16", got=repr(self.autocast))
         for name in (self.default, *(rule.format for rule in self.rules)):
+            if name == FOLLOW and self.autocast:
+                continue
             try:
                 parse_format(name)
             except FormatError as error:
@@ -50,7 +69,13 @@ class Plan:
                 ) from error
 
     def format_of(self, site: str) -> str:
-        """The format of one site."""
+        """The format of one site. Raises ``PlanError`` for a plan over autocast's lists, which know operators, not sites."""
+        if self.autocast:
+            raise PlanError(
+                f"this plan changes autocast's lists for {self.autocast}, which know operators, no sites",
+                where="plan", expected="a plan that names the format of every site",
+                do="train with roundoff.autocast(plan), or make a plan from a budget",
+            )  # fmt: skip
         flat = [(pattern, rule.format) for rule in self.rules for pattern in rule.sites]
         return parse_format(first_match(flat, site) or self.default).name
 
@@ -60,6 +85,8 @@ class Plan:
         Raises ``PlanError`` listing the rules that name none of them: the plan belongs to another model.
         """
         sites = list(sites)
+        if self.autocast:
+            self.format_of("")
         names = frozenset(sites)
         patterns = [pattern for rule in self.rules for pattern in rule.sites]
         lost = [p for p in patterns if p not in names and not any(matches(p, s) for s in sites)]
@@ -82,6 +109,20 @@ class Plan:
         named = {s: parse_format(f).name for s, f in chosen.items()}
         return {s: f for s, f in named.items() if f != "fp32"}
 
+    def for_model(self, model: nn.Module) -> Plan:
+        """The same plan with every ``class:`` pattern written out as the paths of the model's modules of that class.
+
+        Raises ``PlanError`` naming the nearest classes where the model has none of that name.
+        """
+        paths: dict[str, list[str]] = {}
+        for path, module in model.named_modules():
+            for kind in type(module).__mro__:
+                paths.setdefault(kind.__name__, []).append(path)
+        rules = tuple(
+            Rule(r.format, tuple(p for pattern in r.sites for p in _of_class(pattern, paths, model))) for r in self.rules
+        )
+        return replace(self, rules=rules)
+
     @classmethod
     def from_formats(cls, formats: Mapping[str, str], about: Mapping[str, Any]) -> Plan:
         """One rule a format, naming its sites; fp32 is the default and has none."""
@@ -98,6 +139,7 @@ class Plan:
         data = {
             "schema": SCHEMA,
             "default": self.default,
+            **({"autocast": self.autocast} if self.autocast else {}),
             "about": dict(self.about),
             "rule": [{"format": r.format, "sites": list(r.sites)} for r in self.rules],
         }
@@ -145,7 +187,23 @@ class Plan:
                 where=str(path),
                 expected="format = NAME and sites = [PATTERN, ...]",
             ) from error
-        return cls(rules, str(data.get("default", "fp32")), data.get("about", {}))
+        return cls(
+            rules, str(data.get("default", "fp32")), data.get("about", {}), str(data.get("autocast", ""))
+        )
+
+
+def _of_class(pattern: str, paths: Mapping[str, list[str]], model: nn.Module) -> list[str]:
+    if not pattern.startswith("class:"):
+        return [pattern]
+    name, slash, operator = pattern.removeprefix("class:").partition("/")
+    if name not in paths:
+        own = sorted({type(module).__name__ for module in model.modules()})
+        near = difflib.get_close_matches(name, own, n=3, cutoff=0.3) or own[:3]
+        raise PlanError(f"a rule names a class that no module of this model has: {pattern}", where="plan",
+                        expected=f"a class of its modules, such as {', '.join(near)}", got=name)  # fmt: skip
+    calls = [operator, f"{operator}#*"] if slash else ["*"]
+    inside = [place for path in map(glob.escape, paths[name]) for place in (path, f"{path}.*" if path else "*")]
+    return [f"{place}/{call}" for place in inside for call in calls]
 
 
 def _patterns(sites: Any) -> tuple[str, ...]:
@@ -157,7 +215,10 @@ def _patterns(sites: Any) -> tuple[str, ...]:
 def _toml(data: Mapping[str, Any]) -> str:
     about = {k: v for k, v in data["about"].items() if v is not None}
     lines = ["# Which site runs in which format: the first rule that names a site decides.",
-             f"schema = {data['schema']}", f"default = {json.dumps(data['default'])}", "", "[about]"]  # fmt: skip
+             f"schema = {data['schema']}", f"default = {json.dumps(data['default'])}"]  # fmt: skip
+    if "autocast" in data:
+        lines.append(f"autocast = {json.dumps(data['autocast'])}")
+    lines += ["", "[about]"]
     lines += [f"{_quoted(k)} = {_toml_value(v)}" for k, v in about.items()]
     for rule in data["rule"]:
         lines += ["", "[[rule]]", f"format = {json.dumps(rule['format'])}", "sites = ["]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from roundoff.site import Site as Site
     from roundoff.store import Run as Run
     from roundoff.store import load as load
+    from roundoff.train.tune import tune as tune
     from roundoff.workload import Workload as Workload
 
 _PUBLIC = {
@@ -46,6 +47,7 @@ _PUBLIC = {
     "load": "roundoff.store",
     "parse_format": "roundoff.formats",
     "round_tensor": "roundoff.formats",
+    "tune": "roundoff.train.tune",
     "verify": "roundoff.plan.verify",
 }
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605

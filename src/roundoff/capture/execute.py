@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from roundoff.capture.calls import Call, Operand
 from roundoff.capture.operators import MATRIX_KINDS
 from roundoff.formats import (
+    FORMATS,
     BlockFormat,
     Format,
     Granularity,
@@ -175,6 +176,29 @@ def round_rows(rows: Tensor, fmt: Format) -> Tensor:
 def round_output(value: Any, fmt: Format) -> Any:
     """Every floating-point tensor of a result cast to ``fmt``."""
     return tree_map(lambda t: round_tensor(t.detach(), fmt) if _rounds(t) else t, value)
+
+
+#: What 8-bit training rounds gradients to where operands are in the first: more range, less precision (P. Micikevicius
+#: et al., FP8 formats for deep learning, arXiv:2209.05433, section 3).
+_OF_GRADIENTS = {"fp8_e4m3fn": "fp8_e5m2", "fp8_e4m3fnuz": "fp8_e5m2fnuz"}
+
+
+def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:
+    """A gradient as an operator executed in ``fmt`` receives it (of its output), or writes it (``written``: of an operand).
+
+    Formats of plain casts round both, or what they receive alone where they leave outputs in fp32 (tf32). fp8 rounds what
+    it receives, e4m3 to e5m2, with one scale for the tensor. All other scaled formats leave gradients alone: their
+    rounding is simulated in the forward pass and the gradient goes straight through.
+    """
+    rule = fmt.execution
+    if rule is None or gradient.numel() == 0 or (written and not rule.output):
+        return gradient
+    if rule.activation == "exact":
+        return round_tensor(gradient.detach(), fmt)
+    if fmt.name.startswith(("fp8_", "hif8")):
+        wanted = FORMATS[_OF_GRADIENTS.get(fmt.name, fmt.name)]
+        return round_tensor(gradient.detach(), wanted, granularity=PerTensor())
+    return gradient
 
 
 def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:

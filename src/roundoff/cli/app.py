@@ -20,6 +20,7 @@ from roundoff.cli import (
     plan,
     replay,
     show,
+    tune,
     verify,
 )
 from roundoff.errors import InfeasibleError, RoundoffError
@@ -44,6 +45,7 @@ app.command("diagnose")(diagnose.command)
 app.command("budget")(budget.command)
 app.command("plan")(plan.command)
 app.command("verify")(verify.command)
+app.command("tune")(tune.command)
 app.command("capture")(capture.command)
 app.command("show")(show.command)
 app.command("overflow")(overflow.command)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -95,7 +95,7 @@ class _Run:
         self.around, self.scale = around, scale
         self.sites: dict[str, SiteInfo] = {}
         self.cut: dict[str, str] = {}
-        self.vendor = True
+        self.vendor, self.mutation = True, False
         self.found: list[tuple[dict[TermKey, np.ndarray], dict[TermKey, np.ndarray]]] = []
         self.overflow: list[Terms] = []
         self.signal: list[tuple[float, float]] = []
@@ -112,19 +112,28 @@ class _Run:
                 self._measure(mode, edges, index)
                 return
             except RuntimeError as error:
-                if isinstance(error, CheckpointError) or not _underivable(error):
+                if not self._relent(error, edges):
                     raise _failed(self.workload, index, error) from error
-                if self.vendor:
-                    self.vendor = False
-                else:
-                    closed = edges.closed_sites()
-                    if not closed:
-                        raise _failed(self.workload, index, error) from error
-                    self.cut |= closed
                 for name, info in self.sites.items():  # what this attempt counted is counted again
                     info.batches, info.sizes = known.get(name, (0, {}))
                 for key, row in mode.excluded.items():
                     row.count = counts.get(key, 0)
+
+    def _relent(self, error: RuntimeError, edges: Edges) -> bool:
+        """Whether there is another way to try after this error."""
+        if isinstance(error, CheckpointError):
+            return False
+        if "inplace operation" in str(error) and not self.mutation:
+            self.mutation = True  # something that was kept for the backward pass was written over
+        elif not _underivable(error):
+            return False
+        elif self.vendor:
+            self.vendor = False
+        else:
+            closed = edges.closed_sites()
+            self.cut |= closed
+            return bool(closed)
+        return True
 
     def _kinks(self, mode: CallMode, index: int) -> Kinks:
         """What the formats of ``around`` make of the inputs of operators with kinks."""
@@ -143,7 +152,8 @@ class _Run:
     def _measure(self, mode: CallMode, edges: Edges, index: int) -> None:
         torch.manual_seed(self.seed + index)
         weights = trainable(self.workload)
-        with sdpa_kernel(SDPBackend.MATH), vendor_kernels(self.vendor), allow_mutation_on_saved_tensors():
+        kept = allow_mutation_on_saved_tensors() if self.mutation else nullcontext()
+        with sdpa_kernel(SDPBackend.MATH), vendor_kernels(self.vendor), kept:
             loss, gradients = measure_gradients(
                 mode, edges, lambda: loss_of(self.workload, self.batches[index]), list(weights.values()),
                 check=lambda loss: _check(self.workload, index, loss), probes=self.probes, generator=self.generator,
@@ -162,6 +172,7 @@ class _Run:
                 "no gradient reaches the parameters, so no rounding error can be followed to it" if not edges.reached
                 else "every gradient is zero, so no ratio to it exists",
                 where=f"{self.workload.name}, batch {index}", expected="a loss that depends on the parameters",
+                do="remove detach, no_grad, item() and numpy from forward and loss",
             )  # fmt: skip
         for name in edges.reached:
             self.sites[name].no_path = None
@@ -249,9 +260,6 @@ def _check(workload: Workload, index: int, loss: Tensor) -> None:
         raise NonFiniteError("the loss before any rounding is not finite", where=where,
                              expected="a finite loss", got=str(float(loss.detach())),
                              do="check data and learning rate: rounding is not the cause")  # fmt: skip
-    if not loss.requires_grad:
-        raise GradientPathError("the loss has no gradient", where=where, expected="a loss computed from the model's output",
-                                do="remove detach, no_grad, item() and numpy from forward and loss")  # fmt: skip
 
 
 def _failed(workload: Workload, index: int, error: RuntimeError) -> WorkloadError:

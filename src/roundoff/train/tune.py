@@ -172,7 +172,9 @@ class _Search:
         self.problem = Problem(self.budget, self.cost, self.table, {**self.pin, **losses}, self.allow, self.offered)
 
     def within(self, bound: float) -> dict[str, str]:
-        """The most exact plan of at most this cost."""
+        """The most exact plan of at most this cost; the cheapest where none is."""
+        if bound < self.problem.cost_of(cheapest := self.problem.lowest()[0]):
+            return cheapest
         return self.problem.sites(solve(self.problem.decisions, self.problem.edges, max_cost=bound))
 
     def plan(self, aim: str, extra: float, shift: float = 0.0) -> dict[str, str]:
@@ -199,7 +201,7 @@ class _Search:
                 continue
             noise = self.budget.predict(chosen).noise
             spent = self.problem.cost_of(chosen)
-            if noise > least:  # no better than a cheaper one: the solver adds powers, this prediction correlates
+            if noise >= least:  # no better than a cheaper one: the solver adds powers, this prediction correlates
                 continue
             least = noise
             points.append({"cost": spent, "of_fp32": spent / full if full else 1.0, "predicted_db": decibels(noise),
@@ -318,10 +320,7 @@ def _number(value: float) -> float | None:
 
 
 def _notes(workload: Workload, offered: list[str], half: str, device: str, search: _Search) -> list[str]:
-    notes = [
-        "Formats were simulated in fp32. In the budget attention was computed by its plain formula: fused kernels have no "
-         "second derivative."
-    ]
+    notes = ["Formats were simulated in fp32; the budget computed attention by its plain formula, which has derivatives."]
     if workload.optimizer is None:
         notes.append("The workload has no optimizer: plain SGD took the steps.")
     if "fp16" in offered and device == "cpu":

@@ -8,7 +8,7 @@ an fp32 output. Rounding is simulated in the reference's own dtype, so any forma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,13 +108,16 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
         yield Step("output", None, round_output(result, fmt))
 
 
-def execute(call: Call, fmt: Format) -> Any:
-    """The call's result when executed in ``fmt`` (an in-place operator writes, as it would)."""
+def execute(call: Call, fmt: Format, through: Callable[[Tensor, Tensor], Tensor] = lambda _, rounded: rounded) -> Any:
+    """The call's result when executed in ``fmt`` (an in-place operator writes, as it would).
+
+    ``through(exact, rounded)`` gives the tensor that is used for a rounded one: training passes gradients through it.
+    """
     rule = fmt.execution
     if rule is None:
         return call.run()
     if _looks_up(call, fmt):
-        return tree_map(lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows, call.run())
+        return tree_map(lambda rows: through(rows, round_rows(rows, fmt)) if _rounds(rows) else rows, call.run())
     leaves = list(call.leaves)
     for operand in call.operands:
         how = rule.activation if operand.role == "activation" else rule.weight
@@ -124,14 +127,14 @@ def execute(call: Call, fmt: Format) -> Any:
                 with torch.no_grad():
                     leaves[0].copy_(rounded)
             else:
-                leaves[operand.leaf] = rounded
+                leaves[operand.leaf] = through(leaves[operand.leaf], rounded)
     result = call.run(leaves)
     if not rule.output:
         return result
     if call.operator.inplace:
         with torch.no_grad():
             return result.copy_(round_output(result, fmt))
-    return round_output(result, fmt)
+    return tree_map(lambda t: through(t, round_tensor(t.detach(), fmt)) if _rounds(t) else t, result)
 
 
 def _looks_up(call: Call, fmt: Format) -> bool:
@@ -178,27 +181,31 @@ def round_output(value: Any, fmt: Format) -> Any:
     return tree_map(lambda t: round_tensor(t.detach(), fmt) if _rounds(t) else t, value)
 
 
-#: What 8-bit training rounds gradients to where operands are in the first: more range, less precision (P. Micikevicius
-#: et al., FP8 formats for deep learning, arXiv:2209.05433, section 3).
-_OF_GRADIENTS = {"fp8_e4m3fn": "fp8_e5m2", "fp8_e4m3fnuz": "fp8_e5m2fnuz"}
+def gradient_format(fmt: Format) -> Format | None:
+    """The format of gradients beside a format of values; None where they stay as they are.
+
+    fp8_e4m3 goes with e5m2, which has the range that gradients need (Micikevicius et al., FP8 Formats for Deep Learning,
+    arXiv:2209.05433, section 3); integers and formats with block scales are for values alone.
+    """
+    beside = {"fp8_e4m3fn": "fp8_e5m2", "fp8_e4m3fnuz": "fp8_e5m2fnuz"}
+    if fmt.name in beside:
+        return FORMATS[beside[fmt.name]]
+    own = fmt.name in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8_e5m2", "fp8_e5m2fnuz", "hif8")
+    return fmt if own else None
 
 
 def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:
     """A gradient as an operator executed in ``fmt`` receives it (of its output), or writes it (``written``: of an operand).
 
-    Formats of plain casts round both, or what they receive alone where they leave outputs in fp32 (tf32). fp8 rounds what
-    it receives, e4m3 to e5m2, with one scale for the tensor. All other scaled formats leave gradients alone: their
-    rounding is simulated in the forward pass and the gradient goes straight through.
+    It is received in ``gradient_format``, scaled per tensor where that is scaled, and written in it only where the format
+    rounds outputs (bf16, not tf32 or fp8). Formats without one for gradients leave them alone: straight through.
     """
-    rule = fmt.execution
-    if rule is None or gradient.numel() == 0 or (written and not rule.output):
+    rule, wanted = fmt.execution, gradient_format(fmt)
+    if rule is None or wanted is None or gradient.numel() == 0 or (written and not rule.output):
         return gradient
-    if rule.activation == "exact":
-        return round_tensor(gradient.detach(), fmt)
-    if fmt.name.startswith(("fp8_", "hif8")):
-        wanted = FORMATS[_OF_GRADIENTS.get(fmt.name, fmt.name)]
+    if rule.activation == "tensor":
         return round_tensor(gradient.detach(), wanted, granularity=PerTensor())
-    return gradient
+    return round_tensor(gradient.detach(), wanted)
 
 
 def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:

@@ -17,9 +17,9 @@ def print_tuning(summary: Row, console: Console, *, top: int = 20) -> None:
     """``summary`` is the dict of ``Tuning.summary``; ``top`` the number of ranked sites.
 
     >>> run = {"name": "fp32", "cost": 8.0, "fp32_operators": 2, "predicted_db": None, "measured_db": float("inf"),
-    ...        "loss_error": 0.0, "along": [], "losses": [2.0, 1.5], "sites": 0}
+    ...        "native_db": None, "loss_error": 0.0, "along": [], "losses": [2.0, 1.5], "sites": 0}
     >>> plan = run | {"name": "equal", "cost": 4.0, "fp32_operators": 1, "predicted_db": 41.0, "measured_db": 40.5,
-    ...               "loss_error": 1e-4, "along": [(1, 40.2)], "losses": [2.0, 1.51]}
+    ...               "native_db": 40.1, "loss_error": 1e-4, "along": [(1, 40.2)], "losses": [2.0, 1.51]}
     >>> print_tuning({"version": "0.1.0", "workload": "tiny", "formats": ["bf16"], "target": "gradients", "probes": 12,
     ...     "batches": 1, "met": True, "reason": "40.5 dB against 36.0 dB of built-in autocast (+4.5)", "device": "cpu",
     ...     "half": "bf16", "cost_model": "bytes", "unit": "MB", "cost_fp32": 8.0, "runs": [run, plan], "steps": 2,
@@ -29,10 +29,10 @@ def print_tuning(summary: Row, console: Console, *, top: int = 20) -> None:
     The plan is better than built-in autocast: 40.5 dB against 36.0 dB of built-in autocast (+4.5).
     <BLANKLINE>
     Runs: 2 steps each, SQNR of the gradients in dB
-    plan    cost   of fp32   in fp32   predicted   measured   then   loss error   last loss
-    ───────────────────────────────────────────────────────────────────────────────────────
-    fp32    8 MB      100%         2           ∞          ∞   –              0%         1.5
-    equal   4 MB     50.0%         1        41.0       40.5   40.2        <0.1%        1.51
+    plan    cost   of fp32   in fp32   predicted   measured   native   then   loss error   last loss
+    ────────────────────────────────────────────────────────────────────────────────────────────────
+    fp32    8 MB      100%         2           ∞          ∞        –   –              0%         1.5
+    equal   4 MB     50.0%         1        41.0       40.5     40.1   40.2        <0.1%        1.51
     'in fp32' counts operators, of 2; 'then' is later in training, at the weights of the fp32 run.
     """
     work = f"{summary['target']}; {count(summary['probes'], 'probe')}, {_batches(summary['batches'])}"
@@ -64,6 +64,7 @@ def _print_runs(summary: Row, runs: Sequence[Row], console: Console) -> None:
         "in fp32": [f"{run['fp32_operators']:,}" for run in runs],
         "predicted": ["∞" if run["predicted_db"] is None else db(run["predicted_db"]) for run in runs],
         "measured": [db(run["measured_db"]) for run in runs],
+        "native": [db(run["native_db"]) for run in runs],
         "then": [", ".join(db(value) for _, value in run["along"]) or "–" for run in runs],
         "loss error": [percent(run["loss_error"]) for run in runs],
         "last loss": [metric(run["losses"][-1]) for run in runs],

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from roundoff.capture.calls import watch
 from roundoff.errors import WorkloadError
+from roundoff.plan.plan import Plan
+from roundoff.train.autocast import autocast
 from roundoff.train.rounded import Gradients, Straight, backward, gradients_of, loss_of, trainable
 from roundoff.workload import Workload, preserve
 
@@ -59,6 +61,18 @@ class Trials:
                 (there,) = gradients_of(self._at(mark.step), make(), seed=self.seed + mark.step, scale=self.scale)
             along.append((mark.step, sqnr([there], [mark.gradients])))
         return Trial(sqnr(found, self.start), max(errors), along, self._train(make()))
+
+    def natively(self, what: Plan | str, policy: str | None = None) -> float:
+        """SQNR of the gradients at the start with real casts, under ``roundoff.autocast``."""
+        model, found = self.workload.model, []
+        with preserve(model):
+            model.train()
+            for index, batch in enumerate(self.workload.batches[: self.batches]):
+                torch.manual_seed(self.seed + index)
+                with torch.enable_grad(), autocast(what, model, policy=policy):
+                    loss = loss_of(self.workload, batch)
+                found.append(backward(self.workload, loss, self.scale))
+        return sqnr(found, self.start)
 
     def _at(self, step: int) -> Workload:
         own = self.workload

@@ -43,7 +43,7 @@ class TunedRun:
     """One configuration that ran: ``fp32``, ``autocast``, or a plan by its aim (``mended``: its second try).
 
     ``predicted_db`` counts what the budget's target holds (gradients, and the loss), ``measured_db`` the gradients alone;
-    ``loss_error`` is the largest relative error of the loss at the start, ``along`` the SQNR of gradients at later steps.
+    ``native_db`` the same with real casts (None where a format has no arithmetic on the device); ``loss_error`` is the largest relative error of the loss at the start, ``along`` the SQNR of gradients at later steps.
     """
 
     name: str
@@ -51,6 +51,7 @@ class TunedRun:
     fp32_operators: int
     predicted_db: float | None
     measured_db: float
+    native_db: float | None
     loss_error: float
     along: list[tuple[int, float]]
     losses: list[float]
@@ -122,25 +123,25 @@ def tune(
                             do="define loss(output, batch) in the workload: tuning needs its gradients")  # fmt: skip
     half = next((f for f in offered if f in ("bf16", "fp16")), "bf16")
     own = next(iter(trainable(workload).values())).device.type
-    search = _Search(workload, list(dict.fromkeys([*offered, half])), offered, half, device or own, loss, cost, cost_table,
-                     dict(pin or {}), dict(allow or {}), batches, probes, seed, progress)  # fmt: skip
+    search = _Search(workload, own, list(dict.fromkeys([*offered, half])), offered, half, device or own, loss, cost,
+                     cost_table, dict(pin or {}), dict(allow or {}), batches, probes, seed, progress)  # fmt: skip
     search.baseline()
     trials = Trials(workload, steps=steps, batches=batches, seed=seed, scale=search.scale)
     done = _Done(search, trials, aim, extra, runs, progress)
     done.all()
-    notes = _notes(workload, offered, half, own, search)
-    return done.tuning(notes)
+    return done.tuning(_notes(workload, offered, half, own, search))
 
 
 class _Search:
     """The optimisation: a budget, the baseline, and the plans between them."""
 
     def __init__(
-        self, workload: Workload, measured: list[str], offered: list[str], half: str, device: str, loss: bool, cost: str,
+        self, workload: Workload, on: str, measured: list[str], offered: list[str], half: str, device: str, loss: bool, cost: str,
         table: Any, pin: dict[str, str], allow: dict[str, Sequence[str]], batches: int, probes: int | None, seed: int,
         progress: Progress | None,
     ) -> None:  # fmt: skip
-        self.workload, self.measured, self.offered, self.half, self.device = workload, measured, offered, half, device
+        self.workload, self.on, self.measured, self.offered = workload, on, measured, offered
+        self.half, self.device = half, device
         self.loss, self.cost, self.table, self.pin, self.allow = loss, cost, table, pin, allow
         self.batches, self.probes, self.seed, self.progress = batches, probes, seed, progress
         self.scale = 1.0
@@ -263,8 +264,18 @@ class _Done:
         predicted = search.budget.predict(formats).db
         self.runs.append(TunedRun(
             name, search.problem.cost_of(formats), search.fp32(formats), predicted if math.isfinite(predicted) else None,
-            trial.measured_db, trial.loss_error, trial.along, trial.losses, dict(formats),
+            trial.measured_db, self._natively(name, formats), trial.loss_error, trial.along, trial.losses, dict(formats),
         ))  # fmt: skip
+
+    def _natively(self, name: str, formats: Mapping[str, str]) -> float | None:
+        search = self.search
+        used = set(formats.values()) | ({search.half} if name == "autocast" else set())
+        slow = "fp16" in used and search.on == "cpu"  # converted to fp32 and back: a simulation too, and a slow one
+        if name == "fp32" or slow or not used <= {"bf16", "fp16"}:
+            return None
+        if name == "autocast":
+            return self.trials.natively(search.half, policy=search.device)
+        return self.trials.natively(Plan.from_formats(formats, {}))
 
     def _base(self) -> TunedRun:
         return self.runs[1]
@@ -320,7 +331,7 @@ def _number(value: float) -> float | None:
 
 
 def _notes(workload: Workload, offered: list[str], half: str, device: str, search: _Search) -> list[str]:
-    notes = ["Formats were simulated in fp32; the budget computed attention by its plain formula, which has derivatives."]
+    notes = ["Formats were simulated in fp32 ('native': real casts); the budget computed attention by its plain formula, which has derivatives."]
     if workload.optimizer is None:
         notes.append("The workload has no optimizer: plain SGD took the steps.")
     if "fp16" in offered and device == "cpu":

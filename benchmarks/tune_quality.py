@@ -73,26 +73,30 @@ def main() -> None:
             print(f"\n{name} is left out: {str(error).splitlines()[0]}")
             continue
         for device in ("cpu", "cuda"):
-            found = ro.tune(workload, ("bf16",), device=device, steps=2 if args.quick else 10,
-                            batches=1 if args.quick else 4)  # fmt: skip
-            by = {run.name: run for run in found.runs}
-            base, more = by["autocast"], by.get("more", by["equal"])
-            equal = max((by[n] for n in ("equal", "mended") if n in by), key=lambda run: run.measured_db)
-            gain, further = equal.measured_db - base.measured_db, more.measured_db - base.measured_db
-            rows.append((
-                name, device, f"{base.measured_db:.1f}", base.fp32_operators, f"{equal.predicted_db:.1f}",
-                f"{equal.measured_db:.1f}", equal.fp32_operators, f"{gain:+.1f}", verdict(gain, BAR_EQUAL),
-                f"{100 * (more.cost / base.cost - 1):+.0f} %", f"{more.measured_db:.1f}", f"{further:+.1f}",
-                verdict(further, BAR_MORE),
-            ))  # fmt: skip
-            points += [(name, device, f"{100 * p['of_fp32']:.0f} %", f"{100 * p['cost'] / base.cost:.0f} %",
-                        "exact" if p["predicted_db"] is None else f"{p['predicted_db']:.1f}", p["fp32_operators"])
-                       for p in found.pareto]  # fmt: skip
-            progress(f"{name} {device}")
-    header = ("workload", "lists of", "autocast", "in fp32", "plan predicted", "measured", "in fp32", "gain", "bar +3",
-              "cost", "plan at more", "gain", "bar +10")  # fmt: skip
+            budget = None
+            for cost in ("bytes", "bitops", "operators"):
+                found = ro.tune(workload, ("bf16",), device=device, cost=cost, budget=budget, steps=2,
+                                batches=1 if args.quick else 4)  # fmt: skip
+                budget = found.budget if budget is None else budget
+                by = {run.name: run for run in found.runs}
+                base, more = by["autocast"], by["more"]
+                equal = max((by[n] for n in ("equal", "mended") if n in by), key=lambda run: run.measured_db)
+                gain, further = equal.measured_db - base.measured_db, more.measured_db - base.measured_db
+                rows.append((
+                    name, device, cost, f"{base.measured_db:.1f}", base.fp32_operators, f"{equal.predicted_db:.1f}",
+                    f"{equal.measured_db:.1f}", f"{equal.native_db:.1f}", equal.fp32_operators, f"{gain:+.1f}",
+                    verdict(gain, BAR_EQUAL), f"{100 * (more.cost / base.cost - 1) if base.cost else 0:+.0f} %",
+                    f"{more.measured_db:.1f}", f"{further:+.1f}", verdict(further, BAR_MORE),
+                ))  # fmt: skip
+                points += [(name, device, cost, f"{100 * p['of_fp32']:.0f} %",
+                            f"{100 * p['cost'] / base.cost:.0f} %" if base.cost else None,
+                            "exact" if p["predicted_db"] is None else f"{p['predicted_db']:.1f}", p["fp32_operators"])
+                           for p in found.pareto]  # fmt: skip
+                progress(f"{name} {device} {cost}")
+    header = ("workload", "lists of", "cost", "autocast", "in fp32", "plan predicted", "measured", "native", "in fp32",
+              "gain", "bar +3", "cost", "plan at more", "gain", "bar +10")  # fmt: skip
     table("Gradient SQNR in bf16, dB, at the cost of autocast and at up to 20 % more", header, rows)
-    header = ("workload", "lists of", "cost of fp32", "cost of autocast", "SQNR, dB", "operators in fp32")
+    header = ("workload", "lists of", "cost", "of fp32", "of autocast", "SQNR, dB", "operators in fp32")
     table("Pareto points (predicted)", header, points)
 
 

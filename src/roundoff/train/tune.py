@@ -42,8 +42,9 @@ SCALE = 65536.0
 class TunedRun:
     """One configuration that ran: ``fp32``, ``autocast``, or a plan by its aim (``mended``: its second try).
 
-    ``predicted_db`` counts what the budget's target holds (gradients, and the loss), ``measured_db`` the gradients alone;
-    ``native_db`` the same with real casts (None where a format has no arithmetic on the device); ``loss_error`` is the largest relative error of the loss at the start, ``along`` the SQNR of gradients at later steps.
+    ``predicted_db`` counts what the budget's target holds (gradients, and the loss), ``measured_db`` the gradients alone,
+    simulated, ``native_db`` the same with real casts (None where a format has no arithmetic on the device). ``loss_error``
+    is the largest relative error of the loss at the start, ``along`` the SQNR of the gradients at later steps.
     """
 
     name: str
@@ -92,7 +93,8 @@ def tune(
     workload: Workload, formats: Iterable[str] = ("bf16",), *, loss: bool = True, aim: Aim = "equal", extra: float = EXTRA,
     cost: str = "bytes", cost_table: Any = None, pin: Mapping[str, str] | None = None,
     allow: Mapping[str, Sequence[str]] | None = None, device: str | None = None, steps: int = STEPS, runs: int = RUNS,
-    batches: int = BATCHES, probes: int | None = None, seed: int = 0, progress: Progress | None = None,
+    batches: int = BATCHES, probes: int | None = None, seed: int = 0, budget: Budget | None = None,
+    progress: Progress | None = None,
 ) -> Tuning:  # fmt: skip
     """Find which operators must stay in high precision in training, and prove it over real steps.
 
@@ -104,7 +106,8 @@ def tune(
 
     Then at most ``runs`` configurations train for ``steps`` real steps each, formats simulated: fp32, autocast, the plan
     of the aim (once more, from a budget measured around it, if it misses), and the other plans. Losses stay in fp32.
-    Without an optimizer in the workload plain SGD takes the steps.
+    Without an optimizer in the workload plain SGD takes the steps. ``budget`` is that of an earlier ``tune`` of the same
+    workload and lists, to choose by another cost or aim without measuring again.
 
     The model is left exactly as it was. Raises ``WorkloadError`` (no loss, no trainable parameters), ``FormatError``,
     ``PlanError``, ``NonFiniteError``, ``GradientPathError``.
@@ -124,7 +127,7 @@ def tune(
     half = next((f for f in offered if f in ("bf16", "fp16")), "bf16")
     own = next(iter(trainable(workload).values())).device.type
     search = _Search(workload, own, list(dict.fromkeys([*offered, half])), offered, half, device or own, loss, cost,
-                     cost_table, dict(pin or {}), dict(allow or {}), batches, probes, seed, progress)  # fmt: skip
+                     cost_table, budget, dict(pin or {}), dict(allow or {}), batches, probes, seed, progress)  # fmt: skip
     search.baseline()
     trials = Trials(workload, steps=steps, batches=batches, seed=seed, scale=search.scale)
     done = _Done(search, trials, aim, extra, runs, progress)
@@ -136,14 +139,15 @@ class _Search:
     """The optimisation: a budget, the baseline, and the plans between them."""
 
     def __init__(
-        self, workload: Workload, on: str, measured: list[str], offered: list[str], half: str, device: str, loss: bool, cost: str,
-        table: Any, pin: dict[str, str], allow: dict[str, Sequence[str]], batches: int, probes: int | None, seed: int,
+        self, workload: Workload, on: str, measured: list[str], offered: list[str], half: str, device: str, loss: bool,
+        cost: str, table: Any, given: Budget | None, pin: dict[str, str], allow: dict[str, Sequence[str]], batches: int, probes: int | None, seed: int,
         progress: Progress | None,
     ) -> None:  # fmt: skip
         self.workload, self.on, self.measured, self.offered = workload, on, measured, offered
         self.half, self.device = half, device
         self.loss, self.cost, self.table, self.pin, self.allow = loss, cost, table, pin, allow
         self.batches, self.probes, self.seed, self.progress = batches, probes, seed, progress
+        self.given = given
         self.scale = 1.0
         self.autocast: dict[str, str] = {}
 
@@ -158,17 +162,28 @@ class _Search:
             if finite or self.scale <= 1.0:
                 break
             self.scale /= 4
-        self.around(handler.chosen)
+        if self.given is None:
+            self.around(handler.chosen)
+        else:
+            self._use(self.given)
+        lost = set(self.measured) - set(self.budget.about["formats"])
+        if lost or "gradients" not in self.budget.about["target"]["name"]:
+            raise PlanError("this budget is not one of these gradients", where="budget",
+                            expected=f"the budget of an earlier tune in {', '.join(self.measured)}",
+                            got=f"{self.budget.about['target']['name']} in {', '.join(self.budget.about['formats'])}")  # fmt: skip
         # what no gradient reaches costs no noise, and stays in fp32 in every plan: left out of both sides
         followed = {s["site"] for s in self.budget.sites if not s["no_path"]}
         self.autocast = {s: f for s, f in handler.chosen.items() if s in followed}
 
     def around(self, formats: Mapping[str, str]) -> None:
         """Measure the budget, with derivatives that jump smeared over the errors that ``formats`` make."""
-        self.budget = gradient_budget(
+        self._use(gradient_budget(
             self.workload, self.measured, loss=self.loss, around=formats, batches=self.batches, probes=self.probes,
             seed=self.seed, scale=self.scale, progress=self.progress,
-        )  # fmt: skip
+        ))  # fmt: skip
+
+    def _use(self, budget: Budget) -> None:
+        self.budget = budget
         losses = {s["site"]: "fp32" for s in self.budget.sites if _is_loss(s["operator"])}
         self.problem = Problem(self.budget, self.cost, self.table, {**self.pin, **losses}, self.allow, self.offered)
 
@@ -331,7 +346,7 @@ def _number(value: float) -> float | None:
 
 
 def _notes(workload: Workload, offered: list[str], half: str, device: str, search: _Search) -> list[str]:
-    notes = ["Formats were simulated in fp32 ('native': real casts); the budget computed attention by its plain formula, which has derivatives."]
+    notes = ["Measured in simulated formats ('native': with real casts); the budget takes attention by its plain formula."]
     if workload.optimizer is None:
         notes.append("The workload has no optimizer: plain SGD took the steps.")
     if "fp16" in offered and device == "cpu":

@@ -266,16 +266,16 @@ def test_command(tmp_path, monkeypatch, capsys):
 
 def test_a_plan_that_misses_is_mended_within_the_runs(work, monkeypatch):
     """With the first plan spoilt, a second one is made from a budget around it."""
-    from roundoff.train import tune as module
+    from roundoff.train.search import Search
 
-    plan, calls = module._Search.plan, []
+    plan, calls = Search.plan, []
 
     def spoilt(self, aim, extra, shift=0.0):
         calls.append(aim)
         return dict.fromkeys(self.problem.info, "bf16") if aim == "equal" and calls.count("equal") == 1 else plan(
             self, aim, extra, shift)  # fmt: skip
 
-    monkeypatch.setattr(module._Search, "plan", spoilt)
+    monkeypatch.setattr(Search, "plan", spoilt)
     found = ro.tune(work, ["bf16"], device="cuda", steps=1, probes=16)
     assert [run.name for run in found.runs] == ["fp32", "autocast", "equal", "mended", "more"]
     assert found.met

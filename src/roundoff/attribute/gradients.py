@@ -21,47 +21,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map
 
 from roundoff.attribute.adjoint import SiteInfo, describe
 from roundoff.attribute.kinks import Kinks
-from roundoff.attribute.terms import TermKey, Terms, arrange, by_sample, project
+from roundoff.attribute.terms import TermKey, Terms
+from roundoff.attribute.use import (
+    OPERAND,
+    OUTPUT,
+    Error,
+    Spot,
+    Use,
+    floating,
+    power_sum,
+    project_error,
+    rerunnable,
+)
 from roundoff.capture.calls import Call, CallMode, float_tensors
 from roundoff.capture.execute import round_gradient, round_operand, round_output
 from roundoff.capture.operators import MATRIX_KINDS
 from roundoff.formats import Format
-
-#: Where an edge lies in its call: the leaf of an operand, or the place of an output among the outputs.
-Spot = tuple[str, int]
-OUTPUT = "output"
-OPERAND = "operand"
-
-
-@dataclass
-class _Error:
-    """One error of one tensor, kept until the probes have passed."""
-
-    key: TermKey
-    place: int
-    values: Tensor
-
-
-@dataclass
-class _Use:
-    """One call of the forward pass."""
-
-    call: Call
-    name: str
-    operands: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, GradientEdge] = field(default_factory=dict)
-    #: what the first backward pass brings to each spot, and its edge there
-    gradients: dict[Spot, Tensor] = field(default_factory=dict)
-    edges: dict[Spot, Tensor] = field(default_factory=dict)
-    forward: dict[Spot, list[_Error]] = field(default_factory=lambda: defaultdict(list))
-    backward: dict[Spot, list[_Error]] = field(default_factory=lambda: defaultdict(list))
-    #: of an operator whose derivative jumps: see ``kinks.py``
-    bend: Tensor | None = None
 
 
 @dataclass
@@ -75,12 +55,12 @@ class Edges:
     sites: dict[str, SiteInfo]
     kinks: Kinks
     cut: frozenset[str] = frozenset()
-    uses: list[_Use] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
     terms: Terms = field(default_factory=Terms)
     loss: Terms = field(default_factory=Terms)
     reached: set[str] = field(default_factory=set)
     ends: list[Tensor] = field(default_factory=list)
-    users: dict[str, list[tuple[_Use, int]]] = field(default_factory=lambda: defaultdict(list))
+    users: dict[str, list[tuple[Use, int]]] = field(default_factory=lambda: defaultdict(list))
     phase: str = ""
 
     def before_write(self, tensor: Tensor) -> None:
@@ -90,7 +70,7 @@ class Edges:
         """Run the call between edges; the errors of its forward pass are computed at once."""
         if not torch.is_grad_enabled():
             return self._without_gradient(call)
-        use = _Use(call, str(call.site))
+        use = Use(call, str(call.site))
         leaves = list(call.leaves)
         for operand in call.operands:
             leaves[operand.leaf] = use.operands[operand.leaf] = self._edge(leaves[operand.leaf])
@@ -110,7 +90,7 @@ class Edges:
             for source in operand.sources:
                 self.users[source].append((use, operand.leaf))
         count = iter(range(len(outputs)))
-        result = tree_map(lambda t: self._output(use, next(count), t) if _floating(t) else t, result)
+        result = tree_map(lambda t: self._output(use, next(count), t) if floating(t) else t, result)
         self.uses.append(use)
         use.call = Call(call.site, call.operator, call.func, [], [], call.operands)  # the arguments are not needed
         if not call.operator.inplace:
@@ -140,7 +120,7 @@ class Edges:
         self.ends.append(end)
         return end
 
-    def _output(self, use: _Use, place: int, y: Tensor) -> Tensor:
+    def _output(self, use: Use, place: int, y: Tensor) -> Tensor:
         if not y.requires_grad:
             return y
         use.outputs[place] = get_gradient_edge(y)
@@ -148,10 +128,10 @@ class Edges:
         self._hook(edge, use, (OUTPUT, place))
         return edge
 
-    def _hook(self, tensor: Tensor, use: _Use, spot: Spot) -> None:
+    def _hook(self, tensor: Tensor, use: Use, spot: Spot) -> None:
         tensor.register_hook(functools.partial(self._passes, use, spot))  # type: ignore[no-untyped-call]
 
-    def _passes(self, use: _Use, spot: Spot, gradient: Tensor) -> Tensor | None:
+    def _passes(self, use: Use, spot: Spot, gradient: Tensor) -> Tensor | None:
         """A gradient reaches an edge of the forward pass."""
         if self.phase == "backward":
             use.gradients[spot] = gradient
@@ -170,21 +150,21 @@ class Edges:
             self._project(use, use.forward, spot, gradient)
         return None
 
-    def _project(self, use: _Use, errors: dict[Spot, list[_Error]], spot: Spot, adjoint: Tensor) -> None:
+    def _project(self, use: Use, errors: dict[Spot, list[Error]], spot: Spot, adjoint: Tensor) -> None:
         if self.phase != "probe":
             return
         self.reached.add(use.name)
         for error in errors.get(spot, ()):
-            _add(self.terms, error, adjoint)
+            project_error(self.terms, error, adjoint)
 
-    def _forward_errors(self, use: _Use, info: SiteInfo, drawn: Tensor | None) -> None:
+    def _forward_errors(self, use: Use, info: SiteInfo, drawn: Tensor | None) -> None:
         """Errors of operands, one by one, and of the output that the rounded operands give."""
         call, after = use.call, torch.get_rng_state() if drawn is not None else None
         for fmt in self.formats:
             rule = fmt.execution
             if rule is None or fmt.name in info.refused:
                 continue
-            leaves = _rerunnable(call)
+            leaves = rerunnable(call)
             for operand in call.operands:
                 how = rule.activation if operand.role == "activation" else rule.weight
                 if how is None or (operand.role == "bias" and not rule.bias):
@@ -193,7 +173,7 @@ class Edges:
                 leaves[operand.leaf] = round_operand(exact, operand, fmt)
                 part = "activation" if operand.role == "activation" else "weight"
                 key = TermKey(use.name, fmt.name, part, operand.leaf, tuple(sorted(operand.sources)))
-                use.forward[OPERAND, operand.leaf].append(_Error(key, 0, leaves[operand.leaf] - exact))
+                use.forward[OPERAND, operand.leaf].append(Error(key, 0, leaves[operand.leaf] - exact))
             if not rule.output:
                 continue
             if drawn is not None:
@@ -202,7 +182,7 @@ class Edges:
                 again = float_tensors(call.again(leaves))
             for place, values in enumerate(again):
                 key = TermKey(use.name, fmt.name, "output", -1, ())
-                use.forward[OUTPUT, place].append(_Error(key, place, round_output(values, fmt) - values))
+                use.forward[OUTPUT, place].append(Error(key, place, round_output(values, fmt) - values))
         if after is not None:
             torch.set_rng_state(after)
 
@@ -214,11 +194,11 @@ class Edges:
         for use in self.uses:
             for spot, gradient in use.gradients.items():
                 for error in use.forward.get(spot, ()):
-                    _add(self.loss, error, gradient.detach())
+                    project_error(self.loss, error, gradient.detach())
             self._backward_errors(use)
         return list(found)
 
-    def _backward_errors(self, use: _Use) -> None:
+    def _backward_errors(self, use: Use) -> None:
         received = {place: use.gradients[OUTPUT, place] for place in use.outputs if (OUTPUT, place) in use.gradients}
         users = self._users(use)
         for fmt in self.formats:
@@ -231,15 +211,15 @@ class Edges:
                 rounded[place] = round_gradient(exact, fmt, written=False)
                 if rounded[place] is not exact:
                     key = TermKey(use.name, fmt.name, "gradient", -1, users)
-                    use.backward[OUTPUT, place].append(_Error(key, place, rounded[place] - exact))
+                    use.backward[OUTPUT, place].append(Error(key, place, rounded[place] - exact))
             if not rule.output:
                 continue
             for leaf, gradient in self._written(use, rounded).items():
                 key = TermKey(use.name, fmt.name, "gradient", leaf, ())
                 error = round_gradient(gradient, fmt, written=True) - gradient
-                use.backward[OPERAND, leaf].append(_Error(key, 0, error))
+                use.backward[OPERAND, leaf].append(Error(key, 0, error))
 
-    def _written(self, use: _Use, received: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _written(self, use: Use, received: dict[int, Tensor]) -> dict[int, Tensor]:
         """The operand gradients that follow from the rounded output gradients: an addition only passes them on, and then
         rounds nothing more. A contraction mixes many; whether its inputs are rounded says nothing of its results."""
         plain = {leaf: use.gradients[OPERAND, leaf].detach() for leaf in use.operands if (OPERAND, leaf) in use.gradients}
@@ -252,14 +232,14 @@ class Edges:
         )  # fmt: skip
         return {leaf: plain[leaf] if g is None else g for leaf, g in zip(plain, found, strict=True)}
 
-    def _users(self, use: _Use) -> tuple[str, ...]:
+    def _users(self, use: Use) -> tuple[str, ...]:
         """The calls that use the output, where each element's gradient comes from one of them: then it arrives in the
         format that they write. Sums of absolute values and of squares agree only if no two gradients meet."""
         users = [(u, leaf) for u, leaf in self.users.get(use.name, ()) if (OPERAND, leaf) in u.gradients]
         parts = [u.gradients[OPERAND, leaf].detach() for u, leaf in users]
         whole = [g.detach() for (kind, _), g in use.gradients.items() if kind == OUTPUT]
         for power in (1, 2):
-            sent, came = _sum(parts, power), _sum(whole, power)
+            sent, came = power_sum(parts, power), power_sum(whole, power)
             if abs(sent - came) > 1e-9 * came:
                 return ()
         return tuple(sorted({u.name for u, _ in users}))
@@ -311,29 +291,6 @@ def measure_gradients(
     return loss.detach(), [None if g is None else g.detach() for g in gradients]
 
 
-def _add(terms: Terms, error: _Error, adjoint: Tensor) -> None:
-    probe = by_sample(adjoint.detach().unsqueeze(0), None, 1)
-    values, overflow = project(probe, arrange(error.values, None, 1))
-    terms.add(error.key, error.place, values, overflow)
-
-
-def _rerunnable(call: Call) -> list[Any]:
-    """The arguments with copies of what the operator keeps for itself (running statistics): a second run writes them."""
-    own = {o.leaf for o in call.operands}
-    return [
-        x.clone() if _floating(x) and i not in own and call.kind == "normalization" else x.detach() if _floating(x) else x
-        for i, x in enumerate(call.leaves)
-    ]
-
-
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
     signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
     return signs.to(like.device, like.dtype).mul_(2).sub_(1)
-
-
-def _sum(tensors: Iterable[Tensor], power: int) -> float:
-    return sum(float(t.double().abs().pow(power).sum()) for t in tensors)
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

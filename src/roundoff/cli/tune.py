@@ -31,9 +31,7 @@ def command(
         int, typer.Option("--runs", min=3, help="Runs at most: fp32, built-in autocast, and plans.")
     ] = 5,
     batches: Annotated[int, typer.Option("--batches", min=1, help="Batches that the budget measures.")] = 4,
-    cost: Annotated[
-        str, typer.Option("--cost", help="What to save: bytes, bitops, seconds, or operators in fp32.")
-    ] = "bytes",
+    cost: o.Cost = "bytes",
     cost_table: o.CostTable = None,
     pin: o.Pin = None,
     allow: o.Allow = None,

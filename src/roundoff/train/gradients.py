@@ -243,8 +243,9 @@ def vendor_kernels(enabled: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if not enabled:
             backends: Any = torch.backends
-            stack.enter_context(backends.mkldnn.flags(enabled=False))
-            stack.enter_context(backends.cudnn.flags(enabled=False))
+            for backend in (backends.mkldnn, backends.cudnn):  # their flags() would also set TF32
+                stack.callback(setattr, backend, "enabled", backend.enabled)
+                backend.enabled = False
         yield
 
 

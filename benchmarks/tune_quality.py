@@ -65,6 +65,7 @@ WORKLOADS = {"gpt2": gpt2, "resnet18": resnet18, "minilm": minilm}
 
 def main() -> None:
     args = options(__doc__)
+    torch.set_num_threads(1)  # many small operators: two threads only wait for each other
     rows, points = [], []
     for name in args.only or WORKLOADS:
         try:
@@ -72,8 +73,8 @@ def main() -> None:
         except RoundoffError as error:
             print(f"\n{name} is left out: {str(error).splitlines()[0]}")
             continue
+        budget = None
         for device in ("cpu", "cuda"):
-            budget = None
             for cost in ("bytes", "bitops", "operators"):
                 found = ro.tune(workload, ("bf16",), device=device, cost=cost, budget=budget, steps=2,
                                 batches=1 if args.quick else 4)  # fmt: skip

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -50,41 +50,34 @@ def bf16(x):
     return np.asarray(x, dtype=np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6))
 def test_a_linear_layer_under_a_linear_loss_is_exact(rows, inputs, outputs, seed):
-    """L = sum C o (X W^T), so G = C^T X: only X, C and G itself have errors that matter, and first order is exact."""
-    x, c = draw(rows, inputs, seed=seed), draw(rows, outputs, seed=seed + 1)
-    net = nn.Linear(inputs, outputs, bias=False)
-    work = Workload(net, [x], loss=lambda y, batch: (y * c).sum())
-    found = gradient_budget(work, ["bf16"], loss=False, probes=4, seed=seed, around={})
+    """L = sum C o (X W^T), so G = C^T X: first order is exact. Whole numbers below 2^9 have sums of products below 2^24,
+    which fp32 holds, and more bits than bf16: every error is a whole number too, and only the last division rounds."""
+    draws = seeded(seed)
+    x, c = (torch.randint(-511, 512, shape, generator=draws).float() for shape in ((rows, inputs), (rows, outputs)))
     exact = c.double().numpy().T @ x.double().numpy()
-    size = np.linalg.norm(exact)
+    assume(exact.any())
+    work = Workload(nn.Linear(inputs, outputs, bias=False), [x], loss=lambda y, batch: (y * c).sum())
+    found = gradient_budget(work, ["bf16"], loss=False, probes=4, seed=seed, around={})
     draws = seeded(seed)
     signs = [torch.randint(0, 2, exact.shape, generator=draws, dtype=torch.int8).numpy() * 2.0 - 1 for _ in range(4)]
-    # the received gradient is C; it arrives from the multiplication, which writes it
     expected = {
         ("activation", 0): c.numpy().T @ (bf16(x) - x.numpy()), ("gradient", -1): (bf16(c) - c.numpy()).T @ x.numpy(),
-        ("gradient", 1): bf16(exact) - exact,
-        ("weight", 1): 0 * exact, ("output", -1): 0 * exact,
+        ("gradient", 1): bf16(exact) - exact, ("weight", 1): 0 * exact, ("output", -1): 0 * exact,
     }  # fmt: skip
     terms = {(t.part, t.operand): t.values for t in found.rows("/linear", "bf16")}
     for key, values in terms.items():
-        want = [float((v * expected[key]).sum()) / size for v in signs]
-        # products of fp32 numbers added in fp32: a few units in the last place of |v| |error|, and G itself was
-        # computed in fp32, so that it may round to the other neighbour where it lies near the middle of two
-        slack = 2.0**-18 * np.abs(expected[key]).sum() / size + 1e-7
-        if key == ("gradient", 1):
-            middle = np.abs(np.abs(expected[key]) - np.abs(exact) * 0).max()
-            slack += 2 * middle / size * (np.abs(bf16(exact) - bf16(exact.astype(np.float32) * (1 + 2**-20))) > 0).sum()
-        np.testing.assert_allclose(values[:, 0], want, atol=slack + 1e-6)
+        want = [float((v * expected[key]).sum()) / np.linalg.norm(exact) for v in signs]
+        np.testing.assert_allclose(values[:, 0], want, rtol=1e-6, atol=1e-12)  # kept as fp32
     assert {("activation", 0), ("gradient", -1), ("gradient", 1)} <= set(terms)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn"])
 def test_each_site_alone_as_brute_force_says(fmt):
     work = smooth()
-    found = gradient_budget(work, [fmt], loss=False, probes=64)
+    found = gradient_budget(work, [fmt], loss=False, probes=24)
     reference = gradients_of(work)
     sites = [s["site"] for s in found.sites if found.rows(s["site"], fmt)]
     assert len(sites) == (7 if fmt == "bf16" else 3)
@@ -92,14 +85,15 @@ def test_each_site_alone_as_brute_force_says(fmt):
     for site in sites:
         predicted.append(found.predict({site: fmt}).db)
         measured.append(sqnr(gradients_of(work, {site: fmt}), reference))
-    # 256 projections: 0.4 dB standard error each; four of them. Second order is far below at these levels
-    np.testing.assert_allclose(predicted, measured, atol=1.6)
+    # 96 projections, each square with a variance of twice its mean squared: 0.63 dB; three of them. Second order is far
+    # below that at these levels
+    np.testing.assert_allclose(predicted, measured, atol=1.9)
     whole = dict.fromkeys(sites, fmt)
-    assert found.predict(whole).db == pytest.approx(sqnr(gradients_of(work, whole), reference), abs=1.6)
+    assert found.predict(whole).db == pytest.approx(sqnr(gradients_of(work, whole), reference), abs=1.9)
     assert found.predict({}).noise == 0
 
 
-def test_without_pieces_the_sum_of_sites_is_not_the_whole():
+def test_a_gradient_that_arrives_in_the_format_is_not_rounded_again():
     """Absorption: a gradient that arrives in bf16 from its only user is not rounded again, one that is added up is."""
     work = smooth()
     terms = gradient_budget(work, ["bf16"], loss=False, probes=2, batches=1)
@@ -144,10 +138,10 @@ def test_parts_of_one_output_arrive_from_their_own_users():
 def test_a_derivative_that_jumps_needs_the_errors_of_a_plan():
     work = smooth(nn.ReLU)
     reference = gradients_of(work)
-    found = gradient_budget(work, ["bf16"], loss=False, probes=16)
+    found = gradient_budget(work, ["bf16"], loss=False, probes=8)
     whole = {s["site"]: "bf16" for s in found.sites}
     measured = sqnr(gradients_of(work, whole), reference)
-    blind = gradient_budget(work, ["bf16"], loss=False, probes=16, around={})
+    blind = gradient_budget(work, ["bf16"], loss=False, probes=8, around={})
     # about five of 8192 elements change sides: the spread of their number is a factor of 1.6, 2 dB; twice that
     assert found.predict(whole).db == pytest.approx(measured, abs=4)
     assert blind.predict(whole).db > measured + 8
@@ -155,10 +149,10 @@ def test_a_derivative_that_jumps_needs_the_errors_of_a_plan():
 
 def test_dropout_falls_as_it_fell():
     work = classifier(lambda: nn.Linear(8, 32), nn.Tanh, lambda: nn.Dropout(0.3), lambda: nn.Linear(32, 4))
-    found = gradient_budget(work, ["bf16"], loss=False, probes=48)
+    found = gradient_budget(work, ["bf16"], loss=False, probes=16)
     whole = {s["site"]: "bf16" for s in found.sites}
     measured = sqnr(gradients_of(work, whole), gradients_of(work))
-    assert found.predict(whole).db == pytest.approx(measured, abs=1.6)
+    assert found.predict(whole).db == pytest.approx(measured, abs=2.3)  # 64 projections: 0.77 dB; three
     assert sqnr(gradients_of(work), gradients_of(work)) == math.inf
 
 
@@ -176,7 +170,7 @@ class InPlace(nn.Module):
 
 def test_in_place_operators_share_the_format_of_what_they_write_into():
     work = classifier(InPlace)
-    found = gradient_budget(work, ["bf16"], loss=False, probes=48)
+    found = gradient_budget(work, ["bf16"], loss=False, probes=16)
     tied = {s["site"]: s["tied"] for s in found.sites}
     assert tied["/add"] == ["norm/batch_norm"]
     assert tied["/mul"] == ["/add"]
@@ -184,7 +178,7 @@ def test_in_place_operators_share_the_format_of_what_they_write_into():
     reference = gradients_of(work)
     whole = {s["site"]: "bf16" for s in found.sites}
     measured = sqnr(gradients_of(work, whole), reference)
-    assert found.predict(whole).db == pytest.approx(measured, abs=1.6)
+    assert found.predict(whole).db == pytest.approx(measured, abs=2.3)  # 64 projections: 0.77 dB; three
     # one decision, so a plan takes all of them or none
     plan = found.plan(measured + 3)
     chosen = plan.formats(whole)
@@ -233,10 +227,10 @@ def test_a_fused_recurrent_layer_is_measured_without_vendor_kernels():
             return self.head(self.rnn(x.view(16, 4, 8))[0].reshape(64, 6))
 
     work = classifier(Reader, batches=1)
-    found = gradient_budget(work, ["bf16"], loss=False, probes=64)
+    found = gradient_budget(work, ["bf16"], loss=False, probes=32)
     assert torch.backends.mkldnn.enabled
     measured = sqnr(gradients_of(work, {"rnn/lstm": "bf16"}), gradients_of(work))
-    assert found.predict({"rnn/lstm": "bf16"}).db == pytest.approx(measured, abs=3)  # 64 projections: 0.8 dB
+    assert found.predict({"rnn/lstm": "bf16"}).db == pytest.approx(measured, abs=3.3)  # 32 projections: 1.1 dB; three
 
 
 def test_an_operator_without_a_second_derivative_is_named():

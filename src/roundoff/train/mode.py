@@ -29,11 +29,17 @@ _FIRST = frozenset({"batch_norm", "instance_norm"})
 _RESULT = frozenset({"embedding", "embedding_bag"})
 
 
+#: Their kernels bring operands of several formats to the widest, element by element: no cast is needed for that.
+_PROMOTE = frozenset("add sub rsub mul div rdiv".split())
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.modes: list[SiteMode] = []
+        self.modes: list[Any] = []
+        self.keys: list[int] = []
 
 
+#: The modes of the regions that this thread is in, innermost last, and the keys of their rules.
 LOCAL = _Local()
 
 
@@ -50,7 +56,7 @@ class SiteMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.tells:
+        if not self.tells or LOCAL.keys[-1] != self.key:  # a region inside this one decides
             return func(*args, **kwargs)
         name = operator_of(func)
         if name == "unflatten":  # torch's method calls super(), which torch.compile cannot trace from here
@@ -101,6 +107,8 @@ def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, acti
         result = func(*args, **kwargs)
         return cast(result, action) if isinstance(action, torch.dtype) and action != torch.float64 else result
     dtype = action if isinstance(action, torch.dtype) else widest(args, kwargs, activations=action == "follow")
+    if operator in _PROMOTE and widest(args, kwargs, activations=False) == dtype:
+        return func(*args, **kwargs)
     if operator in _FIRST:
         dtype = torch.float32 if dtype == torch.float64 else dtype
         args = (cast(args[0], dtype), *args[1:]) if args else args

@@ -373,3 +373,31 @@ def test_one_set_of_rules_for_one_plan():
     assert one.rules is two.rules
     assert isinstance(one.rules, Rules)
     assert one.rules is not roundoff.autocast(MIXED, net()).rules
+
+
+def test_tf32_on_cuda_is_allowed_for_one_call_and_its_backward():
+    """The flags can be set without a GPU: they stand during the call and its backward, and are as before after both."""
+    from roundoff.train.mode import run_in
+
+    seen = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(torch.backends.cuda.matmul.allow_tf32)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+            return gradient * 2
+
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    x = torch.ones(2, requires_grad=True)
+    y = run_in(Watched.apply, "matmul", (x,), {}, "tf32", "cuda")
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    y.sum().backward()
+    assert seen == [True, (True, True)]
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    assert Rules(Plan((), default="tf32"), net(), "cuda").simulated == []
+    assert Rules(Plan((), default="tf32"), net(), "cpu").simulated == ["tf32"]

@@ -103,6 +103,8 @@ def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, acti
     spread."""
     if "out" in kwargs or isinstance(kwargs.get("dtype"), torch.dtype):
         return func(*args, **kwargs)
+    if action == "tf32":
+        return _in_tf32(func, args, kwargs)
     if operator in _RESULT:
         result = func(*args, **kwargs)
         return cast(result, action) if isinstance(action, torch.dtype) and action != torch.float64 else result
@@ -119,6 +121,31 @@ def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, acti
     with torch.autocast(device, enabled=False):
         result = func(*args, **kwargs)
     return cast(result, torch.float32, torch.float64) if dtype == torch.float64 else result
+
+
+def _in_tf32(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call on CUDA with TF32 allowed, in its backward pass too."""
+    saved: list[Any] = []
+    allow = functools.partial(_allow_tf32, saved)
+    allow()
+    try:
+        with torch.autocast("cuda", enabled=False):
+            result = func(*[cast(a, torch.float32) for a in args], **{k: cast(v, torch.float32) for k, v in kwargs.items()})
+    finally:
+        _restore_tf32(saved)
+    if isinstance(result, Tensor) and result.grad_fn is not None:
+        result.grad_fn.register_prehook(allow)
+        result.grad_fn.register_hook(functools.partial(_restore_tf32, saved))
+    return result
+
+
+def _allow_tf32(saved: list[Any], *_: Any) -> None:
+    saved.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+
+def _restore_tf32(saved: list[Any], *_: Any) -> None:
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = saved.pop()
 
 
 def cast(value: Any, dtype: torch.dtype, wide: torch.dtype | None = None) -> Any:

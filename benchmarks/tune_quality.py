@@ -7,11 +7,18 @@ bf16, against the lists of torch.autocast for the CPU and for CUDA. Bar: at leas
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import torch
 from common import ROOT, options, progress, table, verdict
+from scipy.stats import spearmanr
 
 import roundoff as ro
 from roundoff.errors import RoundoffError
+from roundoff.plan.budget import Budget
+from roundoff.train.rounded import gradients_of
+from roundoff.train.trial import sqnr
 from roundoff.workload import Workload
 
 BAR_EQUAL, BAR_MORE = 3.0, 10.0
@@ -46,7 +53,7 @@ def minilm() -> Workload:
     encode = base.forward or base.model
 
     def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([encode(model, batch), encode(model, batch)])
+        return torch.stack(encode(model, {k: torch.cat([v, v]) for k, v in batch.items()}).chunk(2))
 
     def loss(pair: torch.Tensor, _batch: object) -> torch.Tensor:
         scores = pair[0] @ pair[1].T / 0.05
@@ -54,6 +61,20 @@ def minilm() -> Workload:
 
     batches = [{k: v[i : i + 8] for k, v in b.items()} for b in base.batches for i in (0, 8)][:4]
     return Workload(base.model, batches, forward=forward, loss=loss, optimizer=adamw, name="minilm")
+
+
+def ranked(workload: Workload, budget: Budget, most: int = 90) -> tuple[object, ...]:
+    """Spearman rank correlation, and dB apart, of sites rounded alone; every so many of a large model's."""
+    sites = [s["site"] for s in budget.sites if budget.rows(s["site"], "bf16") and not s["no_path"]]
+    batches = budget.about["samples"]
+    reference, found = gradients_of(workload, batches=batches), []
+    for site in sites[:: -(-len(sites) // most)]:
+        measured = sqnr(gradients_of(workload, {site: "bf16"}, batches=batches), reference)
+        if math.isfinite(measured):
+            found.append((budget.predict({site: "bf16"}).db, measured))
+    off = [abs(a - b) for a, b in found]
+    rho = spearmanr([a for a, _ in found], [b for _, b in found]).statistic
+    return len(found), f"{rho:.3f}", f"{statistics.median(off):.2f}", f"{max(off):.2f}"
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -66,7 +87,7 @@ WORKLOADS = {"gpt2": gpt2, "resnet18": resnet18, "minilm": minilm}
 def main() -> None:
     args = options(__doc__)
     torch.set_num_threads(1)  # many small operators: two threads only wait for each other
-    rows, points = [], []
+    rows, points, ranks = [], [], []
     for name in args.only or WORKLOADS:
         try:
             workload = WORKLOADS[name]()
@@ -84,7 +105,8 @@ def main() -> None:
                 equal = max((by[n] for n in ("equal", "mended") if n in by), key=lambda run: run.measured_db)
                 gain, further = equal.measured_db - base.measured_db, more.measured_db - base.measured_db
                 rows.append((
-                    name, device, cost, f"{base.measured_db:.1f}", base.fp32_operators, f"{equal.predicted_db:.1f}",
+                    name, device, cost, f"{base.measured_db:.1f}", f"{base.native_db:.1f}", base.fp32_operators,
+                    f"{equal.predicted_db:.1f}",
                     f"{equal.measured_db:.1f}", f"{equal.native_db:.1f}", equal.fp32_operators, f"{gain:+.1f}",
                     verdict(gain, BAR_EQUAL), f"{100 * (more.cost / base.cost - 1) if base.cost else 0:+.0f} %",
                     f"{more.measured_db:.1f}", f"{further:+.1f}", verdict(further, BAR_MORE),
@@ -94,9 +116,13 @@ def main() -> None:
                             "exact" if p["predicted_db"] is None else f"{p['predicted_db']:.1f}", p["fp32_operators"])
                            for p in found.pareto]  # fmt: skip
                 progress(f"{name} {device} {cost}")
-    header = ("workload", "lists of", "cost", "autocast", "in fp32", "plan predicted", "measured", "native", "in fp32",
-              "gain", "bar +3", "cost", "plan at more", "gain", "bar +10")  # fmt: skip
+        if budget is not None:
+            ranks.append((name, *ranked(workload, budget)))
+    header = ("workload", "lists of", "cost", "autocast", "native", "in fp32", "plan predicted", "measured", "native",
+              "in fp32", "gain", "bar +3", "cost", "plan at more", "gain", "bar +10")  # fmt: skip
     table("Gradient SQNR in bf16, dB, at the cost of autocast and at up to 20 % more", header, rows)
+    header = ("workload", "sites tried", "rank correlation", "median dB off", "max dB off")
+    table("Each site alone in bf16: gradient SQNR predicted against measured", header, ranks)
     header = ("workload", "lists of", "cost", "of fp32", "of autocast", "SQNR, dB", "operators in fp32")
     table("Pareto points (predicted)", header, points)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,8 +63,17 @@ class Trials:
             along.append((mark.step, sqnr([there], [mark.gradients])))
         return Trial(sqnr(found, self.start), max(errors), along, self._train(make()))
 
-    def natively(self, what: Plan | str, policy: str | None = None) -> float:
-        """SQNR of the gradients at the start with real casts, under ``roundoff.autocast``."""
+    def natively(self, what: Plan | str, policy: str | None = None) -> float | None:
+        """SQNR of the gradients at the start with real casts, under ``roundoff.autocast``; None where it does not find the
+        plan's sites: it counts calls from each forward of the model, of which a batch may make more than one."""
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*named no site", category=RuntimeWarning)
+                return self._natively(what, policy)
+        except RuntimeWarning:
+            return None
+
+    def _natively(self, what: Plan | str, policy: str | None) -> float:
         model, found = self.workload.model, []
         with preserve(model):
             model.train()

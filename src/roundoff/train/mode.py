@@ -33,6 +33,17 @@ _RESULT = frozenset({"embedding", "embedding_bag"})
 _PROMOTE = frozenset("add sub rsub mul div rdiv".split())
 
 
+#: Python functions of torch's that call one operator (of another name where that is given): not entered, since torch.compile
+#: traces the function itself, but not always what is inside it.
+_SINGLE = {
+    **{name: name for name in """adaptive_avg_pool2d adaptive_avg_pool3d batch_norm binary_cross_entropy cdist celu einsum
+    binary_cross_entropy_with_logits embedding embedding_bag glu group_norm hardsigmoid hardswish hardtanh huber_loss
+    elu l1_loss layer_norm leaky_relu log_softmax mish mse_loss relu relu6 rms_norm selu silu smooth_l1_loss
+    soft_margin_loss softmax""".split()},
+    "cross_entropy": "cross_entropy_loss", "nll_loss": "nll_loss_nd", "norm": "linalg_vector_norm",
+}  # fmt: skip
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.modes: list[Any] = []
@@ -62,8 +73,11 @@ class SiteMode(TorchFunctionMode):
         if name == "unflatten":  # torch's method calls super(), which torch.compile cannot trace from here
             return torch.unflatten(*args, **kwargs)
         if name[:1] == ":":
-            with self:
-                return _TWINS[name](*args, **kwargs)
+            single = _interpolation(args, **kwargs) if name == ":interpolate" else _SINGLE.get(name[1:], "")
+            if not single or _writes(args, kwargs):
+                with self:
+                    return _TWINS[name](*args, **kwargs)
+            name = single
         if not name or not _is_site(args, kwargs):
             return func(*args, **kwargs)
         inplace = name[:1] == "!"
@@ -74,7 +88,14 @@ class SiteMode(TorchFunctionMode):
         action = action_at(self.key, path, operator, number)
         if action is None or inplace:
             return func(*args, **kwargs)
-        return run_in(func, operator, args, kwargs, action, self.device)
+        if torch.compiler.is_compiling():
+            return run_in(func, operator, args, kwargs, action, self.device)
+        try:
+            return run_in(func, operator, args, kwargs, action, self.device)
+        except RuntimeError as error:  # no kernel for that format, most likely
+            site = f"{path}/{operator}" + (f"#{number}" if number else "")
+            error.add_note(f"roundoff: {site} was to run in {action}, as the plan of this region says")
+            raise
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -101,7 +122,7 @@ def _action_at(key: int, path: str, operator: str, number: int) -> Action:
 def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, action: Action, device: str) -> Any:
     """A call with its inputs cast. A caller's own ``dtype=`` or ``out=`` stands; fp64 is cast back, so that it does not
     spread."""
-    if "out" in kwargs or isinstance(kwargs.get("dtype"), torch.dtype):
+    if kwargs.get("out") is not None or isinstance(kwargs.get("dtype"), torch.dtype):
         return func(*args, **kwargs)
     if action == "tf32":
         return _in_tf32(func, args, kwargs)
@@ -199,12 +220,27 @@ def _is_site(args: Any, kwargs: Any) -> bool:
     return found
 
 
+def _interpolation(args: Any, mode: str = "nearest", antialias: bool = False, **_: Any) -> str:
+    """The operator that ``F.interpolate`` calls, as far as it is one of the plain ones."""
+    mode = args[3] if len(args) > 3 else mode
+    if mode in ("area", "nearest-exact") or antialias or not args:
+        return ""
+    return f"upsample_{mode}{args[0].ndim - 2}d"
+
+
+def _writes(args: Any, kwargs: Any) -> bool:
+    """Whether a function was asked to work in place, as far as its arguments tell."""
+    return bool(kwargs.get("inplace", False)) or any(value is True for value in args)
+
+
 def _name(func: Callable[..., Any]) -> str:
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return ""  # what compiled code is made of, cast already
     twin = entered(func)
+    if twin is not None and func.__name__ in _SKIPPED | {"dropout1d", "dropout2d", "dropout3d"}:
+        return ""
     if twin is not None:
-        name = f":{func.__module__}.{func.__name__}"
+        name = f":{func.__name__}"
         _TWINS[name] = twin
         return name
     operator = Operator.of(func)

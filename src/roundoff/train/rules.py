@@ -101,6 +101,11 @@ class Rules:
             return None
         return self._action(operator, decision.format)
 
+    @property
+    def seen(self) -> bool:
+        """Whether any site was asked for yet."""
+        return bool(self._decided)
+
     def unused(self) -> list[str]:
         """The patterns that named no site so far."""
         used = {d.pattern for d in self._decided.values()}

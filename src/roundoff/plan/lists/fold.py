@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -61,8 +62,7 @@ class Read:
                 keep = next((e for e in (other, entry) if e.format == "fp32"), other)
                 self.notes.append(f"{_said(other)} and {_said(entry)} are both {operator} here: taken as {keep.format}")
                 chosen[operator] = keep
-            if not translate(entry.name, source, "torch"):
-                self.left_out.append(f"{_said(entry)}: no operator here")
+            self._note_wider(entry, entries, source)
         return self.named((operator, entry.format, _said(entry)) for operator, entry in chosen.items())
 
     def named(self, asked: Iterable[tuple[str, str, str]]) -> tuple[Rule, ...]:
@@ -78,6 +78,15 @@ class Read:
         said = {"from": self.tool, "file": self.where, "notes": self.notes, "left_out": self.left_out,
                 "origin": self.origin, **about}  # fmt: skip
         return Plan(rules, default, {k: v for k, v in said.items() if v}, autocast)
+
+    def _note_wider(self, entry: Entry, entries: list[Entry], source: str) -> None:
+        """Say so where an operator here is more than the one of the list: BiasAdd is add, which is every addition."""
+        listed = {_stem(e.name) for e in entries if e.format == entry.format}
+        for operator in translate(entry.name, source, "torch"):
+            others = [n for n in translate(operator, "torch", source) if _stem(n) not in listed]
+            text = f"{operator} here is more than {entry.name}: also {', '.join(others)}"
+            if others and text not in self.notes:
+                self.notes.append(text)
 
     def _check_contradictions(self, entries: list[Entry]) -> None:
         seen: dict[str, Entry] = {}
@@ -187,6 +196,11 @@ def low_format(name: Any, where: str) -> str:
     if FORMATS.get(text) not in ("bf16", "fp16"):
         raise PlanError("no half-precision format", where=where, expected="bfloat16 or float16", got=repr(name))
     return FORMATS[text]
+
+
+def _stem(name: str) -> str:
+    """The name without its version."""
+    return re.sub(r"(_?[vV]\d+|(?<=[a-z])D)$", "", name)
 
 
 def _place(entry: Entry) -> str:

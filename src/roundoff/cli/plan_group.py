@@ -118,8 +118,7 @@ def explain(
 
     model = Workload.load(workload).model if workload is not None else None
     found = read_lists(source, model=model)
-    own = "from" not in found.about or source.suffix == ".toml"
-    decisions = decide(found, sites, model=model, device=device, file=source if own else None)
+    decisions = decide(found, sites, model=model, device=device, file=source)
     if json:
         o.print_json([{**dataclasses.asdict(d), "why": d.why} for d in decisions])
         return 0

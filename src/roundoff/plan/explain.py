@@ -60,13 +60,14 @@ def explain(
 
     ``model`` is needed for plans with ``class:`` patterns, and then a module that it does not have is an error. ``device``
     is the one whose lists decide where no rule does. ``file`` is the plan's, for the lines. Raises ``PatternError`` for
-    what is no site, ``PlanError`` for a ``class:`` pattern without a model.
+    a module that the model lacks, ``PlanError`` for a ``class:`` pattern without a model and for a device without autocast.
 
     >>> plan = Plan((Rule("fp32", ("op:softmax",)),), autocast="bf16")
     >>> [(d.format, d.why) for d in explain(plan, ["a/softmax", "a/linear"])]
     [('fp32', 'rule 1, op:softmax'), ('bf16', "no rule: autocast's own lists")]
     """
     written = plan
+    listed("linear", device)  # a device without autocast is an error, whatever decides
     if model is not None:
         plan = plan.for_model(model)
     elif any(pattern.startswith("class:") for rule in plan.rules for pattern in rule.sites):

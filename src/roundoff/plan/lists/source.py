@@ -91,7 +91,7 @@ def read_settings(text: str, where: str) -> dict[str, str]:
             raise PlanError("not a setting", where=f"{where}, line {number}", expected="NAME=VALUE", got=repr(line[:60]))
         name, value = Name.at(match["name"], number), match["value"]
         value = value[1 : value.index(value[0], 1)] if value[:1] in ("'", '"') and value.count(value[0]) > 1 else (
-            value.partition(" #")[0].strip()
+            f" {value}".partition(" #")[0].strip()
         )
         if name in found:
             first = next(other for other in found if other == name)

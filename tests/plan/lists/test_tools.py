@@ -146,6 +146,8 @@ def test_bad_environment_files(tmp_path: Path) -> None:
     file.write_text("x = 1\nnonsense\n")
     assert "line 2: not a setting" in failure(read_lists, file)
     assert "not the settings of a tool" in failure(read_lists, {"x": 1})
+    assert "a path or a mapping" in failure(read_lists, ["x"])
+    assert "no mixlist" in failure(read_lists, {"modify_mixlist": 5})
     assert "not a readable file" in failure(read_lists, tmp_path / "no.json")
     left_out = read_lists({PREFIX + "LEVEL": "TENSOR_CORES_ONLY", PREFIX + "LOG_PATH": "x"}).about["left_out"]
     assert [part.partition(":")[0] for part in left_out] == ["LEVEL=TENSOR_CORES_ONLY", "LOG_PATH"]

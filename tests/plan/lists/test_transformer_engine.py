@@ -116,6 +116,8 @@ def test_how_layers_are_named(layers: dict[str, Any], expected: list[str]) -> No
         ({"s": {"enabled": True, "layers": {"layer_type": ["fc1"]}}}, ["unknown setting: layer_type", "layer_types?"]),
         ({"s": {"enabled": True, "layers": {"layer_name_regex_pattern": "("}}}, ["not a regular expression"]),
         ({"s": {"layers": {"layer_types": ["fc1"]}}}, ["not a section"]),
+        (section(DisableFP8GEMM={"enabled": True, "gemms": "fprop"}), ["not a list of names", "DisableFP8GEMM, gemms"]),
+        (section(DisableFP8GEMM={"enabled": True, "gemms_struct": ["fprop"]}), ["no gemms_struct"]),
         (section() | {"t": section()["s"]}, ["the layer decoder.layers.0.fc1 is in two sections", "s and t"]),
     ],
 )

@@ -91,8 +91,9 @@ def write(plan: Plan, *, path: str = "ops_info.json", base: Any = None) -> Writt
     if not plan.autocast or operators.rest:
         mode = _mode_without_lists(operators)
         if mode is None:
-            out.left_out.append(f"{len(operators.formats)} operators beside {operators.rest}: only mixed modes have lists "
-                                "(a plan with autocast), the others know all operators or the matrix operators")  # fmt: skip
+            beside = ", ".join(f"op:{o} → {f}" for o, f in operators.formats.items())
+            out.left_out.append(f"all others → {operators.rest}" + (f" beside {beside}" if beside else "")
+                                + ": lists need a mixed mode (a plan with autocast), other modes have none")  # fmt: skip
             return replace(out, text="{}\n")
         out.text = json.dumps(mode, indent=2) + "\n"
         out.use = " ".join(f"--{key}={value}" for key, value in mode.items())
@@ -155,6 +156,8 @@ def read_base(base: Any) -> Mapping[str, Any]:
 
 
 def _mixlist(data: Mapping[str, Any], found: Read, low: str, base: Any) -> Plan:
+    if not isinstance(data, Mapping):
+        raise PlanError("no mixlist", where=found.where, expected="black-list and white-list", got=repr(data)[:60])
     check_keys(data, tuple(LISTS), found.where)
     adds: list[Entry] = []
     removes: list[Entry] = []

@@ -63,6 +63,8 @@ def read_lists(
         >>> plan.autocast, plan.rules
         ('bf16', (Rule(format='fp32', sites=('op:softmax',)),))
     """
+    if not isinstance(source, (str, Path, Mapping)):
+        raise PlanError("no settings", where="read_lists", expected="a path or a mapping", got=type(source).__name__)
     where = tool or "settings" if isinstance(source, Mapping) else str(source)
     data = source if isinstance(source, Mapping) else read_file(Path(source))
     tool = _tool(data, tool, where)

@@ -188,18 +188,20 @@ def _asked(features: Any, high: str, section: str, found: Read, where: str) -> s
             found.notes.append(f"{section}, {written}: not enabled")
         elif name in _OTHER:
             found.left_out.append(f"{section}, {written}: {_OTHER[name]}")
-        elif not name.endswith("Layer") and "fprop" not in (gemms := _gemms(settings)):  # type: ignore[union-attr]
+        elif not name.endswith("Layer") and "fprop" not in (gemms := _gemms(settings, f"{where}, {written}")):  # type: ignore[union-attr]
             found.left_out.append(f"{section}, {written}: {', '.join(gemms) or 'no'} gemms only; a plan is about forward")
         else:
             asked = asked or (_quant_format(settings, where) if name in _FAKE else high)
-            if not str(name).endswith("Layer") and (missing := {"dgrad", "wgrad"} - set(_gemms(settings))):
+            if not str(name).endswith("Layer") and (missing := {"dgrad", "wgrad"} - set(_gemms(settings, where))):
                 found.left_out.append(f"{section}, {written}: {', '.join(sorted(missing))} stay in fp8 there, not here")
     return asked
 
 
-def _gemms(settings: Mapping[str, Any]) -> list[str]:
+def _gemms(settings: Mapping[str, Any], where: str) -> list[str]:
     structs = settings.get("gemms_struct") or []
-    return [*(settings.get("gemms") or []), *(s.get("gemm", "") for s in structs if isinstance(s, Mapping))]
+    if not isinstance(structs, list) or not all(isinstance(s, Mapping) and "gemm" in s for s in structs):
+        raise PlanError("no gemms_struct", where=where, expected="a list of entries with gemm", got=repr(structs)[:60])
+    return [*names_of(settings.get("gemms") or [], f"{where}, gemms"), *(str(s["gemm"]) for s in structs)]
 
 
 def _quant_format(settings: Mapping[str, Any], where: str) -> str:

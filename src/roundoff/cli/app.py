@@ -17,7 +17,7 @@ from roundoff.cli import (
     diagnose,
     diff,
     overflow,
-    plan,
+    plan_group,
     replay,
     show,
     verify,
@@ -42,7 +42,7 @@ app = typer.Typer(
 )
 app.command("diagnose")(diagnose.command)
 app.command("budget")(budget.command)
-app.command("plan")(plan.command)
+app.add_typer(plan_group.app, name="plan")
 app.command("verify")(verify.command)
 app.command("capture")(capture.command)
 app.command("show")(show.command)

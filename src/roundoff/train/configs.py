@@ -180,8 +180,10 @@ def _positive(text: str) -> bool:
 
 
 def _known_backend(name: str, given: str) -> str:
+    if not name:
+        return name
     known = torch.compiler.list_backends(exclude_tags=())
-    if name and name not in known:
+    if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         raise WorkloadError("torch.compile has no such backend", where=given, expected=", ".join(known), got=repr(name),
                             do=f"did you mean {' or '.join(near)}?" if near else None)  # fmt: skip

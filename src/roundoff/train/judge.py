@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 CONFIDENCE = 0.95
 #: Two single runs that differ by chance alone are further apart than this many standard deviations in 5 % of all cases:
@@ -89,6 +90,7 @@ def judge(reference: Sequence[float], candidate: Sequence[float]) -> Judged:
     )  # fmt: skip
 
 
+@cache
 def _quantile(freedom: int) -> float:
     from scipy import stats
 

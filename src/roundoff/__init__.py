@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from roundoff.site import Site as Site
     from roundoff.store import Run as Run
     from roundoff.store import load as load
+    from roundoff.train.autocast import autocast as autocast
     from roundoff.train.bench import bench as bench
     from roundoff.workload import Workload as Workload
 
@@ -40,6 +41,7 @@ _PUBLIC = {
     "Site": "roundoff.site",
     "Workload": "roundoff.workload",
     "Run": "roundoff.store",
+    "autocast": "roundoff.train.autocast",
     "bench": "roundoff.train.bench",
     "budget": "roundoff.plan.measure",
     "capture": "roundoff.capture",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from roundoff.store import load as load
     from roundoff.train.autocast import autocast as autocast
     from roundoff.train.bench import bench as bench
+    from roundoff.train.scaler import LossScaler as LossScaler
     from roundoff.workload import Workload as Workload
 
 _PUBLIC = {
@@ -36,6 +37,7 @@ _PUBLIC = {
     "Comparison": "roundoff.compare.comparison",
     "FORMATS": "roundoff.formats",
     "Format": "roundoff.formats",
+    "LossScaler": "roundoff.train.scaler",
     "Plan": "roundoff.plan.plan",
     "RoundoffError": "roundoff.errors",
     "Site": "roundoff.site",

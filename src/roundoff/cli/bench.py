@@ -39,7 +39,8 @@ def command(
 
     folder = check_folder(output)
     with o.progress(json) as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # what they say is among the notes
+        warnings.filterwarnings("ignore", "fp16 on (this|a) CPU", RuntimeWarning)  # stands among the notes
+        warnings.filterwarnings("ignore", ".*patterns named no site", RuntimeWarning)  # among the findings
         loaded = roundoff.Workload.load(workload)
         found = roundoff.bench(loaded, o.split(configs), steps=steps, seeds=seeds, progress=progress)
     found.report(folder / "report.html")

@@ -15,11 +15,14 @@ def answer(data: Row) -> list[str]:
     first, *others = data["rows"]
     name, seeds = first["config"], count(len(data["seeds"]), "seed")
     failed = [row["config"] for row in data["rows"] if row["failed"]]
-    worse = [row["config"] for row in others if row["worse"]]
+    broken = [row["config"] for row in others if row["loss"] and not finite(row["loss"]["mean"])]
+    worse = [row["config"] for row in others if row["worse"] and row["config"] not in broken]
     better = [row["config"] for row in others if row["verdict"] == "different" and not row["worse"]]
     alike = [row["config"] for row in others if row["verdict"] == "no difference seen"]
     open_ = [row["config"] for row in others if row["verdict"] == "undecided"]
     said = []
+    if broken:
+        said.append(f"{listing(broken)} {_ends(broken)} with a loss that is not finite.")
     if worse:
         said.append(f"{listing(worse)} {_ends(worse)} worse than {name}, by more than {seeds} explain.")
     if better:
@@ -138,7 +141,9 @@ def seen(judged: Row | None) -> str:
     """The verdict on one number with its reason, and what could have been seen."""
     if judged is None or judged["verdict"] is None:
         return ""
-    text = f"{judged['verdict']}: {judged['reason']}"
+    size = difference(judged)
+    text = f"{size}: " if size else ""
+    text += f"{judged['verdict']}: {judged['reason']}"
     if judged["could_see"]:
         text += f" ({judged['could_see']:.2g} would have been seen)"
     return text

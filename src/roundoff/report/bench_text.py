@@ -67,7 +67,7 @@ def details(row: Row) -> list[str]:
     """Everything about a configuration that the table has no room for."""
     if row["failed"]:
         return [f"failed: {row['failed']}", *row["notes"]]
-    judged = [f"{key} {said.difference(row[key])}: {text}" for key in ("loss", "metric") if (text := said.seen(row[key]))]
+    judged = [f"{key} {text}" for key in ("loss", "metric") if (text := said.seen(row[key]))]
     work = said.formats(row)
     return [*judged, *([work] if work else []), *row["findings"], *row["notes"]]
 

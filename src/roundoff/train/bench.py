@@ -16,7 +16,7 @@ from roundoff.errors import WorkloadError, warn
 from roundoff.plan.measure import Progress
 from roundoff.plan.variants import device_of
 from roundoff.preserve import preserve, process_kept
-from roundoff.train.configs import SLOW, Config, Step, parse_configs, slow_fp16
+from roundoff.train.configs import SLOW, Config, Step, parse_configs, slow_cpu
 from roundoff.train.result import WARM, Result
 from roundoff.train.rows import summary
 from roundoff.workload import Workload
@@ -168,7 +168,7 @@ def _order(batches: int, steps: int, seed: int) -> list[int]:
 
 def _notes(config: Config, workload: Workload, device: torch.device) -> list[str]:
     notes = []
-    if slow_fp16(config, device):
+    if config.format == "fp16" and slow_cpu(device):
         warn(SLOW)
         notes.append(SLOW)
     drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in workload.model.modules())

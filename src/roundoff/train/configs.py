@@ -40,7 +40,7 @@ WORDS = (
     *FORMATS, "compile", "compile=aot_eager", "channels_last", "checkpoint", *OPTIMIZER, "weights=bf16", "accumulate=2",
     "scale=dynamic", "scale=static:1024", "scale=off", "threads=1", "mkldnn=off", "cpu", "cuda",
 )  # fmt: skip
-#: GradScaler's own start
+#: Where torch's GradScaler begins.
 INITIAL_SCALE = 65536.0
 SLOW = (
     "fp16 on this CPU, which has no fp16 arithmetic: 16 to 32 times slower than fp32 was measured; bf16 is what a CPU "
@@ -190,10 +190,10 @@ def _known_backend(name: str, given: str) -> str:
     return name
 
 
-def slow_fp16(config: Config, device: torch.device) -> bool:
-    """Whether the configuration computes in fp16 on a CPU without arithmetic for it."""
+def slow_cpu(device: torch.device) -> bool:
+    """Whether it is a CPU without matrix arithmetic in fp16."""
     amx: Callable[[], bool] = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
-    return config.format == "fp16" and device.type == "cpu" and not amx()
+    return device.type == "cpu" and not amx()
 
 
 def remade(optimizer: torch.optim.Optimizer, flags: dict[str, bool]) -> torch.optim.Optimizer:

@@ -65,7 +65,7 @@ class Result:
             self.memory, self.findings = trainee.memory, trainee.findings()
             self.seen = trainee.seen.plain() if trainee.seen and self.config.backend is None else None
         if trainee.scaler is not None:
-            self.scale = trainee.scaler.value
+            self.scale = trainee.scaler.get_scale()
         if trainee.workload.metric is None:
             return None
         try:

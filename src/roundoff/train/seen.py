@@ -59,8 +59,8 @@ class Seen:
         if calls["scale"] and not self.unscaled:
             found.append(
                 f"optimizer.step() runs on gradients that are {scale} times too large: neither scaler.step(optimizer) nor "
-                "unscale_ is called, so nothing divides by the scale and no step with an overflow is skipped. An optimizer "
-                "such as Adam, whose step does not depend on the size of the gradients, hides it; SGD diverges"
+                "unscale_ is called, so nothing divides by the scale and no step with an overflow is skipped. Adam, whose "
+                "step does not depend on the size of the gradients, hides it until the first Inf; SGD diverges"
             )  # fmt: skip
         if calls["scale"] and not calls["update"]:
             found.append(f"scaler.update() is never called: the scale stays at {scale}, whatever the gradients do")

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from roundoff.errors import WorkloadError
 from roundoff.plan.variants import AUTOCAST, compile_backend, compiled, device_of
 from roundoff.preserve import process_kept
-from roundoff.train.configs import Config, remade
+from roundoff.train.autocast import autocast
+from roundoff.train.configs import SLOW, Config, remade, slow_cpu
+from roundoff.train.scaler import LossScaler
 from roundoff.train.seen import Kept, Seen, formats_of, held, watched
 from roundoff.user_code import user_code
 from roundoff.workload import Workload
@@ -53,17 +55,19 @@ class Trainee:
             self.workload = twin
             if config.backend is not None:
                 self.workload = compiled(twin, compile_backend(twin, config.backend or None))
+        self.region: autocast | None = None
         self.around = self._autocast()
-        self.scaler = None if config.scale is None else Scaled(config, self.device)
-        self.memory: dict[str, int] = {}
+        self.scaler = loss_scaler(config)
+        self._own = self._gradients = 0
+        self._saved: int | None = None
+        self._peak: int | None = None
         self.seen: Seen | None = None
         self._kept: Kept | None = None
 
     def _autocast(self) -> Callable[[], AbstractContextManager[Any]]:
         if self.config.plan is not None:
-            from roundoff.train.autocast import autocast
-
-            return partial(autocast, self.config.plan, self.model)
+            region = self.region = autocast(self.config.plan, self.model)
+            return lambda: region
         if self.config.format in AUTOCAST:
             return partial(torch.autocast, self.device.type, AUTOCAST[self.config.format])
         return nullcontext
@@ -88,16 +92,10 @@ class Trainee:
         own = held((list(self.model.parameters()), list(self.model.buffers())))
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-            state = held([list(s.values()) for s in self.optimizer.state.values()])
             before = torch.cuda.memory_allocated(self.device)
         self._kept = Kept(self.model)
-        gradients = 0
-
-        def counted(*_: Any) -> None:
-            nonlocal gradients
-            gradients = held([p.grad for p in self.model.parameters() if p.grad is not None])
-
-        handle = self.optimizer.register_step_pre_hook(counted)
+        self._gradients = 0
+        handle = self.optimizer.register_step_pre_hook(lambda *_: self._weigh_gradients())
         try:
             if self.config.step is None:
                 done = self.step(number, seed)
@@ -107,12 +105,23 @@ class Trainee:
         finally:
             handle.remove()
             kept, self._kept = self._kept.most, None
-        optimizer = held([list(s.values()) for s in self.optimizer.state.values()])
-        self.memory = {"parameters": own, "gradients": gradients, "optimizer": optimizer, "saved": kept}
-        self.memory["total"] = sum(self.memory.values())
-        if cuda:
-            self.memory["total"] = torch.cuda.max_memory_allocated(self.device) - before + own + state
+        self._own, self._saved = own, kept
+        self._peak = torch.cuda.max_memory_allocated(self.device) - before if cuda else None
         return done
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for, and ``total``; empty before ``weigh``. The optimizer's are those at present, since a step
+        that was skipped has made none."""
+        if self._saved is None:
+            return {}
+        optimizer = held([list(s.values()) for s in self.optimizer.state.values()])
+        parts = {"parameters": self._own, "gradients": self._gradients, "optimizer": optimizer, "saved": self._saved}
+        inside = self._gradients + self._saved if self._peak is None else self._peak
+        return {**parts, "total": self._own + optimizer + inside}
+
+    def _weigh_gradients(self) -> None:
+        self._gradients = held([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def evaluate(self) -> list[Any]:
         """Outputs of every held-out batch, or of every batch where none is held out: in eval mode, under the same autocast.
@@ -142,10 +151,15 @@ class Trainee:
             return twin.evaluate(outputs, reference)
 
     def findings(self) -> list[str]:
-        """What is wrong with a step that the user wrote; nothing for the others."""
+        """What is wrong with a step that the user wrote, or with a plan; nothing for the others."""
+        if self.region is not None and (unused := self.region.rules.unused()):
+            return [f"{len(unused)} of the plan's patterns named no site: {', '.join(unused[:5])}"]
         if self.seen is None or self.config.step is None:
             return []
-        return self.seen.findings(formats_of(self.eager.batches))
+        found = self.seen.findings(formats_of(self.eager.batches))
+        if "fp16" in self.seen.matrix["forward"] and slow_cpu(self.device):
+            found.append(SLOW)
+        return found
 
     def _train(self, batch: Any) -> tuple[Tensor, bool]:
         if self.config.step is not None:
@@ -161,23 +175,35 @@ class Trainee:
                 loss.backward()
             else:
                 self.scaler.backward(loss)
+        if self._kept is not None:
+            self._weigh_gradients()
         skipped = False
         if self.scaler is None:
             self.optimizer.step()
         else:
-            skipped = self.scaler.step(self.optimizer)
+            self.scaler.step(self.optimizer)
+            skipped = bool(self.scaler.skipped)
         self.optimizer.zero_grad(set_to_none=True)
         return total, skipped
 
     @contextmanager
     def _ready(self, seed: int) -> Iterator[None]:
-        with process_kept(), torch.enable_grad():
+        with process_kept(), torch.enable_grad(), self._compiling():
             for setting in self.config.settings:
                 setting()
             torch.manual_seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002  (user code may draw from the global generator)
             random.seed(seed)
             yield
+
+    def _compiling(self) -> AbstractContextManager[Any]:
+        """Room for the compiled code of every seed: beyond the limit torch would go on uncompiled, and not say so."""
+        if self.config.backend is None:
+            return nullcontext()
+        import torch._dynamo
+
+        patched: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=256)  # type: ignore[attr-defined]
+        return patched
 
     def _now(self) -> tuple[float, float]:
         if self.device.type not in ("cpu", "meta"):
@@ -188,29 +214,11 @@ class Trainee:
         return user_code(f"{what} of {self.config.name}", self.where, path=self.path)
 
 
-class Scaled:
-    """The loss scale of a configuration: the one place that knows which scaler is behind it."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self._static = config.scale if config.static else None
-        self._scaler = torch.amp.GradScaler(device.type, init_scale=config.scale or 1.0)
-
-    def backward(self, loss: Tensor) -> None:
-        """The backward pass of the scaled loss."""
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """The optimizer's step on unscaled gradients; whether it was skipped."""
-        self._scaler.unscale_(optimizer)
-        found = sum(float(flag) for flag in self._scaler._found_inf_per_device(optimizer).values())
-        self._scaler.step(optimizer)
-        self._scaler.update(self._static)
-        return found > 0
-
-    @property
-    def value(self) -> float:
-        """The scale of the next step."""
-        return float(self._scaler.get_scale())
+def loss_scaler(config: Config) -> LossScaler | None:
+    """The loss scale of a configuration. It is not given the model: finding the operator behind a skip would be timed too."""
+    if config.scale is None:
+        return None
+    return LossScaler(rule="static" if config.static else "dynamic", init_scale=config.scale)
 
 
 def _cut(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:

@@ -202,7 +202,7 @@ class Trainee:
             return nullcontext()
         import torch._dynamo
 
-        patched: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=256)  # type: ignore[attr-defined]
+        patched: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=256)
         return patched
 
     def _now(self) -> tuple[float, float]:

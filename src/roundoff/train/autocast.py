@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import warnings
 import weakref
@@ -142,6 +143,12 @@ class autocast(ContextDecorator):  # noqa: N801
         else:
             stack.enter_context(torch.autocast(self.device, dtype=rules.dtype))
         stack.enter_context(overridden(rules.operators, self.device))
+        LOCAL.keys.append(rules.key)
+        stack.callback(LOCAL.keys.pop)
+        if not rules.lines and rules.default is None and not self._record:
+            REGIONS.inside.append((self, None))  # autocast's own lists: nothing else to do
+            stack.callback(REGIONS.inside.pop)
+            return
         if rules.lines or rules.default:  # compiled backward passes would be traced under autocast; eager ones never run so
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         if self.model is not None and (self._record or rules.simulated):
@@ -238,7 +245,7 @@ def _rules(plan: Plan, model: nn.Module | None, device: str, policy: str | None)
 
 def _device(device: str | torch.device | None, model: nn.Module | None) -> str:
     if device is None:
-        tensors = () if model is None else (*model.parameters(), *model.buffers())
+        tensors = () if model is None else itertools.chain(model.parameters(), model.buffers())
         device = next((t.device for t in tensors), torch.device("cpu"))
     kind = torch.device(device).type
     if kind not in KEYS:

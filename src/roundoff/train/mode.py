@@ -29,11 +29,17 @@ _FIRST = frozenset({"batch_norm", "instance_norm"})
 _RESULT = frozenset({"embedding", "embedding_bag"})
 
 
+#: Their kernels bring operands of several formats to the widest, element by element: no cast is needed for that.
+_PROMOTE = frozenset("add sub rsub mul div rdiv".split())
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.modes: list[SiteMode] = []
+        self.modes: list[Any] = []
+        self.keys: list[int] = []
 
 
+#: The modes of the regions that this thread is in, innermost last, and the keys of their rules.
 LOCAL = _Local()
 
 
@@ -50,7 +56,7 @@ class SiteMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.tells:
+        if not self.tells or LOCAL.keys[-1] != self.key:  # a region inside this one decides
             return func(*args, **kwargs)
         name = operator_of(func)
         if name == "unflatten":  # torch's method calls super(), which torch.compile cannot trace from here
@@ -97,10 +103,14 @@ def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, acti
     spread."""
     if "out" in kwargs or isinstance(kwargs.get("dtype"), torch.dtype):
         return func(*args, **kwargs)
+    if action == "tf32":
+        return _in_tf32(func, args, kwargs)
     if operator in _RESULT:
         result = func(*args, **kwargs)
         return cast(result, action) if isinstance(action, torch.dtype) and action != torch.float64 else result
     dtype = action if isinstance(action, torch.dtype) else widest(args, kwargs, activations=action == "follow")
+    if operator in _PROMOTE and widest(args, kwargs, activations=False) == dtype:
+        return func(*args, **kwargs)
     if operator in _FIRST:
         dtype = torch.float32 if dtype == torch.float64 else dtype
         args = (cast(args[0], dtype), *args[1:]) if args else args
@@ -111,6 +121,31 @@ def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, acti
     with torch.autocast(device, enabled=False):
         result = func(*args, **kwargs)
     return cast(result, torch.float32, torch.float64) if dtype == torch.float64 else result
+
+
+def _in_tf32(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call on CUDA with TF32 allowed, in its backward pass too."""
+    saved: list[Any] = []
+    allow = functools.partial(_allow_tf32, saved)
+    allow()
+    try:
+        with torch.autocast("cuda", enabled=False):
+            result = func(*[cast(a, torch.float32) for a in args], **{k: cast(v, torch.float32) for k, v in kwargs.items()})
+    finally:
+        _restore_tf32(saved)
+    if isinstance(result, Tensor) and result.grad_fn is not None:
+        result.grad_fn.register_prehook(allow)
+        result.grad_fn.register_hook(functools.partial(_restore_tf32, saved))
+    return result
+
+
+def _allow_tf32(saved: list[Any], *_: Any) -> None:
+    saved.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+
+def _restore_tf32(saved: list[Any], *_: Any) -> None:
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = saved.pop()
 
 
 def cast(value: Any, dtype: torch.dtype, wide: torch.dtype | None = None) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundoff.capture.calls import Call, float_tensors
 from roundoff.capture.execute import runs
 from roundoff.formats import parse_format
-from roundoff.train.mode import cast, run_in
+from roundoff.train.mode import LOCAL, cast, run_in
 from roundoff.train.rules import NATIVE, Rules
 from roundoff.train.simulate import simulated
 
@@ -54,6 +54,9 @@ class Recorded:
 
     def call(self, call: Call) -> Any:
         """Run the call as its rule says."""
+        inner = LOCAL.keys[-1] != self.rules.key  # a region inside this one decides
+        if inner or getattr(call.func, "__name__", "") == "__get__":
+            return call.run()
         if not self.record:
             return self._run(call)[0]
         site = str(call.site)
@@ -130,7 +133,8 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.casts += 1
                 self.bytes += outputs[0].nbytes
         elif inputs and outputs and not func.is_view:
-            self.computed += [inputs[0].dtype]
+            wide = outputs[0].dtype
+            self.computed.append(wide if any(t.dtype == wide for t in inputs) else inputs[0].dtype)
         return result
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch.utils.checkpoint
 from torch import nn
@@ -20,16 +20,9 @@ from roundoff.train.rules import Rules
 State = tuple[dict[Any, int], list[str]]
 
 
-class Region(Protocol):
-    """What can be entered again."""
-
-    def again(self, state: State | None = None) -> AbstractContextManager[None]:
-        """The same region for a part that is run again, from where ``state`` was kept."""
-
-
 class _Regions(threading.local):
     def __init__(self) -> None:
-        self.inside: list[tuple[Any, SiteMode | CallMode]] = []
+        self.inside: list[tuple[Any, SiteMode | CallMode | None]] = []
         self.modes: dict[int, SiteMode] = {}
 
 
@@ -109,26 +102,28 @@ _ORIGINAL: dict[str, Callable[..., Any]] = {}
 
 
 def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _ORIGINAL["generator"](_kept(function), *args, **kwargs)
+    return _ORIGINAL["generator"](_kept(function, first=False), *args, **kwargs)
 
 
 def _apply(function: Callable[..., Any], *args: Any) -> Any:
-    return _ORIGINAL["apply"](_kept(function), *args)
+    return _ORIGINAL["apply"](_kept(function, first=True), *args)
 
 
-def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which from its second call on runs in the region, and from the state, of its first."""
-    if not REGIONS.inside:
+def _kept(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
+    """``function``, run again in the region, and from the place, where it is now; ``first`` says that it is called the first
+    time through here too, not only when it is run again."""
+    if not REGIONS.inside or REGIONS.inside[-1][1] is None:
         return function
     region, mode = REGIONS.inside[-1]
-    state: list[State] = []
+    state: State = (dict(mode.counts), list(mode.path))  # type: ignore[union-attr]
+    calls = [] if first else [None]
 
     @functools.wraps(function)
     def again(*args: Any, **kwargs: Any) -> Any:
-        if not state:
-            state.append((dict(mode.counts), list(mode.path)))
+        if not calls:
+            calls.append(None)
             return function(*args, **kwargs)
-        with region.again(state[0]):
+        with region.again(state):
             return function(*args, **kwargs)
 
     return again

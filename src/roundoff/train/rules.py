@@ -78,8 +78,8 @@ class Rules:
         named = [line for line in self.lines if line.pattern.removeprefix("op:") not in self.operators]
         #: whether single sites have to be told apart: without it, no module is hooked
         self.sites = self.default is not None and self.default != "fp32" or bool(named) or self.dtype is None
-        self.simulated = sorted({n for n in (*(x.format for x in self.lines), self.default or "fp32")
-                                 if n not in NATIVE and n not in (FOLLOW, "promote")})  # fmt: skip
+        real = {*NATIVE, FOLLOW, "promote", *(("tf32",) if device == "cuda" else ())}
+        self.simulated = sorted(({x.format for x in self.lines} | {self.default or "fp32"}) - real)
         self._decided: dict[str, Decision] = {}
 
     def decide(self, site: str) -> Decision:

@@ -73,11 +73,11 @@ def main() -> None:
         gains.append((name, f"{ours:.2f}", f"{plain:.2f}", MEASURED[name], verdict(ours / plain, 1 / BAR)))
     threads = torch.get_num_threads()
     table(
-        f"Step under roundoff.autocast / step under torch.autocast, median (quartiles), {threads} threads",
+        f"Step under roundoff.autocast / step under torch.autocast, median (quartiles), {threads} thread(s)",
         ("model", "plan", "ratio", "casts of both", "bar", "verdict"), rows,
     )  # fmt: skip
     table(
-        f"Training speed over fp32, {threads} threads",
+        f"Training speed over fp32, {threads} thread(s)",
         ("model", "bf16 plan", "torch.autocast", "torch.autocast when the bar was set", "as fast as torch.autocast"), gains,
     )  # fmt: skip
 

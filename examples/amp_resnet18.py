@@ -114,8 +114,8 @@ def main() -> None:
     print("fp16 with a loss scale that is stepped and updated, beside the step as commonly published\n")
     warnings.simplefilter("ignore", RuntimeWarning)  # fp16 on a CPU is slow: it stands among the notes
     small = ro.Workload(
-        model, [(x[:8], y[:8]) for x, y in workload.batches], forward=forward, loss=loss, optimizer=optimizer, metric=accuracy,
-        held_out=[(x[:32], y[:32]) for x, y in workload.held_out[:2]], name="amp_resnet18, 8 images a batch",
+        model, [(x[:8], y[:8]) for x, y in workload.batches], forward=forward, loss=loss, optimizer=optimizer,
+        metric=accuracy, held_out=[(x[:32], y[:32]) for x, y in workload.held_out[:2]], name="amp_resnet18, 8 images each",
     )  # fmt: skip
     found = ro.bench(small, ["fp32", "fp16", as_commonly_published], steps=args.fp16_steps, seeds=2)
     found.report(args.output / "as_commonly_published.html")

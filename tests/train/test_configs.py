@@ -11,8 +11,8 @@ FORMATS = "expected: fp32, bf16, fp16, tf32, fp64 or a plan file"
 
 
 def parts(name):
-    config = parse_config(name)
-    return config.format, config.backend, len(config.changes), config.optimizer, config.accumulate, config.scale, config.static
+    c = parse_config(name)
+    return c.format, c.backend, len(c.changes), c.optimizer, c.accumulate, c.scale, c.static
 
 
 @pytest.mark.parametrize(

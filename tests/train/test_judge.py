@@ -88,7 +88,8 @@ def test_a_real_difference_below_the_noise_is_none():
         ([1.0], [2.0], "undecided", "one seed tells nothing of the noise between seeds"),
         ([1.0], [1.0], "no difference seen", "equal for every seed"),
         ([1.0, 1.0], [2.0, 2.1], "undecided", "the seed changes nothing here, so there is no noise to compare with"),
-        ([1.0, 1.1], [1.4, 1.0], "undecided", "too few seeds: a difference of up to 47 times the spread between seeds may hide"),
+        ([1.0, 1.1], [1.4, 1.0], "undecided",
+         "too few seeds: a difference of up to 47 times the spread between seeds may hide"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_judged(reference, candidate, verdict, reason):

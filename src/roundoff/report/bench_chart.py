@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from roundoff.report.charts import COLOURS, Scale, _axes, _line, _svg, nice_ticks
+from roundoff.report.figures import finite
 
 Row = Mapping[str, Any]
 Points = list[float | None]
@@ -53,8 +54,8 @@ def differences(data: Row) -> Markup:
     return _chart(means, band, list(data["curves"]), data["steps"], label, "Difference of the loss by step", zero=True)
 
 
-def running(values: Sequence[float]) -> Points:
-    """The running mean over about a 25th of the steps; None where a value in the window is not finite.
+def running(values: Sequence[float | None]) -> Points:
+    """The running mean over about a 25th of the steps; None where a value in the window is None or not finite.
 
     >>> running([1.0, 2.0, float("nan")])
     [1.0, 2.0, None]
@@ -63,7 +64,8 @@ def running(values: Sequence[float]) -> Points:
     found: Points = []
     for at in range(len(values)):
         window = values[max(0, at - half) : at + half + 1]
-        found.append(statistics.fmean(window) if all(math.isfinite(v) for v in window) else None)
+        known = [value for value in window if finite(value)]
+        found.append(statistics.fmean(known) if len(known) == len(window) else None)
     return found
 
 
@@ -75,7 +77,7 @@ def mean_of(seeds: Sequence[Points]) -> Points:
 def noise_of(seeds: Sequence[Points]) -> Points:
     """The standard deviation over seeds at each step; None with one seed, and where one of them has no value."""
     if len(seeds) < 2:
-        return [None] * len(seeds[0])
+        return [None] * max(map(len, seeds), default=0)
     return [None if None in at else statistics.stdev(v for v in at if v is not None) for at in zip(*seeds, strict=False)]
 
 

@@ -231,13 +231,9 @@ def checkpointed(workload: Workload) -> Workload:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            found += [block for block in child if any(True for _ in block.parameters())]
-        else:
-            found += _blocks(child)
-    return found
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return [block for block in module if any(True for _ in block.parameters())]
+    return [block for child in module.children() for block in _blocks(child)]
 
 
 def _in_format(workload: Workload, dtype: torch.dtype) -> Workload:

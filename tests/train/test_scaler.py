@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.train.conftest import Planted
+from .conftest import Planted
 from torch import nn
 
 import roundoff as ro

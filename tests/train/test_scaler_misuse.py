@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.train.conftest import Planted
+from .conftest import Planted
 from torch import nn
 
 import roundoff as ro

@@ -188,6 +188,8 @@ def build(case: Case | str, *, plant: bool = True) -> tuple[nn.Module, Callable[
     def loss() -> Tensor:
         with torch.autocast("cpu", dtype=H):
             out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-            return out.loss if isinstance(inputs, dict) else (out.float() - torch.linspace(-1, 1, out.shape[-1])).square().mean()
+            if isinstance(inputs, dict):
+                return out.loss
+            return (out.float() - torch.linspace(-1, 1, out.shape[-1])).square().mean()
 
     return model, loss

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from .conftest import Planted
 from torch import nn
 
 import roundoff as ro
 from roundoff.errors import StuckError
+
+from .conftest import Planted
 
 
 def bits(*models):
@@ -257,7 +259,7 @@ def test_a_good_step_in_between_keeps_it_going():
     scaler = ro.LossScaler(rule="static", init_scale=2.0, patience=3)
     for plant in [math.inf, math.inf, 1.0, math.inf, math.inf, 1.0]:
         optimizer.zero_grad()
-        scaler.backward((weight * plant).sum() if plant == 1.0 else torch.where(weight > 0, weight, 0).sqrt().sub(1).sqrt().sum())
+        scaler.backward(weight.sum() if plant == 1.0 else (weight - 1).sqrt().sum())  # the derivative of sqrt at 0
         scaler.step(optimizer)
     assert scaler.steps == 6
 
@@ -269,13 +271,13 @@ def test_nan_in_the_data_skips_and_does_not_lower_the_scale():
     before = bits(model)
     x = micro_batches(0, 1)[0].clone()
     x[2, 1] = math.nan
-    with pytest.warns(RuntimeWarning, match=r"\[nan-loss\]: the loss itself was NaN or Inf before it was scaled") as told:
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.backward(model(x).square().mean())
+    expected = r"\[nan-loss\]: the loss itself was NaN or Inf before it was scaled"
+    for told in (pytest.warns(RuntimeWarning, match=expected), nullcontext(), nullcontext()):  # once
+        optimizer.zero_grad()
+        scaler.backward(model(x).square().mean())
+        with told:
             scaler.step(optimizer)
-            assert scaler.skipped
-    assert len(told) == 1  # once
+        assert scaler.skipped
     assert scaler.get_scale() == 2.0**16
     assert same(bits(model), before)
     skip = scaler.last_skip
@@ -287,8 +289,8 @@ def test_a_bad_loss_lowers_the_scale_as_torch_when_asked():
     model = Planted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = ro.LossScaler(bad_loss="lower")
+    scaler.backward(model(torch.full((2, 4), math.nan)).mean())
     with pytest.warns(RuntimeWarning, match="a lower scale will not help"):
-        scaler.backward(model(torch.full((2, 4), math.nan)).mean())
         scaler.step(optimizer)
     assert scaler.get_scale() == 2.0**15
 
@@ -297,10 +299,12 @@ def test_nan_losses_without_end_stop():
     model = Planted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = ro.LossScaler(patience=2)
-    with pytest.warns(RuntimeWarning, match="nan-loss"), pytest.raises(StuckError, match="the loss itself is NaN or Inf before"):
-        for _ in range(2):
-            optimizer.zero_grad()
-            scaler.backward(model(torch.full((2, 4), math.nan)).mean())
+    for expected in (
+        pytest.warns(RuntimeWarning, match="nan-loss"), pytest.raises(StuckError, match="the loss itself is NaN or Inf before")
+    ):  # fmt: skip
+        optimizer.zero_grad()
+        scaler.backward(model(torch.full((2, 4), math.nan)).mean())
+        with expected:
             scaler.step(optimizer)
     assert scaler.steps == 2
 

@@ -19,7 +19,7 @@ import roundoff as ro
 from roundoff.train.graph import backward_order
 from roundoff.train.skips import Steps
 
-from .planted import CASES, H, MODELS, Plant, build
+from .planted import CASES, MODELS, H, Plant, build
 
 SMALL = [case for case in CASES if case.model in ("mlp", "cnn", "lstm", "transformer")]
 SCALE = 2.0**14
@@ -247,8 +247,8 @@ def test_the_log_has_one_line_for_each_skip(caplog):
     with caplog.at_level(logging.INFO, "roundoff"):
         scaler = one_step(model, loss)
     assert [record.getMessage() for record in caplog.records] == [str(scaler.last_skip)]
-    assert str(scaler.last_skip).startswith("step 0 skipped at loss scale 16384: 4 of 4 gradients are not finite; the first in "
-                                            "backward order is that of 3.weight, made by 3/mm")  # fmt: skip
+    start = "step 0 skipped at loss scale 16384: 4 of 4 gradients are not finite; the first in backward order is that of "
+    assert str(scaler.last_skip).startswith(start + "3.weight, made by 3/mm")
 
 
 def test_a_hook_outside_the_model_cannot_be_repeated_and_that_is_said():
@@ -286,7 +286,8 @@ def test_a_forward_without_backward_keeps_nothing():
     assert gone() is None
     with torch.no_grad():
         model(torch.ones(2, 4))
-    assert steps.calls == [] and steps._open == []
+    assert not steps.calls
+    assert not steps._open
 
 
 def test_a_forward_that_fails_leaves_nothing_open():

@@ -51,20 +51,22 @@ def explain(steps: Steps) -> Origin:
                             "module that the step calls, and of a compiled one what torch.compile returned")  # fmt: skip
         return origin
     with _apart(steps):
-        for number, call in enumerate(steps.calls):
+        for call in steps.calls:
             changed = call.since(steps.model)
             found = _again(steps.model, call)
             if found:
                 if changed:
                     origin.notes.append(f"{' and '.join(changed)} were changed in place since the forward pass")
                 if len(steps.calls) > 1:
-                    origin.notes.append(f"in call {len(steps.calls) - number} of {len(steps.calls)} of the model")
+                    origin.notes.append(f"in call {call.number} of {len(steps.calls)} of the model")
                 origin.found = found
                 return origin
             if changed:
                 origin.notes.append(f"{' and '.join(changed)} were changed in place since the forward pass")
-    origin.notes.append("run once more, the step had only finite gradients: what the model computes is not deterministic, "
-                        "only the sum of the gradients overflowed, or the gradient was changed after the backward pass")  # fmt: skip
+    origin.notes.append(
+        "run once more, the step had only finite gradients: what the model computes is not deterministic, only the sum of "
+        "the gradients overflowed, or the gradient was changed after the backward pass"
+    )
     return origin
 
 
@@ -96,12 +98,13 @@ def _again(model: nn.Module, call: Call) -> dict[str, Any]:
                     found = torch.autograd.grad(
                         [made[p] for p in places], [*parameters, *inputs], [gradients[p] for p in places], allow_unused=True,
                     )  # fmt: skip
-                for parameter, gradient in zip(parameters, found, strict=False):
+                gradients_of: list[Tensor | None] = list(found)
+                for parameter, gradient in zip(parameters, gradients_of, strict=False):
                     parameter.grad = gradient
                 names = {id(p): run.paths.name_of(p) for p in parameters}
                 run.step()
             bad = [p for p in order if p.grad is not None and not _finite(p.grad)]
-            came_in = [g for g in found[len(parameters) :] if g is not None and not _finite(g)]
+            came_in = [g for g in gradients_of[len(parameters) :] if g is not None and not _finite(g)]
             if not bad and not came_in:
                 return {}
             rows = load(path).ops.collect()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from roundoff.errors import ScalerError
+from roundoff.formats import BlockFormat, parse_format
 
 #: Gradients, the smallest, whose sum is kept.
 _SUMMED = 4
@@ -126,7 +127,8 @@ class Order:
             before, total, gradient = self._seen.get(id(parameter)), self._sums.get(id(parameter)), parameter.grad
             if before is None or gradient is None:
                 continue
-            if before[0]() is not gradient or not _unchanged(before) or ask and total is not None and not torch.allclose(gradient.sum(), total, rtol=0, atol=0, equal_nan=True):
+            same = before[0]() is gradient and _unchanged(before)
+            if not same or (ask and total is not None and not _equal(gradient.sum(), total)):
                 found.append(name)
         return found
 
@@ -144,6 +146,24 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return False
     return not (isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups))
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise ``ScalerError`` for what cannot be run backward as a loss."""
+    where, shape = "LossScaler.backward", f"shape {list(loss.shape)}, {str(loss.dtype).removeprefix('torch.')}"
+    if loss.numel() != 1 or not loss.dtype.is_floating_point:
+        raise ScalerError("the loss is not one floating-point number", where=where, got=shape, do="take its mean or sum")
+    if not loss.requires_grad:
+        raise ScalerError("the loss has no graph to run backward", where=where,
+                          do="don't detach it or compute it under no_grad")  # fmt: skip
+
+
+def largest_of(name: str) -> float:
+    """The largest finite value of a format, where a device that saturates stops."""
+    fmt = parse_format(name)
+    if isinstance(fmt, BlockFormat):
+        raise ScalerError("a block format has scales of its own", where=f"LossScaler(saturation={name!r})", expected="fp16")
+    return fmt.max_finite
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
@@ -172,6 +192,10 @@ def _version(gradient: Tensor) -> int:
 def _unchanged(seen: tuple[weakref.ref[Tensor], int]) -> bool:
     gradient = seen[0]()
     return gradient is not None and _version(gradient) == seen[1]
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 def _at_least(value: Tensor, limit: float) -> Tensor:

@@ -24,9 +24,10 @@ class Skip:
     """One skipped step.
 
     ``gradient`` is the parameter whose gradient was the first in backward order to hold NaN or Inf (or to reach the
-    largest value, where saturation counts), ``made_by`` the operator call that made it, and ``born`` whether the NaN or Inf was born
-    in that call; else it was inherited from ``origin``, which ran in ``phase``: forward, backward, loss (outside of the
-    model), data, weights. ``line`` is the user's line of the origin, ``cause`` what its numbers show, ``advice`` what to try.
+    largest value, where saturation counts), ``made_by`` the operator call that made it, and ``born`` whether the NaN or Inf
+    was born in that call; else it was inherited from ``origin``, which ran in ``phase``: forward, backward, loss (outside of the
+    model), data, weights. ``line`` is the user's line of the origin, ``cause`` what its numbers show, ``advice`` what to
+    try.
     Fields that are not known are None; ``notes`` say why. ``gradients`` of ``parameters`` were not finite.
     """
 
@@ -54,9 +55,8 @@ class Skip:
 
     def __str__(self) -> str:
         what = "not finite or saturated" if self.saturation else "not finite"
-        parts = [
-            f"step {self.step} skipped at loss scale {self.scale:g}: {self.gradients} of {self.parameters} gradients are {what}"
-        ]
+        count = f"{self.gradients} of {self.parameters} gradients are {what}"
+        parts = [f"step {self.step} skipped at loss scale {self.scale:g}: {count}"]
         if self.gradient is not None:
             made = f", made by {self.made_by}" if self.made_by else ""
             parts.append(f"the first in backward order is that of {self.gradient}{made}")

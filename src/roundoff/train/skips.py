@@ -7,6 +7,7 @@ and the gradients that came back to the outputs.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import weakref
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from roundoff.train.graph import OUTPUT
 
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
+_made = itertools.count()
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 
 
@@ -29,13 +31,14 @@ class Call:
     """One call of the model, and the gradients of its outputs (``gradients``: by place among all outputs)."""
 
     def __init__(self, model: nn.Module, args: Any, kwargs: Any, buffers: dict[str, Tensor]) -> None:
-        self.args, self.kwargs, self.buffers = args, kwargs, buffers
+        self.args, self.kwargs, self.buffers, self.made = args, kwargs, buffers, next(_made)
         self.training = [module.training for module in model.modules()]
         self.random = _random_states()
         self.autocast = _autocast_states()
         self.region = _active_region()
         self.written = _versions(model, args, kwargs)
         self.gradients: dict[int, list[Tensor]] = {}
+        self.number = 0  # among the step's calls that got a gradient, in the order of the forward passes
 
     def since(self, model: nn.Module) -> list[str]:
         """What was written in place after the call, so that it cannot be run as it was."""
@@ -134,6 +137,8 @@ class Steps:
     def _arrived(self, call: Call, place: int, gradient: Tensor) -> None:
         if not any(call is known for known in self.calls):
             self.calls.append(call)
+            for number, known in enumerate(sorted(self.calls, key=lambda c: c.made), 1):
+                known.number = number
         call.gradients.setdefault(place, []).append(gradient.detach())
 
 

@@ -44,8 +44,8 @@ def main() -> None:
             good, skipped, scales = equal(name, share, steps)
             rows.append((name, f"{share:.0%}", steps, skipped, f"{min(scales):g} – {max(scales):g}", good,
                          verdict(good, steps), time.perf_counter() - start))  # fmt: skip
-    table("Steps after which scale, count and weights are the same bits",
-          ("optimizer", "planted", "steps", "skipped", "scales", "equal", f"bar: all of {steps}", "seconds"), rows)  # fmt: skip
+    header = ("optimizer", "planted", "steps", "skipped", "scales", "equal", f"bar: all of {steps}", "seconds")
+    table("Steps after which scale, count and weights are the same bits", header, rows)
     rows = [(name, steps, good, verdict(good, steps)) for name, good in exponential(steps)]
     table("Exponential rule: scales and counts equal to the published ones", ("rule of", "steps", "equal", "bar: all"), rows)
 

@@ -155,8 +155,10 @@ def gpt2(plant: nn.Module) -> tuple[nn.Module, Any]:
 def bert(plant: nn.Module) -> tuple[nn.Module, Any]:
     from transformers import BertConfig, BertForSequenceClassification
 
-    model = BertForSequenceClassification(BertConfig(num_hidden_layers=2, hidden_size=16, num_attention_heads=2,
-                                                     intermediate_size=32, vocab_size=31, max_position_embeddings=16))  # fmt: skip
+    model = BertForSequenceClassification(BertConfig(
+        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32, vocab_size=31,
+        max_position_embeddings=16,
+    ))  # fmt: skip
     layer = model.bert.encoder.layer[0]
     layer.intermediate.dense = nn.Sequential(layer.intermediate.dense, plant)
     return model, {"input_ids": torch.randint(0, 31, (2, 6)), "labels": torch.tensor([0, 1])}

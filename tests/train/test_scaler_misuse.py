@@ -86,8 +86,9 @@ def test_an_optimizer_without_gradients(setting):
     scaler.backward(model(X).mean())
     other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     fails(setting, lambda: scaler.step(optimizer, other),
-          "optimizer 1, AdamW: no parameter of this optimizer has a gradient\n  do: leave it out of this step, or see why the "
-          "loss does not reach its parameters (frozen, detached, or made before the model was moved or replaced)")  # fmt: skip
+          "optimizer 1, AdamW: no parameter of this optimizer has a gradient\n  do: leave it out of this step, or see why "
+          "the loss does not reach its parameters (frozen, detached, or made before the model was moved or replaced)",
+    )  # fmt: skip
     scaler.step(optimizer)  # nothing was lost
 
 

@@ -274,6 +274,17 @@ def test_inputs_changed_in_place_are_noticed():
     assert "inputs were changed in place since the forward pass" in scaler.last_skip.notes
 
 
+@pytest.mark.filterwarnings("ignore:roundoff loss scaler .nan-loss")
+def test_running_statistics_that_the_skipped_step_has_spoilt_are_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Plant("exp"), nn.BatchNorm1d(4))
+    scaler = ro.LossScaler(model)
+    scaler.backward(model(torch.randn(3, 4)).mean())
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = "the forward pass has left NaN or Inf in 2.running_mean, 2.running_var, which skipping does not undo"
+    assert scaler.last_skip.notes == (expected,)
+
+
 def test_a_forward_without_backward_keeps_nothing():
     model = nn.Linear(4, 3)
     steps = Steps(model)

@@ -286,8 +286,8 @@ class LossScaler:
             raise ScalerError("this loss was run backward already, and its graph was freed", where="LossScaler.backward",
                               do="backward once, or retain_graph=True the first time")  # fmt: skip
         if loss.dtype is torch.float16 and "fp16-loss" not in self._told and self.get_scale() > LARGEST["float16"]:
-            self._warn("fp16-loss", "the loss is float16, in which a scale above 65504 is Inf: steps will be skipped until it "
-                       "is lower; compute the loss in float32 (loss.float(), or what autocast does)")  # fmt: skip
+            self._warn("fp16-loss", "the loss is float16, in which a scale above 65504 is Inf: steps will be skipped until "
+                       "it is lower; compute the loss in float32 (loss.float(), or what autocast does)")  # fmt: skip
         if torch.is_autocast_enabled(loss.device.type):
             self._warn("autocast-backward", "backward ran inside autocast, where only forward pass and loss belong")
 

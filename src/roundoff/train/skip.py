@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roundoff.train.graph import Graph, operator_of
-from roundoff.train.scaled import Gradients
+from roundoff.train.scaled import Gradients, listed
 from roundoff.train.skips import Steps
 
 _WHERE = {
@@ -25,8 +25,8 @@ class Skip:
 
     ``gradient`` is the parameter whose gradient was the first in backward order to hold NaN or Inf (or to reach the
     largest value, where saturation counts), ``made_by`` the operator call that made it, and ``born`` whether the NaN or Inf
-    was born in that call; else it was inherited from ``origin``, which ran in ``phase``: forward, backward, loss (outside of the
-    model), data, weights. ``line`` is the user's line of the origin, ``cause`` what its numbers show, ``advice`` what to
+    was born in that call; else it was inherited from ``origin``, which ran in ``phase``: forward, backward, loss (outside of
+    the model), data, weights. ``line`` is the user's line of the origin, ``cause`` what its numbers show, ``advice`` what to
     try.
     Fields that are not known are None; ``notes`` say why. ``gradients`` of ``parameters`` were not finite.
     """
@@ -92,6 +92,8 @@ class Skip:
                 notes += origin.notes
                 found, more = _in_the_loss(found, graph, about["loss_finite"])
                 notes += more
+                if spoilt := steps.spoilt():
+                    notes.append(f"the forward pass has left NaN or Inf in {listed(spoilt)}, which skipping does not undo")
             except Exception as error:  # noqa: BLE001 (the training goes on without an explanation)
                 notes.append(f"the step could not be run again: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
         return cls(**about, **found, gradients=len(bad), parameters=len(gradients.names), notes=tuple(notes),

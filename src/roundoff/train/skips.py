@@ -106,6 +106,11 @@ class Steps:
         """Parameter names by identity."""
         return {id(parameter): _clean(name) for name, parameter in self.model.named_parameters()}
 
+    def spoilt(self) -> list[str]:
+        """Buffers, such as running statistics, that hold NaN or Inf now."""
+        buffers = {_clean(name): b for name, b in self.model.named_buffers() if b.is_floating_point() and not b.is_sparse}
+        return [name for name, buffer in buffers.items() if not bool(torch.isfinite(buffer).all())]
+
     def autocast_to(self, dtype: torch.dtype) -> bool:
         """Whether a call of this step ran under torch's autocast to ``dtype``."""
         return any(on and to is dtype for call in self.calls for on, to, _ in call.autocast.values())

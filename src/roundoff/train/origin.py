@@ -52,7 +52,7 @@ def explain(steps: Steps) -> Origin:
         return origin
     with _apart(steps):
         for call in steps.calls:
-            changed = call.since(steps.model)
+            changed = call.since()
             found = _again(steps.model, call)
             if found:
                 if changed:
@@ -173,7 +173,7 @@ def _phase(event: dict[str, Any]) -> str:
 def _forward(model: nn.Module, call: Call) -> tuple[list[Any], list[Tensor], list[Tensor]]:
     """All outputs, those that are tensors, and the inputs with a gradient."""
     args, kwargs, inputs = call.inputs()
-    with call.as_it_was(model):
+    with call.as_it_was():
         made = tree_leaves(model(*args, **kwargs))
     return made, [o for o in made if isinstance(o, Tensor)], inputs
 

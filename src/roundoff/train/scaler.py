@@ -155,7 +155,7 @@ class LossScaler:
             gradients, found = self._unscale(optimizers, "step", clip)
         else:
             gradients, found = self._unscaled
-            now = Gradients(optimizers, self._names())
+            now = Gradients(optimizers, self._names)
             if {id(p) for p in now.parameters} != {id(p) for p in gradients.parameters}:
                 raise ScalerError("other gradients than those that were unscaled", where="LossScaler.step",
                                   do="give unscale and step the same optimizers")  # fmt: skip
@@ -192,7 +192,7 @@ class LossScaler:
             raise ScalerError(what, where=where, do=do)
         if self._unscaled is not None:
             raise ScalerError("the gradients of this step are unscaled already", where=where)
-        gradients = Gradients(optimizers, self._names())
+        gradients = Gradients(optimizers, self._names)
         if clip is not None and (gradients.sparse or not clip > 0):
             raise ScalerError(
                 "sparse gradients cannot be clipped" if gradients.sparse else "clip is the largest norm of the gradients",
@@ -233,7 +233,7 @@ class LossScaler:
             raise ScalerError("which gradients?", where="LossScaler.underflow", do="scaler.underflow(optimizer)")
         scale = self.get_scale()
         scaled = bool(self._backwards) and self._unscaled is None and self.enabled
-        return underflow(Gradients(given, self._names()).values(), scale, 1.0 if scaled else scale, format)
+        return underflow(Gradients(given, self._names).values(), scale, 1.0 if scaled else scale, format)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, between steps. ``torch.amp.GradScaler`` reads it, and its own can be loaded here."""

@@ -96,7 +96,7 @@ class Skip:
                     notes.append(f"the forward pass has left NaN or Inf in {listed(spoilt)}, which skipping does not undo")
             except Exception as error:  # noqa: BLE001 (the training goes on without an explanation)
                 notes.append(f"the step could not be run again: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-        return cls(**about, **found, gradients=len(bad), parameters=len(gradients.names), notes=tuple(notes),
+        return cls(**about, **found, gradients=len(bad), parameters=len(gradients.parameters), notes=tuple(notes),
                    saturation=saturation is not None)  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _bad(gradients: Gradients, saturated: float | None) -> dict[int, str]:
     """Name by id of each parameter whose gradient, unscaled, is not finite or at least ``saturated``."""
     values: Sequence[Tensor] = gradients.values()
     found = {}
-    for name, parameter, value in zip(gradients.names, gradients.parameters, values, strict=True):
+    for name, parameter, value in zip(gradients.names(), gradients.parameters, values, strict=True):
         least = value.abs().max() if value.numel() else value.new_zeros(())
         limit = torch.finfo(value.dtype).max if saturated is None else saturated * (1 - 2**-20)  # unscaling rounds
         if not bool(torch.isfinite(value).all()) or float(least) >= limit:

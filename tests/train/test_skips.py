@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import roundoff as ro
+from roundoff.plan.plan import Rule
 from roundoff.train.graph import backward_order
 from roundoff.train.skips import Steps
 
@@ -352,3 +353,16 @@ def test_a_compiled_model_runs_uncompiled_for_its_report():
 def test_every_model_is_used():
     assert {case.model for case in CASES} == set(MODELS)
     assert len(CASES) == 20
+
+
+@pytest.mark.filterwarnings("ignore:roundoff loss scaler .nan-loss", "ignore:fp16 on a CPU")
+def test_a_region_of_roundoffs_autocast_is_entered_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = ro.Plan((Rule("fp32", ("0/linear",)),), autocast="fp16")
+    scaler = ro.LossScaler(model, init_scale=2.0**8)
+    with ro.autocast(plan, model, device="cpu"):
+        loss = model(torch.full((2, 4), 1e5)).float().mean()  # beyond float16, which only the second layer runs in
+    scaler.backward(loss)
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert scaler.last_skip.origin.startswith("1/")

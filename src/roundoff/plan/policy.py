@@ -1,0 +1,77 @@
+"""What torch.autocast does with each operator on each kind of device: its built-in lists, asked from torch itself.
+
+The lists are compiled into torch, one set a device, and differ: on a CPU softmax, layer_norm, exp and sum are on no list
+and stay in half precision where their input is, on CUDA they run in fp32. Which operators have an autocast kernel is read
+from torch's dispatcher, so it is right for the version that runs; of which kind it is stands here (torch's
+``ATen/autocast_mode.h``, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_PROMOTE, and the CPU's registrations).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+
+from roundoff.errors import PlanError
+
+Listed = Literal["lower", "fp32", "promote", "follow"]
+
+#: The autocast dispatch key of each device type.
+KEYS = {
+    "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS", "mtia": "AutocastMTIA",
+    "privateuseone": "AutocastPrivateUse1",
+}  # fmt: skip
+
+_LOWER = frozenset(
+    """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu
+    cudnn_convolution cudnn_convolution_transpose addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
+    bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
+    rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention _addmm_activation mkldnn_rnn_layer
+    _native_multi_head_attention""".split()
+)
+_PROMOTE = frozenset(
+    """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack
+    index_copy""".split()
+)
+#: Operators of other names, or made of others: the listed operator that decides.
+_DECIDES = {
+    "rmatmul": "matmul", "einsum": "bmm", "chain_matmul": "mm", "multi_dot": "mm", "linalg_multi_dot": "mm",
+    "tensordot": "mm", "lstm": "linear", "gru": "linear", "rnn_tanh": "linear", "rnn_relu": "linear",
+    "lstm_cell": "linear", "gru_cell": "linear", "rnn_tanh_cell": "linear", "rnn_relu_cell": "linear", "rpow": "pow",
+    "rdiv": "reciprocal", "softmin": "softmax", "cross_entropy_loss": "log_softmax",
+}  # fmt: skip
+
+
+def listed(operator: str, device: str = "cpu") -> Listed:
+    """What torch.autocast does with an operator (out of place) on a device: runs it in the ``lower`` format, in ``fp32``,
+    in the widest format of its inputs (``promote``), or leaves it alone (``follow``).
+
+    ``operator`` is a site's operator or an aten name. Raises ``PlanError`` for a device without autocast.
+
+    >>> [listed("softmax", device) for device in ("cpu", "cuda")], listed("linear"), listed("add")
+    (['follow', 'fp32'], 'lower', 'follow')
+    """
+    names = _names(device)
+    for name in (operator, _DECIDES.get(operator)):
+        if name is not None and name in names:
+            return "lower" if name in _LOWER else "promote" if name in _PROMOTE else "fp32"
+    return "follow"
+
+
+def differences(device: str, other: str) -> dict[str, tuple[Listed, Listed]]:
+    """The operators that the built-in lists of two devices treat differently: operator to (device's, other's)."""
+    names = sorted(_names(device) | _names(other))
+    found = {name: (listed(name, device), listed(name, other)) for name in names}
+    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+
+
+@functools.cache
+def _names(device: str) -> frozenset[str]:
+    key = KEYS.get(device)
+    if key is None:
+        raise PlanError("no autocast on such a device", where="device", expected=", ".join(KEYS), got=repr(device))
+    return frozenset(
+        name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from roundoff.errors import ScalerError
 from roundoff.train.scale_rules import Dynamic, Exponential, Scale, Static, parse_rule
 
-f32 = np.float32
+from .published import paddle, tensorflow
 
 
 def move(rule, pattern, *, floor=0.0, ceiling=math.inf, scale=None):
@@ -45,42 +44,6 @@ def test_the_dynamic_rule_is_that_of_torch(pattern, start, growth, backoff, inte
         theirs.update()
         expected.append((theirs.get_scale(), theirs.state_dict()["_growth_tracker"], 0))
     assert move(Dynamic(start, growth, backoff, interval), pattern) == expected
-
-
-def tensorflow(scale, every, decr_every, incr, decr, pattern):
-    """ExponentialUpdateLossScaleManager.update_loss_scale of tf.contrib.mixed_precision, TensorFlow 1.15, in float32."""
-    scale, good, bad = f32(scale), 0, 0
-    for bad_step in pattern:
-        with np.errstate(over="ignore"):
-            if not bad_step:
-                if good + 1 >= every:
-                    scale = scale * f32(incr) if np.isfinite(scale * f32(incr)) else scale
-                    good = bad = 0
-                else:
-                    good += 1
-            elif bad + 1 >= decr_every:
-                scale = max(f32(1), scale * f32(decr))
-                good = bad = 0
-            else:
-                bad += 1
-                good = 0
-        yield float(scale), good, bad
-
-
-def paddle(scale, every, decr_every, incr, decr, pattern):
-    """The operator update_loss_scaling of PaddlePaddle (phi/kernels/impl/amp_kernel_impl.h) in float32."""
-    scale, good, bad = f32(scale), 0, 0
-    for bad_step in pattern:
-        with np.errstate(over="ignore"):
-            if bad_step:
-                good, bad = 0, bad + 1
-                if bad == decr_every:
-                    scale, bad = max(f32(1), scale * f32(decr)), 0
-            else:
-                bad, good = 0, good + 1
-                if good == every:
-                    scale, good = scale * f32(incr) if np.isfinite(scale * f32(incr)) else scale, 0
-        yield float(scale), good, bad
 
 
 @pytest.mark.parametrize(("consecutive", "published"), [(False, tensorflow), (True, paddle)])

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from roundoff.attribute.cause import LOWER_SCALE
 from roundoff.attribute.overflow import overflow
 from roundoff.capture.session import Capture
 from roundoff.preserve import preserve
 from roundoff.store import load
+from roundoff.store.schema import site_name
 from roundoff.train.skips import Call, Steps
 
 #: What an "arrived" NaN or Inf came in with.
 LOSS, DATA, WEIGHTS = "loss", "data", "weights"
 #: Casts and copies: what made a gradient is the operator before them.
-_PASSING = frozenset("_to_copy to copy_ clone contiguous detach view reshape t transpose permute".split())
+_PASSING = frozenset("_to_copy copy_ clone detach".split())
 
 
 @dataclass
@@ -49,20 +51,22 @@ def explain(steps: Steps) -> Origin:
                             "module that the step calls, and of a compiled one what torch.compile returned")  # fmt: skip
         return origin
     with _apart(steps):
-        for number, call in enumerate(steps.calls):
-            changed = call.since(steps.model)
+        for call in steps.calls:
+            changed = call.since()
             found = _again(steps.model, call)
             if found:
                 if changed:
                     origin.notes.append(f"{' and '.join(changed)} were changed in place since the forward pass")
                 if len(steps.calls) > 1:
-                    origin.notes.append(f"in call {len(steps.calls) - number} of {len(steps.calls)} of the model")
+                    origin.notes.append(f"in call {call.number} of {len(steps.calls)} of the model")
                 origin.found = found
                 return origin
             if changed:
                 origin.notes.append(f"{' and '.join(changed)} were changed in place since the forward pass")
-    origin.notes.append("run once more, the step had only finite gradients: what the model computes is not deterministic, "
-                        "only the sum of the gradients overflowed, or the gradient was changed after the backward pass")  # fmt: skip
+    origin.notes.append(
+        "run once more, the step had only finite gradients: what the model computes is not deterministic, only the sum of "
+        "the gradients overflowed, or the gradient was changed after the backward pass"
+    )
     return origin
 
 
@@ -88,20 +92,20 @@ def _again(model: nn.Module, call: Call) -> dict[str, Any]:
             path = Path(folder, "skip")
             with Capture(path, model, eager=True) as run:
                 made, outputs, inputs = _forward(model, call)
-                out_bad = [o for o in outputs if o.is_floating_point() and not _finite(o)]
-                ends = [run.recorder.known(o) for o in out_bad]
+                ends = [run.recorder.known(o) for o in outputs if o.is_floating_point() and not _finite(o)]
                 places = [place for place in gradients if place < len(made)]
                 with torch.autograd.set_multithreading_enabled(False):
                     found = torch.autograd.grad(
                         [made[p] for p in places], [*parameters, *inputs], [gradients[p] for p in places], allow_unused=True,
                     )  # fmt: skip
-                for parameter, gradient in zip(parameters, found, strict=False):
+                gradients_of: list[Tensor | None] = list(found)
+                for parameter, gradient in zip(parameters, gradients_of, strict=False):
                     parameter.grad = gradient
                 names = {id(p): run.paths.name_of(p) for p in parameters}
                 run.step()
             bad = [p for p in order if p.grad is not None and not _finite(p.grad)]
-            bad_inputs = any(g is not None and not _finite(g) for g in found[len(parameters) :])
-            if not bad and not bad_inputs:
+            came_in = [g for g in gradients_of[len(parameters) :] if g is not None and not _finite(g)]
+            if not bad and not came_in:
                 return {}
             rows = load(path).ops.collect()
     finally:
@@ -120,12 +124,8 @@ def read(rows: pl.DataFrame, gradient: str | None, outputs: list[int | None]) ->
     events = overflow(rows).events
     by_record = {e["record"]: e for e in events.to_dicts()}
     named = rows.filter(pl.col("name") == f"{gradient}.grad")["record"].to_list() if gradient else []
-    event = next((by_record[r] for r in named if r in by_record), None)
-    while event is not None and event["kind"] == "propagation" and event["operator"] in _PASSING:
-        before = by_record.get(event["source"])
-        if before is None or before["kind"] == "arrived":
-            break
-        event = before
+    maker = _maker(rows, named[0]) if named else None
+    event = None if maker is None else by_record.get(maker["record"])
     born = None if event is None else by_record.get(event["origin"])
     if born is not None and born["kind"] == "arrived" and born["phase"] == "backward":
         through = [by_record[r] for r in outputs if r in by_record]  # what came back went out first
@@ -135,22 +135,31 @@ def read(rows: pl.DataFrame, gradient: str | None, outputs: list[int | None]) ->
         births = [e for e in events.to_dicts() if e["kind"] in ("birth", "arrived") and not e["allowed"]]
         born = births[0] if births else None
     found: dict[str, Any] = {"gradient": gradient}
-    if event is not None:
-        row = rows.row(by_predicate=pl.col("record") == event["record"], named=True)
-        found |= {"made_by": event["site"], "operator": event["operator"], "dtype": row["dtype"],
-                  "born": born is not None and event["record"] == born["record"]}  # fmt: skip
+    if maker is not None and event is not None:
+        found |= {"made_by": maker["site"], "operator": maker["operator"], "dtype": maker["dtype"],
+                  "born": born is not None and maker["call"] == born["call"]}  # fmt: skip
     if born is not None:
         found |= {"origin": born["site"], "origin_operator": born["operator"], "phase": _phase(born),
                   "line": born["line"], "cause": born["cause"], "advice": _advice(born)}  # fmt: skip
     return found
 
 
+def _maker(rows: pl.DataFrame, record: int) -> dict[str, Any]:
+    """The row of what computed a value: before casts, copies and views of it, in the backward pass."""
+    by_record = {row["record"]: row for row in rows.with_columns(site_name()).to_dicts()}
+    row = by_record[record]
+    while row["operator"] in _PASSING or row["view_of"] is not None:
+        before = by_record.get(row["view_of"] if row["view_of"] is not None else next(iter(row["inputs"]), None))
+        if before is None or before["phase"] != "backward" or before["call"] < 0 or before["record"] >= row["record"]:
+            break
+        row = before
+    return row
+
+
 def _advice(event: dict[str, Any]) -> str | None:
-    if event["phase"] == "backward" and event["dtype"] == "float16" and (event["posinf"] or event["neginf"]):
-        return ("nothing while this is rare, as the scale has just been lowered for it; else run the operator in bfloat16 or "
-                "float32")  # fmt: skip
     advice: str | None = event["advice"]
-    return advice
+    return "nothing while it is rare, as the scale is lowered now; else this operator in bfloat16 or float32" \
+        if advice == LOWER_SCALE else advice
 
 
 def _phase(event: dict[str, Any]) -> str:
@@ -164,7 +173,7 @@ def _phase(event: dict[str, Any]) -> str:
 def _forward(model: nn.Module, call: Call) -> tuple[list[Any], list[Tensor], list[Tensor]]:
     """All outputs, those that are tensors, and the inputs with a gradient."""
     args, kwargs, inputs = call.inputs()
-    with call.as_it_was(model):
+    with call.as_it_was():
         made = tree_leaves(model(*args, **kwargs))
     return made, [o for o in made if isinstance(o, Tensor)], inputs
 

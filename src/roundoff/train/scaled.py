@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from roundoff.errors import ScalerError
+from roundoff.formats import BlockFormat, parse_format
 
 #: Gradients, the smallest, whose sum is kept.
 _SUMMED = 4
@@ -21,13 +22,12 @@ _SUMMED = 4
 class Gradients:
     """The gradients that some optimizers would step with: each once, with the name of its parameter."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], known: Callable[[], dict[int, str]]) -> None:
         """Raises ``ScalerError`` where scaled gradients cannot be had, before anything is changed."""
         if not optimizers:
             raise ScalerError("no optimizer to step", where="LossScaler.step", do="scaler.step(optimizer)")
-        self.names: list[str] = []
         self.parameters: list[Tensor] = []
-        seen: set[int] = set()
+        self._known, self._places = known, dict[int, tuple[int, int, str]]()
         for number, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ScalerError("not an optimizer", where=f"argument {number} of LossScaler.step",
@@ -40,18 +40,25 @@ class Gradients:
                 if parameter.grad is None:
                     continue
                 some = True
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    name = names.get(id(parameter), f"parameter {place} of optimizer {number}, {type(optimizer).__name__}")
-                    _check_gradient(name, parameter)
-                    self.names.append(name)
+                if id(parameter) not in self._places:
+                    self._places[id(parameter)] = number, place, type(optimizer).__name__
                     self.parameters.append(parameter)
+                    if fault := _fault(parameter):
+                        raise ScalerError(**fault, where=self.names()[-1])
             if not some:
                 raise ScalerError(
                     "no parameter of this optimizer has a gradient", where=f"optimizer {number}, {type(optimizer).__name__}",
                     do="leave it out of this step, or see why the loss does not reach its parameters (frozen, detached, "
                        "or made before the model was moved or replaced)",
                 )  # fmt: skip
+
+    def names(self) -> list[str]:
+        """Of each parameter: in the model where one is known, else among its optimizer's."""
+        known, found = self._known(), []
+        for parameter in self.parameters:
+            number, place, optimizer = self._places[id(parameter)]
+            found.append(known.get(id(parameter), f"parameter {place} of optimizer {number}, {optimizer}"))
+        return found
 
     def values(self) -> list[Tensor]:
         """The tensors to work on; of a sparse gradient its stored values."""
@@ -113,22 +120,23 @@ class Order:
     def stale(self, gradients: Gradients) -> list[str]:
         """Parameters whose scaled gradient was added to the unscaled one of the step before."""
         found = []
-        for name, parameter in zip(gradients.names, gradients.parameters, strict=True):
+        for place, parameter in enumerate(gradients.parameters):
             before = self._stale.get(id(parameter))
             if before is not None and before[0]() is parameter.grad and not _unchanged(before):
-                found.append(name)
-        return found
+                found.append(place)
+        return _at(gradients, found)
 
     def changed(self, gradients: Gradients, *, ask: bool) -> list[str]:
         """Parameters whose gradient was changed since the last backward; by their sums only with ``ask``, on the host."""
         found = []
-        for name, parameter in zip(gradients.names, gradients.parameters, strict=True):
+        for place, parameter in enumerate(gradients.parameters):
             before, total, gradient = self._seen.get(id(parameter)), self._sums.get(id(parameter)), parameter.grad
             if before is None or gradient is None:
                 continue
-            if before[0]() is not gradient or not _unchanged(before) or ask and total is not None and not torch.allclose(gradient.sum(), total, rtol=0, atol=0, equal_nan=True):
-                found.append(name)
-        return found
+            same = before[0]() is gradient and _unchanged(before)
+            if not same or (ask and total is not None and not _equal(gradient.sum(), total)):
+                found.append(place)
+        return _at(gradients, found)
 
     def _saw(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         there = [p for p in parameters if p.grad is not None]
@@ -144,6 +152,24 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return False
     return not (isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups))
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise ``ScalerError`` for what cannot be run backward as a loss."""
+    where, shape = "LossScaler.backward", f"shape {list(loss.shape)}, {str(loss.dtype).removeprefix('torch.')}"
+    if loss.numel() != 1 or not loss.dtype.is_floating_point:
+        raise ScalerError("the loss is not one floating-point number", where=where, got=shape, do="take its mean or sum")
+    if not loss.requires_grad:
+        raise ScalerError("the loss has no graph to run backward", where=where,
+                          do="don't detach it or compute it under no_grad")  # fmt: skip
+
+
+def largest_of(name: str) -> float:
+    """The largest finite value of a format, where a device that saturates stops."""
+    fmt = parse_format(name)
+    if isinstance(fmt, BlockFormat):
+        raise ScalerError("a block format has scales of its own", where=f"LossScaler(saturation={name!r})", expected="fp16")
+    return fmt.max_finite
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
@@ -174,6 +200,17 @@ def _unchanged(seen: tuple[weakref.ref[Tensor], int]) -> bool:
     return gradient is not None and _version(gradient) == seen[1]
 
 
+def _at(gradients: Gradients, places: list[int]) -> list[str]:
+    if not places:
+        return []
+    names = gradients.names()
+    return [names[place] for place in places]
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+
+
 def _at_least(value: Tensor, limit: float) -> Tensor:
     if not value.numel():
         return torch.zeros((), dtype=torch.bool, device=value.device)
@@ -190,17 +227,20 @@ def _check_closure(optimizer: Optimizer) -> None:
         )  # fmt: skip
 
 
-def _check_gradient(name: str, parameter: Tensor) -> None:
+def _fault(parameter: Tensor) -> dict[str, str] | None:
+    """Why the gradient of a parameter cannot be scaled: the parts of an error."""
     gradient: Any = parameter.grad
     if parameter.dtype is torch.float16 or gradient.dtype is torch.float16:
-        raise ScalerError(
-            "weights in float16 cannot be trained with a loss scale: their updates underflow, and so do unscaled gradients",
-            where=name, expected="float32 weights",
-            do="keep the model in float32 and run it under autocast; where memory is short, bfloat16 weights with "
-               "stochastic rounding or Kahan summation, without a scaler",
-        )  # fmt: skip
+        return {
+            "what": "weights in float16 cannot be trained with a loss scale: their updates underflow, and so do unscaled "
+                    "gradients",
+            "expected": "float32 weights",
+            "do": "keep the model in float32 and run it under autocast; where memory is short, bfloat16 weights with "
+                  "stochastic rounding or Kahan summation, without a scaler",
+        }  # fmt: skip
     if hasattr(gradient, "_local_tensor") or getattr(parameter, "_is_flat_param", False):
-        raise ScalerError(
-            "a gradient of which each rank holds a part: ranks could disagree about skipping", where=name,
-            do="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
-        )  # fmt: skip
+        return {
+            "what": "a gradient of which each rank holds a part: ranks could disagree about skipping",
+            "do": "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+        }
+    return None

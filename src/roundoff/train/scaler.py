@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roundoff.attribute.limits import LARGEST
 from roundoff.errors import ScalerError, StuckError, warn
-from roundoff.formats import BlockFormat, parse_format
+from roundoff.train.checkpoint import loaded, saved
 from roundoff.train.graph import Graph
 from roundoff.train.later import Later
 from roundoff.train.scale_rules import Rule, Scale, parse_rule
-from roundoff.train.scaled import Gradients, Order, listed, takes_found_inf
+from roundoff.train.scaled import Gradients, Order, check_loss, largest_of, listed, takes_found_inf
 from roundoff.train.skip import Skip, diagnosis
 from roundoff.train.skips import Steps
 from roundoff.train.underflow import Underflow, underflow
@@ -82,7 +83,7 @@ class LossScaler:
             )  # fmt: skip
         if bad_loss not in ("keep", "lower"):
             raise ScalerError("unknown bad_loss", where=f"LossScaler(bad_loss={bad_loss!r})", expected="keep or lower")
-        self.saturation = None if saturation is None else _largest(saturation)
+        self.saturation = None if saturation is None else largest_of(saturation)
         self.bad_loss, self.patience, self.enabled = bad_loss, patience, enabled
         self.skips: deque[Skip] = deque(maxlen=100)
         self.steps = 0
@@ -90,6 +91,7 @@ class LossScaler:
         self._state: Scale | None = None
         self._found: Tensor | None = None  # of the last step
         self._unscaled: tuple[Gradients, Tensor] | None = None
+        self._stepping = False
         self._used: tuple[weakref.ref[Optimizer], ...] = ()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._loss_bad: Tensor | None = None
@@ -110,6 +112,8 @@ class LossScaler:
             torch.autograd.backward(loss, retain_graph=retain_graph)
             return
         self._check_loss(loss)
+        if self._stepping:
+            self._forget()  # an optimizer failed, and that step was given up
         if self._unscaled is not None:
             raise ScalerError("backward between unscale and step would mix scaled gradients with unscaled ones",
                               where="LossScaler.backward", do="unscale after the last backward of the step")  # fmt: skip
@@ -154,11 +158,12 @@ class LossScaler:
             gradients, found = self._unscale(optimizers, "step", clip)
         else:
             gradients, found = self._unscaled
-            now = Gradients(optimizers, self._names())
+            now = Gradients(optimizers, self._names)
+            _check_clip(now, clip, "LossScaler.step")
             if {id(p) for p in now.parameters} != {id(p) for p in gradients.parameters}:
                 raise ScalerError("other gradients than those that were unscaled", where="LossScaler.step",
                                   do="give unscale and step the same optimizers")  # fmt: skip
-        self._unscaled = gradients, found  # where an optimizer fails, a second try does not unscale again
+        self._unscaled, self._stepping = (gradients, found), True  # where an optimizer fails, a second try does not unscale
         state = self._on(found.device)
         asks = self._watch is not None or found.device.type != "cuda" or not all(map(takes_found_inf, optimizers))
         skipped = asks and bool(found)
@@ -191,12 +196,8 @@ class LossScaler:
             raise ScalerError(what, where=where, do=do)
         if self._unscaled is not None:
             raise ScalerError("the gradients of this step are unscaled already", where=where)
-        gradients = Gradients(optimizers, self._names())
-        if clip is not None and (gradients.sparse or not clip > 0):
-            raise ScalerError(
-                "sparse gradients cannot be clipped" if gradients.sparse else "clip is the largest norm of the gradients",
-                where=where, expected="dense gradients" if gradients.sparse else "a positive number", got=f"clip={clip}",
-            )  # fmt: skip
+        gradients = Gradients(optimizers, self._names)
+        _check_clip(gradients, clip, where)
         self._check_order(gradients, where)
         if torch.bfloat16 in gradients.dtypes() or (self._watch is not None and self._watch.autocast_to(torch.bfloat16)):
             self._warn("bf16", "bfloat16 has the range of float32: its gradients need no loss scale, and a scaler can only "
@@ -232,40 +233,17 @@ class LossScaler:
             raise ScalerError("which gradients?", where="LossScaler.underflow", do="scaler.underflow(optimizer)")
         scale = self.get_scale()
         scaled = bool(self._backwards) and self._unscaled is None and self.enabled
-        return underflow(Gradients(given, self._names()).values(), scale, 1.0 if scaled else scale, format)
+        return underflow(Gradients(given, self._names).values(), scale, 1.0 if scaled else scale, format)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, between steps. ``torch.amp.GradScaler`` reads it, and its own can be loaded here."""
-        if not self.enabled:
-            return {}
-        now = self._start if self._state is None else _numbers(self._state)
-        return {
-            "scale": now["scale"], **self.rule.constants(), "_growth_tracker": now.get("good", 0), "rule": self.rule.name,
-            "bad_steps": now.get("bad", 0), "stuck": now.get("stuck", 0),
-        }  # fmt: skip
+        return saved(self.rule, self._start, self._state) if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint of this class or, with the dynamic rule, of ``torch.amp.GradScaler``, with its constants."""
-        if not self.enabled:
-            return
-        if "scale" not in state:
-            raise ScalerError("the checkpoint holds no loss scale: was it saved by a disabled scaler?",
-                              where="LossScaler.load_state_dict", expected="scale, _growth_tracker, ...",
-                              got=", ".join(state) or "an empty dict")  # fmt: skip
-        scale, saved = float(state["scale"]), state.get("rule", "dynamic")
-        if not 0 < scale < math.inf:
-            raise ScalerError("the checkpoint's loss scale is of no use", where="LossScaler.load_state_dict",
-                              expected="a positive number", got=f"{scale:g}",
-                              do="start with a new LossScaler, and see why every step was skipped before it")  # fmt: skip
-        if saved != self.rule.name:
-            raise ScalerError("the checkpoint is of another rule", where="LossScaler.load_state_dict",
-                              expected=self.rule.name, got=str(saved), do=f"LossScaler(rule={saved!r})")  # fmt: skip
-        if self.rule.name == "dynamic":
-            keys = {"growth_factor", "backoff_factor", "growth_interval"} & set(state)
-            self.rule = parse_rule("dynamic", {"init_scale": self.rule.init_scale, **{key: state[key] for key in keys}})
-        self._start = {"scale": scale, "good": int(state.get("_growth_tracker", 0)), "bad": int(state.get("bad_steps", 0)),
-                       "stuck": int(state.get("stuck", 0))}  # fmt: skip
-        self._state = None
+        """Go on from a checkpoint of this class or, with the dynamic rule, of ``torch.amp.GradScaler``."""
+        if self.enabled:
+            self.rule, self._start = loaded(self.rule, state)
+            self._state = None
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
@@ -278,7 +256,7 @@ class LossScaler:
         return {} if self._watch is None else self._watch.names()
 
     def _forget(self) -> None:
-        self._backwards, self._unscaled, self._loss_bad = 0, None, None
+        self._backwards, self._unscaled, self._loss_bad, self._stepping = 0, None, None, False
         self._done.clear()
         self._graph.clear()
         if self._watch is not None:
@@ -303,18 +281,13 @@ class LossScaler:
             raise StuckError(**diagnosis(stuck, self.get_scale(), self.rule.name, self.last_skip))
 
     def _check_loss(self, loss: Tensor) -> None:
-        where, how = "LossScaler.backward", f"shape {list(loss.shape)}, {str(loss.dtype).removeprefix('torch.')}"
-        if loss.numel() != 1 or not loss.dtype.is_floating_point:
-            raise ScalerError("the loss is not one floating-point number", where=where, got=how, do="take its mean or sum")
-        if not loss.requires_grad:
-            raise ScalerError("the loss has no graph to run backward", where=where,
-                              do="don't detach it or compute it under no_grad")  # fmt: skip
+        check_loss(loss)
         if any(done() is loss for done in self._done):
-            raise ScalerError("this loss was run backward already, and its graph was freed", where=where,
+            raise ScalerError("this loss was run backward already, and its graph was freed", where="LossScaler.backward",
                               do="backward once, or retain_graph=True the first time")  # fmt: skip
-        if loss.dtype is torch.float16 and self.get_scale() > torch.finfo(torch.float16).max:
-            self._warn("fp16-loss", "the loss is float16, in which a scale above 65504 is Inf: steps will be skipped until it "
-                       "is lower; compute the loss in float32 (loss.float(), or what autocast does)")  # fmt: skip
+        if loss.dtype is torch.float16 and "fp16-loss" not in self._told and self.get_scale() > LARGEST["float16"]:
+            self._warn("fp16-loss", "the loss is float16, in which a scale above 65504 is Inf: steps will be skipped until "
+                       "it is lower; compute the loss in float32 (loss.float(), or what autocast does)")  # fmt: skip
         if torch.is_autocast_enabled(loss.device.type):
             self._warn("autocast-backward", "backward ran inside autocast, where only forward pass and loss belong")
 
@@ -349,17 +322,12 @@ def _step(optimizer: Any, found: Tensor | None) -> None:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _largest(name: str) -> float:
-    fmt = parse_format(name)
-    if isinstance(fmt, BlockFormat):
-        raise ScalerError("a block format has scales of its own", where=f"LossScaler(saturation={name!r})", expected="fp16")
-    return fmt.max_finite
-
-
-def _numbers(state: Scale) -> dict[str, Any]:
-    return {
-        "scale": float(state.scale), "good": int(state.good), "bad": int(state.bad), "stuck": int(state.stuck)
-    }
+def _check_clip(gradients: Gradients, clip: float | None, where: str) -> None:
+    if clip is not None and (gradients.sparse or not clip > 0):
+        raise ScalerError(
+            "sparse gradients cannot be clipped" if gradients.sparse else "clip is the largest norm of the gradients",
+            where=where, expected="dense gradients" if gradients.sparse else "a positive number", got=f"clip={clip}",
+        )  # fmt: skip
 
 
 def _distributed() -> bool:

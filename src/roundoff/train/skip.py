@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roundoff.train.graph import Graph, operator_of
-from roundoff.train.scaled import Gradients
+from roundoff.train.scaled import Gradients, listed
 from roundoff.train.skips import Steps
 
 _WHERE = {
@@ -24,9 +24,10 @@ class Skip:
     """One skipped step.
 
     ``gradient`` is the parameter whose gradient was the first in backward order to hold NaN or Inf (or to reach the
-    largest value, where saturation counts), ``made_by`` the operator call that made it, and ``born`` whether the NaN or Inf was born
-    in that call; else it was inherited from ``origin``, which ran in ``phase``: forward, backward, loss (outside of the
-    model), data, weights. ``line`` is the user's line of the origin, ``cause`` what its numbers show, ``advice`` what to try.
+    largest value, where saturation counts), ``made_by`` the operator call that made it, and ``born`` whether the NaN or Inf
+    was born in that call; else it was inherited from ``origin``, which ran in ``phase``: forward, backward, loss (outside of
+    the model), data, weights. ``line`` is the user's line of the origin, ``cause`` what its numbers show, ``advice`` what to
+    try.
     Fields that are not known are None; ``notes`` say why. ``gradients`` of ``parameters`` were not finite.
     """
 
@@ -54,9 +55,8 @@ class Skip:
 
     def __str__(self) -> str:
         what = "not finite or saturated" if self.saturation else "not finite"
-        parts = [
-            f"step {self.step} skipped at loss scale {self.scale:g}: {self.gradients} of {self.parameters} gradients are {what}"
-        ]
+        count = f"{self.gradients} of {self.parameters} gradients are {what}"
+        parts = [f"step {self.step} skipped at loss scale {self.scale:g}: {count}"]
         if self.gradient is not None:
             made = f", made by {self.made_by}" if self.made_by else ""
             parts.append(f"the first in backward order is that of {self.gradient}{made}")
@@ -92,9 +92,11 @@ class Skip:
                 notes += origin.notes
                 found, more = _in_the_loss(found, graph, about["loss_finite"])
                 notes += more
+                if spoilt := steps.spoilt():
+                    notes.append(f"the forward pass has left NaN or Inf in {listed(spoilt)}, which skipping does not undo")
             except Exception as error:  # noqa: BLE001 (the training goes on without an explanation)
                 notes.append(f"the step could not be run again: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-        return cls(**about, **found, gradients=len(bad), parameters=len(gradients.names), notes=tuple(notes),
+        return cls(**about, **found, gradients=len(bad), parameters=len(gradients.parameters), notes=tuple(notes),
                    saturation=saturation is not None)  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def _bad(gradients: Gradients, saturated: float | None) -> dict[int, str]:
     """Name by id of each parameter whose gradient, unscaled, is not finite or at least ``saturated``."""
     values: Sequence[Tensor] = gradients.values()
     found = {}
-    for name, parameter, value in zip(gradients.names, gradients.parameters, values, strict=True):
+    for name, parameter, value in zip(gradients.names(), gradients.parameters, values, strict=True):
         least = value.abs().max() if value.numel() else value.new_zeros(())
         limit = torch.finfo(value.dtype).max if saturated is None else saturated * (1 - 2**-20)  # unscaling rounds
         if not bool(torch.isfinite(value).all()) or float(least) >= limit:

@@ -7,6 +7,7 @@ and the gradients that came back to the outputs.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import weakref
@@ -22,32 +23,37 @@ from torch.utils._pytree import tree_leaves, tree_map
 from roundoff.train.graph import OUTPUT
 
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
+#: Every module of a model with its path.
+Modules = list[tuple[nn.Module, str]]
+_made = itertools.count()
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 
 
 class Call:
     """One call of the model, and the gradients of its outputs (``gradients``: by place among all outputs)."""
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, buffers: dict[str, Tensor]) -> None:
-        self.args, self.kwargs, self.buffers = args, kwargs, buffers
-        self.training = [module.training for module in model.modules()]
+    def __init__(self, modules: Modules, args: Any, kwargs: Any, buffers: dict[str, Tensor]) -> None:
+        self.args, self.kwargs, self.buffers, self.made = args, kwargs, buffers, next(_made)
+        self.modules = modules
+        self.training = [module.training for module, _ in modules]
         self.random = _random_states()
         self.autocast = _autocast_states()
         self.region = _active_region()
-        self.written = _versions(model, args, kwargs)
+        self.written = _versions(modules, args, kwargs)
         self.gradients: dict[int, list[Tensor]] = {}
+        self.number = 0  # among the step's calls that got a gradient, in the order of the forward passes
 
-    def since(self, model: nn.Module) -> list[str]:
+    def since(self) -> list[str]:
         """What was written in place after the call, so that it cannot be run as it was."""
-        now = _versions(model, self.args, self.kwargs)
+        now = _versions(self.modules, self.args, self.kwargs)
         return [what for what in now if now[what] != self.written[what]]
 
     @contextmanager
-    def as_it_was(self, model: nn.Module) -> Iterator[None]:
+    def as_it_was(self) -> Iterator[None]:
         """The surroundings of the call. The caller puts back what is changed here (``preserve``), but for autocast."""
-        for module, training in zip(model.modules(), self.training, strict=True):
+        for (module, _), training in zip(self.modules, self.training, strict=True):
             module.training = training
-        buffers = dict(model.named_buffers())
+        buffers = dict(_buffers(self.modules))
         with torch.no_grad():
             for name, value in self.buffers.items():
                 buffers[name].copy_(value)
@@ -88,6 +94,8 @@ class Steps:
         self.paused = False
         self._open: list[Call] = []
         self._own: set[str] = set()  # buffers that the forward pass writes
+        self._statistics: set[str] = set()
+        self._modules: Modules = []
         handles = (
             model.register_forward_pre_hook(_Hook(self, "_before"), with_kwargs=True, prepend=True),
             model.register_forward_hook(_Hook(self, "_after"), with_kwargs=True, always_call=True),
@@ -103,6 +111,11 @@ class Steps:
         """Parameter names by identity."""
         return {id(parameter): _clean(name) for name, parameter in self.model.named_parameters()}
 
+    def spoilt(self) -> list[str]:
+        """Buffers, such as running statistics, that hold NaN or Inf now."""
+        buffers = {_clean(name): b for name, b in self.model.named_buffers() if b.is_floating_point() and not b.is_sparse}
+        return [name for name, buffer in buffers.items() if not bool(torch.isfinite(buffer).all())]
+
     def autocast_to(self, dtype: torch.dtype) -> bool:
         """Whether a call of this step ran under torch's autocast to ``dtype``."""
         return any(on and to is dtype for call in self.calls for on, to, _ in call.autocast.values())
@@ -110,22 +123,29 @@ class Steps:
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is not self.model or self.paused or not torch.is_grad_enabled():
             return
-        buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name in self._own}
-        self._open.append(Call(model, args, kwargs, buffers))
+        if not self.calls:  # once a step: walking through a large model takes its time
+            self._modules = [(module, path) for path, module in model.named_modules()]
+        buffers = {n: b.detach().clone() for n, b in _buffers(self._modules) if n in self._own} if self._own else {}
+        self._open.append(Call(self._modules, args, kwargs, buffers))
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         if model is not self.model or self.paused or not self._open:
             return
         call = self._open.pop()
-        before, now = call.written["buffers"], tuple(map(_version, model.buffers()))
+        before, buffers = call.written["buffers"], _buffers(call.modules)
+        now = tuple(_version(buffer) for _, buffer in buffers)
         if before != now:
-            written = {name for (name, _), old, new in zip(model.named_buffers(), before, now, strict=False) if old != new}
-            self._own |= written - _statistics(model)
+            written = {name for (name, _), old, new in zip(buffers, before, now, strict=False) if old != new}
+            if not written <= self._own | self._statistics:
+                self._statistics = _statistics(model)
+                self._own |= written - self._statistics
         call.written["buffers"] = now
         if output is None:
             return  # the call has failed
+        seen: set[int] = set()  # one tensor may be given twice
         for place, tensor in enumerate(tree_leaves(output)):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
                 node: Any = tensor.grad_fn
                 node.metadata[OUTPUT] = place
                 hooked: Any = tensor
@@ -134,6 +154,8 @@ class Steps:
     def _arrived(self, call: Call, place: int, gradient: Tensor) -> None:
         if not any(call is known for known in self.calls):
             self.calls.append(call)
+            for number, known in enumerate(sorted(self.calls, key=lambda c: c.made), 1):
+                known.number = number
         call.gradients.setdefault(place, []).append(gradient.detach())
 
 
@@ -195,11 +217,19 @@ def _statistics(model: nn.Module) -> set[str]:
     return found
 
 
-def _versions(model: nn.Module, args: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
+def _buffers(modules: Modules) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{path}.{name}" if path else name, buffer)
+        for module, path in modules if module._buffers for name, buffer in module._buffers.items() if buffer is not None
+    ]  # fmt: skip
+
+
+def _versions(modules: Modules, args: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
+    every = (p for module, _ in modules for p in module._parameters.values() if p is not None)
     return {
         "inputs": tuple(_version(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)),
-        "parameters": tuple(map(_version, model.parameters())),
-        "buffers": tuple(map(_version, model.buffers())),
+        "parameters": tuple(map(_version, every)),
+        "buffers": tuple(_version(buffer) for _, buffer in _buffers(modules)),
     }
 
 

@@ -1,7 +1,7 @@
 """The share of gradients that a format loses at a loss scale, and the scale that fits.
 
 >>> underflow([torch.tensor([1.0, 2.0**-30, 0.0, 2.0**-24])], scale=1.0)
-Underflow(format='fp16', scale=1.0, share=0.333..., zero=0.25, largest=1.0, recommended=32768.0, values=4, nonfinite=0)
+Underflow(format='fp16', scale=1.0, share=0.333..., zero=0.25, largest=1.0, recommended=16384.0, values=4, nonfinite=0)
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from roundoff.cli import (
+    bench,
     budget,
     capture,
     compare,
@@ -50,6 +51,7 @@ app.command("overflow")(overflow.command)
 app.command("compare")(compare.command)
 app.command("diff")(diff.command)
 app.command("replay")(replay.command)
+app.command("bench")(bench.command)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -111,8 +111,8 @@ class Trainee:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by what they are for, and ``total``; empty before ``weigh``. The optimizer's are those at present, since a step
-        that was skipped has made none."""
+        """Bytes by what they are for, and ``total``; empty before ``weigh``. The optimizer's are those at present, since a
+        step that was skipped has made none."""
         if self._saved is None:
             return {}
         optimizer = held([list(s.values()) for s in self.optimizer.state.values()])
@@ -215,7 +215,7 @@ class Trainee:
 
 
 def loss_scaler(config: Config) -> LossScaler | None:
-    """The loss scale of a configuration. It is not given the model: finding the operator behind a skip would be timed too."""
+    """The loss scale of a configuration, without the model: finding the operator behind a skip would be timed too."""
     if config.scale is None:
         return None
     return LossScaler(rule="static" if config.static else "dynamic", init_scale=config.scale)

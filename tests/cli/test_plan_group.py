@@ -116,7 +116,7 @@ def test_what_cannot_be_said(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_page_about_lists_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (DOCS / "parts" / "lists.md").read_text()
+    page = (DOCS / "lists.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     printed, commands = re.findall(r"```\n(.*?)```", page.replace("```python\n" + code + "```", ""), flags=re.DOTALL)
     exec(code, {})

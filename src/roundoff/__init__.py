@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from roundoff.store import Run as Run
     from roundoff.store import load as load
     from roundoff.train.autocast import autocast as autocast
+    from roundoff.train.experiment.bench import bench as bench
+    from roundoff.train.scaling.scaler import LossScaler as LossScaler
     from roundoff.train.tune import tune as tune
     from roundoff.workload import Workload as Workload
 
@@ -36,12 +38,14 @@ _PUBLIC = {
     "Comparison": "roundoff.compare.comparison",
     "FORMATS": "roundoff.formats",
     "Format": "roundoff.formats",
+    "LossScaler": "roundoff.train.scaling.scaler",
     "Plan": "roundoff.plan.plan",
     "RoundoffError": "roundoff.errors",
     "Site": "roundoff.site",
     "Workload": "roundoff.workload",
     "Run": "roundoff.store",
     "autocast": "roundoff.train.autocast",
+    "bench": "roundoff.train.experiment.bench",
     "budget": "roundoff.plan.measure",
     "capture": "roundoff.capture",
     "compare": "roundoff.compare",

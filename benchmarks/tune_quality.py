@@ -17,8 +17,8 @@ from scipy.stats import spearmanr
 import roundoff as ro
 from roundoff.errors import RoundoffError
 from roundoff.plan.budget import Budget
-from roundoff.train.rounded import gradients_of
-from roundoff.train.trial import sqnr
+from roundoff.train.tuning.rounded import gradients_of
+from roundoff.train.tuning.trial import sqnr
 from roundoff.workload import Workload
 
 BAR_EQUAL, BAR_MORE = 3.0, 10.0

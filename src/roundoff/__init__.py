@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from roundoff.train.autocast import autocast as autocast
     from roundoff.train.experiment.bench import bench as bench
     from roundoff.train.scaling.scaler import LossScaler as LossScaler
-    from roundoff.train.tune import tune as tune
+    from roundoff.train.tuning.tune import tune as tune
     from roundoff.workload import Workload as Workload
 
 _PUBLIC = {
@@ -53,7 +53,7 @@ _PUBLIC = {
     "load": "roundoff.store",
     "parse_format": "roundoff.formats",
     "round_tensor": "roundoff.formats",
-    "tune": "roundoff.train.tune",
+    "tune": "roundoff.train.tuning.tune",
     "verify": "roundoff.plan.verify",
 }
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605

@@ -15,9 +15,9 @@ from torch import nn
 from roundoff.capture.execute import round_gradient
 from roundoff.errors import GradientPathError, NonFiniteError, WorkloadError
 from roundoff.formats import parse_format
-from roundoff.train.gradients import gradient_budget
-from roundoff.train.rounded import Autocast, gradients_of
-from roundoff.train.trial import sqnr
+from roundoff.train.tuning.gradients import gradient_budget
+from roundoff.train.tuning.rounded import Autocast, gradients_of
+from roundoff.train.tuning.trial import sqnr
 from roundoff.workload import Workload
 
 

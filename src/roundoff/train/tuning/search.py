@@ -12,8 +12,8 @@ from roundoff.plan.budget import Budget, decibels, power
 from roundoff.plan.choose import Problem
 from roundoff.plan.measure import Progress
 from roundoff.plan.solve import solve
-from roundoff.train.gradients import gradient_budget
-from roundoff.train.rounded import Autocast, gradients_of
+from roundoff.train.tuning.gradients import gradient_budget
+from roundoff.train.tuning.rounded import Autocast, gradients_of
 from roundoff.workload import Workload
 
 #: Points of the Pareto curve between the cheapest plan and fp32.

@@ -32,7 +32,7 @@ from roundoff.formats import Format, parse_format
 from roundoff.plan.budget import TERM_SCHEMA, Budget, Term, power
 from roundoff.plan.measure import Progress, _version, parse_formats
 from roundoff.plan.rounded import Plain
-from roundoff.train.rounded import Straight, loss_of, trainable
+from roundoff.train.tuning.rounded import Straight, loss_of, trainable
 from roundoff.workload import Workload, preserve
 
 #: Probes times batches asked for when ``probes`` is not given. One batch has one target, so a power is estimated from

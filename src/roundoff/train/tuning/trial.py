@@ -15,7 +15,14 @@ from roundoff.capture.calls import watch
 from roundoff.errors import WorkloadError
 from roundoff.plan.plan import Plan
 from roundoff.train.autocast import autocast
-from roundoff.train.rounded import Gradients, Straight, backward, gradients_of, loss_of, trainable
+from roundoff.train.tuning.rounded import (
+    Gradients,
+    Straight,
+    backward,
+    gradients_of,
+    loss_of,
+    trainable,
+)
 from roundoff.workload import Workload, preserve
 
 #: Learning rate of the plain SGD that verifies a workload without an optimizer.

@@ -17,10 +17,10 @@ from roundoff.plan.budget import Budget
 from roundoff.plan.cost import UNITS
 from roundoff.plan.measure import Progress, parse_formats
 from roundoff.plan.plan import Plan
-from roundoff.train.gradients import BATCHES
-from roundoff.train.rounded import Autocast, Straight, trainable
-from roundoff.train.search import Search
-from roundoff.train.trial import Trial, Trials
+from roundoff.train.tuning.gradients import BATCHES
+from roundoff.train.tuning.rounded import Autocast, Straight, trainable
+from roundoff.train.tuning.search import Search
+from roundoff.train.tuning.trial import Trial, Trials
 from roundoff.workload import Workload
 
 Aim = Literal["equal", "more", "cheapest"]

@@ -7,6 +7,7 @@ bf16, against the lists of torch.autocast for the CPU and for CUDA. Bar: at leas
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
@@ -19,6 +20,7 @@ from roundoff.errors import RoundoffError
 from roundoff.plan.budget import Budget
 from roundoff.train.tuning.rounded import gradients_of
 from roundoff.train.tuning.trial import sqnr
+from roundoff.train.tuning.tune import TunedRun
 from roundoff.workload import Workload
 
 BAR_EQUAL, BAR_MORE = 3.0, 10.0
@@ -83,6 +85,14 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 WORKLOADS = {"gpt2": gpt2, "resnet18": resnet18, "minilm": minilm}
 
 
+#: Formats offered, and the costs to tune by. fp16 costs what bf16 does, is eight times more exact, and needs a loss scale.
+CASES = {("bf16",): ("bytes", "bitops", "operators"), ("bf16", "fp16"): ("bytes", "bitops")}
+
+
+def native(run: TunedRun) -> str:
+    return "–" if run.native_db is None else f"{run.native_db:.1f}"
+
+
 def main() -> None:
     args = options(__doc__)
     torch.set_num_threads(1)  # many small operators: two threads only wait for each other
@@ -93,36 +103,35 @@ def main() -> None:
         except RoundoffError as error:
             print(f"\n{name} is left out: {str(error).splitlines()[0]}")
             continue
-        budget = None
-        for device in ("cpu", "cuda"):
-            for cost in ("bytes", "bitops", "operators"):
-                found = ro.tune(workload, ("bf16",), device=device, cost=cost, budget=budget, steps=2,
+        budgets: dict[tuple[str, ...], Budget] = {}
+        for formats, costs in CASES.items():
+            for device, cost in itertools.product(("cpu", "cuda"), costs):
+                found = ro.tune(workload, formats, device=device, cost=cost, budget=budgets.get(formats), steps=2,
                                 batches=1 if args.quick else 4)  # fmt: skip
-                budget = found.budget if budget is None else budget
+                budgets.setdefault(formats, found.budget)
                 by = {run.name: run for run in found.runs}
                 base, more = by["autocast"], by["more"]
                 equal = max((by[n] for n in ("equal", "mended") if n in by), key=lambda run: run.measured_db)
                 gain, further = equal.measured_db - base.measured_db, more.measured_db - base.measured_db
                 rows.append((
-                    name, device, cost, f"{base.measured_db:.1f}", f"{base.native_db:.1f}", base.fp32_operators,
-                    f"{equal.predicted_db:.1f}",
-                    f"{equal.measured_db:.1f}", f"{equal.native_db:.1f}", equal.fp32_operators, f"{gain:+.1f}",
-                    verdict(gain, BAR_EQUAL), f"{100 * (more.cost / base.cost - 1) if base.cost else 0:+.0f} %",
+                    name, "+".join(formats), device, cost, f"{base.measured_db:.1f}", native(base), base.fp32_operators,
+                    f"{equal.predicted_db:.1f}", f"{equal.measured_db:.1f}", native(equal), equal.fp32_operators,
+                    f"{gain:+.1f}", verdict(gain, BAR_EQUAL),
+                    f"{100 * (more.cost / base.cost - 1) if base.cost else 0:+.0f} %",
                     f"{more.measured_db:.1f}", f"{further:+.1f}", verdict(further, BAR_MORE),
                 ))  # fmt: skip
-                points += [(name, device, cost, f"{100 * p['of_fp32']:.0f} %",
+                points += [(name, "+".join(formats), device, cost, f"{100 * p['of_fp32']:.0f} %",
                             f"{100 * p['cost'] / base.cost:.0f} %" if base.cost else None,
                             "exact" if p["predicted_db"] is None else f"{p['predicted_db']:.1f}", p["fp32_operators"])
                            for p in found.pareto]  # fmt: skip
-                progress(f"{name} {device} {cost}")
-        if budget is not None:
-            ranks.append((name, *ranked(workload, budget)))
-    header = ("workload", "lists of", "cost", "autocast", "native", "in fp32", "plan predicted", "measured", "native",
-              "in fp32", "gain", "bar +3", "cost", "plan at more", "gain", "bar +10")  # fmt: skip
-    table("Gradient SQNR in bf16, dB, at the cost of autocast and at up to 20 % more", header, rows)
+                progress(f"{name} {formats} {device} {cost}")
+        ranks.append((name, *ranked(workload, budgets["bf16",])))
+    header = ("workload", "formats", "lists of", "cost", "autocast", "native", "in fp32", "plan predicted", "measured",
+              "native", "in fp32", "gain", "bar +3", "cost", "plan at more", "gain", "bar +10")  # fmt: skip
+    table("Gradient SQNR, dB, at the cost of autocast and at up to 20 % more", header, rows)
     header = ("workload", "sites tried", "rank correlation", "median dB off", "max dB off")
     table("Each site alone in bf16: gradient SQNR predicted against measured", header, ranks)
-    header = ("workload", "lists of", "cost", "of fp32", "of autocast", "SQNR, dB", "operators in fp32")
+    header = ("workload", "formats", "lists of", "cost", "of fp32", "of autocast", "SQNR, dB", "operators in fp32")
     table("Pareto points (predicted)", header, points)
 
 

@@ -366,6 +366,29 @@ def test_explain():
     assert "runs as fp32: the lists of cuda" in roundoff.autocast("bf16", model, policy="cuda").explain("/softmax")
 
 
+def test_a_batch_may_be_several_forward_passes():
+    """A budget names the second pass's calls #1; its plan says that a batch has two, and both are found, each batch."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+
+    def forward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch) - model(batch * 2)
+
+    workload = roundoff.Workload(model, [torch.randn(3, 4), torch.randn(3, 4)], forward=forward)
+    budget = roundoff.budget(workload, ["bf16"], probes=4)
+    assert budget.about["forwards"] == 2
+    assert "1/softmax#1" in {site["site"] for site in budget.sites}
+    assert budget.plan("1dB").about["forwards"] == 2
+    plan = Plan.from_formats({"1/softmax#1": "bf16"}, {"forwards": 2})
+    for record in (False, True):
+        with roundoff.autocast(plan, model, record=record):
+            for batch in workload.batches:  # both in one region
+                one, two = model(batch), model(batch * 2)
+                assert [one.dtype, two.dtype] == [FP32, BF16]
+    with roundoff.autocast(Plan(plan.rules), model) as region:  # a plan that says nothing counts from each pass
+        assert [model(batch).dtype, model(batch).dtype] == [FP32, FP32]
+        region._told = True
+
+
 def test_one_set_of_rules_for_one_plan():
     """Else code compiled in one step would be compiled again in the next."""
     model = net()

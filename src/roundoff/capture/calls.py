@@ -120,6 +120,7 @@ class CallMode(TorchFunctionMode):
         self.path: list[str] = []
         self.scripted: list[str] = []
         self.calls = 0
+        self.forwards = 0  # of the whole model, since ``begin``
         self.excluded: dict[tuple[str, str], Excluded] = {}
         self.counts: Counter[tuple[str, str]] = Counter()
         # remove_duplicate=True: a tied parameter has one name, a shared module one path
@@ -131,7 +132,7 @@ class CallMode(TorchFunctionMode):
         """A new forward pass: call indices start again."""
         self.counts.clear()
         self._sources = WeakIdKeyDictionary()
-        self.calls = 0
+        self.calls = self.forwards = 0
         for path in self.scripted:
             self.path[:] = [path]
             self._exclude("forward", "TorchScript hides its operators")
@@ -281,6 +282,7 @@ def watch(model: nn.Module, handler: Handler) -> Iterator[CallMode]:
     stance: Any = torch.compiler.set_stance("force_eager")
 
     def enter(path: str, *_: Any) -> None:
+        mode.forwards += not path and not mode.path
         mode.path.append(path)
 
     def leave(*_: Any) -> None:

@@ -218,6 +218,8 @@ class Problem:
             "cost_model": self.model, "unit": UNITS[self.model], "cost": self.cost_of(chosen),
             "cost_fp32": self.cost_of({}), "cost_lowest": self.cost_of(lowest), "lowest_format": name,
         }  # fmt: skip
+        if self.budget.about.get("forwards", 1) > 1:  # numbers of calls go over that many forward passes
+            about["forwards"] = self.budget.about["forwards"]
         return Plan.from_formats(chosen, about)
 
 

@@ -224,12 +224,12 @@ class _Run:
             for info in self.sites.values()
         ]
         for site in sites:
-            site["params"] = list(site["params"])
+            site["params"], site["tied"] = list(site["params"]), list(site["tied"])
         per_sample = [s / signal for b in self.done for s in b.signal]
         about = {
             "version": _version(), "workload": self.workload.name, "formats": [f.name for f in self.formats],
             "probes": self.probes, "seed": self.seed, "samples": len(per_sample), "signal": signal,
-            "batch_samples": [b.samples for b in self.done],
+            "batch_samples": [b.samples for b in self.done], "forwards": max(1, mode.forwards),
             "batch_signal": [sum(b.signal) / signal for b in self.done], "sample_signal": per_sample,
             "target": {"name": self.target or "output", "tensors": self.shapes},
             "around": {s: f.name for s, f in self.around.items()},

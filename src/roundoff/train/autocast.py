@@ -155,8 +155,9 @@ class autocast(ContextDecorator):  # noqa: N801
         else:
             mode = mode_of(rules, self.model)
         counts = mode.counts
-        held = (dict(counts), list(mode.path))
+        held = (dict(counts), list(mode.path), mode.forwards)
         counts.clear()
+        mode.forwards = 0
         mode.path.clear()
         if state is not None:
             counts.update(state[0])
@@ -166,10 +167,11 @@ class autocast(ContextDecorator):  # noqa: N801
             counts.clear()
             counts.update(held[0])
             mode.path[:] = held[1]
+            mode.forwards = held[2]
 
         stack.callback(restore)
         if self.model is not None and isinstance(mode, CallMode):
-            handle = self.model.register_forward_pre_hook(functools.partial(_begin, mode), prepend=True)
+            handle = self.model.register_forward_pre_hook(functools.partial(_begin, mode, rules.forwards), prepend=True)
             stack.callback(handle.remove)
         elif self.model is not None and rules.sites:
             stack.enter_context(hooked(self.model))
@@ -181,9 +183,9 @@ class autocast(ContextDecorator):  # noqa: N801
         stack.enter_context(mode)
 
 
-def _begin(mode: CallMode, *_: Any) -> None:
+def _begin(mode: CallMode, period: int, *_: Any) -> None:
     """A new forward pass of the whole model: call numbers start again."""
-    if mode.path in ([], [""]):
+    if not mode.path and mode.forwards % period == 0:
         mode.counts.clear()
 
 
@@ -236,7 +238,7 @@ _WITHOUT_MODEL: dict[Any, Rules] = {}
 def _rules(plan: Plan, model: nn.Module | None, device: str, policy: str | None) -> Rules:
     """One object for one plan, model and device, so that compiled code stays valid."""
     known = _WITHOUT_MODEL if model is None else _KNOWN.setdefault(model, {})
-    key = (plan.rules, plan.default, plan.autocast, device, policy)
+    key = (plan.rules, plan.default, plan.autocast, plan.about.get("forwards"), device, policy)
     if key not in known:
         known[key] = Rules(plan, model, device, policy)
     return known[key]

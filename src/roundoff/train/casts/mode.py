@@ -62,6 +62,7 @@ class SiteMode(TorchFunctionMode):
         super().__init__()
         self.key, self.device, self.tells = rules.key, rules.device, rules.sites
         self.root = id(model)
+        self.period, self.forwards = rules.forwards, 0
         self.path: list[str] = []
         self.counts: dict[tuple[str, str], int] = {}
         _RULES[rules.key] = rules

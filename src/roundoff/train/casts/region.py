@@ -95,7 +95,10 @@ def _enter(root: int, path: str, *_: Any) -> None:
     if LOCAL.modes and LOCAL.modes[-1].root == root:
         mode = LOCAL.modes[-1]
         if not path and not mode.path:  # a new forward pass of the whole model: call numbers start again
-            mode.counts.clear()
+            if mode.period == 1 or mode.forwards % mode.period == 0:
+                mode.counts.clear()
+            if mode.period > 1:
+                mode.forwards += 1
         mode.path.append(path)
 
 

@@ -58,6 +58,8 @@ class Rules:
     def __init__(self, plan: Plan, model: nn.Module | None, device: str, lists: str | None = None) -> None:
         self.plan = plan
         self.device, self.lists = device, lists or device
+        #: forward passes of the whole model that belong to one batch: calls are counted over them
+        self.forwards = int(plan.about.get("forwards", 1))
         self.key = next(_KEYS)
         self.lines = list(_lines(plan, model))
         self.default = None if plan.autocast else parse_format(plan.default).name

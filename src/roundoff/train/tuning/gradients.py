@@ -201,6 +201,7 @@ class _Run:
         about = {
             "version": _version(), "workload": self.workload.name, "formats": [f.name for f in self.formats],
             "probes": self.probes, "seed": self.seed, "samples": batches, "signal": gradient,
+            "forwards": max(1, mode.forwards),
             "batch_samples": [1] * batches, "batch_signal": shares, "sample_signal": shares,
             "target": {"name": "gradients and loss" if self.with_loss else "gradients", "tensors": {}},
             "around": dict(self.around or {}), "batched": False, "vendor_kernels": self.vendor,

@@ -186,7 +186,7 @@ class _Done:
             return None
         if name == "autocast":
             return self.trials.natively(search.half, policy=search.device)
-        return self.trials.natively(Plan.from_formats(formats, {}))
+        return self.trials.natively(Plan.from_formats(formats, {"forwards": search.budget.about["forwards"]}))
 
     def _base(self) -> TunedRun:
         return self.runs[1]

@@ -206,7 +206,7 @@ class _Done:
         met = self._good(best)
         gain, cost = best.measured_db - base.measured_db, best.cost / base.cost - 1 if base.cost else 0.0
         reason = (f"{best.measured_db:.1f} dB against {base.measured_db:.1f} dB of built-in autocast ({gain:+.1f}), cost "
-                  f"{cost:+.1%}, {best.fp32_operators} operators in fp32 against {base.fp32_operators}")  # fmt: skip
+                  f"{cost:+.1%}, operators in fp32: {best.fp32_operators} against {base.fp32_operators}")  # fmt: skip
         plan = search.problem.plan(best.formats, asked=None, note=AIMS[self.aim].format(extra=self.extra))
         about = {
             **plan.about, "predicted_db": best.predicted_db, "measured_db": _number(best.measured_db),

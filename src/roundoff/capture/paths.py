@@ -96,6 +96,11 @@ class Paths:
             self.stack.clear()
 
 
+def module_path(path: str, prefix: str, root: nn.Module) -> str:
+    """A path as ``root.named_modules()`` gives it, without what wraps modules and below ``prefix``."""
+    return _joined(prefix, _clean(path, type(root).__name__ in _PARALLEL))
+
+
 def _joined(prefix: str, path: str) -> str:
     return f"{prefix}.{path}" if prefix and path else prefix or path
 

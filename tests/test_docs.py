@@ -77,3 +77,12 @@ def test_compare(tmp_path, monkeypatch, capsys):
 def shape(text):
     """The text without its numbers, bars and widths of columns: those differ between machines."""
     return " ".join(re.sub(r"[\d.,]+(e[+-]\d+)?|[█─]+", "#", text).split())
+
+
+def test_train(capsys):
+    """The first part of docs/train.md runs; what its comment says is printed."""
+    code = re.findall(r"```python\n(.*?)```", (DOCS / "train.md").read_text(), flags=re.DOTALL)[0]
+    exec(code, {})
+    printed = capsys.readouterr().out
+    assert "op:softmax" in printed
+    assert "3/softmax runs in fp32: rule 0, op:softmax" in printed

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from roundoff.site import Site as Site
     from roundoff.store import Run as Run
     from roundoff.store import load as load
+    from roundoff.train.autocast import autocast as autocast
     from roundoff.workload import Workload as Workload
 
 _PUBLIC = {
@@ -39,6 +40,7 @@ _PUBLIC = {
     "Site": "roundoff.site",
     "Workload": "roundoff.workload",
     "Run": "roundoff.store",
+    "autocast": "roundoff.train.autocast",
     "budget": "roundoff.plan.measure",
     "capture": "roundoff.capture",
     "compare": "roundoff.compare",

@@ -61,8 +61,8 @@ class Call:
         """See ``Operator.kind``."""
         return self.operator.kind
 
-    def run(self, leaves: list[Any] | None = None) -> Any:
-        """The operator's result on ``leaves`` (the call's own when None; then an in-place operator writes)."""
+    def arguments(self, leaves: list[Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments with ``leaves`` in their places (the call's own when None)."""
         leaves = self.leaves if leaves is None else leaves
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -74,6 +74,11 @@ class Call:
                 args.append(value)
             else:
                 kwargs[key] = value
+        return args, kwargs
+
+    def run(self, leaves: list[Any] | None = None) -> Any:
+        """The operator's result on ``leaves`` (the call's own when None; then an in-place operator writes)."""
+        args, kwargs = self.arguments(leaves)
         if self.autocast is None or torch.is_autocast_enabled(self.autocast[0]):
             return self.func(*args, **kwargs)
         with torch.autocast(*self.autocast):  # run again, from outside that region
@@ -116,7 +121,7 @@ class CallMode(TorchFunctionMode):
         self.scripted: list[str] = []
         self.calls = 0
         self.excluded: dict[tuple[str, str], Excluded] = {}
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
         # remove_duplicate=True: a tied parameter has one name, a shared module one path
         self._params = {id(p): name for name, p in model.named_parameters()}
         self._param_names = frozenset(self._params.values())
@@ -124,7 +129,7 @@ class CallMode(TorchFunctionMode):
 
     def begin(self) -> None:
         """A new forward pass: call indices start again."""
-        self._counts.clear()
+        self.counts.clear()
         self._sources = WeakIdKeyDictionary()
         self.calls = 0
         for path in self.scripted:
@@ -136,7 +141,7 @@ class CallMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        inner = _inner(func)
+        inner = entered(func)
         if inner is not None:
             with self:
                 return inner(*args, **kwargs)
@@ -179,8 +184,8 @@ class CallMode(TorchFunctionMode):
 
     def _call(self, func: Callable[..., Any], operator: Operator, args: Any, kwargs: Any) -> Call:
         module = self.path[-1] if self.path else ""
-        index = self._counts[module, operator.name]
-        self._counts[module, operator.name] += 1
+        index = self.counts[module, operator.name]
+        self.counts[module, operator.name] += 1
         leaves: list[Any] = []
         layout: list[tuple[str | int, TreeSpec, int]] = []
         operands: list[Operand] = []
@@ -357,7 +362,7 @@ def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _inner(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """The body of a Python function of ``torch.nn.functional``, without its own override check.
 
     Each such function first asks whether an override wants the whole call, which here would be asked for ever.

@@ -8,7 +8,7 @@ an fp32 output. Rounding is simulated in the reference's own dtype, so any forma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,13 +107,16 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
         yield Step("output", None, round_output(result, fmt))
 
 
-def execute(call: Call, fmt: Format) -> Any:
-    """The call's result when executed in ``fmt`` (an in-place operator writes, as it would)."""
+def execute(call: Call, fmt: Format, through: Callable[[Tensor, Tensor], Tensor] = lambda _, rounded: rounded) -> Any:
+    """The call's result when executed in ``fmt`` (an in-place operator writes, as it would).
+
+    ``through(exact, rounded)`` gives the tensor that is used for a rounded one: training passes gradients through it.
+    """
     rule = fmt.execution
     if rule is None:
         return call.run()
     if _looks_up(call, fmt):
-        return tree_map(lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows, call.run())
+        return tree_map(lambda rows: through(rows, round_rows(rows, fmt)) if _rounds(rows) else rows, call.run())
     leaves = list(call.leaves)
     for operand in call.operands:
         how = rule.activation if operand.role == "activation" else rule.weight
@@ -123,14 +126,14 @@ def execute(call: Call, fmt: Format) -> Any:
                 with torch.no_grad():
                     leaves[0].copy_(rounded)
             else:
-                leaves[operand.leaf] = rounded
+                leaves[operand.leaf] = through(leaves[operand.leaf], rounded)
     result = call.run(leaves)
     if not rule.output:
         return result
     if call.operator.inplace:
         with torch.no_grad():
             return result.copy_(round_output(result, fmt))
-    return round_output(result, fmt)
+    return tree_map(lambda t: through(t, round_tensor(t.detach(), fmt)) if _rounds(t) else t, result)
 
 
 def _looks_up(call: Call, fmt: Format) -> bool:

@@ -28,9 +28,10 @@ FOLLOW = "follow"
 class Rule:
     """The sites that these patterns name run in ``format``.
 
-    A pattern is a glob over site names: ``encoder.0.*`` a module with what is in it, ``encoder.0/matmul#1`` one call.
-    ``op:softmax`` names every call of an operator, ``class:LayerNorm`` the sites of every module of that class and below
-    it, ``class:Attention/softmax`` every call of one operator there (see ``Plan.for_model``).
+    A pattern is a glob over site names: ``encoder.*`` everything below a module, ``encoder.0/matmul#1`` one call. The path
+    of a module, ``encoder.0``, stands for its own sites and those below it (see ``Plan.for_model``), ``op:softmax`` for
+    every call of an operator, ``class:LayerNorm`` for the sites of every module of that class and below it,
+    ``class:Attention/softmax`` for every call of one operator there.
     """
 
     format: str
@@ -110,7 +111,7 @@ class Plan:
         return {s: f for s, f in named.items() if f != "fp32"}
 
     def for_model(self, model: nn.Module) -> Plan:
-        """The same plan with every ``class:`` pattern written out as the paths of the model's modules of that class.
+        """The same plan with every module path and ``class:`` pattern written out as patterns of site names.
 
         Raises ``PlanError`` naming the nearest classes where the model has none of that name.
         """
@@ -119,7 +120,7 @@ class Plan:
             for kind in type(module).__mro__:
                 paths.setdefault(kind.__name__, []).append(path)
         rules = tuple(
-            Rule(r.format, tuple(p for pattern in r.sites for p in _of_class(pattern, paths, model))) for r in self.rules
+            Rule(r.format, tuple(p for pattern in r.sites for p in _written_out(pattern, paths, model))) for r in self.rules
         )
         return replace(self, rules=rules)
 
@@ -192,7 +193,9 @@ class Plan:
         )
 
 
-def _of_class(pattern: str, paths: Mapping[str, list[str]], model: nn.Module) -> list[str]:
+def _written_out(pattern: str, paths: Mapping[str, list[str]], model: nn.Module) -> list[str]:
+    if pattern and "/" not in pattern and pattern in paths["Module"]:
+        return [f"{pattern}/*", f"{glob.escape(pattern)}.*"]
     if not pattern.startswith("class:"):
         return [pattern]
     name, slash, operator = pattern.removeprefix("class:").partition("/")

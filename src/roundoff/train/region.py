@@ -1,0 +1,129 @@
+"""What a region of ``roundoff.autocast`` puts around a model: hooks that tell where the forward pass is, and wrappers that
+bring activation checkpointing's second forward pass back into the region."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import nn
+
+from roundoff.capture.calls import CallMode
+from roundoff.train.mode import LOCAL, SiteMode
+from roundoff.train.rules import Rules
+
+#: (module path and operator) to the number of calls so far, and the path: where in a forward pass a mode is.
+State = tuple[dict[Any, int], list[str]]
+
+
+class _Regions(threading.local):
+    def __init__(self) -> None:
+        self.inside: list[tuple[Any, SiteMode | CallMode | None]] = []
+        self.modes: dict[int, SiteMode] = {}
+
+
+#: The regions that this thread is in, innermost last, and its modes by the key of their rules.
+REGIONS = _Regions()
+_LOCK = threading.RLock()
+
+
+def mode_of(rules: Rules, model: nn.Module | None) -> SiteMode:
+    """One mode for each thread and set of rules."""
+    if rules.key not in REGIONS.modes:
+        REGIONS.modes[rules.key] = SiteMode(rules, model)
+    return REGIONS.modes[rules.key]
+
+
+_HOOKS: dict[int, tuple[int, list[Any]]] = {}
+
+
+@contextmanager
+def hooked(model: nn.Module) -> Iterator[None]:
+    """Every module tells the mode of the thread that it begins and ends."""
+    root = id(model)
+
+    def enter(path: str, *_: Any) -> None:
+        if LOCAL.modes and LOCAL.modes[-1].root == root:
+            LOCAL.modes[-1].path.append(path)
+
+    def leave(*_: Any) -> None:
+        if LOCAL.modes and LOCAL.modes[-1].root == root and LOCAL.modes[-1].path:
+            LOCAL.modes[-1].path.pop()
+
+    with _LOCK:
+        users, handles = _HOOKS.get(root, (0, []))
+        if not users:
+            for path, module in model.named_modules():
+                handles.append(module.register_forward_pre_hook(functools.partial(enter, path), prepend=True))
+                handles.append(module.register_forward_hook(leave, always_call=True))
+        _HOOKS[root] = (users + 1, handles)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            users, handles = _HOOKS.pop(root)
+            if users > 1:
+                _HOOKS[root] = (users - 1, handles)
+            else:
+                for handle in handles:
+                    handle.remove()
+
+
+_PATCHED = 0
+
+
+@contextmanager
+def checkpoints() -> Iterator[None]:
+    """Parts under ``torch.utils.checkpoint`` are run again in their region, from where they were."""
+    global _PATCHED
+    module: Any = torch.utils.checkpoint
+    with _LOCK:
+        if not _PATCHED:
+            _ORIGINAL["generator"] = module._checkpoint_without_reentrant_generator
+            _ORIGINAL["apply"] = module.CheckpointFunction.apply
+            module._checkpoint_without_reentrant_generator = _generator
+            module.CheckpointFunction.apply = _apply
+        _PATCHED += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _PATCHED -= 1
+            if not _PATCHED:
+                module._checkpoint_without_reentrant_generator = _ORIGINAL["generator"]
+                del module.CheckpointFunction.apply  # that of torch.autograd.Function shows again
+
+
+_ORIGINAL: dict[str, Callable[..., Any]] = {}
+
+
+def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _ORIGINAL["generator"](_kept(function, first=False), *args, **kwargs)
+
+
+def _apply(function: Callable[..., Any], *args: Any) -> Any:
+    return _ORIGINAL["apply"](_kept(function, first=True), *args)
+
+
+def _kept(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
+    """``function``, run again in the region, and from the place, where it is now; ``first`` says that it is called the first
+    time through here too, not only when it is run again."""
+    if not REGIONS.inside or REGIONS.inside[-1][1] is None:
+        return function
+    region, mode = REGIONS.inside[-1]
+    state: State = (dict(mode.counts), list(mode.path))  # type: ignore[union-attr]
+    calls = [] if first else [None]
+
+    @functools.wraps(function)
+    def again(*args: Any, **kwargs: Any) -> Any:
+        if not calls:
+            calls.append(None)
+            return function(*args, **kwargs)
+        with region.again(state):
+            return function(*args, **kwargs)
+
+    return again

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from roundoff.store import Run as Run
     from roundoff.store import load as load
     from roundoff.train.autocast import autocast as autocast
+    from roundoff.train.scaler import LossScaler as LossScaler
     from roundoff.workload import Workload as Workload
 
 _PUBLIC = {
@@ -35,6 +36,7 @@ _PUBLIC = {
     "Comparison": "roundoff.compare.comparison",
     "FORMATS": "roundoff.formats",
     "Format": "roundoff.formats",
+    "LossScaler": "roundoff.train.scaler",
     "Plan": "roundoff.plan.plan",
     "RoundoffError": "roundoff.errors",
     "Site": "roundoff.site",

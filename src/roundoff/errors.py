@@ -20,6 +20,8 @@ __all__ = [
     "PlanError",
     "RoundoffError",
     "RunError",
+    "ScalerError",
+    "StuckError",
     "WorkloadError",
 ]
 
@@ -141,6 +143,14 @@ class GradientPathError(WorkloadError):
 
 class NonFiniteError(WorkloadError):
     """A NaN or Inf appeared where the method needs finite numbers."""
+
+
+class ScalerError(RoundoffError):
+    """A loss scaler was used in a wrong order or on what it cannot scale. Weights, gradients and scale are as before."""
+
+
+class StuckError(NonFiniteError):
+    """Step after step was skipped although the loss scale cannot help any more. The weights are those of before."""
 
 
 def warn(text: str) -> None:

@@ -27,6 +27,8 @@ _MOMENTS = frozenset(
 _LOSSES = frozenset("nll_loss nll_loss_forward nll_loss2d_forward cross_entropy".split())
 _DOMAINS = {"acos": "[-1, 1]", "asin": "[-1, 1]", "atanh": "(-1, 1)", "acosh": "[1, Inf)", "sqrt": "[0, Inf)",
             "lgamma": "positive numbers", "erfinv": "[-1, 1]", "logit": "[0, 1]"}  # fmt: skip
+#: What to try where a gradient has no room in float16.
+LOWER_SCALE = "a lower loss scale (torch.amp.GradScaler finds one and skips this step), or bfloat16"
 _CASTS = frozenset("_to_copy to copy type_as".split())
 
 
@@ -113,9 +115,7 @@ def _smaller(row: Row) -> str:
             "scale the values down before this operator: its result has no room in any usual format"
         )
     if row["phase"] == "backward" and row["dtype"] == "float16":
-        return (
-            "a lower loss scale (torch.amp.GradScaler finds one and skips this step), or bfloat16"
-        )
+        return LOWER_SCALE
     return "run this operator in bfloat16 or float32, or scale its inputs down"
 
 

@@ -1,0 +1,203 @@
+"""How a loss scale moves: rules as data, each with one update that runs where the scale is, without asking the host.
+
+A rule holds the constants, ``Scale`` the state. Scales are float32 and the counts int32, as in torch's own scaler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from roundoff.errors import ScalerError
+
+
+@dataclass(frozen=True)
+class Static:
+    """A scale that never moves (Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2)."""
+
+    init_scale: float = 2.0**16
+    name: ClassVar[str] = "static"
+
+    def __post_init__(self) -> None:
+        _check_scale(self, "init_scale")
+
+    def update(self, state: Scale, found: Tensor) -> None:
+        """Nothing moves."""
+
+    def constants(self) -> dict[str, Any]:
+        """As torch's ``GradScaler`` names them: with factors of 1 it keeps the scale too."""
+        return {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 2**31 - 1}
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """The rule of ``torch.amp.GradScaler``, by torch's own kernel.
+
+    After a step with NaN or Inf the scale is multiplied by ``backoff_factor``; after ``growth_interval`` steps in a row
+    without, by ``growth_factor``, unless the product is not finite.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    name: ClassVar[str] = "dynamic"
+
+    def __post_init__(self) -> None:
+        _check_scale(self, "init_scale")
+        _check(self, "growth_factor", self.growth_factor > 1, "more than 1")
+        _check(self, "backoff_factor", 0 < self.backoff_factor < 1, "between 0 and 1")
+        _check(self, "growth_interval", self.growth_interval >= 1, "at least 1")
+
+    def update(self, state: Scale, found: Tensor) -> None:
+        """``found`` is 1 where a gradient was not finite, else 0."""
+        torch._amp_update_scale_(
+            state.scale, state.good, found, self.growth_factor, self.backoff_factor, self.growth_interval
+        )
+
+    def constants(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("growth_factor", "backoff_factor", "growth_interval")}
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """The exponential update of TensorFlow and of Ascend's adapter for it; with ``consecutive``, PaddlePaddle's.
+
+    The scale grows by ``incr_ratio`` after ``incr_every_n_steps`` good steps since the last bad one, unless the product
+    is not finite, and shrinks by ``decr_ratio`` at the ``decr_every_n_nan_or_inf``-th bad step. Bad steps accumulate: good
+    ones in between do not clear their count, only a move of the scale does (and a growth that was not finite).
+    With ``consecutive`` a good step clears it (``paddle.amp.GradScaler``; its defaults are 65536, 2000, 1, 2, 0.5).
+
+    Source: ``ExponentialUpdateLossScaleManager`` of tf.contrib.mixed_precision (TensorFlow 1.15), the same in Ascend's
+    npu_bridge. Its text says that an update below 1 is not applied, its code gives 1: here too, by ``floor``.
+    """
+
+    init_loss_scale: float = 2.0**32
+    incr_every_n_steps: int = 1000
+    decr_every_n_nan_or_inf: int = 2
+    incr_ratio: float = 2.0
+    decr_ratio: float = 0.8
+    consecutive: bool = False
+    name: ClassVar[str] = "exponential"
+
+    def __post_init__(self) -> None:
+        _check_scale(self, "init_loss_scale")
+        _check(self, "incr_every_n_steps", self.incr_every_n_steps >= 1, "at least 1")
+        _check(self, "decr_every_n_nan_or_inf", self.decr_every_n_nan_or_inf >= 1, "at least 1")
+        _check(self, "incr_ratio", self.incr_ratio > 1, "more than 1")
+        _check(self, "decr_ratio", 0 < self.decr_ratio < 1, "between 0 and 1")
+
+    @property
+    def init_scale(self) -> float:
+        return self.init_loss_scale
+
+    def update(self, state: Scale, found: Tensor) -> None:
+        """``found`` is 1 where a gradient was not finite, else 0."""
+        scale, bad_step = state.scale, found > 0
+        good = torch.where(bad_step, 0, state.good + 1)
+        bad = torch.where(bad_step, state.bad + 1, 0 if self.consecutive else state.bad)
+        grows = ~bad_step & (good >= self.incr_every_n_steps)
+        shrinks = bad_step & (bad >= self.decr_every_n_nan_or_inf)
+        larger = scale * self.incr_ratio
+        larger = torch.where(torch.isfinite(larger), larger, scale)
+        scale.copy_(torch.where(grows, larger, torch.where(shrinks, scale * self.decr_ratio, scale)))
+        moved = grows | shrinks
+        state.good.copy_(torch.where(moved, 0, good))
+        state.bad.copy_(torch.where(moved, 0, bad))
+
+    def constants(self) -> dict[str, Any]:
+        """The nearest that torch's ``GradScaler`` can follow: it would shrink at every bad step."""
+        return {
+            "growth_factor": self.incr_ratio, "backoff_factor": self.decr_ratio,
+            "growth_interval": self.incr_every_n_steps,
+        }  # fmt: skip
+
+
+Rule = Static | Dynamic | Exponential
+RULES: dict[str, type[Static] | type[Dynamic] | type[Exponential]] = {
+    rule.name: rule for rule in (Static, Dynamic, Exponential)
+}
+
+
+def parse_rule(rule: str | Rule, options: dict[str, Any]) -> Rule:
+    """A rule by name with its constants, or one that is made.
+
+    >>> parse_rule("exponential", {"init_loss_scale": 1024.0, "incr_every_n_steps": 10}).decr_ratio
+    0.8
+    """
+    if not isinstance(rule, str):
+        if options:
+            raise ScalerError("a rule that is made already takes no constants", where="LossScaler", got=", ".join(options))
+        return rule
+    if rule not in RULES:
+        raise ScalerError("unknown rule", where=f"LossScaler(rule={rule!r})", expected=", ".join(RULES))
+    known = [field.name for field in dataclasses.fields(RULES[rule])]
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise ScalerError(
+                f"the {rule} rule has no {key!r}", where="LossScaler", expected=", ".join(known),
+                do=f"did you mean {near[0]!r}?" if near else _owner(key),
+            )  # fmt: skip
+    return RULES[rule](**options)
+
+
+def _owner(key: str) -> str | None:
+    for name, rule in RULES.items():
+        if key in [field.name for field in dataclasses.fields(rule)]:
+            return f"it belongs to LossScaler(rule={name!r})"
+    return None
+
+
+class Scale:
+    """The state of a rule: ``scale`` (float32), ``good`` and ``bad`` steps (int32) and ``stuck``, 0-d tensors on a device.
+
+    ``floor`` and ``ceiling`` bound what the rule makes, but never move a scale that was given beyond them. ``stuck``
+    counts the skipped steps in a row at which the scale could not go lower.
+    """
+
+    def __init__(
+        self, rule: Rule, device: torch.device, scale: float, floor: float, ceiling: float, good: int = 0, bad: int = 0,
+        stuck: int = 0,
+    ) -> None:  # fmt: skip
+        self.rule, self.floor, self.ceiling = rule, floor, ceiling
+        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
+        self.good, self.bad, self.stuck = (
+            torch.full((), count, dtype=torch.int32, device=device) for count in (good, bad, stuck)
+        )
+
+    def update(self, found: Tensor, blameless: Tensor | None = None) -> None:
+        """The end of a step. Where ``blameless`` (the loss was not finite before it was scaled) nothing moves."""
+        before = self.scale.clone()
+        counts = (self.good.clone(), self.bad.clone())
+        self.rule.update(self, found)
+        if self.floor > 0:
+            self.scale.copy_(torch.maximum(self.scale, before.clamp(max=self.floor)))
+        if math.isfinite(self.ceiling):
+            self.scale.copy_(torch.minimum(self.scale, before.clamp(min=self.ceiling)))
+        if blameless is not None:
+            for now, then in zip((self.scale, self.good, self.bad), (before, *counts), strict=True):
+                now.copy_(torch.where(blameless, then, now))
+        fixed = before <= self.floor if self.rule.name != "static" else torch.ones_like(found, dtype=torch.bool)
+        if blameless is not None:
+            fixed = fixed | blameless
+        skipped = found > 0
+        self.stuck.copy_(torch.where(skipped, torch.where(fixed, self.stuck + 1, 0), 0))
+
+
+def _check(rule: Any, name: str, good: bool, expected: str) -> None:
+    if not good:
+        raise ScalerError(
+            f"{name} of the {rule.name} rule", where="LossScaler", expected=expected, got=f"{getattr(rule, name)}"
+        )
+
+
+def _check_scale(rule: Any, name: str) -> None:
+    value = getattr(rule, name)
+    _check(rule, name, 0 < value <= torch.finfo(torch.float32).max, "a positive number that float32 holds")

@@ -29,7 +29,8 @@ def main() -> None:
     cases: dict[str, Callable[[], tuple[nn.Module, Callable[[], None]]]] = {
         name: lambda name=name: _capture_model(name) for name in BUILDERS
     }
-    cases |= {"transformers GPT-2": lambda: _transformers("gpt2"), "transformers ResNet-18": lambda: _transformers("resnet18"),
+    cases |= {"transformers GPT-2": lambda: _transformers("gpt2"),
+              "transformers ResNet-18": lambda: _transformers("resnet18"),
               "MLP of 64 x 128": _tiny}  # fmt: skip
     rows = []
     for name, make in cases.items():

@@ -8,9 +8,9 @@ devices three reductions stay there, unread, until somebody asks.
 from __future__ import annotations
 
 import functools
-import math
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,19 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from roundoff.capture.kernel import COMPILED, LARGEST, ROW, compiled
+from roundoff.capture.kernel import compiled
 from roundoff.capture.paths import module_path
-from roundoff.capture.plain import plain
-from roundoff.capture.statistics import in_memory_order, measure, pieces_of
 from roundoff.errors import PatternError, RoundoffError, warn
 from roundoff.site import matches
+from roundoff.train.summary import Summary, fetched, summary
+from roundoff.train.traced import Sink
 
-#: Fewer elements than this are read by torch's own reductions: a compiled pass costs more to call than it saves.
-_SMALL = 4 * ROW
-_REDUCED = (*COMPILED, torch.float64)
-
-#: least, most, mean and norm of the finite elements (None without any), and how many are NaN or Inf (None: some)
-Summary = tuple[float | None, float | None, float | None, float | None, int | None]
 SCHEMA = {
     "step": pl.Int64, "module": pl.String, "kind": pl.String, "phase": pl.String, "call": pl.Int64, "output": pl.Int64,
     "numel": pl.Int64, "min": pl.Float64, "max": pl.Float64, "mean": pl.Float64, "norm": pl.Float64,
@@ -75,31 +69,41 @@ class _Step:
     rows: list[tuple[tuple[str, str, str, int, int, int], Summary | Tensor]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
     #: the tensor measured last, for a module that only hands on what another one made
-    last: Tensor | None = None
+    last: weakref.ref[Tensor] | None = None
     version: int = -1
     found: Summary | Tensor | None = None
     names: list[tuple[str, str, int, int]] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
 
     def end(self) -> None:
-        """Keeps no tensor of the program alive, and no hook on one that stays."""
-        self.last = self.found = None
+        """No hook stays on a tensor that does."""
         for handle in self.handles:
             handle.remove()
 
+    def collect(self, sinks: dict[str, tuple[str, Sink]]) -> None:
+        """What compiled code has left, outputs in the order in which modules were defined and gradients in the reverse."""
+        gradients = []
+        for path, (kind, sink) in sinks.items():
+            output, gradient = sink.take()
+            if output is not None:
+                self.rows.append(((path, kind, "forward", 0, 0, sink.numel), output))
+            if gradient is not None:
+                gradients.append(((path, kind, "backward", 0, 0, sink.numel), gradient))
+        self.rows += reversed(gradients)
+
     def read(self) -> list[tuple[tuple[str, str, str, int, int, int], Summary]]:
-        """The rows as numbers; waits for the device once."""
-        waiting = [found for _, found in self.rows if isinstance(found, Tensor)]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for found in waiting:
-            by_device.setdefault(found.device, []).append(found)
+        """The rows as numbers; waits for each device once."""
+        alike: dict[Any, list[Tensor]] = {}
+        for _, found in self.rows:
+            if isinstance(found, Tensor):
+                alike.setdefault((found.device, len(found)), []).append(found)
         values = {
             id(tensor): row
-            for tensors in by_device.values()
+            for tensors in alike.values()
             for tensor, row in zip(tensors, torch.stack(tensors).tolist(), strict=True)
         }
         self.rows = [
-            (about, _fetched(values[id(found)], about[-1]) if isinstance(found, Tensor) else found)
+            (about, fetched(values[id(found)], about[-1]) if isinstance(found, Tensor) else found)
             for about, found in self.rows
         ]
         return self.rows  # type: ignore[return-value]
@@ -119,7 +123,7 @@ class Monitor:
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
         >>> with Monitor(model, keep=2) as monitor:
-        ...     for x in (torch.ones(1, 2), torch.full((1, 2), math.inf)):
+        ...     for x in (torch.ones(1, 2), torch.full((1, 2), float("inf"))):
         ...         model(x).sum().backward()
         ...         monitor.step()
         >>> monitor.table["step"].unique().sort().to_list(), monitor.first_bad.module, monitor.first_bad.phase
@@ -140,7 +144,8 @@ class Monitor:
         self.stopped: str | None = None
         self._steps: deque[_Step] = deque(maxlen=keep)
         self._step: _Step | None = None
-        self._compiled: list[tuple[nn.Module, int]] = []
+        self._sinks: dict[str, tuple[str, Sink]] = {}
+        self._ran = False  # a compiled model, in this step
         self._open = False
         self._stack = ExitStack()
 
@@ -154,26 +159,29 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._step is not None:
-            self._step.end()
+        self._end()
         self._step, self._open = None, False
         self._stack.close()
 
     def add(self, model: nn.Module, prefix: str = "") -> None:
         """Watch another model too; its modules are named below ``prefix``."""
         inner = getattr(model, "_orig_mod", model)
-        named = [(module_path(path, prefix, model), module) for path, module in inner.named_modules()]
+        named = [(module_path(path, prefix, model), module) for path, module in _parts_first(inner)]
         chosen = [(path, module) for path, module in named if self._wanted(path, type(module).__name__)]
         if self.patterns and not chosen:
             raise PatternError("no module to watch", where="Monitor(modules=...)", expected=", ".join(self.patterns),
                                got=f"the {len(named)} modules of {type(inner).__name__}",
                                do="take paths from model.named_modules(), or class:LayerNorm")  # fmt: skip
         for path, module in chosen:
-            hook = functools.partial(self._listen, path, type(module).__name__)
+            kind, sink = self._sinks[path] = type(module).__name__, Sink(module, self.gradients)
+            hook = functools.partial(self._listen, path, kind, sink)
             self._stack.callback(module.register_forward_hook(hook).remove)
+        if inner is not model:
+            self._stack.callback(model.register_forward_hook(self._compiled_ran).remove)
 
     def step(self) -> None:
         """The end of a step."""
+        self._end()
         self.number += 1
         self._begin()
 
@@ -187,6 +195,8 @@ class Monitor:
         tensor with NaN or Inf has null in all but ``finite``, since a look at it would have made the host wait, and a norm
         beyond fp32 is Inf. An empty tensor has null too, and is finite.
         """
+        if self._step is not None:
+            self._step.collect(self._sinks)
         rows = [
             (step.number, *about, *found, found[4] == 0)
             for step in self._steps
@@ -198,6 +208,8 @@ class Monitor:
     def first_bad(self) -> Bad | None:
         """The first output with NaN or Inf in the latest step that was observed; without one the first such gradient, in
         the order of the backward pass; None where all is finite."""
+        if self._step is not None:
+            self._step.collect(self._sinks)
         step = next((s for s in reversed(self._steps) if s.rows), None)
         if step is None:
             return None
@@ -210,19 +222,34 @@ class Monitor:
             kind == p.removeprefix("class:") if p.startswith("class:") else matches(p, path) for p in self.patterns
         )
 
+    def _end(self) -> None:
+        step, ran, self._ran = self._step, self._ran, False
+        unobserved = _Step(self.number)
+        (unobserved if step is None else step).collect(self._sinks)
+        if step is None:
+            return
+        step.end()
+        if ran and not step.rows and not self.stopped:
+            self.stopped = "the model was compiled before"
+            warn("roundoff: the monitor sees nothing of this model: torch.compile had compiled it before, and hooks that "
+                 "are added later never run; enter the monitor before the first call, or torch.compiler.reset()")  # fmt: skip
+
+    def _compiled_ran(self, *_: Any) -> None:
+        self._ran = True
+
     def _begin(self) -> None:
-        if self._step is not None:
-            self._step.end()
         if self.number % self.every or self.stopped:
             self._step = None
         else:
             self._step = _Step(self.number)
             self._steps.append(self._step)
 
-    def _listen(self, path: str, kind: str, _: nn.Module, __: Any, output: Any) -> None:
+    def _listen(self, path: str, kind: str, sink: Sink, _: nn.Module, __: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return sink.look(output)
         step = self._step
-        if step is None or torch.compiler.is_compiling():
-            return
+        if step is None:
+            return None
         try:
             again = torch._C._current_graph_task_id() != -1  # activation checkpointing runs the forward once more
             call = 0
@@ -236,11 +263,12 @@ class Monitor:
                     self._look(step, (path, kind, call, place), tensor, again)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
+        return None
 
     def _look(self, step: _Step, name: tuple[str, str, int, int], tensor: Tensor, again: bool) -> None:
-        same = tensor is step.last and tensor._version == step.version
+        same = step.last is not None and step.last() is tensor and _version(tensor) == step.version
         if not same:
-            step.last, step.version, step.names = tensor, tensor._version, []
+            step.last, step.version, step.names = weakref.ref(tensor), _version(tensor), []
             step.found = None if again else summary(tensor)
         if step.found is not None:
             path, kind, call, place = name
@@ -270,48 +298,16 @@ class Monitor:
             warn(f"roundoff: the monitor stopped in step {self.number} ({self.stopped}); the program goes on")
 
 
-def summary(tensor: Tensor) -> Summary | Tensor | None:
-    """What a row says of a tensor: on the CPU numbers, elsewhere ``[least, most, sum, norm]`` that nobody has waited for,
-    None where there are no values to read (meta tensors)."""
-    with torch._C.DisableTorchFunction():  # modes of the program don't see us
-        value, _ = plain(tensor.detach())
-        if value is None:
-            return None
-        if not value.numel():
-            return None, None, None, None, 0
-        if value.device.type == "cpu":
-            return _read(value)
-        return torch.stack(_reduced(value if value.dtype in _REDUCED else value.to(torch.float32)))
+def _parts_first(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Modules before what they are part of, as their outputs come; each once."""
+    seen = set() if seen is None else seen
+    seen.add(id(module))
+    for name, part in module.named_children():
+        if id(part) not in seen:
+            yield from _parts_first(part, f"{path}.{name}" if path else name, seen)
+    yield path, module
 
 
-def _read(value: Tensor) -> Summary:
-    """Of a CPU tensor with elements."""
-    count, dtype = value.numel(), value.dtype
-    run = compiled("sums", dtype) if dtype in COMPILED else None
-    whole = in_memory_order(value) if run and count % ROW == 0 and 2 * ROW <= count <= LARGEST else None
-    low = high = total = squares = math.nan
-    if run is not None and whole is not None:
-        low, high, total, squares, _ = run([whole.view(-1, ROW)])[0].tolist()
-    elif dtype in _REDUCED and (count < _SMALL or run is None):
-        low, high, total, norm = (number.item() for number in _reduced(value))
-        squares = norm * norm
-    # squares of NaN and Inf are not finite, nor are those of large numbers; those of small ones lose their digits
-    if 2.0**-100 <= squares < math.inf or low == high == squares == 0:
-        return low, high, total / count, math.sqrt(squares), 0
-    low, high, mean, norm, _, nan, above, below, *_ = measure(pieces_of(value))
-    return low, high, mean, norm, nan + above + below
-
-
-def _reduced(value: Tensor) -> list[Tensor]:
-    """``[least, most, sum, norm]``; NaN shows in the first two, and so does Inf. ``vector_norm`` of order 2 is as fast as
-    a sum; the infinity norm would take ten times as long."""
-    wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-    low, high = torch.aminmax(value)
-    return [low.to(wide), high.to(wide), value.sum(dtype=wide), torch.linalg.vector_norm(value, dtype=wide)]
-
-
-def _fetched(values: Sequence[float], numel: int) -> Summary:
-    low, high, total, norm = values
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return None, None, None, None, None
-    return low, high, total / numel, norm, 0
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written in place; inference tensors don't count it."""
+    return -1 if tensor.is_inference() else tensor._version

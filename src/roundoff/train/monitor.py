@@ -195,11 +195,9 @@ class Monitor:
         tensor with NaN or Inf has null in all but ``finite``, since a look at it would have made the host wait, and a norm
         beyond fp32 is Inf. An empty tensor has null too, and is finite.
         """
-        if self._step is not None:
-            self._step.collect(self._sinks)
         rows = [
             (step.number, *about, *found, found[4] == 0)
-            for step in self._steps
+            for step in self._seen()
             for about, found in step.read()
         ]
         return pl.DataFrame(rows, schema=SCHEMA, orient="row")
@@ -208,14 +206,18 @@ class Monitor:
     def first_bad(self) -> Bad | None:
         """The first output with NaN or Inf in the latest step that was observed; without one the first such gradient, in
         the order of the backward pass; None where all is finite."""
-        if self._step is not None:
-            self._step.collect(self._sinks)
-        step = next((s for s in reversed(self._steps) if s.rows), None)
+        step = next((s for s in reversed(self._seen()) if s.rows), None)
         if step is None:
             return None
         bad = [(about, found) for about, found in step.read() if found[4] != 0]
         bad.sort(key=lambda row: row[0][2] != "forward")  # stable: the order of execution stays
         return Bad(step.number, *bad[0][0], bad[0][1][4]) if bad else None
+
+    def _seen(self) -> list[_Step]:
+        if self._step is None:
+            return list(self._steps)
+        self._step.collect(self._sinks)
+        return [*self._steps, self._step]
 
     def _wanted(self, path: str, kind: str) -> bool:
         return not self.patterns or any(
@@ -229,10 +231,11 @@ class Monitor:
         if step is None:
             return
         step.end()
+        self._steps.append(step)
         if ran and not step.rows and not self.stopped:
             self.stopped = "the model was compiled before"
             warn("roundoff: the monitor sees nothing of this model: torch.compile had compiled it before, and hooks that "
-                 "are added later never run; enter the monitor before the first call, or torch.compiler.reset()")  # fmt: skip
+                 "are added later never run; enter the monitor before the first call")  # fmt: skip
 
     def _compiled_ran(self, *_: Any) -> None:
         self._ran = True
@@ -242,7 +245,6 @@ class Monitor:
             self._step = None
         else:
             self._step = _Step(self.number)
-            self._steps.append(self._step)
 
     def _listen(self, path: str, kind: str, sink: Sink, _: nn.Module, __: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -275,7 +277,8 @@ class Monitor:
             step.rows.append(((path, kind, "forward", call, place, tensor.numel()), step.found))
         step.names.append(name)
         if not same and self.gradients and tensor.requires_grad:
-            handle = tensor.register_hook(functools.partial(self._gradient, step, step.names))  # type: ignore[no-untyped-call]
+            watch: Any = tensor.register_hook
+            handle = watch(functools.partial(self._gradient, step, step.names))
             if tensor.is_leaf:  # a parameter that a module returns would keep the hook
                 step.handles.append(handle)
 

@@ -231,8 +231,9 @@ class Monitor:
         if step is None:
             return
         step.end()
-        self._steps.append(step)
-        if ran and not step.rows and not self.stopped:
+        if step.rows:
+            self._steps.append(step)
+        elif ran and not self.stopped:
             self.stopped = "the model was compiled before"
             warn("roundoff: the monitor sees nothing of this model: torch.compile had compiled it before, and hooks that "
                  "are added later never run; enter the monitor before the first call")  # fmt: skip

@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make test    ruff, mypy and pytest"
-	@echo "make test-optional   the tests that need Lightning, accelerate, Ray or Triton"
+	@echo "make test-optional   the tests that need Lightning, accelerate, Ray, Triton, ONNX, Paddle or TensorFlow"
 	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
 	@echo "make bench   run the benchmarks"
 	@echo "make clean   remove what the others made"
@@ -32,8 +32,9 @@ test: $(STAMP)
 	$(RUN)/python -m pytest -q
 
 test-optional: $(STAMP)
-	$(RUN)/python -m pip install --quiet -c constraints.txt accelerate lightning 'ray[client]' triton
-	$(RUN)/python -m pytest -q tests/capture/test_callbacks.py tests/capture/test_triton.py tests/test_engine.py
+	$(RUN)/python -m pip install --quiet -c constraints.txt accelerate lightning 'ray[client]' triton \
+		onnx paddlepaddle tensorflow
+	$(RUN)/python -m pytest -q tests/capture/test_callbacks.py tests/capture/test_triton.py tests/test_engine.py tests/plan/lists
 
 demo: $(STAMP)
 	$(RUN)/roundoff diagnose examples/minilm.py -o out/minilm

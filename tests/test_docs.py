@@ -85,4 +85,4 @@ def test_train(capsys):
     exec(code, {})
     printed = capsys.readouterr().out
     assert "op:softmax" in printed
-    assert "3/softmax runs in fp32: rule 0, op:softmax" in printed
+    assert "3/softmax runs in fp32: rule 1, op:softmax" in printed

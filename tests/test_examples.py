@@ -79,3 +79,48 @@ def test_sentences_are_enough() -> None:
     lines = (EXAMPLES / "sentences.txt").read_text().splitlines()
     assert len(lines) >= 96
     assert len(set(lines)) == len(lines)
+
+
+def bench_workload(name: str) -> ro.Workload:
+    pytest.importorskip("transformers", reason="the example builds its model with transformers")
+    return ro.Workload.load(EXAMPLES / f"{name}.py")
+
+
+@pytest.mark.filterwarnings("ignore")  # other libraries' deprecations
+def test_gpt2_learns_the_play() -> None:
+    whole = bench_workload("gpt2_text")
+    assert len(whole.batches) == 109
+    assert whole.batches[0]["input_ids"].shape == (8, 129)
+    small = ro.Workload(
+        whole.make, [{"input_ids": b["input_ids"][:2, :33]} for b in whole.batches], forward=whole.forward,
+        loss=whole.loss, optimizer=whole.optimizer, metric=whole.metric, held_out=whole.held_out[:1],
+    )  # fmt: skip
+    found = ro.bench(small, ["fp32", "bf16"], steps=12, seeds=1)
+    for row in found.rows:
+        # before training all of its 63 characters are about equally likely; 12 steps learn how frequent they are
+        assert found.summary["curves"][row["config"]][0][0] == pytest.approx(math.log(63), abs=0.3)
+        assert row["loss"]["mean"] < math.log(63) - 0.5
+        assert -6 < row["metric"]["mean"] < -3
+
+
+def test_the_play_is_whole_and_says_where_it_is_from() -> None:
+    first, _, rest = (EXAMPLES / "as_you_like_it.txt").read_text(encoding="ascii").partition("\n")
+    assert "public domain" in first
+    assert len(rest) == 125_179  # as the Canterbury corpus lists asyoulik.txt
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_amp_as_commonly_published() -> None:
+    workload = bench_workload("amp_resnet18")
+    assert workload.batches[0][0].shape == (32, 1, 56, 56)
+    published = workload.loss.__globals__["as_commonly_published"]
+    tiny = ro.Workload(
+        workload.make, [(x[:2, :, ::2, ::2], y[:2]) for x, y in workload.batches[:4]], forward=workload.forward,
+        loss=workload.loss, optimizer=workload.optimizer, metric=workload.metric,
+        held_out=[(x[:4, :, ::2, ::2], y[:4]) for x, y in workload.held_out[:1]],
+    )  # fmt: skip
+    found = ro.bench(tiny, ["fp32", "bf16", published], steps=3, seeds=1)
+    assert [row["failed"] for row in found.rows] == [None] * 3
+    assert len(found.rows[2]["findings"]) >= 4
+    assert found.rows[2]["seen"]["matrix"]["forward"] == {"fp16": 21}  # 20 convolutions and the classifier
+    assert "made in every step" in str(found)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from roundoff.store import Run as Run
     from roundoff.store import load as load
     from roundoff.train.autocast import autocast as autocast
+    from roundoff.train.bench import bench as bench
     from roundoff.train.scaler import LossScaler as LossScaler
     from roundoff.workload import Workload as Workload
 
@@ -43,6 +44,7 @@ _PUBLIC = {
     "Workload": "roundoff.workload",
     "Run": "roundoff.store",
     "autocast": "roundoff.train.autocast",
+    "bench": "roundoff.train.bench",
     "budget": "roundoff.plan.measure",
     "capture": "roundoff.capture",
     "compare": "roundoff.compare",

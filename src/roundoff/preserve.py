@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["preserve"]
+__all__ = ["preserve", "process_kept"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -65,6 +65,15 @@ def preserve(model: nn.Module) -> Iterator[None]:
         for parameter in model.parameters():
             _preserve_gradient(stack, parameter)
             _preserve_tensor(stack, parameter)
+        yield
+
+
+@contextmanager
+def process_kept() -> Iterator[None]:
+    """Restore what ``preserve`` restores of the process at the end of the block: settings and random states."""
+    with ExitStack() as stack:
+        _preserve_flags(stack)
+        _preserve_random_states(stack)
         yield
 
 

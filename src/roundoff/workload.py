@@ -40,6 +40,8 @@ class Workload:
             batch), ``batches`` and ``reference`` (the outputs of the unrounded model). Returns one
             finite number; **higher is better**.
         optimizer: ``optimizer(model)`` -> ``torch.optim.Optimizer``.
+        held_out: batches that training never sees, for the metric of ``roundoff.bench``; like
+            ``batches``.
         name: for messages and reports.
         path: the file that it came from, if any.
 
@@ -63,6 +65,7 @@ class Workload:
         loss: Callable[[Any, Any], Tensor] | None = None,
         metric: Callable[..., Any] | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        held_out: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
         name: str = "workload",
         path: Path | None = None,
     ) -> None:
@@ -81,15 +84,17 @@ class Workload:
             if function is not None:
                 check_call(function, label, parameters, self._where)
         self._metric_arguments = [] if metric is None else metric_arguments(metric, self._where)
+        self.make = None if isinstance(model, nn.Module) else model
         self.model: nn.Module = self._build_model(model)
-        self.batches: list[Any] = self._collect_batches(batches)
+        self.batches: list[Any] = self._collect_batches(batches, "batches")
+        self.held_out: list[Any] = [] if held_out is None else self._collect_batches(held_out, "held_out")
 
     @classmethod
     def load(cls, source: str | Path) -> Workload:
         r"""The workload that a Python file, or a module given by its dotted name, defines.
 
-        It defines ``model`` and ``batches`` and, optionally, ``forward``, ``loss``, ``metric`` and
-        ``optimizer``: the arguments of this class. A file is executed afresh on each call, as a
+        It defines ``model`` and ``batches`` and, optionally, ``forward``, ``loss``, ``metric``,
+        ``optimizer`` and ``held_out``: the arguments of this class. A file is executed afresh on each call, as a
         module of its own. Its folder can be imported from until ``load`` returns (so import helpers
         at the top, not inside ``metric``), and data beside it is found through
         ``Path(__file__).parent``. A dotted name is imported as usual.
@@ -108,7 +113,7 @@ class Workload:
         """
         with execute(source) as (namespace, path):
             check_defined(namespace, str(path or source))
-            names = ("model", "batches", "forward", "loss", "metric", "optimizer")
+            names = ("model", "batches", "forward", "loss", "metric", "optimizer", "held_out")
             parts: dict[str, Any] = {name: namespace.get(name) for name in names}
             return cls(**parts, name=path.stem if path else str(source), path=path)
 
@@ -122,6 +127,14 @@ class Workload:
     def metric_name(self) -> str | None:
         """The name of the metric function; ``None`` without a metric."""
         return None if self.metric is None else name_of(self.metric)
+
+    def fresh_model(self) -> nn.Module | None:
+        """Another model from ``model()``, with the random state as it is now; None where a module was given.
+
+        Raises:
+            WorkloadError: ``model()`` raised, or returned no model.
+        """
+        return None if self.make is None else self._build_model(self.make)
 
     def run(self, batch: Any) -> Any:
         """The output of one batch. Grad mode, training mode and device are the caller's affair.
@@ -214,15 +227,15 @@ class Workload:
                 )
         return model
 
-    def _collect_batches(self, batches: object) -> list[Any]:
+    def _collect_batches(self, batches: object, label: str) -> list[Any]:
         if callable(batches) and not isinstance(batches, (Iterable, nn.Module)):
-            check_call(batches, "batches", (), self._where)
-            with user_code("batches()", self._where, path=self.path):
+            check_call(batches, label, (), self._where)
+            with user_code(f"{label}()", self._where, path=self.path):
                 batches = batches()
         single = isinstance(batches, (Tensor, np.ndarray, Mapping))
         if single or not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
             raise WorkloadError(
-                "batches is one batch" if single else "batches is not a collection of batches",
+                f"{label} is one batch" if single else f"{label} is not a collection of batches",
                 where=self._where,
                 expected="a list, a DataLoader or another iterable, or a function that returns one",
                 got=describe(batches) + _forgotten_return(batches),
@@ -230,16 +243,16 @@ class Workload:
                 if single
                 else "wrap a Dataset in torch.utils.data.DataLoader",
             )
-        with user_code("iterating over batches", self._where, path=self.path):
+        with user_code(f"iterating over {label}", self._where, path=self.path):
             collected = list(batches)
         if not collected:
             raise WorkloadError(
-                "batches is empty", where=self._where, expected="one or more", got="0 batches"
+                f"{label} is empty", where=self._where, expected="one or more", got="0 batches"
             )
         for number, batch in enumerate(collected):
             if _is_empty(batch):
                 raise WorkloadError(
-                    f"batch {number} of {len(collected)} is empty",
+                    f"batch {number} of {len(collected)} is empty" + ("" if label == "batches" else f" in {label}"),
                     where=self._where,
                     expected="one or more samples in every batch",
                     got=describe(batch),

@@ -324,9 +324,9 @@ def test_sites_have_the_names_of_the_budget(kind):
 
 def test_what_goes_wrong():
     model = net()
-    with pytest.raises(PlanError, match=r"rule 0 of .* that this model has not: layr/linear\n.*such as layer"):
+    with pytest.raises(PlanError, match=r"rule 1 of .* that this model has not: layr/linear\n.*such as layer"):
         roundoff.autocast(Plan((Rule("fp32", ("layr/linear",)),)), model)
-    with pytest.raises(PlanError, match="rule 0 .* layr"):
+    with pytest.raises(PlanError, match="rule 1 .* layr"):
         roundoff.autocast(Plan((Rule("fp32", ("layr",)),)), model)
     with pytest.raises(PlanError, match="need the model: layer/add"):
         roundoff.autocast(Plan((Rule("fp32", ("layer/add",)),)))
@@ -350,7 +350,7 @@ def test_warnings():
     outer, inner = Plan((Rule("fp32", ("head",)),)), Plan((Rule("bf16", ("head",)),))
     with (
         roundoff.autocast(outer, model),
-        pytest.warns(RuntimeWarning, match=r"inside head is to run in bf16 \(rule 0\), outside in fp32 \(head\); the inner"),
+        pytest.warns(RuntimeWarning, match=r"inside head is to run in bf16 \(rule 1\), outside in fp32 \(head\); the inner"),
         roundoff.autocast(inner, model),
     ):
         assert model(TOKENS).dtype == BF16
@@ -359,8 +359,8 @@ def test_warnings():
 def test_explain():
     model = net()
     region = roundoff.autocast(MIXED, model)
-    assert region.explain("head/linear") == "head/linear runs in fp32: rule 0, head/linear"
-    assert region.explain("layer.norm1/layer_norm") == "layer.norm1/layer_norm runs in fp32: rule 0, class:LayerNorm"
+    assert region.explain("head/linear") == "head/linear runs in fp32: rule 1, head/linear"
+    assert region.explain("layer.norm1/layer_norm") == "layer.norm1/layer_norm runs in fp32: rule 1, class:LayerNorm"
     assert region.explain("table/embedding") == "table/embedding runs in fp32, the plan's default: no rule names it"
     assert "the autocast lists of cpu for bf16 decide" in roundoff.autocast("bf16", model).explain("head/linear")
     assert "runs as fp32: the lists of cuda" in roundoff.autocast("bf16", model, policy="cuda").explain("/softmax")

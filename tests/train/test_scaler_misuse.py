@@ -225,6 +225,26 @@ def test_an_optimizer_that_fails_can_be_stepped_again():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+def test_a_step_that_failed_can_be_given_up():
+    model = Planted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = ro.LossScaler(model, init_scale=256.0)
+    for number in range(3):
+        optimizer.zero_grad()
+        scaler.backward(model(X).square().mean())
+        if number == 1:
+            optimizer.param_groups[0]["lr"] = "0.1"
+            with pytest.raises(TypeError):
+                scaler.step(optimizer)
+            optimizer.param_groups[0]["lr"] = 0.0
+        else:
+            scaler.step(optimizer)
+    assert scaler.steps == 2
+    twin = Planted()
+    twin(X).square().mean().backward()
+    assert torch.equal(model.first.weight.grad, twin.first.weight.grad)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

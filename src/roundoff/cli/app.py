@@ -11,13 +11,14 @@ from typing import Any
 import typer
 
 from roundoff.cli import (
+    bench,
     budget,
     capture,
     compare,
     diagnose,
     diff,
     overflow,
-    plan,
+    plan_group,
     replay,
     show,
     verify,
@@ -42,7 +43,7 @@ app = typer.Typer(
 )
 app.command("diagnose")(diagnose.command)
 app.command("budget")(budget.command)
-app.command("plan")(plan.command)
+app.add_typer(plan_group.app, name="plan")
 app.command("verify")(verify.command)
 app.command("capture")(capture.command)
 app.command("show")(show.command)
@@ -50,6 +51,7 @@ app.command("overflow")(overflow.command)
 app.command("compare")(compare.command)
 app.command("diff")(diff.command)
 app.command("replay")(replay.command)
+app.command("bench")(bench.command)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -73,17 +73,17 @@ def variant(workload: Workload, candidate: str | Path, *, steps: int = 1, backen
     if name.endswith(".py"):
         return _other(workload, candidate, steps)
     if mark:
-        return Variant(name, workload, partial(_set, setting=_setting(name, setting, value)))
+        return Variant(name, workload, partial(_set, setting=setting_of(name, setting, value)))
     if name == "compile":
-        return Variant(name, workload, partial(_compiled, backend=_backend(workload, backend)))
+        return Variant(name, workload, partial(compiled, backend=compile_backend(workload, backend)))
     if name == "channels_last":
-        return Variant(name, workload, _channels_last)
+        return Variant(name, workload, channels_last)
     if name in ("float64", "fp64"):
         return Variant(name, workload, double)
     try:
         fmt = parse_format(name)
     except FormatError:
-        return Variant(name, workload, partial(_moved, device=_device(name)))
+        return Variant(name, workload, partial(moved, device=find_device(name)))
     if fmt.name not in AUTOCAST:
         raise FormatError(
             f"torch cannot run a model in {fmt.name}, so there is nothing to record", where=f"candidate {name}",
@@ -112,10 +112,12 @@ def double(workload: Workload) -> Workload:
 
 def with_batches(workload: Workload, change: Callable[[Tensor], Tensor], model: nn.Module | None = None) -> Workload:
     """The same workload with the tensors of its batches changed, and with another model where one is given."""
+
+    def changed(batches: list[Any]) -> list[Any]:
+        return [tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch) for batch in batches]
+
     twin = copy.copy(workload)
-    twin.batches = [
-        tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch) for batch in workload.batches
-    ]
+    twin.batches, twin.held_out = changed(workload.batches), changed(workload.held_out)
     twin.model = workload.model if model is None else model
     return twin
 
@@ -132,22 +134,26 @@ def values_kept(model: nn.Module) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-def _moved(workload: Workload, device: torch.device) -> Workload:
+def moved(workload: Workload, device: torch.device) -> Workload:
+    """The workload on another device."""
     workload.model.to(device)
     return with_batches(workload, lambda t: t.to(device))
 
 
-def _channels_last(workload: Workload) -> Workload:
+def channels_last(workload: Workload) -> Workload:
+    """The workload with images and weights of convolutions in the order of memory that is called channels last."""
     form = torch.channels_last
     workload.model.to(memory_format=form)  # type: ignore[call-overload]
     return with_batches(workload, lambda t: t.contiguous(memory_format=form) if t.dim() == 4 else t)
 
 
-def _compiled(workload: Workload, backend: str) -> Workload:
+def compiled(workload: Workload, backend: str) -> Workload:
+    """The workload with its model compiled; the parameters are the same ones."""
     return with_batches(workload, lambda t: t, torch.compile(workload.model, backend=backend))  # type: ignore[arg-type]
 
 
-def _backend(workload: Workload, backend: str | None) -> str:
+def compile_backend(workload: Workload, backend: str | None) -> str:
+    """The backend of torch.compile, or a ``WorkloadError`` that says why it cannot run here."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend is not None and backend not in known:
         raise WorkloadError("torch.compile has no such backend", where="backend", expected=", ".join(known),
@@ -161,7 +167,8 @@ def _backend(workload: Workload, backend: str | None) -> str:
     return backend or "inductor"
 
 
-def _setting(name: str, setting: str, value: str) -> Callable[[], None]:
+def setting_of(name: str, setting: str, value: str) -> Callable[[], None]:
+    """What makes a setting of torch as ``threads=N`` or ``mkldnn=off`` says; ``WorkloadError`` for others."""
     if setting == "threads" and value.isdigit() and int(value):
         return partial(torch.set_num_threads, int(value))
     if setting == "mkldnn" and value in ("on", "off"):
@@ -174,7 +181,8 @@ def _set(workload: Workload, setting: Callable[[], None]) -> Workload:
     return workload
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """A device that exists and works; ``WorkloadError`` otherwise."""
     try:
         device = torch.device(name)
     except RuntimeError:

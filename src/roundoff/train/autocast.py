@@ -22,7 +22,7 @@ from roundoff.errors import PlanError
 from roundoff.formats import FORMATS
 from roundoff.plan.plan import Plan
 from roundoff.plan.policy import KEYS
-from roundoff.train.mode import LOCAL, SiteMode
+from roundoff.train.mode import LOCAL
 from roundoff.train.overrides import overridden
 from roundoff.train.recorded import Recorded
 from roundoff.train.region import REGIONS, State, checkpoints, hooked, mode_of
@@ -76,7 +76,6 @@ class autocast(ContextDecorator):  # noqa: N801
         self.rules = _rules(read_plan(what, self.model), self.model, self.device, policy)
         self._record = record
         self._entered = threading.local()
-        self._forwards = 0
         self._told = False
         self.recorded = Recorded(self.rules, record)
         if self.rules.simulated and self.model is None:
@@ -120,7 +119,7 @@ class autocast(ContextDecorator):  # noqa: N801
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered.stacks.pop().__exit__(kind, error, trace)
-        if kind is None and self._forwards and not self._told:
+        if kind is None and self.rules.seen and not self._told:
             self._told = True
             unused = self.rules.unused()
             if unused:
@@ -169,11 +168,11 @@ class autocast(ContextDecorator):  # noqa: N801
             mode.path[:] = held[1]
 
         stack.callback(restore)
-        if self.model is not None and rules.sites and isinstance(mode, SiteMode):
-            stack.enter_context(hooked(self.model))
-        if self.model is not None:
-            handle = self.model.register_forward_pre_hook(functools.partial(self._begin, mode), prepend=True)
+        if self.model is not None and isinstance(mode, CallMode):
+            handle = self.model.register_forward_pre_hook(functools.partial(_begin, mode), prepend=True)
             stack.callback(handle.remove)
+        elif self.model is not None and rules.sites:
+            stack.enter_context(hooked(self.model))
         stack.enter_context(checkpoints())
         LOCAL.modes.append(mode)
         stack.callback(LOCAL.modes.pop)
@@ -181,11 +180,11 @@ class autocast(ContextDecorator):  # noqa: N801
         stack.callback(REGIONS.inside.pop)
         stack.enter_context(mode)
 
-    def _begin(self, mode: SiteMode | CallMode, *_: Any) -> None:
-        """A new forward pass of the whole model: call numbers start again."""
-        if mode.path in ([], [""]) and mode is (LOCAL.modes[-1] if LOCAL.modes else None):
-            mode.counts.clear()
-            self._forwards = 1
+
+def _begin(mode: CallMode, *_: Any) -> None:
+    """A new forward pass of the whole model: call numbers start again."""
+    if mode.path in ([], [""]):
+        mode.counts.clear()
 
 
 def active() -> autocast | None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from roundoff.capture.calls import entered
 from roundoff.capture.operators import CREATES, MOVES, RANDOM, Operator
+from roundoff.plan.policy import listed
 from roundoff.train.rules import Action, Rules
 
 _SKIPPED = MOVES | CREATES | RANDOM | frozenset("shape dim size numel stride item tolist is_contiguous".split())
@@ -31,6 +32,17 @@ _RESULT = frozenset({"embedding", "embedding_bag"})
 
 #: Their kernels bring operands of several formats to the widest, element by element: no cast is needed for that.
 _PROMOTE = frozenset("add sub rsub mul div rdiv".split())
+
+
+#: Python functions of torch's that call one operator (of another name where that is given): not entered, since torch.compile
+#: traces the function itself, but not always what is inside it.
+_SINGLE = {
+    **{name: name for name in """adaptive_avg_pool2d adaptive_avg_pool3d batch_norm binary_cross_entropy cdist celu einsum
+    binary_cross_entropy_with_logits embedding embedding_bag glu group_norm hardsigmoid hardswish hardtanh huber_loss
+    elu l1_loss layer_norm leaky_relu log_softmax mish mse_loss relu relu6 rms_norm selu silu smooth_l1_loss
+    soft_margin_loss softmax""".split()},
+    "cross_entropy": "cross_entropy_loss", "nll_loss": "nll_loss_nd", "norm": "linalg_vector_norm",
+}  # fmt: skip
 
 
 class _Local(threading.local):
@@ -62,8 +74,11 @@ class SiteMode(TorchFunctionMode):
         if name == "unflatten":  # torch's method calls super(), which torch.compile cannot trace from here
             return torch.unflatten(*args, **kwargs)
         if name[:1] == ":":
-            with self:
-                return _TWINS[name](*args, **kwargs)
+            single = _interpolation(args, **kwargs) if name == ":interpolate" else _SINGLE.get(name[1:], "")
+            if not single or _writes(args, kwargs):
+                with self:
+                    return _TWINS[name](*args, **kwargs)
+            name = single
         if not name or not _is_site(args, kwargs):
             return func(*args, **kwargs)
         inplace = name[:1] == "!"
@@ -74,7 +89,14 @@ class SiteMode(TorchFunctionMode):
         action = action_at(self.key, path, operator, number)
         if action is None or inplace:
             return func(*args, **kwargs)
-        return run_in(func, operator, args, kwargs, action, self.device)
+        if torch.compiler.is_compiling():
+            return run_in(func, operator, args, kwargs, action, self.device)
+        try:
+            return run_in(func, operator, args, kwargs, action, self.device)
+        except RuntimeError as error:  # no kernel for that format, most likely
+            site = f"{path}/{operator}" + (f"#{number}" if number else "")
+            error.add_note(f"roundoff: {site} was to run in {action}, as the plan of this region says")
+            raise
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -98,10 +120,30 @@ def _action_at(key: int, path: str, operator: str, number: int) -> Action:
     return _RULES[key].action(f"{path}/{operator}" + (f"#{number}" if number else ""), operator)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def autocast_casts(operator: str, device: str) -> bool:
+    """Whether autocast would cast inside this operator: it is on a list, or made of others that may be."""
+    return _autocast_casts(operator, device)
+
+
+@functools.cache
+def _autocast_casts(operator: str, device: str) -> bool:
+    known = [name for name in (f"aten::{operator}", f"aten::{operator}.Tensor") if name in _operators()]
+    single = bool(known) and not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd") for name in known
+    )
+    return listed(operator, device) != "follow" or not single
+
+
+@functools.cache
+def _operators() -> frozenset[str]:
+    return frozenset(torch._C._dispatch_get_all_op_names())
+
+
 def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, action: Action, device: str) -> Any:
     """A call with its inputs cast. A caller's own ``dtype=`` or ``out=`` stands; fp64 is cast back, so that it does not
     spread."""
-    if "out" in kwargs or isinstance(kwargs.get("dtype"), torch.dtype):
+    if kwargs.get("out") is not None or isinstance(kwargs.get("dtype"), torch.dtype):
         return func(*args, **kwargs)
     if action == "tf32":
         return _in_tf32(func, args, kwargs)
@@ -111,16 +153,28 @@ def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, acti
     dtype = action if isinstance(action, torch.dtype) else widest(args, kwargs, activations=action == "follow")
     if operator in _PROMOTE and widest(args, kwargs, activations=False) == dtype:
         return func(*args, **kwargs)
+    wide = False
     if operator in _FIRST:
         dtype = torch.float32 if dtype == torch.float64 else dtype
         args = (cast(args[0], dtype), *args[1:]) if args else args
         kwargs = {k: cast(v, dtype) if k == "input" else v for k, v in kwargs.items()}
     else:
-        args = [cast(a, dtype) for a in args]
-        kwargs = {k: cast(v, dtype) for k, v in kwargs.items()}
-    with torch.autocast(device, enabled=False):
+        wide = dtype == torch.float64 and torch.float64 not in _dtypes([*args, *kwargs.values()], False)
+        args = [a if isinstance(a, Tensor) and a.dtype == dtype else cast(a, dtype) for a in args]
+        kwargs = {k: cast(v, dtype) for k, v in kwargs.items()} if kwargs else kwargs
+    if not autocast_casts(operator, device):
         result = func(*args, **kwargs)
-    return cast(result, torch.float32, torch.float64) if dtype == torch.float64 else result
+    elif torch.compiler.is_compiling():
+        with torch.autocast(device, enabled=False):
+            result = func(*args, **kwargs)
+    else:  # the same, ten times faster
+        was = torch.is_autocast_enabled(device)
+        torch.set_autocast_enabled(device, False)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, was)
+    return cast(result, torch.float32, torch.float64) if wide else result
 
 
 def _in_tf32(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -199,12 +253,27 @@ def _is_site(args: Any, kwargs: Any) -> bool:
     return found
 
 
+def _interpolation(args: Any, mode: str = "nearest", antialias: bool = False, **_: Any) -> str:
+    """The operator that ``F.interpolate`` calls, as far as it is one of the plain ones."""
+    mode = args[3] if len(args) > 3 else mode
+    if mode in ("area", "nearest-exact") or antialias or not args:
+        return ""
+    return f"upsample_{mode}{args[0].ndim - 2}d"
+
+
+def _writes(args: Any, kwargs: Any) -> bool:
+    """Whether a function was asked to work in place, as far as its arguments tell."""
+    return bool(kwargs.get("inplace", False)) or any(value is True for value in args)
+
+
 def _name(func: Callable[..., Any]) -> str:
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return ""  # what compiled code is made of, cast already
     twin = entered(func)
+    if twin is not None and func.__name__ in _SKIPPED | {"dropout1d", "dropout2d", "dropout3d"}:
+        return ""
     if twin is not None:
-        name = f":{func.__module__}.{func.__name__}"
+        name = f":{func.__name__}"
         _TWINS[name] = twin
         return name
     operator = Operator.of(func)

@@ -4,9 +4,13 @@ bring activation checkpointing's second forward pass back into the region."""
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.utils.checkpoint
@@ -38,39 +42,66 @@ def mode_of(rules: Rules, model: nn.Module | None) -> SiteMode:
     return REGIONS.modes[rules.key]
 
 
-_HOOKS: dict[int, tuple[int, list[Any]]] = {}
+@dataclass
+class _Hooks:
+    """The hooks of one model: how many regions use them, and for each module its path and the keys it is registered with,
+    which stay the same, since compiled code guards on them."""
+
+    users: int = 0
+    keys: dict[str, tuple[int, Callable[..., None]]] = field(default_factory=dict)
+
+
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
+_KEYS = itertools.count(-1, -1)  # those of torch's own handles count up from 0
 
 
 @contextmanager
 def hooked(model: nn.Module) -> Iterator[None]:
     """Every module tells the mode of the thread that it begins and ends."""
-    root = id(model)
-
-    def enter(path: str, *_: Any) -> None:
-        if LOCAL.modes and LOCAL.modes[-1].root == root:
-            LOCAL.modes[-1].path.append(path)
-
-    def leave(*_: Any) -> None:
-        if LOCAL.modes and LOCAL.modes[-1].root == root and LOCAL.modes[-1].path:
-            LOCAL.modes[-1].path.pop()
-
+    _show_to_modes()
     with _LOCK:
-        users, handles = _HOOKS.get(root, (0, []))
-        if not users:
-            for path, module in model.named_modules():
-                handles.append(module.register_forward_pre_hook(functools.partial(enter, path), prepend=True))
-                handles.append(module.register_forward_hook(leave, always_call=True))
-        _HOOKS[root] = (users + 1, handles)
+        hooks = _HOOKS.setdefault(model, _Hooks())
+        modules = list(model.named_modules())
+        if not hooks.users:
+            for path, module in modules:
+                key, enter = hooks.keys.setdefault(path, (next(_KEYS), functools.partial(_enter, id(model), path)))
+                module._forward_pre_hooks[key] = enter
+                module._forward_pre_hooks.move_to_end(key, last=False)
+                module._forward_hooks[key] = functools.partial(_leave, id(model))
+                module._forward_hooks_always_called[key] = True
+        hooks.users += 1
     try:
         yield
     finally:
         with _LOCK:
-            users, handles = _HOOKS.pop(root)
-            if users > 1:
-                _HOOKS[root] = (users - 1, handles)
-            else:
-                for handle in handles:
-                    handle.remove()
+            hooks.users -= 1
+            if not hooks.users:
+                for path, module in modules:
+                    key = hooks.keys[path][0]
+                    module._forward_pre_hooks.pop(key, None)
+                    module._forward_hooks.pop(key, None)
+                    module._forward_hooks_always_called.pop(key, None)
+
+
+def _show_to_modes() -> None:
+    """Functions that torch.compile keeps from modes, though eager code shows what they call."""
+    module: Any = sys.modules.get("torch._dynamo.variables.torch")
+    if module is not None and hasattr(module, "get_overridable_functions"):
+        names = ("sigmoid", "tanh", "hardsigmoid", "hardswish")
+        module.get_overridable_functions().update(getattr(nn.functional, name) for name in names)
+
+
+def _enter(root: int, path: str, *_: Any) -> None:
+    if LOCAL.modes and LOCAL.modes[-1].root == root:
+        mode = LOCAL.modes[-1]
+        if not path and not mode.path:  # a new forward pass of the whole model: call numbers start again
+            mode.counts.clear()
+        mode.path.append(path)
+
+
+def _leave(root: int, *_: Any) -> None:
+    if LOCAL.modes and LOCAL.modes[-1].root == root and LOCAL.modes[-1].path:
+        LOCAL.modes[-1].path.pop()
 
 
 _PATCHED = 0

@@ -31,7 +31,7 @@ _KEYS = itertools.count(1)
 
 class Decision(NamedTuple):
     """The format of a site (``follow`` and ``promote`` too, None as autocast's lists say) and the rule that gave it:
-    its number, from 0, and pattern, None where no rule names the site; ``whole`` for a rule about an operator."""
+    its number, from 1, and pattern, None where no rule names the site; ``whole`` for a rule about an operator."""
 
     format: str | None
     rule: int | None
@@ -101,6 +101,11 @@ class Rules:
             return None
         return self._action(operator, decision.format)
 
+    @property
+    def seen(self) -> bool:
+        """Whether any site was asked for yet."""
+        return bool(self._decided)
+
     def unused(self) -> list[str]:
         """The patterns that named no site so far."""
         used = {d.pattern for d in self._decided.values()}
@@ -150,7 +155,7 @@ def _named(name: str) -> str:
 
 
 def _lines(plan: Plan, model: nn.Module | None) -> Iterator[_Line]:
-    for number, rule in enumerate(plan.rules):
+    for number, rule in enumerate(plan.rules, 1):
         for source in rule.sites:
             patterns: tuple[str, ...] = (source,)
             if model is not None and (source.startswith("class:") or "/" not in source):

@@ -91,6 +91,7 @@ class LossScaler:
         self._state: Scale | None = None
         self._found: Tensor | None = None  # of the last step
         self._unscaled: tuple[Gradients, Tensor] | None = None
+        self._stepping = False
         self._used: tuple[weakref.ref[Optimizer], ...] = ()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._loss_bad: Tensor | None = None
@@ -111,6 +112,8 @@ class LossScaler:
             torch.autograd.backward(loss, retain_graph=retain_graph)
             return
         self._check_loss(loss)
+        if self._stepping:
+            self._forget()  # an optimizer failed, and that step was given up
         if self._unscaled is not None:
             raise ScalerError("backward between unscale and step would mix scaled gradients with unscaled ones",
                               where="LossScaler.backward", do="unscale after the last backward of the step")  # fmt: skip
@@ -156,10 +159,11 @@ class LossScaler:
         else:
             gradients, found = self._unscaled
             now = Gradients(optimizers, self._names)
+            _check_clip(now, clip, "LossScaler.step")
             if {id(p) for p in now.parameters} != {id(p) for p in gradients.parameters}:
                 raise ScalerError("other gradients than those that were unscaled", where="LossScaler.step",
                                   do="give unscale and step the same optimizers")  # fmt: skip
-        self._unscaled = gradients, found  # where an optimizer fails, a second try does not unscale again
+        self._unscaled, self._stepping = (gradients, found), True  # where an optimizer fails, a second try does not unscale
         state = self._on(found.device)
         asks = self._watch is not None or found.device.type != "cuda" or not all(map(takes_found_inf, optimizers))
         skipped = asks and bool(found)
@@ -193,11 +197,7 @@ class LossScaler:
         if self._unscaled is not None:
             raise ScalerError("the gradients of this step are unscaled already", where=where)
         gradients = Gradients(optimizers, self._names)
-        if clip is not None and (gradients.sparse or not clip > 0):
-            raise ScalerError(
-                "sparse gradients cannot be clipped" if gradients.sparse else "clip is the largest norm of the gradients",
-                where=where, expected="dense gradients" if gradients.sparse else "a positive number", got=f"clip={clip}",
-            )  # fmt: skip
+        _check_clip(gradients, clip, where)
         self._check_order(gradients, where)
         if torch.bfloat16 in gradients.dtypes() or (self._watch is not None and self._watch.autocast_to(torch.bfloat16)):
             self._warn("bf16", "bfloat16 has the range of float32: its gradients need no loss scale, and a scaler can only "
@@ -256,7 +256,7 @@ class LossScaler:
         return {} if self._watch is None else self._watch.names()
 
     def _forget(self) -> None:
-        self._backwards, self._unscaled, self._loss_bad = 0, None, None
+        self._backwards, self._unscaled, self._loss_bad, self._stepping = 0, None, None, False
         self._done.clear()
         self._graph.clear()
         if self._watch is not None:
@@ -320,6 +320,14 @@ def _step(optimizer: Any, found: Tensor | None) -> None:
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
+
+
+def _check_clip(gradients: Gradients, clip: float | None, where: str) -> None:
+    if clip is not None and (gradients.sparse or not clip > 0):
+        raise ScalerError(
+            "sparse gradients cannot be clipped" if gradients.sparse else "clip is the largest norm of the gradients",
+            where=where, expected="dense gradients" if gradients.sparse else "a positive number", got=f"clip={clip}",
+        )  # fmt: skip
 
 
 def _distributed() -> bool:

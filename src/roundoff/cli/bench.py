@@ -1,0 +1,54 @@
+"""``roundoff bench``: train a workload in several configurations side by side."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundoff.cli import options as o
+
+
+def command(
+    workload: Annotated[Path, typer.Argument(help="A Python file with model(), batches(), loss() and optimizer().")],
+    configs: Annotated[
+        str,
+        typer.Option("--configs", "-c", help="What to compare, separated by commas; the first is the reference. Parts "
+                     "joined by +: fp32, bf16, fp16, tf32, fp64 or a plan file; compile, channels_last, checkpoint, fused, "
+                     "weights=bf16, accumulate=N, scale=static:1024, threads=N, cuda."),
+    ] = "fp32,bf16",
+    steps: Annotated[int, typer.Option("--steps", min=3, help="Optimizer steps for each seed.")] = 200,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Seeds to train each configuration with.")] = 3,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for report.html and summary.json.")
+    ] = Path("out/bench"),
+    json: o.Json = False,
+) -> int:
+    """Train in several configurations side by side: speed, memory, loss, metric, skipped steps, and whether what parts them
+    is more than the noise between seeds.
+
+    Writes report.html and summary.json into the output folder. The exit code is 1 when a configuration fails, or ends worse
+    than the first by more than the seeds explain.
+    """  # fmt: skip
+    import roundoff
+    from roundoff.files import check_folder
+    from roundoff.report import write_json
+    from roundoff.report.bench_text import print_bench
+
+    folder = check_folder(output)
+    with o.progress(json) as progress, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fp16 on (this|a) CPU", RuntimeWarning)  # stands among the notes
+        warnings.filterwarnings("ignore", ".*patterns named no site", RuntimeWarning)  # among the findings
+        loaded = roundoff.Workload.load(workload)
+        found = roundoff.bench(loaded, o.split(configs), steps=steps, seeds=seeds, progress=progress)
+    found.report(folder / "report.html")
+    write_json(found.summary, folder / "summary.json")
+    if json:
+        print((folder / "summary.json").read_text())
+    else:
+        console = o.console(False)
+        print_bench(found.summary, console)
+        console.print(f"Written to {folder}: report.html, summary.json", markup=False)
+    return 0 if found.agrees else 1

@@ -1,0 +1,155 @@
+"""Files of other tools, read so that an error can name the line: JSON, TOML, YAML and shell-like environment files."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from roundoff.errors import PlanError
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?P<comment>//[^\n]*|/\*.*?\*/|#[^\n]*)', re.DOTALL)
+_SETTING = re.compile(r"^(?:export\s+|set\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*?)\s*;?$")
+
+
+class Name(str):
+    """A string of a file, with its line (counted from 1); 0 where the text has none."""
+
+    line: int = 0
+
+    @classmethod
+    def at(cls, text: str, line: int) -> Name:
+        """``text``, found at ``line``."""
+        name = cls(text)
+        name.line = line
+        return name
+
+
+def place(name: str) -> str:
+    """Where a name stands: ``line 3``, or nothing where that is not known."""
+    line = getattr(name, "line", 0)
+    return f"line {line}" if line else ""
+
+
+def read_file(path: Path) -> Any:
+    """What a file holds, by its ending: .json, .toml, .yaml or .yml; any other is an environment file, or JSON.
+
+    Raises ``PlanError`` naming the file and line for what cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"not a readable file: {error}", where=str(path)) from error
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"not TOML: {error}", where=str(path)) from error
+    if path.suffix in (".yaml", ".yml"):
+        return read_yaml(text, str(path))
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        return read_json(text, str(path))
+    return read_settings(text, str(path))
+
+
+def read_json(text: str, where: str) -> Any:
+    """JSON with every string a ``Name``. Raises ``PlanError``: comments and a key given twice too, with their lines."""
+    try:
+        data = json.loads(text, object_pairs_hook=_Pairs)
+    except json.JSONDecodeError as error:
+        comments = [text.count("\n", 0, m.start()) + 1 for m in _COMMENT.finditer(text) if m["comment"]]
+        if comments:
+            raise PlanError(
+                "JSON has no comments", where=f"{where}, line {comments[0]}",
+                got=f"comments at line{'s' * (len(comments) > 1)} {', '.join(map(str, comments))}"
+                " (samples in Ascend's documentation have them)",
+                do="delete them",
+            ) from error  # fmt: skip
+        got = (text.splitlines() or [""])[min(error.lineno, max(text.count("\n"), 1)) - 1].strip()
+        raise PlanError(
+            f"not JSON: {error.msg}", where=f"{where}, line {error.lineno}", got=repr(got[:60]) if got else "nothing",
+            expected="commas between entries, none after the last, names in double quotes",
+        ) from error  # fmt: skip
+    starts = (text.count("\n", 0, m.start()) + 1 for m in _STRING.finditer(text))
+    return _with_lines(data, starts, where)
+
+
+def read_settings(text: str, where: str) -> dict[str, str]:
+    """``NAME=VALUE`` lines, with or without ``export`` and quotes; a name given twice is an error, as in no shell."""
+    found: dict[str, str] = {}
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _SETTING.match(line)
+        if match is None:
+            raise PlanError("not a setting", where=f"{where}, line {number}", expected="NAME=VALUE", got=repr(line[:60]))
+        name, value = Name.at(match["name"], number), match["value"]
+        value = value[1 : value.index(value[0], 1)] if value[:1] in ("'", '"') and value.count(value[0]) > 1 else (
+            f" {value}".partition(" #")[0].strip()
+        )
+        if name in found:
+            first = next(other for other in found if other == name)
+            raise PlanError(f"{name} is set twice", where=f"{where}, line {number}", got=f"the first is at {place(first)}",
+                            do="keep one")  # fmt: skip
+        found[name] = Name.at(value, number)
+    return found
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """YAML. Raises ``PlanError`` where it is none, or names the extra where PyYAML is missing."""
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise PlanError("YAML needs PyYAML, which is not installed", where=where,
+                        do="pip install 'roundoff[yaml]'") from error  # fmt: skip
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f"{where}, line {mark.line + 1}" if mark is not None else where
+        raise PlanError(f"not YAML: {getattr(error, 'problem', None) or error}", where=at) from error
+
+
+def check_keys(data: Mapping[str, Any], allowed: tuple[str, ...], where: str, what: str = "setting") -> None:
+    """Raise ``PlanError`` for the first key that is not ``allowed``, with its line and the nearest that is."""
+    for key in data:
+        if key in allowed:
+            continue
+        near = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.5)
+        at = ", ".join(part for part in (where, place(key)) if part)
+        raise PlanError(f"an unknown {what}: {key}", where=at, expected=", ".join(allowed),
+                        do=f"did you mean {near[0]}?" if near else None)  # fmt: skip
+
+
+def names_of(value: Any, where: str) -> list[str]:
+    """A list of names. Raises ``PlanError`` for anything else."""
+    if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(v, str) for v in value):
+        raise PlanError("not a list of names", where=where, expected='["MatMul", "Conv2D"]', got=repr(value)[:60])
+    return list(value) if isinstance(value, (list, tuple)) else sorted(value)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object of JSON in the order of its text, with keys that come twice."""
+
+
+def _with_lines(data: Any, lines: Iterator[int], where: str) -> Any:
+    """Strings come in the order of the text, so their lines are handed out in turn."""
+    if isinstance(data, _Pairs):
+        found: dict[str, Any] = {}
+        for key, value in data:
+            name = Name.at(key, next(lines))
+            if name in found:
+                raise PlanError(f"{json.dumps(key)} comes twice in one object", where=f"{where}, line {name.line}",
+                                got=f"the first is at {place(next(k for k in found if k == name))}",
+                                do="join them: readers of JSON keep the last and drop the others in silence")  # fmt: skip
+            found[name] = _with_lines(value, lines, where)
+        return found
+    if isinstance(data, list):
+        return [_with_lines(value, lines, where) for value in data]
+    return Name.at(data, next(lines)) if isinstance(data, str) else data

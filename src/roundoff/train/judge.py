@@ -1,0 +1,97 @@
+"""Is a difference between two ways to train larger than what another seed makes?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+CONFIDENCE = 0.95
+#: Two single runs that differ by chance alone are further apart than this many standard deviations in 5 % of all cases:
+#: 1.96 * sqrt(2), the repeatability limit of ISO 5725-6.
+REPEATABILITY = 2.8
+DIFFERENT, NONE_SEEN, UNDECIDED = "different", "no difference seen", "undecided"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A difference and what may be said of it. Numbers are in the unit of the values; None where there is none.
+
+    Attributes:
+        verdict: ``different``, ``no difference seen`` or ``undecided``.
+        reason: why, in words.
+        difference: mean over the seeds of candidate minus reference.
+        low, high: its 95 % interval.
+        noise: standard deviation of the reference over the seeds.
+        could_see: the smallest difference that would have been told from none with these seeds: half of the interval.
+    """
+
+    verdict: str
+    reason: str
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    noise: float | None = None
+    could_see: float | None = None
+
+
+def judge(reference: Sequence[float], candidate: Sequence[float]) -> Judged:
+    """Judge ``candidate`` against ``reference``: one number for each seed, in the same order.
+
+    The runs of one seed share weights, data and random numbers, so the test is paired. With ``d`` the differences of ``n``
+    seeds, ``mean(d) ± t(0.975, n-1) · std(d) / sqrt(n)`` holds the true mean difference in 95 % of all cases (Student's
+    interval; it takes the differences for normal). An exact test that flips signs needs no such assumption, but its p cannot
+    fall below ``2 / 2^n``, which is 5 % only from six seeds on. With ``s`` the standard deviation of the reference over its
+    seeds, the noise:
+
+    - ``different``: the interval leaves out zero, and the mean difference is larger than ``s``;
+    - ``no difference seen``: not so, and the interval ends within ``2.8 s`` of zero, by which two single runs may differ
+      through their seeds alone;
+    - ``undecided``: the interval reaches further, so that a large difference may hide; or there are fewer than two seeds, or
+      the seed changes nothing in the reference.
+
+    NaN or Inf in the candidate alone is ``different``; in the reference, ``undecided``. Equal values are
+    ``no difference seen``, also of one seed.
+
+    >>> found = judge([1.0, 1.1, 0.9, 1.05], [2.0, 2.1, 1.9, 2.04])
+    >>> found.verdict, round(found.difference, 4), round(found.could_see, 4)
+    ('different', 0.9975, 0.008)
+    >>> judge([1.0], [1.01]).reason
+    'one seed tells nothing of the noise between seeds'
+    """
+    if len(reference) != len(candidate) or not reference:
+        return Judged(UNDECIDED, "there are no pairs to compare")
+    if not all(map(math.isfinite, reference)):
+        return Judged(UNDECIDED, "the first configuration itself has no finite result")
+    if not all(map(math.isfinite, candidate)):
+        return Judged(DIFFERENT, "it has no finite result where the first configuration has one")
+    count = len(reference)
+    differences = [c - r for r, c in zip(reference, candidate, strict=True)]
+    mean = statistics.fmean(differences)
+    noise = statistics.stdev(reference) if count > 1 else None
+    if not any(differences):
+        return Judged(NONE_SEEN, "equal for every seed", 0.0, 0.0, 0.0, noise, 0.0)
+    if noise is None:
+        return Judged(UNDECIDED, "one seed tells nothing of the noise between seeds", mean)
+    half = _quantile(count - 1) * statistics.stdev(differences) / math.sqrt(count)
+    numbers = (mean, mean - half, mean + half, noise, half)
+    if noise == 0:
+        return Judged(UNDECIDED, "the seed changes nothing here, so there is no noise to compare with", *numbers)
+    if abs(mean) > half and abs(mean) > noise:
+        return Judged(DIFFERENT, f"{abs(mean) / noise:.2g} times the spread between seeds", *numbers)
+    if abs(mean) + half <= REPEATABILITY * noise:
+        real = "real, but " if abs(mean) > half else ""
+        return Judged(NONE_SEEN, f"{real}{abs(mean) / noise:.2g} of the spread between seeds", *numbers)
+    return Judged(
+        UNDECIDED, f"too few seeds: a difference of up to {(abs(mean) + half) / noise:.2g} times the spread between seeds "
+        "may hide", *numbers,
+    )  # fmt: skip
+
+
+@cache
+def _quantile(freedom: int) -> float:
+    from scipy import stats
+
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))

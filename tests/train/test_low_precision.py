@@ -420,7 +420,7 @@ def test_sparse_gradients_are_refused_before_anything_changes():
         optimizer.step()
     assert str(caught.value) == (
         "parameter 0 of group 0: a sparse gradient\n  expected: a dense one\n  got: torch.sparse_coo\n"
-        "  do: nn.Embedding(sparse=False), or leave this parameter to an optimizer of its own"
+        "  do: nn.Embedding(sparse=False), or leave it to an optimizer of its own"
     )
     assert torch.equal(table.weight, before)
     assert optimizer.param_groups[0]["params"][0] is table.weight

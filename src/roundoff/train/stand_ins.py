@@ -128,9 +128,8 @@ def stand_ins(optimizer: Any, *, every: bool) -> Iterator[list[Wide]]:
 
 def _check(parameter: Tensor, where: str) -> None:
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        layout = str(parameter.grad.layout)
-        raise OptimizerError("a sparse gradient", where=where, expected="a dense one", got=layout,
-                             do="nn.Embedding(sparse=False), or leave this parameter to an optimizer of its own")  # fmt: skip
+        layout, do = str(parameter.grad.layout), "nn.Embedding(sparse=False), or leave it to an optimizer of its own"
+        raise OptimizerError("a sparse gradient", where=where, expected="a dense one", got=layout, do=do)
     if type(parameter.data) is not Tensor:
         raise OptimizerError("a sharded parameter", where=where, expected="a plain tensor",
                              got=type(parameter.data).__name__, do="leave it to another optimizer")  # fmt: skip

@@ -22,6 +22,7 @@ from roundoff.cli import (
     replay,
     show,
     verify,
+    watch,
 )
 from roundoff.errors import InfeasibleError, RoundoffError
 
@@ -51,6 +52,7 @@ app.command("overflow")(overflow.command)
 app.command("compare")(compare.command)
 app.command("diff")(diff.command)
 app.command("replay")(replay.command)
+app.command("watch")(watch.command)
 app.command("bench")(bench.command)
 
 

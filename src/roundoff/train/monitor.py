@@ -142,6 +142,8 @@ class Monitor:
         self.number = 0
         #: why nothing is looked at any more: a fault of the monitor itself, which never stops the program
         self.stopped: str | None = None
+        #: True: what runs is not the program's own
+        self.paused = False
         self._steps: deque[_Step] = deque(maxlen=keep)
         self._step: _Step | None = None
         self._sinks: dict[str, tuple[str, Sink]] = {}
@@ -251,7 +253,7 @@ class Monitor:
         if torch.compiler.is_compiling():
             return sink.look(output)
         step = self._step
-        if step is None:
+        if step is None or self.paused:
             return None
         try:
             again = torch._C._current_graph_task_id() != -1  # activation checkpointing runs the forward once more

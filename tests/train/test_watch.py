@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import runpy
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from roundoff.capture.program import ScriptError
-from roundoff.cli.app import main
+from roundoff.cli.app import app, main
 from roundoff.cli.watch import _text
 from roundoff.errors import RunError
 from roundoff.train.scaler import LossScaler
@@ -451,3 +454,12 @@ def test_on_a_terminal_one_line_is_refreshed(watch):
     assert text.count("first not finite: the output of b (Linear)") == 1  # the same again is one line
     assert "step 31 skipped at loss scale 8" in text
     assert text.count("step 5 ") == 0  # faster than it is refreshed
+
+
+def test_the_docs_name_every_option_and_rule():
+    docs = Path(__file__).parents[2] / "docs"
+    section = (docs / "cli.md").read_text().split("## roundoff watch ")[1].split("\n## ")[0]
+    options = {p.name for p in typer.main.get_command(app).commands["watch"].params if p.name != "script"}
+    assert {f"--{name.replace('_', '-')}" for name in options} <= set(re.findall(r"--[a-z-]+", section))
+    pages = [page.read_text() for page in docs.rglob("*.md")]
+    assert all(any(f"| `{rule}` |" in page for page in pages) for rule in RULES)

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from roundoff.store import Run as Run
     from roundoff.store import load as load
     from roundoff.train.autocast import autocast as autocast
-    from roundoff.train.bench import bench as bench
-    from roundoff.train.scaler import LossScaler as LossScaler
+    from roundoff.train.experiment.bench import bench as bench
+    from roundoff.train.scaling.scaler import LossScaler as LossScaler
+    from roundoff.train.tuning.tune import tune as tune
     from roundoff.workload import Workload as Workload
 
 _PUBLIC = {
@@ -37,14 +38,14 @@ _PUBLIC = {
     "Comparison": "roundoff.compare.comparison",
     "FORMATS": "roundoff.formats",
     "Format": "roundoff.formats",
-    "LossScaler": "roundoff.train.scaler",
+    "LossScaler": "roundoff.train.scaling.scaler",
     "Plan": "roundoff.plan.plan",
     "RoundoffError": "roundoff.errors",
     "Site": "roundoff.site",
     "Workload": "roundoff.workload",
     "Run": "roundoff.store",
     "autocast": "roundoff.train.autocast",
-    "bench": "roundoff.train.bench",
+    "bench": "roundoff.train.experiment.bench",
     "budget": "roundoff.plan.measure",
     "capture": "roundoff.capture",
     "compare": "roundoff.compare",
@@ -52,6 +53,7 @@ _PUBLIC = {
     "load": "roundoff.store",
     "parse_format": "roundoff.formats",
     "round_tensor": "roundoff.formats",
+    "tune": "roundoff.train.tuning.tune",
     "verify": "roundoff.plan.verify",
 }
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605

@@ -17,7 +17,7 @@ ADD = Work("elementwise", 0.0, 2000.0, 0.0, 1000.0)
 
 
 def test_units():
-    assert UNITS == {"bytes": "MB", "bitops": "Gbitops", "seconds": "ms"}
+    assert UNITS == {"bytes": "MB", "bitops": "Gbitops", "seconds": "ms", "operators": "operators"}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_seconds():
             LINEAR,
             "fp32",
             "flops",
-            "unknown cost model\n  expected: bytes, bitops, seconds\n  got: 'flops'",
+            "unknown cost model\n  expected: bytes, bitops, seconds, operators\n  got: 'flops'",
         ),
         (
             Work("linaer", 1.0, 1.0, 1.0, 1.0),

@@ -17,8 +17,8 @@ from roundoff.errors import PlanError
 from roundoff.plan.plan import Plan, Rule
 from roundoff.plan.rounded import Plain
 from roundoff.train.autocast import active
-from roundoff.train.overrides import _REGISTERED
-from roundoff.train.rules import Rules
+from roundoff.train.casts.overrides import _REGISTERED
+from roundoff.train.casts.rules import Rules
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -377,7 +377,7 @@ def test_one_set_of_rules_for_one_plan():
 
 def test_tf32_on_cuda_is_allowed_for_one_call_and_its_backward():
     """The flags can be set without a GPU: they stand during the call and its backward, and are as before after both."""
-    from roundoff.train.mode import run_in
+    from roundoff.train.casts.mode import run_in
 
     seen = []
 

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 import roundoff as ro
 from roundoff.plan.plan import Plan
-from roundoff.train.bench import bench
-from roundoff.train.rows import _ratios
-from roundoff.train.seen import Kept
+from roundoff.train.experiment.bench import bench
+from roundoff.train.experiment.rows import _ratios
+from roundoff.train.experiment.seen import Kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp16 on")
 

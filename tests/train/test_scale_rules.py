@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundoff.errors import ScalerError
-from roundoff.train.scale_rules import Dynamic, Exponential, Scale, Static, parse_rule
+from roundoff.train.scaling.scale_rules import Dynamic, Exponential, Scale, Static, parse_rule
 
 from .published import paddle, tensorflow
 

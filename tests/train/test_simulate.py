@@ -9,7 +9,7 @@ from torch import nn
 import roundoff
 from roundoff.formats import FORMATS, PerAxis, PerTensor, round_tensor
 from roundoff.plan.plan import Plan, Rule
-from roundoff.train.simulate import gradient_format
+from roundoff.train.casts.simulate import gradient_format
 
 G = torch.Generator().manual_seed(0)
 X, W, B = torch.randn(6, 4, generator=G), torch.randn(3, 4, generator=G), torch.randn(3, generator=G)

@@ -17,8 +17,8 @@ from torch import nn
 
 import roundoff as ro
 from roundoff.plan.plan import Rule
-from roundoff.train.graph import backward_order
-from roundoff.train.skips import Steps
+from roundoff.train.scaling.graph import backward_order
+from roundoff.train.scaling.skips import Steps
 
 from .planted import CASES, MODELS, H, Plant, build
 
@@ -178,7 +178,7 @@ def test_a_model_that_gives_its_loss(auxiliary):
 @pytest.mark.parametrize("outside", [False, True])
 def test_the_gradient_of_one_output_does_not_count_what_came_through_another(outside):
     """On finite numbers: the repeat's gradients are those of the step, whose sum over both outputs would be another."""
-    from roundoff.train import origin
+    from roundoff.train.scaling import origin
 
     torch.manual_seed(0)
     model, x = WithLoss(), torch.randn(6, 4)

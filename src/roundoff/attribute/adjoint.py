@@ -46,6 +46,24 @@ class SiteInfo:
     refused: dict[str, str]
     no_path: str | None = "its output does not reach the target"
     batches: int = 0
+    #: sites that share this one's format, because one writes into what the other made
+    tied: tuple[str, ...] = ()
+
+
+def describe(call: Call, outputs: list[Tensor], sites: dict[str, SiteInfo], formats: Sequence[Format]) -> SiteInfo:
+    """What ``sites`` keeps of the site of a call, with this call's sizes added."""
+    name = str(call.site)
+    info = sites.get(name)
+    if info is None:
+        named = set().union(*(o.sources for o in call.operands if o.role != "activation"))
+        params = tuple(sorted(n for n in named if n and "/" not in n))  # a bias may be computed
+        refused = {f.name: why for f in formats if (why := runs(call, f)) is not None}
+        info = SiteInfo(name, call.operator.name, call.kind, params, {}, refused)
+        sites[name] = info
+    info.batches += 1
+    for key, value in sizes(call, outputs).items():
+        info.sizes[key] = info.sizes.get(key, 0.0) + value
+    return info
 
 
 class _Held:
@@ -99,7 +117,7 @@ class Probe:
         outputs = float_tensors(exact)
         if not outputs:
             return exact
-        info = self._describe(call, outputs)
+        info = describe(call, outputs, self.sites, self.formats)
         written = [t.numel() * t.element_size() for t in outputs]
         self.kept_bytes, self.largest = self.kept_bytes + sum(written), max(self.largest, *written)
         if not torch.is_grad_enabled():
@@ -116,20 +134,6 @@ class Probe:
             hook = functools.partial(self._hook, kept, reference, place)
             on_output(tensor, hook, written=call.operator.inplace)
         return result
-
-    def _describe(self, call: Call, outputs: list[Tensor]) -> SiteInfo:
-        name = str(call.site)
-        info = self.sites.get(name)
-        if info is None:
-            named = set().union(*(o.sources for o in call.operands if o.role != "activation"))
-            params = tuple(sorted(n for n in named if n and "/" not in n))  # a bias may be computed
-            refused = {f.name: why for f in self.formats if (why := runs(call, f)) is not None}
-            info = SiteInfo(name, call.operator.name, call.kind, params, {}, refused)
-            self.sites[name] = info
-        info.batches += 1
-        for key, value in sizes(call, outputs).items():
-            info.sizes[key] = info.sizes.get(key, 0.0) + value
-        return info
 
     def _hold(self, tensor: Tensor) -> _Held:
         held = _Held(tensor)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from roundoff.capture.calls import Call, Operand
 from roundoff.capture.operators import MATRIX_KINDS
 from roundoff.formats import (
+    FORMATS,
     BlockFormat,
     Format,
     Granularity,
@@ -178,6 +179,33 @@ def round_rows(rows: Tensor, fmt: Format) -> Tensor:
 def round_output(value: Any, fmt: Format) -> Any:
     """Every floating-point tensor of a result cast to ``fmt``."""
     return tree_map(lambda t: round_tensor(t.detach(), fmt) if _rounds(t) else t, value)
+
+
+def gradient_format(fmt: Format) -> Format | None:
+    """The format of gradients beside a format of values; None where they stay as they are.
+
+    fp8_e4m3 goes with e5m2, which has the range that gradients need (Micikevicius et al., FP8 Formats for Deep Learning,
+    arXiv:2209.05433, section 3); integers and formats with block scales are for values alone.
+    """
+    beside = {"fp8_e4m3fn": "fp8_e5m2", "fp8_e4m3fnuz": "fp8_e5m2fnuz"}
+    if fmt.name in beside:
+        return FORMATS[beside[fmt.name]]
+    own = fmt.name in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8_e5m2", "fp8_e5m2fnuz", "hif8")
+    return fmt if own else None
+
+
+def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:
+    """A gradient as an operator executed in ``fmt`` receives it (of its output), or writes it (``written``: of an operand).
+
+    It is received in ``gradient_format``, scaled per tensor where that is scaled, and written in it only where the format
+    rounds outputs (bf16, not tf32 or fp8). Formats without one for gradients leave them alone: straight through.
+    """
+    rule, wanted = fmt.execution, gradient_format(fmt)
+    if rule is None or wanted is None or gradient.numel() == 0 or (written and not rule.output):
+        return gradient
+    if rule.activation == "tensor":
+        return round_tensor(gradient.detach(), wanted, granularity=PerTensor())
+    return round_tensor(gradient.detach(), wanted)
 
 
 def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:

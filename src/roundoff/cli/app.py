@@ -21,6 +21,7 @@ from roundoff.cli import (
     plan_group,
     replay,
     show,
+    tune,
     verify,
     watch,
 )
@@ -46,6 +47,7 @@ app.command("diagnose")(diagnose.command)
 app.command("budget")(budget.command)
 app.add_typer(plan_group.app, name="plan")
 app.command("verify")(verify.command)
+app.command("tune")(tune.command)
 app.command("capture")(capture.command)
 app.command("show")(show.command)
 app.command("overflow")(overflow.command)

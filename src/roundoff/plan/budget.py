@@ -213,7 +213,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Term:
-    """One part of one site's error: ``values`` are its projections, shape ``(probes, samples or batches)``."""
+    """One part of one site's error: ``values`` are its projections, shape ``(probes, samples or batches)``.
+
+    ``part`` is ``activation``, ``weight`` or ``output``, and for a target that holds gradients also ``gradient``: with
+    ``operand`` -1 the gradient that comes back to the output, else the gradient of an operand. ``sources`` are where the
+    values come from: of a gradient the calls that use the output, empty where their gradients are added up.
+    """
 
     part: str
     operand: int
@@ -221,6 +226,11 @@ class Term:
     pooled: bool
     overflow: int
     values: Array
+
+    @property
+    def absorbable(self) -> bool:
+        """Whether these values may arrive in the format, so that rounding them changes nothing."""
+        return self.part == "activation" or (self.part == "gradient" and bool(self.sources))
 
     def take(self, columns: slice) -> Term:
         """The same for some samples."""
@@ -291,10 +301,10 @@ def _spread(squares: Array) -> float:
 
 
 def absorbed(term: Term, fmt: str, formats: Mapping[str, str]) -> bool:
-    """Whether rounding this operand changes nothing, because everything it comes from already ends in a format
-    whose values ``fmt`` contains. Scaled formats choose new scales, so nothing is ever absorbed by them."""
+    """Whether rounding this operand, or gradient, changes nothing, because everything it comes from already ends in a
+    format whose values ``fmt`` contains. Scaled formats choose new scales, so nothing is ever absorbed by them."""
     rule = parse_format(fmt).execution
-    if term.part != "activation" or not term.sources or rule is None or rule.activation != "exact":
+    if not term.absorbable or not term.sources or rule is None or rule.activation != "exact":
         return False
     return all("/" in s and keeps(formats.get(s, "fp32"), fmt) for s in term.sources)
 

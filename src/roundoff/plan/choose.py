@@ -115,7 +115,7 @@ class Problem:
                 t
                 for s in group
                 for t in self.budget.rows(s, fmt)
-                if not (exact and t.part == "activation")
+                if not (exact and t.absorbable)
             ]
             choices.append(Choice(fmt, power(terms)[0], sum(self._cost(s, fmt) for s in group)))
         pinned = None
@@ -152,7 +152,7 @@ class Problem:
                     continue
                 absorbing = frozenset(g for g in self.offered if keeps(g, fmt))
                 for term in self.budget.rows(site, fmt):
-                    if term.part != "activation":
+                    if not term.absorbable:
                         continue
                     known = bool(term.sources) and all(s in self.owner for s in term.sources)
                     producers = (
@@ -228,7 +228,7 @@ def _casts(fmt: str) -> bool:
 
 
 def _tied(sites: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Groups of sites that share a parameter, each named by its first site."""
+    """Groups of sites that share a parameter, or write into one tensor, each named by its first site."""
     parent: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -239,6 +239,8 @@ def _tied(sites: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     for site in sites:
         for param in site["params"]:
             parent[root("\0" + param)] = root(site["site"])
+        for other in site.get("tied", ()):
+            parent[root(other)] = root(site["site"])
     groups: dict[str, list[str]] = {}
     for site in sites:
         groups.setdefault(root(site["site"]), []).append(site["site"])

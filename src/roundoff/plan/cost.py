@@ -16,7 +16,7 @@ from roundoff.plan.seconds import KINDS, SecondsTable
 
 __all__ = ["UNITS", "Work", "cost"]
 
-UNITS: Mapping[str, str] = {"bytes": "MB", "bitops": "Gbitops", "seconds": "ms"}
+UNITS: Mapping[str, str] = {"bytes": "MB", "bitops": "Gbitops", "seconds": "ms", "operators": "operators"}
 PER_UNIT: Mapping[str, float] = {"bytes": 1e6, "bitops": 1e9, "seconds": 1e-3}
 # What "matrix" means in an execution rule.
 MATRIX_KINDS = frozenset({"linear", "matmul", "conv", "attention", "rnn", "embedding"})
@@ -64,10 +64,13 @@ def cost(
       accumulation; an embedding, which only copies, counts 0.
     * "seconds" (ms): the table's seconds per multiply-accumulate or element, times their number.
 
+    * "operators": 1 for a call that runs in the reference format, else 0: how many operators stay in
+      high precision.
+
     Args:
         work: of the call.
         fmt: the format the call is asked to run in.
-        model: "bytes", "bitops" or "seconds".
+        model: "bytes", "bitops", "seconds" or "operators".
         reference: format of everything that doesn't run in ``fmt``.
         table: for "seconds", from :func:`~roundoff.plan.seconds.read_seconds` or
             :func:`~roundoff.plan.clock.measure_seconds`.
@@ -98,6 +101,8 @@ def cost(
             do="choose a format for values, not for scales",
         )
     runs_in = fmt if fmt.execution.operators == "all" or work.kind in MATRIX_KINDS else wide
+    if model == "operators":
+        return float(runs_in is wide)
     elements = max(work.activation_elements, work.output_elements)
     if model == "seconds":
         if table is None:

@@ -22,11 +22,11 @@ from roundoff.errors import PlanError
 from roundoff.formats import FORMATS
 from roundoff.plan.plan import Plan
 from roundoff.plan.policy import KEYS
-from roundoff.train.mode import LOCAL
-from roundoff.train.overrides import overridden
-from roundoff.train.recorded import Recorded
-from roundoff.train.region import REGIONS, State, checkpoints, hooked, mode_of
-from roundoff.train.rules import Rules
+from roundoff.train.casts.mode import LOCAL
+from roundoff.train.casts.overrides import overridden
+from roundoff.train.casts.recorded import Recorded
+from roundoff.train.casts.region import REGIONS, State, checkpoints, hooked, mode_of
+from roundoff.train.casts.rules import Rules
 
 
 class autocast(ContextDecorator):  # noqa: N801

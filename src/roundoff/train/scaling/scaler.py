@@ -18,14 +18,21 @@ from torch.optim import Optimizer
 
 from roundoff.attribute.limits import LARGEST
 from roundoff.errors import ScalerError, StuckError, warn
-from roundoff.train.checkpoint import loaded, saved
-from roundoff.train.graph import Graph
-from roundoff.train.later import Later
-from roundoff.train.scale_rules import Rule, Scale, parse_rule
-from roundoff.train.scaled import Gradients, Order, check_loss, largest_of, listed, takes_found_inf
-from roundoff.train.skip import Skip, diagnosis
-from roundoff.train.skips import Steps
-from roundoff.train.underflow import Underflow, underflow
+from roundoff.train.scaling.checkpoint import loaded, saved
+from roundoff.train.scaling.graph import Graph
+from roundoff.train.scaling.later import Later
+from roundoff.train.scaling.scale_rules import Rule, Scale, parse_rule
+from roundoff.train.scaling.scaled import (
+    Gradients,
+    Order,
+    check_loss,
+    largest_of,
+    listed,
+    takes_found_inf,
+)
+from roundoff.train.scaling.skip import Skip, diagnosis
+from roundoff.train.scaling.skips import Steps
+from roundoff.train.scaling.underflow import Underflow, underflow
 
 log = logging.getLogger("roundoff")
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from roundoff.train.graph import OUTPUT
+from roundoff.train.scaling.graph import OUTPUT
 
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
 #: Every module of a model with its path.

@@ -17,8 +17,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from roundoff.capture.calls import CallMode
-from roundoff.train.mode import LOCAL, SiteMode
-from roundoff.train.rules import Rules
+from roundoff.train.casts.mode import LOCAL, SiteMode
+from roundoff.train.casts.rules import Rules
 
 #: (module path and operator) to the number of calls so far, and the path: where in a forward pass a mode is.
 State = tuple[dict[Any, int], list[str]]

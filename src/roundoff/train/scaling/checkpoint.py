@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from roundoff.errors import ScalerError
-from roundoff.train.scale_rules import Rule, Scale, parse_rule
+from roundoff.train.scaling.scale_rules import Rule, Scale, parse_rule
 
 _WHERE = "LossScaler.load_state_dict"
 

@@ -19,9 +19,9 @@ from roundoff.errors import WorkloadError
 from roundoff.plan.variants import AUTOCAST, compile_backend, compiled, device_of
 from roundoff.preserve import process_kept
 from roundoff.train.autocast import autocast
-from roundoff.train.configs import SLOW, Config, remade, slow_cpu
-from roundoff.train.scaler import LossScaler
-from roundoff.train.seen import Kept, Seen, formats_of, held, watched
+from roundoff.train.experiment.configs import SLOW, Config, remade, slow_cpu
+from roundoff.train.experiment.seen import Kept, Seen, formats_of, held, watched
+from roundoff.train.scaling.scaler import LossScaler
 from roundoff.user_code import user_code
 from roundoff.workload import Workload
 

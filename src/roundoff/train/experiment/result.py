@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from roundoff.errors import RoundoffError, WorkloadError
-from roundoff.train.configs import Config
-from roundoff.train.trainee import Stepped, Trainee
+from roundoff.train.experiment.configs import Config
+from roundoff.train.experiment.trainee import Stepped, Trainee
 from roundoff.workload import Workload
 
 #: First steps of each seed that are not timed: allocations, compilation, and what is looked at.

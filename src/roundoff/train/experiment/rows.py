@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from roundoff.train.judge import DIFFERENT, UNDECIDED, Judged, judge
-from roundoff.train.result import WARM, Result, tail
-from roundoff.train.trainee import Stepped
+from roundoff.train.experiment.judge import DIFFERENT, UNDECIDED, Judged, judge
+from roundoff.train.experiment.result import WARM, Result, tail
+from roundoff.train.experiment.trainee import Stepped
 from roundoff.workload import Workload
 
 

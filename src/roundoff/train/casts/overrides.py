@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from roundoff.plan.policy import KEYS
-from roundoff.train.mode import cast, widest
-from roundoff.train.rules import Action
+from roundoff.train.casts.mode import cast, widest
+from roundoff.train.casts.rules import Action
 
 
 class _Local(threading.local):

@@ -20,7 +20,7 @@ from roundoff.capture.session import Capture
 from roundoff.preserve import preserve
 from roundoff.store import load
 from roundoff.store.schema import site_name
-from roundoff.train.skips import Call, Steps
+from roundoff.train.scaling.skips import Call, Steps
 
 #: What an "arrived" NaN or Inf came in with.
 LOSS, DATA, WEIGHTS = "loss", "data", "weights"

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roundoff.capture.calls import Call, float_tensors
 from roundoff.capture.execute import runs
 from roundoff.formats import parse_format
-from roundoff.train.mode import LOCAL, cast, run_in
-from roundoff.train.rules import NATIVE, Rules
-from roundoff.train.simulate import simulated
+from roundoff.train.casts.mode import LOCAL, cast, run_in
+from roundoff.train.casts.rules import NATIVE, Rules
+from roundoff.train.casts.simulate import simulated
 
 _CASTS = frozenset({"_to_copy", "to"})
 _SHORT = {dtype: name for name, dtype in NATIVE.items()}

@@ -16,9 +16,9 @@ from roundoff.errors import WorkloadError, warn
 from roundoff.plan.measure import Progress
 from roundoff.plan.variants import device_of
 from roundoff.preserve import preserve, process_kept
-from roundoff.train.configs import SLOW, Config, Step, parse_configs, slow_cpu
-from roundoff.train.result import WARM, Result
-from roundoff.train.rows import summary
+from roundoff.train.experiment.configs import SLOW, Config, Step, parse_configs, slow_cpu
+from roundoff.train.experiment.result import WARM, Result
+from roundoff.train.experiment.rows import summary
 from roundoff.workload import Workload
 
 
@@ -80,7 +80,7 @@ def bench(
 
     Returns:
         Speeds are ratios of seconds a step within one round; memory is in bytes; losses are means over the last tenth of the
-        steps. Verdicts: see ``roundoff.train.judge``.
+        steps. Verdicts: see ``roundoff.train.experiment.judge``.
 
     A configuration that fails is a row with its reason, and the others go on; NaN and Inf in data or loss are said.
 

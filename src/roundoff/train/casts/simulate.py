@@ -14,30 +14,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from roundoff.capture.calls import Call
-from roundoff.capture.execute import execute
-from roundoff.formats import FORMATS, Format, PerTensor, round_tensor
-
-
-def gradient_format(fmt: Format) -> Format | None:
-    """The format of gradients beside a format of values; None where they stay as they are.
-
-    fp8_e4m3 goes with e5m2, which has the range that gradients need (Micikevicius et al., FP8 Formats for Deep Learning,
-    arXiv:2209.05433, section 3); integers and formats with block scales are for values alone.
-    """
-    beside = {"fp8_e4m3fn": "fp8_e5m2", "fp8_e4m3fnuz": "fp8_e5m2fnuz"}
-    if fmt.name in beside:
-        return FORMATS[beside[fmt.name]]
-    own = fmt.name in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8_e5m2", "fp8_e5m2fnuz", "hif8")
-    return fmt if own else None
+from roundoff.capture.execute import execute, gradient_format, round_gradient
+from roundoff.formats import Format
 
 
 def simulated(call: Call, fmt: Format) -> Any:
     """The call's result when executed in ``fmt``, with gradients."""
     result = execute(call, fmt, through)
-    back = gradient_format(fmt)
-    if back is None:
+    if gradient_format(fmt) is None:
         return result
-    return tree_map(lambda t: round_gradient(t, back) if isinstance(t, Tensor) and t.requires_grad else t, result)
+    return tree_map(lambda t: receive_gradient(t, fmt) if isinstance(t, Tensor) and t.requires_grad else t, result)
 
 
 def through(exact: Tensor, rounded: Tensor) -> Tensor:
@@ -51,8 +37,8 @@ def through(exact: Tensor, rounded: Tensor) -> Tensor:
     return _Through.apply(exact, rounded)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def round_gradient(value: Tensor, fmt: Format) -> Tensor:
-    """``value``, whose gradient is rounded to ``fmt`` on the way back (scaled per tensor where the format is scaled)."""
+def receive_gradient(value: Tensor, fmt: Format) -> Tensor:
+    """``value``, whose gradient is rounded on the way back as an operator executed in ``fmt`` receives it."""
     return _RoundGradient.apply(value, fmt)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -74,7 +60,4 @@ class _RoundGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        rule = ctx.fmt.execution
-        if rule is not None and rule.activation == "tensor" and gradient.numel():
-            return round_tensor(gradient, ctx.fmt, granularity=PerTensor()), None
-        return round_tensor(gradient, ctx.fmt), None
+        return round_gradient(gradient, ctx.fmt, written=False), None

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.train.graph import Graph, operator_of
-from roundoff.train.scaled import Gradients, listed
-from roundoff.train.skips import Steps
+from roundoff.train.scaling.graph import Graph, operator_of
+from roundoff.train.scaling.scaled import Gradients, listed
+from roundoff.train.scaling.skips import Steps
 
 _WHERE = {
     "forward": "in the forward pass", "backward": "in the backward pass", "loss": "outside of the model, in the loss",
@@ -85,7 +85,7 @@ class Skip:
             notes.append("LossScaler(model) would name the operator that made it")
         else:
             try:
-                from roundoff.train.origin import explain
+                from roundoff.train.scaling.origin import explain
 
                 origin = explain(steps)
                 found |= {key: value for key, value in origin.found.items() if value is not None}

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from roundoff.capture.calls import entered
 from roundoff.capture.operators import CREATES, MOVES, RANDOM, Operator
 from roundoff.plan.policy import listed
-from roundoff.train.rules import Action, Rules
+from roundoff.train.casts.rules import Action, Rules
 
 _SKIPPED = MOVES | CREATES | RANDOM | frozenset("shape dim size numel stride item tolist is_contiguous".split())
 _RULES: dict[int, Rules] = {}  # by key: what compiled code refers to

@@ -22,9 +22,9 @@ from roundoff.capture.program import ScriptError
 from roundoff.cli.app import app, main
 from roundoff.cli.watch import _text
 from roundoff.errors import RunError
-from roundoff.train.scaler import LossScaler
+from roundoff.train.scaling.scaler import LossScaler
 from roundoff.train.watch import watch_script
-from roundoff.train.watch_rules import RULES
+from roundoff.train.watching.rules import RULES
 
 HEAD = """
 import math, sys, torch
@@ -444,7 +444,7 @@ def test_on_a_terminal_one_line_is_refreshed(watch):
     watch(scaled(12, (3,)))
     out = io.StringIO()
     with _text(Console(file=out, force_terminal=True, width=120, highlight=False), 10) as say:
-        from roundoff.train.watch_events import Step, Trouble
+        from roundoff.train.watching.events import Step, Trouble
 
         for step in range(30):
             say(Step(step, 1.0, 8.0, 1.0, 0.0, False, 0, 0.1))

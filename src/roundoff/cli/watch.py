@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from roundoff.train.watch_events import Event
+    from roundoff.train.watching.events import Event
 
 
 def command(

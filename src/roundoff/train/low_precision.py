@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from roundoff.errors import OptimizerError, warn
 from roundoff.formats import Rounding, round_tensor
-from roundoff.train.later import Later
+from roundoff.train.scaling.later import Later
 from roundoff.train.stand_ins import FORMATS, LOST, Wide, on_the_weights, stand_ins
 
 METHODS = ("stochastic", "kahan", "nearest")

@@ -25,8 +25,8 @@ from roundoff.capture.kernel import compiled
 from roundoff.capture.paths import module_path
 from roundoff.errors import PatternError, RoundoffError, warn
 from roundoff.site import matches
-from roundoff.train.summary import Summary, fetched, summary
-from roundoff.train.traced import Sink
+from roundoff.train.watching.summary import Summary, fetched, summary
+from roundoff.train.watching.traced import Sink
 
 SCHEMA = {
     "step": pl.Int64, "module": pl.String, "kind": pl.String, "phase": pl.String, "call": pl.Int64, "output": pl.Int64,

@@ -21,16 +21,16 @@ from roundoff.capture.ends import Ends, ends_of_steps, patched
 from roundoff.capture.paths import Paths, quiet
 from roundoff.capture.program import Enough, ScriptError, run_program, words_of
 from roundoff.errors import RoundoffError, RunError, StuckError
-from roundoff.train.configs import slow_cpu
-from roundoff.train.graph import Graph
+from roundoff.train.experiment.configs import slow_cpu
 from roundoff.train.monitor import Monitor
-from roundoff.train.scaled import Gradients
-from roundoff.train.scaler import LossScaler
-from roundoff.train.skip import Skip
-from roundoff.train.skips import Steps
-from roundoff.train.watch_events import Advice, End, Event, Step, Trouble
-from roundoff.train.watch_rules import FLOOR_STEPS, RULES, eps_vanishes, has_bf16
-from roundoff.train.watch_step import Present
+from roundoff.train.scaling.graph import Graph
+from roundoff.train.scaling.scaled import Gradients
+from roundoff.train.scaling.scaler import LossScaler
+from roundoff.train.scaling.skip import Skip
+from roundoff.train.scaling.skips import Steps
+from roundoff.train.watching.events import Advice, End, Event, Step, Trouble
+from roundoff.train.watching.present import Present
+from roundoff.train.watching.rules import FLOOR_STEPS, RULES, eps_vanishes, has_bf16
 
 Say = Callable[[Event], None]
 

@@ -55,7 +55,7 @@ class Trouble(Event):
 
 @dataclass(frozen=True)
 class Advice(Event):
-    """Something in the loop that is not as it should be; ``rule`` is a key of ``watch_rules.RULES``."""
+    """Something in the loop that is not as it should be; ``rule`` is a key of ``rules.RULES``."""
 
     step: int
     rule: str

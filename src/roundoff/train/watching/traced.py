@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundoff.train.summary import reduced
+from roundoff.train.watching.summary import reduced
 
 
 class _Beside(torch.autograd.Function):

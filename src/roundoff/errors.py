@@ -15,6 +15,7 @@ __all__ = [
     "GradientPathError",
     "InfeasibleError",
     "NonFiniteError",
+    "OptimizerError",
     "OutputError",
     "PatternError",
     "PlanError",
@@ -143,6 +144,10 @@ class GradientPathError(WorkloadError):
 
 class NonFiniteError(WorkloadError):
     """A NaN or Inf appeared where the method needs finite numbers."""
+
+
+class OptimizerError(RoundoffError):
+    """An optimizer cannot be used as asked."""
 
 
 class ScalerError(RoundoffError):

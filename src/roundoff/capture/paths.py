@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ class Paths:
         self.roots: list[weakref.ref[nn.Module]] = []
         self.stack: list[str] = []
         self.listeners: list[Callable[[nn.Module, str, Any, Any], None]] = []
+        #: told of each module that is called outside of all others for the first time, with what stands before its paths
+        self.found: list[Callable[[nn.Module, str], None]] = []
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         if model is not None:
             self._add(model)
@@ -43,7 +46,7 @@ class Paths:
         """The models that were seen and still exist."""
         return [m for reference in self.roots if (m := reference()) is not None]
 
-    def _add(self, root: nn.Module) -> None:
+    def _add(self, root: nn.Module) -> str:
         main = not self.roots and any(True for _ in root.parameters())
         prefix = "" if main else type(root).__name__
         if any(True for _ in root.parameters()):
@@ -55,6 +58,7 @@ class Paths:
         for name, tensor in tensors:
             if self.name_of(tensor) is None:
                 self._names[id(tensor)] = weakref.ref(tensor), _joined(prefix, _clean(name, parallel))
+        return prefix
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -65,8 +69,10 @@ class Paths:
             if inner in self._paths:
                 path = self._paths[inner]
             elif not self.stack:
-                self._add(inner)
+                prefix = self._add(inner)
                 path = self._paths[inner]
+                for found in self.found:
+                    found(module, prefix)
             elif isinstance(module, GraphModule):  # the compiler's
                 path = self.stack[-1]
             else:  # made while the model runs
@@ -96,6 +102,11 @@ class Paths:
             self.stack.clear()
 
 
+def module_path(path: str, prefix: str, root: nn.Module) -> str:
+    """A path as ``root.named_modules()`` gives it, without what wraps modules and below ``prefix``."""
+    return _joined(prefix, _clean(path, type(root).__name__ in _PARALLEL))
+
+
 def _joined(prefix: str, path: str) -> str:
     return f"{prefix}.{path}" if prefix and path else prefix or path
 
@@ -105,3 +116,15 @@ def _clean(path: str, parallel: bool) -> str:
     if parallel:
         path = path.removeprefix("module").removeprefix(".")
     return path
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's warning that global hooks run once more around a compiled module: that is its boundary."""
+    warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+    entry = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if entry in warnings.filters:
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +27,7 @@ from roundoff.capture.kernel import compiled
 from roundoff.capture.modules import ModuleRecording
 from roundoff.capture.noise import Noise
 from roundoff.capture.own import shadow as run_beside
-from roundoff.capture.paths import Paths
+from roundoff.capture.paths import Paths, quiet
 from roundoff.capture.recorder import Recorder
 from roundoff.capture.steps import Steps
 from roundoff.capture.triton import TritonCalls
@@ -111,7 +110,7 @@ class Capture:
         if self.eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         self.paths = Paths(self.model)
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         stack.enter_context(self.paths.follow())
         for register, hook in (
             (register_optimizer_step_pre_hook, self._before_optimizer),
@@ -307,18 +306,6 @@ def _identity() -> dict[str, str]:
     if env.get("GROUP_WORLD_SIZE", "1") == "1":  # one machine: one parent process
         parts.append(str(os.getppid()))
     return {"id": "-".join(parts)}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warning that global hooks run once more around a compiled module: that is its boundary."""
-    warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
-    entry = warnings.filters[0]
-    try:
-        yield
-    finally:
-        if entry in warnings.filters:
-            warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
 def _distributed() -> bool:

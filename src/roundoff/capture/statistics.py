@@ -45,7 +45,7 @@ class Statistics:
             return
         if tensor.is_complex():
             tensor = tensor.abs()
-        pieces = _pieces(tensor)
+        pieces = pieces_of(tensor)
         small = count <= SAMPLE
         device, dtype = tensor.device, tensor.dtype
         slab = self._slabs.get(device)
@@ -129,7 +129,7 @@ def _dense(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
     return expected, []
 
 
-def _pieces(tensor: Tensor) -> list[Tensor]:
+def pieces_of(tensor: Tensor) -> list[Tensor]:
     """Flat tensors in the order of memory that together are this one: views of it, one copy where it lies in crumbs."""
     if tensor.is_contiguous():
         return [tensor.view(-1)]

@@ -23,6 +23,7 @@ from roundoff.cli import (
     show,
     tune,
     verify,
+    watch,
 )
 from roundoff.errors import InfeasibleError, RoundoffError
 
@@ -53,6 +54,7 @@ app.command("overflow")(overflow.command)
 app.command("compare")(compare.command)
 app.command("diff")(diff.command)
 app.command("replay")(replay.command)
+app.command("watch")(watch.command)
 app.command("bench")(bench.command)
 
 

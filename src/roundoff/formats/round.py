@@ -53,7 +53,8 @@ def round_tensor(
         rounding: by default the format's own.
         scale: positive; a tensor or a number.
         zero_point: the code of 0, for integer formats; needs a scale.
-        generator: the source of random bits for stochastic rounding (32-bit draws with 24 bits; fp64: 53 bits).
+        generator: the source of random bits for stochastic rounding (draws of 24 bits; fp64: 53; fp32 to bf16: the 16 that
+                are cut off, which is exact).
         saturate: without a scale, by default the format's own; with one, True.
         axis: the axis of a block format's blocks; its length must be a multiple of the block size.
         scale_rule: how MX scales are chosen, by default as the format says (floor, as in the specification).

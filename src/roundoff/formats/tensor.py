@@ -58,10 +58,24 @@ def cast(
         dtype = _quick(fmt, x)
         if dtype is not None and _overflow(dtype, x.device.type) == _wanted(fmt, saturate):
             return x.to(dtype).to(x.dtype)
+    if rounding is Rounding.STOCHASTIC and fmt == FORMATS["bf16"] and x.dtype == torch.float32 and not saturate:
+        return _stochastic_bf16(x, generator)
     rounded = round_values(x.to(working_dtype(x)), fmt, rounding, saturate, generator)
     if not fmt.has_negative_zero:
         rounded.add_(0.0)  # -0 + 0 is +0
     return rounded.to(x.dtype)
+
+
+def _stochastic_bf16(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """fp32 ``x`` rounded by its bits: a 16-bit draw added to the 16 bits that bf16 has not, which are cut off then.
+
+    The carry has exactly the probability that it should, also among subnormals, and from the largest value to Inf.
+    """
+    count = x.numel()
+    draws = torch.empty(-(-count // 4), dtype=torch.int64, device=x.device).random_(-(2**63), None, generator=generator)
+    noise = draws.view(torch.int16)[:count].view(x.shape).to(torch.int32).bitwise_and_(0xFFFF)
+    rounded = noise.add_(x.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
 
 
 def _holds(fmt: Format, dtype: torch.dtype) -> bool:

@@ -1,0 +1,107 @@
+"""Where the steps of an unmodified training end, from its optimizers and ``GradScaler``s."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class Ends:
+    """Finds the ends of steps from the optimizers that are made and that step.
+
+    A step ends when every optimizer that was made has stepped, or one of them twice; after a scaler's step when it is
+    updated, or, for a script that never does, when it scales the next loss.
+    """
+
+    def __init__(self, end: Callable[..., None]) -> None:
+        self.end = end
+        self.made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.waiting = False  # a scaler has stepped: the step is over when that has been updated
+        self.twice = False
+        self.rate = math.nan
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has stepped, or its scaler has skipped it."""
+        self.twice |= optimizer in self.stepped
+        self.made.add(optimizer)
+        self.stepped.add(optimizer)
+        self.rate = float(optimizer.param_groups[0]["lr"])
+        if not self.waiting:
+            self.look()
+
+    def look(self, **scalars: float) -> None:
+        """End the step if it is over."""
+        if self.twice:  # the others may never step
+            for other in [o for o in self.made if o not in self.stepped]:
+                self.made.discard(other)
+        if self.stepped and all(o in self.stepped for o in self.made):
+            self.stepped.clear()
+            self.twice = self.waiting = False
+            self.end(lr=self.rate, **scalars)
+
+
+@contextmanager
+def patched(*changes: tuple[Any, str, Callable[..., Any]]) -> Iterator[None]:
+    """Functions replaced while this is open: ``(owner, name, around)``, where ``around(original, *args, **kwargs)`` runs in
+    place of the original."""
+    with ExitStack() as stack:
+        for owner, name, around in changes:
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, _around(original, around))
+        yield
+
+
+def _around(original: Any, around: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return replacement
+
+
+@contextmanager
+def ends_of_steps(ends: Ends) -> Iterator[None]:
+    """Tells ``ends`` of every optimizer and ``GradScaler`` of the process while this is open."""
+
+    def init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        ends.made.add(optimizer)
+
+    def scale(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if ends.waiting:
+            ends.look()  # where the last step's scaler was not updated
+        return original(scaler, *args, **kwargs)
+
+    def step(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, optimizer, *args, **kwargs)
+        ends.waiting = True
+        result = original(scaler, optimizer, *args, **kwargs)
+        if optimizer not in ends.stepped:
+            ends.step(optimizer)
+        return result
+
+    def update(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            ends.look(loss_scale=float(scaler.get_scale()))
+
+    scaler = torch.amp.GradScaler
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: ends.step(optimizer))
+    try:
+        with patched(
+            (torch.optim.Optimizer, "__init__", init), (scaler, "scale", scale), (scaler, "step", step),
+            (scaler, "update", update),
+        ):  # fmt: skip
+            yield
+    finally:
+        hook.remove()

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from roundoff.errors import RoundoffError as RoundoffError
     from roundoff.formats import FORMATS as FORMATS
     from roundoff.formats import Format as Format
-    from roundoff.formats import parse_format as parse_format
     from roundoff.formats import round_tensor as round_tensor
     from roundoff.plan.budget import Budget as Budget
     from roundoff.plan.diagnose import diagnose as diagnose
@@ -51,7 +50,6 @@ _PUBLIC = {
     "compare": "roundoff.compare",
     "diagnose": "roundoff.plan.diagnose",
     "load": "roundoff.store",
-    "parse_format": "roundoff.formats",
     "round_tensor": "roundoff.formats",
     "tune": "roundoff.train.tuning.tune",
     "verify": "roundoff.plan.verify",

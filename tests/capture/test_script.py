@@ -284,7 +284,7 @@ def test_a_script_that_does_not_parse(record, capsys):
 
 def test_an_error_of_ours_in_the_script_is_the_scripts(record, capsys):
     with pytest.raises(ScriptError, match="FormatError"):
-        record("import roundoff\nroundoff.parse_format('bf61')\n")
+        record("import roundoff\nroundoff.autocast('bf61')\n")
     assert "bf61" in capsys.readouterr().err
 
 

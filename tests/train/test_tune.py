@@ -87,7 +87,7 @@ def test_at_most_five_runs_and_the_plan_is_better(tuned):
 def test_the_baseline_is_the_lists_of_the_device(work):
     chosen = {}
     for device in ("cpu", "cuda"):
-        handler = Autocast(ro.parse_format("bf16"), device)
+        handler = Autocast(ro.FORMATS["bf16"], device)
         gradients_of(work, handler, batches=1)
         chosen[device] = {s for s in handler.chosen if s in handler.sites}
     # torch's documentation: on CUDA layer_norm and softmax autocast to float32; a CPU leaves them alone

@@ -218,11 +218,18 @@ def read_plan(what: Plan | str | Path | Mapping[str, Any], model: nn.Module | No
 
         return read_plan(parse_format(what).name)
     if not isinstance(what, Mapping) and _is_plan(Path(what)):
-        return Plan.load(what)
+        path = Path(what)
+        return _loaded(path, path.stat().st_mtime_ns) if path.is_file() else Plan.load(path)
     from roundoff.plan.lists import read_lists
 
     plan: Plan = read_lists(what, model=model)
     return plan
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(path: Path, _changed: int) -> Plan:
+    """A plan file read once, for regions that are made in every step."""
+    return Plan.load(path)
 
 
 def _is_plan(path: Path) -> bool:

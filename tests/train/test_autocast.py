@@ -361,9 +361,13 @@ def test_explain():
     region = roundoff.autocast(MIXED, model)
     assert region.explain("head/linear") == "head/linear runs in fp32: rule 1, head/linear"
     assert region.explain("layer.norm1/layer_norm") == "layer.norm1/layer_norm runs in fp32: rule 1, class:LayerNorm"
-    assert region.explain("table/embedding") == "table/embedding runs in fp32, the plan's default: no rule names it"
-    assert "the autocast lists of cpu for bf16 decide" in roundoff.autocast("bf16", model).explain("head/linear")
-    assert "runs as fp32: the lists of cuda" in roundoff.autocast("bf16", model, policy="cuda").explain("/softmax")
+    assert region.explain("layer.linear1/linear") == "layer.linear1/linear runs in bf16: rule 2, layer"
+    assert region.explain("table/embedding") == "table/embedding runs in fp32: no rule: the plan's default"
+    lists = roundoff.autocast("bf16", model)
+    assert lists.explain("head/linear") == "head/linear runs in bf16: no rule: autocast's own lists"
+    assert "runs in fp32: no rule" in roundoff.autocast("bf16", model, policy="cuda").explain("/softmax")
+    for site in ("head/linear", "layer.norm1/layer_norm", "table/embedding"):  # and that is what runs
+        assert region.rules.decide(site).format in region.explain(site)
 
 
 def test_a_batch_may_be_several_forward_passes():

@@ -124,11 +124,11 @@ def _decision(
 
 
 def _pattern(pattern: str, rule: Rule, model: nn.Module | None) -> str:
-    """The pattern as the file has it: ``class:`` patterns were written out."""
+    """The pattern as the file has it: classes and module paths were written out."""
     if pattern in rule.sites or model is None:
         return pattern
     for own in rule.sites:
-        if own.startswith("class:") and pattern in Plan((Rule("fp32", (own,)),)).for_model(model).rules[0].sites:
+        if "/" not in own.partition(":")[0] and pattern in Plan((Rule("fp32", (own,)),)).for_model(model).rules[0].sites:
             return own
     return pattern
 

@@ -20,6 +20,7 @@ from torch import nn
 from roundoff.capture.calls import CallMode, watch
 from roundoff.errors import PlanError
 from roundoff.formats import FORMATS
+from roundoff.plan.explain import explain
 from roundoff.plan.plan import Plan
 from roundoff.plan.policy import KEYS
 from roundoff.train.casts.mode import LOCAL
@@ -95,15 +96,9 @@ class autocast(ContextDecorator):  # noqa: N801
         return self.recorded.table
 
     def explain(self, site: str) -> str:
-        """Which rule decides at a site, in a sentence."""
-        decision = self.rules.decide(site)
-        if decision.rule is not None:
-            return f"{site} runs in {decision.format}: rule {decision.rule}, {decision.pattern}"
-        if decision.pattern is not None:
-            return f"{site} runs as {decision.format}: {decision.pattern}"
-        if decision.format is not None:
-            return f"{site} runs in {decision.format}, the plan's default: no rule names it"
-        return f"{site}: no rule names it; the autocast lists of {self.rules.lists} for {self.rules.plan.autocast} decide"
+        """Which rule decides at a site, in a sentence (``roundoff plan explain`` in code)."""
+        (decision,) = explain(self.rules.plan, [site], model=self.model, device=self.rules.lists)
+        return f"{site} runs in {decision.format}: {decision.why}"
 
     def __enter__(self) -> autocast:
         outer = active()

@@ -390,7 +390,7 @@ def test_a_batch_may_be_several_forward_passes():
                 assert [one.dtype, two.dtype] == [FP32, BF16]
     with roundoff.autocast(Plan(plan.rules), model) as region:  # a plan that says nothing counts from each pass
         assert [model(batch).dtype, model(batch).dtype] == [FP32, FP32]
-        region._told = True
+        region.rules.told = True
 
 
 def test_one_set_of_rules_for_one_plan():

@@ -77,7 +77,6 @@ class autocast(ContextDecorator):  # noqa: N801
         self.rules = _rules(read_plan(what, self.model), self.model, self.device, policy)
         self._record = record
         self._entered = threading.local()
-        self._told = False
         self.recorded = Recorded(self.rules, record)
         if self.rules.simulated and self.model is None:
             raise PlanError(f"{self.rules.simulated[0]} is simulated, which needs the model", where="plan",
@@ -114,8 +113,8 @@ class autocast(ContextDecorator):  # noqa: N801
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered.stacks.pop().__exit__(kind, error, trace)
-        if kind is None and self.rules.seen and not self._told:
-            self._told = True
+        if kind is None and self.rules.seen and not self.rules.told:
+            self.rules.told = True
             unused = self.rules.unused()
             if unused:
                 warnings.warn(

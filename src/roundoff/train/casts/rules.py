@@ -83,6 +83,7 @@ class Rules:
         real = {*NATIVE, FOLLOW, "promote", *(("tf32",) if device == "cuda" else ())}
         self.simulated = sorted(({x.format for x in self.lines} | {self.default or "fp32"}) - real)
         self._decided: dict[str, Decision] = {}
+        self.told = False  # which patterns named no site
 
     def decide(self, site: str) -> Decision:
         """Which rule names a site first, and the format it gets."""

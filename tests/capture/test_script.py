@@ -141,6 +141,24 @@ def test_grad_scaler_with_a_skipped_step(record):
     assert "add_" not in operators(run, 0, "optimizer")
 
 
+def test_loss_scaler_with_a_skipped_step_and_two_optimizers(record):
+    run = record("""
+        import roundoff
+        two = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        opt = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        scaler = roundoff.LossScaler(init_scale=8.0, bad_loss="lower")
+        for i in range(4):
+            scaler.backward(loss() * (float("inf") if i == 1 else 1.0))
+            scaler.step(opt, two)
+            opt.zero_grad(), two.zero_grad()
+    """, steps="0-3")  # fmt: skip
+    assert run.steps == [0, 1, 2, 3]
+    assert calls(run, "addmm") == [2, 2, 2, 2]
+    assert scalars(run, "loss_scale") == [8.0, 4.0, 4.0, 4.0]
+    assert "_foreach_add_" not in operators(run, 1, "optimizer")
+    assert operators(run, 0, "optimizer") == operators(run, 2, "optimizer")
+
+
 def test_a_disabled_grad_scaler(record):
     run = record("""
         scaler = torch.amp.GradScaler("cpu", enabled=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -68,9 +68,31 @@ def _around(original: Any, around: Callable[..., Any]) -> Any:
     return replacement
 
 
+#: Who wants to know of the steps of ``roundoff.LossScaler``.
+_LISTENING: list[Ends] = []
+
+
 @contextmanager
-def ends_of_steps(ends: Ends) -> Iterator[None]:
-    """Tells ``ends`` of every optimizer and ``GradScaler`` of the process while this is open."""
+def whole_step(optimizers: Iterable[torch.optim.Optimizer], scale: Callable[[], float]) -> Iterator[None]:
+    """Around a step of all ``optimizers`` by one scaler, taken or skipped: it ends when this is left."""
+    for ends in _LISTENING:
+        ends.waiting = True
+    try:
+        yield
+    except BaseException:
+        for ends in _LISTENING:
+            ends.waiting = False
+        raise
+    for ends in _LISTENING:
+        for optimizer in [o for o in optimizers if o not in ends.stepped]:
+            ends.step(optimizer)
+        ends.look(loss_scale=scale())
+
+
+@contextmanager
+def ends_of_steps(ends: Ends, *, whole: bool = True) -> Iterator[None]:
+    """Tells ``ends`` of every optimizer and ``GradScaler`` of the process while this is open, and with ``whole`` of the
+    steps of ``roundoff.LossScaler``."""
 
     def init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
@@ -97,6 +119,8 @@ def ends_of_steps(ends: Ends) -> Iterator[None]:
 
     scaler = torch.amp.GradScaler
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: ends.step(optimizer))
+    if whole:
+        _LISTENING.append(ends)
     try:
         with patched(
             (torch.optim.Optimizer, "__init__", init), (scaler, "scale", scale), (scaler, "step", step),
@@ -105,3 +129,5 @@ def ends_of_steps(ends: Ends) -> Iterator[None]:
             yield
     finally:
         hook.remove()
+        if whole:
+            _LISTENING.remove(ends)

@@ -97,7 +97,7 @@ class Watch:
             stack.enter_context(quiet())
             stack.enter_context(paths.follow())
             stack.enter_context(self.monitor)
-            stack.enter_context(ends_of_steps(self.ends))
+            stack.enter_context(ends_of_steps(self.ends, whole=False))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(lambda: [steps.remove() for steps in self.steps])
             stack.enter_context(patched(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roundoff.attribute.limits import LARGEST
+from roundoff.capture.ends import whole_step
 from roundoff.errors import ScalerError, StuckError, warn
 from roundoff.train.scaling.checkpoint import loaded, saved
 from roundoff.train.scaling.graph import Graph
@@ -174,13 +175,25 @@ class LossScaler:
         state = self._on(found.device)
         asks = self._watch is not None or found.device.type != "cuda" or not all(map(takes_found_inf, optimizers))
         skipped = asks and bool(found)
+        with whole_step(optimizers, self.get_scale):
+            self._take(optimizers, gradients, found, state, None if asks else found, skipped, clip)
+        if skipped:
+            self._raise_if_stuck(int(state.stuck))
+        elif not asks:
+            self._stuck.send(state.stuck)
+
+    def _take(
+        self, optimizers: tuple[Optimizer, ...], gradients: Gradients, found: Tensor, state: Scale, told: Tensor | None,
+        skipped: bool, clip: float | None,
+    ) -> None:  # fmt: skip
+        """The step itself; ``told`` is what a fused optimizer is told, in place of a look at ``found``."""
         if skipped:
             self._explain(gradients, state)
         else:
             if clip is not None:
                 nn.utils.clip_grad_norm_(gradients.parameters, clip)
             for optimizer in optimizers:
-                _step(optimizer, None if asks else found)
+                _step(optimizer, told)
         keep = self._loss_bad is not None and self.bad_loss == "keep" and not _distributed()
         state.update(found, self._loss_bad & (found > 0) if keep and self._loss_bad is not None else None)
         self._found, self._used = found, tuple(map(weakref.ref, optimizers))
@@ -188,10 +201,6 @@ class LossScaler:
         self._order.after_step(gradients.parameters)
         self.steps += 1
         self._forget()
-        if skipped:
-            self._raise_if_stuck(int(state.stuck))
-        elif not asks:
-            self._stuck.send(state.stuck)
 
     def _unscale(self, optimizers: tuple[Optimizer, ...], where: str, clip: float | None = None) -> tuple[Gradients, Tensor]:
         where = f"LossScaler.{where}"

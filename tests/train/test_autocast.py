@@ -334,6 +334,10 @@ def test_what_goes_wrong():
         roundoff.autocast("fp8_e4m3fn")
     with pytest.raises(PlanError, match="no autocast on such a device"):
         roundoff.autocast("bf16", device="meta")
+    parallel = nn.DataParallel(model)
+    parallel.device_ids = [0, 1]
+    with pytest.raises(PlanError, match="use DistributedDataParallel"):
+        roundoff.autocast("bf16", parallel)
     with pytest.raises(PlanError, match="not a readable plan"):
         roundoff.autocast("missing.toml", model)
 

@@ -72,6 +72,10 @@ class autocast(ContextDecorator):  # noqa: N801
         policy: str | None = None,
         record: bool = False,
     ) -> None:
+        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise PlanError("DataParallel runs copies of the model on threads of its own, which no plan reaches",
+                            where="model", got=f"DataParallel on {len(model.device_ids)} devices",
+                            do="use DistributedDataParallel")  # fmt: skip
         self.model = None if model is None else unwrapped(model)
         self.device = _device(device, self.model)
         self.rules = _rules(read_plan(what, self.model), self.model, self.device, policy)

@@ -122,6 +122,19 @@ def test_a_plan_obeys_its_pins(work):
     assert found.runs[-1].formats["4/softmax"] == "bf16"
 
 
+def test_matrix_products_in_fp32_are_said(tuned):
+    """By bytes a product in fp32 may be paid for by something else; that is slower where products take the time."""
+    found, work = tuned
+    product = next(s["site"] for s in found.budget.sites if s["kind"] == "linear")
+    options = {"device": "cuda", "steps": 1, "runs": 3, "budget": found.budget, "aim": "more", "extra": 1.0}
+    said = f"1 matrix product in fp32 that autocast runs in bf16 ({product} ...)"
+    others = {s["site"]: "bf16" for s in found.budget.sites if s["kind"] == "linear" and s["site"] != product}
+    options["pin"] = {product: "fp32", **others}
+    by = {cost: ro.tune(work, ["bf16"], cost=cost, **options) for cost in ("bytes", "bitops")}
+    assert any(said in note and "--cost bitops" in note for note in by["bytes"].notes)
+    assert not any("matrix product" in note for note in by["bitops"].notes)
+
+
 def test_fewer_operators_in_fp32_at_lower_error(work):
     found = ro.tune(work, ["bf16"], device="cuda", steps=1, probes=16, runs=3, cost="operators")
     base, plan = found.runs[1:]

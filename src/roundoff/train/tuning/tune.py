@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from roundoff.capture.execute import round_gradient
+from roundoff.capture.operators import MATRIX_KINDS
 from roundoff.errors import PlanError, WorkloadError
 from roundoff.formats import parse_format
 from roundoff.plan.budget import Budget
@@ -207,6 +208,14 @@ class _Done:
         gain, cost = best.measured_db - base.measured_db, best.cost / base.cost - 1 if base.cost else 0.0
         reason = (f"{best.measured_db:.1f} dB against {base.measured_db:.1f} dB of built-in autocast ({gain:+.1f}), cost "
                   f"{cost:+.1%}, operators in fp32: {best.fp32_operators} against {base.fp32_operators}")  # fmt: skip
+        wide = [site["site"] for site in search.budget.sites if site["kind"] in MATRIX_KINDS - {"embedding"}
+                and site["site"] in base.formats and site["site"] not in best.formats]  # fmt: skip
+        if wide and search.cost in ("bytes", "operators"):
+            notes = [*notes, (
+                f"The plan runs {len(wide)} matrix product{'s' * (len(wide) > 1)} in fp32 that autocast runs in {search.half} ({wide[0]} ...): "
+                f"counted in {search.cost} that is no more, but where products take the time, a step is slower. "
+                "--cost bitops or seconds leaves them."
+            )]  # fmt: skip
         plan = search.problem.plan(best.formats, asked=None, note=AIMS[self.aim].format(extra=self.extra))
         about = {
             **plan.about, "predicted_db": best.predicted_db, "measured_db": _number(best.measured_db),

@@ -211,10 +211,11 @@ class _Done:
         wide = [site["site"] for site in search.budget.sites if site["kind"] in MATRIX_KINDS - {"embedding"}
                 and site["site"] in base.formats and site["site"] not in best.formats]  # fmt: skip
         if wide and search.cost in ("bytes", "operators"):
+            products = f"{len(wide)} matrix product" + "s" * (len(wide) > 1)
             notes = [*notes, (
-                f"The plan runs {len(wide)} matrix product{'s' * (len(wide) > 1)} in fp32 that autocast runs in {search.half} ({wide[0]} ...): "
-                f"counted in {search.cost} that is no more, but where products take the time, a step is slower. "
-                "--cost bitops or seconds leaves them."
+                f"The plan runs {products} in fp32 that autocast runs in {search.half} ({wide[0]} ...): counted in "
+                f"{search.cost} that is no more, but where products take the time, a step is slower. --cost bitops or "
+                "seconds leaves them."
             )]  # fmt: skip
         plan = search.problem.plan(best.formats, asked=None, note=AIMS[self.aim].format(extra=self.extra))
         about = {

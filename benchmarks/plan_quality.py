@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from amp import Autocast
 from common import FORMATS, measured_noise, options, progress, table, workloads
 from one_site import find_sites
 
@@ -25,6 +24,7 @@ from roundoff.formats import parse_format
 from roundoff.plan.budget import Budget
 from roundoff.plan.choose import Problem
 from roundoff.plan.rounded import noise, run_batches
+from roundoff.train.tuning.rounded import Autocast
 from roundoff.workload import Workload
 
 BAR_DB, BAR_COST = 3.0, 15.0
@@ -81,13 +81,13 @@ def _compare(workload: Workload, budget: Budget, reference: Targets, model: str,
 
 
 def _autocast(workload: Workload, reference: Targets) -> tuple[dict[str, str], float]:
-    handler, found = Autocast(), []
+    handler, found = Autocast(parse_format("bf16"), "cuda"), []
     with torch.no_grad(), watch(workload.model, handler) as mode:
         for batch in workload.batches:
             mode.begin()
             with mode:
                 found.append(target_tensors(workload.run(batch), None))
-    formats = {site: fmt for site, fmt in handler.formats.items() if site in handler.sites}
+    formats = {site: fmt for site, fmt in handler.chosen.items() if site in handler.sites}
     return formats, noise(found, reference)
 
 

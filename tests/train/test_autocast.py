@@ -172,7 +172,7 @@ def test_following_and_the_lists_of_another_device():
         assert [h.dtype, h.softmax(-1).dtype, h.exp().dtype, F.layer_norm(h, (4,)).dtype] == [BF16, FP32, FP32, FP32]
         assert F.interpolate(h, scale_factor=2, mode="bilinear").dtype == FP32
         assert torch.addcmul(x, h, h).dtype == FP32
-        assert h.gelu().dtype == BF16 if hasattr(h, "gelu") else True
+        assert F.gelu(h).dtype == BF16  # on neither list
     assert not _REGISTERED
 
 
@@ -264,9 +264,9 @@ def test_everything_is_undone_also_after_an_error():
 
     @roundoff.autocast(MIXED, model)
     def run() -> torch.dtype:
-        return model.layer(torch.randn(1, 2, 8)).dtype
+        return model.layer.linear1(torch.randn(2, 8)).dtype
 
-    assert (run(), model.layer(torch.randn(1, 2, 8)).dtype) == (BF16, FP32) or run() == FP32
+    assert [run(), model.layer.linear1(torch.randn(2, 8)).dtype, run()] == [BF16, FP32, BF16]
 
 
 def test_a_model_inside_wrappers_and_several_passes_in_one_region():

@@ -355,7 +355,7 @@ def test_every_model_is_used():
     assert len(CASES) == 20
 
 
-@pytest.mark.filterwarnings("ignore:roundoff loss scaler .nan-loss", "ignore:fp16 on a CPU")
+@pytest.mark.filterwarnings("ignore:roundoff loss scaler .nan-loss", "ignore:fp16 on this CPU")
 def test_a_region_of_roundoffs_autocast_is_entered_again():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -79,14 +79,13 @@ def whole_step(optimizers: Iterable[torch.optim.Optimizer], scale: Callable[[], 
         ends.waiting = True
     try:
         yield
-    except BaseException:
         for ends in _LISTENING:
-            ends.waiting = False
-        raise
-    for ends in _LISTENING:
-        for optimizer in [o for o in optimizers if o not in ends.stepped]:
-            ends.step(optimizer)
-        ends.look(loss_scale=scale())
+            for optimizer in [o for o in optimizers if o not in ends.stepped]:
+                ends.step(optimizer)
+            ends.look(loss_scale=scale())
+    finally:
+        for ends in _LISTENING:
+            ends.waiting = False  # other optimizers may step without a scaler, and end the step
 
 
 @contextmanager

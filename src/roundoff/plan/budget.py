@@ -42,7 +42,12 @@ TABLE_SCHEMA: dict[str, Any] = {
 
 def decibels(noise: float) -> float | None:
     """SQNR of a relative noise power in dB; None (infinite) for no noise, -inf is None too (all is lost)."""
-    return -10 * math.log10(noise) if 0 < noise < math.inf else None
+    return sqnr_db(noise) if 0 < noise < math.inf else None
+
+
+def sqnr_db(noise: float) -> float:
+    """SQNR of a relative noise power in dB, ``-10 log10(noise)``: infinite for no noise, -inf where all is lost."""
+    return -10 * math.log10(noise) if noise > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -56,12 +61,12 @@ class Prediction:
     @property
     def db(self) -> float:
         """SQNR with the correlations between sites, in dB; infinite when nothing is rounded."""
-        return -10 * math.log10(self.noise) if self.noise > 0 else math.inf
+        return sqnr_db(self.noise)
 
     @property
     def additive_db(self) -> float:
         """SQNR if all errors were independent, in dB."""
-        return -10 * math.log10(self.additive) if self.additive > 0 else math.inf
+        return sqnr_db(self.additive)
 
 
 @dataclass(frozen=True)

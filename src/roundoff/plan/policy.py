@@ -9,6 +9,7 @@ from torch's dispatcher, so it is right for the version that runs; of which kind
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -41,6 +42,19 @@ _DECIDES = {
     "lstm_cell": "linear", "gru_cell": "linear", "rnn_tanh_cell": "linear", "rnn_relu_cell": "linear", "rpow": "pow",
     "rdiv": "reciprocal", "softmin": "softmax", "cross_entropy_loss": "log_softmax",
 }  # fmt: skip
+
+
+#: What is said of fp16 on such a CPU (measured on GPT-2 and ResNet-18 steps).
+SLOW_FP16 = (
+    "fp16 on this CPU, which has no fp16 arithmetic: 16 to 32 times slower than fp32 was measured; bf16 is what a CPU "
+    "trains in"
+)
+
+
+def slow_in_fp16(device: torch.device) -> bool:
+    """Whether it is a CPU without matrix arithmetic in fp16."""
+    amx: Callable[[], bool] = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
+    return device.type == "cpu" and not amx()
 
 
 def listed(operator: str, device: str = "cpu") -> Listed:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from roundoff.errors import InfeasibleError
-from roundoff.plan.budget import Budget
+from roundoff.plan.budget import Budget, sqnr_db
 from roundoff.plan.choose import Problem
 from roundoff.plan.measure import Progress
 from roundoff.plan.measure import budget as measure
@@ -186,7 +186,7 @@ class _Check:
                 target=self.part,
                 progress=_named(self.progress, f"verify {number}"),
             )
-            measured = _db(noise(ran.targets, self.reference.targets))
+            measured = sqnr_db(noise(ran.targets, self.reference.targets))
             metric = self.workload.evaluate(ran.outputs, self.reference.outputs)
         else:
             measured, metric = same.round.measured_db, same.round.metric_measured
@@ -238,7 +238,7 @@ class _Check:
                 None,
                 "no site of this plan has native arithmetic on this device; all are simulated",
             )
-        return _db(
+        return sqnr_db(
             noise(ran.targets, self.reference.targets)
         ), f"{count} calls with real casts, {rest} simulated"
 
@@ -265,10 +265,6 @@ def _expected(
 def _part(budget: Budget) -> str | None:
     name: str = budget.about["target"]["name"]
     return None if name == "output" else name
-
-
-def _db(relative: float) -> float:
-    return -10 * math.log10(relative) if relative > 0 else math.inf
 
 
 def _named(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

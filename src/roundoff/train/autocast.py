@@ -22,7 +22,7 @@ from roundoff.errors import PlanError
 from roundoff.formats import FORMATS
 from roundoff.plan.explain import explain
 from roundoff.plan.plan import Plan
-from roundoff.plan.policy import KEYS
+from roundoff.plan.policy import KEYS, SLOW_FP16, slow_in_fp16
 from roundoff.train.casts.mode import LOCAL
 from roundoff.train.casts.overrides import overridden
 from roundoff.train.casts.recorded import Recorded
@@ -51,8 +51,8 @@ class autocast(ContextDecorator):  # noqa: N801
         PlanError: the plan names modules that the model has not, or needs a model and has none.
 
     Warns:
-        RuntimeWarning: fp16 on a CPU, which is 16 to 32 times slower than bf16; rules that named no site in the first
-            pass; a plan inside another one that contradicts it.
+        RuntimeWarning: fp16 on a CPU without arithmetic for it; rules that named no site in the first pass; a plan inside
+            another one that contradicts it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
@@ -85,9 +85,8 @@ class autocast(ContextDecorator):  # noqa: N801
         if self.rules.simulated and self.model is None:
             raise PlanError(f"{self.rules.simulated[0]} is simulated, which needs the model", where="plan",
                             do="give the model too: roundoff.autocast(plan, model)")  # fmt: skip
-        if self.device == "cpu" and self.rules.dtype == torch.float16:
-            warnings.warn("fp16 on a CPU is 16 to 32 times slower than fp32 on most: bf16 is the fast format here",
-                          RuntimeWarning, stacklevel=2)  # fmt: skip
+        if self.rules.dtype == torch.float16 and slow_in_fp16(torch.device(self.device)):
+            warnings.warn(SLOW_FP16, RuntimeWarning, stacklevel=2)
 
     @property
     def report(self) -> Any:

@@ -21,7 +21,7 @@ from roundoff.capture.ends import Ends, ends_of_steps, patched
 from roundoff.capture.paths import Paths, quiet
 from roundoff.capture.program import Enough, ScriptError, run_program, words_of
 from roundoff.errors import RoundoffError, RunError, StuckError
-from roundoff.train.experiment.configs import slow_cpu
+from roundoff.plan.policy import slow_in_fp16
 from roundoff.train.monitor import Monitor
 from roundoff.train.scaling.graph import Graph
 from roundoff.train.scaling.scaled import Gradients
@@ -227,7 +227,7 @@ class Watch:
         self._after_skip = now.skipped
         self.say(Step(self.number, loss, self.scale, now.norm, now.share, now.skipped, self.skips, lr))
         self._look_at_the_scale()
-        if any(s.autocast_to(torch.float16) and slow_cpu(next(s.model.parameters()).device) for s in self.steps):
+        if any(s.autocast_to(torch.float16) and slow_in_fp16(next(s.model.parameters()).device) for s in self.steps):
             self._advise("fp16-on-cpu")
         stop = self.stop_on_nan and self.stopped is None and loss is not None and not math.isfinite(loss)
         self.number += 1

@@ -20,44 +20,34 @@ from roundoff.formats import Format
 
 def simulated(call: Call, fmt: Format) -> Any:
     """The call's result when executed in ``fmt``, with gradients."""
-    result = execute(call, fmt, through)
+    result = execute(call, fmt, straight)
     if gradient_format(fmt) is None:
         return result
-    return tree_map(lambda t: receive_gradient(t, fmt) if isinstance(t, Tensor) and t.requires_grad else t, result)
+    return tree_map(lambda t: straight(t, t, fmt) if isinstance(t, Tensor) and t.requires_grad else t, result)
 
 
-def through(exact: Tensor, rounded: Tensor) -> Tensor:
-    """``rounded``, whose gradient goes to ``exact`` unchanged.
+def straight(exact: Tensor, rounded: Tensor, fmt: Format | None = None, *, written: bool = False) -> Tensor:
+    """``rounded``, in memory of its own, whose gradient goes to ``exact``: unchanged, or rounded as an operator in ``fmt``
+    receives it or, ``written``, writes it (see ``capture.execute.round_gradient``).
 
     >>> x = torch.tensor([1.3], requires_grad=True)
-    >>> (3 * through(x, torch.tensor([1.25]))).backward()
+    >>> (3 * straight(x, torch.tensor([1.25]))).backward()
     >>> x.grad
     tensor([3.])
     """
-    return _Through.apply(exact, rounded)  # type: ignore[no-any-return, no-untyped-call]
+    found: Tensor = _Straight.apply(exact, [rounded], fmt, written)  # type: ignore[no-untyped-call]
+    return found
 
 
-def receive_gradient(value: Tensor, fmt: Format) -> Tensor:
-    """``value``, whose gradient is rounded on the way back as an operator executed in ``fmt`` receives it."""
-    return _RoundGradient.apply(value, fmt)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Through(torch.autograd.Function):
+class _Straight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exact: Tensor, rounded: Tensor) -> Tensor:
-        return rounded.view_as(rounded)
+    def forward(ctx: Any, exact: Tensor, rounded: list[Tensor], fmt: Format | None, written: bool) -> Tensor:
+        ctx.how = fmt, written
+        # a view made here could not be written in place afterwards
+        return rounded[0].clone() if rounded[0].data_ptr() == exact.data_ptr() else rounded[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _RoundGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, fmt: Format) -> Tensor:
-        ctx.fmt = fmt
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return round_gradient(gradient, ctx.fmt, written=False), None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        fmt, written = ctx.how
+        (gradient,) = gradients
+        return gradient if fmt is None else round_gradient(gradient, fmt, written=written), None, None, None

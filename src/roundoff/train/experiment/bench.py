@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from roundoff.errors import WorkloadError, warn
 from roundoff.plan.measure import Progress
+from roundoff.plan.policy import SLOW_FP16, slow_in_fp16
 from roundoff.plan.variants import device_of
 from roundoff.preserve import preserve, process_kept
-from roundoff.train.experiment.configs import SLOW, Config, Step, parse_configs, slow_cpu
+from roundoff.train.experiment.configs import Config, Step, parse_configs
 from roundoff.train.experiment.result import WARM, Result
 from roundoff.train.experiment.rows import summary
 from roundoff.workload import Workload
@@ -168,9 +169,9 @@ def _order(batches: int, steps: int, seed: int) -> list[int]:
 
 def _notes(config: Config, workload: Workload, device: torch.device) -> list[str]:
     notes = []
-    if config.format == "fp16" and slow_cpu(device):
-        warn(SLOW)
-        notes.append(SLOW)
+    if config.format == "fp16" and slow_in_fp16(device):
+        warn(SLOW_FP16)
+        notes.append(SLOW_FP16)
     drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in workload.model.modules())
     if config.backend in ("", "inductor") and drops:
         notes.append("compiled dropout draws other random numbers than the reference")

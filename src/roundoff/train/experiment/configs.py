@@ -42,10 +42,6 @@ WORDS = (
 )  # fmt: skip
 #: Where torch's GradScaler begins.
 INITIAL_SCALE = 65536.0
-SLOW = (
-    "fp16 on this CPU, which has no fp16 arithmetic: 16 to 32 times slower than fp32 was measured; bf16 is what a CPU "
-    "trains in"
-)
 
 
 @dataclass(frozen=True)
@@ -188,12 +184,6 @@ def _known_backend(name: str, given: str) -> str:
         raise WorkloadError("torch.compile has no such backend", where=given, expected=", ".join(known), got=repr(name),
                             do=f"did you mean {' or '.join(near)}?" if near else None)  # fmt: skip
     return name
-
-
-def slow_cpu(device: torch.device) -> bool:
-    """Whether it is a CPU without matrix arithmetic in fp16."""
-    amx: Callable[[], bool] = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
-    return device.type == "cpu" and not amx()
 
 
 def remade(optimizer: torch.optim.Optimizer, flags: dict[str, bool]) -> torch.optim.Optimizer:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roundoff.errors import WorkloadError
+from roundoff.plan.policy import SLOW_FP16, slow_in_fp16
 from roundoff.plan.variants import AUTOCAST, compile_backend, compiled, device_of
 from roundoff.preserve import process_kept
 from roundoff.train.autocast import autocast
-from roundoff.train.experiment.configs import SLOW, Config, remade, slow_cpu
+from roundoff.train.experiment.configs import Config, remade
 from roundoff.train.experiment.seen import Kept, Seen, formats_of, held, watched
 from roundoff.train.scaling.scaler import LossScaler
 from roundoff.user_code import user_code
@@ -157,8 +158,8 @@ class Trainee:
         if self.seen is None or self.config.step is None:
             return []
         found = self.seen.findings(formats_of(self.eager.batches))
-        if "fp16" in self.seen.matrix["forward"] and slow_cpu(self.device):
-            found.append(SLOW)
+        if "fp16" in self.seen.matrix["forward"] and slow_in_fp16(self.device):
+            found.append(SLOW_FP16)
         return found
 
     def _train(self, batch: Any) -> tuple[Tensor, bool]:

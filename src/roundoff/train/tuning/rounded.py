@@ -15,26 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from roundoff.capture.calls import Call, watch
-from roundoff.capture.execute import round_gradient, round_operand, round_output, runs
+from roundoff.capture.execute import round_operand, round_output, runs
 from roundoff.errors import WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.plan.policy import listed
 from roundoff.plan.rounded import Plain
+from roundoff.train.casts.simulate import straight
 from roundoff.workload import Workload, preserve
-
-
-class _Rounds(torch.autograd.Function):
-    """The rounded values forward, the rounded gradient backward; else the gradient goes straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: list[Tensor], fmt: Format, written: bool) -> Tensor:
-        ctx.how = fmt, written
-        return rounded[0].clone() if rounded[0].data_ptr() == x.data_ptr() else rounded[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        fmt, written = ctx.how
-        return round_gradient(gradients[0], fmt, written=written), None, None, None
 
 
 class Straight(Plain):
@@ -60,7 +47,7 @@ class Straight(Plain):
             how = rule.activation if operand.role == "activation" else rule.weight
             if how is not None and (operand.role != "bias" or rule.bias):
                 x = leaves[operand.leaf]
-                leaves[operand.leaf] = _rounds(x, round_operand(x, operand, fmt), fmt, written=True)
+                leaves[operand.leaf] = straight(x, round_operand(x, operand, fmt), fmt, written=True)
         result = call.again(leaves)
         result = tree_map(lambda y: _output(y, fmt) if _floating(y) else y, result)
         return call.leaves[0].copy_(result) if call.operator.inplace else result
@@ -69,12 +56,7 @@ class Straight(Plain):
 def _output(y: Tensor, fmt: Format) -> Tensor:
     rule = fmt.execution
     rounded = round_output(y, fmt) if rule is not None and rule.output else y
-    return _rounds(y, rounded, fmt, written=False)
-
-
-def _rounds(x: Tensor, rounded: Tensor, fmt: Format, *, written: bool) -> Tensor:
-    found: Tensor = _Rounds.apply(x, [rounded], fmt, written)  # type: ignore[no-untyped-call]
-    return found
+    return straight(y, rounded, fmt)
 
 
 def _floating(value: Any) -> bool:

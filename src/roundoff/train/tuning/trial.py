@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from roundoff.capture.calls import watch
 from roundoff.errors import WorkloadError
+from roundoff.plan.budget import sqnr_db
 from roundoff.plan.plan import Plan
+from roundoff.plan.rounded import noise
 from roundoff.train.autocast import autocast
 from roundoff.train.tuning.rounded import (
     Gradients,
@@ -71,25 +73,19 @@ class Trials:
         return Trial(sqnr(found, self.start), max(errors), along, self._train(make()))
 
     def natively(self, what: Plan | str, policy: str | None = None) -> float | None:
-        """SQNR of the gradients at the start with real casts, under ``roundoff.autocast``; None where it does not find the
-        plan's sites: it counts calls from each forward of the model, of which a batch may make more than one."""
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*named no site", category=RuntimeWarning)
-                return self._natively(what, policy)
-        except RuntimeWarning:
-            return None
-
-    def _natively(self, what: Plan | str, policy: str | None) -> float:
+        """SQNR of the gradients at the start with real casts, under ``roundoff.autocast``; None where it does not find all
+        of the plan's sites, so that another plan ran."""
         model, found = self.workload.model, []
-        with preserve(model):
+        region = autocast(what, model, policy=policy)
+        with preserve(model), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=RuntimeWarning)  # what it would warn of is asked for below
             model.train()
             for index, batch in enumerate(self.workload.batches[: self.batches]):
                 torch.manual_seed(self.seed + index)
-                with torch.enable_grad(), autocast(what, model, policy=policy):
+                with torch.enable_grad(), region:
                     loss = loss_of(self.workload, batch)
                 found.append(backward(self.workload, loss, self.scale))
-        return sqnr(found, self.start)
+        return None if region.rules.unused() else sqnr(found, self.start)
 
     def _at(self, step: int) -> Workload:
         own = self.workload
@@ -123,15 +119,7 @@ class Trials:
 
 def sqnr(candidate: Sequence[Gradients], reference: Sequence[Gradients]) -> float:
     """SQNR in dB of all gradients over all batches; ``inf`` where they are equal, ``-inf`` where one is not finite."""
-    error = signal = 0.0
-    for got, want in zip(candidate, reference, strict=True):
-        for name, exact in want.weights.items():
-            own = got.weights.get(name)
-            error += float((exact if own is None else own - exact).double().square().sum())
-            signal += float(exact.double().square().sum())
-    if not math.isfinite(error) or signal == 0:
-        return -math.inf
-    return -10 * math.log10(error / signal) if error else math.inf
+    return sqnr_db(noise([got.weights for got in candidate], [want.weights for want in reference]))
 
 
 def _optimizer(workload: Workload) -> torch.optim.Optimizer:

@@ -18,6 +18,7 @@ from roundoff.plan.budget import Budget
 from roundoff.plan.cost import UNITS
 from roundoff.plan.measure import Progress, parse_formats
 from roundoff.plan.plan import Plan
+from roundoff.plan.policy import SLOW_FP16, slow_in_fp16
 from roundoff.train.tuning.gradients import BATCHES
 from roundoff.train.tuning.rounded import Autocast, Straight, trainable
 from roundoff.train.tuning.search import Search
@@ -250,8 +251,8 @@ def _notes(workload: Workload, offered: list[str], half: str, device: str, searc
     notes = ["Measured in simulated formats ('native': with real casts); the budget takes attention by its plain formula."]
     if workload.optimizer is None:
         notes.append("The workload has no optimizer: plain SGD took the steps.")
-    if "fp16" in offered and device == "cpu":
-        notes.append("fp16 runs 16 to 32 times slower than fp32 on a CPU without fp16 arithmetic; take bf16 there.")
+    if "fp16" in offered and slow_in_fp16(torch.device(device)):
+        notes.append(f"{SLOW_FP16}.")
     if half not in offered:
         notes.append(f"Built-in autocast has no {', '.join(offered)}: it ran in {half}.")
     straight = [f for f in offered if not _rounds_gradients(f)]

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from roundoff.plan.policy import SLOW_FP16
+
 #: Steps in a row at the lowest scale before it is said.
 FLOOR_STEPS = 20
 
@@ -36,7 +38,7 @@ RULES = {
         "no parameter of {optimizer} has a gradient: the loss does not reach them (frozen, detached, or made before the "
         "model was moved or replaced)"
     ),
-    "fp16-on-cpu": "float16 on a CPU without instructions for it is 16 to 32 times slower than float32; use bfloat16",
+    "fp16-on-cpu": SLOW_FP16,
     "adam-eps": "{optimizer} adds eps {eps:g} to float16 numbers, where it is 0: the first step divides by zero; eps=1e-4",
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ __all__ = [
     "OutputError",
     "PatternError",
     "PlanError",
+    "QuantizationError",
     "RoundoffError",
     "RunError",
     "ScalerError",
@@ -132,6 +133,10 @@ class InfeasibleError(PlanError):
 
 class OutputError(RoundoffError):
     """The output folder or one of its files cannot be written, or would be overwritten."""
+
+
+class QuantizationError(RoundoffError):
+    """A model, a tensor or a record cannot be quantized, pruned or exported as asked. The model is as before."""
 
 
 class RunError(RoundoffError):

@@ -16,6 +16,9 @@ from typing import Any
 
 from roundoff.errors import QuantizationError
 from roundoff.formats import Granularity
+from roundoff.quantize.observers.ascend import Hfmg, Ifmr
+from roundoff.quantize.observers.entropy import Entropy
+from roundoff.quantize.observers.isotone import Isotone
 from roundoff.quantize.observers.minmax import Arq, MinMax, MovingAverage
 from roundoff.quantize.observers.observer import Observer as Observer
 from roundoff.quantize.observers.observer import RangeObserver as RangeObserver
@@ -25,7 +28,8 @@ __all__ = ["OBSERVERS", "Observer", "RangeObserver", "make_observer"]
 
 #: Every observer by its name.
 OBSERVERS: dict[str, type[RangeObserver]] = {
-    observer.name: observer for observer in (MinMax, MovingAverage, Percentile, Mse, Adjoint, Arq)
+    observer.name: observer
+    for observer in (MinMax, MovingAverage, Percentile, Entropy, Mse, Ifmr, Hfmg, Arq, Isotone, Adjoint)
 }
 
 

@@ -3,6 +3,7 @@
 Bins lie symmetrically around 0; their width is a power of two. Bin 0 holds the zeros alone; bin ``i > 0`` holds
 ``((i - 1) w, i w]`` and bin ``-i`` its mirror image. When a value exceeds the range, ``w`` doubles as often as
 needed: then bin ``i`` falls whole into bin ``ceil(i / 2)``. No count is divided, and the order of batches does not matter.
+(A value below 2**-126 bin widths is counted with the zeros.)
 
 Each bin keeps the sums of 1, x and x² (times the weight, if there is one). So its mean and variance are exact, and what is
 read from it afterwards models a bin as uniformly filled around its own mean with its own variance: exact for one repeated
@@ -20,6 +21,8 @@ __all__ = ["Bins", "Histogram"]
 
 #: Below 2**-100 bins get no narrower, because 1 / width has to stay finite in fp32.
 SMALLEST_EXPONENT = -100
+#: Elements that are counted at a time.
+PART = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -62,23 +65,29 @@ class Histogram:
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
         amax = torch.maximum(-low, high).double()
         fraction, exponent = torch.frexp(amax)  # amax = fraction * 2**exponent, fraction in [0.5, 1)
-        self._widen(torch.where(fraction == 0.5, exponent - 1, exponent).long())
-        u = x * (1.0 / self.width).to(x.dtype)[:, None]
-        bins = 2 * self.side + 1
-        first = self.side + bins * torch.arange(len(x), dtype=torch.int32, device=x.device)[:, None]
-        index = u.abs().ceil_().copysign_(u).to(torch.int32).add_(first).flatten()
-        u = u.double().flatten()
-        size = len(x) * bins
+        exponent = torch.where(fraction == 0.5, exponent - 1, exponent).long()
+        self._widen(torch.where(amax > 0, exponent, SMALLEST_EXPONENT))
+        per_width = (1.0 / self.width).to(x.dtype)[:, None]
+        # In parts, because fresh memory for tensors of full size costs more than the counting.
+        columns = max(PART, 4 * self.sums[0].numel()) // len(x)
+        for at in range(0, x.shape[1], columns):
+            part = slice(at, at + columns)
+            self._count(x[:, part] * per_width, None if weight is None else weight[:, part])
+
+    def _count(self, u: Tensor, weight: Tensor | None) -> None:
+        """Adds values in units of the bins' width."""
+        shape = self.sums[0].shape
+        first = torch.arange(self.side, shape[0] * shape[1], shape[1], dtype=torch.int32, device=u.device)
+        index = u.abs().ceil_().copysign_(u).to(torch.int32).add_(first[:, None]).flatten()
+        size, u = shape[0] * shape[1], u.flatten().double()
         if weight is None:
-            sums = [torch.bincount(index, minlength=size)]
-            powers = [u, u * u]
+            self.sums[0] += torch.bincount(index, minlength=size).view(shape)
         else:
-            weight = weight.double().flatten()
-            sums = [torch.bincount(index, weight, size)]
-            powers = [weight * u, weight * u * u]
-        sums += [torch.bincount(index, power, size) for power in powers]
-        for total, batch in zip(self.sums, sums, strict=True):
-            total += batch.view(len(x), bins)
+            weight = weight.flatten().double()
+            self.sums[0] += torch.bincount(index, weight, size).view(shape)
+        for i in (1, 2):
+            weight = u if weight is None else weight * u
+            self.sums[i] += torch.bincount(index, weight, size).view(shape)
 
     def _widen(self, exponent: Tensor) -> None:
         """Doubles the width of the bins until 2**exponent is inside."""
@@ -108,8 +117,11 @@ class Histogram:
         return Bins(weight, mean * width, half * width)
 
     def largest(self, rank: Tensor, *, zeros: bool = True) -> Tensor:
-        """The value of rank 1, 2, … from the top in each set, (sets,), zeros counted or not: exact for rank 1, and where
-        its bin holds one or two values or one repeated value; elsewhere within the width of a bin. Without weights only."""
+        """The value of rank 1, 2, … from the top in each set, (sets,), zeros counted or not; 0 where nothing is counted.
+
+        Exact for rank 1, and where its bin holds one or two values or one repeated value; elsewhere within the width of a
+        bin. Not for weights.
+        """
         return self._ranked(rank, self.sums.flip(2), self.high, zeros)
 
     def smallest(self, rank: Tensor, *, zeros: bool = True) -> Tensor:
@@ -136,7 +148,8 @@ class Histogram:
         edge = (self.side - at).to(u.dtype)  # what lies above 0 ends at its edge; below 0, it begins there
         low, high = torch.where(edge > 0, edge - 1, edge), torch.where(edge < 0, edge + 1, edge)
         value = u.clamp(low, high) * self.width[:, None]
-        return torch.where(rank[:, 0] <= 1, top, torch.minimum(value[:, 0], top))
+        extreme = (rank[:, 0] <= 1) & (top != 0.0 if not zeros else torch.ones_like(top, dtype=torch.bool))
+        return torch.where(extreme, top, torch.minimum(value[:, 0], top)).masked_fill_(n[:, 0] == 0, 0.0)
 
 
 def _halved(sums: Tensor, side: int) -> Tensor:

@@ -67,10 +67,11 @@ class MovingAverage(MinMax):
 
 
 class Arq(MinMax):
-    """Min-max for weights by the symmetric rule of Ascend's ARQ: ``scale = max(max / max_finite, min / min_finite)``.
+    """Min-max for weights by the symmetric rule of Ascend's ARQ: ``|min| / |min_finite|`` if ``|min| > |max|``, else
+    ``|max| / max_finite``.
 
-    With all 256 codes (``int8_full``: -128..127) that is ``|min| / 128`` where ``|min|`` is the larger side, and
-    ``max / 127`` otherwise, so the lowest code is used; with ``int8`` (-127..127) it is ``amax / 127``.
+    With all 256 codes (``int8_full``: -128..127) the lowest code is thus used; if ``|min|`` is larger by less than 1/127,
+    the maximum is clipped, by one code at most. With ``int8`` (-127..127) the scale is ``amax / 127``.
 
     Raises:
         QuantizationError: also for an asymmetric format, since the zero point of weights is 0 here.
@@ -95,5 +96,5 @@ class Arq(MinMax):
         if fmt.scale_target is not None or -fmt.min_finite <= fmt.max_finite:
             return chosen
         tiny = torch.finfo(self.dtype).tiny
-        scale = torch.maximum(self.high / fmt.max_finite, self.low / fmt.min_finite)
+        scale = torch.where(-self.low > self.high, self.low / fmt.min_finite, self.high / fmt.max_finite)
         return self._shaped(torch.where(scale > 0, scale.clamp(min=tiny), 1.0).to(self.dtype), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from roundoff.quantize.observers.observer import RangeObserver, check_parameter
 from roundoff.quantize.observers.search import search
 
 __all__ = ["Adjoint", "HistogramObserver", "Mse", "Percentile"]
+
+#: bytes of one observer's histograms
+LARGEST = 2**30
 
 
 class HistogramObserver(RangeObserver):
@@ -36,6 +41,13 @@ class HistogramObserver(RangeObserver):
 
     def _add(self, x: Tensor, low: Tensor, high: Tensor, power: Tensor | None) -> None:
         if self.histogram is None:
+            size = 24 * len(x) * (2 * self.side + 1)
+            if size > LARGEST:
+                raise QuantizationError(
+                    f"histograms for {len(x)} sets of elements would take {size / 2**30:.1f} GiB",
+                    where=f"observer {self.name}", expected=f"at most {LARGEST / 2**30:.1f} GiB",
+                    got=f"{self.granularity}, {self.side} bins on each side", do="give fewer bins, or use minmax",
+                )  # fmt: skip
             self.histogram = Histogram(len(x), self.side, x.device)
         self.histogram.add(x, low, high, power)
 
@@ -44,8 +56,9 @@ class HistogramObserver(RangeObserver):
             raise AssertionError  # qparams has checked the count
         return self._choose(self.histogram, fmt)
 
+    @abstractmethod
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """The range of each set, (sets,)."""
 
 
 class Percentile(HistogramObserver):

@@ -47,14 +47,16 @@ def _uniform(bins: Bins, scale: Tensor, zero_point: Tensor, fmt: Format) -> Tens
     mean = bins.mean.unsqueeze(1) / scale
     # No narrower than what the difference below can resolve; adds less than 1e-12 scale².
     half = (bins.half.unsqueeze(1) / scale).clamp_(min=1e-6)
-
-    def integral(u: Tensor) -> Tensor:
-        n = u.round().clamp_(lowest, highest)
-        rest = u.sub_(n)
-        return n.div_(12.0).add_(rest * rest * rest, alpha=1.0 / 3.0)
-
-    error = integral(mean + half).sub_(integral(mean.sub_(half))).div_(half)
-    return torch.einsum("scb,sb->sc", error, bins.weight).mul_(0.5 * scale[..., 0] ** 2)
+    upper, lower = mean + half, mean.sub_(half)
+    n, m = upper.round().clamp_(lowest, highest), lower.round().clamp_(lowest, highest)
+    upper.sub_(n)
+    lower.sub_(m)
+    crossed = n.sub_(m)  # how many integers lie between
+    # With A = u - n at the upper and B at the lower end of the bin, (A³ - B³) / 3 = (A - B) (A² + AB + B²) / 3 and
+    # A - B = 2 half - crossed: where nothing is crossed, no large numbers cancel.
+    square = (upper + lower).mul_(upper).addcmul_(lower, lower).div_(3.0)
+    error = crossed.mul_(1.0 / 12.0 - square).div_(half.mul_(2.0)).add_(square)
+    return torch.einsum("scb,sb->sc", error, bins.weight).mul_(scale[..., 0] ** 2)
 
 
 def _two_points(bins: Bins, scale: Tensor, fmt: Format) -> Tensor:

@@ -253,7 +253,13 @@ class CallMode(TorchFunctionMode):
             self._sources[base] = self._sources_of(base) | sources  # written through a view
 
     def passed_on(
-        self, func: Callable[..., Any], operator: Operator, reason: str, result: Any, args: Any, kwargs: Any
+        self,
+        func: Callable[..., Any],  # noqa: ARG002 (for subclasses)
+        operator: Operator,
+        reason: str,
+        result: Any,
+        args: Any,
+        kwargs: Any,
     ) -> None:
         """``func`` has run and is not a site, for ``reason``: where its result's values come from."""
         sources = frozenset() if operator.name in EXACT else self._sources_of((args, kwargs))

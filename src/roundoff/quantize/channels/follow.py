@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from roundoff.capture.calls import Call, CallMode, Handler, float_tensors
 from roundoff.capture.operators import Operator
-from roundoff.quantize.channels.labels import Labels, Passed, Space, constant_expanded, varying_axes, varying_part
+from roundoff.quantize.channels.labels import (
+    Labels,
+    Passed,
+    Space,
+    constant_expanded,
+    varying_axes,
+    varying_part,
+)
 from roundoff.quantize.channels.moves import Moves, along, fixed
 
 _HOMOGENEOUS = frozenset(
@@ -58,7 +65,8 @@ class Follow:
 
     def __init__(self, model: nn.Module) -> None:
         self.labels = Labels(model)
-        self.moves = Moves(self.labels)
+        self.moved = Moves(self.labels).move
+        self.clips: dict[str, tuple[int, int]] = {}  # site → the channel axis and its length
 
     def before_write(self, tensor: Tensor) -> None:
         """Nothing to keep."""
@@ -89,7 +97,7 @@ class Follow:
     def _follow(self, name: str, args: list[Any], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         base = name.rstrip("d").rstrip("123")
         given = dict(zip(_NAMES.get(name, ()), args, strict=False)) | kwargs
-        x = args[0] if args and isinstance(args[0], Tensor) else given.get("input", given.get("query"))
+        x: Any = args[0] if args and isinstance(args[0], Tensor) else given.get("input")
         if name == "linear":
             self._contract(x, given["weight"], -1, 1, 0, given.get("bias"), outputs[0], -1)
         elif base == "conv" or base == "conv_transpose":
@@ -119,7 +127,7 @@ class Follow:
             if dim in varying_axes(self.labels.get(x)):
                 self.labels.pin(self.labels.get(x), f"{name} ({self._site}) runs over its channels")
             self._same(x, outputs[0], "other", name)
-        elif any(base.startswith(pool) for pool in _POOLS) and x is not None:
+        elif any(base.startswith(pool) for pool in _POOLS) and isinstance(x, Tensor):
             self._pool(x, outputs[0], name)
         elif name in _REDUCTIONS and isinstance(x, Tensor):
             self._reduce(name, x, args, kwargs, outputs)
@@ -142,6 +150,9 @@ class Follow:
             high = given.get("max", given.get("max_val", 6.0 if name == "relu6" else 1.0 if name == "hardtanh" else None))
             if not isinstance(low, Tensor) and not isinstance(high, Tensor):
                 bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
+                varied = varying_axes(self.labels.get(x))
+                if len(varied) == 1:
+                    self.clips[self._site] = varied[0], x.shape[varied[0]]
                 law = "homogeneous" if bounds in ((0.0, math.inf), (-math.inf, 0.0)) else "clipped"
         if name == "threshold" and tuple(args[1:3]) != (0, 0):
             law = "other"
@@ -175,13 +186,12 @@ class Follow:
             self._same(x, out, "homogeneous" if linear else "other", name)
             return
         for first, second, reverse in ((a, b, False), (b, a, True)):
-            if labels.parameter(second) is not None and labels.parameter(first) is None:
-                if self._with_parameter(name, first, second, out, reverse):
-                    return
-        first, second = (labels.get(t).expand(out.shape) if t.shape == out.shape else
-                         torch.broadcast_to(labels.get(t), out.shape) for t in (a, b))  # fmt: skip
+            mixed_in = labels.parameter(second) is not None and labels.parameter(first) is None
+            if mixed_in and self._with_parameter(name, first, second, out, reverse):
+                return
+        first, second = (labels.get(t).expand(out.shape) for t in (a, b))
         one, two = labels.get(a), labels.get(b)
-        fixed(labels, _as_wide(one, out.ndim), _as_wide(two, out.ndim), f"meets a tensor of fixed size in {name} ({self._site})")
+        fixed(labels, _as_wide(one, out.ndim), _as_wide(two, out.ndim), self._fixed(name))
         additive = name in ("add", "sub", "maximum", "minimum")
         labels.tie(first, second, value=additive)
         mixed = torch.where(varying_part(first) != 0, varying_part(first), varying_part(second))
@@ -209,12 +219,12 @@ class Follow:
         if -axis > parameter.ndim or parameter.shape[axis] == 1:
             self._same(x, out, "homogeneous" if name == "mul" or name == "div" and not reverse else "other", name)
             return True
-        if name in ("add", "sub"):
+        if name in ("add", "sub", "minimum", "maximum"):
             bound = along(labels, parameter, axis, "bias")
             if bound is None:
                 return False
             if not varying_axes(own):
-                fixed(labels, bound.expand(parameter.shape), own, f"meets a tensor of fixed size in {name} ({self._site})")
+                fixed(labels, bound.expand(parameter.shape), own, self._fixed(name))
                 labels.note(bound, Passed(self._site, name, "other"))
                 labels.put(out, bound)
                 return True
@@ -229,9 +239,12 @@ class Follow:
         labels.tie(own, read)
         labels.tie(read, made, value=False)
         if not varying_axes(own):
-            labels.pin(made, f"meets a tensor of fixed size in {name} ({self._site})", "remove")
+            labels.pin(made, self._fixed(name), "remove")
         labels.put(out, made)
         return True
+
+    def _fixed(self, name: str) -> str:
+        return f"meets a tensor of fixed size in {name} ({self._site})"
 
     def _glu(self, x: Tensor, dim: int, out: Tensor) -> None:
         value, gate = self.labels.get(x).chunk(2, dim)
@@ -253,8 +266,9 @@ class Follow:
 
     def _reduce(self, name: str, x: Tensor, args: list[Any], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         own = self.labels.get(x)
-        dim = kwargs.get("dim", kwargs.get("axis", args[2 if name == "norm" and len(args) > 2 else 1] if len(args) > 1 else None))
-        if isinstance(dim, Tensor) or isinstance(dim, float) or (name == "norm" and "dim" not in kwargs and len(args) < 3):
+        place = 2 if name == "norm" else 1
+        dim: Any = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
+        if isinstance(dim, (Tensor, float)):
             dim = None
         axes = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
         over = sorted({axis % x.ndim for axis in axes}) if x.ndim else []
@@ -437,21 +451,28 @@ class Follow:
             self.labels.pin(self.labels.get(tensor), f"what {name} ({self._site}) does to channels is not known")
 
 
-class FollowMode(CallMode):
-    """``CallMode`` that also follows values that are moved."""
+class SeesMoves(Handler, Protocol):
+    """What ``MovesMode`` asks beside ``Handler``."""
 
-    def __init__(self, model: nn.Module, handler: Handler) -> None:
+    def moved(self, func: Callable[..., Any], name: str, site: str, result: Any, args: Any, kwargs: Any) -> None:
+        """``func`` has moved values of its arguments into ``result``."""
+
+
+class MovesMode(CallMode):
+    """``CallMode`` that also tells its handler of operators that only move values."""
+
+    def __init__(self, model: nn.Module, handler: Any) -> None:
         super().__init__(model, handler)
-        self.follow = handler
+        self.seer: SeesMoves = handler
 
     def passed_on(
         self, func: Callable[..., Any], operator: Operator, reason: str, result: Any, args: Any, kwargs: Any
     ) -> None:
         """See ``CallMode``."""
         super().passed_on(func, operator, reason, result, args, kwargs)
-        if isinstance(self.follow, Follow) and reason.startswith("moves"):
+        if reason.startswith("moves"):
             site = f"{self.path[-1] if self.path else ''}/{operator.name}"
-            self.follow.moves.move(func, operator.name, site, result, args, kwargs)
+            self.seer.moved(func, operator.name, site, result, args, kwargs)
 
 
 def _as_wide(labels: Tensor, ndim: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from roundoff.capture.calls import float_tensors, watch
 from roundoff.errors import QuantizationError
 from roundoff.preserve import preserve
-from roundoff.quantize.channels.follow import Follow, FollowMode
+from roundoff.quantize.channels.follow import Follow, MovesMode
 from roundoff.quantize.channels.labels import Ids, Labels, Passed, Space
 from roundoff.workload import Workload
 
@@ -56,6 +56,7 @@ class ChannelGroup:
         passers: what has one value for each of them: biases, BatchNorm, PReLU slopes.
         operators: what they pass on their way, sorted by site.
         pinned: why they cannot be removed (or rescaled, as the group was asked for); None when they can.
+        purpose: what the group was asked for.
     """
 
     size: int
@@ -64,6 +65,7 @@ class ChannelGroup:
     passers: tuple[Binding, ...]
     operators: tuple[Passed, ...]
     pinned: str | None
+    purpose: Purpose
 
     @property
     def name(self) -> str:
@@ -127,7 +129,7 @@ def followed(model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Mod
     follow = Follow(model)
     with preserve(model):
         model.eval()
-        with torch.no_grad(), watch(model, follow, FollowMode) as mode:
+        with torch.no_grad(), watch(model, follow, MovesMode) as mode:
             for batch in workload.batches:
                 mode.begin()
                 with mode:
@@ -161,7 +163,7 @@ def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
             alike[shape, frozenset(passed[one]), pinned.get(one)].append(one)
     order = {name: i for i, name in enumerate(labels.sizes)}
     found = [
-        _group(members, places, tuple(sorted(operators, key=lambda p: p.site)), reason, order)
+        _group(members, places, tuple(sorted(operators, key=lambda p: p.site)), reason, purpose, order)
         for (_, operators, reason), members in alike.items()
     ]
     return sorted(found, key=lambda group: (order[group.name], not group.producers))
@@ -169,7 +171,7 @@ def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
 
 def _group(
     members: list[int], places: dict[int, dict[Space, list[int]]], operators: tuple[Passed, ...], reason: str | None,
-    order: dict[str, int],
+    purpose: Purpose, order: dict[str, int],
 ) -> ChannelGroup:  # fmt: skip
     spaces = sorted(places[members[0]], key=lambda space: (order[space.name], space))
     bindings = [
@@ -180,7 +182,7 @@ def _group(
     passers = tuple(b for b in bindings if b.part not in ("producer", "consumer"))
     if reason is None and not (producers and consumers):
         reason = "no weight that reads it was seen" if producers else "no weight that makes it was seen"
-    return ChannelGroup(len(members), producers, consumers, passers, operators, reason)
+    return ChannelGroup(len(members), producers, consumers, passers, operators, reason, purpose)
 
 
 def _components(labels: Labels, purpose: Purpose) -> Ids:

@@ -76,10 +76,10 @@ class Labels:
 
     def get(self, tensor: Tensor) -> Tensor:
         """The labels of a tensor, zeros when it has none."""
-        found = self._of.get(tensor)
+        found: Tensor | None = self._of[tensor] if tensor in self._of else None
         if found is None or found.shape != tensor.shape:
             return torch.zeros((), dtype=torch.float64).expand(tensor.shape)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
         """Follow ``tensor`` with ``labels`` (expanded to its shape)."""
@@ -90,7 +90,7 @@ class Labels:
         """The parameter or buffer that ``tensor`` is or is a moved part of, with the flat index of each element in it (None
         for the whole)."""
         name = self.named.get(id(tensor))
-        return (name, None) if name is not None else self._moved.get(tensor)
+        return (name, None) if name is not None else self._moved[tensor] if tensor in self._moved else None
 
     def moved(self, tensor: Tensor, name: str, flat: Tensor) -> None:
         """``tensor`` holds elements ``flat`` of the parameter ``name``."""
@@ -98,7 +98,7 @@ class Labels:
 
     def tie(self, first: Tensor, second: Tensor, *, value: bool = True) -> None:
         """Elements that meet belong to one channel (``value``), or can only be removed together."""
-        first, second = torch.broadcast_tensors(varying_part(first), varying_part(second))
+        first, second = broadcast(varying_part(first), varying_part(second))
         differ = (first != second) & (first != 0) & (second != 0)
         if differ.any():
             pairs = torch.stack((first[differ], second[differ]), 1).long().numpy()
@@ -138,6 +138,12 @@ def constant_expanded(labels: Tensor) -> Tensor:
                 if labels.stride(axis) == 0 or bool((kept == first).all()):
                     kept = first
     return kept.expand(labels.shape)
+
+
+def broadcast(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in their common shape."""
+    shape = np.broadcast_shapes(first.shape, second.shape)
+    return first.expand(shape), second.expand(shape)
 
 
 def varying_part(labels: Tensor) -> Tensor:

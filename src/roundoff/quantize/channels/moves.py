@@ -15,6 +15,7 @@ from roundoff.quantize.channels.labels import (
     Labels,
     Passed,
     Space,
+    broadcast,
     channels_in,
     constant_expanded,
     varying_axes,
@@ -33,6 +34,8 @@ _CUTS = frozenset(
 )
 _SPLITS = frozenset("view reshape unflatten view_as reshape_as".split())
 _JOINS = frozenset("cat concat concatenate stack hstack vstack dstack where".split())
+# labels are expanded: what is a view of values may be a copy of labels
+_FREE: dict[str, Callable[..., Any]] = {"view": Tensor.reshape, "view_as": Tensor.reshape_as}
 _BY_VALUE = frozenset("sort topk kthvalue".split())
 
 
@@ -56,7 +59,7 @@ class Moves:
         if name in _SAME:
             labels.put(outputs[0], labels.get(inputs[0]))
         elif name == "pad" or name == "constant_pad_nd":
-            self._pad(func, site, outputs[0], args, kwargs)
+            self._pad(site, outputs[0], args, kwargs)
         elif name in ("masked_fill", "masked_scatter", "index_fill", "fill", "tril", "triu"):
             value = kwargs.get("value", args[2] if len(args) > 2 else 0.0) if "fill" in name else 0.0
             own = labels.get(inputs[0])
@@ -87,7 +90,7 @@ class Moves:
             self.labels.moved(tensor, found[0], where)
         return True
 
-    def _pad(self, func: Callable[..., Any], site: str, result: Tensor, args: Any, kwargs: Any) -> None:
+    def _pad(self, site: str, result: Tensor, args: Any, kwargs: Any) -> None:
         own = self.labels.get(args[0])
         pads = kwargs.get("pad", args[1] if len(args) > 1 else ())
         axes = {args[0].ndim - 1 - i // 2 for i, width in enumerate(pads) if width}
@@ -112,7 +115,7 @@ class Moves:
             self._join(name, [own[id(t)] for t in inputs], args, kwargs)
         before = [own[id(t)] for t in inputs]
         try:
-            moved = func(*_replaced(args, own), **_replaced(kwargs, own))
+            moved = _FREE.get(name, func)(*_replaced(args, own), **_replaced(kwargs, own))
         except (RuntimeError, TypeError, NotImplementedError):  # not for float64 of this layout: nothing is known
             for one in before:
                 labels.pin(one, f"{name} ({site}) cannot be followed")
@@ -134,7 +137,8 @@ class Moves:
                 labels.tie(after[0], ids, value=False)
         elif name == "channel_shuffle":
             groups = args[1] if len(args) > 1 else kwargs["groups"]
-            parts = varying_part(source).movedim(1, 0).unflatten(0, (groups, -1))
+            parts = varying_part(source).movedim(1, 0)
+            parts = parts.reshape(groups, -1, *parts.shape[1:])
             labels.tie(parts[:1], parts, value=False)
         elif name in _SPLITS and len(varying_axes(after[0])) > len(varying_axes(source)):
             labels.pin(source, f"the channel axis is split into parts by {name} ({site})", "remove")
@@ -149,14 +153,16 @@ class Moves:
         labels.put(tensor, after)
 
     def _parameters_among(self, own: dict[int, Tensor], inputs: list[Tensor]) -> None:
-        """Parameters beside other tensors (a class token) become channels along the axis of the others."""
-        axes = [varying_axes(own[id(t)]) for t in inputs if not self.labels.parameter(t)]
+        """Parameters beside other tensors (a class token) hold values of the channels of the others."""
         for tensor in inputs:
-            known = [a for a in axes if len(a) == 1]
-            if self.labels.parameter(tensor) and known and known[0][0] < tensor.ndim:
-                found = along(self.labels, tensor, known[0][0], "bias")
-                if found is not None:
-                    own[id(tensor)] = found.expand(tensor.shape)
+            for other in inputs:
+                axes = varying_axes(own[id(other)])
+                if self.labels.parameter(tensor) and len(axes) == 1 and axes[0] < tensor.ndim:
+                    found = along(self.labels, tensor, axes[0], "bias")
+                    channels = varying_part(own[id(other)])
+                    if found is not None and found.shape == channels.shape:
+                        self.labels.tie(found, channels)
+                        own[id(tensor)] = channels.expand(tensor.shape)
 
     def _join(self, name: str, parts: list[Tensor], args: Any, kwargs: Any) -> None:
         """Parts that are joined along one axis keep one size along the others."""
@@ -165,7 +171,7 @@ class Moves:
         axis = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else 0)
         first = parts[0]
         for part in parts[1:]:
-            one, other = (first, part) if joined_along else torch.broadcast_tensors(first, part)
+            one, other = (first, part) if joined_along else broadcast(first, part)
             if joined_along:
                 if first.ndim != part.ndim or not (set(varying_axes(one)) | set(varying_axes(other))) - {axis % first.ndim}:
                     continue
@@ -202,11 +208,11 @@ def along(labels: Labels, tensor: Tensor, axis: int, part: str) -> Tensor | None
 
 def fixed(labels: Labels, first: Tensor, second: Tensor, reason: str) -> None:
     """Channels that meet, along their axis, a tensor that has a size but no channels there cannot be removed."""
-    first, second = torch.broadcast_tensors(first, second) if first.ndim != second.ndim else (first, second)
+    first, second = broadcast(first, second) if first.ndim != second.ndim else (first, second)
     for one, other in ((first, second), (second, first)):
         for axis in varying_axes(one):
             if other.shape[axis] > 1:
-                a, b = torch.broadcast_tensors(varying_part(one), varying_part(other))
+                a, b = broadcast(varying_part(one), varying_part(other))
                 labels.pin(a[(b == 0)], reason, "remove")
 
 

@@ -62,8 +62,8 @@ class Labels:
         self.touched: set[str] = set()  # parameters of which an axis was asked for
         self.pins: list[tuple[Ids, str, str]] = []
         self.passed: dict[Passed, list[Ids]] = {}
-        self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._of: Any = WeakIdKeyDictionary()
+        self._moved: Any = WeakIdKeyDictionary()
 
     def space(self, space: Space, size: int) -> Tensor:
         """The labels of an axis, ``[size]``."""
@@ -76,7 +76,7 @@ class Labels:
 
     def get(self, tensor: Tensor) -> Tensor:
         """The labels of a tensor, zeros when it has none."""
-        found: Tensor | None = self._of[tensor] if tensor in self._of else None
+        found: Tensor | None = self._of.get(tensor)
         if found is None or found.shape != tensor.shape:
             return torch.zeros((), dtype=torch.float64).expand(tensor.shape)
         return found
@@ -90,7 +90,7 @@ class Labels:
         """The parameter or buffer that ``tensor`` is or is a moved part of, with the flat index of each element in it (None
         for the whole)."""
         name = self.named.get(id(tensor))
-        return (name, None) if name is not None else self._moved[tensor] if tensor in self._moved else None
+        return (name, None) if name is not None else self._moved.get(tensor)
 
     def moved(self, tensor: Tensor, name: str, flat: Tensor) -> None:
         """``tensor`` holds elements ``flat`` of the parameter ``name``."""

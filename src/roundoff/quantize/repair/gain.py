@@ -48,6 +48,7 @@ class Repaired:
 def quadratic(delta: Tensor, hessian: Tensor) -> Tensor:
     """``δ H δᵀ`` of each row of ``delta`` ``[..., out, in]``: shape ``[..., out]``, never below 0.
 
+    >>> import torch
     >>> quadratic(torch.tensor([[1.0, -1.0], [2.0, 0.0]]), torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
     tensor([3., 8.])
     """

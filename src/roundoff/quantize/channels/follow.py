@@ -66,7 +66,7 @@ class Follow:
     def __init__(self, model: nn.Module) -> None:
         self.labels = Labels(model)
         self.moved = Moves(self.labels).move
-        self.clips: dict[str, tuple[int, int]] = {}  # site → the channel axis and its length
+        self.clips: dict[str, tuple[int, int, int]] = {}  # site → the channel axis, its length, the number of axes
 
     def before_write(self, tensor: Tensor) -> None:
         """Nothing to keep."""
@@ -152,7 +152,7 @@ class Follow:
                 bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
                 varied = varying_axes(self.labels.get(x))
                 if len(varied) == 1:
-                    self.clips[self._site] = varied[0], x.shape[varied[0]]
+                    self.clips[self._site] = varied[0], x.shape[varied[0]], x.ndim
                 law = "homogeneous" if bounds in ((0.0, math.inf), (-math.inf, 0.0)) else "clipped"
         if name == "threshold" and tuple(args[1:3]) != (0, 0):
             law = "other"

@@ -272,11 +272,14 @@ class Follow:
             dim = None
         axes = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
         over = sorted({axis % x.ndim for axis in axes}) if x.ndim else []
-        if set(over) & set(varying_axes(own)):
+        varied = set(varying_axes(own))
+        if varied and varied <= set(over) or varied & set(over) and name not in ("sum", "mean"):
             self.labels.pin(own, f"{name} ({self._site}) runs over its channels")
             return
         kept = own
         for axis in over:
+            if axis in varied:  # an addition of tensors that were stacked
+                self.labels.tie(kept, kept.narrow(axis, 0, 1))
             kept = kept.narrow(axis, 0, min(1, kept.shape[axis]))
         for out in outputs:
             same_rank = out.ndim == x.ndim

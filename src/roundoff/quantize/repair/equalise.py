@@ -187,7 +187,7 @@ def equalise_(
     workload = Workload(model, batches, forward=forward)
     work = Workload(copy.deepcopy(model), workload.batches, forward=forward)
     notes = _loosen_(work, clip)
-    groups = [g for g in groups_of(followed(work.model, work.batches, forward).labels, "rescale") if g.producers]
+    groups = groups_of(followed(work.model, work.batches, forward).labels, "rescale")
     reasons = [why_not(group) for group in groups]
     if any(b.part == "batch_norm" for g in groups for b in g.passers) and all(r is not None for r in reasons):
         raise QuantizationError("no channel group can be equalised while BatchNorm stands between its layers",

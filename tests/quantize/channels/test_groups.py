@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import channel_nets as nets_of
 import pytest
 import torch
 from torch import nn
@@ -70,63 +69,63 @@ RESCALE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("net", nets_of.NETS, ids=lambda net: net.__name__)
-def test_the_groups_to_remove(net: type[nn.Module]) -> None:
-    assert [told(g) for g in groups(net) if g.pinned is None] == REMOVE[net.__name__]
+@pytest.mark.parametrize("name", REMOVE)
+def test_the_groups_to_remove(nets, name: str) -> None:
+    assert [told(g) for g in groups(getattr(nets, name)) if g.pinned is None] == REMOVE[name]
 
 
 @pytest.mark.parametrize("name", RESCALE)
-def test_the_groups_to_rescale(name: str) -> None:
-    found = groups(getattr(nets_of, name), "rescale")
+def test_the_groups_to_rescale(nets, name: str) -> None:
+    found = groups(getattr(nets, name), "rescale")
     assert [told(g) for g in found if g.pinned is None] == RESCALE[name]
 
 
-def test_flatten_gives_each_channel_its_places_of_the_linear_layer() -> None:
-    group = groups(nets_of.Residual)[2]
+def test_flatten_gives_each_channel_its_places_of_the_linear_layer(nets) -> None:
+    group = groups(nets.Residual)[2]
     (fc,) = [b for b in group.consumers if b.name == "fc.weight"]
     assert fc.index.tolist() == [[4 * c, 4 * c + 1, 4 * c + 2, 4 * c + 3] for c in range(8)]
 
 
-def test_a_concatenation_binds_each_part_at_its_offset() -> None:
-    a, b, c, _ = groups(nets_of.Dense)
+def test_a_concatenation_binds_each_part_at_its_offset(nets) -> None:
+    a, b, c, _ = groups(nets.Dense)
     places = {x.name: x.index.flatten().tolist() for g in (a, b, c) for x in g.consumers if x.name == "fc.weight"}
     assert places == {"fc.weight": [0, 1, 2, 3, 4]}  # the last: c stands first
     assert [x.index.flatten().tolist() for x in a.consumers] == [[0, 1, 2], [0, 1, 2], [5, 6, 7]]
     assert [x.index.flatten().tolist() for x in b.consumers] == [[3, 4, 5, 6], [8, 9, 10, 11]]
 
 
-def test_pixel_shuffle_ties_the_pixels_of_a_channel() -> None:
-    group = groups(nets_of.Pixels)[0]
+def test_pixel_shuffle_ties_the_pixels_of_a_channel(nets) -> None:
+    group = groups(nets.Pixels)[0]
     assert group.producers[0].index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [b.name for b in group.passers] == ["a.bias", "prelu.weight"]
 
 
-def test_a_grouped_convolution_ties_one_place_of_every_group() -> None:
-    first, second, _ = groups(nets_of.Grouped)
+def test_a_grouped_convolution_ties_one_place_of_every_group(nets) -> None:
+    first, second, _ = groups(nets.Grouped)
     assert first.producers[0].index.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert second.producers[0].index.tolist() == [[i, i + 6] for i in range(6)]
 
 
-def test_the_halves_of_a_chunk_leave_together() -> None:
-    group = next(g for g in groups(nets_of.Gated) if g.size == 10)
+def test_the_halves_of_a_chunk_leave_together(nets) -> None:
+    group = next(g for g in groups(nets.Gated) if g.size == 10)
     assert group.producers[0].index.tolist() == [[i, i + 10] for i in range(10)]
 
 
-def test_statistics_and_biases_pass_with_their_channels() -> None:
-    group = groups(nets_of.Residual)[1]
+def test_statistics_and_biases_pass_with_their_channels(nets) -> None:
+    group = groups(nets.Residual)[1]
     assert [(b.name, b.part) for b in group.passers] == [
         ("c1.bias", "bias"), ("b1.weight", "batch_norm"), ("b1.bias", "batch_norm"),
         ("b1.running_mean", "batch_norm"), ("b1.running_var", "batch_norm"),
     ]  # fmt: skip
-    token = next(g for g in groups(nets_of.Transformer) if "embed.weight" in told(g)[1])
+    token = next(g for g in groups(nets.Transformer) if "embed.weight" in told(g)[1])
     assert [(b.name, b.axis) for b in token.passers if b.name in ("cls", "pos")] == [("cls", 2), ("pos", 2)]
 
 
-def test_operators_say_whether_they_pass_a_factor_on() -> None:
-    laws = {p.operator: (p.law, p.bounds) for g in groups(nets_of.Inverted, "rescale") for p in g.operators}
+def test_operators_say_whether_they_pass_a_factor_on(nets) -> None:
+    laws = {p.operator: (p.law, p.bounds) for g in groups(nets.Inverted, "rescale") for p in g.operators}
     assert laws["hardtanh"] == ("clipped", (0.0, 6.0))
     assert laws["add"] == laws["adaptive_avg_pool2d"] == ("homogeneous", None)
-    assert {p.operator: p.law for p in groups(nets_of.Transformer, "rescale")[-2].operators} == {"gelu": "other"}
+    assert {p.operator: p.law for p in groups(nets.Transformer, "rescale")[-2].operators} == {"gelu": "other"}
 
 
 PINS = {
@@ -136,8 +135,8 @@ PINS = {
 
 
 @pytest.mark.parametrize("name", PINS)
-def test_pins_say_why_and_where(name: str) -> None:
-    reasons = [g.pinned or "" for g in groups(getattr(nets_of, name))]
+def test_pins_say_why_and_where(nets, name: str) -> None:
+    reasons = [g.pinned or "" for g in groups(getattr(nets, name))]
     for where, why in PINS[name].items():
         assert any(where in r and why in r for r in reasons)
     assert "it is the model's output" in reasons
@@ -208,14 +207,14 @@ def test_ordinary_code_is_followed(name: str) -> None:
     assert any(b.name == "b.weight" and b.axis == 1 for b in hidden.consumers)
 
 
-def test_a_batch_of_one_and_another_size_give_the_same_groups() -> None:
-    net = nets_of.UNet()
+def test_a_batch_of_one_and_another_size_give_the_same_groups(nets) -> None:
+    net = nets.UNet()
     small, large = (channel_groups(net, [torch.rand(*shape)]) for shape in ((1, 1, 4, 4), (3, 1, 10, 8)))
     assert [told(g) for g in small] == [told(g) for g in large]
 
 
-def test_branches_that_only_some_batches_take_are_united() -> None:
-    net = nets_of.Branching()
+def test_branches_that_only_some_batches_take_are_united(nets) -> None:
+    net = nets.Branching()
     found = channel_groups(net, [torch.ones(2, 3), -torch.ones(2, 3)])
     assert [told(g) for g in found if g.pinned is None] == [
         (5, "a.weight:0 b.weight:0", "c.weight:1 out.weight:1")
@@ -238,8 +237,8 @@ def test_attention_of_torch_is_pinned_and_its_output_projection_followed() -> No
     assert told(found["a.weight"]) == (8, "a.weight:0", "m.in_proj_weight:1")
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    net = nets_of.Residual().train()
+def test_the_model_is_left_as_it_was(nets) -> None:
+    net = nets.Residual().train()
     before = {n: t.clone() for n, t in net.state_dict().items()}
     channel_groups(net, [net.example])
     assert net.training
@@ -247,8 +246,8 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
 
 
-def test_bad_arguments() -> None:
-    net = nets_of.Twice()
+def test_bad_arguments(nets) -> None:
+    net = nets.Twice()
     with pytest.raises(WorkloadError):
         channel_groups(net, [])
     with pytest.raises(QuantizationError, match="expected: remove or rescale"):

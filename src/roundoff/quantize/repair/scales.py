@@ -127,7 +127,7 @@ class _Search:
             for point in (first, last, (first + last) / 2):
                 self.offer(self.start * ratio, point.round().clamp_(low, high))
         for part in (step / 2, step / 4):
-            scale, best = self.scale, self.zero_point
+            scale, best = self.scale, given if self.zero_point is None else self.zero_point
             for ratio in (1 - part, 1.0, 1 + part):
                 for shift in (-1, 0, 1):
                     self.offer(scale * ratio, (best + shift).clamp_(low, high))

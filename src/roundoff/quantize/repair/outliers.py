@@ -124,8 +124,8 @@ def mixed_precision(
 ) -> Mixed:  # fmt: skip
     """Columns whose activations reach a threshold stay in high precision (LLM.int8(), Dettmers et al., arXiv:2208.07339).
 
-    Equation 8 there (section 3.2): ``Σ_{h ∈ O} x_h w_h + s Σ_{h ∉ O} x̂_h ŵ_h`` with ``O = {h : max|x_h| ≥ α}``. The scales of
-    the rest are chosen without these columns. None or all columns may be chosen.
+    Equation 8 there (section 3.2): ``Σ_{h ∈ O} x_h w_h + s Σ_{h ∉ O} x̂_h ŵ_h`` with ``O = {h : max|x_h| ≥ α}``. The
+    scales of the rest are chosen without these columns. None or all columns may be chosen.
 
     Args:
         weight: ``[out, in]``.

@@ -118,6 +118,32 @@ def least_squares(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float = 
     return _least_squares(weight.detach().to(dtype), damped, cross, added).to(weight.dtype)
 
 
+def least_squares_output(weight: Tensor, hessian: Tensor, output: Tensor, damp: float = 0.01) -> Tensor:
+    """``W* = (E[y x̂ᵀ] + λ W) (H + λ)⁻¹``: the real weights nearest to W that give any wanted output y from x̂.
+
+    With ``y = W x`` this is ``least_squares``. With a residual branch y may be ``W x + s - ŝ``: then this operator makes up for
+    what the branch ŝ beside it has lost. Round the result as a weight of its own, without ``cross``.
+
+    Args:
+        weight: ``[..., out, in]``.
+        hessian: ``[..., in, in]``, ``E[x̂ x̂ᵀ]``.
+        output: ``[..., out, in]``, ``E[y x̂ᵀ]``; centred if the Hessian is.
+        damp: λ as a share of the mean of H's diagonal.
+
+    Raises QuantizationError as ``gptq`` does.
+    """
+    check_matrices("least_squares_output", weight, hessian)
+    check_finite("least_squares_output", output=output)
+    if output.shape != weight.shape:
+        raise QuantizationError(
+            "the wanted output does not fit the weight", where="least_squares_output",
+            expected=f"shape {tuple(weight.shape)}", got=f"shape {tuple(output.shape)}",
+        )  # fmt: skip
+    dtype = working_dtype(weight)
+    damped, added, _ = damped_hessian(hessian.detach().to(dtype), damp)
+    return _solve(output.detach().to(dtype) + weight.detach().to(dtype) * added[..., None, :], damped).to(weight.dtype)
+
+
 def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, str]:
     """``H`` with what makes it positive definite, what that is (``[..., in]``, added to its diagonal), and a note.
 
@@ -159,8 +185,12 @@ def _least_squares(weight: Tensor, damped: Tensor, cross: Tensor, added: Tensor)
             "the cross term does not fit the Hessian", where="gptq", expected=f"shape {tuple(damped.shape)}",
             got=f"shape {tuple(cross.shape)}", do="take both from one Hessian",
         )  # fmt: skip
-    right = (weight @ (cross.detach().to(weight.dtype) + torch.diag_embed(added))).mT
-    return torch.cholesky_solve(right, torch.linalg.cholesky(damped)).mT
+    return _solve(weight @ (cross.detach().to(weight.dtype) + torch.diag_embed(added)), damped)
+
+
+def _solve(right: Tensor, damped: Tensor) -> Tensor:
+    """``right (H + λ)⁻¹``."""
+    return torch.cholesky_solve(right.mT, torch.linalg.cholesky(damped)).mT
 
 
 def _in_order(

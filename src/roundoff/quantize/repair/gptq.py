@@ -121,8 +121,8 @@ def least_squares(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float = 
 def least_squares_output(weight: Tensor, hessian: Tensor, output: Tensor, damp: float = 0.01) -> Tensor:
     """``W* = (E[y x̂ᵀ] + λ W) (H + λ)⁻¹``: the real weights nearest to W that give any wanted output y from x̂.
 
-    With ``y = W x`` this is ``least_squares``. With a residual branch y may be ``W x + s - ŝ``: then this operator makes up for
-    what the branch ŝ beside it has lost. Round the result as a weight of its own, without ``cross``.
+    With ``y = W x`` this is ``least_squares``. With a residual branch y may be ``W x + s - ŝ``: then this operator makes up
+    for what the branch ŝ beside it has lost. Round the result as a weight of its own, without ``cross``.
 
     Args:
         weight: ``[..., out, in]``.

@@ -20,6 +20,7 @@ from roundoff.export.amct import (
     write_config,
 )
 from roundoff.export.amct.config import ADAROUND, IFMR
+from roundoff.quantize.observers import make_observer
 
 pytest.importorskip("google.protobuf.text_format")
 
@@ -79,6 +80,12 @@ def test_activation_offset_decides_where_no_level_says(tmp_path):
         assert config.for_layers({"c": "Conv2d"})["c"].symmetric is symmetric
 
 
+def test_our_observers_take_the_parameters_as_they_are(tmp_path):
+    for layer in read_config(save(tmp_path, CALIBRATION)).for_layers(LAYERS).values():
+        made = make_observer(layer.observer, None, **layer.observer_parameters)  # an unknown parameter would raise
+        assert made.name == layer.observer
+
+
 def test_an_empty_file_is_amcts_defaults(tmp_path):
     of = read_config(save(tmp_path, "")).for_layers({"c": "Conv2d", "f": "Linear"})
     assert of["c"] == LayerConfig(per_channel=True, symmetric=False)
@@ -121,9 +128,10 @@ def test_a_file_of_the_kv_cache_names_its_layers(tmp_path):
     assert (config.kind, config.only) == ("kv_cache", ("fc",))
     of = config.for_layers(LAYERS)
     assert [name for name, c in of.items() if not c.skip] == ["fc", "head"]
-    assert (of["fc"].observer, of["fc"].observer_parameters) == ("hfmg", {"num_of_bins": 1024, "per_channel": True})
+    assert (of["fc"].observer, of["fc"].observer_parameters) == ("hfmg", {"num_of_bins": 1024})
+    assert (of["fc"].cache_per_channel, of["head"].cache_per_channel) == (True, False)
     assert of["head"].symmetric is True
-    assert of["head"].observer_parameters == {**IFMR, "per_channel": False}
+    assert of["head"].observer_parameters == IFMR
 
 
 def test_automatic_pruning(tmp_path):

@@ -227,6 +227,7 @@ WEIGHT = entry("c.weight", "weight", "int8", sites=C)
         ((entry("w", "weight", "int8", sites=C), INPUT), "w is not the weight of a module called once"),
         ((entry("c.weight", "weight", "int8", sites=("c/conv2d#1",)),), "c/conv2d#1: c.weight is not the weight"),
         ((entry("a", "activation", "int8", sites=("/add",)),), "a, read by /add: AMCT quantizes only inputs"),
+        ((INPUT, WEIGHT, entry("c/conv2d", "activation", "int8_asym")), "c/conv2d: AMCT quantizes only inputs of layers"),
         ((entry("k/linear", "kv_cache", "int4_asym"),), "k/linear: a KV cache in int4_asym"),
         ((entry("f.weight", "weight", "int8", "per_axis(0)", (1.0, 2.0), sites=("f/linear",)),
           entry("f/linear:0", "activation", "int8_full")), "a linear layer with scales per channel"),

@@ -147,7 +147,7 @@ class _Reader:
                 given["activation_bits"] = _bits(own, "dst_type")
         if "arq_quantize" not in said.DESCRIPTOR.fields_by_name:  # a KV cache
             granularity = getattr(said, f"{given.get('observer', 'ifmr')}_quantize").quant_granularity
-            given.setdefault("observer_parameters", dict(IFMR))["per_channel"] = granularity == 1
+            given["cache_per_channel"] = granularity == 1
         else:
             adaround = said.HasField("ada_quantize")
             weight = said.ada_quantize if adaround else said.arq_quantize

@@ -33,8 +33,9 @@ class LayerConfig:
         weight_bits, per_channel, weight_algorithm, weight_parameters: of the weight; ``per_channel=None`` (only before
             :meth:`QuantizeConfig.for_layers`): convolutions have a scale for each output channel, others one.
         activation_bits, symmetric, observer, observer_parameters: of the input; ``symmetric=None`` (only before): as the
-            next wider level says.
+            next wider level says. The observer is ``make_observer(observer, granularity, **observer_parameters)``.
         dmq_alpha: balance the input's channels against the weight's with this exponent; ``None``: don't.
+        cache_per_channel: of a ``kv_cache`` file: a scale for each channel of keys and values.
     """
 
     skip: bool = False
@@ -47,6 +48,7 @@ class LayerConfig:
     observer: str = "ifmr"
     observer_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(IFMR))
     dmq_alpha: float | None = None
+    cache_per_channel: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,9 @@ def write_record(record: Record, path: str | Path) -> list[str]:
     for entry in record.entries:
         if entry.kind == "activation":
             others = [s for s in _sites(entry) if (entry.name, s) not in used and readers.get(s, entry) is entry]
-            if others:
-                lost.append(f"{entry.name}, read by {', '.join(others)}: AMCT quantizes only inputs of layers with weights")
+            by = f", read by {', '.join(others)}" if others else ""
+            if others or not _sites(entry):
+                lost.append(f"{entry.name}{by}: AMCT quantizes only inputs of layers with weights")
     if narrow:
         lost.append(f"{narrow} inputs are int8 with codes from -127: AMCT clips them one code lower, at -128")
     for name in record.balance:
@@ -104,7 +105,7 @@ def _layers(record: Record, lost: list[str]) -> list[tuple[str, Entry | None, st
 
 def _sites(entry: Entry) -> tuple[str, ...]:
     """Who reads an activation: an operand's own call where the entry doesn't say."""
-    return entry.sites or (entry.name.rpartition(":")[0] or entry.name,)
+    return entry.sites or ((entry.name.rpartition(":")[0],) if ":" in entry.name else ())
 
 
 def _why_not(weight: Entry | None, site: str) -> str:

@@ -128,8 +128,8 @@ def _activation(message: Any, own: LayerConfig, name: str, lost: list[str]) -> N
         return
     observer = getattr(message, f"{own.observer}_quantize")
     observer.SetInParent()
-    _set(observer, {k: v for k, v in own.observer_parameters.items() if k != "per_channel"})
-    if own.observer_parameters.get("per_channel"):
+    _set(observer, own.observer_parameters)
+    if own.cache_per_channel:
         observer.quant_granularity = 1
     if own.symmetric is not None:
         observer.asymmetric = not own.symmetric

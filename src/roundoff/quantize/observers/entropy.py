@@ -83,4 +83,4 @@ def divergences(counts: Tensor, levels: int) -> dict[int, float]:
     spread = torch.xlogy(wanted, inside / filled.clamp(min=1.0)).sum(1)
     own = entropy[tried - 1] + torch.xlogy(last + tail, last + tail)
     divergence = (own - spread) / total - math.log(float(total)) + torch.log(mass[tried])
-    return dict(zip(tried.tolist(), torch.nan_to_num(divergence, nan=math.inf).tolist(), strict=True))
+    return dict(zip(tried.tolist(), torch.nan_to_num(divergence, nan=math.inf, posinf=math.inf).tolist(), strict=True))

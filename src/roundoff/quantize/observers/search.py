@@ -79,9 +79,10 @@ def search(bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtyp
     """The range of least loss, starting from the extremes ``low``, ``high`` (sets,).
 
     First a common bound on the magnitude, from 1.4 amax down to amax / 1024 in steps of 1/8 octave; then, each side that
-    is not 0 on its own, in ever smaller steps around the best, down to 0.5 %. Symmetric formats: one bound all the way.
+    is not 0 on its own, in ever smaller steps around the best, down to 0.5 %. Symmetric formats: one bound all the way,
+    with the closer look at the four best places.
     """
-    amax = torch.maximum(-low, high).clamp(min=torch.finfo(dtype).tiny)
+    amax = torch.maximum(-low, high)
     eighths = torch.arange(4, -81, -1, dtype=torch.float64, device=low.device) / 8.0
     bound = amax[:, None] * torch.exp2(eighths)
     if fmt.symmetric:
@@ -104,9 +105,12 @@ def search(bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtyp
 
 
 def _symmetric(bins: Bins, bound: Tensor, fmt: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    (high,) = pick(losses(bins, -bound, bound, fmt, dtype), bound)
-    for octaves in (0.125, 0.01):
-        factors = torch.exp2(torch.linspace(-octaves, octaves, 25, dtype=torch.float64, device=high.device))
-        bound = high[:, None] * factors
+    loss = losses(bins, -bound, bound, fmt, dtype)
+    # The error of the largest values makes the loss of floats ragged: four places are worth a closer look.
+    bound = bound.gather(1, loss.topk(4, dim=1, largest=False).indices)
+    for octaves in (0.0625, 0.01):
+        factors = torch.exp2(torch.linspace(-octaves, octaves, 17, dtype=torch.float64, device=bound.device))
+        bound = (bound[..., None] * factors).flatten(1)
         (high,) = pick(losses(bins, -bound, bound, fmt, dtype), bound)
+        bound = high[:, None]
     return -high, high

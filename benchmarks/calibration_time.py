@@ -1,9 +1,9 @@
 """Time to calibrate activations, over that of IFMR as AMCT does it, and the error of the range each observer chooses.
 
 The baseline joins all batches of a tensor, takes the two ranks, and passes 61 times over all values (clip, divide, round,
-multiply, subtract, square, mean). Bar: at most 1/20 of its time, and no more than its error on all values. The least of
-three rounds counts for each; all take turns, on one thread. `adjoint` gets a power for each element (random here), so its
-error is the weighted one, and stands over that of the baseline's range in the same weight.
+multiply, subtract, square, mean). Bar: 1/20 of its time over all tensors, and on each at most 1.01 times its error, both
+measured on all values. The least of three rounds counts; all take turns, on one thread. `adjoint` gets a power for each
+element (random here), so its error is the weighted one, over that of the baseline's range in the same weights.
 
     python benchmarks/calibration_time.py [--quick]
 """
@@ -21,6 +21,8 @@ from roundoff.formats import Format, QParams, choose_qparams, fake_quantize, par
 from roundoff.quantize.observers import make_observer
 
 NAMES = ("minmax", "percentile", "entropy", "mse", "ifmr", "hfmg", "adjoint")
+#: those that search as IFMR does; the others are quicker or coarser by design
+JUDGED = ("mse", "ifmr", "hfmg", "adjoint")
 
 
 def activations(images: int) -> dict[str, list[Tensor]]:
@@ -106,10 +108,12 @@ def main() -> None:
                 ratio = error(batches, q, fmt, weights) / error(batches, found["baseline"][0][1], fmt, weights)
                 over = seconds / min(s for s, _ in found["baseline"])
                 cells.append(f"{seconds:.2f} s" if name == "baseline" else f"1/{1 / over:.0f}, {ratio:.3f}")
-                if name in ("mse", "ifmr", "hfmg", "adjoint") and (over > 1 / 20 or ratio > 1.01):
-                    failed.append(f"{fmt.name}, {tensor}, {name}: time 1/{1 / over:.0f}, error {ratio:.3f}")
+                if name in JUDGED and ratio > 1.01:
+                    failed.append(f"{fmt.name}, {tensor}, {name}: error {ratio:.3f}")
             print(f"| {tensor} | {sum(b.numel() for b in batches):,} | {' | '.join(cells)} |")
         ratios = [f"1/{spent['baseline'] / spent[name]:.0f}" for name in NAMES]
+        failed += [f"{fmt.name}, {name}: time {r}" for name, r in zip(NAMES, ratios, strict=True)
+                   if name in JUDGED and spent[name] > spent["baseline"] / 20]  # fmt: skip
         print(f"| all | | {spent['baseline']:.2f} s | {' | '.join(ratios)} |")
     print("\nbar (1/20 of the time, at most 1.01 of the error) " + ("met" if not failed else "missed: " + "; ".join(failed)))
 

@@ -9,7 +9,7 @@ import torch
 from roundoff.formats import PerAxis, PerTensor, choose_qparams, integer, parse_format
 from roundoff.quantize.observers import OBSERVERS, make_observer
 from roundoff.quantize.observers.ascend import greedy_path
-from roundoff.quantize.observers.histogram import Bins, Histogram
+from roundoff.quantize.observers.histogram import FINE, Bins, Histogram
 from roundoff.quantize.observers.search import losses
 
 RNG = np.random.default_rng
@@ -66,21 +66,29 @@ def chosen(observer, x, fmt):
     return error(np.float64(x), float(q.scale), zero_point, fmt)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_loss_is_exact_for_separate_values(bits, symmetric):
-    """One value to a bin: the bins' mean is the value. The half width is at least 1e-6 scale, which adds 1e-12 / 3."""
-    fmt = integer(bits, symmetric=symmetric)
-    x = RNG(1).permutation(np.arange(-400, 1200))[:300].astype(np.float32) * np.float32(0.0371)
-    histogram = Histogram(1, 8192)
-    view = torch.from_numpy(x)[None]
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_is_that_of_all_values(name, bits, symmetric):
+    """Moving a value by d changes its square error e² by at most 2 |e| d + d². A bin's density has its values' mean and
+    variance up to a part of it, so moves them by a part w / FINE where all of the bin is clipped (there the error is
+    quadratic), and else by 2 σ <= w on average, with e <= scale / 2 + w."""
+    fmt, x = integer(bits, symmetric=symmetric), data(name, n=4000)
+    histogram, view = Histogram(1, 4096), torch.from_numpy(x)[None]
     histogram.add(view, view.amin(1), view.amax(1))
-    low, high = np.float64(RNG(2).uniform(-20, 0, 40)), np.float64(RNG(3).uniform(0.1, 60, 40))
+    amax = float(np.abs(x).max())
+    low, high = amax * RNG(2).uniform(-1.2, 0, 40), amax * RNG(3).uniform(0.02, 1.2, 40)
     loss = losses(histogram.bins(), torch.tensor(low)[None], torch.tensor(high)[None], fmt)[0]
-    exact = [error(np.float64(x), *qparams(a, b, fmt), fmt) for a, b in zip(low, high, strict=True)]
-    scales = np.array([qparams(a, b, fmt)[0] for a, b in zip(low, high, strict=True)])
-    # Values may be as far as 1e-6 bins off by the rounding of their variance; times the slope of the error, a scale.
-    np.testing.assert_allclose(loss, exact, rtol=1e-6, atol=len(x) * 1e-6 * scales.max() ** 2)
+    width = float(histogram.width[0])
+    for i, (a, b) in enumerate(zip(low, high, strict=True)):
+        scale, zero_point = qparams(a, b, fmt)
+        exact = error(np.float64(x), scale, zero_point, fmt)
+        n, part = np.count_nonzero(x), width / FINE
+        inside = n * ((scale + 2 * width) * width + width**2)
+        clipped = 2 * part * np.sqrt(exact * n) + n * part**2  # Cauchy-Schwarz over the clipped values
+        assert abs(float(loss[i]) - exact) <= inside + clipped
+        # The bound above is for the worst placing; placed anyhow, the differences average out.
+        assert abs(float(loss[i]) - exact) <= 0.05 * exact + 0.1 * n * part**2 + clipped
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8, 16])
@@ -103,20 +111,19 @@ def test_loss_is_the_integral_over_uniform_bins(bits, symmetric):
 
 @pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2"])
 def test_loss_of_floats_is_torchs_cast(name):
-    """One value to a bin: x / scale cast by torch, clipped first."""
-    fmt = parse_format(name)
-    x = np.float32(RNG(1).permutation(np.arange(-700, 700))[:300] * 0.0371)
-    histogram = Histogram(1, 8192)
-    view = torch.from_numpy(x)[None]
+    """x / scale cast by torch, clipped first."""
+    fmt, x = parse_format(name), data("laplace", n=4000)
+    histogram, view = Histogram(1, 4096), torch.from_numpy(x)[None]
     histogram.add(view, view.amin(1), view.amax(1))
-    bound = np.linspace(3, 40, 15)
+    bound = float(np.abs(x).max()) * np.linspace(0.1, 1.2, 15)
     loss = losses(histogram.bins(), torch.tensor(-bound)[None], torch.tensor(bound)[None], fmt)[0]
     for i, b in enumerate(bound):
         scale = torch.tensor(b, dtype=torch.float32) / fmt.max_finite
         scaled = (view / scale).clamp(-fmt.max_finite, fmt.max_finite)
         exact = ((scaled.to(fmt.torch_dtype).double() * scale.double() - view.double()) ** 2).sum()
-        # fp32 division may tip a tie that fp64 has not: one value, half a step of it to either side, costs the same.
-        assert abs(float(loss[i]) - float(exact)) <= 1e-5 * float(exact)
+        # Most of the error is where the format's step is at least 2**-4 of the value, many bins. So it averages out,
+        # as n = 4000 draws of a square error of standard deviation 0.9 times its mean would: 3 * 0.9 / sqrt(4000).
+        assert abs(float(loss[i]) - float(exact)) <= 0.043 * float(exact)
 
 
 def brute_force(x, fmt):
@@ -229,7 +236,7 @@ def test_hfmg_walks_as_described(name):
     side = 64
     histogram, x = Histogram(1, side), torch.from_numpy(data(name, n=2000))[None]
     histogram.add(x, x.amin(1), x.amax(1))
-    counts = histogram.sums[0, 0].tolist()
+    counts = histogram.counts()[0].tolist()
     walked = greedy_path(counts, side)
     # A range as (first bin, last bin): the lower edge of bin i > 0 is i - 1, the upper edge of bin i < 0 is i + 1.
     naive = [(i - side - (i > side), j - side + (j < side)) for i, j in naive_path(counts, side)]
@@ -242,7 +249,7 @@ def test_hfmg_takes_the_best_of_its_path(name, symmetric):
     fmt, x = integer(8, symmetric=symmetric), data(name, n=3000)
     observer = observed("hfmg", x, num_of_bins=1024)
     histogram = observer.histogram
-    path = np.array(greedy_path(histogram.sums[0, 0].tolist(), 1024)) * float(histogram.width[0])
+    path = np.array(greedy_path(histogram.counts()[0].tolist(), 1024)) * float(histogram.width[0])
     path = np.clip(path, x.min(), x.max())
     every = [error(np.float64(x), *qparams(a, b, fmt), fmt) for a, b in path[::3] if b > a]
     # w / scale is up to 1/2 here, so the loss of smooth data errs by some (w / scale)² / 12; and every third is tried.
@@ -263,8 +270,7 @@ def test_zeros_change_nothing(name):
     padded = RNG(0).permutation(np.concatenate([x, np.zeros(5000, np.float32)]))
     for fmt in (parse_format("int8"), parse_format("int4_asym")):
         a, b = (observed(name, v).qparams(fmt) for v in (x, padded))
-        # The sums of a bin are added in another order: eps of fp64, then rounded to fp32.
-        torch.testing.assert_close(a.scale, b.scale, rtol=2**-23, atol=0)
+        assert torch.equal(a.scale, b.scale)
 
 
 @pytest.mark.parametrize("name", ["percentile", "mse", "ifmr", "hfmg", "entropy", "adjoint"])
@@ -292,8 +298,9 @@ def test_channels_are_independent(name):
 def test_percentile_is_the_rank_among_what_is_not_zero():
     x = RNG(0).permutation(np.concatenate([np.zeros(9000), np.arange(1, 1001) / 8, -np.arange(1, 501)])).astype(np.float32)
     q = observed("percentile", x, percentile=0.99, bins=4096).qparams(parse_format("int8_asym"))
-    # 1500 values, rank 1500 - 1485 = 15: -486 and 123.25, each alone in its bin of 1/8.
-    assert float(q.scale) == np.float32(123.25) / np.float32(255) + np.float32(486) / np.float32(255)
+    # 1500 values, rank 1500 - 1485 = 15: -486 and 123.25, up to a part of a bin each.
+    exact, part = (123.25 + 486) / 255, 512 / 4096 / FINE
+    assert abs(float(q.scale) - exact) <= 2 * part / 255
 
 
 def test_memory_does_not_grow():
@@ -301,8 +308,8 @@ def test_memory_does_not_grow():
     sizes = set()
     for i in range(20):
         observer.see(torch.randn(100) * 1.3**i)
-        sizes.add(observer.histogram.sums.numel())
-    assert sizes == {3 * (2 * 4096 + 1)}
+        sizes.add(observer.histogram.parts.numel())
+    assert sizes == {2 * 4096 * FINE + 1}
 
 
 def test_order_of_batches_does_not_matter():
@@ -313,7 +320,7 @@ def test_order_of_batches_does_not_matter():
         for part in order:
             observer.see(part)
         scales.append(float(observer.qparams(parse_format("int8")).scale))
-    assert scales[0] == pytest.approx(scales[1], rel=2**-22)
+    assert scales[0] == scales[1]
 
 
 # --- the adjoint -----------------------------------------------------------------------------------------------------

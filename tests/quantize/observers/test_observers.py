@@ -230,4 +230,5 @@ def test_power_is_checked():
 def test_no_power_at_all_keeps_the_range():
     observer = make_observer("adjoint", PerTensor())
     observer.see(X, torch.zeros(()))
-    assert float(observer.qparams(INT8).scale) > 0
+    for fmt in (INT8, parse_format("int8_asym")):
+        assert torch.equal(observer.qparams(fmt).scale, seen("minmax", X).qparams(fmt).scale)

@@ -85,7 +85,7 @@ class Ste(Affine):
 
     def estimate(self, x: Tensor) -> Tensor:
         """See ``Learner``."""
-        if self.observes and self.training and not self.frozen and x.numel():
+        if self.observes and self.training and not self.is_frozen and x.numel():
             self._observe(x.detach())
         return super().estimate(x)
 

@@ -1,7 +1,7 @@
 """Learners of a clipping range: ULQ and PACT.
 
-With codes from n to p the result is ``scale * (code - zero_point)`` with ``scale = (clip_max - clip_min) / (p - n)``; in what
-follows ``v = x / scale``. The gradient of a clip is summed over the elements that share it.
+With codes from n to p the result is ``scale * (code - zero_point)`` with ``scale = (clip_max - clip_min) / (p - n)``; below,
+``v = x / scale``. The gradient of a clip is summed over the elements that share it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roundoff.formats import Format, Granularity, QParams
 from roundoff.formats.affine import extremes
-from roundoff.quantize.qat.learner import TINY, Affine, At, Role, range_qparams
+from roundoff.quantize.qat.learner import TINY, Affine, At, Learner, Role, range_qparams
 
 __all__ = ["Pact", "Ulq"]
 
@@ -30,7 +30,8 @@ class Ulq(Affine):
         fixed_min: keep ``clip_min`` at 0, for values that are never negative.
     """
 
-    kind, learned = "ulq", ("clip_max", "clip_min")
+    kind = "ulq"
+    learned: tuple[str, ...] = ("clip_max", "clip_min")
     clip_max: Tensor
     clip_min: Tensor
 
@@ -59,7 +60,7 @@ class Ulq(Affine):
     def start(self, qparams: QParams) -> None:
         """See ``Learner``."""
         super().start(qparams)
-        self.freeze(self.frozen)
+        self.freeze(self.is_frozen)
         if not bool(self.valid().all()):
             self.ready = False
             raise self.fault("the range has no zero inside", expected="clip_min <= 0 <= clip_max, not both 0",
@@ -106,7 +107,8 @@ class Pact(Affine):
     starts at the largest value of the first tensor.
     """
 
-    kind, learned, decays = "pact", ("alpha",), True
+    kind, decays = "pact", True
+    learned: tuple[str, ...] = ("alpha",)
     alpha: Tensor
 
     def check(self) -> None:
@@ -146,7 +148,7 @@ class Pact(Affine):
         return ((at.x >= 0) & ~above).to(at.x.dtype), above.to(at.x.dtype)
 
 
-def needs_zero_point(learner: Affine) -> None:
+def needs_zero_point(learner: Learner) -> None:
     """Raise QuantizationError unless the format is an asymmetric integer."""
     if learner.fmt.symmetric or learner.fmt.one_quantum != 1.0:
         raise learner.fault("this learner needs codes with a zero point", got=learner.fmt.name,

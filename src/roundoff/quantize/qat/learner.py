@@ -51,7 +51,7 @@ class Learner(nn.Module):
     Attributes:
         name: the value or weight that passes through, for messages.
         ready: whether it has its parameters; before that, an optimizer cannot know them.
-        frozen: whether they stay as they are (``freeze``).
+        is_frozen: whether they stay as they are (``freeze``).
         reverted: how many values of a parameter were put back because they were invalid.
 
     Raises:
@@ -78,7 +78,7 @@ class Learner(nn.Module):
         super().__init__()
         self.fmt, self.role, self.name = parse_format(fmt), role, ""
         self.granularity: Granularity = granularity or (qparams and qparams.granularity) or PerTensor()
-        self.ready, self.frozen, self.reverted, self._warned = False, False, 0, False
+        self.ready, self.is_frozen, self.reverted, self._warned = False, False, 0, False
         self._check()
         self.check()
         for name in self.learned:
@@ -139,7 +139,7 @@ class Learner(nn.Module):
             self.keep_valid()
             return self.estimate(exact).to(x.dtype)
 
-    def frozen_weight(self, weight: Tensor) -> tuple[Tensor, QParams]:
+    def frozen(self, weight: Tensor) -> tuple[Tensor, QParams]:
         """A weight as it stands after training: on the grid, with the qparams that give its codes of format ``grid``.
 
         The values are those of the forward pass, bit for bit.
@@ -149,7 +149,7 @@ class Learner(nn.Module):
 
     def freeze(self, frozen: bool = True) -> None:
         """Keep the learned parameters, or the observed scale, as they are; or let them go on."""
-        self.frozen = frozen
+        self.is_frozen = frozen
         for name in self.learned:
             parameter = getattr(self, name)
             if parameter is not None:
@@ -172,7 +172,7 @@ class Learner(nn.Module):
             zero_point = torch.zeros_like(scale)
         for name, value in self.begin(scale, zero_point).items():
             if name in self.learned:
-                setattr(self, name, nn.Parameter(value.clone(), requires_grad=not self.frozen))
+                setattr(self, name, nn.Parameter(value.clone(), requires_grad=not self.is_frozen))
                 setattr(self, f"{name}_before", value.clone())
             else:
                 setattr(self, name, value.clone())
@@ -249,7 +249,7 @@ class Learner(nn.Module):
                 value = state[prefix + name].detach().clone()
                 setattr(self, name, nn.Parameter(value) if name in self.learned else value)
             self.ready = True
-            self.freeze(self.frozen)
+            self.freeze(self.is_frozen)
         super()._load_from_state_dict(state, prefix, *rest)
         for name in self.learned:
             if self.ready:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from roundoff.errors import OutputError
 
@@ -131,6 +133,26 @@ def masked(url: str | os.PathLike[str]) -> str:
     'ftp://***@host/run?token=***&x=***'
     """
     return re.sub(r"([?&][^=&\s]+=)[^&\s'\"]*", r"\1***", re.sub(r"://[^/\s]*@", "://***@", os.fspath(url)))
+
+
+def toml_value(value: Any) -> str:
+    """A TOML value of strings, numbers, booleans, lists and mappings (inline tables); it is read back exactly.
+
+    >>> toml_value({"a": [1, 0.1, True], "b c": float("inf")})
+    '{ "a" = [1, 0.1, true], "b c" = inf }'
+    """
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{toml_string(str(k))} = {toml_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    if isinstance(value, float):
+        return float.__repr__(value)  # inf and nan are TOML's own words
+    return toml_string(value)  # JSON writes all other values the same way
+
+
+def toml_string(value: Any) -> str:
+    """As JSON writes it; TOML allows no bare delete character, and no surrogates."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _cannot_write(path: Path, error: OSError) -> OutputError:

@@ -33,19 +33,21 @@ from roundoff.formats import (
 
 def runs(call: Call, fmt: Format) -> str | None:
     """None when this operator can be executed in ``fmt``, else the reason why not."""
+    weight = any(operand.role == "weight" for operand in call.operands)
+    return runs_kind(call.kind, weight, fmt)
+
+
+def runs_kind(kind: str, weight: bool, fmt: Format) -> str | None:
+    """``runs`` for any call of a kind, with or without a weight."""
     rule = fmt.execution
     if rule is None:
         return f"{fmt.name} holds scales, not values"
     if rule.operators == "matrix":
-        if call.kind not in MATRIX_KINDS:
-            return f"no {fmt.name} arithmetic for {call.kind} operators"
-        if rule.activation is None and not any(
-            operand.role == "weight" for operand in call.operands
-        ):
+        if kind not in MATRIX_KINDS:
+            return f"no {fmt.name} arithmetic for {kind} operators"
+        if rule.activation is None and not weight:
             return f"{fmt.name} is for weights, and this operator has none"
-        if call.kind == "embedding" and not any(
-            operand.role == "weight" for operand in call.operands
-        ):
+        if kind == "embedding" and not weight:
             return "the looked-up table is not a parameter"
     return None
 
@@ -150,6 +152,8 @@ def round_operand(x: Tensor, operand: Operand, fmt: Format) -> Tensor:
     how = None if rule is None else rule.activation if operand.role == "activation" else rule.weight
     if how is None or x.numel() == 0:
         return x
+    if operand.role == "activation":
+        fmt = fmt.of_activations
     x = x.detach()
     if how == "exact":
         return round_tensor(x, fmt)
@@ -210,7 +214,7 @@ def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:
 
 def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:
     """Blocks along ``axis``; a last block that is not full is completed with zeros, which change no maximum."""
-    size = fmt.block_size if isinstance(fmt, BlockFormat) else 32
+    size = fmt.block_size if isinstance(fmt, BlockFormat) else fmt.group_size
     missing = -x.shape[axis] % size
     if not missing:
         return round_tensor(x, fmt, granularity=PerGroup(size, axis))

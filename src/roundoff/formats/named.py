@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from dataclasses import replace
 
 from roundoff.errors import FormatError
@@ -177,9 +178,25 @@ ALIASES: dict[str, str] = {
 }  # fmt: skip
 
 
+_MIXED = re.compile(r"w(?P<weight>\d+)(?:a(?P<activation>\d+))?(?:g(?P<group>\d+))?")
+
+
+def mixed(name: str) -> Format | None:
+    """Integer weights of one width and activations of another: ``w4a8``, without ``a`` weights alone: ``w4``, with ``g`` in
+    groups of so many weights along the contracted axis: ``w4g64``. Activations are asymmetric. ``None``: no such name."""
+    found = _MIXED.fullmatch(name)
+    if found is None:
+        return None
+    width, group = int(found["weight"]), found["group"]
+    activation = integer(int(found["activation"]), symmetric=False) if found["activation"] else None
+    rule = Execution("matrix", "tensor" if activation else None, "group" if group else "channel", bias=False, output=False)
+    return replace(integer(width, name=name), execution=rule, activation_format=activation,
+                   group_size=int(group) if group else 32)  # fmt: skip
+
+
 def parse_format(name: str | Format) -> Format:
     """The format with this name or alias; case does not matter, nor ``-`` for ``_`` or a leading ``torch.``.
-    A format is returned as it is.
+    A format is returned as it is. ``w4a8`` and the like are integers of two widths (see ``mixed``).
 
     Raises:
         FormatError: there is none; the message has the nearest names.
@@ -187,11 +204,13 @@ def parse_format(name: str | Format) -> Format:
     Example:
         >>> parse_format("bfloat16").name, parse_format("torch.float16").name, parse_format("MXFP8").name
         ('bf16', 'fp16', 'mxfp8_e4m3')
+        >>> parse_format("w4a8").of_activations.name
+        'int8_asym'
     """
     if isinstance(name, Format):
         return name
     key = name.strip().lower().replace("-", "_").removeprefix("torch.")
-    fmt = FORMATS.get(ALIASES.get(key, key))
+    fmt = FORMATS.get(ALIASES.get(key, key)) or mixed(key)
     if fmt is None:
         near = difflib.get_close_matches(key, [*FORMATS, *ALIASES], n=3, cutoff=0.5)
         near = list(dict.fromkeys(ALIASES.get(n, n) for n in near))

@@ -121,11 +121,20 @@ class Format:
     #: torch's name of the same format
     torch_name: str | None = None
     execution: Execution | None = None
+    #: the format of activations where it is another than that of weights (w4a8); ``None``: this one
+    activation_format: Format | None = None
+    #: weights that share a scale in a row, where the execution rule has groups
+    group_size: int = 32
 
     def __hash__(self) -> int:
         return hash(
             self.name
         )  # equality still compares every field; this one is called in hot loops
+
+    @property
+    def of_activations(self) -> Format:
+        """The format of activations."""
+        return self.activation_format or self
 
     @property
     def bits(self) -> float:

@@ -135,7 +135,7 @@ def _bits(fmt: Format, wide: Format) -> tuple[float, float, float]:
     if rule is None:  # the reference is a format for values
         return wide.bits, wide.bits, wide.bits
     return (
-        fmt.bits if rule.activation is not None else wide.bits,
+        fmt.of_activations.bits if rule.activation is not None else wide.bits,
         fmt.bits if rule.weight is not None else wide.bits,
         fmt.bits if rule.output else wide.bits,
     )

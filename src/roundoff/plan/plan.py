@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundoff.errors import FormatError, PlanError
-from roundoff.files import atomic_path
+from roundoff.files import atomic_path, toml_string, toml_value
 from roundoff.formats import parse_format
 from roundoff.site import first_match, matches
 
@@ -222,27 +222,9 @@ def _toml(data: Mapping[str, Any]) -> str:
     if "autocast" in data:
         lines.append(f"autocast = {json.dumps(data['autocast'])}")
     lines += ["", "[about]"]
-    lines += [f"{_quoted(k)} = {_toml_value(v)}" for k, v in about.items()]
+    lines += [f"{toml_string(k)} = {toml_value(v)}" for k, v in about.items()]
     for rule in data["rule"]:
         lines += ["", "[[rule]]", f"format = {json.dumps(rule['format'])}", "sites = ["]
-        lines += [f"  {_quoted(site)}," for site in rule["sites"]]
+        lines += [f"  {toml_string(site)}," for site in rule["sites"]]
         lines += ["]"]
     return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: Any) -> str:
-    """A TOML value: JSON writes strings, numbers, booleans and lists the same way; tables are inline."""
-    if isinstance(value, Mapping):
-        return (
-            "{ "
-            + ", ".join(f"{_quoted(str(k))} = {_toml_value(v)}" for k, v in value.items())
-            + " }"
-        )
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    return _quoted(value)
-
-
-def _quoted(value: Any) -> str:
-    """As JSON writes it; TOML allows no bare delete character, and no surrogates."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,200 @@
+"""QuantizedModel: a copy of the user's model in which values and weights pass through quantizers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from roundoff.capture.calls import Call, float_tensors, watch
+from roundoff.capture.execute import execute
+from roundoff.formats import PerAxis, PerTensor
+from roundoff.quantize.quantizer import Quantizer
+from roundoff.quantize.scheme import Route, Row, Scheme
+from roundoff.train.casts.simulate import straight
+
+
+class Passing:
+    """What happens to a value that has a quantizer, and to a bias that is added to integer sums: they are quantized."""
+
+    def value(self, _name: str, quantizer: Any, value: Tensor) -> Tensor:
+        """A value or weight behind its quantizer."""
+        found: Tensor = quantizer(value)
+        return found
+
+    def bias(self, _site: str, bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
+        """A bias on the grid of the sums."""
+        return on_sums(bias, quantizers)
+
+
+class Unquantized(Passing):
+    """Nothing happens to them."""
+
+    def value(self, _name: str, _quantizer: Any, value: Tensor) -> Tensor:
+        """The value itself."""
+        return value
+
+    def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
+        """The bias itself."""
+        return bias
+
+
+class QuantizedModel(nn.Module):
+    """The simulation of a quantized model: called as the model is, it returns what the artefact will return.
+
+    Attributes:
+        model: the copy of the user's model; its weights are floating point, after repairs on the grid of their scales.
+        quantizers: by name with dots as ``__dot__``, see ``quantizer(name)`` and ``named()``.
+        rows: one for each site, with the reason where it is not quantized.
+        unseen: calls that calibration did not see, which run as they are.
+    """
+
+    def __init__(self, model: nn.Module, laid_out: Scheme) -> None:
+        super().__init__()
+        self.model = model
+        self.routes: dict[str, Route] = laid_out.routes
+        self.rows: list[Row] = laid_out.rows
+        self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})
+        self.unseen: Counter[str] = Counter()
+        self.known = frozenset(row.site for row in self.rows)
+        self.off: set[str] = set()
+        self.passing = Passing()
+
+    def quantizer(self, name: str) -> Quantizer:
+        """The quantizer with this name. Raises ``KeyError``."""
+        found: Quantizer = self.quantizers[_key(name)]  # type: ignore[assignment]
+        return found
+
+    def replace_(self, name: str, module: nn.Module) -> None:
+        """Let another module stand where this quantizer stands."""
+        self.quantizers[_key(name)] = module
+
+    def named(self) -> Iterator[tuple[str, Quantizer]]:
+        """Names and quantizers, weights and values."""
+        for key, module in self.quantizers.items():
+            quantizer: Any = module
+            yield key.replace("__dot__", "."), quantizer
+
+    def weight_names(self) -> list[str]:
+        """The names of the quantizers of weights."""
+        return [name for name, quantizer in self.named() if quantizer.weight]
+
+    @contextmanager
+    def through(self, passing: Passing) -> Iterator[None]:
+        """Let something else happen to values inside the block: ``Unquantized()``, observers, ONNX's operators."""
+        before, self.passing = self.passing, passing
+        try:
+            yield
+        finally:
+            self.passing = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, with every value that has a quantizer on its grid."""
+        handler = _Handler(self)
+        with watch(self.model, handler) as mode:
+            mode.begin()
+            with mode:
+                return self.model(*args, **kwargs)
+
+    def missed(self, site: str) -> None:
+        """A call that calibration did not see was made: it is counted, and said once."""
+        self.unseen[site] += 1
+        if self.unseen[site] == 1:
+            text = f"{site} was never called while the model was calibrated: it runs in fp32"
+            warnings.warn(text, RuntimeWarning, stacklevel=8)
+
+
+class _Handler:
+    """Passes operands and results of the routed calls through their quantizers, each value once."""
+
+    def __init__(self, owner: QuantizedModel) -> None:
+        self.owner = owner
+        self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def before_write(self, tensor: Tensor) -> None:
+        """What was made of a tensor that is about to change holds no longer."""
+        if tensor in self.done:
+            del self.done[tensor]
+
+    def call(self, call: Call) -> Any:
+        """Run the call as its route says."""
+        site = str(call.site)
+        route = self.owner.routes.get(site)
+        if route is None or site in self.owner.off:
+            result = call.run()
+            if site not in self.owner.known and float_tensors(result):
+                self.owner.missed(site)
+            return result
+        if route.executes is not None:
+            return execute(call, route.executes, straight)
+        leaves = list(call.leaves)
+        for place, name in route.uses.items():
+            leaves[place] = self.pass_on(name, leaves[place])
+        if route.bias >= 0:
+            readers = [self.owner.quantizer(n) for n in route.uses.values()]
+            leaves[route.bias] = self.owner.passing.bias(site, leaves[route.bias], readers)
+        result = call.run(leaves)
+        if call.operator.inplace and leaves[0] is not call.leaves[0]:
+            result = call.leaves[0].copy_(result)
+        if not route.output:
+            return result
+        return tree_map(lambda t: self.pass_on(route.output, t) if isinstance(t, Tensor) else t, result)
+
+    def pass_on(self, name: str, value: Tensor) -> Tensor:
+        """The value behind its quantizer; the same tensor for every reader."""
+        if value not in self.done:
+            self.done[value] = {}
+        known: dict[str, Tensor] = self.done[value]
+        if name not in known:
+            known[name] = self.owner.passing.value(name, self.owner.quantizers[_key(name)], value)
+        return known[name]
+
+
+def on_sums(bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
+    """A bias rounded to the step of the integer sums that it is added to: scale of the input times scales of the weight.
+
+    As ONNX Runtime has it for QLinearConv (bias of int32 with scale ``x_scale * w_scale``, zero point 0). Where a scale is
+    neither per tensor nor per channel, or chosen while the model runs, the bias stays as it is.
+    """
+    scale = sum_scale(quantizers)
+    if scale is None:
+        return bias
+    codes = torch.round(bias.detach() / scale).clamp_(-(2.0**31), 2.0**31 - 1)
+    return straight(bias, (codes * scale).to(bias.dtype))
+
+
+def sum_scale(quantizers: list[Quantizer]) -> Tensor | None:
+    """The step of the sums of a call's products, a number or one for each output channel; None where there is none."""
+    if len(quantizers) != 2 or any(q.dynamic or q.scale is None for q in quantizers):
+        return None
+    if sum(q.weight for q in quantizers) != 1:
+        return None
+    step: Tensor | None = None
+    for quantizer in quantizers:
+        if not isinstance(quantizer.granularity, PerTensor | (PerAxis if quantizer.weight else PerTensor)):
+            return None
+        scale = quantizer.qparams().scale.flatten()
+        step = scale if step is None else step * scale
+    return step
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "__dot__")
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model that shares nothing with it, in evaluation mode."""
+    return copy.deepcopy(model).eval()
+
+
+def by_site(rows: list[Row]) -> Mapping[str, Row]:
+    """Rows by their site."""
+    return {row.site: row for row in rows}

@@ -1,0 +1,175 @@
+"""GPTQ: weights rounded one input at a time, each rounding error made up for by the inputs that are still to come.
+
+Frantar, Ashkboos, Hoefler and Alistarh, arXiv:2210.17323. Algorithm 1 there keeps changing the weights by equations 2
+and 4, ``δ = -(w_q - quant(w_q)) / [H⁻¹]_qq · (H⁻¹)_{:,q}``, through the Cholesky factor of ``H⁻¹``. Here is the same
+sequence without an inverse: with ``H = U Uᵀ``, U upper triangular, the error of a row is ``Σ_j (Σ_{i≤j} e_i U_ij)²``,
+``e = w - ŵ``, and the codes in the order 0, 1, … that make one term after the other least are::
+
+    ŵ_j = quant(w_j + Σ_{i<j} e_i U_ij / U_jj)
+
+(Chen et al., arXiv:2507.18553, show that this is Babai's nearest-plane algorithm and that the two agree.) One Cholesky
+factor in fp32 is enough, and the errors that arrive at a block of inputs are one matrix product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from roundoff.errors import QuantizationError
+from roundoff.formats import Format, QParams, fake_quantize
+from roundoff.formats.tensor import working_dtype
+from roundoff.quantize.repair.gain import (
+    Gain,
+    Repaired,
+    check_finite,
+    check_matrices,
+    output_db,
+    quadratic,
+)
+from roundoff.quantize.repair.matrix import elementwise
+
+
+def gptq(
+    weight: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, cross: Tensor | None = None, damp: float = 0.01,
+    order: bool = True, block: int = 128,
+) -> Repaired:  # fmt: skip
+    """Weights on the grid of ``qparams`` that keep the layer's output: small ``tr((Ŵ - W) H (Ŵ - W)ᵀ)``.
+
+    With ``cross`` the inputs x̂ of the quantized layer differ from those x of the full-precision layer, whose output is
+    the target (the asymmetric objective of GPTAQ, Li et al., arXiv:2504.02692). What is minimised is then::
+
+        E|Ŵ x̂ - W x|² + λ|Ŵ - W|²  =  tr((Ŵ - W*) (H + λ) (Ŵ - W*)ᵀ) + constant,   W* = W (C + λ) (H + λ)⁻¹
+
+    with ``H = E[x̂ x̂ᵀ]``, ``C = E[x x̂ᵀ]`` and λ the damping: the least-squares weights W* are found first, then rounded as
+    above. GPTAQ folds the same correction into the loop; this is its exact solution over real weights.
+
+    A row that rounding to nearest serves better keeps that, so no row is worse than nearest. Inputs that are always zero
+    round to nearest. Groups of inputs (PerGroup) and ``order`` go together: scales are fixed beforehand.
+
+    Args:
+        weight: ``[..., out, in]``, leading axes are groups (``matrix_view``).
+        hessian: ``[..., in, in]``, from ``Hessian.matrix``, or ``centred`` where a bias is corrected afterwards.
+        fmt: the format of the codes, without blocks.
+        qparams: of the weight's shape (``matrix_qparams``); not changed.
+        cross: ``[..., in, in]``, ``Hessian.cross`` or ``centred_cross``.
+        damp: λ as a share of the mean of H's diagonal. Where the Cholesky factor does not exist, it is raised tenfold
+            until it does; the gain's note says so.
+        order: inputs with the largest diagonal first ("act-order"), else as they come.
+        block: how many inputs the lazy update takes together; no influence on the result but rounding.
+
+    Returns:
+        The weight in its dtype; the gain is the output's SQNR against W (with ``cross``: against W* on x̂, the part that
+        rounding can change), rounding W to nearest before, this after.
+
+    Raises:
+        QuantizationError: NaN or Inf, shapes that do not fit, a negative ``damp``, or a Hessian that is no second
+            moment (a negative diagonal, or no Cholesky factor with all of the diagonal's mean added).
+
+    Example:
+        >>> from roundoff.formats import PerToken, choose_qparams, parse_format
+        >>> torch.manual_seed(0)
+        <torch...>
+        >>> rows, weight = torch.randn(100, 4) @ torch.randn(4, 16), torch.randn(8, 16)
+        >>> int4 = parse_format("int4")
+        >>> found = gptq(weight, rows.T @ rows / 100, int4, choose_qparams(weight, int4, PerToken()))
+        >>> found.gain.db > 3
+        True
+    """
+    check_matrices("gptq", weight, hessian)
+    check_finite("gptq", cross=cross)
+    if cross is not None and cross.shape[-2:] != hessian.shape[-2:]:
+        raise QuantizationError(
+            "the cross term does not fit the Hessian", where="gptq", expected=f"shape {tuple(hessian.shape)}",
+            got=f"shape {tuple(cross.shape)}", do="take both from one Hessian",
+        )  # fmt: skip
+    dtype = working_dtype(weight)
+    w, h = weight.detach().to(dtype), hessian.detach().to(dtype)
+    scale, zero_point = elementwise(qparams, weight.shape)
+    scale, zero_point = scale.to(dtype), None if zero_point is None else zero_point.to(dtype)
+    damped, fill, damping, note = damped_hessian(h, damp)
+    target = w if cross is None else _least_squares(w, damped, cross.detach().to(dtype), fill + damping)
+    chosen = _in_order(target, damped, fmt, scale, zero_point, order, block)
+    nearest = fake_quantize(w, QParams(scale, zero_point), fmt)
+    worse = quadratic(chosen - target, h) > quadratic(nearest - target, h)
+    chosen = torch.where(worse[..., None], nearest, chosen)
+    gain = Gain("gptq", output_db(nearest, target, h), output_db(chosen, target, h), note)
+    return Repaired(chosen.to(weight.dtype), qparams, gain)
+
+
+def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, Tensor, str]:
+    """``H`` with what makes it positive definite: the sum, what was put on the diagonal for inputs that are always zero
+    (their mean power) and for damping, both ``[..., in]``, and a note where the damping had to be raised."""
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    if damp < 0 or bool((diagonal < 0).any()):
+        raise QuantizationError(
+            "no second moments" if damp >= 0 else "negative damping", where="damped_hessian",
+            expected="a Hessian with diagonal ≥ 0 and damp ≥ 0", got=f"smallest {float(diagonal.min())}, damp {damp}",
+        )  # fmt: skip
+    alive = diagonal > 0
+    mean = diagonal.sum(-1, keepdim=True) / alive.sum(-1, keepdim=True).clamp(min=1)
+    mean = torch.where(mean > 0, mean, 1.0)
+    fill = torch.where(alive, 0.0, mean)
+    damping = (damp * mean).expand_as(diagonal)
+    raised, note = damp, ""
+    for _ in range(8):
+        damped = hessian + torch.diag_embed(fill + damping)
+        failed = torch.linalg.cholesky_ex(damped).info > 0
+        if not bool(failed.any()):
+            return damped, fill, damping, note
+        if raised >= 1:
+            break
+        raised = min(max(10 * raised, 1e-6), 1.0)
+        damping = torch.where(failed[..., None], raised * mean, damping)
+        note = f"damping raised to {raised:g} of the mean diagonal"
+    raise QuantizationError(
+        "the Hessian is not positive semidefinite", where="damped_hessian",
+        expected="second moments of real inputs", got="no Cholesky factor, with the mean of the diagonal added",
+        do="accumulate it with Hessian, in float64 if its inputs are nearly dependent",
+    )  # fmt: skip
+
+
+def _least_squares(weight: Tensor, damped: Tensor, cross: Tensor, added: Tensor) -> Tensor:
+    """``W (C + λ) (H + λ)⁻¹``."""
+    right = (weight @ (cross + torch.diag_embed(added))).mT
+    return torch.cholesky_solve(right, torch.linalg.cholesky(damped)).mT
+
+
+def _in_order(
+    w: Tensor, damped: Tensor, fmt: Format, scale: Tensor, zero_point: Tensor | None, order: bool, block: int
+) -> Tensor:
+    """The sequence of the module docstring. Inside, inputs lie along the rows, so that one input is contiguous."""
+    turn = None
+    if order:
+        turn = damped.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
+        damped = damped.take_along_dim(turn[..., None], -2).take_along_dim(turn[..., None, :], -1)
+    upper = torch.linalg.cholesky(damped.flip(-1, -2)).flip(-1, -2)
+    feed = (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None, :]).mT.contiguous()
+    at = None if turn is None else turn.expand(*w.shape[:-2], w.shape[-1])[..., None]
+    w, scale = _rows(w, at), _rows(scale, at)
+    zero_point = None if zero_point is None else _rows(zero_point, at)
+    errors = torch.empty_like(w)
+    count = w.shape[-2]
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        wanted = w[..., start:stop, :]
+        if start:
+            wanted = wanted + feed[..., start:stop, :start] @ errors[..., :start, :]
+        for j in range(start, stop):
+            value = wanted[..., j - start, :]
+            if j > start:
+                value = value + (feed[..., j, None, start:j] @ errors[..., start:j, :]).squeeze(-2)
+            point = None if zero_point is None else zero_point[..., j, :]
+            found = fake_quantize(value, QParams(scale[..., j, :], point), fmt)
+            torch.sub(w[..., j, :], found, out=errors[..., j, :])
+            scale[..., j, :] = found  # the scale of this input is not needed any more
+    chosen = scale
+    if at is not None:
+        chosen = torch.empty_like(chosen).scatter_(-2, at.expand_as(chosen), chosen)
+    return chosen.mT
+
+
+def _rows(x: Tensor, at: Tensor | None) -> Tensor:
+    """``x`` ``[..., out, in]`` as ``[..., in, out]``, inputs in the order of ``at``, in memory of its own."""
+    turned = x.mT
+    return turned.clone(memory_format=torch.contiguous_format) if at is None else turned.take_along_dim(at, -2).contiguous()

@@ -1,0 +1,225 @@
+"""The weight of a contracting operator as matrices ``[groups, out, in]``, and its inputs as the columns they multiply.
+
+==================  =====================================  =============================================
+operator            shape of the weight                    matrices
+==================  =====================================  =============================================
+linear              (out, in)                              (1, out, in)
+matmul (``other``)  (in, out)                              (1, out, in)
+conv1d/2d/3d        (out, in/groups, *kernel)              (groups, out/groups, in/groups · taps)
+conv_transpose…     (in, out/groups, *kernel)              (groups, out/groups, in/groups · taps)
+==================  =====================================  =============================================
+
+A depthwise convolution has as many groups as channels, so one tensor ``[C, 1, taps]``. A transposed convolution is the
+convolution of its input with zeros put between the samples, with flipped taps (Dumoulin and Visin, arXiv:1603.07285,
+section 4); ``patches`` flips the inputs, so the matrix is not flipped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from roundoff.errors import QuantizationError
+from roundoff.formats import QParams
+
+
+def matrix_view(weight: Tensor, operator: str, groups: int = 1) -> Tensor:
+    """The weight as matrices ``[groups, out, in]``: a view where there is one, else a copy.
+
+    ``operator`` is a name of the table of operators (``capture/operators.py``).
+
+    Raises:
+        QuantizationError: an operator without such a view, or a shape that does not fit it or ``groups``.
+
+    Example:
+        >>> matrix_view(torch.zeros(8, 3, 5, 5), "conv2d").shape
+        torch.Size([1, 8, 75])
+        >>> matrix_view(torch.zeros(16, 1, 3, 3), "conv2d", groups=16).shape
+        torch.Size([16, 1, 9])
+        >>> matrix_view(torch.zeros(6, 4, 3), "conv_transpose1d", groups=2).shape
+        torch.Size([2, 4, 9])
+    """
+    _check(weight.shape, operator, groups)
+    if operator == "linear":
+        return weight[None]
+    if operator == "matmul":
+        return weight.mT[None]
+    if operator.startswith("conv_transpose"):
+        split = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+        return split.transpose(1, 2).reshape(groups, weight.shape[1], -1)
+    return weight.reshape(groups, weight.shape[0] // groups, -1)
+
+
+def from_matrix(matrices: Tensor, shape: Sequence[int], operator: str, groups: int = 1) -> Tensor:
+    """The inverse of ``matrix_view``: matrices ``[groups, out, in]`` as a weight of ``shape``.
+
+    >>> weight = torch.randn(6, 4, 3)
+    >>> torch.equal(from_matrix(matrix_view(weight, "conv_transpose1d", 2), weight.shape, "conv_transpose1d", 2), weight)
+    True
+    """
+    _check(shape, operator, groups)
+    if operator == "matmul":
+        return matrices[0].mT.contiguous()
+    if operator.startswith("conv_transpose"):
+        split = matrices.reshape(groups, shape[1], shape[0] // groups, -1)
+        return split.transpose(1, 2).reshape(tuple(shape))
+    return matrices.reshape(tuple(shape))
+
+
+def matrix_qparams(qparams: QParams, shape: Sequence[int], operator: str, groups: int = 1) -> QParams:
+    """The qparams of a weight of ``shape`` as those of its matrices: one scale and zero point for each element.
+
+    Works for every granularity, also for groups along an axis that the matrix has no axis for.
+
+    >>> from roundoff.formats import PerAxis, choose_qparams, parse_format
+    >>> weight = torch.randn(4, 1, 3, 3)
+    >>> qparams = choose_qparams(weight, parse_format("int8"), PerAxis(0))
+    >>> matrix_qparams(qparams, weight.shape, "conv2d", groups=4).scale.shape
+    torch.Size([4, 1, 9])
+    """
+    scale, zero_point = elementwise(qparams, shape)
+    return QParams(
+        matrix_view(scale, operator, groups), None if zero_point is None else matrix_view(zero_point, operator, groups)
+    )
+
+
+def elementwise(qparams: QParams, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of every element of a tensor of ``shape``.
+
+    Raises QuantizationError for a scale that is not positive and finite, or that does not fit ``shape``.
+    """
+    view = tuple(shape) if qparams.granularity is None else qparams.granularity.split(shape)[0]
+    try:
+        scale = qparams.scale.expand(view).reshape(tuple(shape))
+        zero_point = None if qparams.zero_point is None else qparams.zero_point.expand(view).reshape(tuple(shape))
+    except RuntimeError:
+        raise QuantizationError(
+            "the scale does not fit the weight", expected=f"a shape that broadcasts to {view}",
+            got=f"a scale of shape {tuple(qparams.scale.shape)}", do="search_scales gives scales of the right shape",
+        ) from None  # fmt: skip
+    wrong = int((~((qparams.scale > 0) & qparams.scale.isfinite())).sum())
+    if wrong:
+        raise QuantizationError(
+            "a scale is not positive and finite", expected="scale > 0",
+            got=f"{wrong} of {qparams.scale.numel()} scales are zero, negative, NaN or Inf",
+            do="choose_qparams and search_scales give 1 for a channel of zeros",
+        )  # fmt: skip
+    return scale, zero_point
+
+
+def patches(
+    x: Tensor, operator: str, kernel: Sequence[int] = (), *, stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
+    output_padding: int | Sequence[int] = 0, share: float = 1.0, generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
+    """The inputs of one batch as rows ``[groups, n, in]`` that the operator's matrices multiply: ``out = rows @ Wᵀ``.
+
+    The rows of a convolution are its patches (im2col); n is batch · output positions, ordered so. ``share`` below 1
+    keeps that share of the output positions (at least one), drawn anew in each call and the same for the whole batch:
+    neighbouring patches hold nearly the same values, so that second moments lose little by it.
+
+    Args:
+        x: (batch, channels, *space) or, unbatched, (channels, *space); for linear and matmul (..., in).
+        operator: "linear", "matmul", "conv1d" … "conv_transpose3d".
+        kernel: lengths of the kernel, as in the weight's shape.
+        stride: of the call, as are the next four.
+        padding: numbers, "same" or "valid".
+        dilation: of the taps.
+        groups: of the channels.
+        output_padding: of transposed convolutions.
+        share: in (0, 1].
+        generator: of the positions, on x's device.
+
+    Example:
+        >>> x, weight = torch.randn(2, 4, 6, 6), torch.randn(8, 2, 3, 3)
+        >>> rows = patches(x, "conv2d", (3, 3), stride=2, padding=1, groups=2)
+        >>> out = rows @ matrix_view(weight, "conv2d", 2).mT  # [groups, batch * 3 * 3, out / groups]
+        >>> want = torch.nn.functional.conv2d(x, weight, stride=2, padding=1, groups=2)
+        >>> torch.allclose(out.reshape(2, 2, 9, 4).permute(1, 0, 3, 2).reshape(2, 8, 3, 3), want, atol=1e-5)
+        True
+    """
+    if not 0 < share <= 1:
+        raise QuantizationError("no such share of the positions", where="patches", expected="in (0, 1]", got=str(share))
+    if operator in ("linear", "matmul"):
+        rows = x.reshape(1, -1, x.shape[-1])
+        return rows if share == 1 else rows[:, _some(rows.shape[1], share, generator, x.device)]
+    _check((groups, 1, *kernel), operator, groups)
+    dimensions = len(kernel)
+    if x.dim() == dimensions + 1:
+        x = x[None]
+    if x.dim() != dimensions + 2 or x.shape[1] % groups:
+        raise QuantizationError(
+            "the input does not fit the operator", where=operator,
+            expected=f"shape (batch, channels, {dimensions} lengths) with channels a multiple of {groups}",
+            got=f"shape {tuple(x.shape)}",
+        )  # fmt: skip
+    strides, dilations = _each(stride, dimensions), _each(dilation, dimensions)
+    reach = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
+    if operator.startswith("conv_transpose"):
+        x, strides = _spread(x, strides), [1] * dimensions
+        cut = _each(padding, dimensions) if not isinstance(padding, str) else [0] * dimensions
+        pads = [(r - p, r - p + o) for r, p, o in zip(reach, cut, _each(output_padding, dimensions), strict=True)]
+        taps = [[r - d * t for t in range(k)] for r, d, k in zip(reach, dilations, kernel, strict=True)]
+    else:
+        if isinstance(padding, str):
+            pads = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
+        else:
+            pads = [(p, p) for p in _each(padding, dimensions)]
+        taps = [[d * t for t in range(k)] for d, k in zip(dilations, kernel, strict=True)]
+    x = pad(x, [p for pair in reversed(pads) for p in pair]).transpose(0, 1)  # channels first: rows lie together
+    lengths = [(n - r - 1) // s + 1 for n, r, s in zip(x.shape[2:], reach, strides, strict=True)]
+    chosen = None
+    if share < 1:
+        chosen = _some(math.prod(lengths), share, generator, x.device)
+    columns = []
+    for tap in product(*taps):
+        window = x[(slice(None), slice(None), *(
+            slice(t, t + s * (n - 1) + 1, s) for t, s, n in zip(tap, strides, lengths, strict=True)
+        ))]  # fmt: skip
+        columns.append(window if chosen is None else window.flatten(2).index_select(2, chosen))
+    stacked = torch.stack(columns, dim=1)  # [channels, taps, batch, ...]
+    return stacked.reshape(groups, x.shape[0] // groups * len(columns), -1).mT
+
+
+def _spread(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """``x`` with ``stride - 1`` zeros between neighbours along each spatial axis."""
+    if all(s == 1 for s in strides):
+        return x
+    lengths = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], strides, strict=True)]
+    spread = x.new_zeros((*x.shape[:2], *lengths))
+    spread[(slice(None), slice(None), *(slice(None, None, s) for s in strides))] = x
+    return spread
+
+
+def _some(count: int, share: float, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """A draw of ``share`` of ``count`` positions, in order."""
+    kept = max(1, round(share * count))
+    return torch.randperm(count, generator=generator, device=device)[:kept].sort().values
+
+
+def _each(value: int | Sequence[int], dimensions: int) -> list[int]:
+    """One value for each axis."""
+    return [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
+
+
+def _check(shape: Sequence[int], operator: str, groups: int) -> None:
+    found = re.fullmatch(r"conv(_transpose)?([123])d", operator)
+    axes = 2 if operator in ("linear", "matmul") else 2 + int(found[2]) if found else None
+    if axes is None:
+        raise QuantizationError(
+            "this operator's weight is no matrix", where=operator,
+            expected="linear, matmul, conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d or conv_transpose3d",
+            do="call it by the operator that it consists of (the weights of an LSTM are those of linear)",
+        )  # fmt: skip
+    if len(shape) != axes or groups < 1 or shape[0] % groups or (axes == 2 and groups != 1):
+        raise QuantizationError(
+            "the weight does not fit the operator", where=operator,
+            expected=f"{axes} axes, the first a multiple of {groups} groups" if axes > 2 else "2 axes and 1 group",
+            got=f"shape {tuple(shape)}, {groups} groups",
+        )  # fmt: skip

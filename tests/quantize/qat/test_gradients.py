@@ -239,7 +239,7 @@ def test_straight_through_is_torchs_fake_quantize(fmt):
 
 
 def test_lsq_is_torchs_learnable_fake_quantize():
-    """torch's own counts an element as outside by its rounded code; the data keeps away from the half step where we differ."""
+    """torch's own counts what is outside by rounded codes; the data keeps away from the half step where we differ."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, generator=generator)
     scale = torch.tensor([0.0625])

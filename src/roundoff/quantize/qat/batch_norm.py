@@ -1,8 +1,8 @@
 """BatchNorm while a quantized model is trained: keep its statistics from a step on, or train it folded into its layer.
 
-A BatchNorm that was folded before training is gone, and there is nothing to do. One that was kept goes on with statistics of
-each batch, which the rounding of what comes before makes noisier than the deployed network's: freeze it for the last part of
-the training (arXiv:1806.08342, section 3.2.2.2). ``FoldedNorm`` instead quantizes, in training, the weights that are deployed.
+A BatchNorm that was folded before training is gone, and there is nothing to do. One that was kept goes on with the
+statistics of each batch, which are noisier than those that the deployed network uses: freeze it for the last part of the
+training (arXiv:1806.08342, section 3.2.2). ``FoldedNorm`` instead quantizes, in training, the weights that are deployed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FoldedNorm(nn.Module):
             raise QuantizationError("this layer cannot be trained folded", where=type(layer).__name__,
                                     expected="Conv1d, Conv2d, Conv3d or Linear", got=type(layer).__name__,
                                     do="keep its BatchNorm and freeze it for the last steps")  # fmt: skip
-        if norm.weight is None or norm.running_mean is None or norm.num_features != layer.weight.shape[0]:
+        if not norm.affine or norm.running_mean is None or norm.num_features != layer.weight.shape[0]:
             raise QuantizationError("this BatchNorm cannot be folded", where=type(norm).__name__,
                                     expected=f"{layer.weight.shape[0]} channels, affine, with running statistics",
                                     got=str(norm))  # fmt: skip
@@ -87,12 +87,14 @@ class FoldedNorm(nn.Module):
     def _folded(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         factor = self.norm.weight * (variance + self.norm.eps).rsqrt()
         bias = -mean if self.layer.bias is None else self.layer.bias - mean
-        return self.layer.weight * factor.reshape(-1, *[1] * (self.layer.weight.ndim - 1)), self.norm.bias + bias * factor
+        weight = self.layer.weight * factor.reshape(-1, *[1] * (self.layer.weight.ndim - 1))
+        return weight, self.norm.bias + bias * factor
 
     def _layer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.layer, nn.Linear):
             return functional.linear(x, weight, bias)
-        return self.layer._conv_forward(x, weight, bias)  # with its padding mode
+        result: Tensor = self.layer._conv_forward(x, weight, bias)  # with its padding mode
+        return result
 
     def _running(self) -> tuple[Tensor, Tensor]:
         mean, variance = self.norm.running_mean, self.norm.running_var
@@ -107,7 +109,8 @@ class FoldedNorm(nn.Module):
         count = result.numel() // result.shape[1]
         if count < 2:
             raise QuantizationError("one value per channel has no variance", where=str(self.norm),
-                                    expected="2 or more per batch", got=f"an output of shape {tuple(result.shape)}")  # fmt: skip
+                                    expected="2 or more per batch",
+                                    got=f"an output of shape {tuple(result.shape)}")  # fmt: skip
         variance, mean = torch.var_mean(result, dims, correction=0)
         with torch.no_grad():
             tracked = self.norm.num_batches_tracked

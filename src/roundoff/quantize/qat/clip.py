@@ -82,6 +82,11 @@ class Ulq(Affine):
         """``p - n``."""
         return self.fmt.max_finite - self.fmt.min_finite
 
+    @property
+    def scale(self) -> Tensor | None:
+        """The scale as it is now; ``None`` before there is one."""
+        return self.qparams().scale if self.ready else None
+
     def qparams(self) -> QParams:
         """See ``Learner``."""
         if not self.ready:
@@ -133,6 +138,11 @@ class Pact(Affine):
     def valid(self) -> Tensor:
         """See ``Learner``."""
         return self.alpha.isfinite() & (self.alpha / (self.fmt.max_finite - self.fmt.min_finite) >= TINY)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The scale as it is now; ``None`` before there is one."""
+        return self.qparams().scale if self.ready else None
 
     def qparams(self) -> QParams:
         """See ``Learner``."""

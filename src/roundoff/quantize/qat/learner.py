@@ -51,6 +51,7 @@ class Learner(nn.Module):
     Attributes:
         name: the value or weight that passes through, for messages.
         ready: whether it has its parameters; before that, an optimizer cannot know them.
+        sites: who reads it, in a ``QuantizedModel``.
         is_frozen: whether they stay as they are (``freeze``).
         reverted: how many values of a parameter were put back because they were invalid.
 
@@ -78,6 +79,7 @@ class Learner(nn.Module):
         super().__init__()
         self.fmt, self.role, self.name = parse_format(fmt), role, ""
         self.granularity: Granularity = granularity or (qparams and qparams.granularity) or PerTensor()
+        self.sites: tuple[str, ...] = ()
         self.ready, self.is_frozen, self.reverted, self._warned = False, False, 0, False
         self._check()
         self.check()
@@ -117,6 +119,16 @@ class Learner(nn.Module):
     # -- what all share
 
     @property
+    def weight(self) -> bool:
+        """Whether it stands before a weight."""
+        return self.role == "weight"
+
+    @property
+    def dynamic(self) -> bool:
+        """Never: the scale outlives a forward pass (as ``Quantizer.dynamic``)."""
+        return False
+
+    @property
     def grid(self) -> Format:
         """The format of the frozen codes."""
         return self.fmt
@@ -135,7 +147,7 @@ class Learner(nn.Module):
                 stack.enter_context(torch.autocast(x.device.type, enabled=False))
             exact = x.to(working_dtype(x))
             if not self.ready:
-                self._start_from(exact.detach())
+                self.start_from(exact.detach())
             self.keep_valid()
             return self.estimate(exact).to(x.dtype)
 
@@ -236,7 +248,8 @@ class Learner(nn.Module):
                              expected="PerTensor(), or PerAxis of an axis other than the first",
                              do="use one scale per tensor, or a dynamic quantizer")  # fmt: skip
 
-    def _start_from(self, x: Tensor) -> None:
+    def start_from(self, x: Tensor) -> None:
+        """Take what the learner's paper starts from, given the first tensor. Raises ``QuantizationError`` where it has none."""
         if not bool(x.isfinite().any()):
             raise self.fault("the first tensor gives no scale", expected="finite values",
                              got=f"shape {tuple(x.shape)}, none finite")  # fmt: skip

@@ -84,6 +84,11 @@ class Ttq(Learner):
         smallest, largest = torch.minimum(self.positive, self.negative), torch.maximum(self.positive, self.negative)
         return (smallest > 0) & largest.isfinite() & (largest >= 127 * TINY)
 
+    @property
+    def scale(self) -> Tensor | None:
+        """The scale as it is now; ``None`` before there is one."""
+        return self.qparams().scale if self.ready else None
+
     def qparams(self) -> QParams:
         """See ``Learner``."""
         if not self.ready:

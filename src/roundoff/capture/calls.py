@@ -163,7 +163,7 @@ class CallMode(TorchFunctionMode):
             if operator.inplace and isinstance(args[0], Tensor):
                 self.handler.before_write(args[0])
             result = func(*args, **kwargs)
-            self._passed_on(operator, reason, result, args, kwargs)
+            self.passed_on(func, operator, reason, result, args, kwargs)
             return result
         call = self._call(func, operator, args, kwargs)
         if operator.inplace:
@@ -252,9 +252,16 @@ class CallMode(TorchFunctionMode):
         if inplace and base is not None and id(base) not in self._params:
             self._sources[base] = self._sources_of(base) | sources  # written through a view
 
-    def _passed_on(
-        self, operator: Operator, reason: str, result: Any, args: Any, kwargs: Any
+    def passed_on(
+        self,
+        func: Callable[..., Any],  # noqa: ARG002 (for subclasses)
+        operator: Operator,
+        reason: str,
+        result: Any,
+        args: Any,
+        kwargs: Any,
     ) -> None:
+        """``func`` has run and is not a site, for ``reason``: where its result's values come from."""
         sources = frozenset() if operator.name in EXACT else self._sources_of((args, kwargs))
         outputs = float_tensors(result)
         for tensor in outputs:
@@ -274,10 +281,13 @@ class CallMode(TorchFunctionMode):
 
 
 @contextmanager
-def watch(model: nn.Module, handler: Handler) -> Iterator[CallMode]:
+def watch(
+    model: nn.Module, handler: Handler, kind: Callable[[nn.Module, Handler], CallMode] | None = None
+) -> Iterator[CallMode]:
     """Follow the module path of ``model`` and give each call to ``handler`` while the mode that this yields is
-    entered. Hooks are removed on exit, also after an exception. Compiled regions run uncompiled meanwhile."""
-    mode = CallMode(model, handler)
+    entered. Hooks are removed on exit, also after an exception. Compiled regions run uncompiled meanwhile.
+    ``kind`` is a subclass of ``CallMode`` that sees more."""
+    mode = (kind or CallMode)(model, handler)
     handles = []
     stance: Any = torch.compiler.set_stance("force_eager")
 

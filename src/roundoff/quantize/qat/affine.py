@@ -15,7 +15,8 @@ from torch import Tensor
 
 from roundoff.formats import Format, Granularity, QParams, choose_qparams
 from roundoff.formats.affine import extremes, mean_magnitude
-from roundoff.quantize.qat.learner import TINY, Affine, At, Role, range_qparams
+from roundoff.quantize.qat.estimate import Affine, At
+from roundoff.quantize.qat.learner import TINY, Role, range_qparams
 
 __all__ = ["Lsq", "LsqPlus", "Ste"]
 

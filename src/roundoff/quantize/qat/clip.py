@@ -11,7 +11,8 @@ from torch import Tensor
 
 from roundoff.formats import Format, Granularity, QParams
 from roundoff.formats.affine import extremes
-from roundoff.quantize.qat.learner import TINY, Affine, At, Learner, Role, range_qparams
+from roundoff.quantize.qat.estimate import Affine, At
+from roundoff.quantize.qat.learner import TINY, Learner, Role, range_qparams
 
 __all__ = ["Pact", "Ulq"]
 

@@ -131,10 +131,11 @@ def train(
                 total, count, steps = total + value.item(), count + 1, steps + 1
             if not count:
                 raise QuantizationError("there is nothing to train on", where=f"epoch {epoch}", got="no batch",
-                                        expected="one or more", do="give a list, or a function that returns the batches")  # fmt: skip
+                                        expected="one or more",
+                                        do="give a list, or a function that returns the batches")  # fmt: skip
             losses.append(total / count)
-    after = {learner.name or path: learner.reverted - before.get(path, 0) for path, learner in learners(model).items()}
-    return Trained(losses, steps, {name: number for name, number in after.items() if number})
+    counts = {q.name or path: q.reverted - before.get(path, 0) for path, q in learners(model).items()}
+    return Trained(losses, steps, {name: count for name, count in counts.items() if count})
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:

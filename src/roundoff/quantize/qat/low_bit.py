@@ -133,7 +133,8 @@ class Dorefa(Transformed):
         if self.fmt.width == 1:
             return signs(view), mean_magnitude(view, dims).clamp(min=TINY)
         steps = 2.0**self.fmt.width - 1
-        scale = torch.full([1 if i in dims else n for i, n in enumerate(view.shape)], 1 / steps).to(view)
+        shape = [1 if i in dims else n for i, n in enumerate(view.shape)]
+        scale = torch.full(shape, 1 / steps, dtype=view.dtype, device=view.device)
         return 2 * ((_squashed(view, dims) / 2 + 0.5) * steps).round() - steps, scale
 
     def surrogate(self, view: Tensor, dims: tuple[int, ...], _scale: Tensor) -> Tensor:

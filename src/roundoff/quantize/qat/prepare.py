@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from roundoff.errors import PatternError, QuantizationError
-from roundoff.quantize.graph import is_parameter
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.qat.learner import Affine, Learner
+from roundoff.quantize.qat.estimate import Affine
+from roundoff.quantize.qat.learner import Learner
 from roundoff.quantize.qat.learners import make_learner
 from roundoff.quantize.qat.low_bit import Bnn, Xnor
 from roundoff.quantize.quantizer import Quantizer
@@ -92,23 +92,28 @@ def _learner(model: QuantizedModel, name: str, quantizer: Any, chosen: str, star
         raise QuantizationError(error.what, where=f"{name} ({chosen}, {quantizer.fmt.name}, {role})", got=error.got,
                                 expected=error.expected, do=error.do) from error  # fmt: skip
     learner.name, learner.sites, learner.operand = name, quantizer.sites, quantizer.operand
-    if quantizer.weight and is_parameter(model.model, name):
-        weight = model.model.get_parameter(name)
+    weight = _parameter(model, name)
+    if quantizer.weight and weight is not None:
         learner.to(weight.device)
         if not learner.ready:
             learner.start_from(weight.detach())
     elif quantizer.weight and not isinstance(learner, Affine):
         raise QuantizationError(f"{chosen} transforms a weight, and this one is no parameter", where=name,
-                                expected="a parameter of the model", got="a value computed in the forward pass, or read twice",
+                                expected="a parameter of the model", got="a value computed in the forward pass",
                                 do="use lsq or ste here, with `only`")  # fmt: skip
     return learner
+
+
+def _parameter(model: QuantizedModel, name: str) -> nn.Parameter | None:
+    """The parameter that a quantizer of weights is named by."""
+    return dict(model.model.named_parameters(remove_duplicate=False)).get(name)
 
 
 def convert(model: QuantizedModel) -> QuantizedModel:
     """Put plain quantizers where the learners stand, in place, with the weights on their grids; in evaluation mode.
 
-    The model computes what it computed with its learners in evaluation mode, bit for bit. A transformed weight may need another
-    format than was trained (see ``Learner.grid``): DoReFa's of k bits one of k + 1, TTQ's int8.
+    The model computes what it computed with its learners in evaluation mode, bit for bit. A transformed weight may need
+    another format than was trained (see ``Learner.grid``): DoReFa's of k bits one of k + 1, TTQ's int8.
 
     Returns:
         The same model.
@@ -117,24 +122,28 @@ def convert(model: QuantizedModel) -> QuantizedModel:
         QuantizationError: a learner never saw a value, so it has no scale. The model is as before.
     """
     model.eval()
-    found = []
-    for name, learner in model.named():
-        if not isinstance(learner, Learner):
-            continue
+    found: list[tuple[str, Quantizer, nn.Parameter | None, torch.Tensor | None]] = []
+    for name, learner in all_learners(model):
         quantizer = Quantizer(name, learner.grid, learner.operand, learner.granularity, learner.sites)
-        weight = None
-        if learner.weight and is_parameter(model.model, name):
-            weight, qparams = learner.frozen(model.model.get_parameter(name))
+        parameter, weight = _parameter(model, name) if learner.weight else None, None
+        if parameter is not None:
+            weight, qparams = learner.frozen(parameter)
         else:
             qparams = learner.qparams()
         quantizer.set_(qparams, learner.kind)
-        found.append((name, quantizer, weight))
-    for name, quantizer, weight in found:
+        found.append((name, quantizer, parameter, weight))
+    for name, quantizer, parameter, weight in found:
         model.replace_(name, quantizer.eval())
-        if weight is not None:
+        if parameter is not None and weight is not None:
             with torch.no_grad():
-                model.model.get_parameter(name).copy_(weight)
+                parameter.copy_(weight)
     return model
+
+
+def all_learners(model: QuantizedModel) -> list[tuple[str, Learner]]:
+    """Names and learners of a model in training."""
+    modules: list[tuple[str, nn.Module]] = list(model.named())
+    return [(name, module) for name, module in modules if isinstance(module, Learner)]
 
 
 def clip_binary_(model: QuantizedModel) -> None:
@@ -142,8 +151,8 @@ def clip_binary_(model: QuantizedModel) -> None:
 
     Beyond that their gradient is 0, and they would never come back.
     """
-    for name, learner in model.named():
-        module: nn.Module = learner
-        if isinstance(module, Bnn) and not isinstance(module, Xnor) and module.weight and is_parameter(model.model, name):
+    for name, learner in all_learners(model):
+        parameter = _parameter(model, name)
+        if isinstance(learner, Bnn) and not isinstance(learner, Xnor) and learner.weight and parameter is not None:
             with torch.no_grad():
-                model.model.get_parameter(name).clamp_(-1.0, 1.0)
+                parameter.clamp_(-1.0, 1.0)

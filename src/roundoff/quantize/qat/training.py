@@ -29,6 +29,7 @@ def parameter_groups(model: nn.Module, lr: float, scale_lr: float, weight_decay:
         QuantizationError: a learner has no parameters yet; the optimizer would not know them.
 
     Example:
+        >>> import torch
         >>> from roundoff.quantize.qat.learners import make_learner
         >>> model = nn.Sequential(make_learner("lsq", "int8_asym", role="activation"), nn.Linear(2, 2))
         >>> _ = model(torch.randn(4, 2))
@@ -71,6 +72,7 @@ class Freezing:
         batch_norm: after how many steps BatchNorm keeps its running statistics; ``None``: never.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.BatchNorm1d(2))
         >>> freezing = Freezing(model, batch_norm=1)
         >>> for _ in range(3):

@@ -33,12 +33,14 @@ def freeze_batch_norm(model: nn.Module) -> list[RemovableHandle]:
         >>> len(freeze_batch_norm(model)), model.train()(torch.ones(4, 2)).shape, model[1].num_batches_tracked.item()
         (1, torch.Size([4, 2]), 0)
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    return [norm.register_forward_pre_hook(_to_eval) for norm in norms]
+    folded = [m for m in model.modules() if isinstance(m, FoldedNorm)]
+    inside = {id(m.norm) for m in folded}
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and id(m) not in inside and m.track_running_stats]
+    return [module.register_forward_pre_hook(_to_eval) for module in (*folded, *norms)]
 
 
-def _to_eval(norm: nn.Module, _inputs: object) -> None:
-    norm.eval()
+def _to_eval(module: nn.Module, _inputs: object) -> None:
+    (module.norm if isinstance(module, FoldedNorm) else module).eval()
 
 
 class FoldedNorm(nn.Module):

@@ -269,6 +269,9 @@ def test_values_that_are_no_numbers():
          "PACT clips at 0, and this range goes below\n  expected: zero point -128"),
         (lambda: make_learner("dorefa", "int8_asym", None, QParams(torch.tensor(0.1), torch.tensor(0.0)), role="activation"),
          "DoReFa clips activations at 0"),
+        (lambda: make_learner("bnn", "binary", role="activation")(torch.rand(3, 2)),
+         "the sign of values that are never negative is a constant"),
+        (lambda: make_learner("xnor", "binary", role="activation")(torch.rand(3, 2)), "before the ReLU, or use dorefa"),
     ],
 )  # fmt: skip
 def test_what_a_learner_cannot_do_is_said(make, message):

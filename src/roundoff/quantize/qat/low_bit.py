@@ -163,7 +163,7 @@ class Bnn(Transformed):
     """BinaryNet (Courbariaux et al., arXiv:1602.02830): ``sign(x)``, +1 for both zeros (eq. 1).
 
     The gradient is passed on where ``|x| <= 1``, else it is 0 (eq. 4). The paper clips real-valued weights to [-1, 1] after
-    each update: ``training.clip_binary_``. Where qparams are given, their scale multiplies result and gradient.
+    each update: ``prepare.clip_binary_``. Where qparams are given, their scale multiplies result and gradient.
     """
 
     kind = "bnn"
@@ -173,7 +173,11 @@ class Bnn(Transformed):
         needs(self, BINARY)
 
     def first(self, x: Tensor) -> QParams:
-        """See ``Learner``."""
+        """See ``Learner``. Raises ``QuantizationError`` where values have one sign only: their codes would be a constant."""
+        if self.role == "activation" and bool((x >= 0).all()):
+            raise self.fault("the sign of values that are never negative is a constant", got="a first batch without one",
+                             expected="values of both signs",
+                             do="binarise what stands before the ReLU, or use dorefa here")  # fmt: skip
         view, dims = self.split(x)
         return QParams(torch.ones([1 if i in dims else n for i, n in enumerate(view.shape)]).to(x), None, self.granularity)
 

@@ -5,6 +5,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import roundoff as ro
@@ -124,6 +126,30 @@ def test_parameters_that_an_optimizer_ruined_are_put_back_and_said(name, fmt, ro
         assert torch.equal(again, expected)
         assert {n: p.item() for n, p in learner.named_parameters()} == {n: v.item() for n, v in before.items()}
     assert learner.reverted == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([c for c in CASES if c[0] != "dorefa"]),
+    st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=24),
+    st.floats(2.0**-7, 10, width=32),
+)
+def test_gradients_are_zero_or_passed_on_and_values_on_the_grid(case, numbers, scale):
+    """Whatever x and scale: frozen values are fixed points, and where x has a gradient of its own it is bounded."""
+    name, fmt, role = case
+    x = torch.tensor([numbers])
+    zero = torch.tensor([[parse_format(fmt).min_finite]]) if fmt.endswith("asym") else None
+    learner = make_learner(name, fmt, None, QParams(torch.tensor([[scale]]), zero), role=role)
+    leaf = x.clone().requires_grad_()
+    result = learner(leaf)
+    result.sum().backward()
+    on_grid, qparams = learner.frozen(x)
+    assert torch.equal(result, on_grid)
+    assert torch.equal(fake_quantize(on_grid, qparams, learner.grid), on_grid)
+    assert leaf.grad.isfinite().all()
+    if name in ("ste", "lsq", "lsq+", "ulq", "pact", "twn"):
+        assert set(leaf.grad.flatten().tolist()) <= {0.0, 1.0}
+    assert all(p.grad.isfinite().all() for p in learner.parameters())
 
 
 def test_only_the_invalid_places_are_put_back():

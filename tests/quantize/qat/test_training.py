@@ -193,6 +193,14 @@ def test_what_cannot_be_trained_folded(layer, norm, message):
         FoldedNorm(layer, norm)
 
 
+def test_folded_training_in_bf16_takes_its_statistics_in_fp32():
+    folded, x = FoldedNorm(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(64, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        folded(x)
+        expected = functional.linear(x, folded.layer.weight, folded.layer.bias).float().mean(0) * 0.1
+    assert torch.equal(folded.norm.running_mean, expected) or torch.allclose(folded.norm.running_mean, expected, rtol=1e-6)
+
+
 def test_one_value_has_no_variance():
     with pytest.raises(QuantizationError, match="one value per channel has no variance"):
         FoldedNorm(nn.Linear(2, 2), nn.BatchNorm1d(2))(torch.ones(1, 2))
@@ -259,7 +267,18 @@ def test_a_teacher_that_gives_no_logits():
             return x, x
 
     with pytest.raises(QuantizationError, match="distillation needs one tensor of logits\n.*\n  got: tuple"):
-        train(made(), data(), loss, torch.optim.SGD([nn.Parameter(torch.ones(1))]), forward=forward, teacher=Two())
+        model = made()
+        train(model, data(), loss, torch.optim.SGD(model.parameters(), 0.1), forward=forward, teacher=Two())
+
+
+def test_an_optimizer_that_does_not_know_the_scales():
+    model = made()
+    with pytest.raises(QuantizationError, match="weight: the optimizer does not know this learner's parameters"):
+        train(model, data(), loss, torch.optim.SGD(model.linear.parameters(), 0.1), forward=forward)
+    with pytest.raises(QuantizationError, match="expected: scale\n"):
+        train(Quantized(), data(), loss, torch.optim.SGD(model.parameters(), 0.1), forward=forward)
+    freeze(model)
+    train(model, data(), loss, torch.optim.SGD(model.linear.parameters(), 0.1), forward=forward)
 
 
 def test_training_in_bf16_with_a_loss_scaler():

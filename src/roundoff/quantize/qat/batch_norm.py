@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from roundoff.errors import QuantizationError
+from roundoff.formats.tensor import working_dtype
 
 __all__ = ["FoldedNorm", "freeze_batch_norm"]
 
@@ -107,6 +108,7 @@ class FoldedNorm(nn.Module):
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Those of the batch; the running ones move towards them, as BatchNorm has it."""
         result = self._layer(x, self.layer.weight, self.layer.bias)
+        result = result.to(working_dtype(result))  # bf16 in an autocast region
         dims = [i for i in range(result.ndim) if i != 1]
         count = result.numel() // result.shape[1]
         if count < 2:

@@ -68,6 +68,6 @@ class _Estimate(torch.autograd.Function):
             scale, zero_point = scale.to(x.dtype), None if zero_point is None else zero_point.to(x.dtype)
             by_x, *rest = learner.slopes(At(view, view / scale, scale, zero_point, dims))
             gradient = gradients[0].to(x.dtype).reshape(view.shape)
-            pairs = zip(rest, parameters, strict=True)
-            found = [(gradient * slope).sum(dims).to(p.dtype).reshape(p.shape) for slope, p in pairs]
+            needed = zip(rest, parameters, ctx.needs_input_grad[2:], strict=True)
+            found = [(gradient * d).sum(dims).to(p.dtype).reshape(p.shape) if need else None for d, p, need in needed]
             return (gradient * by_x).reshape(x.shape), None, *found

@@ -92,12 +92,14 @@ def train(
         scaler: ``torch.amp.GradScaler`` or ``roundoff.LossScaler``.
 
     Raises:
-        QuantizationError: an epoch has no batch, as the second one of an iterator that is used up.
+        QuantizationError: the optimizer does not know a learner's parameters, and they are not frozen; or an epoch has no
+            batch, as the second one of an iterator that is used up.
         NonFiniteError: a loss is NaN or Inf; the weights are those of the step before.
     """
     forward = forward or _forward
     region = nullcontext() if region is None else region
     distillation = Distillation(teacher) if isinstance(teacher, nn.Module) else teacher
+    _check_known(model, optimizer)
     before = {path: learner.reverted for path, learner in learners(model).items()}
     losses, steps = [], 0
     with _flags(model):
@@ -136,6 +138,17 @@ def train(
             losses.append(total / count)
     counts = {q.name or path: q.reverted - before.get(path, 0) for path, q in learners(model).items()}
     return Trained(losses, steps, {name: count for name, count in counts.items() if count})
+
+
+def _check_known(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise QuantizationError where a learner's parameters would not be trained, and nobody froze them."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for path, learner in learners(model).items():
+        own = [getattr(learner, name) for name in learner.learned]
+        if any(p is None or (p.requires_grad and id(p) not in known) for p in own):
+            raise QuantizationError("the optimizer does not know this learner's parameters", where=learner.name or path,
+                                    expected=" and ".join(learner.learned), got="none, or not all of them",
+                                    do="run one batch, then make the optimizer of parameter_groups(model, ...)")  # fmt: skip
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:

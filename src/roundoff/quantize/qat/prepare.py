@@ -26,6 +26,7 @@ def prepare_qat(
     weights: str = "lsq",
     activations: str = "lsq+",
     only: Mapping[str, str] | None = None,
+    parameters: Mapping[str, Mapping[str, Any]] | None = None,
     start: Literal["calibrated", "paper"] = "calibrated",
 ) -> dict[str, str]:
     """Put learners where the quantizers of a model stand, in place, and the model in training mode.
@@ -39,6 +40,7 @@ def prepare_qat(
         activations: the same for values.
         only: other learners by pattern over quantizer names (``*``, ``?``; the first that matches decides); ``""`` leaves
             the quantizer as it is.
+        parameters: of a learner by its name, such as ``{"ulq": {"fixed_min": True}}``.
         start: from the scales that the model has, or from what each learner's paper starts from, given the weight or the
             first batch.
 
@@ -65,7 +67,7 @@ def prepare_qat(
         elif quantizer.dynamic:
             kept[name] = "dynamic: its scale is chosen from each tensor"
         else:
-            made[name] = _learner(model, name, quantizer, chosen, start)
+            made[name] = _learner(model, name, quantizer, chosen, start, (parameters or {}).get(chosen, {}))
     if unused:
         raise PatternError("a pattern matches no quantizer", where="only", got=", ".join(sorted(unused)),
                            expected=f"names such as {next((n for n, _ in model.named()), 'conv.weight')}")  # fmt: skip
@@ -78,8 +80,10 @@ def prepare_qat(
     return kept
 
 
-def _learner(model: QuantizedModel, name: str, quantizer: Any, chosen: str, start: str) -> Learner:
-    """A learner for one quantizer. A learner that is there already is a quantizer too: its scale is where it was."""
+def _learner(
+    model: QuantizedModel, name: str, quantizer: Any, chosen: str, start: str, parameters: Mapping[str, Any]
+) -> Learner:
+    """A learner for one quantizer."""
     if isinstance(quantizer, Learner):
         raise QuantizationError("this quantizer is a learner already", where=name, expected="a plain quantizer",
                                 got=quantizer.kind, do="convert the model first")  # fmt: skip
@@ -87,7 +91,7 @@ def _learner(model: QuantizedModel, name: str, quantizer: Any, chosen: str, star
     calibrated = quantizer.scale is not None and start == "calibrated"
     try:
         learner = make_learner(chosen, quantizer.fmt, granularity, quantizer.qparams() if calibrated else None,
-                               role="weight" if quantizer.weight else "activation")  # fmt: skip
+                               role="weight" if quantizer.weight else "activation", **parameters)  # fmt: skip
     except QuantizationError as error:
         raise QuantizationError(error.what, where=f"{name} ({chosen}, {quantizer.fmt.name}, {role})", got=error.got,
                                 expected=error.expected, do=error.do) from error  # fmt: skip

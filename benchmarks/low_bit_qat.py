@@ -220,7 +220,7 @@ def main() -> None:
                      verdict(ratio, paper - 0.5), same, f"{spent:.0f}"))  # fmt: skip
         progress(f"{recipe.label}: {percent:.2f} % in {spent:.0f} CPU seconds")
     table(
-        f"Low-bit training, Fashion-MNIST, {len(images)} images, {epochs} epochs from an fp32 network; fp32: {reference:.2f} %",
+        f"Low-bit training, {len(images)} images, {epochs} epochs from an fp32 network; fp32: {reference:.2f} %",
         ("recipe", "accuracy %", "% of fp32", "paper: % of fp32", "paper", "bar: paper - 0.5", "converted: same bits",
          "CPU s"), rows,
     )  # fmt: skip

@@ -66,7 +66,7 @@ class Follow:
     def __init__(self, model: nn.Module) -> None:
         self.labels = Labels(model)
         self.moved = Moves(self.labels).move
-        self.clips: dict[str, tuple[int, int]] = {}  # site → the channel axis and its length
+        self.clips: dict[str, tuple[int, int, int]] = {}  # site → the channel axis, its length, the number of axes
 
     def before_write(self, tensor: Tensor) -> None:
         """Nothing to keep."""
@@ -152,7 +152,7 @@ class Follow:
                 bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
                 varied = varying_axes(self.labels.get(x))
                 if len(varied) == 1:
-                    self.clips[self._site] = varied[0], x.shape[varied[0]]
+                    self.clips[self._site] = varied[0], x.shape[varied[0]], x.ndim
                 law = "homogeneous" if bounds in ((0.0, math.inf), (-math.inf, 0.0)) else "clipped"
         if name == "threshold" and tuple(args[1:3]) != (0, 0):
             law = "other"
@@ -272,11 +272,14 @@ class Follow:
             dim = None
         axes = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
         over = sorted({axis % x.ndim for axis in axes}) if x.ndim else []
-        if set(over) & set(varying_axes(own)):
+        varied = set(varying_axes(own))
+        if varied and varied <= set(over) or varied & set(over) and name not in ("sum", "mean"):
             self.labels.pin(own, f"{name} ({self._site}) runs over its channels")
             return
         kept = own
         for axis in over:
+            if axis in varied:  # an addition of tensors that were stacked
+                self.labels.tie(kept, kept.narrow(axis, 0, 1))
             kept = kept.narrow(axis, 0, min(1, kept.shape[axis]))
         for out in outputs:
             same_rank = out.ndim == x.ndim

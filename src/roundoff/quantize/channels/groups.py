@@ -69,8 +69,8 @@ class ChannelGroup:
 
     @property
     def name(self) -> str:
-        """The first weight that makes the channels (or reads them)."""
-        return (self.producers or self.consumers)[0].name
+        """The first weight that makes the channels."""
+        return self.producers[0].name
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
@@ -158,7 +158,7 @@ def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
             places[int(component[start + place])].setdefault(space, []).append(place)
     alike: dict[Any, list[int]] = defaultdict(list)
     for one, spaces in places.items():
-        if any(space.part in ("producer", "consumer") for space in spaces):
+        if any(space.part == "producer" for space in spaces):
             shape = tuple(sorted((space, len(at)) for space, at in spaces.items()))
             alike[shape, frozenset(passed[one]), pinned.get(one)].append(one)
     order = {name: i for i, name in enumerate(labels.sizes)}
@@ -166,7 +166,7 @@ def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
         _group(members, places, tuple(sorted(operators, key=lambda p: p.site)), reason, purpose, order)
         for (_, operators, reason), members in alike.items()
     ]
-    return sorted(found, key=lambda group: (order[group.name], not group.producers))
+    return sorted(found, key=lambda group: order[group.name])
 
 
 def _group(
@@ -180,8 +180,8 @@ def _group(
     producers = tuple(b for b in bindings if b.part == "producer")
     consumers = tuple(b for b in bindings if b.part == "consumer")
     passers = tuple(b for b in bindings if b.part not in ("producer", "consumer"))
-    if reason is None and not (producers and consumers):
-        reason = "no weight that reads it was seen" if producers else "no weight that makes it was seen"
+    if reason is None and not consumers:
+        reason = "no weight that reads it was seen"
     return ChannelGroup(len(members), producers, consumers, passers, operators, reason, purpose)
 
 

@@ -1,7 +1,10 @@
-"""Networks whose channel dependencies are known by construction."""
+"""Networks whose channel dependencies are known by construction: fixture ``nets``, name → class."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -215,4 +218,7 @@ class Pixels(nn.Module):
     example = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
-NETS = [Residual, Dense, Inverted, Grouped, UNet, Transformer, Gated, Twice, Branching, Gate, HardCoded, Pixels]
+@pytest.fixture(scope="session")
+def nets() -> SimpleNamespace:
+    kinds = (Residual, Dense, Inverted, Grouped, UNet, Transformer, Gated, Twice, Branching, Gate, HardCoded, Pixels)
+    return SimpleNamespace(**{kind.__name__: kind for kind in kinds})

@@ -22,7 +22,7 @@ def silenced(net: nn.Module, x: torch.Tensor) -> dict[str, list[int]]:
     named = dict(net.named_parameters())
     found = {}
     for group in channel_groups(net, [x]):
-        half = group.size // 2
+        half = round(group.size / 2)
         if group.pinned is None and half:
             found[group.name] = list(range(half))
             for binding in (*group.producers, *group.passers):
@@ -71,7 +71,7 @@ def test_grouped_and_transposed_attributes(nets) -> None:
     unet = nets.UNet()
     prune_channels_(unet, [unet.example], ratio=0.5)
     assert (unet.up.in_channels, unet.up.out_channels, unet.up.weight.shape) == (3, 2, (3, 2, 2, 2))
-    assert unet.out.in_channels == 1 + 2 + 0 * 3 or unet.out.in_channels == unet.down1.out_channels + unet.up.out_channels
+    assert unet.out.in_channels == 1 + 2
 
 
 def test_code_that_holds_a_size_is_found_and_left(nets) -> None:

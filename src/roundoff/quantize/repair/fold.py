@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,12 +67,32 @@ def fold_batch_norm_(
     """
     workload = Workload(model, batches, forward=forward)
     graph = trace(workload)
-    work = Workload(copy.deepcopy(model), workload.batches[:1], forward=forward)
-    rows = [_fold(work.model, graph, node) for node in graph.nodes.values() if node.operator == "batch_norm"]
-    if any(row.layer for row in rows):
+    nodes = [node for node in graph.nodes.values() if node.operator == "batch_norm"]
+    rows, work = _folded(workload, graph, nodes)
+    try:
         check_same(workload, work, "folding BatchNorm", depth=len(graph.nodes))
+    except QuantizationError:  # some BatchNorm stands elsewhere than its call shows: each is tried alone
+        able = [node for node, row in zip(nodes, rows, strict=True) if row.layer and _keeps(workload, graph, node)]
+        kept, work = _folded(workload, graph, able)
+        check_same(workload, work, "folding BatchNorm", depth=len(graph.nodes))
+        known = {row.norm: row for row in kept}
+        rows = [known.get(r.norm, replace(r, layer="", reason=r.reason or "folding it changes the output")) for r in rows]
+    if any(row.layer for row in rows):
         take_over_(model, work.model)
     return rows
+
+
+def _folded(workload: Workload, graph: Graph, nodes: list[Node]) -> tuple[list[Folded], Workload]:
+    work = Workload(copy.deepcopy(workload.model), workload.batches[:1], forward=workload.forward)
+    return [_fold(work.model, graph, node) for node in nodes], work
+
+
+def _keeps(workload: Workload, graph: Graph, node: Node) -> bool:
+    try:
+        check_same(workload, _folded(workload, graph, [node])[1], "folding BatchNorm", depth=len(graph.nodes))
+    except QuantizationError:
+        return False
+    return True
 
 
 def _fold(model: nn.Module, graph: Graph, node: Node) -> Folded:

@@ -5,9 +5,10 @@ from roundoff.quantize.channels.groups import (
     ChannelGroup,
     Purpose,
     channel_groups,
+    components,
     followed,
     groups_of,
 )
 from roundoff.quantize.channels.labels import Passed
 
-__all__ = ["Binding", "ChannelGroup", "Passed", "Purpose", "channel_groups", "followed", "groups_of"]
+__all__ = ["Binding", "ChannelGroup", "Passed", "Purpose", "channel_groups", "components", "followed", "groups_of"]

@@ -112,8 +112,13 @@ class Follow:
                 self.labels.put(outputs[0], made.view(-1))
         elif name == "batch_norm":
             self._same(x, outputs[0], "other", name)
+            mean = given.get("running_mean")
+            if not varying_axes(self.labels.get(x)) and mean is not None and mean.numel() > 1:  # of the model's input, say
+                own = along(self.labels, mean, 0, "batch_norm")
+                if own is not None:
+                    self.labels.put(outputs[0], own.view(-1, *[1] * (x.ndim - 2)))
             for part in ("weight", "bias", "running_mean", "running_var"):
-                self._bind(given.get(part), 1, x.ndim, "batch_norm", self.labels.get(x))
+                self._bind(given.get(part), 1, x.ndim, "batch_norm", self.labels.get(outputs[0]))
         elif name in ("layer_norm", "rms_norm", "group_norm", "instance_norm"):
             self._normalise(name, x, given, outputs[0])
         elif name in _PAIRS and len(args) > 1:

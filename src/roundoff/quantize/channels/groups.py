@@ -146,7 +146,7 @@ def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
     """The groups that labels add up to."""
     if purpose not in ("remove", "rescale"):
         raise QuantizationError("unknown purpose", expected="remove or rescale", got=repr(purpose))
-    component = _components(labels, purpose)
+    component = components(labels, purpose)
     pinned = _pinned(labels, purpose, component)
     passed: dict[int, set[Passed]] = defaultdict(set)
     for operator, lists in labels.passed.items():
@@ -185,7 +185,8 @@ def _group(
     return ChannelGroup(len(members), producers, consumers, passers, operators, reason, purpose)
 
 
-def _components(labels: Labels, purpose: Purpose) -> Ids:
+def components(labels: Labels, purpose: Purpose) -> Ids:
+    """The channel that each label belongs to: ``[labels.total]``."""
     pairs = list(labels.same)
     if purpose == "remove":
         pairs += labels.together

@@ -74,7 +74,7 @@ class Ifmr(HistogramObserver):
         return low, high
 
     def _start(self, histogram: Histogram) -> tuple[Tensor, Tensor]:
-        count = histogram.sums[0]
+        count = histogram.counts()
         n = count.sum(1)
         above, below = count[:, self.side + 1 :].sum(1), count[:, : self.side].sum(1)
         ranks = [
@@ -109,7 +109,7 @@ class Hfmg(HistogramObserver):
         super().__init__(granularity, bins=num_of_bins)
 
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:
-        bins, counts = histogram.bins(), histogram.sums[0].tolist()
+        bins, counts = histogram.bins(), histogram.counts().tolist()
         chosen = []
         for row, width in enumerate(histogram.width.tolist()):
             path = torch.tensor(greedy_path(counts[row], self.side), dtype=torch.float64) * width

@@ -46,11 +46,12 @@ class Entropy(HistogramObserver):
                 expected=f"an integer format with at most {self.side} levels", got=fmt.name, do="use mse, or more bins",
             )  # fmt: skip
         half = int(fmt.max_finite) + 1
-        magnitudes = histogram.sums[0, :, self.side + 1 :] + histogram.sums[0, :, : self.side].flip(1)
+        counts = histogram.counts()
+        magnitudes = counts[:, self.side + 1 :] + counts[:, : self.side].flip(1)
         one_sided = ((histogram.low >= 0) | (histogram.high <= 0)).tolist()
         bounds = []
-        for counts, alone in zip(magnitudes.cpu(), one_sided, strict=True):
-            at = divergences(counts, levels if alone and not fmt.symmetric else half)
+        for magnitude, alone in zip(magnitudes.cpu(), one_sided, strict=True):
+            at = divergences(magnitude, levels if alone and not fmt.symmetric else half)
             bounds.append(float(min(at, key=lambda i: at[i])) if at else 0.0)
         bound = histogram.width * torch.tensor(bounds, dtype=torch.float64, device=histogram.width.device)
         return torch.maximum(histogram.low, -bound), torch.minimum(histogram.high, bound)
@@ -83,4 +84,4 @@ def divergences(counts: Tensor, levels: int) -> dict[int, float]:
     spread = torch.xlogy(wanted, inside / filled.clamp(min=1.0)).sum(1)
     own = entropy[tried - 1] + torch.xlogy(last + tail, last + tail)
     divergence = (own - spread) / total - math.log(float(total)) + torch.log(mass[tried])
-    return dict(zip(tried.tolist(), torch.nan_to_num(divergence, nan=math.inf).tolist(), strict=True))
+    return dict(zip(tried.tolist(), torch.nan_to_num(divergence, nan=math.inf, posinf=math.inf).tolist(), strict=True))

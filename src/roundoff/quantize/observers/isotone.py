@@ -20,15 +20,16 @@ class Isotone(HistogramObserver):
 
     Rounding keeps order but for ties, so a row is lost exactly if its two largest elements get one code. Of 200 ranges, the
     extremes times 1.5 down to 0.25, the one that loses the fewest rows is taken; of those, the one of least square error.
-    Rows whose two largest are equal are not counted. Kept are the ``rows`` with the smallest gap between the two, which are
-    the ones that get lost: the count is exact as long as the smallest gap that was dropped is larger than a step.
+    Rows whose two largest are equal are not counted. Kept are the ``rows`` with the smallest gap between the two, which
+    rounding loses, and the ``rows`` whose second is largest, which clipping loses: those of the others that a range loses
+    are not counted.
 
     Attributes:
         lost: after ``qparams``: how many of the kept rows lose their order.
 
     Args:
         granularity: ``PerTensor`` only, since with several scales rounding does not keep order.
-        rows: how many rows are kept.
+        rows: how many rows of each kind are kept.
         bins: see ``HistogramObserver``.
 
     Example:
@@ -60,8 +61,11 @@ class Isotone(HistogramObserver):
             return
         pairs = x.detach().to(self.dtype).reshape(-1, x.shape[-1]).topk(2).values
         pairs = torch.cat([self.pairs.to(pairs), pairs[pairs[:, 0] > pairs[:, 1]]])
-        if len(pairs) > self.rows:
-            pairs = pairs[(pairs[:, 0] - pairs[:, 1]).argsort(stable=True)[: self.rows]]
+        if len(pairs) > 2 * self.rows:
+            keep = torch.zeros(len(pairs), dtype=torch.bool, device=pairs.device)
+            for hardness in (pairs[:, 1] - pairs[:, 0], pairs[:, 1]):
+                keep[hardness.argsort(stable=True, descending=True)[: self.rows]] = True
+            pairs = pairs[keep]
         self.pairs = pairs
 
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:

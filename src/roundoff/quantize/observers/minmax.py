@@ -85,6 +85,7 @@ class Arq(MinMax):
     """
 
     name = "arq"
+    dynamic = False
 
     def qparams(self, fmt: Format) -> QParams:
         if not fmt.symmetric:

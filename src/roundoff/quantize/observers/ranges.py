@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roundoff.errors import QuantizationError
 from roundoff.formats import Format, Granularity, PerTensor
-from roundoff.quantize.observers.histogram import Histogram
+from roundoff.quantize.observers.histogram import FINE, Histogram
 from roundoff.quantize.observers.observer import RangeObserver, check_parameter
 from roundoff.quantize.observers.search import search
 
@@ -41,7 +41,7 @@ class HistogramObserver(RangeObserver):
 
     def _add(self, x: Tensor, low: Tensor, high: Tensor, power: Tensor | None) -> None:
         if self.histogram is None:
-            size = 24 * len(x) * (2 * self.side + 1)
+            size = 8 * len(x) * (2 * self.side * FINE + 1)
             if size > LARGEST:
                 raise QuantizationError(
                     f"histograms for {len(x)} sets of elements would take {size / 2**30:.1f} GiB",
@@ -65,8 +65,8 @@ class Percentile(HistogramObserver):
     """The quantiles ``1 - percentile`` and ``percentile`` of the values that are not zero, on both sides.
 
     Zeros are left out: after a ReLU most values may be zero, and say nothing about the range. Of ``n`` values the one of
-    rank ``n - int(percentile * n)`` (at least 1) from the top is taken, and likewise from the bottom; see
-    ``Histogram.largest`` for where it is exact.
+    rank ``n - int(percentile * n)`` (at least 1) from the top is taken, and likewise from the bottom: the
+    extremes exactly, others up to 1/16,384 of the largest magnitude (with the default number of bins).
 
     Args:
         granularity: which elements share a range.
@@ -83,7 +83,7 @@ class Percentile(HistogramObserver):
         self.percentile = percentile
 
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        n = histogram.sums[0].sum(1) - histogram.sums[0, :, self.side]
+        n = histogram.parts.sum(1) - histogram.parts[:, self.side * FINE]
         rank = (n - (self.percentile * n).floor()).clamp_(min=1.0)
         return histogram.smallest(rank, zeros=False), histogram.largest(rank, zeros=False)
 

@@ -79,34 +79,46 @@ def search(bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtyp
     """The range of least loss, starting from the extremes ``low``, ``high`` (sets,).
 
     First a common bound on the magnitude, from 1.4 amax down to amax / 1024 in steps of 1/8 octave; then, each side that
-    is not 0 on its own, in ever smaller steps around the best, down to 0.5 %. Symmetric formats: one bound all the way.
+    is not 0 on its own, in ever smaller steps around the best, down to 0.5 %. Symmetric formats: one bound all the way,
+    with the closer look at the four best places. Where nothing has weight, the extremes.
     """
-    amax = torch.maximum(-low, high).clamp(min=torch.finfo(dtype).tiny)
-    eighths = torch.arange(4, -81, -1, dtype=torch.float64, device=low.device) / 8.0
-    bound = amax[:, None] * torch.exp2(eighths)
     if fmt.symmetric:
-        return _symmetric(bins, bound, fmt, dtype)
-    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    extremes = torch.exp2(eighths.clamp(min=0.0))  # above the extremes, a bound stretches them both
-    lows = torch.maximum(low[:, None] * extremes, -bound)
-    highs = torch.minimum(high[:, None] * extremes, bound)
+        found = _symmetric(bins, torch.maximum(-low, high), fmt, dtype)
+    else:
+        found = _two_sided(bins, low.clamp(max=0.0), high.clamp(min=0.0), fmt, dtype)
+    some = bins.weight.sum(1) > 0
+    return torch.where(some, found[0], low), torch.where(some, found[1], high)
+
+
+def _octaves(first: float, last: float, count: int, like: Tensor) -> Tensor:
+    """``count`` powers of two from 2**first to 2**last, in steps of one factor."""
+    return torch.exp2(torch.linspace(first, last, count, dtype=torch.float64, device=like.device))
+
+
+def _symmetric(bins: Bins, amax: Tensor, fmt: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    bound = amax[:, None] * _octaves(0.5, -10.0, 85, amax)
+    # The error of the largest values makes the loss of floats ragged: four places are worth a closer look.
+    best = losses(bins, -bound, bound, fmt, dtype).topk(4, dim=1, largest=False).indices
+    bound = bound.gather(1, best)
+    for octaves in (0.0625, 0.01):
+        bound = (bound[..., None] * _octaves(-octaves, octaves, 17, amax)).flatten(1)
+        (bound,) = (part[:, None] for part in pick(losses(bins, -bound, bound, fmt, dtype), bound))
+    return -bound[:, 0], bound[:, 0]
+
+
+def _two_sided(bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    factors = _octaves(0.5, -10.0, 85, low)
+    bound = torch.maximum(-low, high)[:, None] * factors
+    # A common bound on the magnitude; above the extremes, both are stretched.
+    lows = torch.maximum(low[:, None] * factors.clamp(min=1.0), -bound)
+    highs = torch.minimum(high[:, None] * factors.clamp(min=1.0), bound)
     low, high = pick(losses(bins, lows, highs, fmt, dtype), lows, highs)
     for octaves in (2.0, 0.25, 0.05):
-        factors = torch.exp2(torch.linspace(-octaves, octaves, 21, dtype=torch.float64, device=low.device))
-        for side in (1, 0):
-            ends = [low, high]
-            if not bool(ends[side].any()):
-                continue
-            moved = ends[side][:, None] * factors
-            ends[side], ends[1 - side] = moved, ends[1 - side][:, None].expand_as(moved)
-            low, high = pick(losses(bins, ends[0], ends[1], fmt, dtype), ends[0], ends[1])
+        factors = _octaves(-octaves, octaves, 21, low)
+        if bool(high.any()):
+            highs, lows = high[:, None] * factors, low[:, None].expand(-1, 21)
+            (high,) = pick(losses(bins, lows, highs, fmt, dtype), highs)
+        if bool(low.any()):
+            highs, lows = high[:, None].expand(-1, 21), low[:, None] * factors
+            (low,) = pick(losses(bins, lows, highs, fmt, dtype), lows)
     return low, high
-
-
-def _symmetric(bins: Bins, bound: Tensor, fmt: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    (high,) = pick(losses(bins, -bound, bound, fmt, dtype), bound)
-    for octaves in (0.125, 0.01):
-        factors = torch.exp2(torch.linspace(-octaves, octaves, 25, dtype=torch.float64, device=high.device))
-        bound = high[:, None] * factors
-        (high,) = pick(losses(bins, -bound, bound, fmt, dtype), bound)
-    return -high, high

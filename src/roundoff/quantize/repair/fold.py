@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,6 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from roundoff.capture.calls import float_tensors
 from roundoff.errors import QuantizationError
 from roundoff.preserve import preserve
+from roundoff.quantize.channels import components, followed
+from roundoff.quantize.channels.labels import Ids, Labels
 from roundoff.quantize.graph import Graph, Node, trace
 from roundoff.workload import Workload
 
@@ -67,15 +70,35 @@ def fold_batch_norm_(
     """
     workload = Workload(model, batches, forward=forward)
     graph = trace(workload)
+    channels = _Channels(followed(model, workload.batches, forward).labels)
     work = Workload(copy.deepcopy(model), workload.batches[:1], forward=forward)
-    rows = [_fold(work.model, graph, node) for node in graph.nodes.values() if node.operator == "batch_norm"]
+    nodes = [node for node in graph.nodes.values() if node.operator == "batch_norm"]
+    rows = [_fold(work.model, graph, node, channels) for node in nodes]
     if any(row.layer for row in rows):
         check_same(workload, work, "folding BatchNorm", depth=len(graph.nodes))
         take_over_(model, work.model)
     return rows
 
 
-def _fold(model: nn.Module, graph: Graph, node: Node) -> Folded:
+class _Channels:
+    """Whether channel i of a BatchNorm is channel i of a layer's output or input."""
+
+    def __init__(self, labels: Labels) -> None:
+        self.labels, self.component = labels, components(labels, "rescale")
+
+    def agree(self, norm: str, layer: str, part: str) -> bool:
+        """``part``: producer or consumer."""
+        mine = self._of(f"{norm}.running_mean", "batch_norm")
+        other = self._of(f"{layer}.weight", part)
+        return len(mine) > 0 and len(np.unique(mine)) == len(mine) and np.array_equal(mine, other)
+
+    def _of(self, name: str, part: str) -> Ids:
+        found = [ids for space, ids in self.labels.spaces.items() if (space.name, space.part) == (name, part)]
+        start, size = found[0] if len(found) == 1 else (0, 0)
+        return self.component[start : start + size]
+
+
+def _fold(model: nn.Module, graph: Graph, node: Node, channels: _Channels) -> Folded:
     path = node.site.rpartition("/")[0]
     norm = _module(model, path)
     if not isinstance(norm, _BatchNorm):
@@ -88,23 +111,27 @@ def _fold(model: nn.Module, graph: Graph, node: Node) -> Folded:
         return Folded(node.site, "", "the module has hooks")
     value = node.uses[0].value
     before = graph.nodes.get(value)
-    reason = _why_not_before(model, graph, node, before, value)
-    if not reason and before is not None:
-        path_before = before.site.rpartition("/")[0]
+    reason = _why_not_before(model, graph, before, value)
+    path_before = before.site.rpartition("/")[0] if before is not None else ""
+    if not reason and not channels.agree(path, path_before, "producer"):
+        reason = f"the channels of {value} are not those of the BatchNorm"
+    if not reason:
         _fold_into_producer(_module(model, path_before), norm)
         _replace(model, path, nn.Identity())
         return Folded(node.site, path_before)
     readers = graph.readers(node.site)
     reason_after = _why_not_after(model, graph, node, readers)
+    path_after = readers[0].site.rpartition("/")[0] if readers else ""
+    if not reason_after and not channels.agree(path, path_after, "consumer"):
+        reason_after = f"the channels of {readers[0].site} are not those of the BatchNorm"
     if reason_after:
         return Folded(node.site, "", f"layer before it: {reason}; layer behind it: {reason_after}")
-    path_after = readers[0].site.rpartition("/")[0]
     _fold_into_consumer(_module(model, path_after), norm)
     _replace(model, path, nn.Identity())
     return Folded(node.site, path_after)
 
 
-def _why_not_before(model: nn.Module, graph: Graph, node: Node, before: Node | None, value: str) -> str:
+def _why_not_before(model: nn.Module, graph: Graph, before: Node | None, value: str) -> str:
     if before is None:
         return "no single operator makes its input"
     if before.kind not in ("conv", "linear"):
@@ -115,8 +142,6 @@ def _why_not_before(model: nn.Module, graph: Graph, node: Node, before: Node | N
         return reason
     if len(graph.readers(value)) > 1 or value in graph.outputs:
         return f"the output of {value} is read elsewhere too"
-    if node.uses[0].shape != before.shapes[0] or (isinstance(layer, nn.Linear) and len(before.shapes[0]) != 2):
-        return f"the channels of {value} are not those of the BatchNorm"
     return ""
 
 
@@ -126,10 +151,8 @@ def _why_not_after(model: nn.Module, graph: Graph, node: Node, readers: list[Nod
     layer = _module(model, readers[0].site.rpartition("/")[0])
     if not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
         return f"{readers[0].site} is no convolution or linear layer"
-    if readers[0].uses[0].value != node.site or readers[0].uses[0].shape != node.shapes[0]:
+    if readers[0].uses[0].value != node.site:
         return f"{readers[0].site} reads other values as well"
-    if isinstance(layer, nn.Linear) and len(node.shapes[0]) != 2:
-        return f"the channels of {readers[0].site} are not those of the BatchNorm"
     if not isinstance(layer, nn.Linear) and (layer.padding == "same" or any(p for p in layer.padding if p != 0)):
         return f"{readers[0].site} pads with zeros behind it"
     return _why_not_layer(layer, graph, readers[0])

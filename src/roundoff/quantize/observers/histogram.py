@@ -120,7 +120,7 @@ class Histogram:
         """The value of rank 1, 2, … from the top in each set, (sets,), zeros counted or not; 0 where nothing is counted.
 
         Exact for rank 1; otherwise off by the width of a part at most, 1 / (side * FINE) of the power of two above the
-        largest magnitude. Not for weights.
+        largest magnitude. Meaningless after `add` with weights.
         """
         return self._ranked(rank, self.parts.flip(1), self.high, zeros)
 

@@ -138,15 +138,19 @@ def masked(url: str | os.PathLike[str]) -> str:
 def toml_value(value: Any) -> str:
     """A TOML value of strings, numbers, booleans, lists and mappings (inline tables); it is read back exactly.
 
+    TOML has no null: what a mapping holds as ``None`` is left out; anywhere else it raises ``TypeError``.
+
     >>> toml_value({"a": [1, 0.1, True], "b c": float("inf")})
     '{ "a" = [1, 0.1, true], "b c" = inf }'
     """
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{toml_string(str(k))} = {toml_value(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{toml_string(str(k))} = {toml_value(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, float):
         return float.__repr__(value)  # inf and nan are TOML's own words
+    if value is None:
+        raise TypeError("TOML has no null")
     return toml_string(value)  # JSON writes all other values the same way
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from numbers import Real
@@ -135,6 +136,12 @@ class Workload:
             WorkloadError: ``model()`` raised, or returned no model.
         """
         return None if self.make is None else self._build_model(self.make)
+
+    def with_model(self, model: nn.Module) -> Workload:
+        """The same workload with another model in the place of its own."""
+        twin = copy.copy(self)
+        twin.model = model
+        return twin
 
     def run(self, batch: Any) -> Any:
         """The output of one batch. Grad mode, training mode and device are the caller's affair.

@@ -83,6 +83,17 @@ def test_any_name_and_every_positive_float32_scale_survive(tmp_path_factory, nam
     assert (got == got.astype(np.float32)).all()  # no digit was added
 
 
+def test_lists_and_numbers_of_numpy_are_taken_as_tuples_and_plain_numbers(tmp_path):
+    scales, points = [np.float32(0.1), np.float64(2)], [np.int64(3), 4]
+    entry = Entry("w", "weight", "int8_asym", "per_axis(0)", scales, points, ["a/linear"])
+    about = {"none": None, "deep": {"none": None, "x": np.float64(0.1)}}
+    Record(Fingerprint(), (entry,), about=about).save(tmp_path / "r.toml")
+    read = Record.load(tmp_path / "r.toml")
+    assert read.entries == (entry,)
+    assert (entry.scale, entry.zero_point, entry.sites) == ((float(np.float32(0.1)), 2.0), (3, 4), ("a/linear",))
+    assert read.about == {"deep": {"x": 0.1}}
+
+
 def test_a_scale_of_fp64_survives_too(tmp_path):
     entry = Entry("w", "weight", "int8", "per_tensor", (0.1 + 2**-55,))
     Record(Fingerprint(), (entry,)).save(tmp_path / "r.toml")

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from roundoff.formats.affine import QParams as QParams
 from roundoff.formats.affine import choose_qparams as choose_qparams
+from roundoff.formats.affine import dequantize as dequantize
 from roundoff.formats.affine import fake_quantize as fake_quantize
+from roundoff.formats.affine import quantize as quantize
 from roundoff.formats.codes import all_values as all_values
 from roundoff.formats.codes import decode as decode
 from roundoff.formats.codes import encode as encode

@@ -17,7 +17,7 @@ from roundoff.formats.granularity import Granularity, PerTensor
 from roundoff.formats.tensor import check_floating, round_values, to_integer, working_dtype
 from roundoff.formats.types import BlockFormat, Format, Rounding
 
-__all__ = ["QParams", "choose_qparams", "fake_quantize"]
+__all__ = ["QParams", "choose_qparams", "dequantize", "fake_quantize", "quantize"]
 
 
 @dataclass(frozen=True)
@@ -183,3 +183,44 @@ def fake_quantize(
     y = to_integer(y, rounding, generator, y)
     y.add_(zero_point).clamp_(fmt.min_finite, fmt.max_finite).sub_(zero_point)
     return y.mul_(scale).reshape(x.shape).to(x.dtype)
+
+
+def quantize(x: Tensor, qparams: QParams, fmt: Format) -> Tensor:
+    """The codes of ``x``, in its shape: int32 for an integer format, the format's own torch dtype for others (fp8).
+
+    What :func:`fake_quantize` gives is ``scale * (code - zero_point)`` of these, so a tensor that lies on the grid has its
+    own codes. What is out of range saturates.
+
+    Raises:
+        FormatError: as ``fake_quantize``; an integer format and a NaN, which has no code; a format without a torch dtype.
+
+    Example:
+        >>> from roundoff.formats import parse_format
+        >>> quantize(torch.tensor([0.04, 0.06, 9.0, -9.0]), QParams(torch.tensor(0.0625)), parse_format("int8"))
+        tensor([   1,    1,  127, -127], dtype=torch.int32)
+    """
+    shape = x.shape if qparams.granularity is None else qparams.granularity.split(x.shape)[0]
+    # in fp64 the quotient of a value on the grid and its scale is its code but for a last bit
+    codes = fake_quantize(x, qparams, fmt).double().reshape(shape) / qparams.scale.double()
+    if fmt.one_quantum != 1.0:
+        if fmt.torch_dtype is None:
+            raise FormatError(f"torch has no dtype for codes of {fmt.name}", expected="an integer, or fp8", got=fmt.name)
+        return codes.reshape(x.shape).float().to(fmt.torch_dtype)
+    if qparams.zero_point is not None:
+        codes = codes + qparams.zero_point.double()
+    if bool(codes.isnan().any()):
+        raise FormatError("NaN has no integer code", expected="finite values", got=f"{int(codes.isnan().sum())} NaN")
+    return codes.round_().reshape(x.shape).to(torch.int32)
+
+
+def dequantize(codes: Tensor, qparams: QParams) -> Tensor:
+    """The values of codes, ``scale * (code - zero_point)``, in the scale's dtype and the codes' shape.
+
+    >>> dequantize(torch.tensor([1, -3]), QParams(torch.tensor(0.5), torch.tensor(1.0)))
+    tensor([ 0., -2.])
+    """
+    shape = codes.shape if qparams.granularity is None else qparams.granularity.split(codes.shape)[0]
+    values = codes.to(qparams.scale.dtype).reshape(shape)
+    if qparams.zero_point is not None:
+        values = values - qparams.zero_point.to(values.dtype)
+    return (values * qparams.scale).reshape(codes.shape)

@@ -116,9 +116,8 @@ def with_batches(workload: Workload, change: Callable[[Tensor], Tensor], model: 
     def changed(batches: list[Any]) -> list[Any]:
         return [tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch) for batch in batches]
 
-    twin = copy.copy(workload)
+    twin = workload.with_model(workload.model if model is None else model)
     twin.batches, twin.held_out = changed(workload.batches), changed(workload.held_out)
-    twin.model = workload.model if model is None else model
     return twin
 
 

@@ -67,6 +67,9 @@ class Entry:
 
     def __post_init__(self) -> None:
         where = f"record, {self.name}"
+        for field, value in (("scale", tuple(map(float, self.scale))), ("sites", tuple(self.sites)),
+                             ("zero_point", None if self.zero_point is None else tuple(map(int, self.zero_point)))):
+            object.__setattr__(self, field, value)  # lists and numpy's numbers are taken too
         if self.kind not in KINDS:
             raise QuantizationError("no such kind of entry", where=where, expected=", ".join(KINDS), got=repr(self.kind))
         fmt, granularity = format_named(self.format, where), granularity_named(self.granularity, where)

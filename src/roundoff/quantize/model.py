@@ -34,6 +34,10 @@ class Passing:
         """A bias on the grid of the sums."""
         return on_sums(bias, quantizers)
 
+    def result(self, _site: str, result: Any) -> Any:
+        """What a call with quantized operands returned."""
+        return result
+
 
 class Unquantized(Passing):
     """Nothing happens to them."""
@@ -141,7 +145,7 @@ class _Handler:
         if route.bias >= 0:
             readers = [self.owner.quantizer(n) for n in route.uses.values()]
             leaves[route.bias] = self.owner.passing.bias(site, leaves[route.bias], readers)
-        result = call.run(leaves)
+        result = self.owner.passing.result(site, call.run(leaves))
         if call.operator.inplace and leaves[0] is not call.leaves[0]:
             result = call.leaves[0].copy_(result)
         if not route.output:

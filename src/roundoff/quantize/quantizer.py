@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from roundoff.capture.calls import Operand
 from roundoff.capture.execute import round_operand
 from roundoff.errors import QuantizationError
-from roundoff.formats import BlockFormat, Format, Granularity, QParams, fake_quantize
+from roundoff.formats import BlockFormat, Format, Granularity, QParams, fake_quantize, quantize
 from roundoff.train.casts.simulate import straight
 
 
@@ -72,12 +71,7 @@ class Quantizer(nn.Module):
 
     def codes(self, x: Tensor) -> Tensor:
         """The codes of ``x`` as integers (int32), in its shape: of an integer format with a scale."""
-        on_grid = self.qparams()
-        shape = x.shape if self.granularity is None else self.granularity.split(x.shape)[0]
-        codes = torch.round(fake_quantize(x, on_grid, self.fmt).double().reshape(shape) / on_grid.scale.double())
-        if on_grid.zero_point is not None:
-            codes += on_grid.zero_point.double()
-        return codes.reshape(x.shape).to(torch.int32)
+        return quantize(x, self.qparams(), self.fmt)
 
     def extra_repr(self) -> str:
         """For print(model)."""

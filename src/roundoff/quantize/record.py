@@ -187,8 +187,6 @@ def _text(record: Record) -> str:
         lines += ["", "[[entry]]"]
         for key in ("name", "kind", "format", "granularity", "scale", "zero_point", "sites", "observer", "dynamic"):
             value = getattr(entry, key)
-            if key == "scale":
-                value = tuple(map(float, value))
             if value is not None and value not in ((), "", False):
                 lines.append(f"{key} = {toml_value(value)}")
     return "\n".join(lines) + "\n"

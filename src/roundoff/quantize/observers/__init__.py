@@ -1,0 +1,64 @@
+"""Observers: streaming statistics of a tensor, and the scale and zero point they lead to.
+
+>>> import torch
+>>> from roundoff.formats import PerTensor, parse_format
+>>> observer = make_observer("mse", PerTensor())
+>>> observer.see(torch.tensor([0.0, 0.25, 0.5, 1.0]))
+>>> observer.qparams(parse_format("int4_asym")).zero_point
+tensor([-8.])
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from roundoff.errors import QuantizationError
+from roundoff.formats import Granularity
+from roundoff.quantize.observers.ascend import Hfmg, Ifmr
+from roundoff.quantize.observers.entropy import Entropy
+from roundoff.quantize.observers.isotone import Isotone
+from roundoff.quantize.observers.minmax import Arq, MinMax, MovingAverage
+from roundoff.quantize.observers.observer import Observer as Observer
+from roundoff.quantize.observers.observer import RangeObserver as RangeObserver
+from roundoff.quantize.observers.ranges import Adjoint, Mse, Percentile
+
+__all__ = ["OBSERVERS", "Observer", "RangeObserver", "make_observer"]
+
+#: Every observer by its name.
+OBSERVERS: dict[str, type[RangeObserver]] = {
+    observer.name: observer
+    for observer in (MinMax, MovingAverage, Percentile, Entropy, Mse, Ifmr, Hfmg, Arq, Isotone, Adjoint)
+}
+
+
+def make_observer(name: str, granularity: Granularity | None = None, **parameters: Any) -> RangeObserver:
+    """The observer of that name, for ``granularity`` (by default one range for all elements).
+
+    Raises:
+        QuantizationError: there is no such observer, or it has no such parameter (the message names the nearest), or the
+            parameter's value is out of range, or the observer cannot work with the granularity.
+
+    Example:
+        >>> make_observer("percentile", percentile=0.999).percentile
+        0.999
+    """
+    made = OBSERVERS.get(name)
+    if made is None:
+        raise QuantizationError(
+            "unknown observer", expected=", ".join(OBSERVERS), got=name, do=_nearest(name, list(OBSERVERS))
+        )
+    known = [p for p in inspect.signature(made).parameters if p != "granularity"]
+    for parameter in parameters:
+        if parameter not in known:
+            raise QuantizationError(
+                "unknown parameter", where=f"observer {name}", expected=", ".join(known) or "no parameters", got=parameter,
+                do=_nearest(parameter, known),
+            )  # fmt: skip
+    return made(granularity, **parameters)
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else None

@@ -78,14 +78,15 @@ def _regularizer_slope(h: Tensor, beta: float) -> Tensor:
 
 
 def adaround_hessian(
-    weight: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, iterations: int = 300, rate: float = 0.02,
-    regularization: float = 0.1, warm_up: float = 0.2,
+    weight: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, iterations: int = 300, rate: float = 0.1,
+    regularization: float = 10.0, warm_up: float = 0.2,
 ) -> Repaired:  # fmt: skip
     """AdaRound on ``tr((W̃ - W) H (W̃ - W)ᵀ)`` (equation 21 with its expectation taken first), without data passes.
 
     One step is one product ``[out, in] @ [in, in]``. Adam (Kingma and Ba, arXiv:1412.6980) on V, with the loss of each
     row in units of that row's loss when rounded to nearest, times the number of inputs; so one ``rate`` and one
-    ``regularization`` fit all layers. A row that nearest serves better keeps nearest.
+    ``regularization`` fit all layers (found on random matrices of 16 × 144 with correlated inputs). A row that nearest
+    serves better keeps nearest.
 
     Args:
         weight: ``[..., out, in]``.
@@ -130,13 +131,13 @@ def adaround_hessian(
 
 def adaround(
     weight: Tensor, inputs: Tensor, targets: Tensor, fmt: Format, qparams: QParams, *, bias: Tensor | None = None,
-    activation: Callable[[Tensor], Tensor] | None = None, iterations: int = 500, batch: int = 512, rate: float = 0.01,
-    regularization: float = 0.01, warm_up: float = 0.2, seed: int = 0,
+    activation: Callable[[Tensor], Tensor] | None = None, iterations: int = 500, batch: int = 512, rate: float = 0.1,
+    regularization: float = 10.0, warm_up: float = 0.2, seed: int = 0,
 ) -> Repaired:  # fmt: skip
     """AdaRound with the layer's data: ``E|f(W̃ x̂ + b) - f(y)|² + λ f(V)``, f the activation that follows (equation 25).
 
     x̂ are the inputs in the quantized network and y the outputs, before the activation, in full precision. The loss is in
-    units of the power of ``f(y)``, times the number of weights, so that ``regularization`` fits all layers.
+    units of the loss of rounding to nearest, times the number of weights, so that ``regularization`` fits all layers.
 
     Args:
         weight: ``[groups, out, in]``, or ``[out, in]`` (``matrix_view``).
@@ -177,8 +178,8 @@ def adaround(
     follow = activation or (lambda z: z)
     wanted = follow(y)
     choice = _Choice(w, fmt, qparams)
-    signal = float(wanted.square().mean())
-    unit = w.numel() / signal if signal > 0 else 0.0
+    nearest_loss = float((follow(x @ choice.nearest.mT + shift) - wanted).square().mean())
+    unit = w.numel() / nearest_loss if nearest_loss > 0 else 0.0
     generator = torch.Generator().manual_seed(seed)
     v = choice.v.clone().requires_grad_()
     optimizer = torch.optim.Adam([v], lr=rate)

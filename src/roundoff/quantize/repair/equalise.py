@@ -63,8 +63,11 @@ class ClippedReLU(nn.Module):
         return f"bound={self.bound.amin():.3g}..{self.bound.amax():.3g}"
 
 
-def why_not(group: ChannelGroup) -> str | None:
-    """Why the channels of a group cannot be rescaled; None when they can, with the function kept."""
+def why_not(group: ChannelGroup, *, clips: bool = False) -> str | None:
+    """Why the channels of a group cannot be rescaled; None when they can, with the function kept.
+
+    ``clips``: the caller sees to it that what a ReLU6 between them clips stays the same.
+    """
     if group.purpose != "rescale":
         return 'the group was asked for to remove channels: channel_groups(..., purpose="rescale")'
     if group.pinned is not None:
@@ -74,7 +77,7 @@ def why_not(group: ChannelGroup) -> str | None:
     for operator in group.operators:
         if operator.law == "other":
             return f"{operator.operator} ({operator.site}) does not pass a factor on"
-        if operator.law == "clipped":
+        if operator.law == "clipped" and not clips:
             return f"{operator.operator} ({operator.site}) clips at {operator.bounds}"
     both = {(b.name, b.axis) for b in group.producers} & {(b.name, b.axis) for b in group.consumers}
     if both:
@@ -83,7 +86,7 @@ def why_not(group: ChannelGroup) -> str | None:
 
 
 @torch.no_grad()
-def rescale_(model: nn.Module, group: ChannelGroup, scale: Tensor) -> None:
+def rescale_(model: nn.Module, group: ChannelGroup, scale: Tensor, *, clips: bool = False) -> None:
     """Divide the channels of a group by ``scale``: producers and biases by it, consumers times it.
 
     The function is kept up to rounding; where ``scale`` holds powers of two, bit by bit (while nothing underflows).
@@ -92,6 +95,7 @@ def rescale_(model: nn.Module, group: ChannelGroup, scale: Tensor) -> None:
         model: the model that the group is of.
         group: of ``channel_groups(..., purpose="rescale")``.
         scale: ``[size]``, finite and above 0.
+        clips: see :func:`why_not`.
 
     Raises:
         QuantizationError: the group cannot be rescaled (see :func:`why_not`), or the scale doesn't fit; the model is as
@@ -106,7 +110,7 @@ def rescale_(model: nn.Module, group: ChannelGroup, scale: Tensor) -> None:
         >>> bool((net(torch.ones(1, 2)) == before).all())
         True
     """
-    reason = why_not(group)
+    reason = why_not(group, clips=clips)
     if reason is not None:
         raise QuantizationError(f"the channels cannot be rescaled: {reason}", where=group.name)
     if scale.shape != (group.size,) or not bool((torch.isfinite(scale) & (scale > 0)).all()):

@@ -13,6 +13,8 @@ factor in fp32 is enough, and the errors that arrive at a block of inputs are on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ from roundoff.quantize.repair.matrix import elementwise
 
 def gptq(
     weight: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, cross: Tensor | None = None, damp: float = 0.01,
-    order: bool = True, block: int = 128,
+    order: bool = True, block: int = 128, ratios: Sequence[float] = (1.0,),
 ) -> Repaired:  # fmt: skip
     """Weights on the grid of ``qparams`` that keep the layer's output: small ``tr((Ŵ - W) H (Ŵ - W)ᵀ)``.
 
@@ -51,20 +53,24 @@ def gptq(
         weight: ``[..., out, in]``, leading axes are groups (``matrix_view``).
         hessian: ``[..., in, in]``, from ``Hessian.matrix``, or ``centred`` where a bias is corrected afterwards.
         fmt: the format of the codes, without blocks.
-        qparams: of the weight's shape (``matrix_qparams``); not changed.
+        qparams: of the weight's shape (``matrix_qparams``).
         cross: ``[..., in, in]``, ``Hessian.cross`` or ``centred_cross``.
         damp: λ as a share of the mean of H's diagonal. Where the Cholesky factor does not exist, it is raised tenfold
             until it does; the gain's note says so.
         order: inputs with the largest diagonal first ("act-order"), else as they come.
         block: how many inputs the lazy update takes together; no influence on the result but rounding.
+        ratios: each row's scales are tried times each of these, and the ratio with the least loss after GPTQ is kept:
+            the scale search under the loss that counts. Only for qparams per output channel or finer.
 
     Returns:
-        The weight in its dtype; the gain is the output's SQNR against W (with ``cross``: against W* on x̂, the part that
-        rounding can change), rounding W to nearest before, this after.
+        The weight in its dtype, and its qparams: as given, or with ``ratios`` of the weight's shape. The gain is the
+        output's SQNR against W (with ``cross``: against W* on x̂, the part that rounding can change), rounding W to
+        nearest before, this after.
 
     Raises:
-        QuantizationError: NaN or Inf, shapes that do not fit, a negative ``damp``, or a Hessian that is no second
-            moment (a negative diagonal, or no Cholesky factor with all of the diagonal's mean added).
+        QuantizationError: NaN or Inf, shapes that do not fit, a ratio that is not positive, a negative ``damp``, or a
+            Hessian that is no second moment (a negative diagonal, or no Cholesky factor with all of the diagonal's mean
+            added).
 
     Example:
         >>> from roundoff.formats import PerToken, choose_qparams, parse_format
@@ -77,29 +83,72 @@ def gptq(
         True
     """
     check_matrices("gptq", weight, hessian)
-    check_finite("gptq", cross=cross)
-    if cross is not None and cross.shape[-2:] != hessian.shape[-2:]:
-        raise QuantizationError(
-            "the cross term does not fit the Hessian", where="gptq", expected=f"shape {tuple(hessian.shape)}",
-            got=f"shape {tuple(cross.shape)}", do="take both from one Hessian",
-        )  # fmt: skip
+    if not ratios or not all(r > 0 for r in ratios):
+        raise QuantizationError("a ratio is not positive", where="gptq", expected="ratios > 0", got=str(tuple(ratios)))
     dtype = working_dtype(weight)
     w, h = weight.detach().to(dtype), hessian.detach().to(dtype)
     scale, zero_point = elementwise(qparams, weight.shape)
     scale, zero_point = scale.to(dtype), None if zero_point is None else zero_point.to(dtype)
-    damped, fill, damping, note = damped_hessian(h, damp)
-    target = w if cross is None else _least_squares(w, damped, cross.detach().to(dtype), fill + damping)
-    chosen = _in_order(target, damped, fmt, scale, zero_point, order, block)
+    damped, added, note = damped_hessian(h, damp)
+    target = w if cross is None else _least_squares(w, damped, cross, added)
+    scales = torch.cat([scale * r for r in ratios], -2)
+    wide = torch.cat([target] * len(ratios), -2)
+    points = None if zero_point is None else torch.cat([zero_point] * len(ratios), -2)
+    tried = _in_order(wide, damped, fmt, scales, points, order, block)
+    split = (*w.shape[:-2], len(ratios), *w.shape[-2:])
+    best = quadratic(tried - wide, h).reshape(split[:-1]).argmin(-2, keepdim=True)
+    at = best[..., None].expand(*best.shape, w.shape[-1])
+    chosen, scales = (t.reshape(split).gather(-3, at).squeeze(-3) for t in (tried, scales))
     nearest = fake_quantize(w, QParams(scale, zero_point), fmt)
-    worse = quadratic(chosen - target, h) > quadratic(nearest - target, h)
-    chosen = torch.where(worse[..., None], nearest, chosen)
+    worse = (quadratic(chosen - target, h) > quadratic(nearest - target, h))[..., None]
+    chosen, scales = torch.where(worse, nearest, chosen), torch.where(worse, scale, scales)
     gain = Gain("gptq", output_db(nearest, target, h), output_db(chosen, target, h), note)
-    return Repaired(chosen.to(weight.dtype), qparams, gain)
+    kept = qparams if tuple(ratios) == (1.0,) else QParams(scales, zero_point)
+    return Repaired(chosen.to(weight.dtype), kept, gain)
 
 
-def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, Tensor, str]:
-    """``H`` with what makes it positive definite: the sum, what was put on the diagonal for inputs that are always zero
-    (their mean power) and for damping, both ``[..., in]``, and a note where the damping had to be raised."""
+def least_squares(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float = 0.01) -> Tensor:
+    """``W* = W (C + λ) (H + λ)⁻¹``, the real weights that come nearest to the full-precision output ``W x`` from x̂.
+
+    Shapes, damping and errors as in ``gptq``. With ``C = H`` it is W.
+    """
+    check_matrices("least_squares", weight, hessian)
+    dtype = working_dtype(weight)
+    damped, added, _ = damped_hessian(hessian.detach().to(dtype), damp)
+    return _least_squares(weight.detach().to(dtype), damped, cross, added).to(weight.dtype)
+
+
+def least_squares_output(weight: Tensor, hessian: Tensor, output: Tensor, damp: float = 0.01) -> Tensor:
+    """``W* = (E[y x̂ᵀ] + λ W) (H + λ)⁻¹``: the real weights nearest to W that give any wanted output y from x̂.
+
+    With ``y = W x`` this is ``least_squares``. With a residual branch y may be ``W x + s - ŝ``: then this operator makes up
+    for what the branch ŝ beside it has lost. Round the result as a weight of its own, without ``cross``.
+
+    Args:
+        weight: ``[..., out, in]``.
+        hessian: ``[..., in, in]``, ``E[x̂ x̂ᵀ]``.
+        output: ``[..., out, in]``, ``E[y x̂ᵀ]``; centred if the Hessian is.
+        damp: λ as a share of the mean of H's diagonal.
+
+    Raises QuantizationError as ``gptq`` does.
+    """
+    check_matrices("least_squares_output", weight, hessian)
+    check_finite("least_squares_output", output=output)
+    if output.shape != weight.shape:
+        raise QuantizationError(
+            "the wanted output does not fit the weight", where="least_squares_output",
+            expected=f"shape {tuple(weight.shape)}", got=f"shape {tuple(output.shape)}",
+        )  # fmt: skip
+    dtype = working_dtype(weight)
+    damped, added, _ = damped_hessian(hessian.detach().to(dtype), damp)
+    return _solve(output.detach().to(dtype) + weight.detach().to(dtype) * added[..., None, :], damped).to(weight.dtype)
+
+
+def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, str]:
+    """``H`` with what makes it positive definite, what that is (``[..., in]``, added to its diagonal), and a note.
+
+    The damping, and the mean power for inputs that are always zero. The note says where damping had to be raised.
+    """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     if damp < 0 or bool((diagonal < 0).any()):
         raise QuantizationError(
@@ -116,7 +165,7 @@ def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, Tensor
         damped = hessian + torch.diag_embed(fill + damping)
         failed = torch.linalg.cholesky_ex(damped).info > 0
         if not bool(failed.any()):
-            return damped, fill, damping, note
+            return damped, fill + damping, note
         if raised >= 1:
             break
         raised = min(max(10 * raised, 1e-6), 1.0)
@@ -130,9 +179,18 @@ def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, Tensor
 
 
 def _least_squares(weight: Tensor, damped: Tensor, cross: Tensor, added: Tensor) -> Tensor:
-    """``W (C + λ) (H + λ)⁻¹``."""
-    right = (weight @ (cross + torch.diag_embed(added))).mT
-    return torch.cholesky_solve(right, torch.linalg.cholesky(damped)).mT
+    check_finite("gptq", cross=cross)
+    if cross.shape != damped.shape:
+        raise QuantizationError(
+            "the cross term does not fit the Hessian", where="gptq", expected=f"shape {tuple(damped.shape)}",
+            got=f"shape {tuple(cross.shape)}", do="take both from one Hessian",
+        )  # fmt: skip
+    return _solve(weight @ (cross.detach().to(weight.dtype) + torch.diag_embed(added)), damped)
+
+
+def _solve(right: Tensor, damped: Tensor) -> Tensor:
+    """``right (H + λ)⁻¹``."""
+    return torch.cholesky_solve(right.mT, torch.linalg.cholesky(damped)).mT
 
 
 def _in_order(

@@ -16,7 +16,6 @@ class Hessian:
 
         matrix     E[x̂ x̂ᵀ]   [groups, in, in]   the Hessian of |Ŵ x̂|² (GPTQ's 2 X Xᵀ, up to a factor that does not count)
         cross      E[x x̂ᵀ]    [groups, in, in]   None without reference
-        exact      E[x xᵀ]    [groups, in, in]   None without reference
         mean       E[x̂]       [groups, in]
         reference_mean  E[x]  [groups, in]       None without reference
 
@@ -58,7 +57,7 @@ class Hessian:
         found = {"matrix": weighted.mT @ rows, "mean": weighted.sum(1)}
         if exact is not None:
             held = exact if weights is None else exact * factor
-            found |= {"cross": held.mT @ rows, "exact": held.mT @ exact, "reference_mean": held.sum(1)}
+            found |= {"cross": held.mT @ rows, "reference_mean": held.sum(1)}
         for name, value in found.items():
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
         self.rows += rows.shape[1]
@@ -81,25 +80,30 @@ class Hessian:
         return self._mean("cross") if "cross" in self._sums else None
 
     @property
-    def exact(self) -> Tensor | None:
-        """``E[x xᵀ]``, shape [groups, in, in]; None without reference."""
-        return self._mean("exact") if "exact" in self._sums else None
-
-    @property
     def reference_mean(self) -> Tensor | None:
         """``E[x]``, shape [groups, in]; None without reference."""
         return self._mean("reference_mean") if "reference_mean" in self._sums else None
 
     @property
     def centred(self) -> Tensor:
-        """``E[x̂ x̂ᵀ] - E[x̂] E[x̂]ᵀ``: the Hessian where a bias takes up the mean of the error (see ``bias.py``)."""
-        return self.matrix - self.mean[..., None] * self.mean[..., None, :]
+        """``E[x̂ x̂ᵀ] - E[x̂] E[x̂]ᵀ``: the Hessian where a bias takes up the mean of the error (see ``bias.py``).
+
+        An input whose variance is lost in rounding (1e-5 of its power in fp32, 1e-13 in fp64) is constant: zero here.
+        """
+        return self._centred("matrix", self.mean)
 
     @property
     def centred_cross(self) -> Tensor | None:
-        """``E[x x̂ᵀ] - E[x] E[x̂]ᵀ``; None without reference."""
-        cross, mean = self.cross, self.reference_mean
-        return None if cross is None or mean is None else cross - mean[..., None] * self.mean[..., None, :]
+        """``E[x x̂ᵀ] - E[x] E[x̂]ᵀ``; None without reference. Zero for x̂ that are constant, as in ``centred``."""
+        mean = self.reference_mean
+        return None if mean is None else self._centred("cross", mean)
+
+    def _centred(self, name: str, left: Tensor) -> Tensor:
+        power, mean = self.matrix.diagonal(dim1=-2, dim2=-1), self.mean
+        least = 1e-13 if power.dtype == torch.float64 else 1e-5
+        varies = (power - mean.square() > least * power).to(power)
+        centred = (self._mean(name) - left[..., None] * mean[..., None, :]) * varies[..., None, :]
+        return centred * varies[..., None] if name == "matrix" else centred
 
     def _mean(self, name: str) -> Tensor:
         if not self.rows or self._weight <= 0:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from roundoff.errors import QuantizationError
-from roundoff.formats import QParams
+from roundoff.formats import Granularity, QParams
 
 
 def matrix_view(weight: Tensor, operator: str, groups: int = 1) -> Tensor:
@@ -87,6 +87,36 @@ def matrix_qparams(qparams: QParams, shape: Sequence[int], operator: str, groups
     return QParams(
         matrix_view(scale, operator, groups), None if zero_point is None else matrix_view(zero_point, operator, groups)
     )
+
+
+def weight_qparams(
+    qparams: QParams, shape: Sequence[int], operator: str, groups: int, granularity: Granularity
+) -> QParams:
+    """The inverse of ``matrix_qparams``: qparams of the matrices as those of a weight of ``shape`` with ``granularity``.
+
+    Raises QuantizationError where elements that shall share a scale have different ones.
+
+    >>> from roundoff.formats import PerAxis
+    >>> per_channel = QParams(torch.tensor([[[0.5], [0.25]]]))
+    >>> weight_qparams(per_channel, (2, 3, 3, 3), "conv2d", 1, PerAxis(0)).scale.flatten()
+    tensor([0.5000, 0.2500])
+    """
+    view, dims = granularity.split(shape)
+    matrices = matrix_view(torch.empty(tuple(shape), device="meta"), operator, groups).shape
+
+    def kept(x: Tensor) -> Tensor:
+        whole = from_matrix(x.expand(matrices), shape, operator, groups).reshape(view)
+        low, high = whole.amin(dims, keepdim=True), whole.amax(dims, keepdim=True)
+        if not torch.equal(low, high):
+            raise QuantizationError(
+                "elements that share a scale have different ones", where=operator,
+                expected=f"one scale for each set of {granularity}",
+                got=f"{int((low != high).sum())} of {low.numel()} with several",
+                do="search scales with the granularity that they are stored in",
+            )  # fmt: skip
+        return high
+
+    return QParams(kept(qparams.scale), None if qparams.zero_point is None else kept(qparams.zero_point), granularity)
 
 
 def elementwise(qparams: QParams, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,6 @@ from roundoff.formats import (
     Format,
     Granularity,
     PerTensor,
-    PerToken,
     QParams,
     choose_qparams,
     fake_quantize,
@@ -44,9 +43,10 @@ def search_scales(
 ) -> Repaired:  # fmt: skip
     """The qparams that minimise ``Σ h (w - ŵ)²`` over the elements that share them, and the weight rounded to nearest.
 
-    Each ratio is tried on the min-max range, of asymmetric formats then on each end alone; the winner's neighbours half
-    and a quarter of a step away; and last the least-squares scale of the codes found, ``s Σ h w ŵ / Σ h ŵ²``, a few
-    times. A candidate replaces the best only if its error is lower, so the result is never worse than min-max.
+    Each ratio is tried on the min-max range, of asymmetric formats keeping its low end, its high end or its middle; then
+    the winner's neighbours half and a quarter of a step away (and a zero point one off); and last the least-squares
+    scale of the codes found, ``s Σ h w ŵ / Σ h ŵ²``, a few times. A candidate replaces the best only if its error is
+    lower, so the result is never worse than min-max.
 
     Sets of zeros keep scale 1, constants and single elements come out exact up to fp32 rounding. A set whose importance
     is zero keeps min-max. Scales are never below the smallest normal number; where that limit was met, the note says so.
@@ -88,7 +88,7 @@ def search_scales(
             for ratio in (1 - part, 1 + part):
                 search.offer(middle * ratio)
     else:
-        search.ends(ratios, step)
+        search.both_ends(ratios, step)
     for _ in range(refits):
         search.refit()
     floor = int((search.scale <= torch.finfo(view.dtype).tiny).sum())
@@ -117,22 +117,20 @@ class _Search:
         if zero_point is not None and self.zero_point is not None:
             self.zero_point = torch.where(better, zero_point, self.zero_point)
 
-    def ends(self, ratios: Sequence[float], step: float) -> None:
-        """Both ends of an asymmetric range together, then each alone."""
-        zero = self.zero_point if self.zero_point is not None else torch.zeros_like(self.scale)
-        low, high = (self.start * (v - zero) for v in (self.fmt.min_finite, self.fmt.max_finite))
-        best = self.error
-        at = [torch.ones_like(low), torch.ones_like(high)]
-        near = (1 - 2 * step, 1 - step, 1 - step / 2, 1 + step / 2, 1 + step, 1 + 2 * step)
-        for moved, factors in (((0, 1), ratios), ((1,), ratios), ((0,), ratios), ((0,), near), ((1,), near)):
-            base = list(at) if factors is near else [torch.ones_like(low), torch.ones_like(high)]
-            for factor in factors:
-                tried = [base[i] * factor if i in moved else at[i] for i in (0, 1)]
-                found = choose_qparams(torch.stack([low * tried[0], high * tried[1]], -1), self.fmt, PerToken())
-                zero_point = None if found.zero_point is None else found.zero_point.squeeze(-1)
-                self.offer(found.scale.squeeze(-1), zero_point)
-                at = [torch.where(self.error < best, new, old) for new, old in zip(tried, at, strict=True)]
-                best = self.error
+    def both_ends(self, ratios: Sequence[float], step: float) -> None:
+        """Scales of an asymmetric range with the zero points that keep its low end, its high end, or its middle."""
+        low, high, given = self.fmt.min_finite, self.fmt.max_finite, self.zero_point
+        if given is None:
+            return
+        for ratio in ratios:
+            first, last = low - (low - given) / ratio, high - (high - given) / ratio
+            for point in (first, last, (first + last) / 2):
+                self.offer(self.start * ratio, point.round().clamp_(low, high))
+        for part in (step / 2, step / 4):
+            scale, best = self.scale, given if self.zero_point is None else self.zero_point
+            for ratio in (1 - part, 1.0, 1 + part):
+                for shift in (-1, 0, 1):
+                    self.offer(scale * ratio, (best + shift).clamp_(low, high))
 
     def refit(self) -> None:
         """The least-squares scale of the codes."""

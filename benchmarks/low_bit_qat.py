@@ -1,0 +1,234 @@
+"""How much accuracy is left when a network is trained in one, two and four bits, beside what the papers lost?
+
+A small residual network is trained on Fashion-MNIST in fp32. Each recipe starts from it, keeps stem, classifier and
+BatchNorm in fp32 as the papers do, and is trained for as many epochs as fp32 once more, which is the reference; scales are
+per channel. The figure is accuracy over the reference's. The papers' is that of another network on other data: only the
+relation can be compared; bar: at most 0.5 % below it. Then each model is converted, and must give the same outputs bit for
+bit.
+
+--nets FOLDER takes ``ResNetS`` and its weights from a folder with nets.py and resnet.safetensors instead of training one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gzip
+import importlib.util
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import progress, table, verdict
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundoff.formats import Format, integer, parse_format
+from roundoff.quantize.graph import trace
+from roundoff.quantize.model import QuantizedModel, copied
+from roundoff.quantize.qat.loop import train
+from roundoff.quantize.qat.prepare import convert, prepare_qat
+from roundoff.quantize.qat.training import Freezing, parameter_groups
+from roundoff.quantize.scheme import Options, scheme
+from roundoff.workload import Workload
+
+DATA = Path("/usr/share/datasets/fashion-mnist")
+BATCH = 125
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a network is trained, and what its paper got: accuracy in percent, fp32 and low-bit of the same network."""
+
+    label: str
+    weights: str
+    activations: str
+    weight_format: Format
+    activation_format: Format
+    paper: tuple[float, float]
+    source: str
+
+
+def unsigned(width: int) -> Format:
+    return integer(width, symmetric=False)
+
+
+def signed(width: int) -> Format:
+    return integer(width, narrow_range=False)
+
+
+BINARY, TERNARY = parse_format("binary"), parse_format("ternary")
+RECIPES = (
+    Recipe("DoReFa W2A2", "dorefa", "dorefa", integer(2), unsigned(2), (91.6, 88.2),
+           "ResNet-20, CIFAR-10, in arXiv:1805.06085"),
+    Recipe("DoReFa W1A2", "dorefa", "dorefa", BINARY, unsigned(2), (55.9, 49.8), "AlexNet, ImageNet, arXiv:1606.06160"),
+    Recipe("TWN", "twn", "", TERNARY, unsigned(8), (92.88, 92.56), "VGG-7, CIFAR-10, arXiv:1605.04711"),
+    Recipe("TTQ", "ttq", "", TERNARY, unsigned(8), (92.33, 92.37), "ResNet-32, CIFAR-10, arXiv:1612.01064"),
+    Recipe("BNN", "bnn", "bnn", BINARY, BINARY, (56.6, 27.9), "AlexNet, ImageNet, in arXiv:1603.05279"),
+    Recipe("XNOR-Net", "xnor", "xnor", BINARY, BINARY, (69.3, 51.2), "ResNet-18, ImageNet, arXiv:1603.05279"),
+    Recipe("LSQ W4A4", "lsq", "lsq", signed(4), unsigned(4), (70.5, 71.1), "ResNet-18, ImageNet, arXiv:1902.08153"),
+    Recipe("LSQ W2A2", "lsq", "lsq", signed(2), unsigned(2), (70.5, 67.6), "ResNet-18, ImageNet, arXiv:1902.08153"),
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions with a shortcut (He et al., 2015)."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.act, self.last = nn.ReLU(), nn.ReLU()
+        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.short = nn.Sequential()
+        if stride != 1 or before != width:
+            self.short = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.bn1(self.conv1(x)))
+        return self.last(self.bn2(self.conv2(y)) + self.short(x))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), Block(16, 16, 1), Block(16, 32, 2),
+        Block(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def read(name: str) -> Tensor:
+    raw = gzip.decompress((DATA / f"{name}.gz").read_bytes())
+    values = torch.frombuffer(bytearray(raw[16 if "images" in name else 8 :]), dtype=torch.uint8)
+    return ((values.view(-1, 1, 28, 28) / 255) - 0.2860) / 0.3530 if "images" in name else values.long()
+
+
+class Shuffled:
+    """Batches in another order in each epoch, the same for every recipe."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels, self.epoch = images, labels, 0
+
+    def __call__(self) -> Any:
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(self.epoch))
+        self.epoch += 1
+        return ((self.images[i], self.labels[i]) for i in order.split(BATCH))
+
+
+def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(batch[0])
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(output, batch[1])
+
+
+@torch.no_grad()
+def logits(model: nn.Module, images: Tensor) -> Tensor:
+    model.eval()
+    return torch.cat([model(x) for x in images.split(500)])
+
+
+def fit(model: nn.Module, data: Shuffled, epochs: int, lr: float, **more: Any) -> None:
+    steps = epochs * -(-len(data.images) // BATCH)
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr, lr / 10, 1e-4))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [g["lr"] for g in optimizer.param_groups], steps)
+    train(model, data, loss, optimizer, epochs, forward=forward, schedule=schedule, **more)
+
+
+def quantized(net: nn.Module, recipe: Recipe, images: Tensor) -> QuantizedModel:
+    """Quantizers in front of every convolution but the first; the formats are the recipe's."""
+    workload = Workload(net, [images])
+    graph = trace(workload)
+    convolutions = [site for site, node in graph.nodes.items() if node.kind == "conv"][1:]
+    fmt = parse_format("w4a4") if recipe.activations else TERNARY  # the one of weights alone
+    options = Options(elementwise=False, bias=False, weight="channel")
+    model = QuantizedModel(copied(net), scheme(graph, dict.fromkeys(convolutions, fmt), options))
+    for _, quantizer in model.named():
+        quantizer.fmt = recipe.weight_format if quantizer.weight else recipe.activation_format
+    return model
+
+
+def low_bit(net: nn.Module, recipe: Recipe, data: Shuffled, epochs: int, test: Tensor) -> tuple[Tensor, bool]:
+    if recipe.activation_format is BINARY:
+        net = without_relu(net)
+    model = quantized(net, recipe, data.images[:BATCH])
+    prepare_qat(model, weights=recipe.weights, activations=recipe.activations or "ste", start="paper")
+    with torch.no_grad():
+        model(data.images[:BATCH])
+    steps = epochs * -(-len(data.images) // BATCH)
+    fit(model, data, epochs, 4e-3, freezing=Freezing(model, batch_norm=steps * 3 // 4))
+    before = logits(model, test)
+    return before, torch.equal(logits(convert(model), test), before)
+
+
+def without_relu(net: nn.Module) -> nn.Module:
+    """The same weights without ReLUs: the sign, before each convolution, is the nonlinearity, as in BinaryNet."""
+    net = copy.deepcopy(net)
+    for module in list(net.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.ReLU):
+                setattr(module, name, nn.Identity())
+    return net
+
+
+def load(folder: Path) -> nn.Module:
+    from safetensors.torch import load_file
+
+    spec = importlib.util.spec_from_file_location("nets", folder / "nets.py")
+    module: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    net: nn.Module = module.NETS["resnet"]()
+    net.load_state_dict(load_file(folder / "resnet.safetensors"))
+    return net
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="2,000 images and one epoch: does it run?")
+    parser.add_argument("--only", metavar="LABEL", nargs="+", help="these recipes alone")
+    parser.add_argument("--nets", type=Path, metavar="FOLDER", help="a folder with nets.py and resnet.safetensors")
+    parser.add_argument("--images", type=int, default=20000, help="training images; all: 60000")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs of each recipe")
+    args = parser.parse_args()
+    count, epochs = (2000, 1) if args.quick else (args.images, args.epochs)
+    images, labels = read("train-images-idx3-ubyte")[:count], read("train-labels-idx1-ubyte")[:count]
+    test, answers = (read(f"t10k-{n}")[: count if args.quick else None] for n in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+    torch.manual_seed(0)
+    if args.nets is None:
+        net = network()
+        fit(net, Shuffled(images, labels), 1 if args.quick else 6, 1e-2)
+        progress("fp32 network trained")
+    else:
+        net = load(args.nets)
+    accuracy = {"start": right(logits(net, test), answers)}
+    again = copy.deepcopy(net)
+    fit(again, Shuffled(images, labels), epochs, 4e-3)
+    reference = max(right(logits(again, test), answers), accuracy["start"])
+    progress(f"fp32 {accuracy['start']:.2f} %, with {epochs} more epochs: reference {reference:.2f} %")
+    rows = []
+    for recipe in RECIPES:
+        if args.only and recipe.label not in args.only:
+            continue
+        start = time.process_time()
+        outputs, same = low_bit(net, recipe, Shuffled(images, labels), epochs, test)
+        percent, spent = right(outputs, answers), time.process_time() - start
+        ratio, paper = 100 * percent / reference, 100 * recipe.paper[1] / recipe.paper[0]
+        rows.append((recipe.label, f"{percent:.2f}", f"{ratio:.2f}", f"{paper:.2f}", recipe.source,
+                     verdict(ratio, paper - 0.5), same, f"{spent:.0f}"))  # fmt: skip
+        progress(f"{recipe.label}: {percent:.2f} % in {spent:.0f} CPU seconds")
+    table(
+        f"Low-bit training, {len(images)} images, {epochs} epochs from an fp32 network; fp32: {reference:.2f} %",
+        ("recipe", "accuracy %", "% of fp32", "paper: % of fp32", "paper", "bar: paper - 0.5", "converted: same bits",
+         "CPU s"), rows,
+    )  # fmt: skip
+
+
+def right(outputs: Tensor, answers: Tensor) -> float:
+    return 100 * (outputs.argmax(1) == answers).double().mean().item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What the output loses by an error in each value: squared adjoints, from a few backward passes.
+
+For a sign vector v of the output's shape, ``g = vᵀ ∂z/∂x`` at a value x has ``E[g²] = |∂z/∂x|²`` per element (as in
+``attribute.adjoint``), so errors of variance σ² there cost the output ``Σ σ² E[g²]``. The power is averaged over the samples,
+and kept for each element of a sample while all batches have one shape, else for each channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundoff.attribute.target import named_tensors
+from roundoff.errors import QuantizationError
+from roundoff.quantize.model import Passing, QuantizedModel
+from roundoff.quantize.quantizer import Quantizer
+from roundoff.workload import Workload, preserve
+
+
+@dataclass
+class Statistics:
+    """Of one value, over all samples: squared adjoint, extremes and power for each channel, samples seen.
+
+    ``power`` has the shape of one sample; ``channel``, ``low``, ``high`` and ``square`` (mean of x²) have one number for each
+    index of axis 1 (the last axis for two axes and for sequences).
+    """
+
+    power: Tensor
+    channel: Tensor
+    low: Tensor
+    high: Tensor
+    square: Tensor
+    samples: int = 0
+
+    def add(self, value: Tensor, gradient: Tensor, axis: int) -> None:
+        """One batch."""
+        rest = [i for i in range(value.ndim) if i != axis]
+        squared = gradient.square()
+        sample = squared.sum(0)
+        fits = self.power.shape == sample.shape or not self.samples
+        self.power = self.power + sample if fits else self.power.new_full((), float("nan"))
+        self.channel = self.channel + squared.sum(rest)
+        self.low = torch.minimum(self.low, value.amin(rest))
+        self.high = torch.maximum(self.high, value.amax(rest))
+        self.square = self.square + value.square().mean(rest) * len(value)
+        self.samples += len(value)
+
+
+class _Taps(Passing):
+    def __init__(self) -> None:
+        self.values: dict[str, Statistics] = {}
+        self.results: dict[str, Statistics] = {}
+
+    def value(self, name: str, quantizer: Quantizer, value: Tensor) -> Tensor:
+        return value if quantizer.weight else self._tap(self.values, name, value)
+
+    def result(self, site: str, result: Any) -> Any:
+        return self._tap(self.results, site, result) if isinstance(result, Tensor) else result
+
+    def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
+        return bias
+
+    def _tap(self, found: dict[str, Statistics], name: str, value: Tensor) -> Tensor:
+        edge = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+        axis = channel_axis(value)
+
+        def arrived(gradient: Tensor) -> None:
+            if name not in found:
+                zero = torch.zeros(value.shape[axis])
+                found[name] = Statistics(torch.zeros(()), zero, zero + torch.inf, zero - torch.inf, zero)
+            found[name].add(value.detach(), gradient, axis)
+
+        edge.register_hook(arrived)
+        return edge
+
+
+def channel_axis(value: Tensor) -> int:
+    """The axis of channels: 1 for pictures (4 axes and more), else the last."""
+    return 1 if value.ndim >= 4 else value.ndim - 1
+
+
+@dataclass
+class Importance:
+    """Statistics of the values that have quantizers, and of the results of the calls that read weights."""
+
+    values: dict[str, Statistics]
+    results: dict[str, Statistics]
+
+    def power(self, name: str, value: Tensor) -> Tensor | None:
+        """The squared adjoint of each element of a batch of this value, up to a factor; None where it has none."""
+        known = self.values.get(name)
+        if known is None:
+            return None
+        if known.power.shape == value.shape[1:]:
+            return known.power.expand(value.shape)
+        shape = [1] * value.ndim
+        shape[channel_axis(value)] = -1
+        return known.channel.view(shape).expand(value.shape)
+
+
+def importance(model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, probes: int = 1, seed: int = 0) -> Importance:
+    """Run the unquantized model on batches and send ``probes`` sign vectors back through it.
+
+    Raises ``QuantizationError`` where no gradient reaches the output.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    taps = _Taps()
+    with preserve(model), torch.enable_grad(), model.through(taps):
+        model.requires_grad_(False)
+        for batch in batches:
+            tensors = [t for t in named_tensors(workload.with_model(model).run(batch)).values() if t.requires_grad]
+            if not tensors:
+                raise QuantizationError("no gradient reaches the output, so nothing can be weighed", where=workload.name,
+                                        expected="a model that is differentiable", got="an output without a gradient",
+                                        do="choose an observer that needs none: mse")  # fmt: skip
+            for number in range(probes):
+                signs = [torch.randint(0, 2, t.shape, generator=generator).to(t.dtype) * 2 - 1 for t in tensors]
+                torch.autograd.backward(tensors, signs, retain_graph=number + 1 < probes)
+    return Importance(taps.values, taps.results)

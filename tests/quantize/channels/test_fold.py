@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from roundoff.errors import WorkloadError
+from roundoff.errors import QuantizationError, WorkloadError
 from roundoff.quantize.repair.fold import fold_batch_norm_
 
 
@@ -155,3 +155,32 @@ def test_one_that_cannot_be_folded_leaves_the_others() -> None:
     for found, expected in zip(net(x), before, strict=True):
         # float32; sums of at most 18 products, no cancellation beyond 100: 18 * 100 * 6e-8 = 1.1e-4
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1.1e-4 * float(expected.detach().abs().max()))
+
+
+def test_nan_and_infinity_on_the_batch_are_kept() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), used(nn.BatchNorm1d(2))).eval()
+    x = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [1.0, 1.0]])
+    before = net(x).detach()
+    (row,) = fold_batch_norm_(net, [x])
+    assert row.layer == "0"
+    torch.testing.assert_close(net(x).detach(), before, rtol=0.0, atol=1e-6, equal_nan=True)  # 10 roundings below 1
+
+
+def test_a_refused_fold_leaves_the_model_as_it_was() -> None:
+    """A model whose output depends on the module being a BatchNorm: refused, and as before."""
+    net = nn.Sequential(nn.Linear(2, 2), used(nn.BatchNorm1d(2)))
+    state = {k: v.clone() for k, v in net.eval().state_dict().items()}
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = net
+
+        def forward(self, x):
+            return self.m[1](self.m[0](x)) * (2.0 if isinstance(self.m[1], nn.BatchNorm1d) else 1.0)
+
+    whole = Whole().eval()
+    with pytest.raises(QuantizationError, match="folding BatchNorm changed the model's output"):
+        fold_batch_norm_(whole, [torch.rand(3, 2)])
+    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
+    assert isinstance(net[1], nn.BatchNorm1d)

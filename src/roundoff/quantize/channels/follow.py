@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from roundoff.capture.calls import Call, CallMode, Handler, float_tensors
 from roundoff.capture.operators import Operator
+from roundoff.quantize.channels.contract import Contractions
 from roundoff.quantize.channels.labels import (
     Labels,
     Passed,
-    Space,
     constant_expanded,
     varying_axes,
     varying_part,
@@ -56,15 +56,13 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "hardtanh": ("input", "min_val", "max_val"),
     "scaled_dot_product_attention": ("query", "key", "value"),
 }
-_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_CONV_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
 
-class Follow:
+class Follow(Contractions):
     """The handler: runs each call and writes down what it means for the channels."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.labels = Labels(model)
+        super().__init__(Labels(model))
         self.moved = Moves(self.labels).move
         self.clips: dict[str, tuple[int, int, int]] = {}  # site → the channel axis, its length, the number of axes
 
@@ -78,7 +76,7 @@ class Follow:
         result = call.run()
         outputs = float_tensors(result)
         if outputs:
-            self._site = str(call.site)
+            self.site = str(call.site)
             self.labels.touched.clear()
             self._follow(call.operator.name, args, kwargs, outputs)
             for tensor, _ in before:
@@ -99,13 +97,14 @@ class Follow:
         given = dict(zip(_NAMES.get(name, ()), args, strict=False)) | kwargs
         x: Any = args[0] if args and isinstance(args[0], Tensor) else given.get("input")
         if name == "linear":
-            self._contract(x, given["weight"], -1, 1, 0, given.get("bias"), outputs[0], -1)
+            self.contract(x, given["weight"], -1, 1, 0, given.get("bias"), outputs[0], -1)
         elif base == "conv" or base == "conv_transpose":
-            self._conv(base, int(name[-2]), args, kwargs, outputs[0])
+            self.conv(base, int(name[-2]), args, kwargs, outputs[0])
         elif name in ("matmul", "mm", "bmm", "addmm"):
-            self._matmul(name, args, kwargs, outputs[0])
+            if not self.matmul(name, args, outputs[0]):
+                self._unknown(name, args, kwargs)
         elif name == "scaled_dot_product_attention":
-            self._attention(given, outputs[0])
+            self.attention(given, outputs[0])
         elif name in ("embedding", "embedding_bag"):
             made = along(self.labels, given["weight"], 1, "producer")
             if made is not None:
@@ -118,7 +117,7 @@ class Follow:
                 if own is not None:
                     self.labels.put(outputs[0], own.view(-1, *[1] * (x.ndim - 2)))
             for part in ("weight", "bias", "running_mean", "running_var"):
-                self._bind(given.get(part), 1, x.ndim, "batch_norm", self.labels.get(outputs[0]))
+                self.bind(given.get(part), 1, x.ndim, "batch_norm", self.labels.get(outputs[0]))
         elif name in ("layer_norm", "rms_norm", "group_norm", "instance_norm"):
             self._normalise(name, x, given, outputs[0])
         elif name in _PAIRS and len(args) > 1:
@@ -130,7 +129,7 @@ class Follow:
         elif name in ("softmax", "log_softmax"):
             dim = given.get("dim", -1) % max(x.ndim, 1)
             if dim in varying_axes(self.labels.get(x)):
-                self.labels.pin(self.labels.get(x), f"{name} ({self._site}) runs over its channels")
+                self.labels.pin(self.labels.get(x), f"{name} ({self.site}) runs over its channels")
             self._same(x, outputs[0], "other", name)
         elif any(base.startswith(pool) for pool in _POOLS) and isinstance(x, Tensor):
             self._pool(x, outputs[0], name)
@@ -145,7 +144,7 @@ class Follow:
 
     def _same(self, x: Tensor, out: Tensor, law: str, name: str, bounds: tuple[float, float] | None = None) -> None:
         own = self.labels.get(x)
-        self.labels.note(own, Passed(self._site, name, law, bounds))
+        self.labels.note(own, Passed(self.site, name, law, bounds))
         self.labels.put(out, own)
 
     def _elementwise(self, name: str, x: Tensor, given: dict[str, Any], args: list[Any], out: Tensor) -> None:
@@ -157,7 +156,7 @@ class Follow:
                 bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
                 varied = varying_axes(self.labels.get(x))
                 if len(varied) == 1:
-                    self.clips[self._site] = varied[0], x.shape[varied[0]], x.ndim
+                    self.clips[self.site] = varied[0], x.shape[varied[0]], x.ndim
                 law = "homogeneous" if bounds in ((0.0, math.inf), (-math.inf, 0.0)) else "clipped"
         if name == "threshold" and tuple(args[1:3]) != (0, 0):
             law = "other"
@@ -165,22 +164,10 @@ class Follow:
             others = [t for t in float_tensors((args[1:], given)) if t is not x and t.numel() > 1]
             for other in others:
                 if name == "prelu":
-                    self._bind(other, 1, x.ndim, "slope", self.labels.get(x))
+                    self.bind(other, 1, x.ndim, "slope", self.labels.get(x))
                 elif self.labels.parameter(other) is None:
                     self.labels.tie(self.labels.get(x), self.labels.get(other), value=True)
         self._same(x, out, law, name, bounds)
-
-    def _bind(self, tensor: Tensor | None, axis: int, ndim: int, part: str, to: Tensor) -> None:
-        """A vector of values for the channels on ``axis`` of labels ``to``."""
-        if tensor is None or tensor.numel() == 1:
-            return
-        own = along(self.labels, tensor, 0, part) if tensor.ndim == 1 else None
-        if own is None:
-            self.labels.pin(to, f"a value for each channel ({self._site}) is computed in the code")
-            return
-        shape = [1] * ndim
-        shape[axis] = -1
-        self.labels.tie(to, own.view(shape))
 
     def _pair(self, name: str, a: Any, b: Any, out: Tensor) -> None:
         labels = self.labels
@@ -203,14 +190,14 @@ class Follow:
         if additive:
             # a sum with values that are no channels' is not smaller by s when the channels are
             law = "other" if ((varying_part(first) == 0) != (varying_part(second) == 0)).any() else "homogeneous"
-            labels.note(first, Passed(self._site, name, law))
-            labels.note(second, Passed(self._site, name, law))
+            labels.note(first, Passed(self.site, name, law))
+            labels.note(second, Passed(self.site, name, law))
         else:
             keep, other = first, second
             if name == "mul" and (labels.bent(first) and not labels.bent(second) or a.numel() < b.numel()):
                 keep, other = second, first
-            labels.note(keep, Passed(self._site, name, "homogeneous"))
-            labels.note(other, Passed(self._site, name, "other"))
+            labels.note(keep, Passed(self.site, name, "homogeneous"))
+            labels.note(other, Passed(self.site, name, "other"))
             mixed = torch.where(varying_part(keep) != 0, varying_part(keep), varying_part(other))
         labels.put(out, constant_expanded(mixed.expand(out.shape)))
 
@@ -230,7 +217,7 @@ class Follow:
                 return False
             if not varying_axes(own):
                 fixed(labels, bound.expand(parameter.shape), own, self._fixed(name))
-                labels.note(bound, Passed(self._site, name, "other"))
+                labels.note(bound, Passed(self.site, name, "other"))
                 labels.put(out, bound)
                 return True
             labels.tie(own, bound)
@@ -249,13 +236,13 @@ class Follow:
         return True
 
     def _fixed(self, name: str) -> str:
-        return f"meets a tensor of fixed size in {name} ({self._site})"
+        return f"meets a tensor of fixed size in {name} ({self.site})"
 
     def _glu(self, x: Tensor, dim: int, out: Tensor) -> None:
         value, gate = self.labels.get(x).chunk(2, dim)
         self.labels.tie(value, gate, value=False)
-        self.labels.note(gate, Passed(self._site, "glu", "other"))
-        self.labels.note(value, Passed(self._site, "glu", "homogeneous"))
+        self.labels.note(gate, Passed(self.site, "glu", "other"))
+        self.labels.note(value, Passed(self.site, "glu", "homogeneous"))
         self.labels.put(out, constant_expanded(value))
 
     # -- over some axes
@@ -264,9 +251,9 @@ class Follow:
         own = self.labels.get(x)
         spatial = {i for i in range(x.ndim) if x.shape[i] != out.shape[i]} | set(range(2, x.ndim))
         if spatial & set(varying_axes(own)):
-            self.labels.pin(own, f"{name} ({self._site}) mixes its channels")
+            self.labels.pin(own, f"{name} ({self.site}) mixes its channels")
             return
-        self.labels.note(own, Passed(self._site, name, "homogeneous"))
+        self.labels.note(own, Passed(self.site, name, "homogeneous"))
         self.labels.put(out, varying_part(own))
 
     def _reduce(self, name: str, x: Tensor, args: list[Any], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
@@ -279,7 +266,7 @@ class Follow:
         over = sorted({axis % x.ndim for axis in axes}) if x.ndim else []
         varied = set(varying_axes(own))
         if varied and varied <= set(over) or varied & set(over) and name not in ("sum", "mean"):
-            self.labels.pin(own, f"{name} ({self._site}) runs over its channels")
+            self.labels.pin(own, f"{name} ({self.site}) runs over its channels")
             return
         kept = own
         for axis in over:
@@ -291,7 +278,7 @@ class Follow:
             found = kept if same_rank else kept.squeeze(tuple(over)) if over else kept
             if found.ndim == out.ndim:
                 self.labels.put(out, found)
-        self.labels.note(own, Passed(self._site, name, "homogeneous" if name in _LINEAR_REDUCTIONS else "other"))
+        self.labels.note(own, Passed(self.site, name, "homogeneous" if name in _LINEAR_REDUCTIONS else "other"))
 
     def _normalise(self, name: str, x: Tensor, given: dict[str, Any], out: Tensor) -> None:
         labels, own = self.labels, self.labels.get(x)
@@ -302,12 +289,12 @@ class Follow:
         )
         if varied and varied != [axis]:
             if over or name == "instance_norm":
-                labels.pin(own, f"{name} ({self._site}) mixes its channels")
+                labels.pin(own, f"{name} ({self.site}) mixes its channels")
             self._same(x, out, "other", name)
             return
         if over:
-            labels.pin(own, f"{name} ({self._site}) runs over its channels", "remove")
-        labels.note(own, Passed(self._site, name, "other"))
+            labels.pin(own, f"{name} ({self.site}) runs over its channels", "remove")
+        labels.note(own, Passed(self.site, name, "other"))
         weight = given.get("weight")
         made = None if weight is None else along(labels, weight, 0, "producer") if weight.ndim == 1 else None
         if made is None or out.shape[axis] == 1:
@@ -316,147 +303,14 @@ class Follow:
         shape = [1] * x.ndim
         shape[axis] = -1
         made = made.view(shape)
-        fixed(labels, made.expand(out.shape), own, f"{name} ({self._site}) reads a tensor of fixed size")
+        fixed(labels, made.expand(out.shape), own, f"{name} ({self.site}) reads a tensor of fixed size")
         labels.tie(own, made, value=False)
-        self._bind(given.get("bias"), axis, x.ndim, "bias", made)
+        self.bind(given.get("bias"), axis, x.ndim, "bias", made)
         labels.put(out, made)
-
-    # -- contractions
-
-    def _contract(
-        self, x: Tensor, weight: Tensor, axis: int, inputs: int, outs: int, bias: Tensor | None, out: Tensor, out_axis: int
-    ) -> None:  # fmt: skip
-        """A product over ``axis`` of x with axis ``inputs`` of a weight, whose axis ``outs`` becomes ``out_axis``."""
-        labels, own = self.labels, self.labels.get(x)
-        axis = axis % x.ndim
-        made = along(labels, weight, outs, "producer")
-        varied = varying_axes(own)
-        if varied and axis not in varied and x.shape[axis] > 1:  # mixes something else, channel by channel
-            labels.note(own, Passed(self._site, "linear", "homogeneous" if bias is None else "other"))
-            labels.put(out, varying_part(own))
-            return
-        if made is None:
-            labels.pin(own, f"the weight of {self._site} is computed in the code")
-            return
-        self._read(own, axis, weight, inputs)
-        self._make(out, out_axis, made.flatten(), bias)
-
-    def _read(self, own: Tensor, axis: int, weight: Tensor, inputs: int, groups: int = 1) -> None:
-        """The channels on ``axis`` of ``own`` are read by axis ``inputs`` of a weight."""
-        labels = self.labels
-        line = varying_part(own).movedim(axis, -1)
-        line = line.reshape(-1, line.shape[-1])
-        first = line.amax(0)  # 0 where nothing is a channel (padding)
-        labels.tie(line, first)
-        if not (first > 0).any():
-            return
-        if groups > 1:
-            name = labels.parameter(weight)
-            size = weight.shape[inputs] * groups
-            if name is None or name[1] is not None:
-                labels.pin(own, f"the weight of {self._site} is computed in the code")
-                return
-            read = labels.space(Space(name[0], "consumer", inputs, groups), size)
-            labels.tie(read.view(groups, -1)[:1], read.view(groups, -1), value=False)
-        else:
-            found = along(labels, weight, inputs, "consumer")
-            if found is None:
-                labels.pin(own, f"the weight of {self._site} is computed in the code")
-                return
-            read = found.flatten()
-        labels.tie(first, read)
-
-    def _make(self, out: Tensor, axis: int, made: Tensor, bias: Tensor | None) -> None:
-        shape = [1] * out.ndim
-        shape[axis] = -1
-        self.labels.put(out, made.view(shape))
-        self._bind(bias, axis, out.ndim, "bias", self.labels.get(out))
-
-    def _conv(self, kind: str, spatial: int, args: list[Any], kwargs: dict[str, Any], out: Tensor) -> None:
-        labels = self.labels
-        given = dict(zip(_CONV if kind == "conv" else _CONV_TRANSPOSED, args, strict=False)) | kwargs
-        x, weight, bias, groups = given["input"], given["weight"], given.get("bias"), given.get("groups", 1)
-        axis, own = x.ndim - spatial - 1, labels.get(x)
-        inputs, outs = (1, 0) if kind == "conv" else (0, 1)
-        found = labels.parameter(weight)
-        if groups == 1:
-            self._contract(x, weight, axis, inputs, outs, bias, out, axis)
-            return
-        if found is None or found[1] is not None:
-            labels.pin(own, f"the weight of {self._site} is computed in the code")
-            return
-        rows = weight.shape[0]
-        if weight.shape[1] == 1 and (kind == "conv" or rows == groups):  # depthwise: a product for each channel alone
-            read, made = (labels.space(Space(found[0], part, 0), rows) for part in ("consumer", "producer"))
-            line = varying_part(own).movedim(axis, -1)
-            line = line.reshape(-1, line.shape[-1])
-            labels.tie(line, line.amax(0))
-            if line.shape[-1] > 1:
-                labels.tie(line.amax(0).repeat_interleave(rows // groups), read)
-                labels.tie(read, made, value=False)
-            else:
-                labels.pin(made, f"{self._site} reads a tensor of fixed size", "remove")
-            self._make(out, axis, made, bias)
-            return
-        if kind == "conv":
-            self._read(own, axis, weight, 1, groups)
-            made = labels.space(Space(found[0], "producer", 0), rows)
-        else:
-            self._read(own, axis, weight, 0)
-            read = labels.space(Space(found[0], "consumer", 0), rows).view(groups, -1)
-            labels.tie(read[:1], read, value=False)
-            made = labels.space(Space(found[0], "producer", 1, groups), groups * weight.shape[1])
-        labels.tie(made.view(groups, -1)[:1], made.view(groups, -1), value=False)
-        self._make(out, axis, made, bias)
-
-    def _matmul(self, name: str, args: list[Any], kwargs: dict[str, Any], out: Tensor) -> None:
-        labels = self.labels
-        bias, (a, b) = (args[0], args[1:3]) if name == "addmm" else (None, args[:2])
-        if labels.parameter(b) is not None and b.ndim == 2:
-            self._contract(a, b, -1, 0, 1, bias, out, -1)
-            return
-        if bias is not None or min(a.ndim, b.ndim) < 2 or labels.parameter(a) is not None:
-            self._unknown(name, args, kwargs)
-            return
-        one, two = labels.get(a), labels.get(b)
-        self._dot(one, two, -1, -2)
-        kept = [_one_of(one, -1), _one_of(two, -2)]
-        known = [k for k in kept if varying_axes(k)]
-        if len(known) == 2:
-            labels.pin(one, f"{name} ({self._site}) of two tensors with channels")
-            labels.pin(two, f"{name} ({self._site}) of two tensors with channels")
-        elif known:
-            labels.note(known[0], Passed(self._site, name, "homogeneous"))
-            labels.put(out, varying_part(known[0]))
-
-    def _attention(self, given: dict[str, Any], out: Tensor) -> None:
-        query, key, value = (self.labels.get(given[n]) for n in ("query", "key", "value"))
-        self._dot(query, key.transpose(-1, -2), -1, -2)
-        if -2 % value.ndim in varying_axes(value) or query.shape[:-2] != value.shape[:-2]:
-            self.labels.pin(value, f"{self._site} mixes its channels")
-            return
-        self.labels.note(value, Passed(self._site, "scaled_dot_product_attention", "homogeneous"))
-        self.labels.put(out, varying_part(value))
-
-    def _dot(self, one: Tensor, two: Tensor, left: int, right: int) -> None:
-        """Two activations are multiplied and summed over an axis: its channels go together, and none may be rescaled."""
-        labels = self.labels
-        if left % one.ndim not in varying_axes(one) and right % two.ndim not in varying_axes(two):
-            return
-        reason = f"multiplied with other channels in {self._site}"
-        labels.pin(one, reason, "rescale")
-        labels.pin(two, reason, "rescale")
-        first, second = _one_of(one, -2), _one_of(two, -1).transpose(-1, -2)
-        if first.shape != second.shape:
-            labels.pin(one, reason)
-            labels.pin(two, reason)
-            return
-        labels.tie(first, second, value=False)
-        fixed(labels, first, second, f"{self._site} reads a tensor of fixed size")
 
     def _unknown(self, name: str, args: Any, kwargs: Any) -> None:
         for tensor in float_tensors((args, kwargs)):
-            self.labels.pin(self.labels.get(tensor), f"what {name} ({self._site}) does to channels is not known")
+            self.labels.pin(self.labels.get(tensor), f"what {name} ({self.site}) does to channels is not known")
 
 
 class SeesMoves(Handler, Protocol):
@@ -486,7 +340,3 @@ class MovesMode(CallMode):
 def _as_wide(labels: Tensor, ndim: int) -> Tensor:
     return labels.view((1,) * (ndim - labels.ndim) + tuple(labels.shape)) if labels.ndim < ndim else labels
 
-
-def _one_of(labels: Tensor, axis: int) -> Tensor:
-    """Labels with an axis cut to its first element."""
-    return labels.narrow(axis, 0, 1)

@@ -116,7 +116,7 @@ class Moves:
         before = [own[id(t)] for t in inputs]
         try:
             moved = _FREE.get(name, func)(*_replaced(args, own), **_replaced(kwargs, own))
-        except (RuntimeError, TypeError, NotImplementedError):  # not for float64 of this layout: nothing is known
+        except (RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):  # not for labels: nothing is known
             for one in before:
                 labels.pin(one, f"{name} ({site}) cannot be followed")
             return
@@ -222,5 +222,8 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _replaced(nest: Any, by: dict[int, Tensor]) -> Any:
-    return tree_map(lambda leaf: by.get(id(leaf), leaf), nest)
+    def one(leaf: Any) -> Any:
+        return by[id(leaf)] if id(leaf) in by else leaf.cpu() if isinstance(leaf, Tensor) else leaf  # labels are on the CPU
+
+    return tree_map(one, nest)
 

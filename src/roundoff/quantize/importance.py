@@ -1,8 +1,8 @@
 """What the output loses by an error in each value: squared adjoints, from a few backward passes.
 
 For a sign vector v of the output's shape, ``g = vᵀ ∂z/∂x`` at a value x has ``E[g²] = |∂z/∂x|²`` per element (as in
-``attribute.adjoint``), so errors of variance σ² there cost the output ``Σ σ² E[g²]``. The power is averaged over the samples,
-and kept for each element of a sample while all batches have one shape, else for each channel.
+``attribute.adjoint``), so errors of variance σ² there cost the output ``Σ σ² E[g²]``. The power is summed over samples, and
+kept for each element of a sample while all batches have one shape, else for each channel.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from roundoff.workload import Workload, preserve
 class Statistics:
     """Of one value, over all samples: squared adjoint, extremes and power for each channel, samples seen.
 
-    ``power`` has the shape of one sample; ``channel``, ``low``, ``high`` and ``square`` (mean of x²) have one number for each
-    index of axis 1 (the last axis for two axes and for sequences).
+    ``power`` has the shape of one sample; ``channel``, ``low``, ``high`` and ``square`` (x², summed over samples) have one
+    number for each index of axis 1 (the last axis for two axes and for sequences).
     """
 
     power: Tensor
@@ -44,10 +44,15 @@ class Statistics:
         fits = self.power.shape == sample.shape or not self.samples
         self.power = self.power + sample if fits else self.power.new_full((), float("nan"))
         self.channel = self.channel + squared.sum(rest)
-        self.low = torch.minimum(self.low, value.amin(rest))
-        self.high = torch.maximum(self.high, value.amax(rest))
+        self.extend(value, axis)
         self.square = self.square + value.square().mean(rest) * len(value)
         self.samples += len(value)
+
+
+    def extend(self, value: Tensor, axis: int) -> None:
+        """The extremes of a batch without gradients."""
+        rest = [i for i in range(value.ndim) if i != axis]
+        self.low, self.high = torch.minimum(self.low, value.amin(rest)), torch.maximum(self.high, value.amax(rest))
 
 
 class _Taps(Passing):
@@ -65,6 +70,10 @@ class _Taps(Passing):
         return bias
 
     def _tap(self, found: dict[str, Statistics], name: str, value: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            if name in found:
+                found[name].extend(value, channel_axis(value))
+            return value
         edge = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
         axis = channel_axis(value)
 
@@ -74,7 +83,7 @@ class _Taps(Passing):
                 found[name] = Statistics(torch.zeros(()), zero, zero + torch.inf, zero - torch.inf, zero)
             found[name].add(value.detach(), gradient, axis)
 
-        edge.register_hook(arrived)
+        edge.register_hook(arrived)  # type: ignore[no-untyped-call]
         return edge
 
 
@@ -102,17 +111,25 @@ class Importance:
         return known.channel.view(shape).expand(value.shape)
 
 
-def importance(model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, probes: int = 1, seed: int = 0) -> Importance:
-    """Run the unquantized model on batches and send ``probes`` sign vectors back through it.
+def importance(
+    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = 2, probes: int = 1, seed: int = 0
+) -> Importance:
+    """Run the unquantized model on batches, and on the first of them send ``probes`` sign vectors back through it.
+
+    Extremes come from all batches, squared adjoints from ``gradients`` of them.
 
     Raises ``QuantizationError`` where no gradient reaches the output.
     """
     generator = torch.Generator().manual_seed(seed)
-    taps = _Taps()
+    taps, own = _Taps(), workload.with_model(model)
     with preserve(model), torch.enable_grad(), model.through(taps):
         model.requires_grad_(False)
-        for batch in batches:
-            tensors = [t for t in named_tensors(workload.with_model(model).run(batch)).values() if t.requires_grad]
+        for index, batch in enumerate(batches):
+            if index >= gradients:
+                with torch.no_grad():
+                    own.run(batch)
+                continue
+            tensors = [t for t in named_tensors(own.run(batch)).values() if t.requires_grad]
             if not tensors:
                 raise QuantizationError("no gradient reaches the output, so nothing can be weighed", where=workload.name,
                                         expected="a model that is differentiable", got="an output without a gradient",

@@ -9,7 +9,7 @@ correction need. Nothing is run again for each layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,24 +17,29 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundoff.attribute.target import named_tensors
 from roundoff.capture.calls import Call, watch
 from roundoff.capture.execute import execute
 from roundoff.errors import QuantizationError
-from roundoff.formats import QParams
+from roundoff.formats import PerTensor, QParams
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel, on_sums
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.repair.gain import Gain
-from roundoff.quantize.repair.gptq import gptq
 from roundoff.quantize.repair.hessian import Hessian
-from roundoff.quantize.repair.matrix import from_matrix, matrix_qparams, matrix_view, patches
+from roundoff.quantize.repair.matrix import (
+    from_matrix,
+    matrix_qparams,
+    matrix_view,
+    patches,
+    weight_qparams,
+)
+from roundoff.quantize.repair.rounding import round_weight
 from roundoff.quantize.repair.scales import search_scales
 from roundoff.workload import Workload
 
 #: Rows of inputs that second moments are taken from, at most: more add little.
-ROWS = 2**16
+ROWS = 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,7 @@ class Rounding:
 def stack(batches: Sequence[Any]) -> Any | None:
     """All batches as one, joined along the first axis of their tensors; None where they do not fit together."""
     flat = [tree_flatten(batch) for batch in batches]
-    leaves, layout = flat[0]
+    _, layout = flat[0]
     if any(spec != layout for _, spec in flat):
         return None
     joined = []
@@ -85,7 +90,8 @@ def round_in_order_(
     joined = stack([*batches, *batches])
     if joined is None:
         raise QuantizationError("batches of different shapes cannot go through the model side by side", where=workload.name,
-                                expected="tensors that differ in their first axis alone", do="calibrate without rounding in order")  # fmt: skip
+                                expected="tensors that differ in their first axis alone",
+                                do="calibrate without rounding in order")  # fmt: skip
     handler = _InOrder(model, how, weights)
     own = workload.with_model(model.model)
     with torch.no_grad(), watch(model.model, handler) as mode:
@@ -113,7 +119,7 @@ class _InOrder:
         if route is None:
             return call.run()
         if route.executes is not None:
-            return _halves(call, lambda c: execute(c, route.executes))  # type: ignore[arg-type]
+            return _halves(call, lambda c: execute(c, route.executes))
         leaves, weight = list(call.leaves), ""
         for place, name in route.uses.items():
             if self.model.quantizer(name).weight:
@@ -178,8 +184,9 @@ class _InOrder:
         self, call: Call, name: str, quantizer: Quantizer, weight: Tensor, exact: Tensor, inputs: Tensor, centred: bool
     ) -> None:
         """Put a weight on its grid, in place."""
-        operator, groups = call.operator.name, int(call.leaves[-1]) if call.kind == "conv" else 1
-        settings = _convolution(call) if call.kind == "conv" else {}
+        operator = call.operator.name
+        settings: dict[str, Any] = _convolution(call) if call.kind == "conv" else {}
+        groups = int(settings.get("groups", 1))
         quantizer.set_(_scale(quantizer, weight, None, self.how.scales), self.how.scales)
         if self.how.weights == "nearest" or call.kind not in ("conv", "linear"):
             weight.copy_(quantizer(weight))
@@ -188,8 +195,10 @@ class _InOrder:
         rows = max(1, inputs.numel() // (inputs.shape[1] if call.kind == "conv" else inputs.shape[-1]))
         share = min(1.0, ROWS / rows)
         hessian, seed = Hessian(), torch.Generator()
-        found = [patches(x, operator, kernel, **settings, share=share, generator=seed.manual_seed(0)) for x in (inputs, exact)]
-        hessian.add(found[0], reference=found[1])
+        given, wanted = (
+            patches(x, operator, kernel, share=share, generator=seed.manual_seed(0), **settings) for x in (inputs, exact)
+        )
+        hessian.add(given, reference=wanted)
         matrix, cross = (hessian.centred, hessian.centred_cross) if centred else (hessian.matrix, hessian.cross)
         w = matrix_view(weight, operator, groups)
         if self.how.scales == "search":
@@ -197,8 +206,11 @@ class _InOrder:
             power = from_matrix(diagonal, weight.shape, operator, groups)
             quantizer.set_(_scale(quantizer, weight, power, self.how.scales), "search")
         grid = matrix_qparams(quantizer.qparams(), weight.shape, operator, groups)
-        repaired = gptq(w, matrix, quantizer.fmt, grid, cross=cross)
-        self.gains.append(repaired.gain)
+        repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross)
+        self.gains.append(replace(repaired.gain, name=name))
+        shared = quantizer.granularity or PerTensor()
+        chosen = weight_qparams(repaired.qparams, weight.shape, operator, groups, shared)
+        quantizer.set_(chosen, quantizer.observer)
         weight.copy_(from_matrix(repaired.weight, weight.shape, operator, groups))
 
 
@@ -212,7 +224,7 @@ def _scale(quantizer: Quantizer, weight: Tensor, power: Tensor | None, method: s
 
 def _convolution(call: Call) -> dict[str, Any]:
     args, kwargs = call.arguments()
-    names = ("stride", "padding", "dilation", "groups")
+    names: tuple[str, ...] = ("stride", "padding", "dilation", "groups")
     if "transpose" in call.operator.name:
         names = ("stride", "padding", "output_padding", "groups", "dilation")
     return {**dict(zip(names, args[3:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
@@ -235,5 +247,3 @@ def _halves(call: Call, run: Any) -> Any:
         lambda a, b: torch.cat([a[: len(a) // 2], b[len(b) // 2 :]]) if isinstance(a, Tensor) else a, exact, changed
     )
 
-
-__all__ = ["ROWS", "Rounding", "named_tensors", "round_in_order_", "stack"]

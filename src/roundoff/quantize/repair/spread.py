@@ -1,8 +1,8 @@
 """Channel scales that cost the output least: equalisation by what the budget knows, not by ranges alone.
 
 Cross-layer equalisation (``equalise.py``) makes weight ranges equal, and SmoothQuant's rule splits a range between
-activation and weight by an exponent that is guessed. Here both sides of each channel are weighed by the squared adjoint ``a`` of the
-output (``importance.py``). With rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization Noise, 2008, section 3),
+activation and weight by an exponent that is guessed. Here both sides of each channel are weighed by the squared adjoint
+``a`` of the output (``importance.py``). With rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization Noise, 2008, section 3),
 channels divided by s cost the output::
 
     values     Σ_v Δ_v²/12 Σ_c a_vc s_c²,            Δ_v = (max_c high_vc/s_c - min_c low_vc/s_c) / levels

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roundoff.capture.calls import Call, Operand, float_tensors, watch
 from roundoff.errors import QuantizationError
@@ -28,6 +28,8 @@ class Use:
     value: str
     operand: Operand
     shape: tuple[int, ...]
+    #: a parameter itself, no part or view of one
+    whole: bool = False
 
     @property
     def weight(self) -> bool:
@@ -90,7 +92,10 @@ class _Tracer(Plain):
         outputs = float_tensors(result)
         if outputs:
             site = str(call.site)
-            uses = tuple(Use(value_name(site, o), o, tuple(call.leaves[o.leaf].shape)) for o in call.operands)
+            uses = tuple(
+                Use(value_name(site, o), o, tuple(call.leaves[o.leaf].shape), isinstance(call.leaves[o.leaf], nn.Parameter))
+                for o in call.operands
+            )
             settings = tuple(v for v in call.leaves if isinstance(v, int | float | str | bool | None))
             shapes = tuple(tuple(t.shape) for t in outputs)
             self.nodes[site] = Node(site, call.operator.name, call.kind, uses, shapes, settings)

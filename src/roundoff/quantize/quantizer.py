@@ -7,7 +7,15 @@ from torch import Tensor, nn
 from roundoff.capture.calls import Operand
 from roundoff.capture.execute import round_operand
 from roundoff.errors import QuantizationError
-from roundoff.formats import BlockFormat, Format, Granularity, QParams, fake_quantize, quantize
+from roundoff.formats import (
+    BlockFormat,
+    Format,
+    Granularity,
+    QParams,
+    choose_qparams,
+    fake_quantize,
+    quantize,
+)
 from roundoff.train.casts.simulate import straight
 
 
@@ -21,7 +29,9 @@ class Quantizer(nn.Module):
         name: a parameter ("fc.weight"), the site whose output it is ("body.0/add"), or an operand ("stem.0/conv2d:0").
         fmt: the format of the codes.
         operand: role and axes of the operand it stands before.
-        granularity: which elements share a scale; ``None`` where it is dynamic.
+        granularity: which elements share a scale; ``None``: as the format's execution rule has it, chosen from each tensor.
+        each: scales with that granularity are chosen from each tensor (``PerToken``: along the contracted axis).
+        in_place: of a weight: all that reads the parameter reads it through this quantizer, so rounding may change it.
         scale, zero_point: buffers, of the granularity's shape (see ``formats.granularity``); ``None`` where there is none.
         sites: who reads the value through it.
     """
@@ -30,10 +40,13 @@ class Quantizer(nn.Module):
     zero_point: Tensor | None
 
     def __init__(
-        self, name: str, fmt: Format, operand: Operand, granularity: Granularity | None, sites: tuple[str, ...] = ()
-    ) -> None:
+        self, name: str, fmt: Format, operand: Operand, granularity: Granularity | None, sites: tuple[str, ...] = (), *,
+        each: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.fmt, self.operand, self.granularity, self.sites = name, fmt, operand, granularity, sites
+        self.each = each
+        self.in_place = True
         self.observer = ""
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
@@ -46,7 +59,7 @@ class Quantizer(nn.Module):
     @property
     def dynamic(self) -> bool:
         """Whether the scale is chosen from each tensor."""
-        return self.granularity is None or isinstance(self.fmt, BlockFormat)
+        return self.each or self.granularity is None or isinstance(self.fmt, BlockFormat)
 
     def qparams(self) -> QParams:
         """Scale and zero point. Raises ``QuantizationError`` where there are none, since nothing was observed."""
@@ -65,6 +78,10 @@ class Quantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` on the grid, in its shape and dtype; NaN stays NaN, what is out of range saturates."""
+        if self.each and x.ndim and x.numel():
+            turned = x.detach().movedim(self.operand.reduce, -1)
+            found = fake_quantize(turned, choose_qparams(turned, self.fmt, self.granularity), self.fmt)
+            return straight(x, found.movedim(-1, self.operand.reduce))
         if self.dynamic:
             return straight(x, round_operand(x, self.operand, self.fmt))
         return straight(x, fake_quantize(x, self.qparams(), self.fmt))

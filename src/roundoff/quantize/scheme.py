@@ -8,6 +8,7 @@ works on codes as well.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from roundoff.formats import (
     PerAxis,
     PerGroup,
     PerTensor,
+    PerToken,
 )
 from roundoff.formats.named import integer
 from roundoff.quantize.graph import Graph, Node, Use
@@ -107,6 +109,7 @@ def scheme(graph: Graph, formats: Mapping[str, Format], options: Options) -> Sch
         plan.site(node)
     if options.elementwise:
         plan.follow()
+    plan.share()
     rows = [plan.row(node) for node in graph.nodes.values()]
     if not plan.routes:
         raise QuantizationError("nothing would be quantized", expected="a plan with a format that some site can run in",
@@ -155,38 +158,54 @@ class _Plan:
 
     def _read(self, route: Route, use: Use, fmt: Format) -> None:
         name = use.value
+        if use.weight and not use.whole:  # a part of a parameter, or a view of it
+            name = f"{route.site}:{use.operand.leaf}"
+        if self._part(route.site, use):
+            name = f"{route.site}:{use.operand.leaf}"
         made = self.quantizers.get(name)
-        if made is None or (made.fmt.name, made.weight) != (fmt.name, use.weight):
+        granularity, each = self._granularity(use, fmt)
+        if made is None or not _same(made, fmt, use, granularity, each):
             if made is not None:  # another reader wants it in another format, or along another axis
                 name = f"{route.site}:{use.operand.leaf}"
-            self.quantizers[name] = Quantizer(name, fmt, use.operand, self._granularity(use, fmt), ())
+            self.quantizers[name] = Quantizer(name, fmt, use.operand, granularity, (), each=each)
         self._by(name, route.site)
         route.uses[use.operand.leaf] = name
+
+    def _part(self, site: str, use: Use) -> bool:
+        """A part of a value that attention reads: queries, keys and values of one product have ranges of their own."""
+        made = self.graph.nodes.get(use.value)
+        inside = self.graph.nodes[site].kind in ("attention", "matmul") and not use.weight
+        return inside and made is not None and math.prod(use.shape) < sum(math.prod(shape) for shape in made.shapes)
 
     def _by(self, name: str, site: str) -> None:
         quantizer = self.quantizers[name]
         quantizer.sites = tuple(dict.fromkeys((*quantizer.sites, site)))
 
-    def _granularity(self, use: Use, fmt: Format) -> Granularity | None:
+    def _granularity(self, use: Use, fmt: Format) -> tuple[Granularity | None, bool]:
+        """Which elements share a scale, and whether it is chosen from each tensor."""
         if isinstance(fmt, BlockFormat):
-            return None
-        ndim = len(use.shape)
+            return None, True
         if use.weight:
-            rule = self.formats[next(iter(self.routes))].execution if fmt.execution is None else fmt.execution
-            asked = self.options.weight if self.options.weight != "format" else (rule.weight if rule else None) or "channel"
-            if asked == "tensor" or ndim < 2:
-                return PerTensor()
-            if asked.startswith("group"):
-                size = int(asked.partition(":")[2] or fmt.group_size)
-                return PerGroup(size, use.operand.reduce) if use.shape[use.operand.reduce] % size == 0 else None
-            return PerAxis(use.operand.channel % ndim)
-        if self.options.dynamic or self.options.activation == "token":
-            return None
-        if self.options.activation == "channel":
-            return PerAxis(use.operand.reduce % ndim)
-        if self.options.activation.startswith("group:"):
-            return PerGroup(int(self.options.activation[6:]), use.operand.reduce)
-        return PerTensor()
+            return self._of_weight(use, fmt), False
+        asked = self.options.activation
+        if asked == "token":
+            return PerToken(), True
+        if asked == "channel":
+            return PerAxis(use.operand.reduce % len(use.shape)), False
+        if asked.startswith("group:"):
+            return PerGroup(int(asked[6:]), use.operand.reduce), False
+        return (PerTensor(), False) if not self.options.dynamic else (None, False)
+
+    def _of_weight(self, use: Use, fmt: Format) -> Granularity | None:
+        ndim = len(use.shape)
+        rule = self.formats[next(iter(self.routes))].execution if fmt.execution is None else fmt.execution
+        asked = self.options.weight if self.options.weight != "format" else (rule.weight if rule else None) or "channel"
+        if asked == "tensor" or ndim < 2:
+            return PerTensor()
+        if asked.startswith("group"):
+            size = int(asked.partition(":")[2] or fmt.group_size)
+            return PerGroup(size, use.operand.reduce) if use.shape[use.operand.reduce] % size == 0 else None
+        return PerAxis(use.operand.channel % ndim)
 
     def follow(self) -> None:
         """Let the results of integer convolutions be codes, and what joins them work on codes."""
@@ -226,7 +245,7 @@ class _Plan:
         fmt = self.formats.get(value)
         if fmt is not None and value in self.routes and _integer(fmt) and node.kind in ("conv", "linear"):
             return self._activation(fmt) if fmt.execution and fmt.execution.activation else None
-        if value in self.routes and not self.routes[value].executes and node.kind not in ("conv", "linear"):
+        if value in self.routes and not self.routes[value].executes and node.operator in FOLLOWS:
             return self.quantizers[next(iter(self.routes[value].uses.values()))].fmt
         return None
 
@@ -261,6 +280,15 @@ class _Plan:
         self.quantizers[last] = Quantizer(last, made, operand, None if self.options.dynamic else PerTensor(), ())
         self.routes.setdefault(last, Route(last)).output = last
 
+    def share(self) -> None:
+        """Find the weights that something else reads too, tied embeddings say: these are not rounded in place."""
+        for name, quantizer in self.quantizers.items():
+            readers = [(node, use) for node in self.graph.readers(name) for use in node.uses if name in use.value.split()]
+            quantizer.in_place = bool(readers) and all(
+                node.site in self.routes and self.routes[node.site].uses.get(use.operand.leaf) == name
+                for node, use in readers
+            )
+
     def row(self, node: Node) -> Row:
         if node.site in self.refused:
             return Row(node.site, "fp32", self.refused[node.site])
@@ -271,6 +299,12 @@ class _Plan:
             return Row(node.site, route.executes.name)
         fmt = self.formats.get(node.site)
         return Row(node.site, fmt.name if fmt is not None else "codes")
+
+
+def _same(made: Quantizer, fmt: Format, use: Use, granularity: Granularity | None, each: bool) -> bool:
+    """Whether a quantizer does for another reader too."""
+    alike = (made.fmt.name, made.weight, made.granularity) == (fmt.name, use.weight, granularity)
+    return alike and (not each or made.operand.reduce == use.operand.reduce)
 
 
 def _integer(fmt: Format) -> bool:

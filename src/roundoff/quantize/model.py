@@ -64,7 +64,7 @@ class QuantizedModel(nn.Module):
 
     def __init__(self, model: nn.Module, laid_out: Scheme) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.training = model, model.training
         self.routes: dict[str, Route] = laid_out.routes
         self.rows: list[Row] = laid_out.rows
         self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})

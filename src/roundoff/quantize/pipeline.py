@@ -86,7 +86,7 @@ def quantize(
         folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
         notes = [Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason]
     graph = trace(own)
-    made = QuantizedModel(own.model, scheme(graph, formats, options))
+    made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
     meter = _Meter(workload, own, made)
     made.steps = _calibrate(made, graph, own, rounding, spread, meter)

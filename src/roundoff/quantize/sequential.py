@@ -32,6 +32,7 @@ from roundoff.quantize.repair.matrix import (
     matrix_qparams,
     matrix_view,
     patches,
+    some,
     weight_qparams,
 )
 from roundoff.quantize.repair.rounding import round_weight
@@ -192,7 +193,7 @@ class _InOrder:
         given, wanted = (
             patches(x, operator, kernel, share=share, generator=seed.manual_seed(0), **settings) for x in (inputs, exact)
         )
-        hessian.add(given, reference=wanted)
+        hessian.add(given, self._row_power(str(call.site), share, seed.manual_seed(0), given), reference=wanted)
         matrix, cross = (hessian.centred, hessian.centred_cross) if centred else (hessian.matrix, hessian.cross)
         w = matrix_view(weight, operator, groups)
         if self.how.scales == "search":
@@ -206,6 +207,17 @@ class _InOrder:
         chosen = weight_qparams(repaired.qparams, weight.shape, operator, groups, shared)
         quantizer.set_(chosen, quantizer.observer)
         weight.copy_(from_matrix(repaired.weight, weight.shape, operator, groups))
+
+
+    def _row_power(self, site: str, share: float, generator: torch.Generator, rows: Tensor) -> Tensor | None:
+        """The squared adjoint of each row: what an error at this place of the result costs the output."""
+        known = None if self.importance is None else self.importance.results.get(site)
+        if known is None or known.power.ndim < 2 or not bool(known.power.isfinite().all()):
+            return None
+        places = known.power.sum(0).flatten() if known.power.ndim > 2 else known.power.sum(-1)
+        if share < 1:
+            places = places[some(len(places), share, generator, places.device)]
+        return places.repeat(rows.shape[1] // len(places)) if rows.shape[1] % len(places) == 0 else None
 
 
 def _scale(quantizer: Quantizer, weight: Tensor, power: Tensor | None, method: str) -> QParams:

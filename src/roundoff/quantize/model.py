@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from roundoff.capture.calls import Call, float_tensors, watch
 from roundoff.capture.execute import execute
 from roundoff.formats import PerAxis, PerTensor
 from roundoff.quantize.quantizer import Quantizer
+from roundoff.quantize.record import Entry, Record, Step, fingerprint
 from roundoff.quantize.scheme import Route, Row, Scheme
 from roundoff.train.casts.simulate import straight
 
@@ -58,6 +58,7 @@ class QuantizedModel(nn.Module):
         model: the copy of the user's model; its weights are floating point, after repairs on the grid of their scales.
         quantizers: by name with dots as ``__dot__``, see ``quantizer(name)`` and ``named()``.
         rows: one for each site, with the reason where it is not quantized.
+        steps: what calibration did and what it gained.
         unseen: calls that calibration did not see, which run as they are.
     """
 
@@ -67,6 +68,7 @@ class QuantizedModel(nn.Module):
         self.routes: dict[str, Route] = laid_out.routes
         self.rows: list[Row] = laid_out.rows
         self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})
+        self.steps: list[Step] = []
         self.unseen: Counter[str] = Counter()
         self.known = frozenset(row.site for row in self.rows)
         self.off: set[str] = set()
@@ -90,6 +92,16 @@ class QuantizedModel(nn.Module):
     def weight_names(self) -> list[str]:
         """The names of the quantizers of weights."""
         return [name for name, quantizer in self.named() if quantizer.weight]
+
+    def record(self) -> Record:
+        """What was chosen for this model: qparams of weights and values, what was skipped and why, and the steps."""
+        entries = [
+            Entry.of(name, "weight" if q.weight else "activation", q.fmt, None if q.dynamic else q.qparams(),
+                     sites=q.sites, observer=q.observer, dynamic=q.dynamic)
+            for name, q in self.named()
+        ]  # fmt: skip
+        skipped = tuple((row.site, row.reason) for row in self.rows if row.reason)
+        return Record(fingerprint(self.model), tuple(entries), skipped, tuple(self.steps))
 
     @contextmanager
     def through(self, passing: Passing) -> Iterator[None]:
@@ -218,13 +230,3 @@ def sum_scale(quantizers: list[Quantizer]) -> Tensor | None:
 
 def _key(name: str) -> str:
     return name.replace(".", "__dot__")
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model that shares nothing with it, in evaluation mode."""
-    return copy.deepcopy(model).eval()
-
-
-def by_site(rows: list[Row]) -> Mapping[str, Row]:
-    """Rows by their site."""
-    return {row.site: row for row in rows}

@@ -127,7 +127,7 @@ class QuantizedModel(nn.Module):
 
     def settle_(self) -> None:
         """After calibration: what it never reached runs in fp32, and its row says so."""
-        never = {n for n, q in self.named() if not q.dynamic and isinstance(q, Quantizer) and q.scale is None}
+        never = {n for n, q in self.named() if not q.dynamic and q.scale is None}
         for site, route in list(self.routes.items()):
             if not never & {*route.uses.values(), route.output}:
                 continue
@@ -194,7 +194,7 @@ class _Handler:
 def forget(done: WeakIdKeyDictionary, tensor: Tensor) -> None:
     """Drop what is remembered of tensors in the memory of one that is about to be written."""
     memory = tensor.untyped_storage().data_ptr()
-    for known in [t for t in done if t.untyped_storage().data_ptr() == memory]:  # type: ignore[attr-defined]
+    for known in [t for t in done if t.untyped_storage().data_ptr() == memory]:
         del done[known]
 
 

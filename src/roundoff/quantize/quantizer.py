@@ -17,8 +17,8 @@ from roundoff.train.casts.simulate import straight
 class Quantizer(nn.Module):
     """Fake quantization of one value: quantize to ``fmt`` and dequantize, with the gradient straight through.
 
-    With a ``scale`` it is static. A dynamic one chooses the scale from each tensor (``formats.choose_qparams``); block formats
-    always do, along the contracted axis, a last block that is not full completed with zeros.
+    With a ``scale`` it is static. A dynamic one chooses the scale from each tensor (``formats.choose_qparams``). Block
+    formats always do, along the contracted axis, a last block that is not full completed with zeros.
 
     Attributes:
         name: a parameter ("fc.weight"), the site whose output it is ("body.0/add"), or an operand ("stem.0/conv2d:0").

@@ -184,7 +184,7 @@ class _Layout:
             if use.operand.role == "bias":
                 continue
             if use.origin == "made":
-                return f"{use.value} is made of parameters in the forward pass (a view, a norm, a parametrization) or no parameter"
+                return f"{use.value} is no parameter: a buffer, a view, or made of parameters in the forward pass"
             try:
                 reason = self._misfit(use, fmt)
             except FormatError as error:
@@ -204,6 +204,9 @@ class _Layout:
         granularity, axis = self._of_weight(use, fmt), use.operand.reduce % len(use.shape)
         if granularity is not None:
             granularity.split(use.shape)
+        view = next((n.site for n in self.graph.readers(use.value) for u in n.uses if u.weight and u.origin == "made"), "")
+        if view:
+            return f"{use.value} is stored once, and {view} reads a view of it"
         known = self.quantizers.get(use.value)
         if known is None or (known.fmt, known.granularity) == (fmt, granularity) and (
             granularity is not None or known.operand.reduce % len(use.shape) == axis
@@ -247,7 +250,8 @@ class _Layout:
     @staticmethod
     def _cached(fmt: Format) -> Granularity | None:
         """Keys and values come token by token, each with a scale of its own; None for blocks and formats without scales."""
-        return None if isinstance(fmt, BlockFormat) or fmt.execution is None or fmt.execution.activation == "exact" else PerToken()
+        exact = fmt.execution is None or fmt.execution.activation == "exact"
+        return None if exact or isinstance(fmt, BlockFormat) else PerToken()
 
     def _read(self, route: Route, use: Use, fmt: Format, granularity: Granularity | None) -> None:
         """Let a call read an operand through the quantizer of its value, or through one of its own.
@@ -256,9 +260,8 @@ class _Layout:
         """
         name, own = use.value, f"{route.site}:{use.operand.leaf}"
         known = self.quantizers.get(name)
-        if known is not None and (known.fmt, known.granularity, known.weight) != (fmt, granularity, use.weight):
-            name = own
-        elif not use.weight and not self._whole(use):
+        other = known is not None and (known.fmt, known.granularity, known.weight) != (fmt, granularity, use.weight)
+        if other or not (use.weight or self._whole(use)):
             name = own
         if use.operand.leaf in route.uses:
             return
@@ -295,7 +298,8 @@ class _Layout:
         while changed:
             changed = False
             for node in self.graph.nodes.values():
-                if node.operator in FOLLOWS and node.site not in self.routes and self.formats.get(node.site) in (None, _FP32):
+                free = node.site not in self.routes and self.formats.get(node.site) in (None, _FP32)
+                if free and node.operator in FOLLOWS:
                     changed |= self._joins(node)
         for site in list(self.routes):
             self._writes(self.graph.nodes[site])
@@ -314,7 +318,7 @@ class _Layout:
         return True
 
     def _made_as(self, value: str) -> Format | None:
-        """The format of the codes that an integer call wrote for a value, through clips and pools; None if there are none."""
+        """The format of the codes that an integer call wrote for a value, through clips and pools; None without."""
         known, node = self.quantizers.get(value), self.graph.nodes.get(value)
         if known is not None and not known.weight and _integer(known.fmt):
             return known.fmt

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from roundoff.capture.calls import Operand
 from roundoff.capture.execute import round_operand
 from roundoff.errors import QuantizationError
-from roundoff.formats import BlockFormat, Format, Granularity, PerToken, QParams, choose_qparams, fake_quantize, quantize
+from roundoff.formats import (
+    BlockFormat,
+    Format,
+    Granularity,
+    PerToken,
+    QParams,
+    choose_qparams,
+    fake_quantize,
+    quantize,
+)
 from roundoff.train.casts.simulate import straight
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roundoff.capture.calls import Operand
 from roundoff.capture.execute import runs_kind
@@ -314,7 +314,8 @@ class _Layout:
             return False
         route = self._routed(node, "codes")
         for use in uses:
-            self._read(route, use, formats[0], PerTensor())
+            along = replace(use.operand, reduce=_channel(node))
+            self._read(route, replace(use, operand=along), formats[0], PerTensor())
         return True
 
     def _made_as(self, value: str) -> Format | None:

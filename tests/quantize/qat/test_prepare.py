@@ -48,7 +48,8 @@ def quantized(fmt="int4", calibrated=True, **options):
     model = Net()
     workload = Workload(model, [b[0] for b in batches()[:1]])
     graph = trace(workload)
-    found = QuantizedModel(copy.deepcopy(model).eval(), scheme(graph, dict.fromkeys(graph.nodes, parse_format(fmt)), Options(**options)))
+    laid_out = scheme(graph, dict.fromkeys(graph.nodes, parse_format(fmt)), Options(**options))
+    found = QuantizedModel(copy.deepcopy(model).eval(), laid_out)
     if calibrated:
         with found.through(MinMax()), torch.no_grad():
             found(workload.batches[0])

@@ -178,7 +178,7 @@ def patches(
         raise QuantizationError("no such share of the positions", where="patches", expected="in (0, 1]", got=str(share))
     if operator in ("linear", "matmul"):
         rows = x.reshape(1, -1, x.shape[-1])
-        return rows if share == 1 else rows[:, some(rows.shape[1], share, generator, x.device)]
+        return rows if share == 1 else rows[:, _some(rows.shape[1], share, generator, x.device)]
     _check((groups, 1, *kernel), operator, groups)
     dimensions = len(kernel)
     if x.dim() == dimensions + 1:
@@ -206,7 +206,7 @@ def patches(
     lengths = [(n - r - 1) // s + 1 for n, r, s in zip(x.shape[2:], reach, strides, strict=True)]
     chosen = None
     if share < 1:
-        chosen = some(math.prod(lengths), share, generator, x.device)
+        chosen = _some(math.prod(lengths), share, generator, x.device)
     columns = []
     for tap in product(*taps):
         window = x[(slice(None), slice(None), *(
@@ -227,7 +227,7 @@ def _spread(x: Tensor, strides: Sequence[int]) -> Tensor:
     return spread
 
 
-def some(count: int, share: float, generator: torch.Generator | None, device: torch.device) -> Tensor:
+def _some(count: int, share: float, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """A draw of ``share`` of ``count`` positions, in order."""
     kept = max(1, round(share * count))
     return torch.randperm(count, generator=generator, device=device)[:kept].sort().values

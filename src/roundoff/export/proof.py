@@ -19,9 +19,9 @@ from roundoff.attribute.target import named_tensors
 from roundoff.capture.calls import Call, watch
 from roundoff.export.deployed import Deployed
 from roundoff.export.kernels import Site, became
-from roundoff.export.onnx import Traced, export_onnx, write
+from roundoff.export.onnx import Traced, write
 from roundoff.export.runtime import Kernels, Latency, kernels, latency, run, session
-from roundoff.export.tally import Agreement, Tally
+from roundoff.export.tally import Agreement, Differing, Tally
 from roundoff.plan.rounded import replaced
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.workload import Workload, preserve
@@ -38,16 +38,18 @@ class SiteProof:
         format: of its codes.
         fp32_db: SQNR against the fp32 run; None where that has no value of this name and shape.
         simulation_db: SQNR against the simulation; infinite where all values are equal.
-        codes: greatest difference of a code from the simulation's; None where its scale is chosen while the model runs.
-        differing: share of codes that differ.
+        own: codes that differ from what the simulation makes of the file's own values before it: what this kernel alone does
+            in another way. None where the scale is chosen while the model runs.
+        carried: codes that differ between the file and the simulation, each run from the input on. One code more or less in a
+            value can move the next one by several, where its weights are large beside its scale.
     """
 
     name: str
     format: str
     fp32_db: float | None
     simulation_db: float
-    codes: int | None
-    differing: float | None
+    own: Differing | None
+    carried: Differing | None
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,13 @@ class Proof:
 
     @property
     def codes(self) -> int:
-        """The greatest difference of any code from the simulation's: 1 or 0 where both agree."""
-        return max((site.codes for site in self.sites if site.codes is not None), default=0)
+        """The greatest difference of a code that a kernel makes by itself: 1 or 0 where file and simulation agree."""
+        return max((site.own.most for site in self.sites if site.own), default=0)
 
     @property
     def differing(self) -> float:
-        """The largest share of differing codes of a value."""
-        return max((site.differing for site in self.sites if site.differing is not None), default=0.0)
+        """The largest share of codes of a value that a kernel makes differ."""
+        return max((site.own.share for site in self.sites if site.own), default=0.0)
 
 
 def prove(
@@ -118,13 +120,12 @@ def prove(
     Raises:
         QuantizationError: as ``export_onnx``, or onnxruntime is not installed.
     """
-    deployed = Deployed(quantized)
-    export_onnx(workload, deployed, path_quantized, pack=pack)
     plain = write(workload, workload.model, path_fp32)
     batches = workload.held_out or workload.batches
     with tempfile.TemporaryDirectory() as folder:
-        probed = write(workload, Deployed(quantized, probe=True), Path(folder) / "probed.onnx", pack=pack)
-        measured = _measure(workload, quantized, exact or workload.model, batches, probed, Path(folder) / "probed.onnx")
+        deployed, file = Deployed(quantized, probe=True), Path(folder) / "probed.onnx"
+        probed = write(workload, deployed, path_quantized, pack=pack, probed=file)
+        measured = _measure(workload, quantized, exact or workload.model, batches, probed, file)
     judged = workload.with_model(workload.model)
     judged.batches = batches
     outputs, outputs_fp32 = _outputs(workload, batches, plain, measured, path_quantized, path_fp32)
@@ -161,8 +162,8 @@ class _Measured:
         found = []
         for name, tally in self.tallies.items():
             fp32 = tally.fp32.db if tally.fp32.count else None
-            codes, share = (tally.most, tally.differing / tally.count) if tally.count else (None, None)
-            found.append(SiteProof(name, quantized.quantizer(name).fmt.name, fp32, tally.simulation.db, codes, share))
+            found.append(SiteProof(name, quantized.quantizer(name).fmt.name, fp32, tally.simulation.db,
+                                   tally.own.seen(), tally.carried.seen()))  # fmt: skip
         return found
 
 
@@ -173,29 +174,36 @@ def _measure(
     measured, ready = _Measured(), session(path)
     names = [output.name for output in ready.get_outputs()]
     for batch in batches:
-        found = dict(zip(names, run(ready, _feed(probed, batch)), strict=True))
-        seen = _Seen()
-        with torch.no_grad(), preserve(quantized), quantized.eval().through(seen):
-            measured.simulated.append(workload.with_model(quantized).run(batch))
+        arrays = dict(zip(names, run(ready, _feed(probed, batch)), strict=True))
+        found = {name: torch.from_numpy(arrays[f"probe_{i}"]) for i, name in enumerate(probed.probes)}
+        free, led = _Seen({}), _Seen(found)
+        with torch.no_grad(), preserve(quantized):
+            for seen in (free, led):
+                with quantized.eval().through(seen):
+                    output = workload.with_model(quantized).run(batch)
+                if seen is free:
+                    measured.simulated.append(output)
         wanted = _exact_values(workload, exact, quantized, batch)
-        for index, name in enumerate(probed.probes):
-            value = torch.from_numpy(found[f"probe_{index}"])
+        for name, value in found.items():
             tally = measured.tallies.setdefault(name, Tally(quantized.quantizer(name)))
-            tally.add(value, seen.values[name], wanted.get(name))
+            tally.add(value, free.values[name], led.values[name], wanted.get(name))
     return measured
 
 
 class _Seen(Passing):
-    """What each value is behind its quantizer; of values that pass more than once, the first."""
+    """What each value is behind its quantizer; of values that pass more than once, the first. Values in ``given`` are handed
+    on in their place: what comes next is made of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: dict[str, Tensor]) -> None:
         self.values: dict[str, Tensor] = {}
+        self.given = given
 
     def value(self, name: str, quantizer: Any, value: Tensor) -> Tensor:
         found: Tensor = quantizer(value)
-        if not quantizer.weight:
-            self.values.setdefault(name, found.detach())
-        return found
+        if quantizer.weight or name in self.values:
+            return found
+        self.values[name] = found.detach()
+        return self.given.get(name, found)
 
 
 class _Exact:

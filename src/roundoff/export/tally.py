@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from roundoff.formats import Format
 from roundoff.plan.budget import sqnr_db
 
-__all__ = ["Agreement", "Power", "Tally", "code_steps"]
+__all__ = ["Agreement", "Differing", "Power", "Tally", "code_steps"]
 
 
 class Power:
@@ -59,24 +60,48 @@ class Agreement:
         return self.same / self.rows if self.rows else None
 
 
+@dataclass(frozen=True)
+class Differing:
+    """Codes that differ: by how much at most, which share, of how many."""
+
+    most: int
+    share: float
+    count: int
+
+
+class Steps:
+    """Differences of codes, summed up."""
+
+    def __init__(self) -> None:
+        self.most = self.differing = self.count = 0
+
+    def add(self, steps: Tensor) -> None:
+        """Differences of some codes, at least 0."""
+        self.most = max(self.most, int(steps.max()) if steps.numel() else 0)
+        self.differing += int((steps > 0).sum())
+        self.count += steps.numel()
+
+    def seen(self) -> Differing | None:
+        """None where nothing was added."""
+        return Differing(self.most, self.differing / self.count, self.count) if self.count else None
+
+
 class Tally:
     """One value of the file against the simulation and full precision."""
 
     def __init__(self, quantizer: Any) -> None:
         self.quantizer = quantizer
         self.fp32, self.simulation = Power(), Power()
-        self.most = self.differing = self.count = 0
+        self.own, self.carried = Steps(), Steps()
 
-    def add(self, found: Tensor, simulated: Tensor, exact: Tensor | None) -> None:
-        """The value in one batch."""
+    def add(self, found: Tensor, simulated: Tensor, led: Tensor, exact: Tensor | None) -> None:
+        """The value in one batch: of the file, of the simulation, of the simulation on the file's values, exact."""
         self.simulation.add(found, simulated)
         if exact is not None and exact.shape == found.shape:
             self.fp32.add(found, exact)
         if not self.quantizer.dynamic:
-            steps = code_steps(found, simulated, self.quantizer)
-            self.most = max(self.most, int(steps.max()) if steps.numel() else 0)
-            self.differing += int((steps > 0).sum())
-            self.count += steps.numel()
+            self.own.add(code_steps(found, led, self.quantizer))
+            self.carried.add(code_steps(found, simulated, self.quantizer))
 
 
 def code_steps(found: Tensor, simulated: Tensor, quantizer: Any) -> Tensor:

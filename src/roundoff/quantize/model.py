@@ -100,7 +100,7 @@ class QuantizedModel(nn.Module):
                      sites=q.sites, observer=q.observer, dynamic=q.dynamic)
             for name, q in self.named()
         ]  # fmt: skip
-        skipped = tuple((row.site, row.reason) for row in self.rows if row.reason)
+        skipped = tuple((row.site, row.reason) for row in self.rows if row.reason and row.format == "fp32")
         return Record(fingerprint(self.model), tuple(entries), skipped, tuple(self.steps))
 
     @contextmanager
@@ -153,7 +153,10 @@ class _Handler:
             return execute(call, route.executes, straight)
         leaves = list(call.leaves)
         for place, name in route.uses.items():
-            leaves[place] = self.pass_on(name, leaves[place])
+            if place == 0 and call.operator.inplace:  # what a quantizer took or gave is not written to: its gradient needs it
+                leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
+            else:
+                leaves[place] = self.pass_on(name, leaves[place])
         if route.bias >= 0:
             readers = [self.owner.quantizer(n) for n in route.uses.values()]
             leaves[route.bias] = self.owner.passing.bias(site, leaves[route.bias], readers)

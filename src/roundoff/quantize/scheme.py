@@ -81,7 +81,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Row:
-    """One site and what became of it: its format, or the reason why it stays as it is."""
+    """One site and what became of it: its format, and the reason why it stays as it is (fp32), or why not as asked."""
 
     site: str
     format: str
@@ -121,6 +121,7 @@ class _Plan:
         self.routes: dict[str, Route] = {}
         self.quantizers: dict[str, Quantizer] = {}
         self.refused: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
 
     def site(self, node: Node) -> None:
         fmt = self.formats.get(node.site)
@@ -159,7 +160,7 @@ class _Plan:
         if made is None or (made.fmt.name, made.weight) != (fmt.name, use.weight):
             if made is not None:  # another reader wants it in another format, or along another axis
                 name = f"{route.site}:{use.operand.leaf}"
-            self.quantizers[name] = Quantizer(name, fmt, use.operand, self._granularity(use, fmt), ())
+            self.quantizers[name] = Quantizer(name, fmt, use.operand, self._granularity(route.site, use, fmt), ())
         self._by(name, route.site)
         route.uses[use.operand.leaf] = name
 
@@ -167,7 +168,7 @@ class _Plan:
         quantizer = self.quantizers[name]
         quantizer.sites = tuple(dict.fromkeys((*quantizer.sites, site)))
 
-    def _granularity(self, use: Use, fmt: Format) -> Granularity | None:
+    def _granularity(self, site: str, use: Use, fmt: Format) -> Granularity | None:
         if isinstance(fmt, BlockFormat):
             return None
         ndim = len(use.shape)
@@ -178,7 +179,10 @@ class _Plan:
                 return PerTensor()
             if asked.startswith("group"):
                 size = int(asked.partition(":")[2] or fmt.group_size)
-                return PerGroup(size, use.operand.reduce) if use.shape[use.operand.reduce] % size == 0 else None
+                along = use.shape[use.operand.reduce]
+                if along % size == 0:
+                    return PerGroup(size, use.operand.reduce)
+                self.notes[site] = f"a scale for each output channel: groups of {size} do not divide {along} inputs"
             return PerAxis(use.operand.channel % ndim)
         if self.options.dynamic or self.options.activation == "token":
             return None
@@ -270,7 +274,7 @@ class _Plan:
         if route.executes is not None:
             return Row(node.site, route.executes.name)
         fmt = self.formats.get(node.site)
-        return Row(node.site, fmt.name if fmt is not None else "codes")
+        return Row(node.site, fmt.name if fmt is not None else "codes", self.notes.get(node.site, ""))
 
 
 def _integer(fmt: Format) -> bool:
@@ -279,4 +283,4 @@ def _integer(fmt: Format) -> bool:
 
 def unquantized(rows: list[Row]) -> Iterator[Row]:
     """The rows of sites that a plan wanted quantized and that are not."""
-    return (row for row in rows if row.reason)
+    return (row for row in rows if row.reason and row.format == "fp32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -158,6 +158,16 @@ def weights_only(name: str, group: int | None) -> str:
         raise FormatError("weights alone are integers", where="--weights-only", expected="int4, int8 or another width",
                           got=name)  # fmt: skip
     return parse_format(f"w{fmt.width}" + (f"g{group}" if group else "")).name
+
+
+def asked_formats(formats: Sequence[str], only: str | None, group: int | None) -> tuple[str, ...]:
+    """The formats of ``--formats``, or the one of ``--weights-only`` and ``--group`` where these are given."""
+    if only is not None:
+        return (weights_only(only, group),)
+    if group is not None:
+        raise QuantizationError("groups of weights are for weights alone", where="--group", got=str(group),
+                                do="add --weights-only int4, or name the format: --formats w4a8g64")  # fmt: skip
+    return tuple(formats)
 
 
 def _among(where: str, name: str, known: Any) -> None:

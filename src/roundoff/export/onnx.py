@@ -107,8 +107,12 @@ def export_fake_quant(workload: Workload, quantized: QuantizedModel, path: str |
     return Path(path)
 
 
-def write(workload: Workload, model: nn.Module, path: str | Path, batch: Any = None, *, pack: bool = False) -> Traced:
-    """``export_onnx``; returns what was traced, which knows the names of inputs and outputs."""
+def write(
+    workload: Workload, model: nn.Module, path: str | Path, batch: Any = None, *, pack: bool = False,
+    probed: str | Path | None = None,
+) -> Traced:  # fmt: skip
+    """``export_onnx``; returns what was traced, which knows the names of inputs and outputs. ``probed``: another file, with
+    the values of a ``Deployed`` that probes as further outputs, ``probe_0`` and on."""
     needs("onnx", "onnxscript")
     traced = Traced(workload, model, workload.batches[0] if batch is None else batch).eval()
     try:
@@ -128,9 +132,16 @@ def write(workload: Workload, model: nn.Module, path: str | Path, batch: Any = N
             do="look at torch.export.export(model, batch); the PyTorch model with fake quantization needs no export",
         ) from error  # fmt: skip
     tidy(program.model, pack)
+    if probed is not None:
+        _save(program, probed)
+        del program.model.graph.outputs[len(traced.outputs) :]
+    _save(program, path)
+    return traced
+
+
+def _save(program: Any, path: str | Path) -> None:
     with atomic_path(path) as temporary:
         program.save(str(temporary), external_data=False)
-    return traced
 
 
 def needs(*libraries: str) -> None:

@@ -102,7 +102,7 @@ class QuantizedModel(nn.Module):
                      sites=q.sites, observer=q.observer, dynamic=q.dynamic)
             for name, q in self.named()
         ]  # fmt: skip
-        skipped = tuple((row.site, row.reason) for row in self.rows if row.reason)
+        skipped = tuple((row.site, row.reason) for row in self.rows if row.reason and row.format == "fp32")
         return Record(fingerprint(self.model), tuple(entries), skipped, tuple(self.steps))
 
     @contextmanager
@@ -169,7 +169,10 @@ class _Handler:
             return result
         leaves = list(call.leaves)
         for place, name in route.uses.items():
-            leaves[place] = self.pass_on(name, leaves[place])
+            if place == 0 and call.operator.inplace:  # what a quantizer took or gave is not written to: its gradient needs it
+                leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
+            else:
+                leaves[place] = self.pass_on(name, leaves[place])
         if route.executes is not None:
             return execute(replace(call, leaves=leaves), route.executes, straight)
         if route.bias >= 0:

@@ -107,7 +107,7 @@ class _InOrder:
         self.gains: list[Gain] = []
         self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.settled: set[str] = set()
-        self.exact: dict[str, Tensor] = {}
+        self.exact: dict[int, tuple[Tensor, Tensor]] = {}  # parameters as they were
 
     def before_write(self, tensor: Tensor) -> None:
         if tensor in self.done:
@@ -152,33 +152,27 @@ class _InOrder:
         place = next(p for p, n in route.uses.items() if n == name)
         quantizer, given = self.model.quantizer(name), leaves[place]
         source = next(o for o in call.operands if o.role == "activation")
-        if name not in self.exact:
-            self.exact[name] = given.detach().clone()
-        exact, half = self.exact[name], len(leaves[source.leaf]) // 2
+        bias = next((o for o in call.operands if o.role == "bias"), None)
+        half = len(leaves[source.leaf]) // 2
         first, second = list(leaves), list(leaves)
         first[source.leaf], second[source.leaf] = leaves[source.leaf][:half], leaves[source.leaf][half:]
-        first[place] = exact
+        for at in (place, *(() if bias is None else (bias.leaf,))):
+            first[at] = self.exact.setdefault(id(leaves[at]), (leaves[at], leaves[at].detach().clone()))[1]
         wanted = call.run(first)
-        bias = next((o for o in call.operands if o.role == "bias"), None)
-        corrects = self.how.bias and bias is not None and name not in self.settled
+        corrects = self.how.bias and bias is not None and name not in self.settled and len(bias.sources) == 1
         if name not in self.settled:
             self.settled.add(name)
             self._round(call, name, quantizer, given, first[source.leaf], second[source.leaf], corrects)
-        second[place] = given
+        found = call.run(second)
         if bias is not None:
-            readers = [self.model.quantizer(n) for n in route.uses.values()]
-            held = second[bias.leaf]
+            held, axis = second[bias.leaf], _channels(call, found)
+            before = held.detach().clone()
             if corrects:
-                found = call.run(second)
-                rest = [i for i in range(wanted.ndim) if i != _channels(call, wanted)]
-                shift = (wanted - found).double().mean(rest).to(held.dtype)
-                first[bias.leaf] = held.clone()
-                held.add_(shift)
-                if not route.bias >= 0:
-                    return torch.cat([wanted, found + _along(shift, found.ndim, _channels(call, wanted))])
-            if route.bias >= 0:
-                second[bias.leaf] = on_sums(held, readers)
-        return torch.cat([wanted, call.run(second)])
+                held.add_((wanted - found).mean([i for i in range(found.ndim) if i != axis]))
+            readers = [self.model.quantizer(n) for n in route.uses.values()]
+            now = on_sums(held, readers) if route.bias >= 0 else held
+            found = found + _along(now - before, found.ndim, axis)
+        return torch.cat([wanted, found])
 
     def _round(
         self, call: Call, name: str, quantizer: Quantizer, weight: Tensor, exact: Tensor, inputs: Tensor, centred: bool

@@ -19,7 +19,7 @@ from roundoff.plan.budget import sqnr_db
 from roundoff.plan.plan import Plan
 from roundoff.plan.rounded import noise
 from roundoff.quantize.graph import Graph, trace
-from roundoff.quantize.importance import importance
+from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.record import Step
 from roundoff.quantize.repair.fold import fold_batch_norm_
@@ -105,7 +105,7 @@ def _calibrate(
             gain = spread_(made, graph, own, weights)
             found.append(Step(gain.name, gain.before_db, gain.after_db, gain.note))
             if not math.isnan(gain.after_db):
-                weights = importance(made, own, own.batches)
+                weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for spread_ alone
     if weights is None and rounding.observer == "adjoint":
         rounding = replace(rounding, observer="mse")
     gains = round_in_order_(made, own, own.batches, rounding, weights)

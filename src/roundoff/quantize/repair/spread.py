@@ -61,7 +61,7 @@ class _Side:
 
 def spread_(
     model: QuantizedModel, graph: Graph, workload: Workload, weights: Importance, *, batches: Iterable[Any] | None = None,
-    gamma: float = GAMMA, steps: int = 150,
+    gamma: float = GAMMA, steps: int = 100,
 ) -> Gain:  # fmt: skip
     """Rescale the channels of a quantized model, in place, so that its formats cost the output least; before calibration.
 
@@ -140,7 +140,7 @@ class _Problem:
         if name is None or value is None or name not in read or value not in weights.values:
             return None
         parameter = model.model.get_parameter(name).detach()
-        groups = int(node.settings[-1]) if node.kind == "conv" and node.settings else 1
+        groups = node.groups
         matrices = matrix_view(parameter, node.operator, groups)
         known = weights.values[value]
         channels = len(known.square) // groups
@@ -170,11 +170,11 @@ class _Problem:
         free = [torch.zeros(g.size, requires_grad=True) for g in self.groups]
         best, least = [f.detach().clone() for f in free], float(self.noise(free).detach())
         before = least
-        optimizer = torch.optim.Adam(free, lr=0.05)
+        optimizer = torch.optim.Adam(free, lr=0.06)
         with torch.enable_grad():
             for step in range(steps):
                 for group in optimizer.param_groups:
-                    group["lr"] = 0.05 * (1 - step / steps)
+                    group["lr"] = 0.06 * (1 - step / steps)
                 optimizer.zero_grad()
                 noise = self.noise(free)
                 noise.log().backward()  # type: ignore[no-untyped-call]

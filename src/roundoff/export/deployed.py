@@ -7,50 +7,70 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundoff.errors import QuantizationError
-from roundoff.export.operators import dequantize, dynamic_quantize_dequantize, quantize_dequantize
-from roundoff.formats import PerAxis, PerGroup
-from roundoff.quantize.model import Passing, QuantizedModel, sum_scale
-from roundoff.quantize.quantizer import Quantizer
+from roundoff.export.arithmetic import plainly
+from roundoff.export.operators import (
+    dequantize,
+    dynamic_quantize_dequantize,
+    quantize_dequantize,
+    site,
+)
+from roundoff.export.stored import Parts, expresses, narrower, slow, value_parts, weight_parts
+from roundoff.quantize.model import Passing, QuantizedModel, on_sums, sum_scale
 
 
 class Deployed(nn.Module):
-    """What is exported: weights are buffers of integer codes, values pass through Q/DQ.
+    """What is exported: weights are buffers of codes, values pass through Q/DQ. Call it once before it is traced: codes are
+    made when a weight is first read.
 
-    ``reasons`` says which quantizers ONNX cannot express; those stay as the arithmetic that simulates them.
+    Args:
+        model: the simulation.
+        plain: every quantizer as plain arithmetic in fp32 and every weight as its rounded values, in the place of Q/DQ.
+        probe: keep what each value is behind its quantizer, in ``values``, as further outputs of the file.
+
+    Attributes:
+        reasons: quantizers that ONNX cannot express and why; they are plain arithmetic (values) or rounded values (weights).
+        slow: quantizers of values that ONNX Runtime's integer kernels on CPUs don't take, and why.
+        places: the key of each quantizer's parts in the file: ``KEY_scale``, ``KEY_zero_point``, ``KEY_codes``.
+        values: with ``probe``, after a call: the name of each quantized value and its tensor.
     """
 
-    def __init__(self, model: QuantizedModel) -> None:
+    def __init__(self, model: QuantizedModel, *, plain: bool = False, probe: bool = False) -> None:
         super().__init__()
-        self.quantized = model
+        self.quantized, self.plain, self.probe = model, plain, probe
         self.reasons: dict[str, str] = {}
-        self.lowered: dict[str, str] = {}
+        self.slow: dict[str, str] = {}
+        self.places: dict[str, str] = {}
+        self.values: dict[str, Tensor] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
         for index, (name, quantizer) in enumerate(model.named()):
-            why = refuses(quantizer)
-            if why is not None:
-                self.reasons[name] = why
-                continue
-            self.lowered[name] = f"q{index}"
-            if quantizer.dynamic:
-                continue
-            self._keep(f"q{index}", quantizer)
+            self.places[name] = f"q{index}"
+            if not quantizer.weight and not plain:
+                self._check(name, quantizer)
 
-    def _keep(self, key: str, quantizer: Quantizer) -> None:
-        qparams, shift = quantizer.qparams(), 0 if quantizer.weight else 2 ** (quantizer.fmt.width - 1)
-        grouped = isinstance(quantizer.granularity, PerGroup)
-        scale = qparams.scale.squeeze(_reduced(quantizer)) if grouped else qparams.scale.flatten()
-        zero = torch.zeros_like(scale) if qparams.zero_point is None else qparams.zero_point.reshape(scale.shape)
-        if not grouped and not isinstance(quantizer.granularity, PerAxis):
-            scale, zero = scale.reshape(()), zero.reshape(())
-        dtype = torch.int8 if quantizer.weight else torch.uint8
-        self.register_buffer(f"{key}_scale", scale.contiguous())
-        self.register_buffer(f"{key}_zero_point", (zero + shift).to(dtype).contiguous())
-        if quantizer.weight:
-            weight = self.quantized.model.get_parameter(quantizer.name)
-            self.register_buffer(f"{key}_codes", quantizer.codes(weight.detach()).to(torch.int8))
+    def _check(self, name: str, quantizer: Any) -> None:
+        why, warned = expresses(quantizer), slow(quantizer)
+        if why is not None:
+            self.reasons[name] = why
+        elif not quantizer.dynamic:
+            self.keep(self.places[name], value_parts(quantizer))
+        if warned is not None:
+            self.slow[name] = warned
+
+    def keep(self, key: str, parts: Parts) -> None:
+        """Store parts as buffers."""
+        self._shapes[key] = parts.axis, parts.block
+        self.register_buffer(f"{key}_scale", parts.scale.clone())
+        self.register_buffer(f"{key}_zero_point", parts.zero_point)
+        if parts.codes.numel():
+            self.register_buffer(f"{key}_codes", parts.codes)
+
+    def parts(self, key: str) -> tuple[Tensor, Tensor, int, int]:
+        """Scale, zero point, axis and block that were stored."""
+        return getattr(self, f"{key}_scale"), getattr(self, f"{key}_zero_point"), *self._shapes[key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
+        self.values = {}
         with self.quantized.through(_Lowered(self)):
             return self.quantized(*args, **kwargs)
 
@@ -59,66 +79,73 @@ class _Lowered(Passing):
     def __init__(self, owner: Deployed) -> None:
         self.owner = owner
 
-    def value(self, name: str, quantizer: Quantizer, value: Tensor) -> Tensor:
-        key = self.owner.lowered.get(name)
-        if key is None:
-            return super().value(name, quantizer, value)
+    def value(self, name: str, quantizer: Any, value: Tensor) -> Tensor:
+        key = self.owner.places[name]
+        if quantizer.weight:
+            return self._weight(name, key, quantizer, value)
+        found = self._passed(name, key, quantizer, value)
+        if self.owner.probe:
+            self.owner.values.setdefault(name, found)
+        return found
+
+    def _passed(self, name: str, key: str, quantizer: Any, value: Tensor) -> Tensor:
+        if self.owner.plain or name in self.owner.reasons:
+            return plainly(value, quantizer)
         if quantizer.dynamic:
             return _tensor(dynamic_quantize_dequantize(value))
-        scale, zero = getattr(self.owner, f"{key}_scale"), getattr(self.owner, f"{key}_zero_point")
-        axis, block = 0, 0
-        if isinstance(quantizer.granularity, PerAxis):
-            axis = quantizer.granularity.axis
-        elif isinstance(quantizer.granularity, PerGroup):
-            axis, block = quantizer.granularity.axis % value.ndim, quantizer.granularity.group_size
-        if quantizer.weight:
-            return self._dequantized(key, f"{key}_codes", axis, block)
-        if quantizer.fmt.width < 8:
-            qparams = quantizer.qparams()
-            zero_point = 0.0 if qparams.zero_point is None else float(qparams.zero_point)
-            step = float(qparams.scale)
-            low, high = quantizer.fmt.min_finite, quantizer.fmt.max_finite
-            value = value.clamp((low - zero_point) * step, (high - zero_point) * step)
-        return _tensor(quantize_dequantize(value, scale, zero, axis))
+        scale, zero, axis, block = self.owner.parts(key)
+        if narrower(quantizer):
+            value = _clipped(value, quantizer)
+        return _tensor(quantize_dequantize(value, scale, zero, axis % value.ndim, block))
 
-    def bias(self, site: str, bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
-        scale = sum_scale(quantizers)
-        if scale is None or any(q.name in self.owner.reasons for q in quantizers):
-            return super().bias(site, bias, quantizers)
-        key = "bias_" + site.translate(str.maketrans("./#", "___"))
-        if not hasattr(self.owner, key):
-            codes = torch.round(bias.detach() / scale).clamp_(-(2.0**31), 2.0**31 - 1).to(torch.int32)
-            scale = scale.expand(codes.shape).contiguous() if scale.numel() > 1 else scale.reshape(())
-            self.owner.register_buffer(key, codes)
-            self.owner.register_buffer(key + "_scale", scale)
-            self.owner.register_buffer(key + "_zero_point", torch.zeros_like(scale, dtype=torch.int32))
-        return self._dequantized(key, key, 0, 0)
+    def _weight(self, name: str, key: str, quantizer: Any, value: Tensor) -> Tensor:
+        if f"{key}_scale" not in self.owner._buffers and f"{key}_values" not in self.owner._buffers:
+            made = "" if self.owner.plain else weight_parts(quantizer, value.detach())
+            if isinstance(made, Parts):
+                self.owner.keep(key, made)
+            else:
+                self.owner.register_buffer(f"{key}_values", quantizer(value).detach())
+                if made:
+                    self.owner.reasons[name] = made
+        if f"{key}_values" in self.owner._buffers:
+            return _tensor(getattr(self.owner, f"{key}_values"))
+        return self._dequantized(key)
 
-    def _dequantized(self, key: str, codes: str, axis: int, block: int) -> Tensor:
-        parts = [getattr(self.owner, name) for name in (codes, f"{key}_scale", f"{key}_zero_point")]
-        return _tensor(dequantize(*parts, axis, block))
+    def bias(self, name: str, bias: Tensor, quantizers: list[Any]) -> Tensor:
+        key = "bias_" + name.translate(str.maketrans("./#", "___"))
+        if f"{key}_scale" not in self.owner._buffers and f"{key}_values" not in self.owner._buffers:
+            scale = None if self.owner.plain else sum_scale(quantizers)
+            if scale is None or any(q.name in self.owner.reasons for q in quantizers):
+                self.owner.register_buffer(f"{key}_values", on_sums(bias, quantizers).detach())
+            else:
+                codes = torch.round(bias.detach() / scale).clamp_(-(2.0**31), 2.0**31 - 1).to(torch.int32)
+                scale = scale.detach().expand(codes.shape).contiguous() if scale.numel() > 1 else scale.detach().reshape(())
+                self.owner.keep(key, Parts(codes, scale, torch.zeros_like(scale, dtype=torch.int32)))
+        if f"{key}_values" in self.owner._buffers:
+            return _tensor(getattr(self.owner, f"{key}_values"))
+        return self._dequantized(key)
+
+    def result(self, name: str, result: Any) -> Any:
+        if self.owner.plain or not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        return _tensor(site(result, name))
+
+    def _dequantized(self, key: str) -> Tensor:
+        return _tensor(dequantize(getattr(self.owner, f"{key}_codes"), *self.owner.parts(key)))
+
+
+def _clipped(value: Tensor, quantizer: Any) -> Tensor:
+    """``value`` inside the range of a format that has fewer codes than it is stored in."""
+    qparams, fmt = quantizer.qparams(), quantizer.fmt
+    zero = torch.zeros_like(qparams.scale) if qparams.zero_point is None else qparams.zero_point
+    low, high = (fmt.min_finite - zero) * qparams.scale, (fmt.max_finite - zero) * qparams.scale
+    if low.numel() == 1:
+        return value.clamp(float(low), float(high))
+    shape = qparams.granularity.split(value.shape)[0]
+    return value.reshape(shape).clamp(low, high).reshape(value.shape)
 
 
 def _tensor(value: Any) -> Tensor:
     """A custom operator's result, whose type torch does not declare."""
     found: Tensor = value
     return found
-
-
-def _reduced(quantizer: Quantizer) -> int:
-    if not isinstance(quantizer.granularity, PerGroup):
-        raise QuantizationError("no groups", where=quantizer.name)
-    axis = quantizer.granularity.axis
-    return axis + 1 if axis >= 0 else axis
-
-
-def refuses(quantizer: Quantizer) -> str | None:
-    """Why ONNX's QuantizeLinear cannot express a quantizer, or None."""
-    fmt = quantizer.fmt
-    if fmt.one_quantum != 1.0 or not fmt.has_zero:
-        return f"{fmt.name} stays simulated: QuantizeLinear is used for integers here"
-    if fmt.width > 8:
-        return f"{fmt.name} stays simulated: integer kernels multiply codes of 8 bits"
-    if quantizer.dynamic and quantizer.weight:
-        return "weights whose scale is chosen while the model runs"
-    return None

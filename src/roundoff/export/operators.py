@@ -15,13 +15,14 @@ from torch import Tensor
 
 
 @torch.library.custom_op("roundoff::quantize_dequantize", mutates_args=())
-def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
-    """``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of ``zero_point`` is that of the codes."""
-    shape = [1] * x.ndim
-    if scale.ndim:
-        shape[axis] = -1
+def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int) -> Tensor:
+    """``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of ``zero_point`` is that of the codes (fp8 too)."""
+    step = _spread(scale, x.ndim, axis, block)
+    if zero_point.dtype.is_floating_point:
+        top = torch.finfo(zero_point.dtype).max
+        return (x / step).clamp(-top, top).to(zero_point.dtype).to(torch.float32) * step
     low, high = torch.iinfo(zero_point.dtype).min, torch.iinfo(zero_point.dtype).max
-    step, zero = scale.view(shape), zero_point.to(torch.float32).view(shape)
+    zero = _spread(zero_point.to(torch.float32), x.ndim, axis, block)
     return (torch.round(x / step).add(zero).clamp(low, high) - zero) * step
 
 
@@ -33,19 +34,38 @@ def _(x: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op("roundoff::dequantize", mutates_args=())
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int) -> Tensor:
     """ONNX DequantizeLinear of stored codes; ``block`` is how many of them share a scale along ``axis``, or 0."""
-    step, zero = scale, zero_point.to(torch.float32)
-    if block:
-        step, zero = step.repeat_interleave(block, axis), zero.repeat_interleave(block, axis)
-    elif scale.ndim:
-        shape = [1] * codes.ndim
-        shape[axis] = -1
-        step, zero = step.view(shape), zero.view(shape)
+    step = _spread(scale, codes.ndim, axis, block)
+    zero = _spread(zero_point.to(torch.float32), codes.ndim, axis, block)
+    if block:  # the last block may be short
+        step, zero = step.narrow(axis, 0, codes.shape[axis]), zero.narrow(axis, 0, codes.shape[axis])
     return (codes.to(torch.float32) - zero) * step
 
 
 @dequantize.register_fake
 def _(codes: Tensor, *_: Any) -> Tensor:
     return torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+
+
+def _spread(values: Tensor, ndim: int, axis: int, block: int) -> Tensor:
+    """One value for all, for each index of ``axis`` or for each block along it, so that it broadcasts against a tensor."""
+    if block:
+        return values.repeat_interleave(block, axis)
+    if not values.ndim:
+        return values
+    shape = [1] * ndim
+    shape[axis] = -1
+    return values.view(shape)
+
+
+@torch.library.custom_op("roundoff::site", mutates_args=())
+def site(x: Tensor, name: str) -> Tensor:  # noqa: ARG001 (for the exporter)
+    """``x``, as the result of the call with this name: the exported nodes that made it will have the name."""
+    return x.clone()
+
+
+@site.register_fake
+def _(x: Tensor, _name: str) -> Tensor:
+    return torch.empty_like(x)
 
 
 @torch.library.custom_op("roundoff::dynamic_quantize_dequantize", mutates_args=())
@@ -63,15 +83,27 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+#: The domain of nodes that only carry a name, which ``tidy`` takes out again.
+DOMAIN = "roundoff"
+
+
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """For ``torch.onnx.export(custom_translation_table=...)``."""
+    from onnx.defs import OpSchema
     from onnxscript import opset21
+    from onnxscript.values import Op, Opset
 
     op: Any = opset21
+    schema = OpSchema(
+        "Site", DOMAIN, 1, inputs=[OpSchema.FormalParameter("x", "T")], outputs=[OpSchema.FormalParameter("y", "T")],
+        type_constraints=[("T", ["tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)"], "")],
+        attributes=[OpSchema.Attribute("name", OpSchema.AttrType.STRING, "")],
+    )  # fmt: skip
+    mark: Any = Op(Opset(DOMAIN, 1), "Site", schema)
 
-    def quantized(x: Any, scale: Any, zero_point: Any, axis: int) -> Any:
-        codes = op.QuantizeLinear(x, scale, zero_point, axis=axis)
-        return op.DequantizeLinear(codes, scale, zero_point, axis=axis)
+    def quantized(x: Any, scale: Any, zero_point: Any, axis: int, block: int) -> Any:
+        codes = op.QuantizeLinear(x, scale, zero_point, axis=axis, block_size=block)
+        return op.DequantizeLinear(codes, scale, zero_point, axis=axis, block_size=block)
 
     def dequantized(codes: Any, scale: Any, zero_point: Any, axis: int, block: int) -> Any:
         return op.DequantizeLinear(codes, scale, zero_point, axis=axis, block_size=block)
@@ -80,9 +112,13 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         codes, scale, zero_point = op.DynamicQuantizeLinear(x)
         return op.DequantizeLinear(codes, scale, zero_point)
 
+    def named(x: Any, name: str) -> Any:
+        return mark(x, name=name)
+
     operators = torch.ops.roundoff
     return {
         operators.quantize_dequantize.default: quantized,
         operators.dequantize.default: dequantized,
         operators.dynamic_quantize_dequantize.default: dynamically,
+        operators.site.default: named,
     }

@@ -21,6 +21,10 @@ from roundoff.quantize.quantizer import Quantizer
 from roundoff.workload import Workload, preserve
 
 
+#: Batches that gradients are sent back through.
+GRADIENTS = 2
+
+
 @dataclass
 class Statistics:
     """Of one value, over all samples (and probes): squared adjoint, extremes and power for each channel, samples seen.
@@ -131,7 +135,7 @@ class Importance:
 
 
 def importance(
-    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = 2, probes: int = 1, seed: int = 0
+    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = GRADIENTS, probes: int = 1, seed: int = 0
 ) -> Importance:
     """Run the unquantized model on batches, and on the first of them send ``probes`` sign vectors back through it.
 

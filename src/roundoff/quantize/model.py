@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from roundoff.capture.calls import Call, float_tensors, watch
 from roundoff.capture.execute import execute
 from roundoff.formats import PerAxis, PerTensor
+from roundoff.quantize.graph import Graph
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.record import Entry, Record, Step, fingerprint
 from roundoff.quantize.scheme import Route, Row, Scheme
@@ -58,13 +59,14 @@ class QuantizedModel(nn.Module):
         model: the copy of the user's model; its weights are floating point, after repairs on the grid of their scales.
         quantizers: by name with dots as ``__dot__``, see ``quantizer(name)`` and ``named()``.
         rows: one for each site, with the reason where it is not quantized.
+        graph: the calls that calibration saw.
         steps: what calibration did and what it gained.
         unseen: calls that calibration did not see, which run as they are.
     """
 
-    def __init__(self, model: nn.Module, laid_out: Scheme) -> None:
+    def __init__(self, model: nn.Module, laid_out: Scheme, graph: Graph | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.graph = model, graph or Graph()
         self.routes: dict[str, Route] = laid_out.routes
         self.rows: list[Row] = laid_out.rows
         self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})
@@ -100,7 +102,7 @@ class QuantizedModel(nn.Module):
                      sites=q.sites, observer=q.observer, dynamic=q.dynamic)
             for name, q in self.named()
         ]  # fmt: skip
-        skipped = tuple((row.site, row.reason) for row in self.rows if row.reason)
+        skipped = tuple((row.site, row.reason) for row in self.rows if row.reason and row.format == "fp32")
         return Record(fingerprint(self.model), tuple(entries), skipped, tuple(self.steps))
 
     @contextmanager
@@ -167,7 +169,10 @@ class _Handler:
             return result
         leaves = list(call.leaves)
         for place, name in route.uses.items():
-            leaves[place] = self.pass_on(name, leaves[place])
+            if place == 0 and call.operator.inplace:  # what a quantizer took or gave is not written to: its gradient needs it
+                leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
+            else:
+                leaves[place] = self.pass_on(name, leaves[place])
         if route.executes is not None:
             return execute(replace(call, leaves=leaves), route.executes, straight)
         if route.bias >= 0:

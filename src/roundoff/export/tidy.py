@@ -1,0 +1,185 @@
+"""Tidy an exported graph: names of sites on nodes, no operator that does nothing, no number twice, nothing of this machine.
+
+The passes work on ``onnx_ir``, which torch's exporter builds. None changes a value: a clip goes only where QuantizeLinear
+saturates at the same codes, a zero point only where it is zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from roundoff.export.operators import DOMAIN
+
+__all__ = ["tidy"]
+
+
+def tidy(model: Any, pack: bool = False) -> None:
+    """Tidy an ``onnx_ir.Model`` in place. ``pack``: codes of 4 bits and fewer are stored two to a byte, as INT4."""
+    from onnx_ir.passes import common
+
+    graph = model.graph
+    _name_sites(graph)
+    _drop_clips(graph)
+    _pool(graph)
+    _turn_blocks(graph)
+    _drop_zero_points(graph)
+    if pack:
+        _pack(graph)
+    # small tensors alone are compared: scales and zero points that are equal
+    common.DeduplicateInitializersPass(size_limit=4)(model)
+    common.RemoveUnusedNodesPass()(model)
+    model.opset_imports.pop(DOMAIN, None)
+    _strip(model)
+
+
+def _name_sites(graph: Any) -> None:
+    """Each node between the operands of a site and its mark is called as the site; with its operator where there are more."""
+    named: set[int] = set()
+    for mark in [n for n in graph if n.domain == DOMAIN]:
+        name = mark.attributes["name"].as_string()
+        found, queue = [], [mark.inputs[0].producer()]
+        while queue:
+            node = queue.pop()
+            if node is None or node.domain == DOMAIN or id(node) in named or node.op_type.endswith("QuantizeLinear"):
+                continue
+            if node.op_type == "DequantizeLinear":
+                continue
+            named.add(id(node))
+            found.append(node)
+            queue += [v.producer() for v in node.inputs if v is not None]
+        counts: Counter[str] = Counter()
+        for node in reversed(found):
+            counts[node.op_type] += 1
+            extra = "" if counts[node.op_type] == 1 else f"_{counts[node.op_type]}"
+            node.name = name if len(found) == 1 else f"{name}:{node.op_type}{extra}"
+    for mark in [n for n in graph if n.domain == DOMAIN]:
+        _replace(graph, mark, mark.inputs[0])
+
+
+def _replace(graph: Any, node: Any, value: Any) -> None:
+    """Let every reader of what a node returns read ``value`` instead, and take the node out."""
+    node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _number(value: Any) -> Any:
+    return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def _drop_clips(graph: Any) -> None:
+    """Take out a Relu or Clip whose only reader is a QuantizeLinear that saturates at the same codes (uint8, per tensor)."""
+    for node in [n for n in graph if n.op_type in ("Relu", "Clip")]:
+        uses = list(node.outputs[0].uses())
+        if len(uses) != 1 or node.outputs[0].is_graph_output() or uses[0].node.op_type != "QuantizeLinear":
+            continue
+        scale, zero = (_number(v) for v in uses[0].node.inputs[1:3])
+        if scale is None or zero is None or scale.ndim or zero.dtype not in (np.uint8, np.int8):
+            continue
+        low, high = _bounds(node)
+        if low is None or high is None:
+            continue
+        kind = np.iinfo(zero.dtype)
+        with np.errstate(all="ignore"):
+            ends = [np.rint(np.float32(bound) / np.float32(scale)) + np.float32(zero) for bound in (low, high)]
+        if ends[0] <= kind.min and ends[1] >= kind.max:
+            _replace(graph, node, node.inputs[0])
+
+
+def _bounds(node: Any) -> tuple[float | None, float | None]:
+    if node.op_type == "Relu":
+        return 0.0, np.inf
+    bounds: list[float | None] = []
+    for place, free in ((1, -np.inf), (2, np.inf)):
+        given = node.inputs[place] if len(node.inputs) > place else None
+        constant = _number(given)
+        bounds.append(free if given is None else None if constant is None else float(constant))
+    return bounds[0], bounds[1]
+
+
+def _pool(graph: Any) -> None:
+    """Means over both spatial axes of codes become GlobalAveragePool, for which ONNX Runtime has an integer kernel."""
+    import onnx_ir as ir
+
+    for node in [n for n in graph if n.op_type == "ReduceMean"]:
+        source, producer = node.inputs[0], node.inputs[0].producer()
+        axes = _number(node.inputs[1]) if len(node.inputs) > 1 else None
+        if source.shape is None or axes is None or producer is None or producer.op_type != "DequantizeLinear":
+            continue
+        if len(source.shape) != 4 or sorted(int(a) % 4 for a in axes.flatten()) != [2, 3]:
+            continue
+        kept = node.attributes.get("keepdims")
+        made = [ir.node("GlobalAveragePool", [source], name=node.name)]
+        if kept is not None and not kept.as_int():
+            made.append(ir.node("Squeeze", [made[0].outputs[0], node.inputs[1]], name=f"{node.name}:Squeeze"))
+        graph.insert_before(node, made)
+        made[-1].outputs[0].name = node.outputs[0].name
+        _replace(graph, node, made[-1].outputs[0])
+
+
+def _turn_blocks(graph: Any) -> None:
+    """A weight in blocks that is transposed before its product is stored transposed: as MatMulNBits reads it."""
+    import onnx_ir as ir
+
+    for node in [n for n in graph if n.op_type == "Transpose"]:
+        producer = node.inputs[0].producer()
+        if producer is None or producer.op_type != "DequantizeLinear" or len(list(producer.outputs[0].uses())) != 1:
+            continue
+        block = producer.attributes.get("block_size")
+        parts = [_number(v) for v in producer.inputs]
+        if block is None or not block.as_int() or parts[0] is None or parts[0].ndim != 2:
+            continue
+        for value, array in zip(producer.inputs, parts, strict=True):
+            if len(list(value.uses())) == 1:
+                value.const_value = ir.tensor(np.ascontiguousarray(array.T), name=value.name)
+                value.shape = value.const_value.shape
+        producer.attributes["axis"] = ir.AttrInt64("axis", 1 - producer.attributes["axis"].as_int() % 2)
+        _replace(graph, node, producer.outputs[0])
+
+
+def _drop_zero_points(graph: Any) -> None:
+    """DequantizeLinear of stored codes without the zero points that are 0, which is what their absence means."""
+    for node in graph:
+        if node.op_type == "DequantizeLinear" and len(node.inputs) > 2 and node.inputs[0].const_value is not None:
+            zero, readers = _number(node.inputs[2]), {use.node.op_type for use in node.outputs[0].uses()}
+            if readers & {"Gemm", "MatMul"} and zero is not None and zero.dtype == np.int8:
+                continue  # ONNX Runtime looks for it
+            if zero is not None and not zero.astype(np.float32).any():
+                node.resize_inputs(2)
+
+
+def _pack(graph: Any) -> None:
+    import onnx_ir as ir
+
+    for node in [n for n in graph if n.op_type == "DequantizeLinear"]:
+        value, codes = node.inputs[0], _number(node.inputs[0])
+        if codes is None or codes.dtype != np.int8 or len(node.inputs) > 2 or codes.min() < -8 or codes.max() > 7:
+            continue
+        value.const_value = ir.Tensor(codes.astype(ir.DataType.INT4.numpy()), dtype=ir.DataType.INT4, name=value.name)
+        value.dtype = ir.DataType.INT4
+        block = node.attributes.get("block_size")
+        if block is not None and block.as_int():
+            continue  # MatMulNBits reads four bits
+        cast = ir.node("Cast", [value], attributes={"to": ir.DataType.INT8.value}, name=f"{value.name}:int8")
+        graph.insert_before(node, cast)
+        node.replace_input_with(0, cast.outputs[0])
+
+
+def _strip(model: Any) -> None:
+    """Leave out what the exporter notes of its own work: stack traces (with paths of this machine) and inferred shapes."""
+    from onnx_ir.passes import common
+
+    common.ClearMetadataAndDocStringPass()(model)
+    given = {id(v) for v in [*model.graph.inputs, *model.graph.outputs]}
+    for node in model.graph:
+        for value in node.outputs:
+            if id(value) not in given:
+                value.shape = value.type = None
+    for value in model.graph.initializers.values():
+        value.shape = value.type = None
+    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+        value.doc_string = None
+    model.producer_name, model.producer_version, model.doc_string = "roundoff", None, None

@@ -4,6 +4,8 @@ import copy
 from collections.abc import Mapping
 
 import pytest
+import torch
+from torch import nn
 
 from roundoff.formats import parse_format
 from roundoff.quantize.graph import trace
@@ -40,3 +42,42 @@ def _laid():
 @pytest.fixture(name="calibrated")
 def _calibrated():
     return calibrated
+
+
+class Model(nn.Module):
+    """A module from a function ``f(self, *inputs)`` and what it uses."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs, **named):
+        return self.function(self, *inputs, **named)
+
+
+class Tied(nn.Module):
+    """A language model's ends: table and head are one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 8)
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+@pytest.fixture(name="Model")
+def _model():
+    return Model
+
+
+@pytest.fixture(name="Tied")
+def _tied():
+    return Tied

@@ -145,8 +145,9 @@ class _Layout:
         """The route of a call that has a format, or the reason why it has none."""
         if self.cache is not None and node.kind == "attention":
             route = self._routed(node, f"keys and values in {self.cache.name}")
-            for use in node.uses[1:3]:
-                self._read(route, use, self.cache, self._cached(self.cache))
+            for use in node.uses[1:3]:  # scales of their own for each token: kept as they come, whatever is contracted
+                kept = replace(use, operand=replace(use.operand, reduce=-1))
+                self._read(route, kept, self.cache, self._cached(self.cache))
         fmt = self.formats.get(node.site)
         if fmt is None or fmt.name == "fp32":
             return

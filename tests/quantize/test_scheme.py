@@ -1,7 +1,5 @@
 """Which values and weights are quantized, how, and why the others are not; against quantization by hand with ``formats``."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -71,9 +69,12 @@ def test_static_per_tensor_values_and_per_channel_weights(calibrated, fmt, symme
 @pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3fn", "w4a8"])
 @pytest.mark.parametrize(
     ("weight", "activation", "dynamic"),
-    itertools.product(
-        ("tensor", "channel", "group:4", "group:16"), ("tensor", "channel", "token", "group:2"), (False, True)
-    ),
+    [
+        (weight, activation, dynamic)
+        for weight in ("tensor", "channel", "group:4", "group:16")
+        for activation in ("tensor", "channel", "token", "group:2")
+        for dynamic in (False, True)
+    ],
 )
 def test_granularities(calibrated, fmt, weight, activation, dynamic):
     torch.manual_seed(0)

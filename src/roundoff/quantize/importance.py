@@ -20,7 +20,6 @@ from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.workload import Workload, preserve
 
-
 #: Batches that gradients are sent back through.
 GRADIENTS = 2
 
@@ -135,8 +134,9 @@ class Importance:
 
 
 def importance(
-    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = GRADIENTS, probes: int = 1, seed: int = 0
-) -> Importance:
+    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = GRADIENTS, probes: int = 1,
+    seed: int = 0,
+) -> Importance:  # fmt: skip
     """Run the unquantized model on batches, and on the first of them send ``probes`` sign vectors back through it.
 
     Extremes come from all batches, squared adjoints from ``gradients`` of them.

@@ -114,8 +114,9 @@ class QuantizedModel(nn.Module):
         finally:
             self.passing = before
 
+    @torch.compiler.disable  # the mode that sees the calls cannot be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, with every value that has a quantizer on its grid."""
+        """The model's output, with every value that has a quantizer on its grid. Inside ``torch.compile`` it runs eagerly."""
         handler = _Handler(self)
         with watch(self.model, handler) as mode:
             mode.begin()
@@ -169,7 +170,7 @@ class _Handler:
             return result
         leaves = list(call.leaves)
         for place, name in route.uses.items():
-            if place == 0 and call.operator.inplace:  # what a quantizer took or gave is not written to: its gradient needs it
+            if place == 0 and call.operator.inplace:  # what a quantizer took or gave is not written: its gradient needs it
                 leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
             else:
                 leaves[place] = self.pass_on(name, leaves[place])

@@ -250,6 +250,8 @@ class _InOrder:
         if not plain or layout is None or layout.axis == sources[0].reduce % leaves[sources[0].leaf].ndim:
             for at, name in weights.items():
                 second[at] = self._nearest(name, leaves[at])
+            if call.operator.inplace:
+                second[0] = second[0].clone()
             ran = call.again(second) if route.executes is None else execute(replace(call, leaves=second), route.executes)
             return self.joined(call.again(first), ran)
         ((place, name),) = weights.items()

@@ -40,8 +40,8 @@ class SiteProof:
         simulation_db: SQNR against the simulation; infinite where all values are equal.
         own: codes that differ from what the simulation makes of the file's own values before it: what this kernel alone does
             in another way. None where the scale is chosen while the model runs.
-        carried: codes that differ between the file and the simulation, each run from the input on. One code more or less in a
-            value can move the next one by several, where its weights are large beside its scale.
+        carried: codes that differ between the file and the simulation, each run from the input on. One code more or less in
+            a value can move the next one by several, where its weights are large beside its scale.
     """
 
     name: str
@@ -128,7 +128,7 @@ def prove(
         measured = _measure(workload, quantized, exact or workload.model, batches, probed, file)
     judged = workload.with_model(workload.model)
     judged.batches = batches
-    outputs, outputs_fp32 = _outputs(workload, batches, plain, measured, path_quantized, path_fp32)
+    outputs, outputs_fp32 = _outputs(batches, plain, measured, path_quantized, path_fp32)
     found = kernels(path_quantized)
     agreement = Agreement()
     for ours, theirs, simulated in zip(outputs, outputs_fp32, measured.simulated, strict=True):
@@ -240,17 +240,22 @@ def _exact_values(workload: Workload, exact: nn.Module, quantized: QuantizedMode
 
 
 def _outputs(
-    workload: Workload, batches: list[Any], plain: Traced, measured: _Measured, *paths: str | Path
+    batches: list[Any], plain: Traced, measured: _Measured, *paths: str | Path
 ) -> tuple[list[Any], list[Any]]:
     """Outputs of both files, in the containers that the model returns."""
     found: list[list[Any]] = []
     for path in paths:
         ready, outputs = session(path), []
         for batch, like in zip(batches, measured.simulated, strict=True):
-            arrays = iter(run(ready, _feed(plain, batch)))
-            outputs.append(replaced(like, lambda t, given=arrays: torch.from_numpy(next(given)) if t.numel() else t))
+            outputs.append(_filled(like, run(ready, _feed(plain, batch))))
         found.append(outputs)
     return found[0], found[1]
+
+
+def _filled(like: Any, arrays: list[Any]) -> Any:
+    """An output with these arrays in the places of its tensors."""
+    given = iter(arrays)
+    return replaced(like, lambda t: torch.from_numpy(next(given)) if t.numel() else t)
 
 
 def _feed(traced: Traced, batch: Any) -> dict[str, Any]:

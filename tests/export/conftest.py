@@ -72,7 +72,8 @@ def net() -> Workload:
     batches = [torch.randn(8, 3, 8, 8) for _ in range(3)]
 
     def metric(outputs: list[Tensor], reference: list[Tensor]) -> float:
-        return torch.cat([(o.argmax(1) == r.argmax(1)).double() for o, r in zip(outputs, reference, strict=True)]).mean().item()
+        same = [(o.argmax(1) == r.argmax(1)).double() for o, r in zip(outputs, reference, strict=True)]
+        return torch.cat(same).mean().item()
 
     return Workload(Net().eval(), batches[:2], metric=metric, held_out=batches[2:], name="net")
 

@@ -56,7 +56,7 @@ def test_metric_agreement_and_signal_are_those_of_onnxruntime(int8, net):
     proof, _, folder = int8
     (batch,) = net.held_out
     ours, exact = (
-        onnxruntime.InferenceSession(folder / name, providers=["CPUExecutionProvider"]).run(None, {"input": batch.numpy()})[0]
+        onnxruntime.InferenceSession(folder / name).run(None, {"input": batch.numpy()})[0]
         for name in ("model.onnx", "fp32.onnx")
     )
     assert proof.samples == len(batch)
@@ -68,7 +68,7 @@ def test_metric_agreement_and_signal_are_those_of_onnxruntime(int8, net):
 
 
 def test_the_file_is_valid_small_and_says_nothing_of_this_machine(int8):
-    _, model, folder = int8
+    _, _, folder = int8
     proto = onnx.load(folder / "model.onnx")
     onnx.checker.check_model(proto, full_check=True)
     assert [(o.domain, o.version) for o in proto.opset_import] == [("", 21)]
@@ -89,7 +89,8 @@ def test_the_reference_evaluator_of_onnx_agrees_with_the_simulation(int8, net):
     (found,) = ReferenceEvaluator(str(folder / "model.onnx")).run(None, {"input": batch[:2].numpy()})
     with torch.no_grad():
         wanted = model(batch[:2])
-    step = float(model.quantizer("pool/adaptive_avg_pool2d").scale) * float(model.model.fc.weight.detach().abs().sum(1).max())
+    weights = model.model.fc.weight.detach().abs().sum(1)
+    step = float(model.quantizer("pool/adaptive_avg_pool2d").scale) * float(weights.max())
     # a code more or less in each channel that the last layer reads, at most
     assert (torch.from_numpy(found) - wanted).abs().max() <= step
 

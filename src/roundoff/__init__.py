@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from roundoff.plan.measure import budget as budget
     from roundoff.plan.plan import Plan as Plan
     from roundoff.plan.verify import verify as verify
-    from roundoff.site import Site as Site
+    from roundoff.quantize.pipeline import quantize as quantize
     from roundoff.store import Run as Run
     from roundoff.store import load as load
     from roundoff.train.autocast import autocast as autocast
@@ -40,7 +40,6 @@ _PUBLIC = {
     "LossScaler": "roundoff.train.scaling.scaler",
     "Plan": "roundoff.plan.plan",
     "RoundoffError": "roundoff.errors",
-    "Site": "roundoff.site",
     "Workload": "roundoff.workload",
     "Run": "roundoff.store",
     "autocast": "roundoff.train.autocast",
@@ -50,6 +49,7 @@ _PUBLIC = {
     "compare": "roundoff.compare",
     "diagnose": "roundoff.plan.diagnose",
     "load": "roundoff.store",
+    "quantize": "roundoff.quantize",
     "round_tensor": "roundoff.formats",
     "tune": "roundoff.train.tuning.tune",
     "verify": "roundoff.plan.verify",
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
             f"module 'roundoff' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
     module = importlib.import_module(_PUBLIC[name])
-    value = module if name in ("capture", "compare") else getattr(module, name)  # a package that is called
+    value = module if name in ("capture", "compare", "quantize") else getattr(module, name)  # a package that is called
     globals()[name] = value
     return value
 

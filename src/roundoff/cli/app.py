@@ -19,6 +19,7 @@ from roundoff.cli import (
     diff,
     overflow,
     plan_group,
+    quantize,
     replay,
     show,
     tune,
@@ -48,6 +49,7 @@ app.command("budget")(budget.command)
 app.add_typer(plan_group.app, name="plan")
 app.command("verify")(verify.command)
 app.command("tune")(tune.command)
+app.command("quantize")(quantize.command)
 app.command("capture")(capture.command)
 app.command("show")(show.command)
 app.command("overflow")(overflow.command)

@@ -88,6 +88,8 @@ def _why(site: str, operator: str, route: Route, quantized: QuantizedModel, depl
         quantizer = quantized.quantizer(name)
         if quantizer.fmt.width < 8 and not quantizer.weight:
             return f"{quantizer.fmt.name} needs a clip before its codes, which keeps the kernels apart"
+    if operator in ("add", "mul") and len(route.uses) < 2:
+        return "one of its operands is a number, for which ONNX Runtime has no kernel on codes"
     if operator in CONTRACTING and not route.output:
         after = _clipped_after(site, quantized)
         if after is not None and after.zero_point is None:

@@ -51,6 +51,16 @@ class SiteProof:
     own: Differing | None
     carried: Differing | None
 
+    @property
+    def codes(self) -> int | None:
+        """The greatest difference of a code that the kernel makes by itself."""
+        return self.own.most if self.own else None
+
+    @property
+    def differing(self) -> float | None:
+        """The share of codes that the kernel makes differ."""
+        return self.own.share if self.own else None
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -102,7 +112,7 @@ def prove(
     path_fp32: str | Path,
     *,
     exact: nn.Module | None = None,
-    pack: bool = False,
+    pack: bool = True,
     seconds: float = 3.0,
 ) -> Proof:
     """Write both files, run them in ONNX Runtime on the evaluation set (``held_out``, or else the batches), and measure.

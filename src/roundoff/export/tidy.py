@@ -16,7 +16,7 @@ from roundoff.export.operators import DOMAIN
 __all__ = ["tidy"]
 
 
-def tidy(model: Any, pack: bool = False) -> None:
+def tidy(model: Any, pack: bool = True) -> None:
     """Tidy an ``onnx_ir.Model`` in place. ``pack``: codes of 4 bits and fewer are stored two to a byte, as INT4."""
     from onnx_ir.passes import common
 

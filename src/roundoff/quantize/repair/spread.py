@@ -2,8 +2,8 @@
 
 Cross-layer equalisation (``equalise.py``) makes weight ranges equal, and SmoothQuant's rule splits a range between
 activation and weight by an exponent that is guessed. Here both sides of each channel are weighed by the squared adjoint
-``a`` of the output (``importance.py``). With rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization Noise, 2008, section 3),
-channels divided by s cost the output::
+``a`` of the output (``importance.py``). With rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization Noise,
+2008, section 3), channels divided by s cost the output::
 
     values     Σ_v Δ_v²/12 Σ_c a_vc s_c²,            Δ_v = (max_c high_vc/s_c - min_c low_vc/s_c) / levels
     weights    γ Σ_o a_o Δ_o²/12 Σ_c n E[x_c²]/s_c²,  Δ_o = max_c |W_oc| s_c / top
@@ -61,7 +61,7 @@ class _Side:
 
 def spread_(
     model: QuantizedModel, graph: Graph, workload: Workload, weights: Importance, *, batches: Iterable[Any] | None = None,
-    gamma: float = GAMMA, steps: int = 150,
+    gamma: float = GAMMA, steps: int = 100,
 ) -> Gain:  # fmt: skip
     """Rescale the channels of a quantized model, in place, so that its formats cost the output least; before calibration.
 
@@ -140,7 +140,7 @@ class _Problem:
         if name is None or value is None or name not in read or value not in weights.values:
             return None
         parameter = model.model.get_parameter(name).detach()
-        groups = int(node.settings[-1]) if node.kind == "conv" and node.settings else 1
+        groups = node.groups
         matrices = matrix_view(parameter, node.operator, groups)
         known = weights.values[value]
         channels = len(known.square) // groups
@@ -168,18 +168,19 @@ class _Problem:
     def solve(self, steps: int) -> tuple[list[Tensor], float, float]:
         """log s of each group, and the noise before and after."""
         free = [torch.zeros(g.size, requires_grad=True) for g in self.groups]
-        best, least = [f.detach().clone() for f in free], float(self.noise(free))
+        best, least = [f.detach().clone() for f in free], float(self.noise(free).detach())
         before = least
-        optimizer = torch.optim.Adam(free, lr=0.05)
+        optimizer = torch.optim.Adam(free, lr=0.06)
         with torch.enable_grad():
             for step in range(steps):
                 for group in optimizer.param_groups:
-                    group["lr"] = 0.05 * (1 - step / steps)
+                    group["lr"] = 0.06 * (1 - step / steps)
                 optimizer.zero_grad()
                 noise = self.noise(free)
                 noise.log().backward()  # type: ignore[no-untyped-call]
-                if float(noise) < least:
-                    best, least = [f.detach().clone() for f in free], float(noise)
+                value = float(noise.detach())
+                if value < least:
+                    best, least = [f.detach().clone() for f in free], value
                 optimizer.step()
                 with torch.no_grad():
                     for f, low, high in zip(free, self.lowest, self.highest, strict=True):

@@ -1,0 +1,100 @@
+"""``roundoff quantize``: from a trained model to a small one that is proved, in one folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from roundoff.cli import options as o
+
+
+def command(
+    workload: Annotated[Path, typer.Argument(help="A Python file with model() and batches().")],
+    formats: Annotated[
+        str, typer.Option("--formats", "-f", help="Formats that may be used, separated by commas; several need a target.")
+    ] = "int8",
+    target: Annotated[
+        str | None, typer.Option("--target", "-t", help="0.5%: at most so much less of the metric; 38dB: at least.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Instead, which site runs in which format.")] = None,
+    weights_only: Annotated[
+        str | None, typer.Option("--weights-only", help="Quantize weights alone, to int4, int8 or another width.")
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option("--group", min=1, help="Weights that share a scale, with --weights-only.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option("--method", "--weights", help="Rounding of weights: gptq or nearest.")
+    ] = "gptq",
+    observer: Annotated[
+        str, typer.Option("--observer", help="Ranges of values: adjoint, minmax, mse, percentile, entropy, ifmr, hfmg ...")
+    ] = "adjoint",
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Values without zero point.")] = False,
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="Scales of values are chosen while the model runs.")] = False,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", help="PATTERN: these sites stay in fp32. Repeatable.")
+    ] = None,
+    pin: o.Pin = None,
+    config: Annotated[Path | None, typer.Option("--config", help="An AMCT configuration, .cfg or .json.")] = None,
+    cost: o.Cost = "bytes",
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="Calibration samples, from the first batches on; 512 if left out.")
+    ] = None,
+    prune: Annotated[
+        str, typer.Option("--prune", help="First remove weights: 2:4, channel:0.3 or magnitude:0.5.")
+    ] = "",
+    qat: Annotated[bool, typer.Option("--qat", help="Train with quantization afterwards; needs loss().")] = False,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", min=1, help="Epochs of --qat and after --prune; 2 for --qat if left out.")
+    ] = None,
+    lr: Annotated[float, typer.Option("--lr", help="Learning rate of the training (AdamW).")] = 1e-4,
+    distill: Annotated[bool, typer.Option("--distill", help="Train towards the fp32 model's output too.")] = False,
+    pareto: Annotated[bool, typer.Option("--pareto/--no-pareto", help="Measure the usual formats alone beside it.")] = True,
+    onnx: Annotated[bool, typer.Option("--onnx/--no-onnx", help="Export, and prove the file in ONNX Runtime.")] = True,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for all files; must be new or empty.")] = Path(
+        "out/quantized"
+    ),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
+    top: o.Top = 10,
+    json: o.Json = False,
+) -> int:
+    """Quantize a model: choose formats for a target, calibrate, repair, export, and prove it in ONNX Runtime.
+
+    Writes model.onnx (Q/DQ), fake_quant.onnx, fp32.onnx, model.pt, plan.toml, record.toml, record.txt (AMCT's format),
+    report.html and summary.json. The exit code is 1 when the target is missed or out of reach.
+    """
+    import roundoff
+    from roundoff.export.artefact.ask import Ask, asked_formats
+    from roundoff.export.artefact.folder import check_free, deliver
+    from roundoff.plan.plan import Plan
+    from roundoff.quantize.scheme import Options
+    from roundoff.quantize.sequential import Rounding
+    from roundoff.report.quantize_text import print_files, print_quantize
+
+    options: dict[str, Any] = {
+        "formats": asked_formats(o.split(formats), weights_only, group), "target": target, "cost": cost,
+        "plan": None if plan is None else Plan.load(plan), "skip": tuple(skip or ()), "pin": o.pairs(pin, "pin"),
+        "options": Options(symmetric=symmetric, dynamic=dynamic),
+        "rounding": Rounding(observer=observer, weights=method), "prune": prune, "qat": qat, "lr": lr, "distill": distill,
+        "epochs": epochs or (2 if qat else 0), "tradeoff": pareto,
+    }  # fmt: skip
+    if samples is not None:
+        options["samples"] = samples
+    asked = Ask(**options)
+    check_free(output, overwrite)
+    with o.progress(json) as progress:
+        loaded = roundoff.Workload.load(workload)
+        if config is not None:
+            from roundoff.export.artefact.amct import with_config
+
+            asked = with_config(asked, config, loaded.model)
+        made, summary = deliver(loaded, asked, output, onnx=onnx, overwrite=overwrite, progress=progress)
+    if json:
+        o.print_json(summary)
+    else:
+        console = o.console(False)
+        print_quantize(summary, console, top=top)
+        print_files(summary, str(output), console)
+    return 0 if made.met(asked) else 1

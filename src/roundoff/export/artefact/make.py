@@ -1,0 +1,251 @@
+"""make: prune, choose, quantize, train, judge, as a user asked."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundoff.attribute.target import named_tensors
+from roundoff.errors import InfeasibleError, QuantizationError
+from roundoff.export.artefact.ask import Ask, Prune
+from roundoff.export.artefact.judge import Judge, Judged, size
+from roundoff.formats import parse_format
+from roundoff.plan.plan import Plan, Rule
+from roundoff.quantize.graph import trace
+from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.pipeline import quantize, site_formats
+from roundoff.quantize.qat.loop import Distillation, train
+from roundoff.quantize.qat.prepare import convert, prepare_qat
+from roundoff.quantize.qat.training import parameter_groups
+from roundoff.quantize.record import Step
+from roundoff.quantize.sparse import (
+    check_n_m,
+    cost,
+    finish_,
+    magnitude_scores,
+    n_m_masks,
+    prune_channels_,
+    sparsify_,
+    unstructured_masks,
+)
+from roundoff.site import select
+from roundoff.workload import Workload, preserve
+
+Progress = Callable[[str, int, int], None]
+#: Scales learn at this share of the weights' rate.
+SCALE_RATE = 0.1
+
+
+@dataclass
+class Made:
+    """What came of an ``Ask``.
+
+    Attributes:
+        workload: the user's, with the batches that were calibrated on.
+        model: the quantized model; ``plan``: what it follows; ``judged``: how it does.
+        trials: what a target's search measured, plain rows; ``reached``: its own verdict.
+        pruned: what pruning did, by parameter or channel group, as plain rows.
+        seconds: of each stage.
+    """
+
+    workload: Workload
+    judge: Judge
+    model: QuantizedModel
+    plan: Plan
+    judged: Judged
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    pruned: list[dict[str, Any]] = field(default_factory=list)
+    macs: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def met(self, ask: Ask) -> bool:
+        """Whether the judged model keeps the target; true without one."""
+        goal = ask.goal
+        if goal is None:
+            return True
+        if goal.kind == "db":
+            return self.judged.db >= goal.value
+        if self.judged.metric is None or self.judge.metric is None:
+            return False
+        return self.judge.metric - self.judged.metric <= goal.value + 1e-12
+
+
+def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made:
+    """Everything that was asked for but files. The workload and its model are left as they were.
+
+    Raises:
+        QuantizationError: a target in metric without one, training without loss, or what ``roundoff.quantize`` refuses.
+        InfeasibleError: no plan can meet the target.
+        PlanError, PatternError: a plan for another model; a ``skip`` or ``pin`` that names no site.
+    """
+    goal = ask.goal
+    if goal is not None and goal.kind == "drop" and workload.metric is None:
+        raise QuantizationError("a target in the metric needs one", where=workload.name, got=goal.text,
+                                expected="a metric in the workload, or decibels such as 38dB")  # fmt: skip
+    if ask.epochs and workload.loss is None and not ask.distill:
+        raise QuantizationError("training needs a loss", where=workload.name, expected="loss(output, batch) in the workload",
+                                do="define it, or learn from the fp32 model: --distill")  # fmt: skip
+    clock, notes = _Clock(), list(ask.notes)
+    with clock("judge"):
+        judge = Judge(workload)
+    own = calibration(workload, ask.samples)
+    start, pruned, steps, masks = own, [], [], {}
+    if ask.pruning is not None:
+        with clock("prune"):
+            start, pruned, masks = _prune(own, ask.pruning)
+            steps.append(Step(f"prune {ask.prune}", math.inf, judge.judge(start.model).db, ""))
+        if ask.epochs:
+            with clock("train"):
+                _train(start.model, workload, ask)
+                steps.append(Step("training", steps[-1].after, judge.judge(start.model).db, f"{ask.epochs} epochs"))
+        if masks:
+            finish_(start.model)
+            if ask.rounding.weights != "nearest":
+                ask = replace(ask, rounding=replace(ask.rounding, weights="nearest"))
+                notes.append("weights are rounded to nearest: gptq would move zeros that pruning made")
+    with clock("quantize"):
+        model, plan, trials, more = _quantize(start, ask, progress)
+    notes += more
+    steps += model.steps
+    if ask.qat:
+        with clock("train with quantization"):
+            before = judge.judge(model).db
+            notes += [f"{name} is not trained: {why}" for name, why in prepare_qat(model).items()]
+            if masks:
+                sparsify_(model.model, {name: mask for name, mask in masks.items()})
+            _train(model, workload, ask)
+            if masks:
+                finish_(model.model)
+            convert(model)
+            steps.append(Step("qat", before, judge.judge(model).db, f"lsq, lsq+, {ask.epochs} epochs"))
+    model.eval()
+    model.steps = steps
+    if masks:
+        notes += _still_zero(model, masks, ask.pruning)
+    with clock("judge"):
+        judged = judge.judge(model)
+    made = Made(own, judge, model, plan, judged, trials, pruned, {}, notes, clock.seconds)
+    if pruned:
+        batch = own.batches[0]
+        made.macs = {"before": cost(own.model, batch, forward=own.forward).macs,
+                     "after": cost(start.model, batch, forward=own.forward).macs}  # fmt: skip
+    return made
+
+
+def calibration(workload: Workload, samples: int) -> Workload:
+    """The same workload with its first batches, until there are so many samples."""
+    own, have = [], 0
+    for batch in workload.batches:
+        if have >= samples:
+            break
+        own.append(batch)
+        have += size(batch)
+    twin = copy.copy(workload)
+    twin.batches = own
+    return twin
+
+
+def _quantize(
+    start: Workload, ask: Ask, progress: Progress | None
+) -> tuple[QuantizedModel, Plan, list[dict[str, Any]], list[str]]:
+    if ask.target is not None:
+        from roundoff.quantize.fallback import reach
+
+        reached = reach(start, ask.target, list(ask.formats), cost=ask.cost, pin=dict(ask.pin), skip=ask.skip,
+                        options=ask.options, rounding=ask.rounding, progress=progress)  # fmt: skip
+        trials = [{"sites": _counts(t.plan, start), "predicted_db": t.predicted_db, "measured_db": t.measured_db,
+                   "metric": t.metric, "cost": t.cost} for t in reached.trials]  # fmt: skip
+        return reached.model, reached.plan, trials, []
+    plan = ask.plan or whole_plan(start, ask.formats[0], ask)
+    model = quantize(start, plan, options=ask.options, rounding=ask.rounding, skip=ask.skip)
+    return model, plan, [], []
+
+
+def whole_plan(start: Workload, fmt: str, ask: Ask) -> Plan:
+    """All products with weights in one format, but what is pinned or skipped."""
+    graph = trace(start, start.batches[:1])
+    formats = {site: f.name for site, f in site_formats(fmt, graph, ask.skip).items()}
+    for pattern, name in ask.pin.items():
+        formats |= dict.fromkeys(select(pattern, list(graph.nodes)), parse_format(name).name)
+    by: dict[str, list[str]] = {}
+    for site, name in formats.items():
+        by.setdefault(name, []).append(site)
+    return Plan(tuple(Rule(name, tuple(sites)) for name, sites in by.items() if name != "fp32"))
+
+
+def _counts(plan: Plan, start: Workload) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for rule in plan.rules:
+        found[rule.format] = found.get(rule.format, 0) + len(rule.sites)
+    return found
+
+
+def _prune(own: Workload, how: Prune) -> tuple[Workload, list[dict[str, Any]], dict[str, Tensor]]:
+    model = copy.deepcopy(own.model)
+    start = own.with_model(model)
+    if how.kind == "channel":
+        groups = prune_channels_(model, own.batches, ratio=how.share, forward=own.forward)
+        return start, [{"name": g.group, "before": g.before, "after": g.after, "reason": g.reason} for g in groups], {}
+    masks = n_m_masks(model, how.n, how.m) if how.kind == "n_m" else unstructured_masks(magnitude_scores(model), how.share)
+    rows = sparsify_(model, masks)
+    return start, [{"name": r.name, "before": r.elements, "after": r.elements - r.zeros, "reason": ""} for r in rows], masks
+
+
+def _still_zero(model: QuantizedModel, masks: dict[str, Tensor], how: Prune | None) -> list[str]:
+    """What of the sparsity did not last, one line each weight."""
+    lost = []
+    parameters = dict(model.model.named_parameters())
+    for name, mask in masks.items():
+        weight = parameters.get(name)
+        if weight is None or weight.shape != mask.shape:
+            continue
+        moved = int((weight.detach()[~mask] != 0).sum())
+        if moved:
+            lost.append(f"{name}: {moved} of {int((~mask).sum())} pruned weights are no longer 0")
+        elif how is not None and how.kind == "n_m" and weight.ndim > 1 and check_n_m(weight.detach(), how.n, how.m):
+            lost.append(f"{name}: not {how.text} along its input channels")
+    return lost
+
+
+def _train(model: nn.Module, workload: Workload, ask: Ask) -> None:
+    steps = ask.epochs * len(workload.batches)
+    hard = workload.loss
+    teacher = Distillation(workload.model, share=0.5 if hard is not None else 1.0) if ask.distill else None
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        if hard is None:
+            return next(iter(named_tensors(output).values())).sum() * 0.0
+        found: Tensor = hard(output, batch)
+        return found
+
+    def forward(net: nn.Module, batch: Any) -> Any:
+        return workload.with_model(net).run(batch)
+
+    optimizer = torch.optim.AdamW(parameter_groups(model, ask.lr, ask.lr * SCALE_RATE))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    with preserve(workload.model), torch.random.fork_rng():
+        torch.manual_seed(0)
+        train(model, workload.batches, loss, optimizer, ask.epochs, forward=forward, teacher=teacher, schedule=schedule)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+__all__ = ["InfeasibleError", "Made", "calibration", "make", "whole_plan"]

@@ -1,0 +1,210 @@
+"""``roundoff.quantize``: a plan, a model and calibration data in, a quantized model out."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roundoff.attribute.target import named_tensors
+from roundoff.errors import FormatError, QuantizationError
+from roundoff.formats import Format, parse_format
+from roundoff.plan.budget import sqnr_db
+from roundoff.plan.plan import Plan
+from roundoff.plan.rounded import noise
+from roundoff.quantize.graph import Graph, trace
+from roundoff.quantize.importance import GRADIENTS, importance
+from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.record import Step
+from roundoff.quantize.repair.fold import fold_batch_norm_
+from roundoff.quantize.repair.spread import spread_
+from roundoff.quantize.scheme import Options, Row, scheme
+from roundoff.quantize.sequential import Rounding, round_in_order_
+from roundoff.workload import Workload, describe
+
+#: Kinds of calls that a plan of one format quantizes.
+KINDS = ("conv", "linear", "matmul", "attention", "embedding")
+#: Batches that each step's gain is measured on.
+MEASURED = 2
+
+
+def quantize(
+    model: nn.Module | Workload, plan: Plan | Mapping[str, str] | str | Path, batches: Iterable[Any] | None = None, *,
+    forward: Callable[[nn.Module, Any], Any] | None = None, options: Options | None = None,
+    rounding: Rounding | None = None, fold: bool = True, spread: bool = True, skip: Iterable[str] = (),
+) -> QuantizedModel:  # fmt: skip
+    """A copy of a model in the formats of a plan, calibrated, with weights rounded so that the output keeps its value.
+
+    In order: BatchNorm is folded into the layers before it; channels are rescaled where that costs the output less
+    (``repair.spread``); then one pass from front to back chooses the scale of each value and rounds each weight and bias
+    with what really arrives there (``sequential``). ``steps`` of the result has the SQNR of the output after each of them,
+    ``rows`` says of every call what became of it.
+
+    Args:
+        model: in any mode; it is left as it was. Or a workload, whose batches are the calibration data unless given.
+        plan: which site runs in which format: a ``Plan``, a file with one, a mapping from patterns of sites to formats, or
+            one format for all products with weights (``"int8"``, ``"w4a8"``, ``"w4g64"``, ``"fp8_e4m3fn"``).
+        batches: calibration data, as the model takes them; a few hundred samples.
+        forward: ``forward(model, batch)``, where the model is not simply called.
+        options: granularity, symmetry, static or dynamic scales (see ``Options``).
+        rounding: observer of values and rounding of weights (see ``Rounding``).
+        fold: fold BatchNorm.
+        spread: rescale channels.
+        skip: patterns of sites that stay in fp32, whatever the plan says.
+
+    Returns:
+        The simulation: called like the model, it returns what the artefact will return. ``.record()`` is what was chosen.
+
+    Raises:
+        QuantizationError: no data, data with NaN or Inf, nothing to quantize, or a model that mixes samples of a batch.
+        PlanError: a plan for another model, or an unknown format.
+        WorkloadError: the model raised on a batch.
+
+    Example:
+        >>> torch.manual_seed(0)
+        <torch...>
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> small = quantize(net, "int8", [torch.randn(32, 8) for _ in range(4)])
+        >>> [(row.site, row.format) for row in small.rows if row.format != "fp32"]
+        [('0/linear', 'int8'), ('2/linear', 'int8')]
+        >>> small.steps[-1].after > 35
+        True
+    """
+    workload = _workload(model, batches, forward)
+    _check(workload)
+    options, rounding = options or Options(), rounding or Rounding()
+    formats = site_formats(plan, trace(workload, workload.batches[:1]), skip)
+    own = workload.with_model(copy.deepcopy(workload.model).eval())
+    notes: list[Row] = []
+    if fold:
+        folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
+        notes = [Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason]
+    graph = trace(own)
+    made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
+    made.rows += notes
+    meter = _Meter(workload, own, made)
+    made.steps = _calibrate(made, graph, own, rounding, spread, meter)
+    return made
+
+
+def _calibrate(
+    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, spread: bool, meter: _Meter
+) -> list[Step]:
+    found: list[Step] = []
+    weights = None
+    static = [q for _, q in made.named() if not q.weight and not q.dynamic]
+    if static and (spread or rounding.observer == "adjoint"):
+        weights = importance(made, own, own.batches)
+        if spread:
+            gain = spread_(made, graph, own, weights)
+            found.append(Step(gain.name, gain.before_db, gain.after_db, gain.note))
+            if not math.isnan(gain.after_db):
+                weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for spread_ alone
+    if weights is None and rounding.observer == "adjoint":
+        rounding = replace(rounding, observer="mse")
+    gains = round_in_order_(made, own, own.batches, rounding, weights)
+    means = [g.after_db - g.before_db for g in gains if math.isfinite(g.after_db - g.before_db)]
+    note = f"weights: {sum(means) / len(means):.1f} dB over nearest, a layer, mean of {len(means)}" if means else ""
+    found.append(Step(f"{rounding.observer}, {rounding.weights}", math.nan, meter.db(), note))
+    return found
+
+
+class _Meter:
+    """SQNR of a quantized model's output against the unquantized one's, on the first batches."""
+
+    def __init__(self, reference: Workload, own: Workload, made: QuantizedModel) -> None:
+        self.batches = own.batches[:MEASURED]
+        self.own = own.with_model(made)
+        self.exact = [self._run(reference, batch) for batch in self.batches]
+
+    def db(self) -> float:
+        """In dB."""
+        return sqnr_db(noise([self._run(self.own, batch) for batch in self.batches], self.exact))
+
+    @staticmethod
+    def _run(workload: Workload, batch: Any) -> dict[str, Tensor]:
+        training = workload.model.training
+        try:
+            with torch.no_grad():
+                return named_tensors(workload.with_model(workload.model.eval()).run(batch))
+        finally:
+            workload.model.train(training)
+
+
+def site_formats(plan: Plan | Mapping[str, str] | str | Path, graph: Graph, skip: Iterable[str] = ()) -> dict[str, Format]:
+    """The format of each site of a graph that a plan, a mapping, a file or the name of one format asks for.
+
+    Raises ``PlanError`` for a plan whose patterns name nothing, ``PatternError`` for a ``skip`` that names nothing.
+    """
+    from roundoff.site import select
+
+    sites = list(graph.nodes)
+    if isinstance(plan, str) and (fmt := _format(plan)) is not None:
+        chosen = {s: fmt for s, node in graph.nodes.items() if node.kind in KINDS and _has_weight(graph, s, fmt)}
+    else:
+        if isinstance(plan, Mapping):
+            from roundoff.plan.plan import Rule
+
+            plan = Plan(tuple(Rule(fmt, (pattern,)) for pattern, fmt in plan.items()))
+        elif not isinstance(plan, Plan):
+            plan = Plan.load(plan)
+        chosen = {site: parse_format(name) for site, name in plan.formats(sites).items()}
+    for pattern in skip:
+        for site in select(pattern, sites):
+            chosen.pop(site, None)
+    return chosen
+
+
+def _has_weight(graph: Graph, site: str, fmt: Format) -> bool:
+    node = graph.nodes[site]
+    weighted = any(use.weight for use in node.uses)
+    return weighted and (node.kind != "embedding" or fmt.execution is None or fmt.execution.activation is None)
+
+
+def _format(name: str) -> Format | None:
+    try:
+        return parse_format(name)
+    except FormatError:
+        if Path(name).suffix in (".toml", ".json"):
+            return None
+        raise
+
+
+def _workload(
+    model: nn.Module | Workload, batches: Iterable[Any] | None, forward: Callable[[nn.Module, Any], Any] | None
+) -> Workload:
+    if isinstance(model, Workload):
+        if batches is None:
+            return model
+        twin = model.with_model(model.model)
+        twin.batches = list(batches)
+        return twin
+    given = [] if batches is None else list(batches)
+    if not given:
+        raise QuantizationError("no calibration data", where="quantize", expected="one batch or more", got="none",
+                                do="give the batches that the model is calibrated on")  # fmt: skip
+    return Workload(model, given, forward=forward)
+
+
+def _check(workload: Workload) -> None:
+    """Calibration data must be there, and finite."""
+    from torch.utils._pytree import tree_flatten
+
+    if not workload.batches:
+        raise QuantizationError("no calibration data", where=workload.name, expected="one batch or more", got="none",
+                                do="give the batches that the model is calibrated on")  # fmt: skip
+    for index, batch in enumerate(workload.batches):
+        for leaf in tree_flatten(batch)[0]:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+                bad = int((~leaf.isfinite()).sum())
+                raise QuantizationError(
+                    f"{bad} of {leaf.numel()} values of the calibration data are NaN or Inf",
+                    where=f"{workload.name}, batch {index}, {describe(batch)}", expected="finite values",
+                    do="leave these samples out, or mend what makes them",
+                )  # fmt: skip

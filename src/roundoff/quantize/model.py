@@ -114,7 +114,7 @@ class QuantizedModel(nn.Module):
         finally:
             self.passing = before
 
-    @torch.compiler.disable  # the mode that sees the calls cannot be compiled
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the mode that sees the calls cannot be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, with every value that has a quantizer on its grid. Inside ``torch.compile`` it runs eagerly."""
         handler = _Handler(self)

@@ -24,7 +24,7 @@ from roundoff.attribute.target import named_tensors
 from roundoff.capture.calls import Call, watch
 from roundoff.capture.execute import execute
 from roundoff.errors import QuantizationError, WorkloadError
-from roundoff.formats import PerTensor, QParams, choose_qparams
+from roundoff.formats import Granularity, PerTensor, QParams, choose_qparams
 from roundoff.quantize.importance import Importance, channel_axis
 from roundoff.quantize.model import QuantizedModel, forget, on_sums
 from roundoff.quantize.observers import make_observer
@@ -38,7 +38,7 @@ from roundoff.quantize.repair.matrix import (
     patches,
     weight_qparams,
 )
-from roundoff.quantize.repair.rounding import round_weight
+from roundoff.quantize.repair.rounding import RATIOS, round_weight
 from roundoff.quantize.repair.scales import search_scales
 from roundoff.quantize.scheme import Route
 from roundoff.quantize.side_by_side import (
@@ -322,9 +322,10 @@ class _InOrder:
             power = from_matrix(diagonal, weight.shape, operator, groups)
         qparams, observer, note = _scale(quantizer, weight, power, self.how.scales)
         grid = matrix_qparams(qparams, weight.shape, operator, groups)
-        repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross)
-        self.gains.append(replace(repaired.gain, name=quantizer.name))
         shared = quantizer.granularity or PerTensor()
+        own = _rows_apart(weight.shape, operator, groups, shared)
+        repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross, ratios=RATIOS if own else (1.0,), refit=own)
+        self.gains.append(replace(repaired.gain, name=quantizer.name))
         quantizer.set_(weight_qparams(repaired.qparams, weight.shape, operator, groups, shared), observer, note)
         weight.copy_(from_matrix(repaired.weight, weight.shape, operator, groups))
 
@@ -347,6 +348,15 @@ def _matrix(call: Call, place: int) -> str | None:
         return call.operator.name
     weight = next(o for o in call.operands if o.leaf == place)
     return "matmul" if call.kind == "matmul" and weight.reduce == -2 and call.leaves[place].ndim == 2 else None
+
+
+def _rows_apart(shape: Sequence[int], operator: str, groups: int, granularity: Granularity) -> bool:
+    """Whether no two rows of a weight's matrices share a scale, so that each may choose its own."""
+    matrices = matrix_view(torch.empty(tuple(shape), device="meta"), operator, groups).shape
+    rows = torch.arange(float(matrices[0] * matrices[1])).view(*matrices[:2], 1).expand(matrices)
+    view, shared = granularity.split(shape)
+    held = from_matrix(rows, shape, operator, groups).reshape(view)
+    return torch.equal(held.amax(shared), held.amin(shared))
 
 
 @contextmanager

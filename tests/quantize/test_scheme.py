@@ -71,9 +71,9 @@ def test_static_per_tensor_values_and_per_channel_weights(calibrated, fmt, symme
 @pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3fn", "w4a8"])
 @pytest.mark.parametrize(
     ("weight", "activation", "dynamic"),
-    itertools.product(
+    list(itertools.product(
         ("tensor", "channel", "group:4", "group:16"), ("tensor", "channel", "token", "group:2"), (False, True)
-    ),
+    )),
 )
 def test_granularities(calibrated, fmt, weight, activation, dynamic):
     torch.manual_seed(0)

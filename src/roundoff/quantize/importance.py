@@ -20,7 +20,6 @@ from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.workload import Workload, preserve
 
-
 #: Batches that gradients are sent back through.
 GRADIENTS = 2
 

@@ -66,7 +66,7 @@ class QuantizedModel(nn.Module):
 
     def __init__(self, model: nn.Module, laid_out: Scheme, graph: Graph | None = None) -> None:
         super().__init__()
-        self.model, self.graph = model, graph or Graph()
+        self.model, self.graph, self.training = model, graph or Graph(), model.training
         self.routes: dict[str, Route] = laid_out.routes
         self.rows: list[Row] = laid_out.rows
         self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})

@@ -74,9 +74,11 @@ def add_proof(summary: dict[str, Any], proof: Proof) -> None:
     values, calls = {s.name: s for s in proof.sites}, {s.site: s for s in proof.became}
     for row in summary["sites"]:
         value, call = values.get(row["site"]), calls.get(row["site"])
+        own = value.own if value else None
         row |= {
-            "artefact_db": value.simulation_db if value else None, "codes": value.codes if value else None,
-            "differing": value.differing if value else None, "kernel": call.kernel if call else "",
+            "artefact_db": value.simulation_db if value else None,
+            "codes": own.most if own else None, "differing": own.share if own else None,
+            "carried": value.carried.share if value and value.carried else None, "kernel": call.kernel if call else "",
             "integer": call.integer if call else None, "kernel_reason": call.reason if call else "",
         }
 

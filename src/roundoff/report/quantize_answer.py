@@ -122,7 +122,7 @@ def slow(data: Row) -> list[Row]:
 def trials(data: Row) -> list[dict[str, str]]:
     """What the search of the target measured."""
     return [
-        {"trial": str(index + 1), "sites": listing([f"{n} {f}" for f, n in t["sites"].items()]) or "none",
+        {"trial": str(index + 1), "formats": listing([f"{n} {f}" for f, n in t["sites"].items()]) or "none",
          "predicted": db(t["predicted_db"]), "measured": db(t["measured_db"]), "metric": metric(t["metric"]),
          "cost": NONE if t["cost"] is None else f"{t['cost']:.4g}"}
         for index, t in enumerate(data["trials"])

@@ -65,7 +65,7 @@ def _trials(data: Row, console: Console) -> None:
     rows = said.trials(data)
     if rows:
         _heading(console, f"Search for the target: {count(len(rows), 'evaluation')} of the model")
-        _print_table(console, {key: [row[key] for row in rows] for key in rows[0]}, prose={"sites"})
+        _print_table(console, {key: [row[key] for row in rows] for key in rows[0]}, prose={"formats"})
 
 
 def _weakest(data: Row, console: Console, top: int) -> None:

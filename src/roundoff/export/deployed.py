@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from roundoff.export.arithmetic import plainly
-from roundoff.export.operators import dequantize, dynamic_quantize_dequantize, quantize_dequantize, site
+from roundoff.export.operators import (
+    dequantize,
+    dynamic_quantize_dequantize,
+    quantize_dequantize,
+    site,
+)
 from roundoff.export.stored import Parts, expresses, narrower, slow, value_parts, weight_parts
 from roundoff.quantize.model import Passing, QuantizedModel, on_sums, sum_scale
 

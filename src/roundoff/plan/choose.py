@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from roundoff.errors import InfeasibleError, PlanError
-from roundoff.formats import FORMATS, parse_format
+from roundoff.formats import parse_format
 from roundoff.plan.budget import Budget, Prediction, keeps, power
 from roundoff.plan.cost import UNITS, Work, cost
 from roundoff.plan.plan import Plan
@@ -225,7 +225,7 @@ class Problem:
 
 def _casts(fmt: str) -> bool:
     """Whether operands are rounded by a plain cast, so that an operand already in the format costs nothing."""
-    rule = FORMATS[fmt].execution
+    rule = parse_format(fmt).execution
     return rule is not None and rule.activation == "exact"
 
 

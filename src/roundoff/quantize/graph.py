@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roundoff.capture.calls import Call, Operand, float_tensors, watch
 from roundoff.errors import QuantizationError
@@ -28,10 +29,12 @@ class Use:
     value: str
     operand: Operand
     shape: tuple[int, ...]
+    #: ``parameter`` (itself, no view or copy of one), ``made`` of parameters and buffers alone, or ``data``
+    origin: str = "data"
 
     @property
     def weight(self) -> bool:
-        """A parameter, or made of parameters alone."""
+        """A parameter, or moved from parameters alone."""
         return self.operand.role == "weight"
 
 
@@ -51,6 +54,16 @@ class Node:
         """The use at a place of the call's arguments."""
         return next((u for u in self.uses if u.operand.leaf == leaf), None)
 
+    @property
+    def groups(self) -> int:
+        """The groups of a convolution, from its shapes; 1 for other calls."""
+        weight = next((u for u in self.uses if u.operand.leaf == 1), None)
+        if self.kind != "conv" or weight is None:
+            return 1
+        axis = 1 - len(weight.shape)
+        channels = self.shapes[0][axis] if "transpose" in self.operator else self.uses[0].shape[axis]
+        return channels // max(weight.shape[1], 1)
+
 
 @dataclass
 class Graph:
@@ -59,6 +72,8 @@ class Graph:
     nodes: dict[str, Node] = field(default_factory=dict)
     #: operator, reason -> how often: calls that are no sites
     excluded: dict[tuple[str, str], int] = field(default_factory=dict)
+    #: (first site, reason) of calls whose arithmetic no site stands for
+    hidden: list[tuple[str, str]] = field(default_factory=list)
     #: sites that read other values in other batches: the model branches on its data
     changing: set[str] = field(default_factory=set)
     #: sites that not every batch ran
@@ -68,33 +83,52 @@ class Graph:
 
     def readers(self, value: str) -> list[Node]:
         """The calls that read a value, whole or as a part."""
-        return self._readers().get(value, [])
+        return self._readers.get(value, [])
 
+    @cached_property
     def _readers(self) -> Mapping[str, list[Node]]:
-        if not hasattr(self, "_found"):
-            found: dict[str, list[Node]] = {}
-            for node in self.nodes.values():
-                for name in dict.fromkeys(n for use in node.uses for n in use.value.split(" ")):
-                    found.setdefault(name, []).append(node)
-            self._found = found
-        return self._found
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes.values():
+            for name in dict.fromkeys(n for use in node.uses for n in use.value.split(" ")):
+                found.setdefault(name, []).append(node)
+        return found
+
+
+_HARMLESS = ("moves values, rounds nothing", "does not depend on values", "random", "integer or boolean result")
 
 
 class _Tracer(Plain):
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.nodes: dict[str, Node] = {}
+        self.parameters = {id(p): name for name, p in model.named_parameters()}
+        self.buffers = {id(b) for b in model.buffers()}
+        self.made: set[str] = set()
 
     def call(self, call: Call) -> Any:
         result = call.run()
         outputs = float_tensors(result)
         if outputs:
             site = str(call.site)
-            uses = tuple(Use(value_name(site, o), o, tuple(call.leaves[o.leaf].shape)) for o in call.operands)
+            uses = tuple(
+                Use(value_name(site, o), o, tuple(call.leaves[o.leaf].shape), self._origin(call.leaves[o.leaf], o))
+                for o in call.operands
+            )
+            integers = any(isinstance(v, Tensor) and not v.is_floating_point() for v in call.leaves)
+            if uses and not integers and all(u.origin != "data" for u in uses):
+                self.made.add(site)
             settings = tuple(v for v in call.leaves if isinstance(v, int | float | str | bool | None))
             shapes = tuple(tuple(t.shape) for t in outputs)
             self.nodes[site] = Node(site, call.operator.name, call.kind, uses, shapes, settings)
         return result
+
+    def _origin(self, value: Tensor, operand: Operand) -> str:
+        if id(value) in self.parameters:
+            return "parameter"
+        if id(value) in self.buffers or id(value._base) in self.buffers:
+            return "made"
+        known = self.made.union(self.parameters.values())
+        return "made" if operand.sources and operand.sources <= known else "data"
 
 
 def value_name(site: str, operand: Operand) -> str:
@@ -112,11 +146,11 @@ def trace(workload: Workload, batches: Iterable[Any] | None = None) -> Graph:
     if not batches:
         raise QuantizationError("no calibration data", where=workload.name, expected="one batch or more", got="none",
                                 do="give the batches that the model is calibrated on")  # fmt: skip
-    tracer = _Tracer()
+    tracer = _Tracer(workload.model)
     with preserve(workload.model), torch.no_grad(), watch(workload.model.eval(), tracer) as mode:
         for batch in batches:
             mode.begin()
-            tracer.nodes = {}
+            tracer.nodes, tracer.made = {}, set()
             with mode:
                 output = workload.run(batch)
             for tensor in float_tensors(output) or _tensors(output):
@@ -124,15 +158,20 @@ def trace(workload: Workload, batches: Iterable[Any] | None = None) -> Graph:
             for site, node in tracer.nodes.items():
                 runs[site] += 1
                 known = graph.nodes.setdefault(site, node)
-                if [u.value for u in known.uses] != [u.value for u in node.uses]:
+                if _read(known) != _read(node):
                     graph.changing.add(site)
         graph.excluded = {key: row.count for key, row in mode.excluded.items()}
+        graph.hidden = [(row.examples[0], row.reason) for row in mode.excluded.values() if row.reason not in _HARMLESS]
     graph.sometimes = {site for site, count in runs.items() if count < len(batches)}
     if not graph.nodes:
         raise QuantizationError("no operator of this model can be seen", where=workload.name,
                                 got=type(workload.model).__name__,
                                 expected="a module that calls torch on floating-point tensors")  # fmt: skip
     return graph
+
+
+def _read(node: Node) -> list[tuple[str, int]]:
+    return [(use.value, use.operand.leaf) for use in node.uses]
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -21,12 +21,16 @@ from roundoff.quantize.quantizer import Quantizer
 from roundoff.workload import Workload, preserve
 
 
+#: Batches that gradients are sent back through.
+GRADIENTS = 2
+
+
 @dataclass
 class Statistics:
-    """Of one value, over all samples: squared adjoint, extremes and power for each channel, samples seen.
+    """Of one value, over all samples (and probes): squared adjoint, extremes and power for each channel, samples seen.
 
     ``power`` has the shape of one sample; ``channel``, ``low``, ``high`` and ``square`` (x², summed over samples) have one
-    number for each index of axis 1 (the last axis for two axes and for sequences).
+    number for each index of the axis that the reader contracts, or that the call writes its channels along.
     """
 
     power: Tensor
@@ -38,58 +42,74 @@ class Statistics:
 
     def add(self, value: Tensor, gradient: Tensor, axis: int) -> None:
         """One batch."""
-        rest = [i for i in range(value.ndim) if i != axis]
-        squared = gradient.square()
-        sample = squared.sum(0)
+        squared, sample = gradient.square(), gradient.square().sum(0)
         fits = self.power.shape == sample.shape or not self.samples
         self.power = self.power + sample if fits else self.power.new_full((), float("nan"))
-        self.channel = self.channel + squared.sum(rest)
+        self.channel = self.channel + _channels(squared, axis).sum(0)
         self.extend(value, axis)
-        self.square = self.square + value.square().mean(rest) * len(value)
+        self.square = self.square + _channels(value, axis).square().mean(0) * len(value)
         self.samples += len(value)
-
 
     def extend(self, value: Tensor, axis: int) -> None:
         """The extremes of a batch without gradients."""
-        rest = [i for i in range(value.ndim) if i != axis]
-        self.low, self.high = torch.minimum(self.low, value.amin(rest)), torch.maximum(self.high, value.amax(rest))
+        rows = _channels(value, axis)
+        self.low, self.high = torch.minimum(self.low, rows.amin(0)), torch.maximum(self.high, rows.amax(0))
+
+
+def _channels(value: Tensor, axis: int) -> Tensor:
+    """A value as ``[rest, channels]``."""
+    moved = value.movedim(axis, -1)
+    return moved.reshape(-1, moved.shape[-1])
 
 
 class _Taps(Passing):
-    def __init__(self) -> None:
+    def __init__(self, model: QuantizedModel) -> None:
         self.values: dict[str, Statistics] = {}
         self.results: dict[str, Statistics] = {}
+        self.varying: set[str] = set()
+        weights = {site: name for name, q in model.named() if q.weight for site in q.sites}
+        shapes = {name: p.shape for name, p in model.model.named_parameters()}
+        #: sites that read a weight, and the axis of their results' channels
+        self.axes = {s: 1 - len(shapes[n]) if len(shapes[n]) > 2 else -1 for s, n in weights.items() if n in shapes}
 
     def value(self, name: str, quantizer: Quantizer, value: Tensor) -> Tensor:
-        return value if quantizer.weight else self._tap(self.values, name, value)
+        return value if quantizer.weight else self._tap(self.values, name, value, channel_axis(quantizer, value))
 
     def result(self, site: str, result: Any) -> Any:
-        return self._tap(self.results, site, result) if isinstance(result, Tensor) else result
+        known = isinstance(result, Tensor) and site in self.axes
+        return self._tap(self.results, site, result, self.axes[site]) if known else result
 
     def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
         return bias
 
-    def _tap(self, found: dict[str, Statistics], name: str, value: Tensor) -> Tensor:
+    def _tap(self, found: dict[str, Statistics], name: str, value: Tensor, axis: int) -> Tensor:
+        if value.ndim == 0 or value.numel() == 0 or name in self.varying:
+            return value
+        if name in found and len(found[name].channel) != value.shape[axis]:
+            self.varying.add(name)  # a channel is not the same thing in every batch
+            del found[name]
+            return value
         if not torch.is_grad_enabled():
             if name in found:
-                found[name].extend(value, channel_axis(value))
+                found[name].extend(value, axis)
             return value
-        edge = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-        axis = channel_axis(value)
+        # a copy, since a leaf could not be written in place
+        edge = value.view_as(value) if value.requires_grad else value.detach().requires_grad_().clone()
 
         def arrived(gradient: Tensor) -> None:
             if name not in found:
-                zero = torch.zeros(value.shape[axis])
-                found[name] = Statistics(torch.zeros(()), zero, zero + torch.inf, zero - torch.inf, zero)
+                zero = value.detach().new_zeros(value.shape[axis])
+                found[name] = Statistics(zero.sum(), zero, zero + torch.inf, zero - torch.inf, zero)
             found[name].add(value.detach(), gradient, axis)
 
         edge.register_hook(arrived)  # type: ignore[no-untyped-call]
         return edge
 
 
-def channel_axis(value: Tensor) -> int:
-    """The axis of channels: 1 for pictures (4 axes and more), else the last."""
-    return 1 if value.ndim >= 4 else value.ndim - 1
+def channel_axis(quantizer: Quantizer, value: Tensor) -> int:
+    """The axis of a value's channels: what its reader contracts, or what the call that made it writes its channels along."""
+    axis = quantizer.operand.reduce
+    return axis if -value.ndim <= axis < value.ndim else -1
 
 
 @dataclass
@@ -99,20 +119,23 @@ class Importance:
     values: dict[str, Statistics]
     results: dict[str, Statistics]
 
-    def power(self, name: str, value: Tensor) -> Tensor | None:
-        """The squared adjoint of each element of a batch of this value, up to a factor; None where it has none."""
+    def power(self, name: str, value: Tensor, axis: int) -> Tensor | None:
+        """The squared adjoint of each element of a batch of this value, whose channels lie on ``axis``, up to a factor.
+
+        None where it has none, or where its channels are others than they were.
+        """
         known = self.values.get(name)
-        if known is None:
+        if known is None or len(known.channel) != value.shape[axis]:
             return None
         if known.power.shape == value.shape[1:]:
             return known.power.expand(value.shape)
         shape = [1] * value.ndim
-        shape[channel_axis(value)] = -1
+        shape[axis] = -1
         return known.channel.view(shape).expand(value.shape)
 
 
 def importance(
-    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = 2, probes: int = 1, seed: int = 0
+    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = GRADIENTS, probes: int = 1, seed: int = 0
 ) -> Importance:
     """Run the unquantized model on batches, and on the first of them send ``probes`` sign vectors back through it.
 
@@ -121,7 +144,7 @@ def importance(
     Raises ``QuantizationError`` where no gradient reaches the output.
     """
     generator = torch.Generator().manual_seed(seed)
-    taps, own = _Taps(), workload.with_model(model)
+    taps, own = _Taps(model), workload.with_model(model)
     with preserve(model), torch.enable_grad(), model.through(taps):
         model.requires_grad_(False)
         for index, batch in enumerate(batches):

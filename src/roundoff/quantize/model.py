@@ -6,16 +6,17 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.capture.calls import Call, float_tensors, watch
 from roundoff.capture.execute import execute
 from roundoff.formats import PerAxis, PerTensor
+from roundoff.quantize.graph import Graph
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.record import Entry, Record, Step, fingerprint
 from roundoff.quantize.scheme import Route, Row, Scheme
@@ -58,13 +59,14 @@ class QuantizedModel(nn.Module):
         model: the copy of the user's model; its weights are floating point, after repairs on the grid of their scales.
         quantizers: by name with dots as ``__dot__``, see ``quantizer(name)`` and ``named()``.
         rows: one for each site, with the reason where it is not quantized.
+        graph: the calls that calibration saw.
         steps: what calibration did and what it gained.
         unseen: calls that calibration did not see, which run as they are.
     """
 
-    def __init__(self, model: nn.Module, laid_out: Scheme) -> None:
+    def __init__(self, model: nn.Module, laid_out: Scheme, graph: Graph | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.graph = model, graph or Graph()
         self.routes: dict[str, Route] = laid_out.routes
         self.rows: list[Row] = laid_out.rows
         self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})
@@ -120,6 +122,23 @@ class QuantizedModel(nn.Module):
             with mode:
                 return self.model(*args, **kwargs)
 
+    @property
+    def notes(self) -> dict[str, str]:
+        """What could not be scaled as it should, by the quantizer's name: constant values, scales that are too small."""
+        return {name: quantizer.note for name, quantizer in self.named() if quantizer.note}
+
+    def settle_(self) -> None:
+        """After calibration: what it never reached runs in fp32, and its row says so."""
+        never = {n for n, q in self.named() if not q.dynamic and q.scale is None}
+        for site, route in list(self.routes.items()):
+            if not never & {*route.uses.values(), route.output}:
+                continue
+            del self.routes[site]
+            reason = "calibration never reached it"
+            self.rows[:] = [Row(r.site, "fp32", reason) if r.site == site else r for r in self.rows]
+        for name in never:
+            del self.quantizers[_key(name)]
+
     def missed(self, site: str) -> None:
         """A call that calibration did not see was made: it is counted, and said once."""
         self.unseen[site] += 1
@@ -136,9 +155,8 @@ class _Handler:
         self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def before_write(self, tensor: Tensor) -> None:
-        """What was made of a tensor that is about to change holds no longer."""
-        if tensor in self.done:
-            del self.done[tensor]
+        """What was made of a tensor that is about to change holds no longer, nor of other views of its memory."""
+        forget(self.done, tensor)
 
     def call(self, call: Call) -> Any:
         """Run the call as its route says."""
@@ -149,14 +167,14 @@ class _Handler:
             if site not in self.owner.known and float_tensors(result):
                 self.owner.missed(site)
             return result
-        if route.executes is not None:
-            return execute(call, route.executes, straight)
         leaves = list(call.leaves)
         for place, name in route.uses.items():
             if place == 0 and call.operator.inplace:  # what a quantizer took or gave is not written to: its gradient needs it
                 leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
             else:
                 leaves[place] = self.pass_on(name, leaves[place])
+        if route.executes is not None:
+            return execute(replace(call, leaves=leaves), route.executes, straight)
         if route.bias >= 0:
             readers = [self.owner.quantizer(n) for n in route.uses.values()]
             leaves[route.bias] = self.owner.passing.bias(site, leaves[route.bias], readers)
@@ -165,7 +183,8 @@ class _Handler:
             result = call.leaves[0].copy_(result)
         if not route.output:
             return result
-        return tree_map(lambda t: self.pass_on(route.output, t) if isinstance(t, Tensor) else t, result)
+        quantized = self.pass_on(route.output, result)
+        return result.copy_(quantized) if call.operator.inplace else quantized
 
     def pass_on(self, name: str, value: Tensor) -> Tensor:
         """The value behind its quantizer; the same tensor for every reader."""
@@ -177,6 +196,13 @@ class _Handler:
         return known[name]
 
 
+def forget(done: WeakIdKeyDictionary, tensor: Tensor) -> None:
+    """Drop what is remembered of tensors in the memory of one that is about to be written."""
+    memory = tensor.untyped_storage().data_ptr()
+    for known in [t for t in done if t.untyped_storage().data_ptr() == memory]:
+        del done[known]
+
+
 def on_sums(bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
     """A bias rounded to the step of the integer sums that it is added to: scale of the input times scales of the weight.
 
@@ -186,6 +212,8 @@ def on_sums(bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
     scale = sum_scale(quantizers)
     if scale is None:
         return bias
+    if scale.numel() > 1 and bias.shape[-1] % scale.numel() == 0:  # one for each channel of a group, in every group
+        scale = scale.repeat(bias.shape[-1] // scale.numel())
     codes = torch.round(bias.detach() / scale).clamp_(-(2.0**31), 2.0**31 - 1)
     return straight(bias, (codes * scale).to(bias.dtype))
 

@@ -19,7 +19,7 @@ from roundoff.plan.budget import sqnr_db
 from roundoff.plan.plan import Plan
 from roundoff.plan.rounded import noise
 from roundoff.quantize.graph import Graph, trace
-from roundoff.quantize.importance import importance
+from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.record import Step
 from roundoff.quantize.repair.fold import fold_batch_norm_
@@ -86,7 +86,7 @@ def quantize(
         folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
         notes = [Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason]
     graph = trace(own)
-    made = QuantizedModel(own.model, scheme(graph, formats, options))
+    made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
     meter = _Meter(workload, own, made)
     made.steps = _calibrate(made, graph, own, rounding, spread, meter)
@@ -105,7 +105,7 @@ def _calibrate(
             gain = spread_(made, graph, own, weights)
             found.append(Step(gain.name, gain.before_db, gain.after_db, gain.note))
             if not math.isnan(gain.after_db):
-                weights = importance(made, own, own.batches)
+                weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for spread_ alone
     if weights is None and rounding.observer == "adjoint":
         rounding = replace(rounding, observer="mse")
     gains = round_in_order_(made, own, own.batches, rounding, weights)

@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 
 from roundoff.capture.calls import Operand
 from roundoff.capture.execute import round_operand
 from roundoff.errors import QuantizationError
-from roundoff.formats import BlockFormat, Format, Granularity, QParams, fake_quantize, quantize
+from roundoff.formats import (
+    BlockFormat,
+    Format,
+    Granularity,
+    PerToken,
+    QParams,
+    choose_qparams,
+    fake_quantize,
+    quantize,
+)
 from roundoff.train.casts.simulate import straight
 
 
 class Quantizer(nn.Module):
     """Fake quantization of one value: quantize to ``fmt`` and dequantize, with the gradient straight through.
 
-    With a ``scale`` it is static. Without one it is dynamic: the scale is chosen from each tensor as the format's execution
-    rule has it (``capture.execute.round_operand``), which block formats always do.
+    With a ``scale`` it is static. A dynamic one chooses the scale from each tensor (``formats.choose_qparams``). Block
+    formats always do, along the contracted axis, a last block that is not full completed with zeros.
 
     Attributes:
         name: a parameter ("fc.weight"), the site whose output it is ("body.0/add"), or an operand ("stem.0/conv2d:0").
         fmt: the format of the codes.
         operand: role and axes of the operand it stands before.
-        granularity: which elements share a scale; ``None`` where it is dynamic.
+        granularity: which elements share a scale; ``None`` for block formats.
+        dynamic: whether the scale is chosen from each tensor.
         scale, zero_point: buffers, of the granularity's shape (see ``formats.granularity``); ``None`` where there is none.
         sites: who reads the value through it.
+        observer, note: who chose the scale, and what it could not scale as it should (``Observer.degenerate``).
     """
 
     scale: Tensor | None
     zero_point: Tensor | None
 
     def __init__(
-        self, name: str, fmt: Format, operand: Operand, granularity: Granularity | None, sites: tuple[str, ...] = ()
-    ) -> None:
+        self, name: str, fmt: Format, operand: Operand, granularity: Granularity | None, sites: tuple[str, ...] = (), *,
+        dynamic: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.fmt, self.operand, self.granularity, self.sites = name, fmt, operand, granularity, sites
-        self.observer = ""
+        self.dynamic = dynamic or granularity is None or isinstance(fmt, BlockFormat)
+        self.observer = self.note = ""
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
 
@@ -42,11 +58,6 @@ class Quantizer(nn.Module):
     def weight(self) -> bool:
         """Whether it stands before a weight."""
         return self.operand.role == "weight"
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale is chosen from each tensor."""
-        return self.granularity is None or isinstance(self.fmt, BlockFormat)
 
     def qparams(self) -> QParams:
         """Scale and zero point. Raises ``QuantizationError`` where there are none, since nothing was observed."""
@@ -56,8 +67,9 @@ class Quantizer(nn.Module):
                                     do="calibrate the model on batches that reach it")  # fmt: skip
         return QParams(self.scale, self.zero_point, self.granularity)
 
-    def set_(self, qparams: QParams, observer: str = "") -> None:
-        """Take a scale and zero point; says who chose them."""
+    def set_(self, qparams: QParams, observer: str = "", note: str = "") -> None:
+        """Take a scale and zero point; says who chose them, and what was wrong with the range."""
+        self.note = note
         self.scale, self.zero_point = qparams.scale.detach().clone(), None
         if qparams.zero_point is not None:
             self.zero_point = qparams.zero_point.detach().clone()
@@ -65,9 +77,16 @@ class Quantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` on the grid, in its shape and dtype; NaN stays NaN, what is out of range saturates."""
-        if self.dynamic:
+        if x.numel() == 0:
+            return x
+        if self.granularity is None or isinstance(self.fmt, BlockFormat):
             return straight(x, round_operand(x, self.operand, self.fmt))
-        return straight(x, fake_quantize(x, self.qparams(), self.fmt))
+        if not self.dynamic:
+            return straight(x, fake_quantize(x, self.qparams(), self.fmt))
+        axis = self.operand.reduce if isinstance(self.granularity, PerToken) else -1  # a token has one scale along it
+        moved = x.detach().movedim(axis, -1)
+        rounded = fake_quantize(moved, choose_qparams(moved, self.fmt, self.granularity), self.fmt)
+        return straight(x, rounded.movedim(-1, axis))
 
     def codes(self, x: Tensor) -> Tensor:
         """The codes of ``x`` as integers (int32), in its shape: of an integer format with a scale."""
@@ -75,4 +94,11 @@ class Quantizer(nn.Module):
 
     def extra_repr(self) -> str:
         """For print(model)."""
-        return f"{self.name}, {self.fmt.name}, {'dynamic' if self.dynamic else self.granularity}"
+        how = "blocks" if self.granularity is None else str(self.granularity)
+        return f"{self.name}, {self.fmt.name}, {how}{', dynamic' if self.dynamic else ''}"
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        for name in ("scale", "zero_point"):  # of a fresh model they are None, which has no place to load into
+            if prefix + name in state_dict:
+                setattr(self, name, state_dict[prefix + name].detach().clone())
+        super()._load_from_state_dict(state_dict, prefix, *rest)

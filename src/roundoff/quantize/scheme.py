@@ -8,20 +8,24 @@ works on codes as well.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roundoff.capture.calls import Operand
 from roundoff.capture.execute import runs_kind
-from roundoff.errors import QuantizationError
+from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import (
+    FORMATS,
     BlockFormat,
     Format,
     Granularity,
     PerAxis,
     PerGroup,
     PerTensor,
+    PerToken,
+    parse_format,
 )
 from roundoff.formats.named import integer
 from roundoff.quantize.graph import Graph, Node, Use
@@ -31,7 +35,7 @@ from roundoff.quantize.quantizer import Quantizer
 CLIPS = frozenset({"relu", "relu6", "hardtanh", "clamp", "clip", "clamp_min"})
 #: Calls with integer kernels that join or pool codes.
 FOLLOWS = frozenset({"add", "mul", "mean", "adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"})
-_PASSES = frozenset({"max_pool2d", "max_pool1d", "max_pool3d"})  # the codes themselves, no new scale
+_FP32 = FORMATS["fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Row:
-    """One site and what became of it: its format, and the reason why it stays as it is (fp32), or why not as asked."""
+    """One site and what became of it: its format, or the reason why it stays as it is."""
 
     site: str
     format: str
@@ -100,97 +104,193 @@ class Scheme:
 def scheme(graph: Graph, formats: Mapping[str, Format], options: Options) -> Scheme:
     """Lay out the quantizers that ``formats`` (site to format; others stay as they are) ask for.
 
+    A weight that several calls read is stored once: all of them read it on one grid, those that the formats leave out too,
+    and one that wants another grid stays as it is. All this is in the rows.
+
     Raises ``QuantizationError`` when nothing at all would be quantized.
     """
-    plan = _Plan(graph, formats, options)
+    made = _Layout(graph, formats, options)
     for node in graph.nodes.values():
-        plan.site(node)
-    if options.elementwise:
-        plan.follow()
-    rows = [plan.row(node) for node in graph.nodes.values()]
-    if not plan.routes:
+        made.lay(node)
+    for node in graph.nodes.values():
+        made.share(node)
+    if options.elementwise and options.activation == "tensor" and not options.dynamic:
+        made.follow()
+    rows = [made.row(node) for node in graph.nodes.values()]
+    rows += [Row(site, "fp32", reason) for site, reason in graph.hidden]
+    if not made.routes:
         raise QuantizationError("nothing would be quantized", expected="a plan with a format that some site can run in",
                                 got="; ".join(sorted({r.reason for r in rows if r.reason})[:3]) or "fp32 for every site",
                                 do="offer int8, or another format for matrix products")  # fmt: skip
-    return Scheme(plan.routes, plan.quantizers, rows)
+    if options.kv_cache and not any(n.kind == "attention" for n in graph.nodes.values()):
+        raise QuantizationError("no keys and values to keep", where="kv_cache", got="no call of an attention operator",
+                                expected="scaled_dot_product_attention",
+                                do="attention that is written as matmul and softmax: give these sites a format")  # fmt: skip
+    return Scheme(made.routes, made.quantizers, rows)
 
 
-class _Plan:
+class _Layout:
+    """Routes and quantizers as they come about, and the reasons of what stays as it is."""
+
     def __init__(self, graph: Graph, formats: Mapping[str, Format], options: Options) -> None:
         self.graph, self.formats, self.options = graph, formats, options
         self.routes: dict[str, Route] = {}
         self.quantizers: dict[str, Quantizer] = {}
-        self.refused: dict[str, str] = {}
-        self.notes: dict[str, str] = {}
+        self.names: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
+        self.cache = parse_format(options.kv_cache) if options.kv_cache else None
 
-    def site(self, node: Node) -> None:
+    def lay(self, node: Node) -> None:
+        """The route of a call that has a format, or the reason why it has none."""
+        if self.cache is not None and node.kind == "attention":
+            route = self._routed(node, f"keys and values in {self.cache.name}")
+            for use in node.uses[1:3]:
+                self._read(route, use, self.cache, self._cached(self.cache))
         fmt = self.formats.get(node.site)
         if fmt is None or fmt.name == "fp32":
             return
         reason = self._refuses(node, fmt)
-        if reason is not None:
-            self.refused[node.site] = reason
-            return
-        route, rule = self.routes.setdefault(node.site, Route(node.site)), fmt.execution
-        if rule is None or rule.operators == "all":
+        if reason is None:
+            self._route(node, fmt)
+        else:
+            self.reasons[node.site] = reason
+
+    def _routed(self, node: Node, name: str) -> Route:
+        self.names[node.site] = name
+        return self.routes.setdefault(node.site, Route(node.site))
+
+    def _route(self, node: Node, fmt: Format) -> None:
+        route, rule = self._routed(node, fmt.name), fmt.execution
+        if rule is None or "exact" in (rule.activation, rule.weight):
             route.executes = fmt
             return
         for use in node.uses:
             if use.operand.role == "weight" and rule.weight is not None:
-                self._read(route, use, fmt)
+                self._read(route, use, fmt, self._of_weight(use, fmt))
             elif use.operand.role == "activation" and rule.activation is not None:
-                self._read(route, use, self._activation(fmt))
+                own = self._activation(fmt)
+                self._read(route, use, own, self._of_value(use, own))
             elif use.operand.role == "bias" and self.options.bias and _integer(fmt) and rule.activation is not None:
                 route.bias = use.operand.leaf
 
     def _refuses(self, node: Node, fmt: Format) -> str | None:
+        """Why a call cannot run in a format, or None."""
         if node.site in self.graph.changing:
             return "reads other values from batch to batch: the model branches on its data"
-        return runs_kind(node.kind, any(u.weight for u in node.uses), fmt)
+        reason, rule = runs_kind(node.kind, any(u.weight for u in node.uses), fmt), fmt.execution
+        if reason is not None or rule is None or "exact" in (rule.activation, rule.weight):
+            return reason
+        for use in node.uses:
+            if use.operand.role == "bias":
+                continue
+            if use.origin == "made":
+                return f"{use.value} is no parameter: a buffer, a view, or made of parameters in the forward pass"
+            try:
+                reason = self._misfit(use, fmt)
+            except FormatError as error:
+                reason = f"{use.value} of shape {use.shape}: {error.what}"
+            if reason is not None:
+                return reason
+        return None
+
+    def _misfit(self, use: Use, fmt: Format) -> str | None:
+        """Why an operand has no such granularity: a reason, or ``FormatError``; None where it has."""
+        rule = fmt.execution
+        if not use.weight:
+            granularity = self._of_value(use, self._activation(fmt))
+            if granularity is not None and rule is not None and rule.activation is not None:
+                granularity.split(use.shape)
+            return None
+        granularity, axis = self._of_weight(use, fmt), use.operand.reduce % len(use.shape)
+        if granularity is not None:
+            granularity.split(use.shape)
+        view = next((n.site for n in self.graph.readers(use.value) for u in n.uses if u.weight and u.origin == "made"), "")
+        if view:
+            return f"{use.value} is stored once, and {view} reads a view of it"
+        known = self.quantizers.get(use.value)
+        if known is None or (known.fmt, known.granularity) == (fmt, granularity) and (
+            granularity is not None or known.operand.reduce % len(use.shape) == axis
+        ):
+            return None
+        return f"{use.value} is stored once, as {known.sites[0]} reads it: {known.fmt.name}, {known.granularity}"
 
     def _activation(self, fmt: Format) -> Format:
+        """The format of values beside weights of a format: integers are asymmetric unless asked otherwise."""
         own = fmt.of_activations
-        if _integer(own) and own.symmetric and not self.options.symmetric and own is fmt:
-            return integer(own.width, symmetric=False)
+        if _integer(own) and (own is not fmt or own.symmetric) and own.symmetric != self.options.symmetric:
+            return integer(own.width, symmetric=self.options.symmetric)
         return own
 
-    def _read(self, route: Route, use: Use, fmt: Format) -> None:
-        name = use.value
-        made = self.quantizers.get(name)
-        if made is None or (made.fmt.name, made.weight) != (fmt.name, use.weight):
-            if made is not None:  # another reader wants it in another format, or along another axis
-                name = f"{route.site}:{use.operand.leaf}"
-            self.quantizers[name] = Quantizer(name, fmt, use.operand, self._granularity(route.site, use, fmt), ())
-        self._by(name, route.site)
-        route.uses[use.operand.leaf] = name
-
-    def _by(self, name: str, site: str) -> None:
-        quantizer = self.quantizers[name]
-        quantizer.sites = tuple(dict.fromkeys((*quantizer.sites, site)))
-
-    def _granularity(self, site: str, use: Use, fmt: Format) -> Granularity | None:
+    def _of_weight(self, use: Use, fmt: Format) -> Granularity | None:
+        """What shares a scale in a weight; None for blocks."""
         if isinstance(fmt, BlockFormat):
             return None
-        ndim = len(use.shape)
-        if use.weight:
-            rule = self.formats[next(iter(self.routes))].execution if fmt.execution is None else fmt.execution
-            asked = self.options.weight if self.options.weight != "format" else (rule.weight if rule else None) or "channel"
-            if asked == "tensor" or ndim < 2:
-                return PerTensor()
-            if asked.startswith("group"):
-                size = int(asked.partition(":")[2] or fmt.group_size)
-                along = use.shape[use.operand.reduce]
-                if along % size == 0:
-                    return PerGroup(size, use.operand.reduce)
-                self.notes[site] = f"a scale for each output channel: groups of {size} do not divide {along} inputs"
-            return PerAxis(use.operand.channel % ndim)
-        if self.options.dynamic or self.options.activation == "token":
+        ndim, asked = len(use.shape), self.options.weight
+        if asked == "format":
+            asked = (fmt.execution and fmt.execution.weight) or "channel"
+        if asked == "tensor" or ndim < 2:
+            return PerTensor()
+        if asked.startswith("group"):
+            return _groups(int(asked.partition(":")[2] or fmt.group_size), use, use.operand.reduce % ndim)
+        return PerAxis(use.operand.channel % ndim)
+
+    def _of_value(self, use: Use, fmt: Format) -> Granularity | None:
+        """What shares a scale in a value; None for blocks."""
+        asked = self.options.activation
+        if isinstance(fmt, BlockFormat):
             return None
-        if self.options.activation == "channel":
-            return PerAxis(use.operand.reduce % ndim)
-        if self.options.activation.startswith("group:"):
-            return PerGroup(int(self.options.activation[6:]), use.operand.reduce)
+        if asked == "token":
+            return PerToken()
+        if asked == "channel":
+            return PerAxis(use.operand.reduce % len(use.shape))
+        if asked.startswith("group:"):
+            return _groups(int(asked[6:]), use, use.operand.reduce)
         return PerTensor()
+
+    @staticmethod
+    def _cached(fmt: Format) -> Granularity | None:
+        """Keys and values come token by token, each with a scale of its own; None for blocks and formats without scales."""
+        exact = fmt.execution is None or fmt.execution.activation == "exact"
+        return None if exact or isinstance(fmt, BlockFormat) else PerToken()
+
+    def _read(self, route: Route, use: Use, fmt: Format, granularity: Granularity | None) -> None:
+        """Let a call read an operand through the quantizer of its value, or through one of its own.
+
+        One of its own: another reader has the value in another format or granularity, or this is only a part of the value.
+        """
+        name, own = use.value, f"{route.site}:{use.operand.leaf}"
+        known = self.quantizers.get(name)
+        other = known is not None and (known.fmt, known.granularity, known.weight) != (fmt, granularity, use.weight)
+        if other or not (use.weight or self._whole(use)):
+            name = own
+        if use.operand.leaf in route.uses:
+            return
+        if name not in self.quantizers:
+            dynamic = not use.weight and (self.options.dynamic or isinstance(granularity, PerToken))
+            self.quantizers[name] = Quantizer(name, fmt, use.operand, granularity, dynamic=dynamic)
+        quantizer = self.quantizers[name]
+        quantizer.sites = tuple(dict.fromkeys((*quantizer.sites, route.site)))
+        route.uses[use.operand.leaf] = name
+
+    def _whole(self, use: Use) -> bool:
+        """Whether an operand holds all elements of its value, whatever their order."""
+        parts = [self.graph.nodes.get(name) for name in use.value.split(" ")]
+        return all(p is not None for p in parts) and math.prod(use.shape) == sum(
+            math.prod(p.shapes[0]) for p in parts if p is not None
+        )
+
+    def share(self, node: Node) -> None:
+        """Let a call that has no format for it read a quantized weight as it is stored."""
+        for use in node.uses:
+            known, route = self.quantizers.get(use.value), self.routes.get(node.site)
+            if known is None or not known.weight or (route is not None and use.operand.leaf in route.uses):
+                continue
+            note = f"reads {use.value} as it is stored for {known.sites[0]}, in {known.fmt.name}"
+            self.reasons[node.site] = "; ".join(filter(None, (self.reasons.get(node.site), note)))
+            if use.origin == "parameter":
+                route = self.routes.setdefault(node.site, Route(node.site))
+                route.uses[use.operand.leaf] = use.value
+                known.sites = (*known.sites, node.site)
 
     def follow(self) -> None:
         """Let the results of integer convolutions be codes, and what joins them work on codes."""
@@ -198,41 +298,47 @@ class _Plan:
         while changed:
             changed = False
             for node in self.graph.nodes.values():
-                if node.site in self.routes or node.site in self.formats and self.formats[node.site].name != "fp32":
-                    continue
-                changed |= node.operator in FOLLOWS and self._joins(node)
+                free = node.site not in self.routes and self.formats.get(node.site) in (None, _FP32)
+                if free and node.operator in FOLLOWS:
+                    changed |= self._joins(node)
         for site in list(self.routes):
             self._writes(self.graph.nodes[site])
 
     def _joins(self, node: Node) -> bool:
         """Whether a call that joins or pools now works on codes: integer calls made all it reads, and read what it makes."""
         uses = [u for u in node.uses if u.operand.role == "activation"]
-        if not uses or len(node.shapes) != 1 or any(u.shape == () for u in uses):
+        if not uses or len(node.shapes) != 1 or any(u.shape == () for u in uses) or node.site in self.graph.changing:
             return False
-        formats = {fmt for u in uses if (fmt := self._made_as(u.value)) is not None}
-        if len(formats) != 1 or any(self._made_as(u.value) is None for u in uses) or not self._read_as_codes(node):
+        formats = [self._made_as(u.value) for u in uses]
+        if formats[0] is None or any(f != formats[0] for f in formats) or not self._read_as_codes(node):
             return False
-        (fmt,) = formats
-        route = self.routes.setdefault(node.site, Route(node.site))
+        route = self._routed(node, "codes")
         for use in uses:
-            self._read(route, use, fmt)
+            along = replace(use.operand, reduce=_channel(node))
+            self._read(route, replace(use, operand=along), formats[0], PerTensor())
         return True
 
     def _made_as(self, value: str) -> Format | None:
-        """The activation format of the integer call that made a value, through clips and pools; None if there is none."""
-        if value in self.quantizers and not self.quantizers[value].weight and _integer(self.quantizers[value].fmt):
-            return self.quantizers[value].fmt
-        node = self.graph.nodes.get(value)
+        """The format of the codes that an integer call wrote for a value, through clips and pools; None without."""
+        known, node = self.quantizers.get(value), self.graph.nodes.get(value)
+        if known is not None and not known.weight and _integer(known.fmt):
+            return known.fmt
         if node is None:
             return None
         if node.operator in CLIPS:
             return self._made_as(node.uses[0].value)
-        fmt = self.formats.get(value)
-        if fmt is not None and value in self.routes and _integer(fmt) and node.kind in ("conv", "linear"):
-            return self._activation(fmt) if fmt.execution and fmt.execution.activation else None
-        if value in self.routes and not self.routes[value].executes and node.kind not in ("conv", "linear"):
-            return self.quantizers[next(iter(self.routes[value].uses.values()))].fmt
-        return None
+        route, fmt = self.routes.get(value), self.formats.get(value)
+        if route is None or route.executes is not None:
+            return None
+        if self.names.get(value) == "codes":
+            return self.quantizers[next(iter(route.uses.values()))].fmt
+        return self._codes(node, fmt) if fmt is not None and node.kind in ("conv", "linear") else None
+
+    def _codes(self, node: Node, fmt: Format) -> Format | None:
+        """The format of values where an integer kernel computes a call that has a format; None if none does."""
+        rule = fmt.execution
+        routed = self.names.get(node.site) == fmt.name and rule is not None and rule.activation is not None
+        return self._activation(fmt) if routed and _integer(fmt) and _integer(self._activation(fmt)) else None
 
     def _read_as_codes(self, node: Node) -> bool:
         """Whether every reader of what a call makes is, or may become, an integer call."""
@@ -244,37 +350,37 @@ class _Plan:
 
     def _writes(self, node: Node) -> None:
         """Give an integer call's result a quantizer where no reader has one: integer kernels write codes."""
-        fmt = self.formats.get(node.site)
-        follows = node.operator in FOLLOWS and fmt is None
-        if not follows and (fmt is None or not _integer(fmt) or node.kind != "conv" or self.routes[node.site].executes):
-            return
-        if fmt is not None and (fmt.execution is None or fmt.execution.activation is None):
-            return
         if node.site in self.quantizers or len(node.shapes) != 1:
             return
+        fmt = self.formats.get(node.site)
+        made = None
+        if self.names.get(node.site) == "codes":
+            made = self._made_as(node.site)
+        elif fmt is not None and node.kind == "conv":
+            made = self._codes(node, fmt)
         readers = self.graph.readers(node.site)
-        last = node.site
-        if len(readers) == 1 and readers[0].operator in CLIPS:
-            if readers[0].site in self.quantizers:
-                return
-            last = readers[0].site
-        made = self._made_as(node.uses[0].value) if follows else self._activation(fmt) if fmt is not None else None
-        if made is None:
+        last = readers[0] if len(readers) == 1 and readers[0].operator in CLIPS else node
+        if made is None or last.site in self.quantizers or last.site in self.graph.changing:
             return
-        operand = Operand(0, "activation", -1, 1, frozenset({last}))
-        self.quantizers[last] = Quantizer(last, made, operand, None if self.options.dynamic else PerTensor(), ())
-        self.routes.setdefault(last, Route(last)).output = last
+        operand = Operand(0, "activation", _channel(node), _channel(node), frozenset({last.site}))
+        self.quantizers[last.site] = Quantizer(last.site, made, operand, PerTensor(), (node.site,))
+        self._routed(last, self.names.get(last.site, "codes")).output = last.site
 
     def row(self, node: Node) -> Row:
-        if node.site in self.refused:
-            return Row(node.site, "fp32", self.refused[node.site])
-        route = self.routes.get(node.site)
-        if route is None:
-            return Row(node.site, "fp32", "" if node.site not in self.formats else "the plan leaves it in fp32")
-        if route.executes is not None:
-            return Row(node.site, route.executes.name)
-        fmt = self.formats.get(node.site)
-        return Row(node.site, fmt.name if fmt is not None else "codes", self.notes.get(node.site, ""))
+        """What became of a call."""
+        name = self.names.get(node.site, "fp32")
+        pinned = name == "fp32" and self.formats.get(node.site) == _FP32
+        return Row(node.site, name, self.reasons.get(node.site, "the plan leaves it in fp32" if pinned else ""))
+
+
+def _channel(node: Node) -> int:
+    """The axis of the channels of a call's result: of convolutions and what follows them, the one behind the batch."""
+    return 1 - len(node.uses[1].shape) if node.kind == "conv" else 1 if len(node.shapes[0]) > 2 else -1
+
+
+def _groups(size: int, use: Use, axis: int) -> PerGroup:
+    """Groups along an axis; one that is shorter than a group is one group."""
+    return PerGroup(min(size, max(use.shape[axis], 1)), axis)
 
 
 def _integer(fmt: Format) -> bool:
@@ -283,4 +389,4 @@ def _integer(fmt: Format) -> bool:
 
 def unquantized(rows: list[Row]) -> Iterator[Row]:
     """The rows of sites that a plan wanted quantized and that are not."""
-    return (row for row in rows if row.reason and row.format == "fp32")
+    return (row for row in rows if row.reason)

@@ -11,7 +11,7 @@ import roundoff as ro
 from roundoff.errors import PatternError, QuantizationError
 from roundoff.formats import choose_qparams, parse_format
 from roundoff.quantize.graph import trace
-from roundoff.quantize.model import Passing, QuantizedModel, copied
+from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.qat.learner import Learner
 from roundoff.quantize.qat.learners import LEARNERS
 from roundoff.quantize.qat.loop import train
@@ -38,7 +38,7 @@ class MinMax(Passing):
     """Calibrates each quantizer on the first tensor that reaches it."""
 
     def value(self, _name, quantizer, value):
-        if quantizer.granularity is not None and quantizer.scale is None:
+        if not quantizer.dynamic and quantizer.scale is None:
             quantizer.set_(choose_qparams(value, quantizer.fmt, quantizer.granularity))
         return value
 
@@ -48,7 +48,8 @@ def quantized(fmt="int4", calibrated=True, **options):
     model = Net()
     workload = Workload(model, [b[0] for b in batches()[:1]])
     graph = trace(workload)
-    found = QuantizedModel(copied(model), scheme(graph, dict.fromkeys(graph.nodes, parse_format(fmt)), Options(**options)))
+    laid_out = scheme(graph, dict.fromkeys(graph.nodes, parse_format(fmt)), Options(**options))
+    found = QuantizedModel(copy.deepcopy(model).eval(), laid_out)
     if calibrated:
         with found.through(MinMax()), torch.no_grad():
             found(workload.batches[0])

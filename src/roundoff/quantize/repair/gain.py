@@ -80,8 +80,9 @@ def check_finite(where: str, **tensors: Tensor | None) -> None:
                 f"the {name} has no floating-point values", where=where, expected="a floating-point tensor",
                 got=f"{tensor.dtype} of shape {tuple(tensor.shape)}",
             )  # fmt: skip
-        bad = tensor.numel() - int(tensor.isfinite().sum())
-        if bad:
+        finite = tensor.isfinite()
+        if not bool(finite.all()):  # counted only then: a sum takes three times as long
+            bad = tensor.numel() - int(finite.sum())
             raise QuantizationError(
                 f"the {name} holds NaN or Inf", where=where, expected="finite values",
                 got=f"{bad} of {tensor.numel()} not finite, shape {tuple(tensor.shape)}",

@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Sequence
 from itertools import product
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -202,17 +203,22 @@ def patches(
         else:
             pads = [(p, p) for p in _each(padding, dimensions)]
         taps = [[d * t for t in range(k)] for d, k in zip(dilations, kernel, strict=True)]
-    x = pad(x, [p for pair in reversed(pads) for p in pair]).transpose(0, 1)  # channels first: rows lie together
+    x = pad(x, [p for pair in reversed(pads) for p in pair])
     lengths = [(n - r - 1) // s + 1 for n, r, s in zip(x.shape[2:], reach, strides, strict=True)]
-    chosen = None
     if share < 1:
-        chosen = _some(math.prod(lengths), share, generator, x.device)
-    columns = []
-    for tap in product(*taps):
-        window = x[(slice(None), slice(None), *(
+        at = torch.unravel_index(_some(math.prod(lengths), share, generator, x.device), lengths)
+        steps = [math.prod(x.shape[3 + i :]) for i in range(dimensions)]
+        first = sum(p * s * step for p, s, step in zip(at, strides, steps, strict=True))
+        moves = torch.tensor([sum(map(mul, tap, steps)) for tap in product(*taps)], device=x.device)
+        found = x.flatten(2).index_select(2, (moves[:, None] + first).flatten())
+        stacked = found.unflatten(2, (len(moves), -1)).permute(1, 2, 0, 3)  # [channels, taps, batch, positions]
+        return stacked.reshape(groups, x.shape[1] // groups * len(moves), -1).mT
+    x = x.transpose(0, 1)  # channels first: rows lie together
+    columns = [
+        x[(slice(None), slice(None), *(
             slice(t, t + s * (n - 1) + 1, s) for t, s, n in zip(tap, strides, lengths, strict=True)
-        ))]  # fmt: skip
-        columns.append(window if chosen is None else window.flatten(2).index_select(2, chosen))
+        ))] for tap in product(*taps)
+    ]  # fmt: skip
     stacked = torch.stack(columns, dim=1)  # [channels, taps, batch, ...]
     return stacked.reshape(groups, x.shape[0] // groups * len(columns), -1).mT
 

@@ -140,7 +140,7 @@ class _Problem:
         if name is None or value is None or name not in read or value not in weights.values:
             return None
         parameter = model.model.get_parameter(name).detach()
-        groups = int(node.settings[-1]) if node.kind == "conv" and node.settings else 1
+        groups = node.groups
         matrices = matrix_view(parameter, node.operator, groups)
         known = weights.values[value]
         channels = len(known.square) // groups

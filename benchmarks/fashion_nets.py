@@ -1,0 +1,112 @@
+"""What the quantization benchmarks share: Fashion-MNIST, the three networks, and figures of their logits."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from common import ROOT, progress
+from torch import Tensor, nn
+
+from roundoff.plan.budget import sqnr_db
+from roundoff.plan.rounded import noise
+
+sys.path.insert(0, str(ROOT / "examples"))
+from fashion_mnist import read
+
+NAMES = ("resnet", "mobile", "skew")
+#: where train_fashion.py leaves its networks
+OWN = ROOT / "out" / "fashion_nets"
+MEAN, DEVIATION = 0.2860, 0.3530
+
+
+def options(description: str | None, **more: dict[str, Any]) -> argparse.Namespace:
+    """The command line of these scripts; one thread."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="2,000 test images and fewer cases: does it run?")
+    parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES, help="these networks alone")
+    parser.add_argument("--nets", type=Path, metavar="FOLDER", help="trained networks: nets.py and NAME.safetensors; "
+                        "otherwise train_fashion.py trains its own")  # fmt: skip
+    for name, settings in more.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    return args
+
+
+def part(name: str) -> tuple[Tensor, Tensor]:
+    """Images [N, 1, 28, 28], normalised, and labels of ``train`` or ``t10k``."""
+    return (read(f"{name}-images-idx3-ubyte") - MEAN) / DEVIATION, read(f"{name}-labels-idx1-ubyte")
+
+
+@dataclass
+class Data:
+    """Test images with labels, and the calibration data: the first 512 training images in 16 batches."""
+
+    images: Tensor
+    labels: Tensor
+    calibration: list[Tensor]
+
+    @classmethod
+    def load(cls, quick: bool = False) -> Data:
+        images, labels = part("t10k")
+        count = 2000 if quick else len(images)
+        return cls(images[:count], labels[:count], list(part("train")[0][:512].split(32)))
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module) -> Tensor:
+        """Of all test images, in evaluation mode."""
+        model.eval()
+        return torch.cat([model(x) for x in self.images.split(500)])
+
+    def top1(self, logits: Tensor) -> float:
+        """In percent."""
+        return 100 * (logits.argmax(1) == self.labels).double().mean().item()
+
+
+def agreement(logits: Tensor, reference: Tensor) -> float:
+    """Percent of samples in the same class."""
+    return 100 * (logits.argmax(1) == reference.argmax(1)).double().mean().item()
+
+
+def db(logits: Tensor, reference: Tensor) -> float:
+    """SQNR of logits in dB."""
+    return sqnr_db(noise([{"logits": logits}], [{"logits": reference}]))
+
+
+def nets(args: argparse.Namespace) -> Iterator[tuple[str, nn.Module]]:
+    """Name and network in evaluation mode, of those that ``--only`` names; trained first where there is none."""
+    from safetensors.torch import load_file
+
+    if args.nets is not None:
+        builders, folder = _module(args.nets / "nets.py").NETS, args.nets
+    else:
+        import train_fashion
+
+        builders, folder = train_fashion.NETS, OWN
+    for name in args.only:
+        net, file = builders[name](), folder / f"{name}.safetensors"
+        if args.nets is None and not file.exists():
+            progress(f"no {name} in out/fashion_nets: training it")
+            train_fashion.make(name, folder)
+        net.load_state_dict(load_file(file))
+        yield name, net.eval()
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("nets", path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise SystemExit(f"{path} is not there: --nets wants a folder with nets.py and NAME.safetensors")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+table, verdict, clock = common.table, common.verdict, common.clock

@@ -15,7 +15,9 @@ def verdict(data: Row) -> str:
     """Whether the target is met, with what was asked and measured."""
     result, asked = data["result"], data["asked"]
     name = result["metric_name"]
-    fall = "" if name is None else f"{name} {metric(result['metric'])}, {fell(result['drop'])} {metric(result['metric_reference'])} in fp32"
+    fall = ""
+    if name is not None:
+        fall = f"{name} {metric(result['metric'])}, {fell(result['drop'])} {metric(result['metric_reference'])} in fp32"
     noise = f"{db(result['sqnr_db'])} dB"
     if asked["target"] is None:
         return f"Quantized: {fall or noise}."
@@ -64,7 +66,7 @@ def _proved(data: Row) -> list[str]:
     said = [f"model.onnx is {size(proof['bytes'])}, {percent(ratio(proof['bytes'], proof['bytes_fp32']))} of fp32's."]
     fast = proof["latency"]
     if fast is not None:
-        said.append(f"ONNX Runtime runs it {times(fast['ratio'])} as fast as fp32 (one thread, the same session): {kernels}.")
+        said.append(f"ONNX Runtime runs it {times(fast['ratio'])} as fast as fp32 (in turns, one thread): {kernels}.")
     else:
         said.append(f"ONNX Runtime runs {kernels}.")
     apart = "every code is equal" if not proof["codes"] else (

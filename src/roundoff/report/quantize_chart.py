@@ -57,7 +57,8 @@ def tradeoff(data: Row, cost: str) -> Markup:
     for p in order:
         px, py = x(p.at), y(max(p.up, yticks[0] if p.up < floor else p.up))
         boxes.append((px - 6, py - 6, px + 6, py + 6))
-        body.append(_circle("chosen" if p.name == "chosen" else "dot format", px, py, 9 if p.name == "chosen" else 4.5, p.title))
+        kind, radius = ("chosen", 9.0) if p.name == "chosen" else ("dot format", 4.5)
+        body.append(_circle(kind, px, py, radius, p.title))
     for p in order:
         px, py = x(p.at), y(max(p.up, yticks[0] if p.up < floor else p.up))
         text = p.name if p.up >= floor else f"{p.name} ↓ {metric(p.up)}"

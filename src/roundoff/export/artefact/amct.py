@@ -59,9 +59,9 @@ def with_config(ask: Ask, path: str | Path, model: nn.Module) -> Ask:
     if config.fp16_scales:
         notes.append("scales are not rounded to fp16 (FORCE_FP16_QUANT)")
     name, parameters = observer
-    known = {k: v for k, v in parameters if not (name == "ulq")}
+    known = dict(parameters)
     if name == "ulq":
-        name = "minmax"
+        name, known = "minmax", {}
         notes.append("AMCT's ulq learns ranges in training: they are calibrated by minmax, and --qat trains them")
     rounding = Rounding(observer=name, weights="gptq" if weights == "adaround" else "nearest", parameters=known,
                         scales="minmax")  # fmt: skip

@@ -25,6 +25,7 @@ def tidy(model: Any, pack: bool = False) -> None:
     _drop_clips(graph)
     _pool(graph)
     _turn_blocks(graph)
+    _look_up(graph)
     _drop_zero_points(graph)
     if pack:
         _pack(graph)
@@ -137,6 +138,36 @@ def _turn_blocks(graph: Any) -> None:
                 value.shape = value.const_value.shape
         producer.attributes["axis"] = ir.AttrInt64("axis", 1 - producer.attributes["axis"].as_int() % 2)
         _replace(graph, node, producer.outputs[0])
+
+
+def _look_up(graph: Any) -> None:
+    """Rows of a table of codes are looked up as codes, and dequantized then: not the whole table in every run."""
+    import onnx_ir as ir
+
+    for node in [n for n in graph if n.op_type == "Gather"]:
+        table, ids = node.inputs[0].producer(), node.inputs[1]
+        axis = node.attributes.get("axis")
+        if table is None or table.op_type != "DequantizeLinear" or (axis is not None and axis.as_int()):
+            continue
+        scale, zero, block = _number(table.inputs[1]), _number(table.inputs[2]), table.attributes.get("block_size")
+        if table.inputs[0].const_value is None or scale is None or zero is None or zero.astype(np.float32).any():
+            continue
+        rows = ir.node("Gather", [table.inputs[0], ids], name=node.name)
+        made = [rows]
+        if scale.ndim == 0:
+            made.append(ir.node("DequantizeLinear", [rows.outputs[0], table.inputs[1]]))
+        elif scale.ndim == 1 and table.attributes["axis"].as_int() == 0 and not (block and block.as_int()):
+            last = ir.tensor(np.array([-1], dtype=np.int64), name=f"{node.name}_last")
+            graph.initializers[last.name] = ir.Value(name=last.name, const_value=last)
+            steps = ir.node("Gather", [table.inputs[1], ids], name=f"{node.name}:scale")
+            column = ir.node("Unsqueeze", [steps.outputs[0], graph.initializers[last.name]])
+            made += [steps, column, ir.node("Cast", [rows.outputs[0]], attributes={"to": ir.DataType.FLOAT.value})]
+            made.append(ir.node("Mul", [made[-1].outputs[0], column.outputs[0]]))
+        else:
+            continue
+        graph.insert_before(node, made)
+        made[-1].outputs[0].name = node.outputs[0].name
+        _replace(graph, node, made[-1].outputs[0])
 
 
 def _drop_zero_points(graph: Any) -> None:

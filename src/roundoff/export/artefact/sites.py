@@ -18,6 +18,7 @@ from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.record import granularity_name
 from roundoff.quantize.repair.fold import fold_batch_norm_
+from roundoff.quantize.scheme import CLIPS, FOLLOWS
 from roundoff.site import matches
 from roundoff.workload import Workload, preserve
 
@@ -52,6 +53,8 @@ def _row(
     if state == "fp32" and not reason:
         skipped = next((p for p in ask.skip if matches(p, site)), None)
         reason = f"--skip {skipped}" if skipped else "the plan leaves it in fp32"
+        if not skipped and node.operator in FOLLOWS | CLIPS:
+            reason = "its neighbours are in fp32, or in several formats: no codes to work on"
     db, own = seen.get(site, (None, None))
     return {
         "site": site, "operator": node.operator, "kind": node.kind, "format": fmt, "state": state,

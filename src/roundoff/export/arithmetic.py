@@ -1,8 +1,8 @@
 """Quantizers as plain arithmetic: divide, round, clip, multiply, in operators that every exporter and runtime has.
 
 ``formats.tensor`` reads the bits of a number to find its binade, and looks at the data to choose the quickest way. Neither
-can be exported. Here the binade comes from a logarithm, corrected by comparing with the exact powers of two beside it, so the
-values are the same, bit for bit.
+can be exported. Here the binade comes from a logarithm, corrected by comparing with the exact powers of two beside it, so
+the values are the same, bit for bit.
 """
 
 from __future__ import annotations

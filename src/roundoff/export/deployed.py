@@ -13,7 +13,6 @@ from roundoff.export.operators import (
     dequantize,
     dynamic_quantize_dequantize,
     quantize_dequantize,
-    scaled,
     site,
 )
 from roundoff.export.stored import Parts, expresses, narrower, slow, value_parts, weight_parts
@@ -147,10 +146,6 @@ class _Lowered(Passing):
         return _tensor(site(result, name))
 
     def _dequantized(self, key: str) -> Tensor:
-        codes = getattr(self.owner, f"{key}_codes")
-        if codes.is_floating_point():
-            scale, _, axis, block = self.owner.parts(key)
-            return scaled(codes, scale, axis, block)
         return _tensor(dequantize(getattr(self.owner, f"{key}_codes"), *self.owner.parts(key)))
 
 

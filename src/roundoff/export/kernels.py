@@ -57,7 +57,8 @@ def became(quantized: QuantizedModel, deployed: Deployed, found: Kernels) -> tup
         elif own and set(own) <= {"MaxPool", "Reshape", "Transpose", "Concat", "Gather"} and operator != "embedding":
             rows.append(Site(site, ", ".join(own), True, "moves codes"))
         else:
-            rows.append(Site(site, ", ".join(dict.fromkeys(own)), False, _why(site, operator, route, quantized, deployed, own)))
+            why = _why(site, operator, route, quantized, deployed)
+            rows.append(Site(site, ", ".join(dict.fromkeys(own)), False, why))
     return tuple(rows)
 
 
@@ -67,9 +68,7 @@ def _belongs(name: str, site: str) -> bool:
     return name.startswith(site) and (not rest or rest[0] == ":" or rest.startswith(("_token", "_nchwc", "_fused", "/")))
 
 
-def _why(
-    site: str, operator: str, route: Route, quantized: QuantizedModel, deployed: Deployed, own: list[str]
-) -> str:
+def _why(site: str, operator: str, route: Route, quantized: QuantizedModel, deployed: Deployed) -> str:
     names = [*route.uses.values(), *([route.output] if route.output else [])]
     for name in names:
         known = deployed.reasons.get(name) or deployed.slow.get(name)
@@ -89,6 +88,8 @@ def _why(
         quantizer = quantized.quantizer(name)
         if quantizer.fmt.width < 8 and not quantizer.weight:
             return f"{quantizer.fmt.name} needs a clip before its codes, which keeps the kernels apart"
+    if operator in ("add", "mul") and len(route.uses) < 2:
+        return "one of its operands is a number, for which ONNX Runtime has no kernel on codes"
     if operator in CONTRACTING and not route.output:
         after = _clipped_after(site, quantized)
         if after is not None and after.zero_point is None:

@@ -54,19 +54,12 @@ def _spread(values: Tensor, ndim: int, axis: int, block: int) -> Tensor:
     return values.view(shape)
 
 
-def scaled(codes: Tensor, scale: Tensor, axis: int, block: int) -> Tensor:
-    """``dequantize`` of fp8 codes, as a cast and a product; ``block`` divides the axis."""
-    if block:
-        parts = codes.unflatten(axis, (-1, block)).to(torch.float32) * scale.unsqueeze(axis + 1)
-        return parts.flatten(axis, axis + 1)
-    return codes.to(torch.float32) * _spread(scale, codes.ndim, axis, 0)
-
-
 def cast_and_back(x: Tensor, scale: Tensor, dtype: torch.dtype, axis: int, block: int) -> Tensor:
     """``x`` on the grid of an fp8 dtype with these scales. Q/DQ would say the same, but ONNX Runtime fuses Q/DQ of fp8 into
     integer kernels that it has not, and drops a Relu before it as if codes had no sign."""
     if block:
-        return cast_and_back(x.unflatten(axis, (-1, block)), scale.unsqueeze(axis + 1), dtype, 0, 0).flatten(axis, axis + 1)
+        shape = (*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+        return cast_and_back(x.reshape(shape), scale.unsqueeze(axis + 1), dtype, 0, 0).reshape(x.shape)
     top = torch.finfo(dtype).max
     step = scale if scale.ndim == x.ndim else _spread(scale, x.ndim, axis, 0)
     return (x / step).clamp(-top, top).to(dtype).to(torch.float32) * step

@@ -1,4 +1,4 @@
-"""What a quantizer becomes in ONNX: codes, scale and zero point of QuantizeLinear and DequantizeLinear, or a reason why not."""
+"""What a quantizer becomes in ONNX: codes, scale and zero point of QuantizeLinear and DequantizeLinear, or why it cannot."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def weight_parts(quantizer: Any, weight: Tensor) -> Parts | str:
 
 
 def _block_parts(quantizer: Any, weight: Tensor, fmt: BlockFormat) -> Parts | str:
-    """Elements of few bits are multiples of their smallest: those multiples are codes, with a scale that is as much smaller."""
+    """Elements of few bits are multiples of their smallest: these are the codes, with a scale that is as much smaller."""
     axis = quantizer.operand.reduce % weight.ndim
     smallest = fmt.one_quantum or fmt.smallest_subnormal or fmt.smallest_normal
     top = fmt.max_finite / smallest

@@ -8,9 +8,11 @@ correction need. Nothing is run again for each layer.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from roundoff.attribute.target import named_tensors
 from roundoff.capture.calls import Call, watch
 from roundoff.capture.execute import execute
-from roundoff.errors import QuantizationError
+from roundoff.errors import QuantizationError, WorkloadError
 from roundoff.formats import PerTensor, QParams, choose_qparams
 from roundoff.quantize.importance import Importance, channel_axis
 from roundoff.quantize.model import QuantizedModel, forget, on_sums
@@ -39,7 +41,14 @@ from roundoff.quantize.repair.matrix import (
 from roundoff.quantize.repair.rounding import round_weight
 from roundoff.quantize.repair.scales import search_scales
 from roundoff.quantize.scheme import Route
-from roundoff.quantize.side_by_side import check_same, samples, stack
+from roundoff.quantize.side_by_side import (
+    Layout,
+    MixedSamplesError,
+    check_same,
+    find_layout,
+    samples,
+    stack,
+)
 from roundoff.workload import Workload, preserve
 
 #: Rows of inputs that second moments are taken from, at most: more add little.
@@ -70,74 +79,105 @@ def round_in_order_(
 ) -> list[Gain]:
     """Choose the scales of values and the codes of weights of a quantized model, in place, from front to back.
 
-    Values that no sample reaches (a table computed from parameters) are calibrated, and left as they are in the pass.
-    that no data reaches lose their quantizers, and their rows say so.
+    All batches go through as one. Where they have other shapes, or the model takes other paths or computes something else
+    for all together, they go one after the other: then each value and weight is settled by the first that reaches it. A
+    value that has no samples (a table computed from parameters) is calibrated, and left as it is in the pass. Calls that no
+    data reaches lose their quantizers, and their rows say so.
 
-    Raises ``QuantizationError`` where the batches cannot be joined to one, or where the model mixes the samples of a batch:
-    then the first half would not be what the plain model computes, which is checked on the first batch. The model is then as
-    before, as after any other error.
+    Raises ``QuantizationError`` without data, for NaN or Inf in a value, and where the model mixes the samples of a batch:
+    then the first half would not be what the plain model computes, which is checked. The model is then as before, as after
+    any other error.
     """
     batches = list(batches)
-    joined = stack([*batches, *batches]) if batches else None
-    if joined is None:
-        raise QuantizationError("the batches cannot go through the model side by side", where=workload.name,
-                                expected="one batch or more, of tensors that differ in their first axis alone",
-                                got="batches of other shapes" if batches else "no calibration data",
-                                do="bring all batches to one shape")  # fmt: skip
-    handler = _InOrder(model, how, weights, [samples(batch) for batch in batches])
+    if not batches:
+        raise QuantizationError("no calibration data", where=workload.name, expected="one batch or more", got="none",
+                                do="give the batches that the model is calibrated on")  # fmt: skip
+    singly = [[i] for i in range(len(batches))]
+    together = len(batches) > 1 and stack([*batches, *batches]) is not None
+    gains = _settle(model, workload, batches, [list(range(len(batches)))] if together else singly, how, weights)
+    if isinstance(gains, QuantizationError) and together:
+        gains = _settle(model, workload, batches, singly, how, weights)
+    if isinstance(gains, QuantizationError):
+        raise gains
+    model.settle_()
+    return gains
+
+
+def _settle(
+    model: QuantizedModel, workload: Workload, batches: Sequence[Any], groups: Sequence[Sequence[int]], how: Rounding,
+    weights: Importance | None,
+) -> list[Gain] | QuantizationError:  # fmt: skip
+    """One pass for each group of batches; an error, with the model as before, where their samples are not independent."""
+    handler = _InOrder(model, how, weights)
     own = workload.with_model(model.model)
     before = [(q, dict(q._buffers), (q.granularity, q.observer, q.note)) for _, q in model.named()]
+    wrong: QuantizationError | None = None
     try:
         with preserve(model.model), torch.no_grad():
-            plain = named_tensors(own.with_model(model.model.eval()).run(batches[0]))
-            with watch(model.model, handler) as mode:
-                mode.begin()
-                with mode:
-                    output = own.run(joined)
-            check_same(plain, named_tensors(output), handler.sizes, workload.name)
-    except BaseException:
-        with torch.no_grad():
-            for tensor, exact in handler.exact.values():
-                tensor.copy_(exact)
-        for quantizer, buffers, state in before:
-            quantizer._buffers.update(buffers)
-            quantizer.granularity, quantizer.observer, quantizer.note = state
+            own.model.eval()
+            plain = [named_tensors(own.run(batches[group[0]])) for group in groups]  # before any weight changes
+            for group, exact in zip(groups, plain, strict=True):
+                handler.begin({i: samples(batches[i]) for i in group})
+                output = handler.run(own, stack([batches[i] for i in (*group, *group)]))
+                check_same(exact, named_tensors(output), list(handler.sizes.values()), workload.name)
+        return handler.gains
+    except MixedSamplesError as error:
+        wrong = error
+        return wrong
+    except BaseException as error:
+        wrong = error if isinstance(error, QuantizationError) else QuantizationError("")
         raise
-    model.settle_()
-    return handler.gains
+    finally:
+        if wrong is not None:
+            with torch.no_grad():
+                for tensor, exact_values in handler.exact.values():
+                    tensor.copy_(exact_values)
+            for quantizer, buffers, state in before:
+                quantizer._buffers.update(buffers)
+                quantizer.granularity, quantizer.observer, quantizer.note = state
 
 
 class _InOrder:
-    def __init__(self, model: QuantizedModel, how: Rounding, weights: Importance | None, sizes: list[int]) -> None:
-        self.model, self.how, self.importance, self.sizes = model, how, weights, sizes
+    def __init__(self, model: QuantizedModel, how: Rounding, weights: Importance | None) -> None:
+        self.model, self.how, self.importance = model, how, weights
         self.gains: list[Gain] = []
-        self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.settled: set[str] = set()
         self.corrected: set[int] = set()
         self.exact: dict[int, tuple[Tensor, Tensor]] = {}  # parameters as they were
+        self.begin({})
+
+    def begin(self, sizes: dict[int, int]) -> None:
+        """A new pass, over batches of so many samples."""
+        self.sizes = sizes
+        self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def run(self, own: Workload, batch: Any) -> Any:
+        """The model's output for a batch that holds all samples twice."""
+        with watch(own.model, self) as mode:
+            mode.begin()
+            try:
+                with mode:
+                    return own.run(batch)
+            except WorkloadError as error:
+                raise QuantizationError(
+                    "the model runs on its batches, but not with all samples twice in one batch", where=own.name,
+                    expected="a model that takes batches of any length", got=str(error.got),
+                    do="take lengths from the input's shape instead of numbers in the code",
+                ) from error  # fmt: skip
 
     def before_write(self, tensor: Tensor) -> None:
         forget(self.done, tensor)
 
-    def axis(self, value: Tensor) -> int | None:
-        """The axis of the samples: the first if it is a multiple of them, else one of their number; None for constants."""
-        total = 2 * sum(self.sizes)
-        if value.ndim and len(value) and len(value) % total == 0:
-            return 0
-        return next((i for i, length in enumerate(value.shape) if length == total), None)
-
-    def halves(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The samples in full precision, and the same samples in the quantized network."""
-        axis = self.axis(value)
-        first, second = (value, value) if axis is None else value.chunk(2, axis)
-        return first, second
+    def layout(self, value: Tensor) -> Layout | None:
+        """Where the samples lie in a value."""
+        return find_layout(value, 2 * sum(self.sizes.values()))
 
     def joined(self, exact: Any, changed: Any) -> Any:
         """The first half of one result and the second half of another; constants as in full precision."""
 
         def one(a: Any, b: Any) -> Any:
-            axis = self.axis(a) if isinstance(a, Tensor) else None
-            return a if axis is None else torch.cat([a.chunk(2, axis)[0], b.chunk(2, axis)[1]], axis)
+            layout = self.layout(a) if isinstance(a, Tensor) else None
+            return a if layout is None else layout.join(layout.halves(a)[0], layout.halves(b)[1])
 
         return tree_map(one, exact, changed)
 
@@ -167,11 +207,12 @@ class _InOrder:
             self.done[value] = {}
         known: dict[str, Tensor] = self.done[value]
         if name not in known:
-            quantizer, axis = self.model.quantizer(name), self.axis(value)
-            first, second = self.halves(value)
-            if quantizer.scale is None and not quantizer.dynamic:
+            quantizer, layout = self.model.quantizer(name), self.layout(value)
+            first, second = (value, value) if layout is None else layout.halves(value)
+            if name not in self.settled and not quantizer.dynamic:
+                self.settled.add(name)
                 self._observe(name, quantizer, second)
-            known[name] = value if axis is None else torch.cat([first, quantizer(second)], axis)
+            known[name] = value if layout is None else layout.join(first, quantizer(second))
         return known[name]
 
     def _observe(self, name: str, quantizer: Quantizer, value: Tensor) -> None:
@@ -187,13 +228,14 @@ class _InOrder:
         bad = ~value.isfinite()
         if not bool(bad.any()):
             return
-        each = bad.reshape(sum(self.sizes), -1).any(1) if len(value) % sum(self.sizes) == 0 else bad.new_ones(1)
-        sample, batch = int(each.nonzero()[0]), 0
-        while sample >= self.sizes[batch]:
-            sample, batch = sample - self.sizes[batch], batch + 1
+        where, total = name, sum(self.sizes.values())
+        if value.ndim and len(value) % total == 0:
+            sample = int(bad.reshape(total, -1).any(1).nonzero()[0])
+            ends = list(accumulate(self.sizes.values()))
+            where += f", first in batch {list(self.sizes)[bisect_right(ends, sample)]}"
         raise QuantizationError(
-            f"{int(bad.sum())} of {value.numel()} values are NaN or Inf", where=f"{name}, first in batch {batch}",
-            expected="finite values", do="find where they arise (roundoff watch), or leave these samples out",
+            f"{int(bad.sum())} of {value.numel()} values are NaN or Inf", where=where, expected="finite values",
+            do="find where they arise (roundoff watch), or leave these samples out",
         )  # fmt: skip
 
     def _weighted(self, call: Call, leaves: list[Any], route: Route, weights: dict[int, str]) -> Any:
@@ -203,16 +245,16 @@ class _InOrder:
         first, second = list(leaves), list(leaves)
         for at in (*weights, *(o.leaf for o in call.operands if o.role == "bias")):
             first[at] = self.exact.setdefault(id(leaves[at]), (leaves[at], leaves[at].detach().clone()))[1]
+        layout = self.layout(leaves[sources[0].leaf]) if len(sources) == 1 else None
         plain = route.executes is None and len(weights) == 1 and call.kind in ("conv", "linear", "matmul")
-        if not plain or len(sources) != 1 or self.axis(leaves[sources[0].leaf]) is None:
+        if not plain or layout is None or layout.axis == sources[0].reduce % leaves[sources[0].leaf].ndim:
             for at, name in weights.items():
                 second[at] = self._nearest(name, leaves[at])
             ran = call.again(second) if route.executes is None else execute(replace(call, leaves=second), route.executes)
             return self.joined(call.again(first), ran)
         ((place, name),) = weights.items()
         quantizer, given, source = self.model.quantizer(name), leaves[place], sources[0].leaf
-        axis = self.axis(leaves[source])
-        first[source], second[source] = self.halves(leaves[source])
+        first[source], second[source] = layout.halves(leaves[source])
         wanted = call.run(first)
         channels = _channels(call, wanted)
         corrects = bias is not None and self._corrects(call, leaves[bias.leaf], wanted.shape[channels])
@@ -232,7 +274,7 @@ class _InOrder:
             readers = [self.model.quantizer(n) for n in route.uses.values()]
             now = on_sums(held, readers) if route.bias >= 0 else held
             found = found + _along(now - before, found.ndim, channels)
-        return torch.cat([wanted, found], axis or 0)
+        return layout.join(wanted, found)
 
     def _corrects(self, call: Call, bias: Tensor, channels: int) -> bool:
         """Whether a bias can take up the mean error: a parameter that is simply added, and not corrected before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roundoff.errors import QuantizationError
+
+
+class MixedSamplesError(QuantizationError):
+    """What a model computes for a sample depends on the others in the batch."""
 
 
 def stack(batches: Sequence[Any]) -> Any | None:
@@ -48,6 +53,60 @@ def samples(batch: Any) -> int:
     return next((len(v) for v in tree_flatten(batch)[0] if isinstance(v, Tensor | np.ndarray) and v.ndim), 0)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where the samples lie in a value: on an axis that is ``outer`` runs of all samples (times what is merged with them).
+
+    ``view(batch * tokens, ...)`` has outer = 1, ``view(tokens * batch, ...)`` has outer = tokens.
+    """
+
+    axis: int
+    outer: int
+
+    def halves(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the second half of the samples."""
+        if self.outer == 1:
+            first, second = value.chunk(2, self.axis)
+            return first, second
+        shape = (*value.shape[: self.axis], self.outer, 2, -1, *value.shape[self.axis + 1 :])
+        first, second = value.reshape(shape).unbind(self.axis + 1)
+        return first.flatten(self.axis, self.axis + 1), second.flatten(self.axis, self.axis + 1)
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        """The inverse of ``halves``.
+
+        >>> halves = Layout(0, 2).halves(torch.arange(8))
+        >>> halves, Layout(0, 2).join(*halves)
+        ((tensor([0, 1, 4, 5]), tensor([2, 3, 6, 7])), tensor([0, 1, 2, 3, 4, 5, 6, 7]))
+        """
+        if self.outer == 1:
+            return torch.cat([first, second], self.axis)
+        shape = (*first.shape[: self.axis], self.outer, -1, *first.shape[self.axis + 1 :])
+        parts = [half.reshape(shape) for half in (first, second)]
+        return torch.cat(parts, self.axis + 1).flatten(self.axis, self.axis + 1)
+
+
+def find_layout(value: Tensor, total: int) -> Layout | None:
+    """Where ``total`` samples, whose halves are nearly the same, lie in a value; None where it has none, as a constant.
+
+    Where shapes leave a choice, the layout with the least difference of the halves, of the first ones with the same.
+
+    >>> find_layout(torch.zeros(6, 4), 4), find_layout(torch.zeros(6, 3), 4)
+    (Layout(axis=1, outer=1), None)
+    """
+    found = [
+        Layout(axis, outer)
+        for axis, length in enumerate(value.shape)
+        for outer in range(1, length // total + 1)
+        if length % (total * outer) == 0
+    ]
+    if len(found) < 2 or not value.is_floating_point():
+        return found[0] if found else None
+    apart = [float((a - b).float().norm()) for a, b in (layout.halves(value) for layout in found)]
+    best = min(range(len(found)), key=lambda i: apart[i])
+    return found[best]
+
+
 def check_same(plain: Mapping[str, Tensor], found: Mapping[str, Tensor], sizes: Sequence[int], name: str) -> None:
     """The first half of the samples went through in full precision: on the first batch it must be what the model computes.
 
@@ -67,7 +126,7 @@ def check_same(plain: Mapping[str, Tensor], found: Mapping[str, Tensor], sizes: 
         if not float(error) <= torch.finfo(exact.dtype).eps ** 0.5 * float(signal):
             wrong.append(f"{key}: off by {float(error / signal):.1e} of its norm")
     if wrong or not compared:
-        raise QuantizationError(
+        raise MixedSamplesError(
             "the samples of a batch are not independent of each other", where=name,
             expected="outputs that have the samples on their first axis, each the same whatever else is in the batch",
             got="; ".join(wrong) or f"outputs of shapes {', '.join(str(tuple(t.shape)) for t in found.values()) or 'none'}",

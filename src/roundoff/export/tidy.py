@@ -33,6 +33,8 @@ def tidy(model: Any, pack: bool = True) -> None:
     # small tensors alone are compared: scales and zero points that are equal
     common.DeduplicateInitializersPass(size_limit=4)(model)
     common.RemoveUnusedNodesPass()(model)
+    for value in [v for v in graph.inputs if not v.uses() and not v.is_graph_output()]:  # the labels beside the images
+        graph.inputs.remove(value)
     model.opset_imports.pop(DOMAIN, None)
     _strip(model)
 

@@ -66,7 +66,7 @@ class QuantizedModel(nn.Module):
 
     def __init__(self, model: nn.Module, laid_out: Scheme, graph: Graph | None = None) -> None:
         super().__init__()
-        self.model, self.graph = model, graph or Graph()
+        self.model, self.graph, self.training = model, graph or Graph(), model.training
         self.routes: dict[str, Route] = laid_out.routes
         self.rows: list[Row] = laid_out.rows
         self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})
@@ -114,9 +114,8 @@ class QuantizedModel(nn.Module):
         finally:
             self.passing = before
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the mode that sees the calls cannot be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, with every value that has a quantizer on its grid. In ``torch.compile`` it runs eagerly."""
+        """The model's output, with every value that has a quantizer on its grid."""
         handler = _Handler(self)
         with watch(self.model, handler) as mode:
             mode.begin()
@@ -170,7 +169,7 @@ class _Handler:
             return result
         leaves = list(call.leaves)
         for place, name in route.uses.items():
-            if place == 0 and call.operator.inplace:  # what a quantizer took or gave is not written: its gradient needs it
+            if place == 0 and call.operator.inplace:  # its gradient needs what a quantizer took and gave unchanged
                 leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
             else:
                 leaves[place] = self.pass_on(name, leaves[place])

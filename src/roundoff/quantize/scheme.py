@@ -33,9 +33,25 @@ from roundoff.quantize.quantizer import Quantizer
 
 #: Calls that an integer kernel absorbs: they only clip, and their result is quantized instead of what they read.
 CLIPS = frozenset({"relu", "relu6", "hardtanh", "clamp", "clip", "clamp_min"})
+#: Calls that only choose among the codes they read: their result has the same scale.
+PASSES = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
 #: Calls with integer kernels that join or pool codes.
 FOLLOWS = frozenset({"add", "mul", "mean", "adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"})
 _FP32 = FORMATS["fp32"]
+
+
+def upper_bound(node: Node) -> float | None:
+    """The upper end of a clip from 0 to a bound, None for other calls and clips.
+
+    >>> upper_bound(Node("/relu6", "relu6", "elementwise", (), ()))
+    6.0
+    """
+    if node.operator == "relu6":
+        return 6.0
+    bounds = [float(v) for v in node.settings if isinstance(v, int | float) and not isinstance(v, bool)]
+    if node.operator in ("hardtanh", "clamp", "clip") and len(bounds) == 2 and bounds[0] == 0.0 < bounds[1]:
+        return bounds[1]
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,8 @@
-"""Calibration samples twice in one batch: the first half for full precision, the second for the quantized network."""
+"""Calibration batches joined to one where that changes nothing: fewer and larger calls of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from roundoff.errors import QuantizationError
-
-
-class MixedSamplesError(QuantizationError):
-    """What a model computes for a sample depends on the others in the batch."""
+from roundoff.attribute.target import named_tensors
+from roundoff.errors import RoundoffError
+from roundoff.workload import Workload
 
 
 def stack(batches: Sequence[Any]) -> Any | None:
@@ -53,82 +50,46 @@ def samples(batch: Any) -> int:
     return next((len(v) for v in tree_flatten(batch)[0] if isinstance(v, Tensor | np.ndarray) and v.ndim), 0)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where the samples lie in a value: on an axis that is ``outer`` runs of all samples (times what is merged with them).
+def in_stacks(workload: Workload, batches: Sequence[Any]) -> list[list[int]]:
+    """Which batches can go through the model together, by number: those of one shape, where it computes the same for them.
 
-    ``view(batch * tokens, ...)`` has outer = 1, ``view(tokens * batch, ...)`` has outer = tokens.
+    That is tried on the first two of a shape. A model that mixes the samples of a batch gets each batch by itself.
+
+    >>> shapes = [torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 5)]
+    >>> in_stacks(Workload(torch.nn.ReLU(), shapes), shapes)
+    [[0, 1], [2]]
     """
-
-    axis: int
-    outer: int
-
-    def halves(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the second half of the samples."""
-        if self.outer == 1:
-            first, second = value.chunk(2, self.axis)
-            return first, second
-        shape = (*value.shape[: self.axis], self.outer, 2, -1, *value.shape[self.axis + 1 :])
-        first, second = value.reshape(shape).unbind(self.axis + 1)
-        return first.flatten(self.axis, self.axis + 1), second.flatten(self.axis, self.axis + 1)
-
-    def join(self, first: Tensor, second: Tensor) -> Tensor:
-        """The inverse of ``halves``.
-
-        >>> halves = Layout(0, 2).halves(torch.arange(8))
-        >>> halves, Layout(0, 2).join(*halves)
-        ((tensor([0, 1, 4, 5]), tensor([2, 3, 6, 7])), tensor([0, 1, 2, 3, 4, 5, 6, 7]))
-        """
-        if self.outer == 1:
-            return torch.cat([first, second], self.axis)
-        shape = (*first.shape[: self.axis], self.outer, -1, *first.shape[self.axis + 1 :])
-        parts = [half.reshape(shape) for half in (first, second)]
-        return torch.cat(parts, self.axis + 1).flatten(self.axis, self.axis + 1)
+    groups: list[list[int]] = []
+    for number, batch in enumerate(batches):
+        known = next((g for g in groups if stack([batches[g[0]], batch]) is not None), None)
+        if known is None:
+            groups.append([number])
+        else:
+            known.append(number)
+    pair = next((group[:2] for group in groups if len(group) > 1), None)
+    if pair is None or _independent(workload, *(batches[i] for i in pair)):
+        return groups
+    return [[number] for number in range(len(batches))]
 
 
-def find_layout(value: Tensor, total: int) -> Layout | None:
-    """Where ``total`` samples, whose halves are nearly the same, lie in a value; None where it has none, as a constant.
-
-    Where shapes leave a choice, the layout with the least difference of the halves, of the first ones with the same.
-
-    >>> find_layout(torch.zeros(6, 4), 4), find_layout(torch.zeros(6, 3), 4)
-    (Layout(axis=1, outer=1), None)
-    """
-    found = [
-        Layout(axis, outer)
-        for axis, length in enumerate(value.shape)
-        for outer in range(1, length // total + 1)
-        if length % (total * outer) == 0
-    ]
-    if len(found) < 2 or not value.is_floating_point():
-        return found[0] if found else None
-    apart = [float((a - b).float().norm()) for a, b in (layout.halves(value) for layout in found)]
-    best = min(range(len(found)), key=lambda i: apart[i])
-    return found[best]
-
-
-def check_same(plain: Mapping[str, Tensor], found: Mapping[str, Tensor], sizes: Sequence[int], name: str) -> None:
-    """The first half of the samples went through in full precision: on the first batch it must be what the model computes.
-
-    In its norm, up to half of the digits of its dtype, since other kernels run for other sizes of a batch. Outputs without
-    an axis of samples in front are not compared. Raises ``QuantizationError`` where they differ, or none can be compared.
-
-    >>> check_same({"output": torch.ones(1)}, {"output": torch.ones(4)}, [1, 1], "toy")
-    """
-    count, total = sizes[0], 2 * sum(sizes)
-    compared, wrong = 0, []
-    for key, exact in plain.items():
-        other = found.get(key)
-        if other is None or not len(exact.shape) or len(exact) != count or len(other) != total:
+def _independent(workload: Workload, first: Any, second: Any) -> bool:
+    """Whether the outputs of two batches are those of both together, up to half of the digits: kernels differ by size."""
+    try:
+        together = named_tensors(workload.run(stack([first, second])))
+    except RoundoffError:  # the model takes batches of this length alone
+        return False
+    apart = [named_tensors(workload.run(batch)) for batch in (first, second)]
+    counts = samples(first), samples(second)
+    compared = 0
+    for key, joined in together.items():
+        parts = [a[key] for a in apart if key in a]
+        if len(parts) < 2 or any(not p.ndim or len(p) != n for p, n in zip(parts, counts, strict=True)):
             continue
+        exact = torch.cat(parts)
+        if joined.shape != exact.shape:
+            return False
         compared += 1
-        error, signal = (other[:count] - exact).double().norm(), exact.double().norm()
+        error, signal = (joined - exact).double().norm(), exact.double().norm()
         if not float(error) <= torch.finfo(exact.dtype).eps ** 0.5 * float(signal):
-            wrong.append(f"{key}: off by {float(error / signal):.1e} of its norm")
-    if wrong or not compared:
-        raise MixedSamplesError(
-            "the samples of a batch are not independent of each other", where=name,
-            expected="outputs that have the samples on their first axis, each the same whatever else is in the batch",
-            got="; ".join(wrong) or f"outputs of shapes {', '.join(str(tuple(t.shape)) for t in found.values()) or 'none'}",
-            do="let the model take its batch statistics from buffers, and put the samples first",
-        )  # fmt: skip
+            return False
+    return compared > 0

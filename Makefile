@@ -40,7 +40,8 @@ demo: $(STAMP)
 	$(RUN)/roundoff diagnose examples/minilm.py -o out/minilm
 
 bench: $(STAMP)
-	@set -e; for file in $(filter-out %/common.py %/capture_models.py %/peer_msprobe.py,$(wildcard benchmarks/*.py)); do \
+	@set -e; for file in $(filter-out %/common.py %/capture_models.py %/peer_msprobe.py \
+		%/fashion_nets.py %/quantize_peers.py,$(wildcard benchmarks/*.py)); do \
 		echo "== $$file"; $(RUN)/python "$$file"; done
 
 clean:

@@ -82,22 +82,27 @@ def db(logits: Tensor, reference: Tensor) -> float:
 
 
 def nets(args: argparse.Namespace) -> Iterator[tuple[str, nn.Module]]:
-    """Name and network in evaluation mode, of those that ``--only`` names; trained first where there is none."""
+    """Name and network, of those that ``--only`` names."""
+    for name in args.only:
+        yield name, load(name, args.nets)
+
+
+def load(name: str, folder: Path | None = None) -> nn.Module:
+    """A network in evaluation mode: one of a folder's, else one of ours, trained first where there is none."""
     from safetensors.torch import load_file
 
-    if args.nets is not None:
-        builders, folder = _module(args.nets / "nets.py").NETS, args.nets
+    if folder is not None:
+        net, file = _module(folder / "nets.py").NETS[name](), folder / f"{name}.safetensors"
     else:
         import train_fashion
 
-        builders, folder = train_fashion.NETS, OWN
-    for name in args.only:
-        net, file = builders[name](), folder / f"{name}.safetensors"
-        if args.nets is None and not file.exists():
+        net, file = train_fashion.NETS[name](), OWN / f"{name}.safetensors"
+        if not file.exists():
             progress(f"no {name} in out/fashion_nets: training it")
-            train_fashion.make(name, folder)
-        net.load_state_dict(load_file(file))
-        yield name, net.eval()
+            train_fashion.make(name, OWN)
+    net.load_state_dict(load_file(file))
+    module: nn.Module = net.eval()
+    return module
 
 
 def _module(path: Path) -> Any:

@@ -86,3 +86,16 @@ def test_train(capsys):
     printed = capsys.readouterr().out
     assert "op:softmax" in printed
     assert "3/softmax runs in fp32: rule 1, op:softmax" in printed
+
+
+@pytest.mark.parametrize("page", ["quantize", "qat", "prune"])
+def test_pages_on_quantization(page, tmp_path, monkeypatch, capsys):
+    """The Python of these pages runs from top to bottom, in one go."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)
+    if page == "quantize":
+        assert "[('0/linear', 'int8'), ('1/relu', 'fp32'), ('2/linear', 'int8')]" in capsys.readouterr().out

@@ -62,6 +62,17 @@ def test_measured_as_predicted(name: str) -> None:
     assert all(p.requires_grad for p in workload.model.parameters())
 
 
+def test_the_resnet_for_quantize_runs_without_its_data_set(tmp_path: Path) -> None:
+    """Without Fashion-MNIST it is trained on digits; one epoch here, no training images among the test images."""
+    pytest.importorskip("sklearn", reason="the digits come from scikit-learn")
+    text = (EXAMPLES / "fashion_resnet.py").read_text().replace(str(FASHION), str(tmp_path / "none"))
+    (tmp_path / "resnet.py").write_text(text.replace("else 20", "else 1"))
+    workload = ro.Workload.load(tmp_path / "resnet.py")
+    assert sum(len(x) for x, _ in workload.held_out) == 512
+    assert sum(len(x) for x, _ in workload.batches) == 1797 - 512  # as scikit-learn's page has it
+    assert workload.run(workload.batches[0]).shape == (128, 10)
+
+
 def test_missing_data_is_a_clear_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = (EXAMPLES / "fashion_mnist.py").read_text().replace(str(FASHION), str(tmp_path / "none"))
     (tmp_path / "fashion.py").write_text(text)

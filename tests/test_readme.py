@@ -40,6 +40,8 @@ def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out.splitlines()[-1].split()
     assert printed[-1] == "True"
     assert float(printed[1]) >= 40.0
+    exec(PYTHON[-1], names)  # quantizes the same workload
+    assert float(capsys.readouterr().out.split()[0]) > 30
 
 
 def test_links_exist() -> None:

@@ -85,7 +85,7 @@ def test_a_missed_target_is_exit_code_1(folder: Path, capsys: pytest.CaptureFixt
     assert not (folder / "no.toml").exists()
 
 
-@pytest.mark.parametrize("verb", ["diagnose", "budget", "plan", "verify"])
+@pytest.mark.parametrize("verb", ["diagnose", "budget", "plan", "verify", "quantize"])
 def test_every_option_is_documented(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(f"{verb} --help", capsys)
     assert code == 0

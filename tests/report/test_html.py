@@ -177,5 +177,5 @@ def test_the_page_can_be_made_from_summary_json(which, request, written):
 
 def test_templates_are_part_of_the_package():
     names = {file.name for file in (importlib.resources.files("roundoff.report") / "templates").iterdir()}
-    pages = {"report.html", "comparison.html", "bench.html"}
-    assert names == pages | {"report.css", "comparison.css", "bench.css", "report.js"}
+    pages = {"report.html", "comparison.html", "bench.html", "quantize.html"}
+    assert names == pages | {"report.css", "comparison.css", "bench.css", "quantize.css", "report.js"}

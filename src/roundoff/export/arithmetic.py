@@ -1,8 +1,8 @@
 """Quantizers as plain arithmetic: divide, round, clip, multiply, in operators that every exporter and runtime has.
 
 ``formats.tensor`` reads the bits of a number to find its binade, and looks at the data to choose the quickest way. Neither
-can be exported. Here the binade comes from a logarithm, corrected by comparing with the exact powers of two beside it, so the
-values are the same, bit for bit.
+can be exported. Here the binade comes from a logarithm, corrected by comparing with the exact powers of two beside it, so
+the values are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _chosen(low: Tensor, high: Tensor, fmt: Format) -> tuple[Tensor, Tensor | No
 def _block_scale(amax: Tensor, fmt: BlockFormat) -> Tensor:
     scales = fmt.scale_format
     if fmt.tensor_scale:
-        whole = amax.amax() / (scales.max_finite * fmt.max_finite)
+        whole = amax.amax(tuple(range(amax.ndim))) / (scales.max_finite * fmt.max_finite)
         whole = torch.where(whole > 0, whole.clamp(min=torch.finfo(amax.dtype).tiny), 1.0)
         return rounded(amax / fmt.max_finite / whole, scales) * whole
     lowest = max(scales.emin + fmt.emax, -126)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from roundoff.export.arithmetic import plainly
 from roundoff.export.operators import (
+    cast_and_back,
     dequantize,
     dynamic_quantize_dequantize,
     quantize_dequantize,
@@ -42,6 +43,7 @@ class Deployed(nn.Module):
         self.places: dict[str, str] = {}
         self.values: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
+        self._bounds: dict[str, tuple[Any, Any]] = {}
         for index, (name, quantizer) in enumerate(model.named()):
             self.places[name] = f"q{index}"
             if not quantizer.weight and not plain:
@@ -53,8 +55,20 @@ class Deployed(nn.Module):
             self.reasons[name] = why
         elif not quantizer.dynamic:
             self.keep(self.places[name], value_parts(quantizer))
+            if narrower(quantizer):
+                self._bounds[name] = _bounds(quantizer)
         if warned is not None:
             self.slow[name] = warned
+
+    def clipped(self, name: str, value: Tensor) -> Tensor:
+        """``value`` inside the range of a format that has fewer codes than it is stored in."""
+        if name not in self._bounds:
+            return value
+        low, high = self._bounds[name]
+        granularity = self.quantized.quantizer(name).granularity
+        if isinstance(low, float) or granularity is None:
+            return value.clamp(low, high)
+        return value.reshape(granularity.split(value.shape)[0]).clamp(low, high).reshape(value.shape)
 
     def keep(self, key: str, parts: Parts) -> None:
         """Store parts as buffers."""
@@ -94,9 +108,10 @@ class _Lowered(Passing):
         if quantizer.dynamic:
             return _tensor(dynamic_quantize_dequantize(value))
         scale, zero, axis, block = self.owner.parts(key)
-        if narrower(quantizer):
-            value = _clipped(value, quantizer)
-        return _tensor(quantize_dequantize(value, scale, zero, axis % value.ndim, block))
+        if zero.is_floating_point():
+            return cast_and_back(value, scale, zero.dtype, axis % max(value.ndim, 1), block)
+        value = self.owner.clipped(name, value)
+        return _tensor(quantize_dequantize(value, scale, zero, axis % max(value.ndim, 1), block))
 
     def _weight(self, name: str, key: str, quantizer: Any, value: Tensor) -> Tensor:
         if f"{key}_scale" not in self.owner._buffers and f"{key}_values" not in self.owner._buffers:
@@ -134,15 +149,13 @@ class _Lowered(Passing):
         return _tensor(dequantize(getattr(self.owner, f"{key}_codes"), *self.owner.parts(key)))
 
 
-def _clipped(value: Tensor, quantizer: Any) -> Tensor:
-    """``value`` inside the range of a format that has fewer codes than it is stored in."""
+def _bounds(quantizer: Any) -> tuple[Any, Any]:
+    """The smallest and largest value of a quantizer, as numbers or of its scale's shape."""
     qparams, fmt = quantizer.qparams(), quantizer.fmt
     zero = torch.zeros_like(qparams.scale) if qparams.zero_point is None else qparams.zero_point
-    low, high = (fmt.min_finite - zero) * qparams.scale, (fmt.max_finite - zero) * qparams.scale
-    if low.numel() == 1:
-        return value.clamp(float(low), float(high))
-    shape = qparams.granularity.split(value.shape)[0]
-    return value.reshape(shape).clamp(low, high).reshape(value.shape)
+    ends = [((end - zero) * qparams.scale).detach() for end in (fmt.min_finite, fmt.max_finite)]
+    low, high = (float(end) if end.numel() == 1 else end for end in ends)
+    return low, high
 
 
 def _tensor(value: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from roundoff.capture.operators import CONTRACTING
 from roundoff.export.deployed import Deployed
@@ -21,6 +22,11 @@ _NONE = {
     "lstm": "recurrent layers stay in fp32 in ONNX", "gru": "recurrent layers stay in fp32 in ONNX",
     "embedding": "a look-up does no arithmetic: its table is stored as codes",
 }  # fmt: skip
+
+_ROUNDS = (
+    "MatMulNBits rounds its activations to 8 bits, which the simulation does not, unless the session has "
+    "session.qdq_matmulnbits_accuracy_level = 1"
+)
 
 
 @dataclass(frozen=True)
@@ -44,13 +50,15 @@ def became(quantized: QuantizedModel, deployed: Deployed, found: Kernels) -> tup
         integer = [op for op in own if is_integer(op)]
         operator = site.rpartition("/")[2].partition("#")[0]
         if integer:
-            rows.append(Site(site, ", ".join(dict.fromkeys(integer)), True))
+            said = _ROUNDS if "MatMulNBits" in integer else ""
+            rows.append(Site(site, ", ".join(dict.fromkeys(integer)), True, said))
         elif not own and operator in CLIPS:
             rows.append(Site(site, "", True, "in the kernel before it"))
         elif own and set(own) <= {"MaxPool", "Reshape", "Transpose", "Concat", "Gather"} and operator != "embedding":
             rows.append(Site(site, ", ".join(own), True, "moves codes"))
         else:
-            rows.append(Site(site, ", ".join(dict.fromkeys(own)), False, _why(site, operator, route, quantized, deployed, own)))
+            why = _why(site, operator, route, quantized, deployed)
+            rows.append(Site(site, ", ".join(dict.fromkeys(own)), False, why))
     return tuple(rows)
 
 
@@ -60,9 +68,7 @@ def _belongs(name: str, site: str) -> bool:
     return name.startswith(site) and (not rest or rest[0] == ":" or rest.startswith(("_token", "_nchwc", "_fused", "/")))
 
 
-def _why(
-    site: str, operator: str, route: Route, quantized: QuantizedModel, deployed: Deployed, own: list[str]
-) -> str:
+def _why(site: str, operator: str, route: Route, quantized: QuantizedModel, deployed: Deployed) -> str:
     names = [*route.uses.values(), *([route.output] if route.output else [])]
     for name in names:
         known = deployed.reasons.get(name) or deployed.slow.get(name)
@@ -70,6 +76,8 @@ def _why(
             return known
     if route.executes is not None:
         return f"{route.executes.name} is exported as fp32: it has no codes"
+    if operator.startswith("max_pool"):
+        return "its codes have another scale than those that it reads, so they are made anew"
     if operator in _NONE:
         return _NONE[operator]
     readers = [quantized.quantizer(name) for name in route.uses.values()]
@@ -80,9 +88,22 @@ def _why(
         quantizer = quantized.quantizer(name)
         if quantizer.fmt.width < 8 and not quantizer.weight:
             return f"{quantizer.fmt.name} needs a clip before its codes, which keeps the kernels apart"
-    if operator.startswith("conv") and operator in CONTRACTING and not route.output:
-        after = [q for name, q in quantized.named() if not q.weight and name.rpartition("/")[2].partition("#")[0] in CLIPS]
-        if after and own and any("Fused" in op for op in own):
-            return "the scale behind the ReLU6 or clip reaches beyond its bound: the clip had to stay"
+    if operator in ("add", "mul") and len(route.uses) < 2:
+        return "one of its operands is a number, for which ONNX Runtime has no kernel on codes"
+    if operator in CONTRACTING and not route.output:
+        after = _clipped_after(site, quantized)
+        if after is not None and after.zero_point is None:
+            return "symmetric codes have a sign, which the ReLU or clip behind it never uses: so that had to stay"
+        if after is not None:
+            return "the scale behind the ReLU6 or clip reaches beyond its bound: so that had to stay"
         return "its result is no code: a float reads it too, or a clip stands between"
     return "ONNX Runtime did not make one of it"
+
+
+def _clipped_after(site: str, quantized: QuantizedModel) -> Any:
+    """The quantizer of the clip that comes next in the model, if what comes next is one."""
+    order = [row.site for row in quantized.rows]
+    following = order[order.index(site) + 1] if site in order[:-1] else ""
+    if following.rpartition("/")[2].partition("#")[0] not in CLIPS:
+        return None
+    return next((q for name, q in quantized.named() if name == following), None)

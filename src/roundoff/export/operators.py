@@ -16,11 +16,8 @@ from torch import Tensor
 
 @torch.library.custom_op("roundoff::quantize_dequantize", mutates_args=())
 def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int) -> Tensor:
-    """``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of ``zero_point`` is that of the codes (fp8 too)."""
+    """``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of ``zero_point`` is that of the codes."""
     step = _spread(scale, x.ndim, axis, block)
-    if zero_point.dtype.is_floating_point:
-        top = torch.finfo(zero_point.dtype).max
-        return (x / step).clamp(-top, top).to(zero_point.dtype).to(torch.float32) * step
     low, high = torch.iinfo(zero_point.dtype).min, torch.iinfo(zero_point.dtype).max
     zero = _spread(zero_point.to(torch.float32), x.ndim, axis, block)
     return (torch.round(x / step).add(zero).clamp(low, high) - zero) * step
@@ -55,6 +52,17 @@ def _spread(values: Tensor, ndim: int, axis: int, block: int) -> Tensor:
     shape = [1] * ndim
     shape[axis] = -1
     return values.view(shape)
+
+
+def cast_and_back(x: Tensor, scale: Tensor, dtype: torch.dtype, axis: int, block: int) -> Tensor:
+    """``x`` on the grid of an fp8 dtype with these scales. Q/DQ would say the same, but ONNX Runtime fuses Q/DQ of fp8 into
+    integer kernels that it has not, and drops a Relu before it as if codes had no sign."""
+    if block:
+        shape = (*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+        return cast_and_back(x.reshape(shape), scale.unsqueeze(axis + 1), dtype, 0, 0).reshape(x.shape)
+    top = torch.finfo(dtype).max
+    step = scale if scale.ndim == x.ndim else _spread(scale, x.ndim, axis, 0)
+    return (x / step).clamp(-top, top).to(dtype).to(torch.float32) * step
 
 
 @torch.library.custom_op("roundoff::site", mutates_args=())

@@ -40,8 +40,8 @@ class SiteProof:
         simulation_db: SQNR against the simulation; infinite where all values are equal.
         own: codes that differ from what the simulation makes of the file's own values before it: what this kernel alone does
             in another way. None where the scale is chosen while the model runs.
-        carried: codes that differ between the file and the simulation, each run from the input on. One code more or less in a
-            value can move the next one by several, where its weights are large beside its scale.
+        carried: codes that differ between the file and the simulation, each run from the input on. One code more or less in
+            a value can move the next one by several, where its weights are large beside its scale.
     """
 
     name: str
@@ -50,6 +50,16 @@ class SiteProof:
     simulation_db: float
     own: Differing | None
     carried: Differing | None
+
+    @property
+    def codes(self) -> int | None:
+        """The greatest difference of a code that the kernel makes by itself."""
+        return self.own.most if self.own else None
+
+    @property
+    def differing(self) -> float | None:
+        """The share of codes that the kernel makes differ."""
+        return self.own.share if self.own else None
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ def prove(
     path_fp32: str | Path,
     *,
     exact: nn.Module | None = None,
-    pack: bool = False,
+    pack: bool = True,
     seconds: float = 3.0,
 ) -> Proof:
     """Write both files, run them in ONNX Runtime on the evaluation set (``held_out``, or else the batches), and measure.
@@ -128,7 +138,7 @@ def prove(
         measured = _measure(workload, quantized, exact or workload.model, batches, probed, file)
     judged = workload.with_model(workload.model)
     judged.batches = batches
-    outputs, outputs_fp32 = _outputs(workload, batches, plain, measured, path_quantized, path_fp32)
+    outputs, outputs_fp32 = _outputs(batches, plain, measured, path_quantized, path_fp32)
     found = kernels(path_quantized)
     agreement = Agreement()
     for ours, theirs, simulated in zip(outputs, outputs_fp32, measured.simulated, strict=True):
@@ -240,17 +250,22 @@ def _exact_values(workload: Workload, exact: nn.Module, quantized: QuantizedMode
 
 
 def _outputs(
-    workload: Workload, batches: list[Any], plain: Traced, measured: _Measured, *paths: str | Path
+    batches: list[Any], plain: Traced, measured: _Measured, *paths: str | Path
 ) -> tuple[list[Any], list[Any]]:
     """Outputs of both files, in the containers that the model returns."""
     found: list[list[Any]] = []
     for path in paths:
         ready, outputs = session(path), []
         for batch, like in zip(batches, measured.simulated, strict=True):
-            arrays = iter(run(ready, _feed(plain, batch)))
-            outputs.append(replaced(like, lambda t, given=arrays: torch.from_numpy(next(given)) if t.numel() else t))
+            outputs.append(_filled(like, run(ready, _feed(plain, batch))))
         found.append(outputs)
     return found[0], found[1]
+
+
+def _filled(like: Any, arrays: list[Any]) -> Any:
+    """An output with these arrays in the places of its tensors."""
+    given = iter(arrays)
+    return replaced(like, lambda t: torch.from_numpy(next(given)) if t.numel() else t)
 
 
 def _feed(traced: Traced, batch: Any) -> dict[str, Any]:

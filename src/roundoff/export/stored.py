@@ -1,4 +1,4 @@
-"""What a quantizer becomes in ONNX: codes, scale and zero point of QuantizeLinear and DequantizeLinear, or a reason why not."""
+"""What a quantizer becomes in ONNX: codes, scale and zero point of QuantizeLinear and DequantizeLinear, or why it cannot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.formats import BlockFormat, Format, PerAxis, PerGroup, PerTensor
+from roundoff.formats import FORMATS, BlockFormat, Format, PerAxis, PerGroup, PerTensor
 from roundoff.formats.affine import extremes
 from roundoff.formats.block import block_scale
 
@@ -76,13 +76,16 @@ def weight_parts(quantizer: Any, weight: Tensor) -> Parts | str:
 
 
 def _block_parts(quantizer: Any, weight: Tensor, fmt: BlockFormat) -> Parts | str:
-    """Elements of few bits are multiples of their smallest: those multiples are codes, with a scale that is as much smaller."""
+    """Elements of few bits are multiples of their smallest: these are the codes, with a scale that is as much smaller."""
     axis = quantizer.operand.reduce % weight.ndim
     smallest = fmt.one_quantum or fmt.smallest_subnormal or fmt.smallest_normal
     top = fmt.max_finite / smallest
-    if top > 32767:
-        return f"{fmt.name}: DequantizeLinear has no scales of blocks for its elements"
     missing = -weight.shape[axis] % fmt.block_size
+    small = next((f for f in FORMATS.values() if f.torch_dtype in _FP8 and _same_elements(f, fmt)), None)
+    if top > 32767 and (small is None or missing):
+        return f"{fmt.name}: its blocks do not divide an axis of {weight.shape[axis]}, so the rounded values are stored"
+    if top > 32767:
+        smallest = 1.0
     shape = list(weight.shape)
     shape[axis] = missing
     whole = torch.cat([weight, weight.new_zeros(shape)], axis)
@@ -90,9 +93,15 @@ def _block_parts(quantizer: Any, weight: Tensor, fmt: BlockFormat) -> Parts | st
     low, high = extremes(whole.reshape(view), dims)
     step = block_scale(torch.maximum(high, -low), fmt).squeeze(dims[0]) * smallest
     spread = step.repeat_interleave(fmt.block_size, axis).narrow(axis, 0, weight.shape[axis])
-    codes = torch.round(quantizer(weight).double() / torch.where(spread == 0, 1.0, spread).double())
-    dtype = torch.int8 if top <= 127 else torch.int16
+    codes = quantizer(weight).double() / torch.where(spread == 0, 1.0, spread).double()
+    if top > 32767 and small is not None and small.torch_dtype is not None:
+        return Parts(codes.float().to(small.torch_dtype), step.contiguous(), torch.zeros_like(step), axis, fmt.block_size)
+    codes, dtype = codes.round(), torch.int8 if top <= 127 else torch.int16
     return Parts(codes.to(dtype), step.contiguous(), torch.zeros_like(step).to(dtype), axis, fmt.block_size)
+
+
+def _same_elements(fmt: Format, other: Format) -> bool:
+    return (fmt.max_finite, fmt.fraction_bits, fmt.emin) == (other.max_finite, other.fraction_bits, other.emin)
 
 
 def _flat(quantizer: Any) -> tuple[Tensor, Tensor, int, int]:

@@ -117,15 +117,15 @@ def _place(values: Tensor, fmt: Format) -> Tensor:
     """Where values stand in the order of a format's values: neighbours differ by 1."""
     if fmt.one_quantum is not None:
         return values / fmt.one_quantum
-    fraction, exponent = torch.frexp(values.abs())  # values = fraction * 2**exponent, fraction in [0.5, 1)
+    exponent = torch.frexp(values.abs())[1]  # values = fraction * 2**exponent, fraction in [0.5, 1)
     binade = (exponent - 1).clamp(min=fmt.emin)
     bits = [fmt.quantum_exponent(e) for e in range(fmt.emin, fmt.emax + 1)]
     starts = [0.0]
     for e, quantum in zip(range(fmt.emin, fmt.emax), bits, strict=False):
         starts.append(starts[-1] + 2.0 ** (e - quantum) * (2 if e == fmt.emin else 1))
     index = (binade - fmt.emin).clamp(max=len(bits) - 1)
-    quantum = torch.tensor([2.0**b for b in bits], dtype=torch.float64)[index]
+    step = torch.tensor([2.0**b for b in bits], dtype=torch.float64)[index]
     base = torch.tensor([math.ldexp(1.0, e) for e in range(fmt.emin, fmt.emax + 1)], dtype=torch.float64)[index]
     start = torch.tensor(starts, dtype=torch.float64)[index]
-    inside = torch.where(index > 0, (values.abs() - base) / quantum, values.abs() / quantum)
+    inside = torch.where(index > 0, (values.abs() - base) / step, values.abs() / step)
     return (start + inside) * torch.sign(values)

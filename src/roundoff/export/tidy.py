@@ -16,7 +16,7 @@ from roundoff.export.operators import DOMAIN
 __all__ = ["tidy"]
 
 
-def tidy(model: Any, pack: bool = False) -> None:
+def tidy(model: Any, pack: bool = True) -> None:
     """Tidy an ``onnx_ir.Model`` in place. ``pack``: codes of 4 bits and fewer are stored two to a byte, as INT4."""
     from onnx_ir.passes import common
 
@@ -24,19 +24,23 @@ def tidy(model: Any, pack: bool = False) -> None:
     _name_sites(graph)
     _drop_clips(graph)
     _pool(graph)
+    _cast_fp8(graph)
     _turn_blocks(graph)
+    _look_up(graph)
     _drop_zero_points(graph)
     if pack:
         _pack(graph)
     # small tensors alone are compared: scales and zero points that are equal
     common.DeduplicateInitializersPass(size_limit=4)(model)
     common.RemoveUnusedNodesPass()(model)
+    for value in [v for v in graph.inputs if not v.uses() and not v.is_graph_output()]:  # the labels beside the images
+        graph.inputs.remove(value)
     model.opset_imports.pop(DOMAIN, None)
     _strip(model)
 
 
 def _name_sites(graph: Any) -> None:
-    """Each node between the operands of a site and its mark is called as the site; with its operator where there are more."""
+    """Nodes between the operands of a site and its mark are called as the site, with the operator if there are many."""
     named: set[int] = set()
     for mark in [n for n in graph if n.domain == DOMAIN]:
         name = mark.attributes["name"].as_string()
@@ -139,12 +143,73 @@ def _turn_blocks(graph: Any) -> None:
         _replace(graph, node, producer.outputs[0])
 
 
+def _look_up(graph: Any) -> None:
+    """Rows of a table of codes are looked up as codes, and dequantized then: not the whole table in every run."""
+    import onnx_ir as ir
+
+    for node in [n for n in graph if n.op_type == "Gather"]:
+        table, ids = node.inputs[0].producer(), node.inputs[1]
+        axis = node.attributes.get("axis")
+        if table is None or table.op_type != "DequantizeLinear" or (axis is not None and axis.as_int()):
+            continue
+        scale, zero, block = _number(table.inputs[1]), _number(table.inputs[2]), table.attributes.get("block_size")
+        if table.inputs[0].const_value is None or scale is None or zero is None or zero.astype(np.float32).any():
+            continue
+        rows = ir.node("Gather", [table.inputs[0], ids], name=node.name)
+        made = [rows]
+        if scale.ndim == 0:
+            made.append(ir.node("DequantizeLinear", [rows.outputs[0], table.inputs[1]]))
+        elif scale.ndim == 1 and table.attributes["axis"].as_int() == 0 and not (block and block.as_int()):
+            last = ir.tensor(np.array([-1], dtype=np.int64), name=f"{node.name}_last")
+            graph.initializers[last.name] = ir.Value(name=last.name, const_value=last)
+            steps = ir.node("Gather", [table.inputs[1], ids], name=f"{node.name}:scale")
+            column = ir.node("Unsqueeze", [steps.outputs[0], graph.initializers[last.name]])
+            made += [steps, column, ir.node("Cast", [rows.outputs[0]], attributes={"to": ir.DataType.FLOAT.value})]
+            made.append(ir.node("Mul", [made[-1].outputs[0], column.outputs[0]]))
+        else:
+            continue
+        graph.insert_before(node, made)
+        made[-1].outputs[0].name = node.outputs[0].name
+        _replace(graph, node, made[-1].outputs[0])
+
+
+def _cast_fp8(graph: Any) -> None:
+    """Stored fp8 codes go through Cast and Mul in the place of DequantizeLinear, of which ONNX Runtime would make integer
+    kernels that it has not. Codes in blocks lie in an axis of their own."""
+    import onnx_ir as ir
+
+    def constant(array: Any, name: str) -> Any:
+        graph.initializers[name] = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+        return graph.initializers[name]
+
+    for node in [n for n in graph if n.op_type == "DequantizeLinear"]:
+        value, codes, scale = node.inputs[0], _number(node.inputs[0]), _number(node.inputs[1])
+        if codes is None or scale is None or not value.const_value.dtype.name.startswith("FLOAT8"):
+            continue
+        axis, size = node.attributes["axis"].as_int(), node.attributes["block_size"].as_int()
+        shape, name = codes.shape, node.inputs[1].name
+        if size:
+            split = codes.reshape(*shape[:axis], -1, size, *shape[axis + 1 :])
+            value.const_value = ir.Tensor(split, dtype=value.const_value.dtype, name=value.name)
+            scale = np.expand_dims(scale, axis + 1)
+        elif scale.ndim:
+            scale = scale.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+        cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT.value})
+        made = [cast, ir.node("Mul", [cast.outputs[0], constant(scale, f"{name}_along")])]
+        if size:
+            whole = constant(np.array(shape, dtype=np.int64), f"{name}_shape")
+            made.append(ir.node("Reshape", [made[-1].outputs[0], whole]))
+        graph.insert_before(node, made)
+        made[-1].outputs[0].name = node.outputs[0].name
+        _replace(graph, node, made[-1].outputs[0])
+
+
 def _drop_zero_points(graph: Any) -> None:
     """DequantizeLinear of stored codes without the zero points that are 0, which is what their absence means."""
     for node in graph:
         if node.op_type == "DequantizeLinear" and len(node.inputs) > 2 and node.inputs[0].const_value is not None:
             zero, readers = _number(node.inputs[2]), {use.node.op_type for use in node.outputs[0].uses()}
-            if readers & {"Gemm", "MatMul"} and zero is not None and zero.dtype == np.int8:
+            if readers & {"Gemm", "MatMul"} and not _size(node) and zero is not None and zero.dtype == np.int8:
                 continue  # ONNX Runtime looks for it
             if zero is not None and not zero.astype(np.float32).any():
                 node.resize_inputs(2)
@@ -153,18 +218,24 @@ def _drop_zero_points(graph: Any) -> None:
 def _pack(graph: Any) -> None:
     import onnx_ir as ir
 
-    for node in [n for n in graph if n.op_type == "DequantizeLinear"]:
-        value, codes = node.inputs[0], _number(node.inputs[0])
-        if codes is None or codes.dtype != np.int8 or len(node.inputs) > 2 or codes.min() < -8 or codes.max() > 7:
+    for value in list(graph.initializers.values()):
+        codes, readers = _number(value), [use.node for use in value.uses()]
+        if codes is None or codes.dtype != np.int8 or codes.ndim < 2 or codes.min() < -8 or codes.max() > 7:
             continue
         value.const_value = ir.Tensor(codes.astype(ir.DataType.INT4.numpy()), dtype=ir.DataType.INT4, name=value.name)
         value.dtype = ir.DataType.INT4
-        block = node.attributes.get("block_size")
-        if block is not None and block.as_int():
+        if all(_size(node) and len(node.inputs) == 2 for node in readers):
             continue  # MatMulNBits reads four bits
         cast = ir.node("Cast", [value], attributes={"to": ir.DataType.INT8.value}, name=f"{value.name}:int8")
-        graph.insert_before(node, cast)
-        node.replace_input_with(0, cast.outputs[0])
+        graph.insert_before(next(node for node in graph if node in readers), cast)
+        for node in readers:
+            node.replace_input_with(0, cast.outputs[0])
+
+
+def _size(node: Any) -> int:
+    """How many codes share a scale, 0 where an axis or all do."""
+    block = node.attributes.get("block_size")
+    return 0 if block is None else int(block.as_int())
 
 
 def _strip(model: Any) -> None:

@@ -178,12 +178,14 @@ ALIASES: dict[str, str] = {
 }  # fmt: skip
 
 
-_MIXED = re.compile(r"w(?P<weight>\d+)(?:a(?P<activation>\d+))?(?:g(?P<group>\d+))?")
+_WIDTH = r"[2-9]|1[0-6]"
+_MIXED = re.compile(rf"w(?P<weight>{_WIDTH})(?:a(?P<activation>{_WIDTH}))?(?:g(?P<group>[1-9]\d*))?")
 
 
 def mixed(name: str) -> Format | None:
     """Integer weights of one width and activations of another: ``w4a8``, without ``a`` weights alone: ``w4``, with ``g`` in
-    groups of so many weights along the contracted axis: ``w4g64``. Activations are asymmetric. ``None``: no such name."""
+    groups of so many weights along the contracted axis: ``w4g64``. Widths from 2 to 16. Activations are asymmetric.
+    ``None``: no such name."""
     found = _MIXED.fullmatch(name)
     if found is None:
         return None

@@ -138,8 +138,10 @@ class Format:
 
     @property
     def bits(self) -> float:
-        """Bits in memory per element, including its share of a block's scale."""
-        return float(self.width if self.storage_bits is None else self.storage_bits)
+        """Bits in memory per element, including its share of a block's scale, or of a group's, which has 32 bits."""
+        grouped = self.execution is not None and self.execution.weight == "group"
+        own = float(self.width if self.storage_bits is None else self.storage_bits)
+        return own + 32.0 / self.group_size if grouped else own
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

@@ -76,6 +76,8 @@ class Graph:
     hidden: list[tuple[str, str]] = field(default_factory=list)
     #: sites that read other values in other batches: the model branches on its data
     changing: set[str] = field(default_factory=set)
+    #: sites that compute something of parameters and buffers alone
+    made: set[str] = field(default_factory=set)
     #: sites that not every batch ran
     sometimes: set[str] = field(default_factory=set)
     #: values that are part of the output
@@ -157,6 +159,7 @@ def trace(workload: Workload, batches: Iterable[Any] | None = None) -> Graph:
                 graph.outputs |= mode._sources_of(tensor)
             for site, node in tracer.nodes.items():
                 runs[site] += 1
+                graph.made |= tracer.made
                 known = graph.nodes.setdefault(site, node)
                 if _read(known) != _read(node):
                     graph.changing.add(site)

@@ -134,8 +134,9 @@ class Importance:
 
 
 def importance(
-    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = GRADIENTS, probes: int = 1, seed: int = 0
-) -> Importance:
+    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = GRADIENTS, probes: int = 1,
+    seed: int = 0,
+) -> Importance:  # fmt: skip
     """Run the unquantized model on batches, and on the first of them send ``probes`` sign vectors back through it.
 
     Extremes come from all batches, squared adjoints from ``gradients`` of them.

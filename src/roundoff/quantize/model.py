@@ -169,7 +169,7 @@ class _Handler:
             return result
         leaves = list(call.leaves)
         for place, name in route.uses.items():
-            if place == 0 and call.operator.inplace:  # what a quantizer took or gave is not written to: its gradient needs it
+            if place == 0 and call.operator.inplace:  # its gradient needs what a quantizer took and gave unchanged
                 leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
             else:
                 leaves[place] = self.pass_on(name, leaves[place])

@@ -30,6 +30,8 @@ from roundoff.workload import Workload, describe
 
 #: Kinds of calls that a plan of one format quantizes.
 KINDS = ("conv", "linear", "matmul", "attention", "embedding")
+#: Batches, at most, that the graph is traced on: a model that branches on its data may show it.
+TRACED = 4
 #: Batches that each step's gain is measured on.
 MEASURED = 2
 
@@ -85,7 +87,7 @@ def quantize(
     if fold:
         folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
         notes = [Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason]
-    graph = trace(own)
+    graph = trace(own, own.batches[:: -(-len(own.batches) // TRACED)])
     made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
     meter = _Meter(workload, own, made)

@@ -33,9 +33,25 @@ from roundoff.quantize.quantizer import Quantizer
 
 #: Calls that an integer kernel absorbs: they only clip, and their result is quantized instead of what they read.
 CLIPS = frozenset({"relu", "relu6", "hardtanh", "clamp", "clip", "clamp_min"})
+#: Calls that only choose among the codes they read: their result has the same scale.
+PASSES = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
 #: Calls with integer kernels that join or pool codes.
 FOLLOWS = frozenset({"add", "mul", "mean", "adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"})
 _FP32 = FORMATS["fp32"]
+
+
+def upper_bound(node: Node) -> float | None:
+    """The upper end of a clip from 0 to a bound, None for other calls and clips.
+
+    >>> upper_bound(Node("/relu6", "relu6", "elementwise", (), ()))
+    6.0
+    """
+    if node.operator == "relu6":
+        return 6.0
+    bounds = [float(v) for v in node.settings if isinstance(v, int | float) and not isinstance(v, bool)]
+    if node.operator in ("hardtanh", "clamp", "clip") and len(bounds) == 2 and bounds[0] == 0.0 < bounds[1]:
+        return bounds[1]
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +61,8 @@ class Options:
     Attributes:
         symmetric: integer activations without zero point. Asymmetric ones use the whole range of what a ReLU leaves.
         dynamic: scales of activations are chosen from each tensor when the model runs.
-        activation: which activations share a scale: ``tensor``, ``token``, ``channel`` or ``group:SIZE``.
+        activation: which activations share a scale: ``tensor``, ``channel`` (along the contracted axis), or ``token`` and
+            ``group:SIZE`` (all of a token, or so many of its channels), which are dynamic.
         weight: which weights share a scale: ``format`` (as the format has it: per output channel for integers), ``tensor``,
             ``channel`` or ``group:SIZE`` along the contracted axis.
         elementwise: adds and pools between integer calls work on codes, results of integer convolutions are codes.
@@ -144,8 +161,9 @@ class _Layout:
         """The route of a call that has a format, or the reason why it has none."""
         if self.cache is not None and node.kind == "attention":
             route = self._routed(node, f"keys and values in {self.cache.name}")
-            for use in node.uses[1:3]:
-                self._read(route, use, self.cache, self._cached(self.cache))
+            for use in node.uses[1:3]:  # scales of their own for each token: kept as they come, whatever is contracted
+                kept = replace(use, operand=replace(use.operand, reduce=-1))
+                self._read(route, kept, self.cache, self._cached(self.cache))
         fmt = self.formats.get(node.site)
         if fmt is None or fmt.name == "fp32":
             return
@@ -157,6 +175,8 @@ class _Layout:
 
     def _routed(self, node: Node, name: str) -> Route:
         self.names[node.site] = name
+        if name == "codes":
+            self.reasons.pop(node.site, None)
         return self.routes.setdefault(node.site, Route(node.site))
 
     def _route(self, node: Node, fmt: Format) -> None:
@@ -204,15 +224,20 @@ class _Layout:
         granularity, axis = self._of_weight(use, fmt), use.operand.reduce % len(use.shape)
         if granularity is not None:
             granularity.split(use.shape)
-        view = next((n.site for n in self.graph.readers(use.value) for u in n.uses if u.weight and u.origin == "made"), "")
-        if view:
-            return f"{use.value} is stored once, and {view} reads a view of it"
+        other = next((n.site for n in self.graph.readers(use.value) if self._transforms(n, use.value)), "")
+        if other:
+            return f"{use.value} is stored once, and {other} reads a view of it or makes another weight of it"
         known = self.quantizers.get(use.value)
         if known is None or (known.fmt, known.granularity) == (fmt, granularity) and (
             granularity is not None or known.operand.reduce % len(use.shape) == axis
         ):
             return None
         return f"{use.value} is stored once, as {known.sites[0]} reads it: {known.fmt.name}, {known.granularity}"
+
+    def _transforms(self, node: Node, weight: str) -> bool:
+        """Whether a call reads a weight otherwise than as the parameter that is stored."""
+        used = any(u.value == weight and u.origin == "made" for u in node.uses)
+        return used or node.site in self.graph.made
 
     def _activation(self, fmt: Format) -> Format:
         """The format of values beside weights of a format: integers are asymmetric unless asked otherwise."""
@@ -266,7 +291,7 @@ class _Layout:
         if use.operand.leaf in route.uses:
             return
         if name not in self.quantizers:
-            dynamic = not use.weight and (self.options.dynamic or isinstance(granularity, PerToken))
+            dynamic = not use.weight and (self.options.dynamic or isinstance(granularity, PerToken | PerGroup))
             self.quantizers[name] = Quantizer(name, fmt, use.operand, granularity, dynamic=dynamic)
         quantizer = self.quantizers[name]
         quantizer.sites = tuple(dict.fromkeys((*quantizer.sites, route.site)))
@@ -298,8 +323,7 @@ class _Layout:
         while changed:
             changed = False
             for node in self.graph.nodes.values():
-                free = node.site not in self.routes and self.formats.get(node.site) in (None, _FP32)
-                if free and node.operator in FOLLOWS:
+                if node.operator in FOLLOWS and node.site not in self.routes:
                     changed |= self._joins(node)
         for site in list(self.routes):
             self._writes(self.graph.nodes[site])
@@ -307,7 +331,9 @@ class _Layout:
     def _joins(self, node: Node) -> bool:
         """Whether a call that joins or pools now works on codes: integer calls made all it reads, and read what it makes."""
         uses = [u for u in node.uses if u.operand.role == "activation"]
-        if not uses or len(node.shapes) != 1 or any(u.shape == () for u in uses) or node.site in self.graph.changing:
+        if len(uses) < (2 if node.operator in ("add", "mul") else 1) or len(node.shapes) != 1:
+            return False
+        if any(u.shape == () for u in uses) or node.site in self.graph.changing:
             return False
         formats = [self._made_as(u.value) for u in uses]
         if formats[0] is None or any(f != formats[0] for f in formats) or not self._read_as_codes(node):

@@ -26,7 +26,7 @@ from roundoff.quantize.lockstep import Lockstep, Request
 from roundoff.quantize.model import QuantizedModel, forget
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.repair.gain import Gain
-from roundoff.quantize.scheme import Route
+from roundoff.quantize.scheme import PASSES, Route, upper_bound
 from roundoff.quantize.side_by_side import in_stacks, samples, stack
 from roundoff.quantize.weighed import Arrived, Settled, Weighed, naming, run
 from roundoff.quantize.weighed import Rounding as Rounding
@@ -128,7 +128,13 @@ class _InOrder:
                 request.answer = result
 
     def _observe(self, name: str, requests: list[Request]) -> None:
-        quantizer = self.model.quantizer(name)
+        quantizer, node = self.model.quantizer(name), self.model.graph.nodes.get(name)
+        route = self.model.routes.get(name)
+        if node is not None and route is not None and node.operator in PASSES and route.uses:
+            read = self.model.quantizer(next(iter(route.uses.values())))
+            if read.fmt == quantizer.fmt and read.scale is not None:
+                quantizer.set_(read.qparams(), read.observer)  # the same codes, moved
+                return
         observer = make_observer(self.how.observer, quantizer.granularity, **self.how.parameters)
         for request in requests:
             group, value = request.given
@@ -138,6 +144,9 @@ class _InOrder:
                 observer.see(value, None if self.importance is None else self.importance.power(name, value, axis))
         with naming(name):
             chosen = observer.qparams(quantizer.fmt)
+        bound = None if node is None else upper_bound(node)
+        if bound is not None and not quantizer.fmt.symmetric:  # no code stands for what is clipped anyway
+            chosen.scale.clamp_(max=_below(bound / (quantizer.fmt.max_finite - quantizer.fmt.min_finite)))
         quantizer.set_(chosen, self.how.observer, observer.degenerate)
 
     @staticmethod
@@ -218,3 +227,11 @@ class _Quantized:
                 self.order.steps.ask(name, rank, (self.group, value))
             known[name] = quantizer(value)
         return known[name]
+
+
+def _below(value: float) -> float:
+    """The largest number of fp32 that is not above ``value``."""
+    found = torch.tensor(value, dtype=torch.float32)
+    if float(found) > value:
+        found = torch.nextafter(found, torch.zeros(()))
+    return float(found)

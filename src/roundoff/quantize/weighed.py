@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from roundoff.capture.calls import Call, Operand
 from roundoff.capture.execute import execute
 from roundoff.errors import QuantizationError
-from roundoff.formats import PerTensor, QParams, choose_qparams
+from roundoff.formats import Granularity, PerTensor, QParams, choose_qparams
 from roundoff.quantize.model import QuantizedModel, on_sums
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.quantizer import Quantizer
@@ -27,7 +27,7 @@ from roundoff.quantize.repair.matrix import (
     patches,
     weight_qparams,
 )
-from roundoff.quantize.repair.rounding import round_weight
+from roundoff.quantize.repair.rounding import RATIOS, round_weight
 from roundoff.quantize.repair.scales import search_scales
 from roundoff.quantize.scheme import Route
 
@@ -140,9 +140,10 @@ class Weighed:
             power = from_matrix(diagonal, weight.shape, operator, groups)
         qparams, observer, note = _scale(quantizer, weight, power, self.how.scales)
         grid = matrix_qparams(qparams, weight.shape, operator, groups)
-        repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross)
-        self.settled.gains.append(replace(repaired.gain, name=quantizer.name))
         shared = quantizer.granularity or PerTensor()
+        own = _rows_apart(weight.shape, operator, groups, shared)
+        repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross, ratios=RATIOS if own else (1.0,), refit=own)
+        self.settled.gains.append(replace(repaired.gain, name=quantizer.name))
         quantizer.set_(weight_qparams(repaired.qparams, weight.shape, operator, groups, shared), observer, note)
         weight.copy_(from_matrix(repaired.weight, weight.shape, operator, groups))
 
@@ -239,6 +240,15 @@ def _scale(quantizer: Quantizer, weight: Tensor, power: Tensor | None, method: s
     if method == "search":
         qparams = search_scales(weight, quantizer.fmt, quantizer.granularity, importance=power).qparams
     return qparams, method, observer.degenerate
+
+
+def _rows_apart(shape: Sequence[int], operator: str, groups: int, granularity: Granularity) -> bool:
+    """Whether no two rows of a weight's matrices share a scale, so that each may choose its own."""
+    matrices = matrix_view(torch.empty(tuple(shape), device="meta"), operator, groups).shape
+    rows = torch.arange(float(matrices[0] * matrices[1])).view(*matrices[:2], 1).expand(matrices)
+    view, shared = granularity.split(shape)
+    held = from_matrix(rows, shape, operator, groups).reshape(view)
+    return torch.equal(held.amax(shared), held.amin(shared))
 
 
 @contextmanager

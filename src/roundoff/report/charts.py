@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
 from markupsafe import Markup
 
@@ -172,8 +172,20 @@ def pareto(summary: Row) -> Markup:
     return _svg("pareto", 560, 360, "Cost of the cheapest plan for each SQNR", "".join(body))
 
 
+class Along(Protocol):
+    """A scale of any kind: where a value stands, between ``start`` and ``stop``."""
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def stop(self) -> float: ...
+
+    def __call__(self, value: float, /) -> float: ...
+
+
 def _axes(
-    x: Scale, y: Scale, xticks: Sequence[float], yticks: Sequence[float], xlabel: str, ylabel: str, *,
+    x: Along, y: Along, xticks: Sequence[float], yticks: Sequence[float], xlabel: str, ylabel: str, *,
     percents: bool = False,
 ) -> str:  # fmt: skip
     parts = []

@@ -15,7 +15,9 @@ def verdict(data: Row) -> str:
     """Whether the target is met, with what was asked and measured."""
     result, asked = data["result"], data["asked"]
     name = result["metric_name"]
-    fall = "" if name is None else f"{name} {metric(result['metric'])}, {fell(result['drop'])} {metric(result['metric_reference'])} in fp32"
+    fall = ""
+    if name is not None:
+        fall = f"{name} {metric(result['metric'])}, {fell(result['drop'])} {metric(result['metric_reference'])} in fp32"
     noise = f"{db(result['sqnr_db'])} dB"
     if asked["target"] is None:
         return f"Quantized: {fall or noise}."
@@ -64,7 +66,7 @@ def _proved(data: Row) -> list[str]:
     said = [f"model.onnx is {size(proof['bytes'])}, {percent(ratio(proof['bytes'], proof['bytes_fp32']))} of fp32's."]
     fast = proof["latency"]
     if fast is not None:
-        said.append(f"ONNX Runtime runs it {times(fast['ratio'])} as fast as fp32 (one thread, the same session): {kernels}.")
+        said.append(f"ONNX Runtime runs it {times(fast['ratio'])} as fast as fp32 (in turns, one thread): {kernels}.")
     else:
         said.append(f"ONNX Runtime runs {kernels}.")
     apart = "every code is equal" if not proof["codes"] else (
@@ -122,7 +124,7 @@ def slow(data: Row) -> list[Row]:
 def trials(data: Row) -> list[dict[str, str]]:
     """What the search of the target measured."""
     return [
-        {"trial": str(index + 1), "sites": listing([f"{n} {f}" for f, n in t["sites"].items()]) or "none",
+        {"trial": str(index + 1), "formats": listing([f"{n} {f}" for f, n in t["sites"].items()]) or "none",
          "predicted": db(t["predicted_db"]), "measured": db(t["measured_db"]), "metric": metric(t["metric"]),
          "cost": NONE if t["cost"] is None else f"{t['cost']:.4g}"}
         for index, t in enumerate(data["trials"])

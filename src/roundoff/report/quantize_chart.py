@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -12,7 +14,7 @@ from roundoff.report.figures import db, finite, metric, percent, ratio
 
 Row = Mapping[str, Any]
 #: Points that lose more than this share of the metric stand at the lower edge, with their value.
-FLOOR = 0.1
+FLOOR = 0.03
 WIDTH, HEIGHT = 560, 380
 #: Width of a letter and height of a line of a label, in the units of the picture.
 LETTER, LINE = 6.6, 14.0
@@ -27,6 +29,22 @@ class Point(NamedTuple):
     title: str
 
 
+@dataclass(frozen=True)
+class Halvings:
+    """Percent on a scale on which each halving takes the same room, from ``number`` halvings of 100 at ``start``.
+
+    >>> Halvings(2, 0.0, 100.0)(50.0)
+    50.0
+    """
+
+    number: int
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        return self.stop + math.log2(value / 100) / max(self.number, 1) * (self.stop - self.start)
+
+
 def tradeoff(data: Row, cost: str) -> Markup:
     """Metric (SQNR in dB without one) against ``bytes`` or ``work`` relative to fp32; empty where nothing was tried."""
     rows = data["tradeoff"]
@@ -35,7 +53,7 @@ def tradeoff(data: Row, cost: str) -> Markup:
     points = [
         Point(row["name"], share, row[key], f"{row['name']}: {percent(share)} of fp32, {db(row['db'])} dB"
               + ("" if key == "db" else f", {data['result']['metric_name']} {metric(row['metric'])}"))
-        for row in rows if finite(row[key]) and finite(share := ratio(row[cost], whole))
+        for row in rows if finite(row[key]) and finite(share := ratio(row[cost], whole)) and share > 0
     ]  # fmt: skip
     if len(points) < 2:
         return Markup("")
@@ -43,23 +61,24 @@ def tradeoff(data: Row, cost: str) -> Markup:
     floor = best - FLOOR * abs(best) if key == "metric" else min(p.up for p in points)
     shown = [p.up for p in points if p.up >= floor]
     yticks = nice_ticks(min(shown), max(shown), 5)
-    xticks = nice_ticks(0.0, max(1.0, *(p.at for p in points)))
-    x, y = Scale(xticks[0], xticks[-1], 62, WIDTH - 20), Scale(yticks[0], yticks[-1], HEIGHT - 60, 22)
+    x = Halvings(max(math.ceil(-math.log2(p.at)) for p in points), 62, WIDTH - 20)
+    y = Scale(yticks[0], yticks[-1], HEIGHT - 60, 22)
     label = {"bytes": "weights as stored, share of fp32 (%)", "work": "bit operations, share of fp32 (%)"}[cost]
     name = data["result"]["metric_name"] if key == "metric" else "SQNR of the output, dB"
-    body = [_percent_axes(x, y, xticks, yticks, label, name)]
+    body = [_axes(x, y, [100 / 2**n for n in range(x.number, -1, -1)], yticks, label, name)]
     front = pareto(points, floor)
     if len(front) > 1:
-        line = " ".join(f"{x(p.at):.2f},{y(p.up):.2f}" for p in front)
+        line = " ".join(f"{x(100 * p.at):.2f},{y(p.up):.2f}" for p in front)
         body.append(f'<polyline class="curve" points="{line}"/>')
     boxes: list[tuple[float, float, float, float]] = []
     order = sorted(points, key=lambda p: p.name != "chosen")
     for p in order:
-        px, py = x(p.at), y(max(p.up, yticks[0] if p.up < floor else p.up))
+        px, py = x(100 * p.at), y(max(p.up, yticks[0] if p.up < floor else p.up))
         boxes.append((px - 6, py - 6, px + 6, py + 6))
-        body.append(_circle("chosen" if p.name == "chosen" else "dot format", px, py, 9 if p.name == "chosen" else 4.5, p.title))
+        kind, radius = ("chosen", 9.0) if p.name == "chosen" else ("dot format", 4.5)
+        body.append(_circle(kind, px, py, radius, p.title))
     for p in order:
-        px, py = x(p.at), y(max(p.up, yticks[0] if p.up < floor else p.up))
+        px, py = x(100 * p.at), y(max(p.up, yticks[0] if p.up < floor else p.up))
         text = p.name if p.up >= floor else f"{p.name} ↓ {metric(p.up)}"
         kind = "note strong" if p.name == "chosen" else "note"
         body.append(_text(kind, *_place(px, py, text, boxes), text, "start"))
@@ -78,11 +97,6 @@ def pareto(points: Sequence[Point], floor: float) -> list[Point]:
         if p.up >= floor and (not found or p.up > found[-1].up):
             found.append(p)
     return found
-
-
-def _percent_axes(x: Scale, y: Scale, xticks: Sequence[float], yticks: Sequence[float], xlabel: str, ylabel: str) -> str:
-    shown = Scale(100 * x.low, 100 * x.high, x.start, x.stop)
-    return _axes(shown, y, [100 * t for t in xticks], yticks, xlabel, ylabel)
 
 
 def _place(px: float, py: float, text: str, boxes: list[tuple[float, float, float, float]]) -> tuple[float, float]:

@@ -65,7 +65,7 @@ def _trials(data: Row, console: Console) -> None:
     rows = said.trials(data)
     if rows:
         _heading(console, f"Search for the target: {count(len(rows), 'evaluation')} of the model")
-        _print_table(console, {key: [row[key] for row in rows] for key in rows[0]}, prose={"sites"})
+        _print_table(console, {key: [row[key] for row in rows] for key in rows[0]}, prose={"formats"})
 
 
 def _weakest(data: Row, console: Console, top: int) -> None:
@@ -87,8 +87,8 @@ def _weakest(data: Row, console: Console, top: int) -> None:
 
 def _left(data: Row, console: Console) -> None:
     cover, rows = data["coverage"], said.left(data)
-    _heading(console, f"Coverage: {count(cover['sites'], 'site')}, {cover['quantized']} quantized, {cover['codes']} on codes, "
-             f"{cover['fp32']} in fp32")  # fmt: skip
+    parts = [f"{cover['quantized']} quantized", f"{cover['codes']} on codes", f"{cover['fp32']} in fp32"]
+    _heading(console, f"Coverage: {count(cover['sites'], 'site')}, {', '.join(parts)}")
     if rows:
         _print_table(console, {
             "sites": [f"{len(sites):,}" for _, sites in rows],
@@ -116,4 +116,4 @@ def _tradeoff(data: Row, console: Console) -> None:
     if any(r["reason"] for r in rows):
         columns["reason"] = [r["reason"] for r in rows]
     _print_table(console, columns, prose={"reason"})
-    _say(console, "Work: bit operations relative to fp32, a cost model; speed is measured for model.onnx alone.", style="dim")
+    _say(console, "Work: bit operations of fp32's, a cost model; speed is measured for model.onnx alone.", style="dim")

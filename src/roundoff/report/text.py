@@ -26,7 +26,7 @@ PROSE_LEAST = 12
 EXAMPLES = 10
 LEFT_ALIGNED = frozenset(
     "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event|verdict|looks like|status|from|"
-    "counterpart|configuration".split("|")
+    "counterpart|configuration|note|file|what|step|observer|formats".split("|")
 )
 
 

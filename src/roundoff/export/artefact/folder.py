@@ -1,4 +1,4 @@
-"""folder: write what ``roundoff quantize`` promises, whole or not at all; what cannot be written is a row with its reason."""
+"""folder: write what ``roundoff quantize`` promises, whole or not at all; what cannot be written has its reason in a row."""
 
 from __future__ import annotations
 
@@ -41,8 +41,12 @@ def deliver(
     """Make what is asked and write it all into a folder, which appears when everything is done.
 
     Args:
+        workload: the user's; it is left as it was.
+        ask: what to make.
         folder: new or empty; with ``overwrite`` one that holds nothing but the files of ``FILES`` is replaced.
         onnx: export and run the artefact.
+        overwrite: see ``folder``.
+        progress: called as ``progress(stage, done, total)``.
 
     Returns:
         What was made, and the summary (as in ``summary.json``).

@@ -62,7 +62,8 @@ def _load(path: str | Path, namespace: dict[str, Any]) -> QuantizedModel:
             return super().find_class(module, name)
 
     try:
-        made = torch.load(path, weights_only=False, pickle_module=types.SimpleNamespace(Unpickler=Unpickler, load=pickle.load))
+        how = types.SimpleNamespace(__name__="pickle", Unpickler=Unpickler, load=pickle.load)
+        made = torch.load(path, weights_only=False, pickle_module=how)
     except FileNotFoundError as error:
         raise QuantizationError("no such file", where=str(path), expected="model.pt of roundoff quantize") from error
     except (pickle.UnpicklingError, ModuleNotFoundError, AttributeError, RuntimeError, EOFError) as error:

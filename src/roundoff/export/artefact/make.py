@@ -19,6 +19,7 @@ from roundoff.export.artefact.ask import Ask, Prune
 from roundoff.export.artefact.judge import Judge, Judged, size
 from roundoff.formats import parse_format
 from roundoff.plan.plan import Plan, Rule
+from roundoff.quantize.fallback import reach
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.pipeline import quantize, site_formats
@@ -98,7 +99,9 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     with clock("judge"):
         judge = Judge(workload)
     own = calibration(workload, ask.samples)
-    start, pruned, steps, masks = own, [], [], {}
+    start, steps = own, list[Step]()
+    pruned: list[dict[str, Any]] = []
+    masks: dict[str, Tensor] = {}
     if ask.pruning is not None:
         with clock("prune"):
             start, pruned, masks = _prune(own, ask.pruning)
@@ -121,7 +124,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
             before = judge.judge(model).db
             notes += [f"{name} is not trained: {why}" for name, why in prepare_qat(model).items()]
             if masks:
-                sparsify_(model.model, {name: mask for name, mask in masks.items()})
+                sparsify_(model.model, masks)
             _train(model, workload, ask)
             if masks:
                 finish_(model.model)
@@ -158,13 +161,11 @@ def _quantize(
     start: Workload, ask: Ask, progress: Progress | None
 ) -> tuple[QuantizedModel, Plan, list[dict[str, Any]], list[str]]:
     if ask.target is not None:
-        from roundoff.quantize.fallback import reach
-
         reached = reach(start, ask.target, list(ask.formats), cost=ask.cost, pin=dict(ask.pin), skip=ask.skip,
                         options=ask.options, rounding=ask.rounding, progress=progress)  # fmt: skip
-        trials = [{"sites": _counts(t.plan, start), "predicted_db": t.predicted_db, "measured_db": t.measured_db,
-                   "metric": t.metric, "cost": t.cost} for t in reached.trials]  # fmt: skip
-        return reached.model, reached.plan, trials, []
+        trials = [{"sites": _counts(t.plan), "predicted_db": t.predicted_db, "measured_db": t.measured_db,
+                   "metric": t.metric, "cost": t.cost, "met": t.met} for t in reached.trials]  # fmt: skip
+        return reached.model, reached.plan, trials, [reached.note] if reached.note else []
     plan = ask.plan or whole_plan(start, ask.formats[0], ask)
     model = quantize(start, plan, options=ask.options, rounding=ask.rounding, skip=ask.skip)
     return model, plan, [], []
@@ -182,7 +183,7 @@ def whole_plan(start: Workload, fmt: str, ask: Ask) -> Plan:
     return Plan(tuple(Rule(name, tuple(sites)) for name, sites in by.items() if name != "fp32"))
 
 
-def _counts(plan: Plan, start: Workload) -> dict[str, int]:
+def _counts(plan: Plan) -> dict[str, int]:
     found: dict[str, int] = {}
     for rule in plan.rules:
         found[rule.format] = found.get(rule.format, 0) + len(rule.sites)

@@ -13,11 +13,12 @@ from roundoff.export.artefact.ask import Ask
 from roundoff.export.artefact.make import Made
 from roundoff.formats import BlockFormat
 from roundoff.plan.budget import sqnr_db
-from roundoff.quantize.graph import Graph, trace
+from roundoff.quantize.graph import Graph
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.record import granularity_name
 from roundoff.quantize.repair.fold import fold_batch_norm_
+from roundoff.quantize.scheme import CLIPS, FOLLOWS
 from roundoff.site import matches
 from roundoff.workload import Workload, preserve
 
@@ -29,12 +30,14 @@ def site_rows(made: Made, ask: Ask) -> list[dict[str, Any]]:
     of what the call returns, with everything before it quantized too, up to a factor for each channel (repairs rescale
     channels); ``own_db`` that of rounding what it returned alone. None where a call was not compared.
     """
-    graph = trace(made.workload.with_model(made.model.model), made.workload.batches[:1])
+    graph = made.model.graph
     seen = compare(made)
     return [_row(site, made.model, graph, seen, ask) for site in graph.nodes]
 
 
-def _row(site: str, model: QuantizedModel, graph: Graph, seen: dict[str, tuple[float, float | None]], ask: Ask) -> dict[str, Any]:
+def _row(
+    site: str, model: QuantizedModel, graph: Graph, seen: dict[str, tuple[float, float | None]], ask: Ask
+) -> dict[str, Any]:
     said = {row.site: row for row in model.rows}.get(site)
     route, node = model.routes.get(site), graph.nodes[site]
     given = [model.quantizer(name) for name in (route.uses.values() if route else ())]
@@ -50,10 +53,13 @@ def _row(site: str, model: QuantizedModel, graph: Graph, seen: dict[str, tuple[f
     if state == "fp32" and not reason:
         skipped = next((p for p in ask.skip if matches(p, site)), None)
         reason = f"--skip {skipped}" if skipped else "the plan leaves it in fp32"
+        if not skipped and node.operator in FOLLOWS | CLIPS:
+            reason = "its neighbours are in fp32, or in several formats: no codes to work on"
     db, own = seen.get(site, (None, None))
     return {
         "site": site, "operator": node.operator, "kind": node.kind, "format": fmt, "state": state,
-        "weights": _how(weights[0]) if weights else "", "values": "whole call" if executes else _how(values[0]) if values else "",
+        "weights": _how(weights[0]) if weights else "",
+        "values": "whole call" if executes else _how(values[0]) if values else "",
         "observer": values[0].observer if values else "", "sqnr_db": db, "own_db": own, "reason": reason,
     }  # fmt: skip
 

@@ -1,11 +1,10 @@
-"""storage: bytes and bits of a quantized model, and the work of a format relative to fp32."""
+"""storage: bytes of a quantized model, and the work of a format relative to fp32."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from roundoff.formats import parse_format
-from roundoff.quantize.graph import Graph
 from roundoff.quantize.model import QuantizedModel
 
 #: Bytes of a scale beside codes.
@@ -30,35 +29,6 @@ def stored_bytes(model: QuantizedModel) -> int:
         total += tensor.numel() * quantizer.fmt.bits / 8
         total += SCALE * (quantizer.scale.numel() if quantizer.scale is not None else 0)
     return round(total)
-
-
-def average_bits(model: QuantizedModel, graph: Graph) -> tuple[float | None, float | None]:
-    """Bits of each weight and of each value that products with weights read, on average; None where there are none.
-
-    Values are weighed by their number of elements, each reader counting once.
-    """
-    bits = {"weight": 0.0, "value": 0.0}
-    numbers = {"weight": 0, "value": 0}
-    for node in graph.nodes.values():
-        if not any(use.weight for use in node.uses):
-            continue
-        route = model.routes.get(node.site)
-        for use in node.uses:
-            if use.operand.role not in ("weight", "activation"):
-                continue
-            kind, elements = ("weight" if use.weight else "value"), 1
-            for length in use.shape if use.weight else use.shape[1:]:
-                elements *= length
-            name = route.uses.get(use.operand.leaf) if route is not None else None
-            own = 32.0
-            if route is not None and route.executes is not None:
-                own = route.executes.bits
-            elif name is not None:
-                own = model.quantizer(name).fmt.bits
-            bits[kind] += own * elements
-            numbers[kind] += elements
-    weight, value = (bits[k] / numbers[k] if numbers[k] else None for k in ("weight", "value"))
-    return weight, value
 
 
 def work(formats: Mapping[str, str], macs: Mapping[str, int]) -> float | None:

@@ -11,10 +11,10 @@ from roundoff.export.artefact.ask import Ask
 from roundoff.export.artefact.judge import size
 from roundoff.export.artefact.make import Made
 from roundoff.export.artefact.sites import site_rows
-from roundoff.export.artefact.storage import average_bits, stored_bytes
+from roundoff.export.artefact.storage import stored_bytes
 from roundoff.export.artefact.tradeoff import chosen
 from roundoff.export.proof import Proof
-from roundoff.quantize.graph import trace
+from roundoff.quantize.fallback import average_bits
 from roundoff.quantize.sparse import cost
 
 
@@ -22,15 +22,16 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
     """The answer as a dictionary of strings, numbers, lists and None; proof, files and trade-off are added by ``folder``."""
     rows = site_rows(made, ask)
     own = made.workload
-    graph = trace(own.with_model(made.model.model), own.batches[:1])
-    weight_bits, value_bits = average_bits(made.model, graph)
+    graph = made.model.graph
+    weight_bits, value_bits = (_none(bits) for bits in average_bits(made.model))
     goal, judged, judge = ask.goal, made.judged, made.judge
     states = [row["state"] for row in rows]
     drop = None if judged.metric is None or judge.metric is None else judge.metric - judged.metric
     return {
         "version": _version(), "workload": own.name, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "asked": {
-            "target": goal.text if goal else None, "kind": goal.kind if goal else None, "value": goal.value if goal else None,
+            "target": goal.text if goal else None, "kind": goal.kind if goal else None,
+            "value": goal.value if goal else None,
             "formats": list(ask.formats) if ask.plan is None else [], "plan": ask.plan is not None, "prune": ask.prune,
             "skip": list(ask.skip), "pin": dict(ask.pin), "qat": ask.qat, "epochs": ask.epochs,
             "observer": ask.rounding.observer, "weights": ask.rounding.weights,
@@ -74,9 +75,11 @@ def add_proof(summary: dict[str, Any], proof: Proof) -> None:
     values, calls = {s.name: s for s in proof.sites}, {s.site: s for s in proof.became}
     for row in summary["sites"]:
         value, call = values.get(row["site"]), calls.get(row["site"])
+        own = value.own if value else None
         row |= {
-            "artefact_db": value.simulation_db if value else None, "codes": value.codes if value else None,
-            "differing": value.differing if value else None, "kernel": call.kernel if call else "",
+            "artefact_db": value.simulation_db if value else None,
+            "codes": own.most if own else None, "differing": own.share if own else None,
+            "carried": value.carried.share if value and value.carried else None, "kernel": call.kernel if call else "",
             "integer": call.integer if call else None, "kernel_reason": call.reason if call else "",
         }
 

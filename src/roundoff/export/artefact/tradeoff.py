@@ -29,7 +29,9 @@ def tradeoff(made: Made, ask: Ask, progress: Callable[[str, int, int], None] | N
     counted = cost(own.model, own.batches[0], forward=own.forward)
     rows = [_row("fp32", counted.bytes, 1.0, Judged(float("inf"), made.judge.metric, 1.0))]
     names = list(dict.fromkeys((*ask.formats, *CANDIDATES)))
-    plain = replace(ask, plan=None, target=None, pin={}, skip=(), prune="", qat=False, epochs=0, distill=False)
+    plain = replace(
+        ask, formats=("int8",), plan=None, target=None, pin={}, skip=(), prune="", qat=False, epochs=0, distill=False
+    )  # fmt: skip
     for index, name in enumerate(names):
         if progress is not None:
             progress("formats", index, len(names))

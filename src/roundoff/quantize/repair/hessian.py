@@ -44,7 +44,6 @@ class Hessian:
             QuantizationError: NaN or Inf, a negative weight, shapes that do not fit each other or earlier batches, or
                 a reference that is given only sometimes. The sums are then as before.
         """
-        check_finite("Hessian.add", inputs=inputs, weights=weights, reference=reference)
         rows = inputs if inputs.dim() == 3 else inputs[None]
         exact = reference if reference is None or reference.dim() == 3 else reference[None]
         self._fits(rows, exact, weights)
@@ -58,6 +57,8 @@ class Hessian:
         if exact is not None:
             held = exact if weights is None else exact * factor
             found |= {"cross": held.mT @ rows, "reference_mean": held.sum(1)}
+        if not all(bool(sums.isfinite().all()) for name, sums in found.items() if "mean" in name):
+            check_finite("Hessian.add", inputs=inputs, weights=weights, reference=reference)  # else only the sums are Inf
         for name, value in found.items():
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
         self.rows += rows.shape[1]

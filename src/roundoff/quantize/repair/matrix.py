@@ -211,7 +211,7 @@ def patches(
         first = sum(p * s * step for p, s, step in zip(at, strides, steps, strict=True))
         moves = torch.tensor([sum(map(mul, tap, steps)) for tap in product(*taps)], device=x.device)
         found = x.flatten(2).index_select(2, (moves[:, None] + first).flatten())
-        stacked = found.unflatten(2, (len(moves), -1)).permute(1, 2, 0, 3)  # [channels, taps, batch, positions]
+        stacked = found.reshape(*found.shape[:2], len(moves), -1).permute(1, 2, 0, 3)  # [channels, taps, batch, positions]
         return stacked.reshape(groups, x.shape[1] // groups * len(moves), -1).mT
     x = x.transpose(0, 1)  # channels first: rows lie together
     columns = [

@@ -1,0 +1,265 @@
+"""One network quantized by another tool, in the Python that has it: what quantize_nets.py starts for each of its rows.
+
+    python quantize_peers.py PEER NAME OUT [--nets FOLDER]
+
+Writes OUT/PEER.onnx, or OUT/PEER.npy with the logits of the test images where the tool's result has no ONNX file, and prints
+one line of JSON: CPU seconds of the tool's own work, and what it left as a note. Exports and imports are not counted.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import copy
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from fashion_nets import Data, load
+from torch import nn
+
+IMAGE = "x"
+
+
+class Job:
+    """The network as module and as ONNX file, calibration data, and where the result goes."""
+
+    def __init__(self, peer: str, name: str, out: Path, nets: Path | None) -> None:
+        self.peer, self.out = peer, out
+        self.net = load(name, nets)
+        self.data = Data.load()
+        self.file = out / f"{peer}.onnx"
+
+    def onnx(self, opset: int = 17) -> Path:
+        """The fp32 network, by the exporter that these tools are used with (of TorchScript; BatchNorm folded)."""
+        path = self.out / f"fp32_{opset}.onnx"
+        torch.onnx.export(self.net, (self.data.calibration[0],), str(path), dynamo=False, opset_version=opset,
+                          input_names=[IMAGE], output_names=["logits"], dynamic_axes={IMAGE: {0: "n"}, "logits": {0: "n"}})  # fmt: skip
+        return path
+
+    def feeds(self) -> list[dict[str, np.ndarray]]:
+        return [{IMAGE: batch.numpy()} for batch in self.data.calibration]
+
+    def run(self, model: nn.Module) -> None:
+        """Calibration batches through a module."""
+        with torch.no_grad():
+            for batch in self.data.calibration:
+                model(batch)
+
+    def keep(self, model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Logits instead of a file."""
+        with torch.no_grad():
+            found = torch.cat([model(x) for x in self.data.images.split(32)])
+        np.save(self.out / f"{self.peer}.npy", found.numpy())
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.process_time()
+    made = work()
+    return made, time.process_time() - start
+
+
+def ort(job: Job, method: str, per_channel: bool) -> float:
+    from onnxruntime.quantization import (
+        CalibrationDataReader,
+        CalibrationMethod,
+        QuantFormat,
+        QuantType,
+        quantize_static,
+    )
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.rest = iter(job.feeds())
+
+        def get_next(self) -> Any:
+            return next(self.rest, None)
+
+    prepared = job.out / "prepared.onnx"
+    quant_pre_process(job.onnx(), prepared)
+    _, seconds = timed(lambda: quantize_static(
+        prepared, job.file, Reader(), quant_format=QuantFormat.QDQ, per_channel=per_channel,
+        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, calibrate_method=CalibrationMethod[method],
+    ))  # fmt: skip
+    return seconds
+
+
+def nncf(job: Job, bias: str) -> float:
+    import nncf as tool
+    import onnx
+
+    tool.set_log_level(logging.ERROR)
+    model = onnx.load(job.onnx())
+    advanced = tool.AdvancedQuantizationParameters(disable_bias_correction=bias == "none")
+    made, seconds = timed(lambda: tool.quantize(
+        model, tool.Dataset(job.feeds()), preset=tool.QuantizationPreset.MIXED, subset_size=16,
+        fast_bias_correction=bias != "full", advanced_parameters=advanced,
+    ))  # fmt: skip
+    onnx.save(made, job.file)
+    return seconds
+
+
+def torchao(job: Job) -> float:
+    import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as x86
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    example = (job.data.calibration[0],)
+
+    def work() -> Any:
+        batch = torch.export.Dim("batch", min=2, max=4096)
+        program = torch.export.export(job.net, example, dynamic_shapes=({0: batch},)).module()
+        prepared = prepare_pt2e(program, x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config()))
+        job.run(prepared)
+        return convert_pt2e(prepared)
+
+    made, seconds = timed(work)
+    job.keep(made)
+    export(job, made, example)
+    return seconds
+
+
+def export(job: Job, made: Any, example: tuple[torch.Tensor, ...]) -> None:
+    """The torch exporter's Q/DQ; the logits stand where it cannot."""
+    try:
+        torch.onnx.export(made, example, str(job.file), dynamo=True, verbose=False, opset_version=21, external_data=False,
+                          dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))  # fmt: skip
+    except Exception as error:  # another tool's result: whatever it is, the logits are there
+        print(f"no ONNX: {str(error).splitlines()[0]}", file=sys.stderr)
+
+
+def inc(job: Job) -> float:
+    from neural_compressor.torch.export import export as to_graph
+    from neural_compressor.torch.quantization import (
+        convert,
+        get_default_static_config,
+        prepare,
+    )
+
+    example = (job.data.calibration[0],)
+
+    def work() -> Any:
+        batch = torch.export.Dim("batch", min=2, max=4096)
+        graph = to_graph(job.net, example_inputs=example, dynamic_shapes=({0: batch},))
+        prepared = prepare(graph, quant_config=get_default_static_config())
+        job.run(prepared)
+        return convert(prepared)
+
+    made, seconds = timed(work)
+    job.keep(made)
+    export(job, made, example)
+    return seconds
+
+
+def brevitas(job: Job, bits: str, gptq: bool = False) -> float:
+    from brevitas.graph.calibrate import bias_correction_mode, calibration_mode
+    from brevitas.graph.gptq import gptq_mode
+    from brevitas.graph.quantize import preprocess_for_quantize
+    from brevitas_examples.imagenet_classification.ptq.ptq_common import quantize_model
+
+    weight, activation = int(bits[1]), int(bits[3])
+
+    def work() -> nn.Module:
+        net = preprocess_for_quantize(
+            copy.deepcopy(job.net), equalize_iters=20, equalize_merge_bias=True, merge_bn=True,
+            trace_model=True, channel_splitting_ratio=0.0,
+        )  # fmt: skip
+        made = quantize_model(
+            net, dtype=torch.float32, device="cpu", backend="fx", scale_factor_type="float_scale", bias_bit_width=32,
+            weight_bit_width=weight, weight_narrow_range=False, weight_param_method="mse" if weight < 8 else "stats",
+            weight_quant_granularity="per_channel", weight_quant_type="sym", layerwise_first_last_bit_width=8,
+            act_bit_width=activation, act_param_method="stats", act_quant_percentile=99.999, act_quant_type="asym",
+            quant_format="int", layerwise_first_last_mantissa_bit_width=4, layerwise_first_last_exponent_bit_width=3,
+            weight_mantissa_bit_width=4, weight_exponent_bit_width=3, act_mantissa_bit_width=4, act_exponent_bit_width=3,
+            act_scale_computation_type="static", act_quant_granularity="per_tensor", uint_sym_act_for_unsigned_values=True,
+        ).eval()  # fmt: skip
+        with torch.no_grad(), calibration_mode(made):
+            job.run(made)
+        if gptq:
+            with torch.no_grad(), gptq_mode(made, use_quant_activations=True, act_order=True) as mode:
+                for _ in range(mode.num_layers):
+                    job.run(mode.model)
+                    mode.update()
+        with torch.no_grad(), bias_correction_mode(made):
+            job.run(made)
+        return made
+
+    made, seconds = timed(work)
+    job.keep(made.eval())
+    if weight == activation == 8:
+        from brevitas.export import export_onnx_qcdq
+
+        try:
+            export_onnx_qcdq(made, args=job.data.calibration[0], export_path=str(job.file), opset_version=17, dynamo=False,
+                             dynamic_axes={"0": {0: "n"}}, input_names=["0"])  # fmt: skip
+        except Exception as error:
+            print(f"no ONNX: {str(error).splitlines()[0]}", file=sys.stderr)
+    return seconds
+
+
+def aimet(job: Job, scheme: str, equalise: bool = False) -> float:
+    import onnx
+    from aimet_onnx.cross_layer_equalization import equalize_model
+    from aimet_onnx.quantsim import QuantizationSimModel
+
+    model = onnx.load(job.onnx())
+
+    def work() -> Any:
+        if equalise:
+            equalize_model(model)
+        sim = QuantizationSimModel(model, quant_scheme=scheme, param_type="int8", activation_type="int8",
+                                   providers=["CPUExecutionProvider"])  # fmt: skip
+        sim.compute_encodings(job.feeds())
+        return sim
+
+    sim, seconds = timed(work)
+    job.keep(lambda x: torch.from_numpy(sim.session.run(None, {IMAGE: x.numpy()})[0]))
+    onnx.save(sim.to_onnx_qdq(), job.file)
+    return seconds
+
+
+PEERS: dict[str, Callable[[Job], float]] = {
+    "ort-minmax-channel": lambda job: ort(job, "MinMax", True),
+    "ort-minmax-tensor": lambda job: ort(job, "MinMax", False),
+    "ort-percentile-channel": lambda job: ort(job, "Percentile", True),
+    "nncf": lambda job: nncf(job, "none"),
+    "nncf-fast-bias": lambda job: nncf(job, "fast"),
+    "nncf-full-bias": lambda job: nncf(job, "full"),
+    "torchao-pt2e": torchao,
+    "neural-compressor": inc,
+    "brevitas": lambda job: brevitas(job, "w8a8"),
+    "brevitas-w4a8-gptq": lambda job: brevitas(job, "w4a8", True),
+    "brevitas-w4a4-gptq": lambda job: brevitas(job, "w4a4", True),
+    "aimet": lambda job: aimet(job, "min_max"),
+    "aimet-cle": lambda job: aimet(job, "tf_enhanced", True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("name")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--nets", type=Path)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # one core: a tool whose sessions take a thread for each core waits in none
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    args.out.mkdir(parents=True, exist_ok=True)
+    job = Job(args.peer, args.name, args.out, args.nets)
+    print(json.dumps({"seconds": PEERS[args.peer](job)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""``roundoff quantize``: files, exit codes, messages; the sums behind its numbers are tested where they are computed."""
+
+import json
+import tomllib
+
+import onnxruntime
+import pytest
+import torch
+
+import roundoff as ro
+from roundoff.cli.app import main
+from roundoff.export.artefact.folder import FILES
+from roundoff.export.artefact.loading import load_model
+from roundoff.plan.plan import Rule
+
+WORKLOAD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.relu = nn.ReLU()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(self.relu(self.conv(x)).mean((2, 3)))
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+def data(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(32, 1, 6, 6, generator=generator)
+    return x, (x.mean((1, 2, 3)) > 0).long()
+
+def batches():
+    return [data(i) for i in range(3)]
+
+def held_out():
+    return [data(9)]
+
+def forward(model, batch):
+    return model(batch[0])
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch[1])
+
+def agreement(outputs, reference):
+    return torch.cat([(o.argmax(1) == r.argmax(1)).double() for o, r in zip(outputs, reference)]).mean().item()
+
+metric = agreement
+"""
+QUICK = "--no-onnx --no-pareto"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(WORKLOAD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+def run(arguments, capsys):
+    code = main(["quantize", *arguments.split()])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_all_files_and_the_proof(folder, capsys):
+    code, out, err = run("net.py -o out --no-pareto", capsys)
+    assert (code, err) == (0, "")
+    assert {p.name for p in (folder / "out").iterdir()} == set(FILES)
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    assert all(row["bytes"] or row["name"] in ("report.html", "summary.json") for row in summary["files"])
+    by = {row["site"]: row for row in summary["sites"]}
+    assert (by["conv/conv2d"]["format"], by["fc/linear"]["format"]) == ("int8", "int8")
+    assert summary["proof"]["codes"] <= 1
+    assert summary["proof"]["kernels"]
+    assert summary["judged_on"] == {"batches": 1, "samples": 32, "held_out": True}
+    assert "Quantized: agreement" in out
+    assert "model.onnx" in out
+    # the file, in ONNX Runtime, and the simulation read back: the same output up to one code of 8 bits here and there
+    workload = ro.Workload.load("net.py")
+    simulated = load_model("out/model.pt", "net.py").eval()
+    x = workload.held_out[0][0]
+    session = onnxruntime.InferenceSession("out/model.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    exact = workload.run(workload.held_out[0]).detach()
+    wanted = simulated(x).detach()
+    assert (torch.from_numpy(found) - wanted).norm() < 0.02 * wanted.norm()
+    db = 20 * torch.log10(exact.norm() / (exact - wanted).norm())
+    assert summary["result"]["sqnr_db"] == pytest.approx(db.item(), abs=1e-3)
+    page = (folder / "out" / "report.html").read_text()
+    assert "conv/conv2d" in page
+    assert "://" not in page
+    # the plan can be given again, elsewhere
+    code, out, err = run(f"net.py --plan out/plan.toml -o again {QUICK} --json", capsys)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["formats"] == {"int8": 2}
+
+
+def test_a_target_decides_the_exit_code(folder, capsys):
+    code, out, _ = run("net.py --target 30dB --formats int8,w4a8 -o a --no-onnx --json", capsys)
+    summary = json.loads(out)
+    assert code == 0
+    assert summary["result"]["met"]
+    assert summary["result"]["sqnr_db"] >= 30
+    assert 1 <= len(summary["trials"]) <= 4
+    rows = {row["name"]: row for row in summary["tradeoff"]}
+    assert [*rows][:2] == ["fp32", "int8"]
+    assert [*rows][-1] == "chosen"
+    assert rows["fp32"]["bytes"] == 4 * (8 * 9 + 8 + 8 * 4 + 4)
+    # codes of 4 bits, a scale in fp32 for each of 8 + 4 channels, biases in fp32
+    assert rows["w4"]["bytes"] == (8 * 9 + 8 * 4) // 2 + 4 * 12 + 4 * 12
+    # values of 32 bits and weights of 4, of 32 · 32
+    assert rows["w4"]["work"] == pytest.approx(4 / 32)
+    page = (folder / "a" / "report.html").read_text()
+    assert page.count('class="dot format"') == 2 * (len(rows) - 1)  # two charts; the chosen one is a ring
+    code, out, err = run(f"net.py --target 120dB --formats int8 -o b {QUICK}", capsys)
+    assert code == 1
+    assert "missed" in out or "120dB" in err
+
+
+def test_weights_alone_with_pins_and_skips(folder, capsys):
+    code, out, _ = run(f"net.py --weights-only int4 --group 8 --skip conv/* -o a {QUICK} --json", capsys)
+    assert code == 0
+    rows = {row["site"]: row for row in json.loads(out)["sites"]}
+    assert rows["fc/linear"]["weights"].startswith("w4g8, per group")
+    assert rows["conv/conv2d"]["reason"] == "--skip conv/*"
+    code, out, _ = run(f"net.py --pin fc/*=fp32 --method nearest --observer minmax -o b {QUICK} --json", capsys)
+    rows = {row["site"]: row for row in json.loads(out)["sites"]}
+    assert (rows["fc/linear"]["format"], rows["conv/conv2d"]["observer"]) == ("fp32", "minmax")
+
+
+def test_pruned_then_trained_then_still_sparse(folder, capsys):
+    code, out, _ = run(f"net.py --prune 2:4 --qat --epochs 1 -o a {QUICK} --json", capsys)
+    summary = json.loads(out)
+    assert code == 0
+    assert [s["name"] for s in summary["steps"]][-1] == "qat"
+    weight = dict(load_model("a/model.pt", "net.py").model.named_parameters())["fc.weight"].detach()
+    assert ((weight.view(-1, 4) != 0).sum(1) <= 2).all()
+    assert not any("no longer 0" in note for note in summary["notes"])
+    code, out, _ = run(f"net.py --prune channel:0.5 -o b {QUICK} --json", capsys)
+    macs = json.loads(out)["macs"]
+    # 8 channels of 36 places with 9 products, and 8 · 4 in the last layer, for 32 samples; half of each goes
+    assert macs == {"before": 32 * (8 * 36 * 9 + 32), "after": 32 * (4 * 36 * 9 + 16)}
+
+
+def test_amct_configuration(folder, capsys):
+    (folder / "q.cfg").write_text('skip_layers: "fc"\ncommon_config { hfmg_quantize { num_of_bins: 2048 } }')
+    code, out, _ = run(f"net.py --config q.cfg -o a {QUICK} --json", capsys)
+    assert code == 0
+    rows = {row["site"]: row for row in json.loads(out)["sites"]}
+    assert (rows["conv/conv2d"]["observer"], rows["fc/linear"]["format"]) == ("hfmg", "fp32")
+    assert 'key: "conv"' in (folder / "a" / "record.txt").read_text()
+    assert tomllib.loads((folder / "a" / "record.toml").read_text())["kind"] == "quantization record"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--formats int9", "did you mean"),
+        ("--formats int8,int4", "which site runs in which of these formats"),
+        ("--observer minmacs", "did you mean minmax"),
+        ("--method awg", "expected: gptq, nearest"),
+        ("--target half", "not a target"),
+        ("--target 1% --plan p.toml", "a target chooses a plan itself"),
+        ("--plan p.toml", "match no site of this model"),
+        ("--skip nothing/*", "nothing/*"),
+        ("--prune 4:2", "2:4, channel:0.3 or magnitude:0.5"),
+        ("--group 8", "add --weights-only int4"),
+        ("--epochs 2", "--qat or --prune"),
+        ("--weights-only fp16", "weights alone are integers"),
+    ],
+)
+def test_wrong_options(folder, capsys, arguments, expected):
+    ro.Plan((Rule("int8", ("other/linear",)),)).save("p.toml")
+    code, out, err = run(f"net.py {arguments} -o out {QUICK}", capsys)
+    assert (code, out) == (2, ""), err
+    assert expected in err
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "arguments", "expected"),
+    [
+        ("return [data(i) for i in range(3)]", "return []", "", "batches is empty"),
+        ("return [data(i) for i in range(3)]", "return [(torch.full((2, 1, 6, 6), float('nan')), None)]", "", "NaN"),
+        ("metric = agreement", "", "--target 0.5%", "a metric in the workload, or decibels"),
+        ("def loss", "def lost", "--qat", "training needs a loss"),
+    ],
+)
+def test_wrong_workloads(folder, capsys, old, new, arguments, expected):
+    (folder / "net.py").write_text(WORKLOAD.replace(old, new))
+    code, out, err = run(f"net.py {arguments} -o out {QUICK}", capsys)
+    assert (code, out) == (2, "")
+    assert expected in err
+    assert not (folder / "out").exists()
+
+
+def test_a_folder_in_use_is_left_alone(folder, capsys):
+    (folder / "out").mkdir()
+    (folder / "out" / "report.html").write_text("mine")
+    code, _, err = run(f"net.py -o out {QUICK}", capsys)
+    assert code == 2
+    assert "--overwrite" in err
+    (folder / "out" / "thesis.tex").write_text("mine")
+    code, _, err = run(f"net.py -o out --overwrite {QUICK}", capsys)
+    assert code == 2
+    assert "thesis.tex" in err
+    assert (folder / "out" / "report.html").read_text() == "mine"
+
+
+def test_what_cannot_be_exported_is_a_row(folder, capsys):
+    text = WORKLOAD.replace("return self.fc(", "x = x if x.sum() > 1e9 else x + 0\n        return self.fc(")
+    (folder / "net.py").write_text(text)
+    code, out, _ = run("net.py -o out --no-pareto --json", capsys)
+    assert code == 0
+    rows = {row["name"]: row for row in json.loads(out)["files"]}
+    assert "cannot be written as ONNX" in rows["model.onnx"]["reason"]
+    assert rows["model.pt"]["bytes"]
+    assert not (folder / "out" / "model.onnx").exists()

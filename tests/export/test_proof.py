@@ -1,0 +1,207 @@
+"""The exported file: ONNX Runtime and onnx's reference evaluator say what it computes, our simulation must agree."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+
+from roundoff.errors import QuantizationError
+from roundoff.export.deployed import Deployed
+from roundoff.export.kernels import became
+from roundoff.export.onnx import export_fake_quant, export_onnx
+from roundoff.export.proof import Proof, prove
+from roundoff.export.runtime import Kernels, kernels
+from roundoff.formats import choose_qparams, parse_format
+from roundoff.quantize.model import QuantizedModel
+from roundoff.workload import Workload
+
+
+@pytest.fixture(scope="module")
+def int8(net, quantize, tmp_path_factory) -> tuple[Proof, QuantizedModel, Path]:
+    folder = tmp_path_factory.mktemp("int8")
+    model = quantize(net, "int8")
+    return prove(net, model, folder / "model.onnx", folder / "fp32.onnx", seconds=0), model, folder
+
+
+def test_every_kernel_gives_the_codes_of_the_simulation(int8):
+    proof, model, _ = int8
+    values = {name for name, q in model.named() if not q.weight}
+    assert {site.name for site in proof.sites} == values
+    # requantization in fp32 rounds sums that are not exact in fp32 either: ties alone may fall to the other side
+    assert proof.codes <= 1
+    assert [s.name for s in proof.sites if s.own.share > 1e-3 and "pool" not in s.name] == []
+    assert next(s for s in proof.sites if s.name == "c1/conv2d:0").own.most == 0  # quantized alone, nothing computed
+    assert proof.simulation_db > proof.sqnr_db + 6
+
+
+def test_integer_kernels_are_counted_and_each_site_has_one(int8):
+    proof, _, folder = int8
+    counted = {name: proof.kernels.counts.get(name, 0) for name in ("QLinearConv", "QLinearAdd", "QGemm")}
+    assert counted == {"QLinearConv": 3, "QLinearAdd": 1, "QGemm": 1}
+    assert proof.kernels.counts["QLinearGlobalAveragePool"] == proof.kernels.counts["QLinearAveragePool"] == 1
+    assert [row for row in proof.became if not row.integer] == []
+    assert (folder / "model.onnx").stat().st_size == proof.bytes
+    assert proof.notes == {}
+
+
+def test_metric_agreement_and_signal_are_those_of_onnxruntime(int8, net):
+    proof, _, folder = int8
+    (batch,) = net.held_out
+    ours, exact = (
+        onnxruntime.InferenceSession(folder / name).run(None, {"input": batch.numpy()})[0]
+        for name in ("model.onnx", "fp32.onnx")
+    )
+    assert proof.samples == len(batch)
+    assert proof.agreement == proof.metric == (ours.argmax(1) == exact.argmax(1)).mean()
+    assert proof.metric_fp32 == 1.0
+    noise = ((ours.astype(float) - exact) ** 2).sum() / (exact.astype(float) ** 2).sum()
+    assert proof.sqnr_db == pytest.approx(-10 * np.log10(noise), abs=1e-6)  # both in fp64
+    assert proof.latency is None
+
+
+def test_the_file_is_valid_small_and_says_nothing_of_this_machine(int8):
+    _, _, folder = int8
+    proto = onnx.load(folder / "model.onnx")
+    onnx.checker.check_model(proto, full_check=True)
+    assert [(o.domain, o.version) for o in proto.opset_import] == [("", 21)]
+    assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    text = (folder / "model.onnx").read_bytes()
+    assert str(Path(__file__).parents[2]).encode() not in text
+    assert b"site-packages" not in text
+    read = {name for node in proto.graph.node for name in node.input}
+    assert {t.name for t in proto.graph.initializer} <= read
+    assert "Clip" not in {n.op_type for n in proto.graph.node}  # ReLU6 and ReLU went into the codes
+    assert "Relu" not in {n.op_type for n in proto.graph.node}
+    assert "c2/conv2d" in {n.name for n in proto.graph.node}
+
+
+def test_the_reference_evaluator_of_onnx_agrees_with_the_simulation(int8, net):
+    _, model, folder = int8
+    (batch,) = net.held_out
+    (found,) = ReferenceEvaluator(str(folder / "model.onnx")).run(None, {"input": batch[:2].numpy()})
+    with torch.no_grad():
+        wanted = model(batch[:2])
+    weights = model.model.fc.weight.detach().abs().sum(1)
+    step = float(model.quantizer("pool/adaptive_avg_pool2d").scale) * float(weights.max())
+    # a code more or less in each channel that the last layer reads, at most
+    assert (torch.from_numpy(found) - wanted).abs().max() <= step
+
+
+def test_the_fake_quantized_file_is_the_simulation_in_plain_arithmetic(table, quantize, tmp_path):
+    model = quantize(table, "fp8_e4m3fn")
+    export_fake_quant(table, model, tmp_path / "fake.onnx")
+    operators = {n.op_type for n in onnx.load(tmp_path / "fake.onnx").graph.node}
+    assert not operators & {"QuantizeLinear", "DequantizeLinear"}
+    batch = table.batches[1]
+    (found,) = onnxruntime.InferenceSession(tmp_path / "fake.onnx").run(None, {"input": batch.numpy()})
+    with torch.no_grad():
+        wanted = model(batch)
+    error = (torch.from_numpy(found) - wanted).square().sum() / wanted.square().sum()
+    # sums in another order differ by 2**-24 of their terms; where that crosses a tie the value moves by 2**-4 of itself,
+    # which of 1,792 hidden values some two may do: 2 / 1792 * 2**-8
+    assert error < 5e-6
+
+
+def test_packed_weights_are_half_as_large_and_reach_integer_kernels(table, quantize, tmp_path):
+    model = quantize(table, "w4a8")
+    sizes, outputs = [], []
+    for pack in (False, True):
+        path = export_onnx(table, Deployed(model), tmp_path / f"{pack}.onnx", pack=pack)
+        sizes.append(sum(len(t.raw_data) for t in onnx.load(path).graph.initializer))
+        outputs.append(onnxruntime.InferenceSession(path).run(None, {"input": table.batches[0].numpy()})[0])
+        assert kernels(path).integer == {"MatMulIntegerToFloat": 2}
+    codes = sum(p.numel() for p in model.model.parameters() if p.ndim == 2)
+    assert sizes[0] - sizes[1] == codes // 2
+    assert np.array_equal(*outputs)
+
+
+def test_weights_in_groups_become_products_with_four_bits(table, quantize, tmp_path):
+    model = quantize(table, "w4g32")
+    deployed = Deployed(model)
+    path = export_onnx(table, deployed, tmp_path / "groups.onnx", pack=True)
+    assert kernels(path).integer == {"MatMulNBits": 2}
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # else activations are rounded too
+    ready = onnxruntime.InferenceSession(path, options)
+    (found,) = ready.run(None, {"input": table.batches[1].numpy()})
+    with torch.no_grad():
+        wanted = model(table.batches[1])
+    # sums of 96 products in fp32, in any order: 96 * 2**-24 of the sum of their magnitudes, which is under 8 here
+    assert (torch.from_numpy(found) - wanted).abs().max() < 8 * 96 * 2.0**-24
+
+
+def test_what_onnx_cannot_express_is_a_row_with_the_reason_and_stays_arithmetic(table, quantize):
+    model = quantize(table, "mxfp4")
+    deployed, batch = Deployed(model), table.batches[0]
+    with torch.no_grad():
+        assert torch.equal(deployed(batch), model(batch))
+    reason = "mxfp4: ONNX has no operator that chooses the scales of blocks while the model runs"
+    assert deployed.reasons == {"table/embedding": reason, "/relu": reason}
+    rows = became(model, deployed, Kernels({}, ()))
+    assert {row.site for row in rows} == set(model.routes)
+    assert [row.reason for row in rows if row.site == "b/linear"] == [reason]
+
+
+def test_a_format_that_is_slow_in_onnx_runtime_is_a_row(table, quantize):
+    slow = Deployed(quantize(table, "w8a16")).slow
+    reason = "int16_asym: ONNX Runtime's integer kernels on CPUs multiply 8 bits, others compute in fp32"
+    assert slow == {"table/embedding": reason, "/relu": reason}
+
+
+class _Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if x.sum() > 0 else self.a(-x)
+
+
+class _Unknown(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.eigvalsh(x @ x.mT)
+
+
+@pytest.mark.parametrize(("model", "words"), [(_Branching(), "data-dependent"), (_Unknown(), "eigvalsh|eigh")])
+def test_a_model_that_cannot_be_exported_is_an_error_with_the_exporters_reason(model, words, tmp_path):
+    workload = Workload(model, [torch.ones(2, 4, 4)], name="odd")
+    with pytest.raises(QuantizationError, match="odd: this model cannot be written as ONNX") as caught:
+        export_onnx(workload, workload.model.eval(), tmp_path / "x.onnx")
+    assert any(word in str(caught.value) for word in words.split("|"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_library_is_an_error_that_names_the_extra(net, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(QuantizationError, match=r"ONNX files need onnx, .*\n.*\n  do: pip install 'roundoff\[onnx\]'"):
+        export_onnx(net, net.model, tmp_path / "x.onnx")
+
+
+def test_a_batch_of_one_sample_leaves_the_batch_axis_free(tmp_path):
+    workload = Workload(nn.Linear(4, 2).eval(), [torch.ones(1, 4)], name="one")
+    path = export_onnx(workload, workload.model, tmp_path / "x.onnx")
+    (found,) = onnxruntime.InferenceSession(path).run(None, {"input": np.ones((5, 4), np.float32)})
+    assert found.shape == (5, 2)
+
+
+def test_a_dynamic_scale_is_that_of_dynamic_quantize_linear():
+    """Our rule for dynamic asymmetric int8 against onnx's reference: equal but for the last bit of the scale."""
+    node = onnx.helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "s", "z"])
+    values = [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [None])]
+    outputs = [onnx.helper.make_tensor_value_info(n, t, None) for n, t in (("y", 2), ("s", 1), ("z", 2))]
+    ready = ReferenceEvaluator(onnx.helper.make_model(onnx.helper.make_graph([node], "g", values, outputs)))
+    generator = torch.Generator().manual_seed(0)
+    for shift in (-9.0, -1.0, 0.0, 0.3, 9.0):  # zero points at both ends and between
+        x = torch.randn(257, generator=generator) + shift
+        _, scale, zero = ready.run(None, {"x": x.numpy()})
+        ours = choose_qparams(x, parse_format("int8_asym"))
+        assert abs(float(ours.scale) / float(scale) - 1) <= 2.0**-23
+        assert float(ours.zero_point) + 128 == float(zero)

@@ -198,8 +198,8 @@ class _Handler:
 
 def forget(done: WeakIdKeyDictionary, tensor: Tensor) -> None:
     """Drop what is remembered of tensors in the memory of one that is about to be written."""
-    memory = tensor.untyped_storage().data_ptr()
-    for known in [t for t in done if t.untyped_storage().data_ptr() == memory]:
+    memory = tensor.untyped_storage()._cdata  # also of tensors without data, as torch.export has them
+    for known in [t for t in done if t.untyped_storage()._cdata == memory]:
         del done[known]
 
 

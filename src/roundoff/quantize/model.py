@@ -167,24 +167,19 @@ class _Handler:
             if site not in self.owner.known and float_tensors(result):
                 self.owner.missed(site)
             return result
-        leaves = list(call.leaves)
+        leaves, inplace = list(call.leaves), call.operator.inplace
         for place, name in route.uses.items():
-            if place == 0 and call.operator.inplace:  # its gradient needs what a quantizer took and gave unchanged
-                leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
-            else:
-                leaves[place] = self.pass_on(name, leaves[place])
+            # what is about to be written over may be needed by the gradient of its quantizer
+            leaves[place] = self.pass_on(name, leaves[place].clone() if inplace and place == 0 else leaves[place])
         if route.executes is not None:
             return execute(replace(call, leaves=leaves), route.executes, straight)
         if route.bias >= 0:
             readers = [self.owner.quantizer(n) for n in route.uses.values()]
             leaves[route.bias] = self.owner.passing.bias(site, leaves[route.bias], readers)
-        result = self.owner.passing.result(site, call.run(leaves))
-        if call.operator.inplace and leaves[0] is not call.leaves[0]:
-            result = call.leaves[0].copy_(result)
-        if not route.output:
-            return result
-        quantized = self.pass_on(route.output, result)
-        return result.copy_(quantized) if call.operator.inplace else quantized
+        result = self.owner.passing.result(site, call.again(leaves))
+        if route.output:
+            result = self.pass_on(route.output, result)
+        return call.leaves[0].copy_(result) if inplace else result
 
     def pass_on(self, name: str, value: Tensor) -> Tensor:
         """The value behind its quantizer; the same tensor for every reader."""

@@ -114,8 +114,9 @@ class QuantizedModel(nn.Module):
         finally:
             self.passing = before
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the mode that sees the calls cannot be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, with every value that has a quantizer on its grid."""
+        """The model's output, with every value that has a quantizer on its grid. In ``torch.compile`` it runs eagerly."""
         handler = _Handler(self)
         with watch(self.model, handler) as mode:
             mode.begin()

@@ -99,7 +99,7 @@ class QuantizedModel(nn.Module):
         """What was chosen for this model: qparams of weights and values, what was skipped and why, and the steps."""
         entries = [
             Entry.of(name, "weight" if q.weight else "activation", q.fmt, None if q.dynamic else q.qparams(),
-                     sites=q.sites, observer=q.observer, dynamic=q.dynamic)
+                     granularity=q.granularity, sites=q.sites, observer=q.observer, dynamic=q.dynamic)
             for name, q in self.named()
         ]  # fmt: skip
         skipped = tuple((row.site, row.reason) for row in self.rows if row.reason and row.format == "fp32")

@@ -69,7 +69,7 @@ def test_bounds_are_exact(fmt):
     assert [cast(x) > 0 for x in around(ends.zero)] == [False, not ends.zero_tie, True]
 
 
-@pytest.mark.parametrize("fmt", set(plain_formats()) - {"fp64"})
+@pytest.mark.parametrize("fmt", sorted(set(plain_formats()) - {"fp64"}))
 def test_bounds_of_all_formats_agree_with_the_scalar_oracle(fmt):
     ends, form = limits(fmt), FORMATS[fmt]
     saturate = None if form.has_inf or form.has_nan else True

@@ -99,7 +99,7 @@ class QuantizedModel(nn.Module):
         """What was chosen for this model: qparams of weights and values, what was skipped and why, and the steps."""
         entries = [
             Entry.of(name, "weight" if q.weight else "activation", q.fmt, None if q.dynamic else q.qparams(),
-                     sites=q.sites, observer=q.observer, dynamic=q.dynamic)
+                     granularity=q.granularity, sites=q.sites, observer=q.observer, dynamic=q.dynamic)
             for name, q in self.named()
         ]  # fmt: skip
         skipped = tuple((row.site, row.reason) for row in self.rows if row.reason and row.format == "fp32")
@@ -114,8 +114,9 @@ class QuantizedModel(nn.Module):
         finally:
             self.passing = before
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the mode that sees the calls cannot be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, with every value that has a quantizer on its grid."""
+        """The model's output, with every value that has a quantizer on its grid. In ``torch.compile`` it runs eagerly."""
         handler = _Handler(self)
         with watch(self.model, handler) as mode:
             mode.begin()

@@ -9,8 +9,9 @@ import torch
 
 from roundoff.capture.calls import Operand
 from roundoff.export.arithmetic import plainly, rounded
+from roundoff.export.stored import expresses
 from roundoff.export.tally import Power, code_steps
-from roundoff.formats import PerTensor, QParams, parse_format
+from roundoff.formats import PerAxis, PerGroup, PerTensor, PerToken, QParams, parse_format
 from roundoff.quantize.quantizer import Quantizer
 
 FLOATS = {
@@ -71,3 +72,17 @@ def test_power_without_noise_is_infinite_and_with_nan_lost():
     assert power.db == pytest.approx(-10 * np.log10(0.01 / 4), abs=1e-4)
     power.add(torch.tensor([float("nan")]), torch.tensor([1.0]))
     assert power.db == -float("inf")
+
+
+@pytest.mark.parametrize(
+    ("granularity", "reduce"),
+    [(PerTensor(), -1), (PerAxis(1), -1), (PerToken(), -1), (PerToken(), -2), (PerGroup(8), -1)],
+)
+@pytest.mark.parametrize("name", ["int8_asym", "int4", "fp8_e4m3fn"])
+def test_dynamic_granularities_in_plain_arithmetic_are_the_quantizers(granularity, reduce, name):
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * 3
+    fmt = parse_format(name)
+    quantizer = Quantizer("x", fmt, Operand(0, "activation", reduce, 0, frozenset()), granularity, dynamic=True)
+    assert torch.equal(plainly(x, quantizer), quantizer(x))
+    deployable = name == "int8_asym" and granularity == PerTensor()
+    assert (expresses(quantizer) is None) == deployable

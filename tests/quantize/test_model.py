@@ -344,3 +344,22 @@ def test_biases_on_sums(small):
     grouped = Quantizer("w", integer(4), weight.operand, PerGroup(2))
     grouped.set_(choose_qparams(torch.randn(6, 4), integer(4), PerGroup(2)))
     assert on_sums(bias, [x, grouped]) is bias
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_that_cannot_be_copied():
+    net = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    net(torch.ones(1, 4))
+    with pytest.raises(QuantizationError, match="the model cannot be copied") as error:
+        ro.quantize(net, "int8", data(2, 4))
+    assert "Only Tensors created explicitly by the user" in error.value.got
+    nn.utils.remove_weight_norm(net[0])
+    assert rows(ro.quantize(net, "int8", data(2, 4)))["0/linear"] == ("int8", "")
+
+
+def test_the_record_says_what_is_dynamic(calibrated):
+    model = calibrated(nn.Linear(4, 2), data(2, 4), activation="token")
+    found = {e.name: (e.granularity, e.dynamic, len(e.scale)) for e in model.record().entries}
+    assert found == {"/linear:0": ("per_token", True, 0), "weight": ("per_axis(0)", False, 2)}
+    grouped = calibrated(nn.Linear(4, 2), data(2, 4), "w4g2").record().entries
+    assert [(e.granularity, len(e.scale)) for e in grouped] == [("per_group(2, 1)", 4)]

@@ -1,6 +1,7 @@
 """One pass that calibrates and rounds a whole network, against doing it layer by layer by hand."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError
 from roundoff.formats import PerAxis, choose_qparams, fake_quantize, integer
+from roundoff.quantize.lockstep import Lockstep
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.sequential import Rounding, round_in_order_
-from roundoff.quantize.side_by_side import Layout, check_same, find_layout, samples, stack
+from roundoff.quantize.side_by_side import in_stacks, samples, stack
+from roundoff.workload import Workload
 
 NEAREST = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)
 ASYM = integer(8, symmetric=False)
@@ -179,11 +182,11 @@ def linear_models(Model):
 
 @pytest.mark.parametrize("name", ["tokens first", "merged", "merged, tokens first"])
 def test_samples_are_found_wherever_they_lie(laid, Model, name):
-    """The same arithmetic on the same elements, so the same scales and weights."""
+    """The same arithmetic on the same elements, so the same scales and weights (GPTQ splits its rows as they come)."""
     torch.manual_seed(0)
     nets, batches = linear_models(Model), data(3, 5, 4)
-    plain, _ = rounded(laid, nets["plain"], batches, Rounding(observer="minmax"), "int4")
-    found, _ = rounded(laid, nets[name], batches, Rounding(observer="minmax"), "int4")
+    plain, _ = rounded(laid, nets["plain"], batches, NEAREST, "int4")
+    found, _ = rounded(laid, nets[name], batches, NEAREST, "int4")
     scales = [[q.scale for _, q in m.named() if not q.weight] for m in (plain, found)]
     assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(*scales, strict=True))
     for part in ("a", "b"):  # GPTQ's second moments are sums in another order: weights near a tie may differ
@@ -244,13 +247,13 @@ def test_values_without_samples_are_left_as_they_are(laid, Model):
     assert float(((model(x) - net(x)).norm() / net(x).norm()).detach()) < 0.03
 
 
-def test_batches_of_other_shapes_go_one_after_the_other(laid, Model):
-    """Each value and weight is settled by the first that reaches it."""
+def test_batches_of_other_shapes_are_seen_together(laid, Model):
     torch.manual_seed(0)
     net = Model(lambda s, x: s.a(x), a=nn.Linear(4, 3))
     batches = [data(2, 5, 4)[0], 3 * data(2, 7, 4, seed=1)[0]]
     model, _ = rounded(laid, net, batches)
-    assert torch.equal(model.quantizer("a/linear:0").scale.flatten(), choose_qparams(batches[0], ASYM).scale.flatten())
+    want = choose_qparams(torch.cat([x.flatten() for x in batches]), ASYM)
+    assert torch.equal(model.quantizer("a/linear:0").scale.flatten(), want.scale.flatten())
 
 
 def test_both_branches_are_calibrated(laid, Model):
@@ -282,18 +285,46 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", list(MIXING))
-def test_models_that_mix_samples_are_refused_and_stay_as_they_were(laid, Model, name):
+def test_models_that_mix_samples_get_their_own_batches(laid, Model, name):
+    """What arrives at a layer is what the model computes for each batch: ranges by hand, from batches of their own."""
     torch.manual_seed(0)
-    net = Model(MIXING[name], a=nn.Linear(4, 4), b=nn.Linear(4, 3))
+    net, batches = Model(MIXING[name], a=nn.Linear(4, 4), b=nn.Linear(4, 3)), data(5, 4, count=3)
+    model, _ = rounded(laid, net, batches, bias=False)
+    x = torch.cat(batches)
+    weight = on_grid(net.a.weight, integer(8), PerAxis(0))
+    hidden = F.linear(on_grid(x, ASYM), weight, net.a.bias)
+    want = choose_qparams(hidden, ASYM)
+    assert torch.allclose(model.quantizer("a/linear").scale.flatten(), want.scale.flatten(), rtol=1e-5)
+
+
+def test_statistics_before_a_layer_are_those_of_each_batch(laid, Model):
+    net = Model(lambda s, x: s.a(x - x.mean(0)), a=nn.Linear(4, 3))
+    batches = [x + 10 * i for i, x in enumerate(data(5, 4, count=3))]
+    model, _ = rounded(laid, net, batches)
+    want = choose_qparams(torch.cat([x - x.mean(0) for x in batches]), ASYM)
+    assert torch.allclose(model.quantizer("/sub").scale.flatten(), want.scale.flatten(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("when", ["first layer", "last layer"])
+def test_an_error_in_the_middle_leaves_everything_as_it_was(laid, Model, when):
+    """In the observer of one value, after other weights have been rounded."""
+    torch.manual_seed(0)
+
+    def forward(self, x):
+        return self.b(self.a(x).log() if when == "last layer" else self.a(x.log()))
+
+    net = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3))
     model, workload, _ = laid(net, data(5, 4), "int4")
     before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    with pytest.raises(QuantizationError, match="the samples of a batch are not independent of each other"):
+    with pytest.raises(QuantizationError, match=r"/log.* values are NaN or Inf"):
         round_in_order_(model, workload, workload.batches, Rounding(observer="minmax"))
     after = model.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(before[k], v) for k, v in after.items())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(q.scale is None and q.observer == "" for _, q in model.named())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert threading.active_count() == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -310,17 +341,12 @@ def test_bad_data_is_named_and_nothing_changes(laid, Model, bad):
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-def test_other_errors(laid, Model):
+def test_other_errors(laid):
     model, workload, _ = laid(nn.Linear(4, 2), data(3, 4))
     with pytest.raises(QuantizationError, match="no calibration data"):
         round_in_order_(model, workload, [], NEAREST)
     with pytest.raises(QuantizationError, match="unknown observer"):
         round_in_order_(model, workload, workload.batches, Rounding(observer="median"))
-    fixed = Model(lambda s, x: s.a(x.view(3, 4)), a=nn.Linear(4, 2))
-    model, workload, _ = laid(fixed, data(3, 4, count=1))
-    with pytest.raises(QuantizationError, match="not with all samples twice in one batch") as error:
-        round_in_order_(model, workload, workload.batches, NEAREST)
-    assert "shape '[3, 4]' is invalid" in error.value.got
     broken = nn.Linear(4, 2)
     with torch.no_grad():
         broken.weight[1, 2] = torch.nan
@@ -385,47 +411,66 @@ def test_stack():
     assert samples("text") == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "layout"),
-    [
-        (lambda x: x, Layout(0, 1)),
-        (lambda x: x.flatten(0, 1), Layout(0, 1)),
-        (lambda x: x.transpose(0, 1), Layout(1, 1)),
-        (lambda x: x.transpose(0, 1).flatten(0, 1), Layout(0, 6)),
-        (lambda x: x.permute(1, 0, 2).flatten(1, 2), Layout(1, 1)),
-        (lambda x: x.permute(1, 2, 0), Layout(2, 1)),
-        (lambda x: x.permute(1, 2, 0).flatten(1, 2), Layout(1, 4)),
-    ],
-)
-def test_layouts(make, layout):
-    """Six tokens of four features, eight samples: the second four are those of the first, slightly changed."""
-    half = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(0))
-    other = half + 0.1 * torch.randn(half.shape, generator=torch.Generator().manual_seed(1))
-    value = make(torch.cat([half, other]))
-    found = find_layout(value, 8)
-    assert found == layout
-    first, second = found.halves(value)
-    assert torch.equal(first, make(half))
-    assert torch.equal(second, make(other))
-    assert torch.equal(found.join(first, second), value)
+@torch.no_grad()
+def test_batches_are_joined_where_that_changes_nothing(Model):
+    def groups(forward, batches):
+        return in_stacks(Workload(Model(forward, a=nn.Linear(4, 4)), batches), batches)
+
+    batches = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 4)]
+    assert groups(lambda s, x: s.a(x), batches) == [[0, 1, 2]]
+    assert groups(lambda s, x: (s.a(x), x.mean()), batches) == [[0, 1, 2]]  # a number for all is not compared
+    for mixing in (lambda s, x: x - x.mean(0), lambda s, x: x.roll(1, 0), lambda s, x: x.sum(), lambda s, x: x.t(),
+                   lambda s, x: torch.full((len(x), 1), len(x)) * 1.0):  # fmt: skip
+        assert groups(mixing, batches) == [[0], [1], [2]]
+    assert groups(lambda s, x: x.view(-1, 2), [batches[0], torch.ones(2, 3, 4), batches[1]]) == [[0], [1], [2]]
+    assert groups(lambda s, x: s.a(x), [batches[0], torch.ones(2, 3, 4), batches[1]]) == [[0, 2], [1]]
+    assert groups(lambda s, x: x[:2] if len(x) < 4 else 1 / 0, batches[:2]) == [[0], [1]]  # only takes batches so long
 
 
-def test_constants_have_no_layout():
-    assert find_layout(torch.ones(3, 5), 8) is None
-    assert find_layout(torch.tensor(1.0), 8) is None
-    assert find_layout(torch.ones(0, 3), 8) is None
+# -- runs in step
 
 
-def test_check_same_messages():
-    with pytest.raises(QuantizationError, match="not independent") as error:
-        check_same({"output": torch.ones(1, 2)}, {"output": torch.zeros(4, 2)}, [1, 1], "toy")
-    assert error.value.got == "output: off by 1.0e+00 of its norm"
-    with pytest.raises(QuantizationError) as error:
-        check_same({"output": torch.ones(1, 2)}, {"output": torch.zeros(3, 2)}, [1, 1], "toy")
-    assert error.value.got == "outputs of shapes (3, 2)"
-    with pytest.raises(QuantizationError, match="not independent"):
-        check_same({"output": torch.ones(1, 2)}, {"output": torch.full((4, 2), torch.nan)}, [1, 1], "toy")
-    check_same({"output": torch.ones(1, 2), "loss": torch.tensor(1.0)},
-               {"output": torch.ones(4, 2), "loss": torch.tensor(2.0)}, [1, 1], "toy")  # fmt: skip
+def test_runs_decide_together_in_order():
+    """Two runs that take other ways: the earliest that anyone waits for is decided with those who wait."""
+    decided = []
+
+    def decide(requests):
+        decided.append((requests[0].key, [r.run for r in requests]))
+        for request in requests:
+            request.answer = 10 * request.given
+
+    answers = {0: [], 1: []}
+    steps = Lockstep(decide)
+
+    def body(number, keys):
+        for key in keys:
+            answers[number].append(steps.ask(key, "abc".index(key), number + 1))
+
+    steps.run([lambda: body(0, "abc"), lambda: body(1, "ac")])
+    assert decided == [("a", [0, 1]), ("b", [0]), ("c", [0, 1])]
+    assert answers == {0: [10, 10, 10], 1: [20, 20]}
 
 
+@pytest.mark.parametrize("where", ["body", "decide"])
+def test_an_error_in_one_run_stops_all(where):
+    ended = []
+
+    def decide(_requests):
+        if where == "decide":
+            raise ValueError("in decide")
+
+    steps = Lockstep(decide)
+
+    def body(number):
+        try:
+            steps.ask("a", 0, None)
+            if number == 1:
+                raise ValueError("in body")
+            steps.ask("b", 1, None)
+        finally:
+            ended.append(number)
+
+    with pytest.raises(ValueError, match=f"in {where}"):
+        steps.run([lambda i=i: body(i) for i in range(3)])
+    assert sorted(ended) == [0, 1, 2]
+    assert threading.active_count() == 1

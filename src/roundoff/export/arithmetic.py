@@ -30,13 +30,15 @@ def plainly(x: Tensor, quantizer: Any) -> Tensor:
         qparams = quantizer.qparams()
         shape = x.shape if qparams.granularity is None else qparams.granularity.split(x.shape)[0]
         return _affine(x.reshape(shape), qparams.scale, qparams.zero_point, fmt).reshape(x.shape)
-    operand = quantizer.operand
+    operand, granularity = quantizer.operand, quantizer.granularity
+    if granularity is not None and not isinstance(fmt, BlockFormat):
+        axis = operand.reduce if isinstance(granularity, PerToken) else -1
+        moved = x.movedim(axis, -1)
+        return _dynamic(moved, granularity, fmt).movedim(-1, axis)
     how = None if fmt.execution is None else fmt.execution.activation
     fmt = fmt.of_activations if operand.role == "activation" else fmt
-    granularity: Granularity = PerTensor()
-    if how == "token" and x.ndim > 1:
-        granularity = PerToken()
-    elif how in ("block", "group"):
+    granularity = PerTensor()
+    if how in ("block", "group"):
         size = fmt.block_size if isinstance(fmt, BlockFormat) else fmt.group_size
         axis = operand.reduce if -x.ndim <= operand.reduce < x.ndim else -1
         if x.shape[axis] % size:
@@ -45,6 +47,11 @@ def plainly(x: Tensor, quantizer: Any) -> Tensor:
         granularity = PerGroup(size, axis)
     elif how == "exact":
         return rounded(x, fmt)
+    return _dynamic(x, granularity, fmt)
+
+
+def _dynamic(x: Tensor, granularity: Granularity, fmt: Format) -> Tensor:
+    """With the scale of the tensor's own range."""
     shape, dims = granularity.split(x.shape)
     view = x.reshape(shape)
     scale, zero_point = _chosen(view.amin(dims, keepdim=True), view.amax(dims, keepdim=True), fmt)

@@ -35,9 +35,9 @@ def expresses(quantizer: Any) -> str | None:
     if isinstance(fmt, BlockFormat):
         return f"{fmt.name}: ONNX has no operator that chooses the scales of blocks while the model runs"
     if quantizer.dynamic:
-        rule = fmt.execution.activation if fmt.execution else None
-        if rule != "tensor" or fmt.symmetric or fmt.width != 8:
-            return f"dynamic {fmt.name} per {rule}: DynamicQuantizeLinear has asymmetric codes of 8 bits, per tensor"
+        if not isinstance(quantizer.granularity, PerTensor) or fmt.symmetric or fmt.width != 8:
+            shared = quantizer.granularity or "cast"
+            return f"dynamic {fmt.name}, {shared}: DynamicQuantizeLinear has asymmetric codes of 8 bits, per tensor"
         return None
     if not isinstance(quantizer.granularity, PerTensor | PerAxis | PerGroup):
         return f"{quantizer.granularity}: QuantizeLinear has scales per tensor, axis or group"

@@ -108,7 +108,7 @@ class QuantizedModel(nn.Module):
         """What was chosen for this model: qparams of weights and values, what was skipped and why, and the steps."""
         entries = [
             Entry.of(name, "weight" if q.weight else "activation", q.fmt, None if q.dynamic else q.qparams(),
-                     sites=q.sites, observer=q.observer, dynamic=q.dynamic)
+                     granularity=q.granularity, sites=q.sites, observer=q.observer, dynamic=q.dynamic)
             for name, q in self.named()
         ]  # fmt: skip
         skipped = tuple((row.site, row.reason) for row in self.rows if row.reason and row.format == "fp32")
@@ -123,8 +123,9 @@ class QuantizedModel(nn.Module):
         finally:
             self.passing = before
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the mode that sees the calls cannot be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, with every value that has a quantizer on its grid."""
+        """The model's output, with every value that has a quantizer on its grid. In ``torch.compile`` it runs eagerly."""
         handler = _Handler(self)
         with watch(self.model, handler) as mode:
             mode.begin()
@@ -194,24 +195,19 @@ class _Handler:
             if site not in self.owner.known and float_tensors(result):
                 self.owner.missed(site)
             return result
-        leaves = self.owner.divided(route, call.leaves, self.done)
+        leaves, inplace = self.owner.divided(route, call.leaves, self.done), call.operator.inplace
         for place, name in route.uses.items():
-            if place == 0 and call.operator.inplace:  # its gradient needs what a quantizer took and gave unchanged
-                leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
-            else:
-                leaves[place] = self.pass_on(name, leaves[place])
+            # what is about to be written over may be needed by the gradient of its quantizer
+            leaves[place] = self.pass_on(name, leaves[place].clone() if inplace and place == 0 else leaves[place])
         if route.executes is not None:
             return execute(replace(call, leaves=leaves), route.executes, straight)
         if route.bias >= 0:
             readers = [self.owner.quantizer(n) for n in route.uses.values()]
             leaves[route.bias] = self.owner.passing.bias(site, leaves[route.bias], readers)
-        result = self.owner.passing.result(site, call.run(leaves))
-        if call.operator.inplace and leaves[0] is not call.leaves[0]:
-            result = call.leaves[0].copy_(result)
-        if not route.output:
-            return result
-        quantized = self.pass_on(route.output, result)
-        return result.copy_(quantized) if call.operator.inplace else quantized
+        result = self.owner.passing.result(site, call.again(leaves))
+        if route.output:
+            result = self.pass_on(route.output, result)
+        return call.leaves[0].copy_(result) if inplace else result
 
     def pass_on(self, name: str, value: Tensor) -> Tensor:
         """The value behind its quantizer; the same tensor for every reader."""
@@ -225,8 +221,8 @@ class _Handler:
 
 def forget(done: WeakIdKeyDictionary, tensor: Tensor) -> None:
     """Drop what is remembered of tensors in the memory of one that is about to be written."""
-    memory = tensor.untyped_storage().data_ptr()
-    for known in [t for t in done if t.untyped_storage().data_ptr() == memory]:
+    memory = tensor.untyped_storage()._cdata  # also of tensors without data, as torch.export has them
+    for known in [t for t in done if t.untyped_storage()._cdata == memory]:
         del done[known]
 
 

@@ -82,7 +82,7 @@ def quantize(
     _check(workload)
     options, rounding = options or Options(), rounding or Rounding()
     formats = site_formats(plan, trace(workload, workload.batches[:1]), skip)
-    own = workload.with_model(copy.deepcopy(workload.model).eval())
+    own = workload.with_model(_copied(workload.model))
     notes: list[Row] = []
     if fold:
         folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
@@ -93,6 +93,17 @@ def quantize(
     meter = _Meter(workload, own, made)
     made.steps = _calibrate(made, graph, own, rounding, spread, meter)
     return made
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy that shares nothing with the model, in evaluation mode."""
+    try:
+        return copy.deepcopy(model).eval()
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # tensors with a history, locks, open files
+        raise QuantizationError("the model cannot be copied", where=type(model).__name__, got=str(error).partition(". ")[0],
+                                expected="a module that copy.deepcopy takes",
+                                do="fold torch.nn.utils.weight_norm in with remove_weight_norm, or make the module "
+                                   "forget tensors that it computed") from error  # fmt: skip
 
 
 def _calibrate(

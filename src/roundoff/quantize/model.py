@@ -76,6 +76,7 @@ class QuantizedModel(nn.Module):
         self.known = frozenset(row.site for row in self.rows)
         self.off: set[str] = set()
         self.passing = Passing()
+        self.within = False  # a block of ``quantized()``
 
     def quantizer(self, name: str) -> Quantizer:
         """The quantizer with this name. Raises ``KeyError``."""
@@ -126,6 +127,8 @@ class QuantizedModel(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the mode that sees the calls cannot be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, with every value that has a quantizer on its grid. In ``torch.compile`` it runs eagerly."""
+        if self.within:
+            return self.model(*args, **kwargs)
         handler = _Handler(self)
         with watch(self.model, handler) as mode:
             mode.begin()
@@ -160,9 +163,11 @@ class QuantizedModel(nn.Module):
                 self.model.register_forward_pre_hook(begin, prepend=True),
                 self.model.register_forward_hook(end, always_call=True),
             ]
+            before, self.within = self.within, True
             try:
                 yield self.model
             finally:
+                self.within = before
                 for handle in handles:
                     handle.remove()
 

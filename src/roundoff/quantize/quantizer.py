@@ -36,12 +36,14 @@ class Quantizer(nn.Module):
         granularity: which elements share a scale; ``None`` for block formats.
         dynamic: whether the scale is chosen from each tensor.
         scale, zero_point: buffers, of the granularity's shape (see ``formats.granularity``); ``None`` where there is none.
+        exact: places along the contracted axis that stay in full precision beside the codes (``split_outliers_``), or None.
         sites: who reads the value through it.
         observer, note: who chose the scale, and what it could not scale as it should (``Observer.degenerate``).
     """
 
     scale: Tensor | None
     zero_point: Tensor | None
+    exact: Tensor | None
 
     def __init__(
         self, name: str, fmt: Format, operand: Operand, granularity: Granularity | None, sites: tuple[str, ...] = (), *,
@@ -53,6 +55,7 @@ class Quantizer(nn.Module):
         self.observer = self.note = ""
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
+        self.register_buffer("exact", None)
 
     @property
     def weight(self) -> bool:
@@ -79,6 +82,16 @@ class Quantizer(nn.Module):
         """``x`` on the grid, in its shape and dtype; NaN stays NaN, what is out of range saturates."""
         if x.numel() == 0:
             return x
+        if self.exact is None:
+            return self._rounded(x)
+        kept = x.index_select(self.operand.reduce, self.exact)
+        return self._rounded(self.without_exact(x)).index_copy(self.operand.reduce, self.exact, kept)
+
+    def without_exact(self, x: Tensor) -> Tensor:
+        """``x`` with zeros at the places that stay in full precision: what a scale is chosen from."""
+        return x if self.exact is None else x.index_fill(self.operand.reduce, self.exact, 0.0)
+
+    def _rounded(self, x: Tensor) -> Tensor:
         if self.granularity is None or isinstance(self.fmt, BlockFormat):
             return straight(x, round_operand(x, self.operand, self.fmt))
         if not self.dynamic:

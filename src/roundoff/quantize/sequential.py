@@ -138,6 +138,7 @@ class _InOrder:
         observer = make_observer(self.how.observer, quantizer.granularity, **self.how.parameters)
         for request in requests:
             group, value = request.given
+            value = quantizer.without_exact(value)
             self._check_finite(name, value, self.sizes[group])
             with naming(name):
                 axis = channel_axis(quantizer, value)

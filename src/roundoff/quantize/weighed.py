@@ -97,7 +97,7 @@ class Weighed:
                 if at == place and source is not None and self.how.weights == "gptq":
                     self._round(quantizer, first.leaves[at], at, source, corrects)
                 else:
-                    quantizer.set_(*_scale(quantizer, first.leaves[at], None, self.how.scales))
+                    quantizer.set_(*_scale(quantizer, quantizer.without_exact(first.leaves[at]), None, self.how.scales))
                     first.leaves[at].copy_(quantizer(first.leaves[at]))
         found = [run(self.model, arrived, bias is None) for _, arrived in self.pairs]
         if bias is None:
@@ -129,9 +129,14 @@ class Weighed:
         groups = int(settings.get("groups", 1))
         halves = self._moments(operator, source, tuple(weight.shape[2:]), settings)
         matrix, cross = _taken(halves[0].merge(halves[1]), centred)
-        w = matrix_view(weight, operator, groups)
+        w = matrix_view(quantizer.without_exact(weight), operator, groups)
+        if quantizer.exact is not None:  # these inputs make no error, and none can be made up for by them
+            matrix = _without(matrix, quantizer.exact)
+            cross = None if cross is None else _without(cross, quantizer.exact)
         if cross is not None:
             parts = [(h, c) for h, c in (_taken(half, centred) for half in halves if half.rows) if c is not None]
+            if quantizer.exact is not None:
+                parts = [(_without(h, quantizer.exact), _without(c, quantizer.exact)) for h, c in parts]
             share = supported(w, parts) if len(parts) == 2 else 0.0
             cross = matrix + share * (cross - matrix)
         power = None
@@ -145,7 +150,11 @@ class Weighed:
         repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross, ratios=RATIOS if own else (1.0,), refit=own)
         self.settled.gains.append(replace(repaired.gain, name=quantizer.name))
         quantizer.set_(weight_qparams(repaired.qparams, weight.shape, operator, groups, shared), observer, note)
-        weight.copy_(from_matrix(repaired.weight, weight.shape, operator, groups))
+        found = from_matrix(repaired.weight, weight.shape, operator, groups)
+        if quantizer.exact is not None:
+            axis = quantizer.operand.reduce
+            found = found.index_copy(axis, quantizer.exact, weight.detach().index_select(axis, quantizer.exact))
+        weight.copy_(found)
 
     def _moments(
         self, operator: str, source: Operand, kernel: tuple[int, ...], settings: dict[str, Any]
@@ -222,6 +231,11 @@ def _bias(call: Call) -> Tensor | None:
 
 def _taken(hessian: Hessian, centred: bool) -> tuple[Tensor, Tensor | None]:
     return (hessian.centred, hessian.centred_cross) if centred else (hessian.matrix, hessian.cross)
+
+
+def _without(moments: Tensor, places: Tensor) -> Tensor:
+    """Second moments as if these inputs were always zero."""
+    return moments.index_fill(-1, places, 0.0).index_fill(-2, places, 0.0)
 
 
 def _correct_(bias: Tensor, lost: Sequence[Tensor]) -> None:

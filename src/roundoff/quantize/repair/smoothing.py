@@ -78,7 +78,8 @@ def smooth_(
         importance: for ``spread`` alone.
         method: ``smoothquant`` (arXiv:2211.10438), ``dmq`` (AMCT's), ``awq`` (arXiv:2306.00978), or ``spread`` (ours).
         alpha: the strength of the first two; of several, the one whose output is best is kept.
-        explicit: divide values where the factors cannot be folded; else these are left.
+        explicit: divide values where the factors cannot be folded; else these are left. For weights alone (``awq``) a
+            division is never worth it.
         batches: that ranges are taken from; by default the workload's.
         measured: on so many batches the output is compared, quantized in the plainest way (min-max, to nearest): the gain
             of better calibration comes on top.
@@ -114,6 +115,62 @@ def smooth_(
         return Smoothed(kept, Gain(method, before, before, f"undone: {after - before:+.1f} dB"))
     _take_(model, trial)
     return Smoothed(rows, Gain(method, before, after, note))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Channels of one value that stay in full precision beside its codes, ``columns`` of ``channels``."""
+
+    value: str
+    readers: tuple[str, ...]
+    columns: tuple[int, ...]
+    channels: int
+
+
+def split_outliers_(
+    model: QuantizedModel, graph: Graph, workload: Workload, *, threshold: float = 6.0, share: float = 0.05,
+    batches: Iterable[Any] | None = None, measured: int = 2,
+) -> tuple[list[Split], Gain]:  # fmt: skip
+    """Keep outlier channels of values, and the columns of weights that read them, in full precision, in place.
+
+    LLM.int8() (Dettmers et al., arXiv:2208.07339, equation 8): ``y = x_O W_O + x̂ Ŵ``, O the channels whose magnitude
+    reaches the threshold; scales are chosen without them (``outliers.mixed_precision`` is the same for one weight).
+
+    Args:
+        model: not calibrated yet.
+        graph: of the model.
+        workload: whose model it is.
+        threshold: α; 6.0 in the paper, for values behind a LayerNorm.
+        share: at most so many of a value's channels, those with the largest magnitude.
+        batches: that magnitudes are taken from; by default the workload's.
+        measured: batches of which the output's SQNR is measured, as in ``smooth_``.
+
+    Returns:
+        What was split, and the gain of the output, as simulated.
+
+    Raises QuantizationError for a threshold that is not positive, or a share outside [0, 1].
+    """
+    if not threshold > 0 or not 0 <= share <= 1:
+        raise QuantizationError("no outliers can be found so", where="split_outliers_", got=f"{threshold}, {share}",
+                                expected="threshold > 0 and share in [0, 1]")  # fmt: skip
+    data = workload.batches if batches is None else list(batches)
+    before = simulated_db(model, workload, data[:measured])
+    found = []
+    for inputs in inputs_of(model, graph, workload, data):
+        readers = [reader for reader in inputs.readers if reader.groups == 1]
+        order = inputs.largest.argsort(descending=True)[: int(share * len(inputs.largest))]
+        columns = order[inputs.largest[order] >= threshold].sort().values
+        if not len(columns) or not readers:
+            continue
+        for reader in readers:
+            uses = model.routes[reader.site].uses
+            for name in (reader.weight, uses.get(reader.place)):
+                if name is not None:
+                    model.quantizer(name).exact = columns.clone()
+        sites = tuple(reader.site for reader in readers)
+        found.append(Split(inputs.value, sites, tuple(columns.tolist()), len(inputs.largest)))
+    after = simulated_db(model, workload, data[:measured]) if found else before
+    return found, Gain("outliers", before, after, f"{sum(len(s.columns) for s in found)} channels of {len(found)} values")
 
 
 def simulated_db(model: QuantizedModel, workload: Workload, batches: Sequence[Any]) -> float:

@@ -256,6 +256,15 @@ def test_batches_of_other_shapes_are_seen_together(laid, Model):
     assert torch.equal(model.quantizer("a/linear:0").scale.flatten(), want.scale.flatten())
 
 
+def test_batches_of_other_ranks_correct_one_bias(laid):
+    torch.manual_seed(0)
+    batches = [data(2, 5, 4)[0], data(6, 4, seed=1)[0]]
+    layer = nn.Linear(4, 3)
+    model, _ = rounded(laid, layer, batches, Rounding(observer="minmax"), "int2", bias=False)
+    lost = torch.cat([(layer(x) - model(x)).reshape(-1, 3) for x in batches]).detach()
+    assert torch.allclose(lost.mean(0), torch.zeros(3), atol=1e-6)  # sums of 16 numbers near 1
+
+
 def test_both_branches_are_calibrated(laid, Model):
     torch.manual_seed(0)
     net = Model(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(4, 2), b=nn.Linear(4, 2))

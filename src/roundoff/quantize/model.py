@@ -169,23 +169,21 @@ class _Handler:
                 self.owner.missed(site)
             return result
         leaves = list(call.leaves)
+        if call.operator.inplace:  # gradients need what a quantizer took and gave, and what the operator gave, unchanged
+            leaves[0] = leaves[0].clone()
         for place, name in route.uses.items():
-            if place == 0 and call.operator.inplace:  # its gradient needs what a quantizer took and gave unchanged
-                leaves[0] = self.pass_on(name, leaves[0].clone()).clone()
-            else:
-                leaves[place] = self.pass_on(name, leaves[place])
-        if route.executes is not None:
-            return execute(replace(call, leaves=leaves), route.executes, straight)
+            passed = self.pass_on(name, leaves[place])
+            leaves[place] = passed.clone() if call.operator.inplace and place == 0 else passed
         if route.bias >= 0:
             readers = [self.owner.quantizer(n) for n in route.uses.values()]
             leaves[route.bias] = self.owner.passing.bias(site, leaves[route.bias], readers)
-        result = self.owner.passing.result(site, call.run(leaves))
-        if call.operator.inplace and leaves[0] is not call.leaves[0]:
-            result = call.leaves[0].copy_(result)
-        if not route.output:
-            return result
-        quantized = self.pass_on(route.output, result)
-        return result.copy_(quantized) if call.operator.inplace else quantized
+        if route.executes is not None:
+            result = execute(replace(call, leaves=leaves), route.executes, straight)
+        else:
+            result = self.owner.passing.result(site, call.run(leaves))
+        if route.output:
+            result = self.pass_on(route.output, result)
+        return call.leaves[0].copy_(result) if call.operator.inplace else result
 
     def pass_on(self, name: str, value: Tensor) -> Tensor:
         """The value behind its quantizer; the same tensor for every reader."""

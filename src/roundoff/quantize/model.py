@@ -168,22 +168,19 @@ class _Handler:
             if site not in self.owner.known and float_tensors(result):
                 self.owner.missed(site)
             return result
-        leaves = list(call.leaves)
-        if call.operator.inplace:  # gradients need what a quantizer took and gave, and what the operator gave, unchanged
-            leaves[0] = leaves[0].clone()
+        leaves, inplace = list(call.leaves), call.operator.inplace
         for place, name in route.uses.items():
-            passed = self.pass_on(name, leaves[place])
-            leaves[place] = passed.clone() if call.operator.inplace and place == 0 else passed
+            # what is about to be written over may be needed by the gradient of its quantizer
+            leaves[place] = self.pass_on(name, leaves[place].clone() if inplace and place == 0 else leaves[place])
+        if route.executes is not None:
+            return execute(replace(call, leaves=leaves), route.executes, straight)
         if route.bias >= 0:
             readers = [self.owner.quantizer(n) for n in route.uses.values()]
             leaves[route.bias] = self.owner.passing.bias(site, leaves[route.bias], readers)
-        if route.executes is not None:
-            result = execute(replace(call, leaves=leaves), route.executes, straight)
-        else:
-            result = self.owner.passing.result(site, call.run(leaves))
+        result = self.owner.passing.result(site, call.again(leaves))
         if route.output:
             result = self.pass_on(route.output, result)
-        return call.leaves[0].copy_(result) if call.operator.inplace else result
+        return call.leaves[0].copy_(result) if inplace else result
 
     def pass_on(self, name: str, value: Tensor) -> Tensor:
         """The value behind its quantizer; the same tensor for every reader."""
@@ -197,8 +194,8 @@ class _Handler:
 
 def forget(done: WeakIdKeyDictionary, tensor: Tensor) -> None:
     """Drop what is remembered of tensors in the memory of one that is about to be written."""
-    memory = tensor.untyped_storage().data_ptr()
-    for known in [t for t in done if t.untyped_storage().data_ptr() == memory]:
+    memory = tensor.untyped_storage()._cdata  # also of tensors without data, as torch.export has them
+    for known in [t for t in done if t.untyped_storage()._cdata == memory]:
         del done[known]
 
 

@@ -44,7 +44,8 @@ class _Straight(torch.autograd.Function):
     def forward(ctx: Any, exact: Tensor, rounded: list[Tensor], fmt: Format | None, written: bool) -> Tensor:
         ctx.how = fmt, written
         # a view made here could not be written in place afterwards
-        return rounded[0].clone() if rounded[0].data_ptr() == exact.data_ptr() else rounded[0]
+        same = rounded[0].untyped_storage()._cdata == exact.untyped_storage()._cdata
+        return rounded[0].clone() if same else rounded[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -70,6 +70,7 @@ class QuantizedModel(nn.Module):
         self.routes: dict[str, Route] = laid_out.routes
         self.rows: list[Row] = laid_out.rows
         self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})
+        self.factors = nn.ParameterDict()  # of Route.divided
         self.steps: list[Step] = []
         self.unseen: Counter[str] = Counter()
         self.known = frozenset(row.site for row in self.rows)
@@ -84,6 +85,14 @@ class QuantizedModel(nn.Module):
     def replace_(self, name: str, module: nn.Module) -> None:
         """Let another module stand where this quantizer stands."""
         self.quantizers[_key(name)] = module
+
+    def add_(self, name: str, quantizer: Quantizer) -> None:
+        """One more quantizer."""
+        self.quantizers[_key(name)] = quantizer
+
+    def drop_(self, name: str) -> None:
+        """A quantizer that nothing reads through any more."""
+        del self.quantizers[_key(name)]
 
     def named(self) -> Iterator[tuple[str, Quantizer]]:
         """Names and quantizers, weights and values."""
@@ -122,6 +131,24 @@ class QuantizedModel(nn.Module):
             mode.begin()
             with mode:
                 return self.model(*args, **kwargs)
+
+    def divided(self, route: Route, leaves: list[Any], done: WeakIdKeyDictionary) -> list[Any]:
+        """The arguments of a call, those with factors divided by them: once for all readers, as ``done`` remembers."""
+        found = list(leaves)
+        for place, name in route.divided.items():
+            value = leaves[place]
+            known: dict[str, Tensor] = done[value] if value in done else {}
+            done[value] = known
+            if f"/{name}" not in known:
+                known[f"/{name}"] = value / self.factors[_key(name)]
+            found[place] = known[f"/{name}"]
+        return found
+
+    def divide_(self, name: str, factors: Tensor, places: Iterable[tuple[str, int]]) -> None:
+        """From now on these places of these sites read values divided by ``factors``, which broadcast to them."""
+        self.factors[_key(name)] = nn.Parameter(factors.detach().clone(), requires_grad=False)
+        for site, place in places:
+            self.routes[site].divided[place] = name
 
     @property
     def notes(self) -> dict[str, str]:
@@ -168,7 +195,7 @@ class _Handler:
             if site not in self.owner.known and float_tensors(result):
                 self.owner.missed(site)
             return result
-        leaves, inplace = list(call.leaves), call.operator.inplace
+        leaves, inplace = self.owner.divided(route, call.leaves, self.done), call.operator.inplace
         for place, name in route.uses.items():
             # what is about to be written over may be needed by the gradient of its quantizer
             leaves[place] = self.pass_on(name, leaves[place].clone() if inplace and place == 0 else leaves[place])

@@ -98,6 +98,8 @@ class Route:
     bias: int = -1
     #: a format that the call runs in as a whole (bf16), instead of quantized operands
     executes: Format | None = None
+    #: place of an argument -> name of the factors that it is divided by first (``repair.smoothing``)
+    divided: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -169,18 +169,22 @@ class _Exact:
 
     def __init__(self, order: _InOrder, group: int) -> None:
         self.order, self.group = order, group
+        self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def before_write(self, tensor: Tensor) -> None:
-        """Nothing is remembered."""
+        """What was made of this memory holds no longer."""
+        forget(self.done, tensor)
 
     def call(self, call: Call) -> Any:
         """The call's result, as it is."""
         site = str(call.site)
         route = self.order.model.routes.get(site)
-        name = "" if route is None else self.order.waiting(route)
-        if route is None or not name:
+        if route is None:
             return call.run()
-        given = self.group, True, Arrived(call, call.leaves, route)
+        leaves, name = self.order.model.divided(route, call.leaves, self.done), self.order.waiting(route)
+        if not name:
+            return call.run(leaves)
+        given = self.group, True, Arrived(call, leaves, route)
         return self.order.steps.ask(name, self.order.rank.get(site, 0) + 1, given)
 
 
@@ -201,7 +205,7 @@ class _Quantized:
         route = self.model.routes.get(site)
         if route is None:
             return call.run()
-        leaves, rank = list(call.leaves), self.order.rank.get(site, 0)
+        leaves, rank = self.model.divided(route, call.leaves, self.done), self.order.rank.get(site, 0)
         for place, name in route.uses.items():
             if not self.model.quantizer(name).weight:
                 leaves[place] = self._value(name, leaves[place], rank)

@@ -18,6 +18,7 @@ from roundoff.quantize.model import QuantizedModel, on_sums
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.repair.gain import Gain
+from roundoff.quantize.repair.gptq import supported
 from roundoff.quantize.repair.hessian import Hessian
 from roundoff.quantize.repair.matrix import (
     from_matrix,
@@ -126,9 +127,13 @@ class Weighed:
         operator = matrix_operator(call, place)
         settings: dict[str, Any] = _convolution(call) if call.kind == "conv" else {}
         groups = int(settings.get("groups", 1))
-        hessian = self._moments(operator, source, tuple(weight.shape[2:]), settings)
-        matrix, cross = (hessian.centred, hessian.centred_cross) if centred else (hessian.matrix, hessian.cross)
+        halves = self._moments(operator, source, tuple(weight.shape[2:]), settings)
+        matrix, cross = _taken(halves[0].merge(halves[1]), centred)
         w = matrix_view(weight, operator, groups)
+        if cross is not None:
+            parts = [(h, c) for h, c in (_taken(half, centred) for half in halves if half.rows) if c is not None]
+            share = supported(w, parts) if len(parts) == 2 else 0.0
+            cross = matrix + share * (cross - matrix)
         power = None
         if self.how.scales == "search":
             diagonal = matrix.diagonal(dim1=-2, dim2=-1)[..., None, :].expand_as(w)
@@ -142,8 +147,13 @@ class Weighed:
         quantizer.set_(weight_qparams(repaired.qparams, weight.shape, operator, groups, shared), observer, note)
         weight.copy_(from_matrix(repaired.weight, weight.shape, operator, groups))
 
-    def _moments(self, operator: str, source: Operand, kernel: tuple[int, ...], settings: dict[str, Any]) -> Hessian:
-        """Second moments of the inputs in the quantized runs, beside those in full precision where all have them."""
+    def _moments(
+        self, operator: str, source: Operand, kernel: tuple[int, ...], settings: dict[str, Any]
+    ) -> tuple[Hessian, Hessian]:
+        """Second moments of the inputs in the quantized runs, beside those in full precision where all have them.
+
+        Of the first and the second half of each batch's rows.
+        """
         matrix = not operator.startswith("conv")
         inputs = [(None if one is None else one.leaves[source.leaf], other.leaves[source.leaf]) for one, other in self.pairs]
         whole = all(one is not None and one.shape == other.shape for one, other in inputs)
@@ -155,10 +165,14 @@ class Weighed:
             moved, name = (x.movedim(axis, -1), "linear") if matrix else (x, operator)
             return patches(moved, name, kernel, share=share, generator=seed.manual_seed(0), **settings)
 
-        hessian = Hessian()
+        halves = Hessian(), Hessian()
         for one, other in inputs:
-            hessian.add(seen(other), reference=seen(one) if whole and one is not None else None)
-        return hessian
+            given, exact = seen(other), seen(one) if whole and one is not None else None
+            middle = given.shape[-2] // 2
+            for half, part in zip(halves, (slice(0, middle), slice(middle, None)), strict=True):
+                if given[:, part].numel():
+                    half.add(given[:, part], reference=None if exact is None else exact[:, part])
+        return halves
 
 
 def run(model: QuantizedModel, arrived: Arrived, bias: bool = True) -> Any:
@@ -204,6 +218,10 @@ def _bias(call: Call) -> Tensor | None:
     bias: Tensor | None = next((call.leaves[o.leaf] for o in call.operands if o.role == "bias"), None)
     scaled = {"alpha", "beta"} & set(call.arguments()[1])
     return None if bias is None or bias.ndim != 1 or scaled else bias
+
+
+def _taken(hessian: Hessian, centred: bool) -> tuple[Tensor, Tensor | None]:
+    return (hessian.centred, hessian.centred_cross) if centred else (hessian.matrix, hessian.cross)
 
 
 def _correct_(bias: Tensor, lost: Sequence[Tensor]) -> None:

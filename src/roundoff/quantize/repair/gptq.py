@@ -118,6 +118,43 @@ def least_squares(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float = 
     return _least_squares(weight.detach().to(dtype), damped, cross, added).to(weight.dtype)
 
 
+def supported(weight: Tensor, parts: Sequence[tuple[Tensor, Tensor]], damp: float = 0.01) -> Tensor:
+    """How much of the correction ``D = W* - W`` for other inputs holds on data that it was not fitted to: κ in [0, 1].
+
+    W* is fitted to as many numbers as the weight has, so with few rows much of it is noise. Each half of the data fits its
+    own D and tries it on the other half: the error there is quadratic in κ, least at ``tr(W (C - H) Dᵀ) / tr(D H Dᵀ)``,
+    summed over both. Take ``H + κ (C - H)`` for ``cross``: then the fitted weights are ``W + κ D``.
+
+    Args:
+        weight: ``[..., out, in]``.
+        parts: ``(hessian, cross)`` of two halves of the data, each ``[..., in, in]``.
+        damp: λ as a share of the mean of H's diagonal.
+
+    Returns:
+        κ for each group, ``[..., 1, 1]``; 0 where there is nothing to correct.
+
+    Example:
+        >>> torch.manual_seed(0)
+        <torch...>
+        >>> x, noise = torch.randn(2, 64, 32), 0.1 * torch.randn(2, 64, 32)
+        >>> parts = [(a.T @ a / 64, b.T @ a / 64) for a, b in zip(x + noise, x)]
+        >>> float(supported(torch.eye(32), parts)) < 0.3  # noise alone
+        True
+        >>> parts = [(a.T @ a / 64, b.T @ a / 64) for a, b in zip(0.8 * x, x)]
+        >>> float(supported(torch.eye(32), parts)) > 0.9  # inputs that really are too small
+        True
+    """
+    dtype = working_dtype(weight)
+    w = weight.detach().to(dtype)
+    above, below = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for (hessian, cross), (other, other_cross) in (tuple(parts), tuple(parts)[::-1]):
+        fitted = least_squares(w, hessian.to(dtype), cross.to(dtype), damp) - w
+        wanted = w @ (other_cross - other).to(dtype)
+        above = above + (wanted * fitted).double().sum((-2, -1), keepdim=True)
+        below = below + ((fitted @ other.to(dtype)) * fitted).double().sum((-2, -1), keepdim=True)
+    return torch.where(below > 0, above / below.clamp(min=1e-300), 0.0).clamp_(0.0, 1.0).to(dtype)
+
+
 def least_squares_output(weight: Tensor, hessian: Tensor, output: Tensor, damp: float = 0.01) -> Tensor:
     """``W* = (E[y x̂ᵀ] + λ W) (H + λ)⁻¹``: the real weights nearest to W that give any wanted output y from x̂.
 

@@ -65,6 +65,24 @@ class Hessian:
         # all groups have the same weights, or each its own: then the mean over groups is the common factor
         self._weight += rows.shape[1] if weights is None else float(factor.double().sum()) / rows.shape[0]
 
+    def merge(self, other: Hessian) -> Hessian:
+        """The second moments of both data together.
+
+        >>> parts = Hessian(), Hessian()
+        >>> for part, row in zip(parts, ([1.0, 2.0], [3.0, 0.0])):
+        ...     part.add(torch.tensor([row]))
+        >>> parts[0].merge(parts[1]).matrix
+        tensor([[[5., 1.],
+                 [1., 2.]]])
+        """
+        found = Hessian()
+        found.rows, found._weight = self.rows + other.rows, self._weight + other._weight
+        if not self.rows or not other.rows:
+            found._sums = dict((self if self.rows else other)._sums)
+        else:
+            found._sums = {name: total + other._sums[name] for name, total in self._sums.items() if name in other._sums}
+        return found
+
     @property
     def matrix(self) -> Tensor:
         """``E[x̂ x̂ᵀ]``, shape [groups, in, in]."""

@@ -137,8 +137,9 @@ class QuantizedModel(nn.Module):
         found = list(leaves)
         for place, name in route.divided.items():
             value = leaves[place]
-            known: dict[str, Tensor] = done[value] if value in done else {}
-            done[value] = known
+            if value not in done:
+                done[value] = {}
+            known: dict[str, Tensor] = done[value]
             if f"/{name}" not in known:
                 known[f"/{name}"] = value / self.factors[_key(name)]
             found[place] = known[f"/{name}"]

@@ -1,8 +1,8 @@
 """Four-bit weights and values, trained for two epochs more: what training adds to calibration and repair.
 
-A quantized model (W4A4, BatchNorm folded, weights repaired) goes on from the scales and codes that it has: LSQ for weights, LSQ+
-for values, Adam with a learning rate that falls as a cosine, and the fp32 network as a teacher. Bar: 91 % of the test images.
-Then it is converted, and must give the same outputs bit for bit.
+A quantized model (W4A4, BatchNorm folded, weights repaired) goes on from the scales and codes that it has: LSQ for
+weights, LSQ+ for values, Adam with a learning rate that falls as a cosine, and the fp32 network as a teacher. Bar: 91
+% of the test images. Then it is converted, and must give the same outputs bit for bit.
 """
 
 from __future__ import annotations
@@ -54,9 +54,14 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def main() -> None:
-    args = options(__doc__, epochs={"type": int, "default": 2}, images={"type": int, "default": 20000, "help": "training images; all: 60000"},
-                   lr={"type": float, "default": 3e-4}, plan={"default": "w4a4"},
-                   share={"type": float, "default": 0.7, "help": "of the teacher in the loss"})  # fmt: skip
+    args = options(
+        __doc__,
+        epochs={"type": int, "default": 2},
+        images={"type": int, "default": 20000, "help": "training images; all: 60000"},
+        lr={"type": float, "default": 3e-4},
+        plan={"default": "w4a4"},
+        share={"type": float, "default": 0.7, "help": "of the teacher in the loss"},
+    )
     data, (images, labels) = Data.load(args.quick), part("train")
     count = 1280 if args.quick else args.images
     rows = []
@@ -71,18 +76,49 @@ def main() -> None:
         steps = args.epochs * math.ceil(count / BATCH)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         start = time.process_time()
-        train(model, Mirrored(images[:count], labels[:count]), loss, optimizer, args.epochs, forward=forward, schedule=schedule,
-              teacher=Distillation(net, args.share, temperature=2.0))  # fmt: skip
+        train(
+            model,
+            Mirrored(images[:count], labels[:count]),
+            loss,
+            optimizer,
+            args.epochs,
+            forward=forward,
+            schedule=schedule,
+            teacher=Distillation(net, args.share, temperature=2.0),
+        )
         spent = time.process_time() - start
         trained = data.logits(model)
         same = torch.equal(data.logits(convert(model)), trained)
         right = data.top1(trained)
-        rows.append((name, f"{data.top1(reference):.2f}", f"{data.top1(calibrated):.2f}", f"{db(calibrated, reference):.1f}",
-                     f"{right:.2f}", f"{agreement(trained, reference):.2f}", verdict(right, 91.0), same, f"{spent:.0f}"))  # fmt: skip
+        rows.append(
+            (
+                name,
+                f"{data.top1(reference):.2f}",
+                f"{data.top1(calibrated):.2f}",
+                f"{db(calibrated, reference):.1f}",
+                f"{right:.2f}",
+                f"{agreement(trained, reference):.2f}",
+                verdict(right, 91.0),
+                same,
+                f"{spent:.0f}",
+            )
+        )
         progress(" ".join(map(str, rows[-1])))
-    table(f"{args.plan} after {args.epochs} epochs of training, {count} images, {len(data.labels)} test images",
-          ("network", "fp32 %", "calibrated %", "dB", "trained %", "agrees with fp32 %", "bar 91 %", "converted: same bits", "CPU s"),
-          rows)  # fmt: skip
+    table(
+        f"{args.plan} after {args.epochs} epochs of training, {count} images, {len(data.labels)} test images",
+        (
+            "network",
+            "fp32 %",
+            "calibrated %",
+            "dB",
+            "trained %",
+            "agrees with fp32 %",
+            "bar 91 %",
+            "converted: same bits",
+            "CPU s",
+        ),
+        rows,
+    )
 
 
 if __name__ == "__main__":

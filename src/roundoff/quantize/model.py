@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -131,6 +131,40 @@ class QuantizedModel(nn.Module):
             mode.begin()
             with mode:
                 return self.model(*args, **kwargs)
+
+    @contextmanager
+    def quantized(self) -> Iterator[nn.Module]:
+        """Inside the block ``model`` itself, which is yielded, runs quantized: for its methods, such as ``generate``.
+
+        Each call of the model is a forward pass of its own. What runs outside such calls (sampling) stays as it is.
+        A cache of keys and values holds them as they were made; they pass through their quantizers where attention reads
+        them. With a scale for each token (``Options.kv_cache``) that is what a cache of codes would give back, in every
+        step the same.
+        """
+        handler = _Handler(self)
+        with watch(self.model, handler) as mode:
+            entered: list[ExitStack] = []
+
+            def begin(*_: Any) -> None:
+                if not entered:
+                    mode.begin()
+                    handler.done = WeakIdKeyDictionary()
+                entered.append(ExitStack())
+                if len(entered) == 1:
+                    entered[0].enter_context(mode)
+
+            def end(*_: Any) -> None:
+                entered.pop().close()
+
+            handles = [
+                self.model.register_forward_pre_hook(begin, prepend=True),
+                self.model.register_forward_hook(end, always_call=True),
+            ]
+            try:
+                yield self.model
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     def divided(self, route: Route, leaves: list[Any], done: WeakIdKeyDictionary) -> list[Any]:
         """The arguments of a call, those with factors divided by them: once for all readers, as ``done`` remembers."""

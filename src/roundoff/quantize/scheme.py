@@ -25,9 +25,9 @@ from roundoff.formats import (
     PerGroup,
     PerTensor,
     PerToken,
-    parse_format,
 )
 from roundoff.formats.named import integer
+from roundoff.quantize.attention import Cache, keys_and_values
 from roundoff.quantize.graph import Graph, Node, Use
 from roundoff.quantize.quantizer import Quantizer
 
@@ -67,7 +67,8 @@ class Options:
             ``channel`` or ``group:SIZE`` along the contracted axis.
         elementwise: adds and pools between integer calls work on codes, results of integer convolutions are codes.
         bias: biases of integer calls are rounded to the scale of their sums, as integer kernels add them.
-        kv_cache: the format of keys and values in attention, or empty.
+        kv_cache: the format of keys and values in attention, or empty: ``int8`` (a scale for each token and head, chosen
+            when it comes), ``int4:channel`` (one for each channel of a head, calibrated), ``fp8_e4m3fn:tensor``.
     """
 
     symmetric: bool = False
@@ -141,10 +142,9 @@ def scheme(graph: Graph, formats: Mapping[str, Format], options: Options) -> Sch
         raise QuantizationError("nothing would be quantized", expected="a plan with a format that some site can run in",
                                 got="; ".join(sorted({r.reason for r in rows if r.reason})[:3]) or "fp32 for every site",
                                 do="offer int8, or another format for matrix products")  # fmt: skip
-    if options.kv_cache and not any(n.kind == "attention" for n in graph.nodes.values()):
-        raise QuantizationError("no keys and values to keep", where="kv_cache", got="no call of an attention operator",
-                                expected="scaled_dot_product_attention",
-                                do="attention that is written as matmul and softmax: give these sites a format")  # fmt: skip
+    if options.kv_cache and not made.kept:
+        raise QuantizationError("no keys and values to keep", where="kv_cache", got="no attention",
+                                expected="scaled_dot_product_attention, or products before and after a softmax")  # fmt: skip
     return Scheme(made.routes, made.quantizers, rows)
 
 
@@ -157,15 +157,15 @@ class _Layout:
         self.quantizers: dict[str, Quantizer] = {}
         self.names: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
-        self.cache = parse_format(options.kv_cache) if options.kv_cache else None
+        self.cache = Cache.parse(options.kv_cache) if options.kv_cache else None
+        self.kept = keys_and_values(graph) if self.cache else {}
 
     def lay(self, node: Node) -> None:
         """The route of a call that has a format, or the reason why it has none."""
-        if self.cache is not None and node.kind == "attention":
-            route = self._routed(node, f"keys and values in {self.cache.name}")
-            for use in node.uses[1:3]:  # scales of their own for each token: kept as they come, whatever is contracted
-                kept = replace(use, operand=replace(use.operand, reduce=-1))
-                self._read(route, kept, self.cache, self._cached(self.cache))
+        if self.cache is not None and node.site in self.kept:
+            route = self._routed(node, f"keys and values in {self.cache.fmt.name}")
+            for use in self.kept[node.site]:
+                self._read(route, use, self.cache.fmt, self.cache.granularity(use.operand.reduce))
         fmt = self.formats.get(node.site)
         if fmt is None or fmt.name == "fp32":
             return
@@ -273,12 +273,6 @@ class _Layout:
         if asked.startswith("group:"):
             return _groups(int(asked[6:]), use, use.operand.reduce)
         return PerTensor()
-
-    @staticmethod
-    def _cached(fmt: Format) -> Granularity | None:
-        """Keys and values come token by token, each with a scale of its own; None for blocks and formats without scales."""
-        exact = fmt.execution is None or fmt.execution.activation == "exact"
-        return None if exact or isinstance(fmt, BlockFormat) else PerToken()
 
     def _read(self, route: Route, use: Use, fmt: Format, granularity: Granularity | None) -> None:
         """Let a call read an operand through the quantizer of its value, or through one of its own.

@@ -116,7 +116,8 @@ def _stored_format(fmt: Format) -> Format:
 
 def _input(model: QuantizedModel, weight: Quantizer) -> Entry | None:
     """How the input beside a weight is quantized, where all that read the weight have it alike."""
-    names = {n for site in weight.sites if site in model.routes for n in model.routes[site].uses.values() if not model.quantizer(n).weight}
+    routes = [model.routes[site] for site in weight.sites if site in model.routes]
+    names = {n for route in routes for n in route.uses.values() if not model.quantizer(n).weight}
     if not names:
         return None
     own = model.quantizer(sorted(names)[0])

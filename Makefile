@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP)
 	$(RUN)/ruff check
 	$(RUN)/mypy
-	$(RUN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q -n auto --dist loadfile
 
 test-optional: $(STAMP)
 	$(RUN)/python -m pip install --quiet -c constraints.txt accelerate lightning 'ray[client]' triton \

@@ -43,8 +43,16 @@ class Job:
     def onnx(self, opset: int = 17) -> Path:
         """The fp32 network, by the exporter that these tools are used with (of TorchScript; BatchNorm folded)."""
         path = self.out / f"fp32_{opset}.onnx"
-        torch.onnx.export(self.net, (self.data.calibration[0],), str(path), dynamo=False, opset_version=opset,
-                          input_names=[IMAGE], output_names=["logits"], dynamic_axes={IMAGE: {0: "n"}, "logits": {0: "n"}})  # fmt: skip
+        torch.onnx.export(
+            self.net,
+            (self.data.calibration[0],),
+            str(path),
+            dynamo=False,
+            opset_version=opset,
+            input_names=[IMAGE],
+            output_names=["logits"],
+            dynamic_axes={IMAGE: {0: "n"}, "logits": {0: "n"}},
+        )
         return path
 
     def feeds(self) -> list[dict[str, np.ndarray]]:
@@ -88,10 +96,18 @@ def ort(job: Job, method: str, per_channel: bool) -> float:
 
     prepared = job.out / "prepared.onnx"
     quant_pre_process(job.onnx(), prepared)
-    _, seconds = timed(lambda: quantize_static(
-        prepared, job.file, Reader(), quant_format=QuantFormat.QDQ, per_channel=per_channel,
-        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, calibrate_method=CalibrationMethod[method],
-    ))  # fmt: skip
+    _, seconds = timed(
+        lambda: quantize_static(
+            prepared,
+            job.file,
+            Reader(),
+            quant_format=QuantFormat.QDQ,
+            per_channel=per_channel,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            calibrate_method=CalibrationMethod[method],
+        )
+    )
     return seconds
 
 
@@ -102,10 +118,16 @@ def nncf(job: Job, bias: str) -> float:
     tool.set_log_level(logging.ERROR)
     model = onnx.load(job.onnx())
     advanced = tool.AdvancedQuantizationParameters(disable_bias_correction=bias == "none")
-    made, seconds = timed(lambda: tool.quantize(
-        model, tool.Dataset(job.feeds()), preset=tool.QuantizationPreset.MIXED, subset_size=16,
-        fast_bias_correction=bias != "full", advanced_parameters=advanced,
-    ))  # fmt: skip
+    made, seconds = timed(
+        lambda: tool.quantize(
+            model,
+            tool.Dataset(job.feeds()),
+            preset=tool.QuantizationPreset.MIXED,
+            subset_size=16,
+            fast_bias_correction=bias != "full",
+            advanced_parameters=advanced,
+        )
+    )
     onnx.save(made, job.file)
     return seconds
 
@@ -119,7 +141,12 @@ def torchao(job: Job) -> float:
     def work() -> Any:
         batch = torch.export.Dim("batch", min=2, max=4096)
         program = torch.export.export(job.net, example, dynamic_shapes=({0: batch},)).module()
-        prepared = prepare_pt2e(program, x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config()))
+        prepared = prepare_pt2e(
+            program,
+            x86.X86InductorQuantizer().set_global(
+                x86.get_default_x86_inductor_quantization_config()
+            ),
+        )
         job.run(prepared)
         return convert_pt2e(prepared)
 
@@ -132,9 +159,17 @@ def torchao(job: Job) -> float:
 def export(job: Job, made: Any, example: tuple[torch.Tensor, ...]) -> None:
     """The torch exporter's Q/DQ; the logits stand where it cannot."""
     try:
-        torch.onnx.export(made, example, str(job.file), dynamo=True, verbose=False, opset_version=21, external_data=False,
-                          dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))  # fmt: skip
-    except Exception as error:  # another tool's result: whatever it is, the logits are there
+        torch.onnx.export(
+            made,
+            example,
+            str(job.file),
+            dynamo=True,
+            verbose=False,
+            opset_version=21,
+            external_data=False,
+            dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+        )
+    except Exception as error:  # noqa: BLE001 - another tool's error, whatever it is
         print(f"no ONNX: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
@@ -171,22 +206,48 @@ def brevitas(job: Job, bits: str, gptq: bool = False) -> float:
 
     def work() -> nn.Module:
         net = preprocess_for_quantize(
-            copy.deepcopy(job.net), equalize_iters=20, equalize_merge_bias=True, merge_bn=True,
-            trace_model=True, channel_splitting_ratio=0.0,
-        )  # fmt: skip
+            copy.deepcopy(job.net),
+            equalize_iters=20,
+            equalize_merge_bias=True,
+            merge_bn=True,
+            trace_model=True,
+            channel_splitting_ratio=0.0,
+        )
         made = quantize_model(
-            net, dtype=torch.float32, device="cpu", backend="fx", scale_factor_type="float_scale", bias_bit_width=32,
-            weight_bit_width=weight, weight_narrow_range=False, weight_param_method="mse" if weight < 8 else "stats",
-            weight_quant_granularity="per_channel", weight_quant_type="sym", layerwise_first_last_bit_width=8,
-            act_bit_width=activation, act_param_method="stats", act_quant_percentile=99.999, act_quant_type="asym",
-            quant_format="int", layerwise_first_last_mantissa_bit_width=4, layerwise_first_last_exponent_bit_width=3,
-            weight_mantissa_bit_width=4, weight_exponent_bit_width=3, act_mantissa_bit_width=4, act_exponent_bit_width=3,
-            act_scale_computation_type="static", act_quant_granularity="per_tensor", uint_sym_act_for_unsigned_values=True,
-        ).eval()  # fmt: skip
+            net,
+            dtype=torch.float32,
+            device="cpu",
+            backend="fx",
+            scale_factor_type="float_scale",
+            bias_bit_width=32,
+            weight_bit_width=weight,
+            weight_narrow_range=False,
+            weight_param_method="mse" if weight < 8 else "stats",
+            weight_quant_granularity="per_channel",
+            weight_quant_type="sym",
+            layerwise_first_last_bit_width=8,
+            act_bit_width=activation,
+            act_param_method="stats",
+            act_quant_percentile=99.999,
+            act_quant_type="asym",
+            quant_format="int",
+            layerwise_first_last_mantissa_bit_width=4,
+            layerwise_first_last_exponent_bit_width=3,
+            weight_mantissa_bit_width=4,
+            weight_exponent_bit_width=3,
+            act_mantissa_bit_width=4,
+            act_exponent_bit_width=3,
+            act_scale_computation_type="static",
+            act_quant_granularity="per_tensor",
+            uint_sym_act_for_unsigned_values=True,
+        ).eval()
         with torch.no_grad(), calibration_mode(made):
             job.run(made)
         if gptq:
-            with torch.no_grad(), gptq_mode(made, use_quant_activations=True, act_order=True) as mode:
+            with (
+                torch.no_grad(),
+                gptq_mode(made, use_quant_activations=True, act_order=True) as mode,
+            ):
                 for _ in range(mode.num_layers):
                     job.run(mode.model)
                     mode.update()
@@ -200,9 +261,16 @@ def brevitas(job: Job, bits: str, gptq: bool = False) -> float:
         from brevitas.export import export_onnx_qcdq
 
         try:
-            export_onnx_qcdq(made, args=job.data.calibration[0], export_path=str(job.file), opset_version=17, dynamo=False,
-                             dynamic_axes={"0": {0: "n"}}, input_names=["0"])  # fmt: skip
-        except Exception as error:
+            export_onnx_qcdq(
+                made,
+                args=job.data.calibration[0],
+                export_path=str(job.file),
+                opset_version=17,
+                dynamo=False,
+                dynamic_axes={"0": {0: "n"}},
+                input_names=["0"],
+            )
+        except Exception as error:  # noqa: BLE001 - another tool's error, whatever it is
             print(f"no ONNX: {str(error).splitlines()[0]}", file=sys.stderr)
     return seconds
 
@@ -217,8 +285,13 @@ def aimet(job: Job, scheme: str, equalise: bool = False) -> float:
     def work() -> Any:
         if equalise:
             equalize_model(model)
-        sim = QuantizationSimModel(model, quant_scheme=scheme, param_type="int8", activation_type="int8",
-                                   providers=["CPUExecutionProvider"])  # fmt: skip
+        sim = QuantizationSimModel(
+            model,
+            quant_scheme=scheme,
+            param_type="int8",
+            activation_type="int8",
+            providers=["CPUExecutionProvider"],
+        )
         sim.compute_encodings(job.feeds())
         return sim
 
@@ -254,7 +327,9 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):  # one core: a tool whose sessions take a thread for each core waits in none
+    if hasattr(
+        os, "sched_setaffinity"
+    ):  # one core: a tool whose sessions take a thread for each core waits in none
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     args.out.mkdir(parents=True, exist_ok=True)
     job = Job(args.peer, args.name, args.out, args.nets)

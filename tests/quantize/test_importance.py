@@ -115,6 +115,38 @@ def test_in_place_operators_and_two_readers(laid, Model):
     assert torch.allclose(found.values["/relu"].power.double(), want.sum(0), rtol=1e-4, atol=1e-9)
 
 
+def test_gradients_through_in_place_residuals(laid, calibrated, Model):
+    """Of the calibration and of training: what a backward pass needs is not written."""
+
+    def forward(self, x):
+        y = self.a(x)
+        y += self.b(y)
+        y = F.relu_(y)
+        z = self.c(y).clamp_(-1, 1)
+        return z.sigmoid_()
+
+    torch.manual_seed(0)
+    net = Model(forward, a=nn.Conv2d(2, 3, 1), b=nn.Conv2d(3, 3, 1), c=nn.Conv2d(3, 2, 1))
+    plain = Model(lambda s, x: s.c((s.a(x) + s.b(s.a(x))).relu()).clamp(-1, 1).sigmoid(), a=net.a, b=net.b, c=net.c)
+    found = []
+    for each in (net, plain):
+        model, workload, _ = laid(each, data(3, 2, 4, 4))
+        known = importance(model, workload, workload.batches)
+        found.append(known.values["/relu"].power)
+        trained = calibrated(each, data(3, 2, 4, 4))
+        trained(data(3, 2, 4, 4)[0]).square().sum().backward()
+        found.append(trained.model.b.weight.grad)
+    assert torch.allclose(found[0], found[2], rtol=1e-5, atol=1e-8)
+    assert found[1].abs().sum() > 0
+
+
+def test_a_batch_without_gradients_counts_for_ranges(laid, Model):
+    net = Model(lambda s, x: s.a(x) if x.sum() > 0 else s.a(x).detach(), a=nn.Linear(3, 2))
+    batches = [-torch.ones(4, 3), torch.ones(4, 3)]
+    model, workload, _ = laid(net, batches)
+    assert importance(model, workload, batches).values["a/linear:0"].samples == 4
+
+
 def test_nothing_is_left_behind(laid):
     torch.manual_seed(0)
     model, workload, _ = laid(nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 1)), data(4, 3))

@@ -92,8 +92,8 @@ class _Taps(Passing):
             if name in found:
                 found[name].extend(value, axis)
             return value
-        # a copy, since a leaf could not be written in place
-        edge = value.view_as(value) if value.requires_grad else value.detach().requires_grad_().clone()
+        # a copy: neither a leaf nor what a backward pass needs may be written in place
+        edge = (value if value.requires_grad else value.detach().requires_grad_()).clone()
 
         def arrived(gradient: Tensor) -> None:
             if name not in found:
@@ -141,9 +141,9 @@ def importance(
 
     Extremes come from all batches, squared adjoints from ``gradients`` of them.
 
-    Raises ``QuantizationError`` where no gradient reaches the output.
+    Raises ``QuantizationError`` where no gradient reaches the output of any of them.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, reached = torch.Generator().manual_seed(seed), False
     taps, own = _Taps(model), workload.with_model(model)
     with preserve(model), torch.enable_grad(), model.through(taps):
         model.requires_grad_(False)
@@ -154,10 +154,13 @@ def importance(
                 continue
             tensors = [t for t in named_tensors(own.run(batch)).values() if t.requires_grad]
             if not tensors:
-                raise QuantizationError("no gradient reaches the output, so nothing can be weighed", where=workload.name,
-                                        expected="a model that is differentiable", got="an output without a gradient",
-                                        do="choose an observer that needs none: mse")  # fmt: skip
+                continue
+            reached = True
             for number in range(probes):
                 signs = [torch.randint(0, 2, t.shape, generator=generator).to(t.dtype) * 2 - 1 for t in tensors]
                 torch.autograd.backward(tensors, signs, retain_graph=number + 1 < probes)
+    if not reached:
+        raise QuantizationError("no gradient reaches the output, so nothing can be weighed", where=workload.name,
+                                expected="a model that is differentiable", got="an output without a gradient",
+                                do="choose an observer that needs none: mse")  # fmt: skip
     return Importance(taps.values, taps.results)

@@ -29,7 +29,7 @@ from roundoff.quantize.sequential import Rounding, round_in_order_
 from roundoff.workload import Workload, describe
 
 #: Kinds of calls that a plan of one format quantizes.
-KINDS = ("conv", "linear", "matmul", "attention", "embedding")
+KINDS = ("conv", "linear", "matmul", "attention", "rnn", "embedding")
 #: Batches, at most, that the graph is traced on: a model that branches on its data may show it.
 TRACED = 4
 #: Batches that each step's gain is measured on.
@@ -81,18 +81,23 @@ def quantize(
     workload = _workload(model, batches, forward)
     _check(workload)
     options, rounding = options or Options(), rounding or Rounding()
-    formats = site_formats(plan, trace(workload, workload.batches[:1]), skip)
+    formats = site_formats(plan, trace(workload, _some(workload)), skip)
     own = workload.with_model(_copied(workload.model))
     notes: list[Row] = []
     if fold:
         folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
         notes = [Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason]
-    graph = trace(own, own.batches[:: -(-len(own.batches) // TRACED)])
+    graph = trace(own, _some(own))
     made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
     meter = _Meter(workload, own, made)
     made.steps = _calibrate(made, graph, own, rounding, spread, meter)
     return made
+
+
+def _some(workload: Workload) -> list[Any]:
+    """``TRACED`` of the batches, spread over all."""
+    return workload.batches[:: -(-len(workload.batches) // TRACED)]
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -176,7 +181,7 @@ def site_formats(plan: Plan | Mapping[str, str] | str | Path, graph: Graph, skip
 
 def _has_weight(graph: Graph, site: str, fmt: Format) -> bool:
     node = graph.nodes[site]
-    weighted = any(use.weight for use in node.uses)
+    weighted = any(use.weight or use.origin == "made" for use in node.uses)  # what is made of weights becomes a reason
     return weighted and (node.kind != "embedding" or fmt.execution is None or fmt.execution.activation is None)
 
 

@@ -102,7 +102,7 @@ class Weighed:
         found = [run(self.model, arrived, bias is None) for _, arrived in self.pairs]
         if bias is None:
             return found
-        before, axis = bias.detach().clone(), _channels(first.call, found[0])
+        before, axis = bias.detach().clone(), _channels(first.call)
         if corrects:
             pairs = [(w, f) for w, f in zip(wanted, found, strict=True) if w is not None]
             _correct_(bias, [(w - f).movedim(axis, -1).flatten(0, -2) for w, f in pairs])
@@ -116,7 +116,7 @@ class Weighed:
         """Whether a bias can take up the mean error: a parameter, one number a channel, and not corrected before."""
         if bias is None or not self.how.bias or not isinstance(bias, nn.Parameter) or id(bias) in self.settled.corrected:
             return False
-        if bias.shape != (result.shape[_channels(call, result)],):
+        if bias.shape != (result.shape[_channels(call)],):
             return False
         self.settled.corrected.add(id(bias))
         return True
@@ -283,9 +283,9 @@ def _convolution(call: Call) -> dict[str, Any]:
     return {**dict(zip(names, args[3:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
 
 
-def _channels(call: Call, result: Tensor) -> int:
-    """The axis of the output channels."""
-    return result.ndim - 1 - int(call.operator.name[-2]) if call.kind == "conv" else result.ndim - 1
+def _channels(call: Call) -> int:
+    """The axis of the output channels, from the back: runs may have other numbers of axes in front."""
+    return -1 - int(call.operator.name[-2]) if call.kind == "conv" else -1
 
 
 def _along(values: Tensor, ndim: int, axis: int) -> Tensor:

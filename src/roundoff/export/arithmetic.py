@@ -7,6 +7,7 @@ the values are the same, bit for bit.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -26,6 +27,13 @@ def plainly(x: Tensor, quantizer: Any) -> Tensor:
     Raises ``QuantizationError`` for a dynamic quantizer whose blocks do not divide the axis.
     """
     fmt: Format = quantizer.fmt
+    exact = getattr(quantizer, "exact", None)
+    if exact is not None:  # some channels stay as they are
+        axis = quantizer.operand.reduce % x.ndim
+        kept = torch.zeros(x.shape[axis], dtype=torch.bool).index_fill(0, exact, True).view(-1, *[1] * (x.ndim - 1 - axis))
+        rest = copy.copy(quantizer)
+        rest._buffers = {**quantizer._buffers, "exact": None}
+        return torch.where(kept, x, plainly(torch.where(kept, 0.0, x), rest))
     if not quantizer.dynamic:
         qparams = quantizer.qparams()
         shape = x.shape if qparams.granularity is None else qparams.granularity.split(x.shape)[0]

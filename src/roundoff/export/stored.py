@@ -32,6 +32,8 @@ class Parts:
 def expresses(quantizer: Any) -> str | None:
     """Why QuantizeLinear cannot express the quantizer of a value, which then stays arithmetic in fp32; None where it can."""
     fmt: Format = quantizer.fmt
+    if getattr(quantizer, "exact", None) is not None:
+        return f"{len(quantizer.exact)} channels stay in full precision beside the codes"
     if isinstance(fmt, BlockFormat):
         return f"{fmt.name}: ONNX has no operator that chooses the scales of blocks while the model runs"
     if quantizer.dynamic:
@@ -61,6 +63,8 @@ def value_parts(quantizer: Any) -> Parts:
 def weight_parts(quantizer: Any, weight: Tensor) -> Parts | str:
     """A weight's codes and scales; a reason where ONNX has no such codes."""
     fmt: Format = quantizer.fmt
+    if getattr(quantizer, "exact", None) is not None:
+        return f"{len(quantizer.exact)} channels stay in full precision: stored as its rounded values"
     if isinstance(fmt, BlockFormat):
         return _block_parts(quantizer, weight, fmt)
     if quantizer.dynamic:

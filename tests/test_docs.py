@@ -88,7 +88,7 @@ def test_train(capsys):
     assert "3/softmax runs in fp32: rule 1, op:softmax" in printed
 
 
-@pytest.mark.parametrize("page", ["quantize", "qat", "prune"])
+@pytest.mark.parametrize("page", ["quantize", "qat", "prune", "text"])
 def test_pages_on_quantization(page, tmp_path, monkeypatch, capsys):
     """The Python of these pages runs from top to bottom, in one go."""
     monkeypatch.chdir(tmp_path)

@@ -241,6 +241,8 @@ def brevitas(job: Job, bits: str, gptq: bool = False) -> float:
             act_quant_granularity="per_tensor",
             uint_sym_act_for_unsigned_values=True,
         ).eval()
+        with torch.no_grad():
+            made(job.data.calibration[0])  # weights get their scales when they are first used
         with torch.no_grad(), calibration_mode(made):
             job.run(made)
         if gptq:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.capture.calls import Call, Handler, watch
 from roundoff.errors import QuantizationError
+from roundoff.formats import Format, QParams, fake_quantize
 from roundoff.quantize.importance import Importance, channel_axis
 from roundoff.quantize.lockstep import Lockstep, Request
 from roundoff.quantize.model import QuantizedModel, forget
@@ -31,6 +32,10 @@ from roundoff.quantize.side_by_side import in_stacks, samples, stack
 from roundoff.quantize.weighed import Arrived, Settled, Weighed, naming, run
 from roundoff.quantize.weighed import Rounding as Rounding
 from roundoff.workload import Workload, preserve
+
+#: Ranges of eight bits and more are made this much wider than calibration asks for: other samples have values beyond its
+#: extremes. Measured on 5,000 samples after calibration on 512: 0.5 dB more on a MobileNet, 0.1 dB less on a ResNet.
+ROOM = 1.03
 
 
 def round_in_order_(
@@ -145,6 +150,9 @@ class _InOrder:
                 observer.see(value, None if self.importance is None else self.importance.power(name, value, axis))
         with naming(name):
             chosen = observer.qparams(quantizer.fmt)
+        first = quantizer.without_exact(requests[0].given[1])
+        if self.how.observer == "adjoint" and _needs_room(first, chosen, quantizer.fmt):
+            chosen.scale.mul_(ROOM)
         bound = None if node is None else upper_bound(node)
         if bound is not None and not quantizer.fmt.symmetric:  # no code stands for what is clipped anyway
             chosen.scale.clamp_(max=_below(bound / (quantizer.fmt.max_finite - quantizer.fmt.min_finite)))
@@ -232,6 +240,15 @@ class _Quantized:
                 self.order.steps.ask(name, rank, (self.group, value))
             known[name] = quantizer(value)
         return known[name]
+
+
+def _needs_room(value: Tensor, chosen: QParams, fmt: Format) -> bool:
+    """Whether a value has a wide integer format, and does not lie on its grid as it is (an image of 256 levels)."""
+    if fmt.one_quantum != 1.0 or fmt.width < 8 or not value.numel():
+        return False
+    some = value[:64]
+    missed = (fake_quantize(some, chosen, fmt) - some).square().mean()
+    return bool(missed > chosen.scale.square().mean() / 48)  # a quarter of what values between codes leave
 
 
 def _below(value: float) -> float:

@@ -238,7 +238,7 @@ def test_the_artefact_computes_the_same(laid, tmp_path):
     pytest.importorskip("onnxscript")
     net, batches = block(True).float(), [x.float() for x in data(3, 6, 16)]
     model, workload, graph = laid(net, batches, "int8")
-    assert smooth_(model, graph, workload, alpha=0.2).gain.db > 3
+    assert smooth_(model, graph, workload, alpha=0.2).gain.db > 1
     assert model.factors
     assert split_outliers_(model, graph, workload, threshold=8.0, share=0.2)[0]
     round_in_order_(model, workload, batches, Rounding(observer="minmax"))

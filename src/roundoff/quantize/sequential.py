@@ -23,12 +23,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from roundoff.capture.calls import Call, Handler, watch
 from roundoff.errors import QuantizationError
 from roundoff.formats import Format, QParams, fake_quantize
+from roundoff.quantize.codes import PASSES, upper_bound
 from roundoff.quantize.importance import Importance, channel_axis
+from roundoff.quantize.layout import Route
 from roundoff.quantize.lockstep import Lockstep, Request
 from roundoff.quantize.model import QuantizedModel, forget
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.repair.gain import Gain
-from roundoff.quantize.scheme import PASSES, Route, upper_bound
 from roundoff.quantize.side_by_side import in_stacks, samples, stack
 from roundoff.quantize.weighed import Arrived, Settled, Weighed, naming, run
 from roundoff.quantize.weighed import Rounding as Rounding

@@ -6,7 +6,7 @@ codes, and what joins such results works on them (``codes``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roundoff.errors import QuantizationError
@@ -68,8 +68,3 @@ def _row(made: Layout, node: Node) -> Row:
     name = made.names.get(node.site, "fp32")
     pinned = name == "fp32" and made.formats.get(node.site) == FORMATS["fp32"]
     return Row(node.site, name, made.reasons.get(node.site, "the plan leaves it in fp32" if pinned else ""))
-
-
-def unquantized(rows: list[Row]) -> Iterator[Row]:
-    """The rows of sites that a plan wanted quantized and that are not."""
-    return (row for row in rows if row.reason)

@@ -30,6 +30,7 @@ from roundoff.formats.named import integer
 from roundoff.quantize.attention import Cache, keys_and_values
 from roundoff.quantize.graph import Graph, Node, Use
 from roundoff.quantize.quantizer import Quantizer
+from roundoff.site import matches
 
 #: Calls that an integer kernel absorbs: they only clip, and their result is quantized instead of what they read.
 CLIPS = frozenset({"relu", "relu6", "hardtanh", "clamp", "clip", "clamp_min"})
@@ -69,6 +70,8 @@ class Options:
         bias: biases of integer calls are rounded to the scale of their sums, as integer kernels add them.
         kv_cache: the format of keys and values in attention, or empty: ``int8`` (a scale for each token and head, chosen
             when it comes), ``int4:channel`` (one for each channel of a head, calibrated), ``fp8_e4m3fn:tensor``.
+        layers: pattern of sites -> the options whose ``symmetric`` and ``weight`` hold for what they read and write
+            instead; the first that matches.
     """
 
     symmetric: bool = False
@@ -78,6 +81,11 @@ class Options:
     elementwise: bool = True
     bias: bool = True
     kv_cache: str = ""
+    layers: Mapping[str, Options] = field(default_factory=dict)
+
+    def of(self, site: str) -> Options:
+        """What holds for one call."""
+        return next((own for pattern, own in self.layers.items() if matches(pattern, site)), self)
 
     def __post_init__(self) -> None:
         for name, words in (("activation", ("tensor", "token", "channel")), ("weight", ("format", "tensor", "channel"))):
@@ -188,9 +196,9 @@ class _Layout:
             return
         for use in node.uses:
             if use.operand.role == "weight" and rule.weight is not None:
-                self._read(route, use, fmt, self._of_weight(use, fmt))
+                self._read(route, use, fmt, self._of_weight(node, use, fmt))
             elif use.operand.role == "activation" and rule.activation is not None:
-                own = self._activation(fmt)
+                own = self._activation(node, fmt)
                 self._read(route, use, own, self._of_value(use, own))
             elif use.operand.role == "bias" and self.options.bias and _integer(fmt) and rule.activation is not None:
                 route.bias = use.operand.leaf
@@ -208,22 +216,22 @@ class _Layout:
             if use.origin == "made":
                 return f"{use.value} is no parameter: a buffer, a view, or made of parameters in the forward pass"
             try:
-                reason = self._misfit(use, fmt)
+                reason = self._misfit(node, use, fmt)
             except FormatError as error:
                 reason = f"{use.value} of shape {use.shape}: {error.what}"
             if reason is not None:
                 return reason
         return None
 
-    def _misfit(self, use: Use, fmt: Format) -> str | None:
+    def _misfit(self, node: Node, use: Use, fmt: Format) -> str | None:
         """Why an operand has no such granularity: a reason, or ``FormatError``; None where it has."""
         rule = fmt.execution
         if not use.weight:
-            granularity = self._of_value(use, self._activation(fmt))
+            granularity = self._of_value(use, self._activation(node, fmt))
             if granularity is not None and rule is not None and rule.activation is not None:
                 granularity.split(use.shape)
             return None
-        granularity, axis = self._of_weight(use, fmt), use.operand.reduce % len(use.shape)
+        granularity, axis = self._of_weight(node, use, fmt), use.operand.reduce % len(use.shape)
         if granularity is not None:
             granularity.split(use.shape)
         other = next((n.site for n in self.graph.readers(use.value) if self._transforms(n, use.value)), "")
@@ -241,18 +249,18 @@ class _Layout:
         used = any(u.value == weight and u.origin == "made" for u in node.uses)
         return used or node.site in self.graph.made
 
-    def _activation(self, fmt: Format) -> Format:
+    def _activation(self, node: Node, fmt: Format) -> Format:
         """The format of values beside weights of a format: integers are asymmetric unless asked otherwise."""
-        own = fmt.of_activations
-        if _integer(own) and (own is not fmt or own.symmetric) and own.symmetric != self.options.symmetric:
-            return integer(own.width, symmetric=self.options.symmetric)
+        own, symmetric = fmt.of_activations, self.options.of(node.site).symmetric
+        if _integer(own) and (own is not fmt or own.symmetric) and own.symmetric != symmetric:
+            return integer(own.width, symmetric=symmetric)
         return own
 
-    def _of_weight(self, use: Use, fmt: Format) -> Granularity | None:
+    def _of_weight(self, node: Node, use: Use, fmt: Format) -> Granularity | None:
         """What shares a scale in a weight; None for blocks."""
         if isinstance(fmt, BlockFormat):
             return None
-        ndim, asked = len(use.shape), self.options.weight
+        ndim, asked = len(use.shape), self.options.of(node.site).weight
         if asked == "format":
             asked = (fmt.execution and fmt.execution.weight) or "channel"
         if asked == "tensor" or ndim < 2:
@@ -360,7 +368,8 @@ class _Layout:
         """The format of values where an integer kernel computes a call that has a format; None if none does."""
         rule = fmt.execution
         routed = self.names.get(node.site) == fmt.name and rule is not None and rule.activation is not None
-        return self._activation(fmt) if routed and _integer(fmt) and _integer(self._activation(fmt)) else None
+        own = self._activation(node, fmt)
+        return own if routed and _integer(fmt) and _integer(own) else None
 
     def _read_as_codes(self, node: Node) -> bool:
         """Whether every reader of what a call makes is, or may become, an integer call."""

@@ -27,10 +27,10 @@ from roundoff.quantize.lockstep import Lockstep, Request
 from roundoff.quantize.model import QuantizedModel, forget
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.repair.gain import Gain
+from roundoff.quantize.rounding import Rounding as Rounding
 from roundoff.quantize.scheme import PASSES, Route, upper_bound
 from roundoff.quantize.side_by_side import in_stacks, samples, stack
 from roundoff.quantize.weighed import Arrived, Settled, Weighed, naming, run
-from roundoff.quantize.weighed import Rounding as Rounding
 from roundoff.workload import Workload, preserve
 
 #: Ranges of eight bits and more are made this much wider than calibration asks for: other samples have values beyond its
@@ -127,7 +127,8 @@ class _InOrder:
         if changed:
             partners = [exact.get(group) for group, _, _ in changed]
             pairs = [(p[1] if p else None, arrived) for p, (_, _, arrived) in zip(partners, changed, strict=True)]
-            weighed = Weighed(self.model, self.how, self.settled, pairs)
+            how = self.how.of(str(changed[0][2].call.site))
+            weighed = Weighed(self.model, how, self.settled, pairs)
             results = weighed.settle([p[0].answer if p else None for p in partners])
             for (_, request, _), result in zip(changed, results, strict=True):
                 request.answer = result
@@ -140,7 +141,8 @@ class _InOrder:
             if read.fmt == quantizer.fmt and read.scale is not None:
                 quantizer.set_(read.qparams(), read.observer)  # the same codes, moved
                 return
-        observer = make_observer(self.how.observer, quantizer.granularity, **self.how.parameters)
+        how = self.how.of(*quantizer.sites)
+        observer = make_observer(how.observer, quantizer.granularity, **how.parameters)
         for request in requests:
             group, value = request.given
             value = quantizer.without_exact(value)
@@ -151,12 +153,12 @@ class _InOrder:
         with naming(name):
             chosen = observer.qparams(quantizer.fmt)
         first = quantizer.without_exact(requests[0].given[1])
-        if self.how.observer == "adjoint" and _needs_room(first, chosen, quantizer.fmt):
+        if how.observer == "adjoint" and _needs_room(first, chosen, quantizer.fmt):
             chosen.scale.mul_(ROOM)
         bound = None if node is None else upper_bound(node)
         if bound is not None and not quantizer.fmt.symmetric:  # no code stands for what is clipped anyway
             chosen.scale.clamp_(max=_below(bound / (quantizer.fmt.max_finite - quantizer.fmt.min_finite)))
-        quantizer.set_(chosen, self.how.observer, observer.degenerate)
+        quantizer.set_(chosen, how.observer, observer.degenerate)
 
     @staticmethod
     def _check_finite(name: str, value: Tensor, sizes: dict[int, int]) -> None:

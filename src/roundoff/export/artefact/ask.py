@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import parse_format
 from roundoff.plan.plan import Plan
 from roundoff.quantize.observers import OBSERVERS
+from roundoff.quantize.rounding import Rounding, among
 from roundoff.quantize.scheme import Options
-from roundoff.quantize.sequential import Rounding
 
 #: Samples that are calibrated on when nothing is said.
 SAMPLES = 512
-METHODS = ("gptq", "nearest")
+#: ``--method`` -> how channels are balanced first, how weights are rounded then. AWQ and SmoothQuant as published.
+METHODS = {
+    "gptq": ("", "gptq"), "nearest": ("", "nearest"), "awq": ("awq", "nearest"), "awq+gptq": ("awq", "gptq"),
+    "smoothquant": ("smoothquant", "nearest"), "smoothquant+gptq": ("smoothquant", "gptq"), "dmq": ("dmq", "nearest"),
+    "dmq+gptq": ("dmq", "gptq"),
+}  # fmt: skip
 _PRUNE = re.compile(r"(?P<n>\d+):(?P<m>\d+)|(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)")
 
 
@@ -96,8 +100,6 @@ class Ask:
             )  # fmt: skip
         if self.plan is not None and self.plan.autocast:
             self.plan.format_of("")  # says why not
-        _among("--observer", self.rounding.observer, OBSERVERS)
-        _among("--weights", self.rounding.weights, METHODS)
         if self.samples < 1:
             raise QuantizationError("no calibration data", where="--samples", expected="one or more", got=str(self.samples))
         if (self.qat or self.distill) and self.epochs < 1:
@@ -160,6 +162,18 @@ def weights_only(name: str, group: int | None) -> str:
     return parse_format(f"w{fmt.width}" + (f"g{group}" if group else "")).name
 
 
+def rounding(observer: str, method: str) -> Rounding:
+    """What ``--observer`` and ``--method`` say.
+
+    >>> rounding("mse", "awq+gptq").balance, rounding("mse", "awq").weights
+    ('awq', 'nearest')
+    """
+    among("--observer", observer, OBSERVERS)
+    among("--method", method, METHODS)
+    balance, weights = METHODS[method]
+    return Rounding(observer=observer, weights=weights, balance=balance)
+
+
 def asked_formats(formats: Sequence[str], only: str | None, group: int | None) -> tuple[str, ...]:
     """The formats of ``--formats``, or the one of ``--weights-only`` and ``--group`` where these are given."""
     if only is not None:
@@ -168,10 +182,3 @@ def asked_formats(formats: Sequence[str], only: str | None, group: int | None) -
         raise QuantizationError("groups of weights are for weights alone", where="--group", got=str(group),
                                 do="add --weights-only int4, or name the format: --formats w4a8g64")  # fmt: skip
     return tuple(formats)
-
-
-def _among(where: str, name: str, known: Any) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(name, list(known), n=1)
-        raise QuantizationError(f"unknown: {name}", where=where, expected=", ".join(known),
-                                do=f"did you mean {near[0]}?" if near else None)  # fmt: skip

@@ -160,6 +160,51 @@ def test_amct_configuration(folder, capsys):
     assert tomllib.loads((folder / "a" / "record.toml").read_text())["kind"] == "quantization record"
 
 
+LAYERS = """batch_num: 2
+common_config { ifmr_quantize { search_step: 0.02 asymmetric: false } arq_quantize { channel_wise: true } }
+override_layer_configs { layer_name: "fc" calibration_config {
+    hfmg_quantize { num_of_bins: 1024 asymmetric: true } arq_quantize { channel_wise: false quant_bits: 4 }
+    dmq_balancer { migration_strength: 0.3 } } }
+skip_fusion_layers: "conv"
+"""
+
+
+def test_amct_configuration_of_each_layer(folder, capsys):
+    """Observer, symmetry, bits, granularity and balancing are those of the layer; what is not obeyed is said."""
+    (folder / "q.cfg").write_text(LAYERS)
+    code, out, _ = run(f"net.py --config q.cfg -o a {QUICK} --json", capsys)
+    summary = json.loads(out)
+    assert (code, summary["calibration"]) == (0, {"batches": 2, "samples": 64})
+    rows = {row["site"]: row for row in summary["sites"]}
+    found = {site: (rows[site]["observer"], rows[site]["weights"]) for site in ("conv/conv2d", "fc/linear")}
+    assert found == {"conv/conv2d": ("ifmr", "int8, per axis(0)"), "fc/linear": ("hfmg", "w4a8, per tensor")}
+    made = load_model("a/model.pt", "net.py")
+    assert made.quantizer("conv/conv2d:0").fmt.symmetric
+    reads = [made.quantizer(name) for name in made.routes["fc/linear"].uses.values()]
+    assert not next(q for q in reads if not q.weight).fmt.symmetric
+    assert summary["steps"][0]["name"] == "dmq"
+    assert " of 1 values" in summary["steps"][0]["note"]
+    assert any("first 2 of the batches, as batch_num says" in note for note in summary["notes"])
+    assert any(note.startswith("skip_fusion_layers: BatchNorm behind conv is folded too") for note in summary["notes"])
+    code, out, _ = run(f"net.py --config q.cfg --samples 96 -o b {QUICK} --json", capsys)
+    assert json.loads(out)["calibration"] == {"batches": 3, "samples": 96}
+    assert any("batch_num 2 of the file is not used: --samples 96" in note for note in json.loads(out)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "observer"),
+    [("--weights-only int4 --method awq", "awq", "mse, nearest"), ("--method awq+gptq", "awq", "adjoint, gptq"),
+     ("--method smoothquant+gptq", "smoothquant", "adjoint, gptq"), ("--method dmq", "dmq", "adjoint, nearest")],
+)  # fmt: skip
+def test_balancing_is_a_step_in_decibels(folder, capsys, arguments, name, observer):
+    code, out, err = run(f"net.py {arguments} -o a {QUICK} --json", capsys)
+    assert (code, err) == (0, "")
+    steps = {step["name"]: step for step in json.loads(out)["steps"]}
+    assert list(steps) == [name, observer]
+    assert steps[name]["after"] >= steps[name]["before"] > 5
+    assert "with min-max ranges" in steps[name]["note"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

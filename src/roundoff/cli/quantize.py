@@ -27,7 +27,7 @@ def command(
     ] = None,
     method: Annotated[
         str,
-        typer.Option("--method", "--weights", help="Weights: gptq or nearest; awq, smoothquant or dmq balance first; awq+gptq."),
+        typer.Option("--method", "--weights", help="Weights: gptq, nearest, awq, awq+gptq, smoothquant, dmq, ..."),
     ] = "gptq",
     observer: Annotated[
         str, typer.Option("--observer", help="Ranges of values: adjoint, minmax, mse, percentile, entropy, ifmr, hfmg ...")
@@ -78,10 +78,8 @@ def command(
         "plan": None if plan is None else Plan.load(plan), "skip": tuple(skip or ()), "pin": o.pairs(pin, "pin"),
         "options": Options(symmetric=symmetric, dynamic=dynamic),
         "rounding": rounding(observer, method), "prune": prune, "qat": qat, "lr": lr, "distill": distill,
-        "epochs": epochs or (2 if qat else 0), "tradeoff": pareto,
+        "epochs": epochs or (2 if qat else 0), "tradeoff": pareto, "samples": samples,
     }  # fmt: skip
-    if samples is not None:
-        options["samples"] = samples
     asked = Ask(**options)
     check_free(output, overwrite)
     with o.progress(json) as progress:

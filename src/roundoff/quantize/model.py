@@ -39,6 +39,10 @@ class Passing:
         """What a call with quantized operands returned."""
         return result
 
+    def unknown(self, model: QuantizedModel, site: str) -> None:
+        """A call that the model was not laid out for was made."""
+        model.missed(site)
+
 
 class Unquantized(Passing):
     """Nothing happens to them."""
@@ -50,6 +54,9 @@ class Unquantized(Passing):
     def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
         """The bias itself."""
         return bias
+
+    def unknown(self, model: QuantizedModel, site: str) -> None:
+        """Calibration will say so."""
 
 
 class QuantizedModel(nn.Module):
@@ -247,7 +254,7 @@ class _Handler:
         if route is None or site in self.owner.off:
             result = call.run()
             if site not in self.owner.known and float_tensors(result):
-                self.owner.missed(site)
+                self.owner.passing.unknown(self.owner, site)
             return result
         leaves, inplace = self.owner.divided(route, call.leaves, self.done), call.operator.inplace
         for place, name in route.uses.items():

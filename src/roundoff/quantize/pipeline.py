@@ -34,7 +34,7 @@ from roundoff.workload import Workload, describe
 
 #: Kinds of calls that a plan of one format quantizes.
 KINDS = ("conv", "linear", "matmul", "attention", "rnn", "embedding")
-#: Batches, at most, that the graph is traced on: a model that branches on its data may show it.
+#: Batches, at most, that the graph of a model is traced on that never asks for a tensor's value.
 TRACED = 4
 #: Batches that each step's gain is measured on.
 MEASURED = 2
@@ -86,7 +86,7 @@ def quantize(
     workload = _workload(model, batches, forward)
     _check(workload)
     options, rounding = options or Options(), rounding or Rounding()
-    first = trace(workload, _some(workload))
+    first = traced(workload)
     for pattern in (*options.layers, *rounding.layers):
         select(pattern, list(first.nodes))
     formats = site_formats(plan, first, skip)
@@ -95,7 +95,7 @@ def quantize(
     if fold:
         folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
         notes = [Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason]
-    graph = trace(own, _some(own))
+    graph = traced(own)
     made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
     made.folded = fold
@@ -105,9 +105,11 @@ def quantize(
     return made
 
 
-def _some(workload: Workload) -> list[Any]:
-    """``TRACED`` of the batches, spread over all."""
-    return workload.batches[:: -(-len(workload.batches) // TRACED)]
+def traced(workload: Workload) -> Graph:
+    """The graph of ``TRACED`` of the batches, spread over all; of all where the model may branch on their values."""
+    some = workload.batches[:: -(-len(workload.batches) // TRACED)]
+    graph = trace(workload, some)
+    return trace(workload) if graph.asks and len(some) < len(workload.batches) else graph
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -71,5 +71,5 @@ def among(where: str, name: str, known: Collection[str]) -> None:
     """Raise ``QuantizationError`` with the nearest name for one that is not ``known``."""
     if name not in known:
         near = difflib.get_close_matches(name, list(known), n=1)
-        raise QuantizationError(f"unknown: {name}", where=where, expected=", ".join(known),
+        raise QuantizationError(f"unknown {where.lstrip('-')}", where=where, expected=", ".join(known), got=name,
                                 do=f"did you mean {near[0]}?" if near else None)  # fmt: skip

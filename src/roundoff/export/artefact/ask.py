@@ -55,7 +55,9 @@ class Ask:
         pin: pattern of sites -> the format they run in.
         cost: what a target's plan saves (see ``plan.cost``).
         options, rounding: see ``roundoff.quantize``.
-        samples: calibration data, from the first batches on.
+        samples: calibration data, from the first batches on; None: ``SAMPLES``.
+        batches: instead, so many batches.
+        fold: fold BatchNorm first.
         prune: ``2:4``, ``channel:0.3`` or ``magnitude:0.5``; before quantization, which is then calibrated on what is left.
         qat: train with quantization afterwards.
         epochs: of that, and of the training after pruning.
@@ -76,7 +78,9 @@ class Ask:
     cost: str = "bytes"
     options: Options = field(default_factory=Options)
     rounding: Rounding = field(default_factory=Rounding)
-    samples: int = SAMPLES
+    samples: int | None = None
+    batches: int | None = None
+    fold: bool = True
     prune: str = ""
     qat: bool = False
     epochs: int = 0
@@ -100,7 +104,7 @@ class Ask:
             )  # fmt: skip
         if self.plan is not None and self.plan.autocast:
             self.plan.format_of("")  # says why not
-        if self.samples < 1:
+        if self.samples is not None and self.samples < 1:
             raise QuantizationError("no calibration data", where="--samples", expected="one or more", got=str(self.samples))
         if (self.qat or self.distill) and self.epochs < 1:
             raise QuantizationError("training needs a number of epochs", where="--epochs", expected="1 or more",

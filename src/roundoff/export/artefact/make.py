@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from roundoff.attribute.target import named_tensors
 from roundoff.errors import InfeasibleError, QuantizationError
-from roundoff.export.artefact.ask import Ask, Prune
+from roundoff.export.artefact.ask import SAMPLES, Ask, Prune
 from roundoff.export.artefact.judge import Judge, Judged, size
 from roundoff.formats import parse_format
 from roundoff.plan.plan import Plan, Rule
@@ -98,7 +98,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     clock, notes = _Clock(), list(ask.notes)
     with clock("judge"):
         judge = Judge(workload)
-    own = calibration(workload, ask.samples)
+    own = calibration(workload, SAMPLES if ask.samples is None else ask.samples, ask.batches)
     start, steps = own, list[Step]()
     pruned: list[dict[str, Any]] = []
     masks: dict[str, Tensor] = {}
@@ -117,7 +117,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
                 notes.append("weights are rounded to nearest: gptq would move zeros that pruning made")
     with clock("quantize"):
         model, plan, trials, more = _quantize(start, ask, progress)
-    notes += more
+    notes += [*more, *model.remarks]
     steps += model.steps
     if ask.qat:
         with clock("train with quantization"):
@@ -144,16 +144,16 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     return made
 
 
-def calibration(workload: Workload, samples: int) -> Workload:
-    """The same workload with its first batches, until there are so many samples."""
+def calibration(workload: Workload, samples: int, batches: int | None = None) -> Workload:
+    """The same workload with its first batches, until there are so many samples, or that number of ``batches``."""
     own, have = [], 0
-    for batch in workload.batches:
+    for batch in workload.batches if batches is None else ():
         if have >= samples:
             break
         own.append(batch)
         have += size(batch)
     twin = copy.copy(workload)
-    twin.batches = own
+    twin.batches = own if batches is None else workload.batches[:batches]
     return twin
 
 
@@ -167,7 +167,7 @@ def _quantize(
                    "metric": t.metric, "cost": t.cost, "met": t.met} for t in reached.trials]  # fmt: skip
         return reached.model, reached.plan, trials, [reached.note] if reached.note else []
     plan = ask.plan or whole_plan(start, ask.formats[0], ask)
-    model = quantize(start, plan, options=ask.options, rounding=ask.rounding, skip=ask.skip)
+    model = quantize(start, plan, options=ask.options, rounding=ask.rounding, fold=ask.fold, skip=ask.skip)
     return model, plan, [], []
 
 

@@ -160,6 +160,26 @@ def test_amct_configuration(folder, capsys):
     assert tomllib.loads((folder / "a" / "record.toml").read_text())["kind"] == "quantization record"
 
 
+def test_sites_are_ranked_by_what_they_cost_the_output(folder, capsys):
+    """The shares of a budget's sites add up to 1; storage is the cost that its plan saves."""
+    code, out, _ = run(f"net.py --target 30dB --formats int8,w4a8 --cost storage -o a {QUICK} --json", capsys)
+    summary = json.loads(out)
+    shares = {row["site"]: row["share"] for row in summary["sites"]}
+    assert (code, sum(shares.values())) == (0, pytest.approx(1, abs=1e-9))
+    assert shares["relu/relu"] == 0
+    by = {row["site"]: row["format"] for row in summary["sites"]}
+    # 8 · 9 + 8 and 8 · 4 + 4 parameters; each in the bits of its format
+    size = sum({"int8": 8, "w4a8": 4, "fp32": 32}[by[s]] * n for s, n in (("conv/conv2d", 80), ("fc/linear", 36))) / 8e6
+    assert size in [pytest.approx(trial["cost"], rel=1e-9) for trial in summary["trials"]]
+    page = (folder / "a" / "report.html").read_text()
+    assert "Share: of the noise that the budget predicts" in page
+    code, out, _ = run(f"net.py --target 30dB -o b {QUICK}", capsys)
+    assert "What costs the output most, as the budget predicts" in out
+    code, out, _ = run(f"net.py -o c {QUICK}", capsys)
+    assert "Furthest from fp32; SQNR of what a site returns, against fp32 with channels scaled alike" in " ".join(out.split())
+    assert "Share: of the noise" not in (folder / "c" / "report.html").read_text()
+
+
 LAYERS = """batch_num: 2
 common_config { ifmr_quantize { search_step: 0.02 asymmetric: false } arq_quantize { channel_wise: true } }
 override_layer_configs { layer_name: "fc" calibration_config {

@@ -33,8 +33,9 @@ def test_each_layer_has_its_observer_and_symmetry():
     torch.manual_seed(0)
     net, batches = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), data(64, 8)
     layers = {"2/*": Rounding(observer="percentile", parameters={"percentile": 0.9}, **PLAIN)}
-    model = ro.quantize(net, "int8", batches, spread=False, rounding=Rounding(observer="minmax", layers=layers, **PLAIN),
-                        options=Options(symmetric=False, layers={"0/*": Options(symmetric=True, weight="tensor")}))  # fmt: skip
+    options = Options(symmetric=False, layers={"0/*": Options(symmetric=True, weight="tensor")})
+    how = Rounding(observer="minmax", layers=layers, **PLAIN)
+    model = ro.quantize(net, "int8", batches, spread=False, rounding=how, options=options)
     x = torch.cat(batches).double().numpy()
     found, quantizer = scale_of(model, "0/linear")
     assert (quantizer.observer, quantizer.fmt.symmetric) == ("minmax", True)

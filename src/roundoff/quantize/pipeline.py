@@ -24,6 +24,7 @@ from roundoff.quantize.graph import Graph, trace
 from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.record import Step
+from roundoff.quantize.repair.equalise import rescale_
 from roundoff.quantize.repair.fold import fold_batch_norm_
 from roundoff.quantize.repair.smoothing import smooth_
 from roundoff.quantize.repair.spread import spread_
@@ -103,6 +104,30 @@ def quantize(
     meter = _Meter(workload, own, made)
     made.steps = _calibrate(made, graph, own, rounding, spread, meter)
     return made
+
+
+def unrounded(made: QuantizedModel, workload: Workload) -> nn.Module:
+    """A copy of a workload's model in full precision whose values inside are those of the quantized model made of it.
+
+    BatchNorm is folded and channels are divided by the factors that they were divided by there, as ``made`` remembers them:
+    nothing is fitted. Values that are divided in front of a reader (``Route.divided``) are as they were before.
+
+    >>> torch.manual_seed(0)
+    <torch...>
+    >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> workload = Workload(net, [torch.randn(32, 8)])
+    >>> twin = unrounded(quantize(workload, "int8"), workload)
+    >>> x = workload.batches[0]
+    >>> torch.allclose(twin(x), net(x), atol=1e-6), torch.equal(twin[0].bias, net[0].bias)
+    (True, False)
+    """
+    twin = _copied(workload.model)
+    if made.folded:
+        fold_batch_norm_(twin, workload.batches[:1], forward=workload.forward)
+    with torch.no_grad():
+        for group, factors, clips in made.moves:
+            rescale_(twin, group, factors, clips=clips)
+    return twin
 
 
 def traced(workload: Workload) -> Graph:

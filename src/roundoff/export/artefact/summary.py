@@ -77,7 +77,7 @@ def add_proof(summary: dict[str, Any], proof: Proof) -> None:
         value, call = values.get(row["site"]), calls.get(row["site"])
         own = value.own if value else None
         row |= {
-            "artefact_db": value.simulation_db if value else None,
+            "file_db": value.fp32_db if value else None, "artefact_db": value.simulation_db if value else None,
             "codes": own.most if own else None, "differing": own.share if own else None,
             "carried": value.carried.share if value and value.carried else None, "kernel": call.kernel if call else "",
             "integer": call.integer if call else None, "kernel_reason": call.reason if call else "",

@@ -60,7 +60,7 @@ def outputs(model, batch):
 
 @pytest.mark.parametrize("balance", ["", "smoothquant"])
 def test_its_weights_are_those_before_rounding(balance):
-    """Rounded to nearest, a weight of the quantized model is half a step from the twin's at most; the outputs are the same."""
+    """Rounded to nearest, a weight of the quantized model is half a step from the twin's at most; the outputs are equal."""
     net, batches = skewed(), data()
     workload = Workload(net, batches)
     how = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False, balance=balance)
@@ -95,9 +95,12 @@ def test_sites_have_the_plain_sqnr_against_it():
     with torch.no_grad():
         error = made.model(batches[0]).double() - exact[last]
     # the noise is known to fp32's digits of values 40 dB above it
-    assert found[last][0] == pytest.approx(10 * torch.log10(exact[last].square().sum() / error.square().sum()).item(), abs=0.01)
-    # every site is close to the twin, none of them up to a factor: with channels as the user has them 64 apart it was not
-    assert all(db > 25 for db, _ in found.values())
+    want = 10 * torch.log10(exact[last].square().sum() / error.square().sum())
+    assert found[last][0] == pytest.approx(want.item(), abs=0.01)
+    # noise of step² / 12 with steps of 1/255 of a range is 50 dB below a value of that size, and not all of them are
+    assert all(db > 35 for db, _ in found.values())
+    user = outputs(net, batches[0])["2/relu"]
+    assert (exact["2/relu"] - user).square().sum() > user.square().sum() / 100  # the channels are others: 20 dB at best
     assert {row["share"] for row in site_rows(made, Ask())} == {None}
 
 
@@ -105,4 +108,4 @@ def test_a_pruned_model_is_compared_with_what_pruning_left():
     net, batches = skewed(), data()
     made = make(Workload(net, batches), Ask(prune="channel:0.5", tradeoff=False))
     assert len(unrounded(made.model, made.start)[0].weight) < 8
-    assert all(db > 20 for db, _ in compare(made).values())
+    assert all(db > 35 for db, _ in compare(made).values())

@@ -195,7 +195,7 @@ def _measure(
                     output = workload.with_model(quantized).run(batch)
                 if seen is free:
                     measured.simulated.append(output)
-        wanted = _exact_values(workload, exact, quantized, batch)
+        wanted = exact_values(workload, exact, quantized, batch)
         for name, value in found.items():
             tally = measured.tallies.setdefault(name, Tally(quantized.quantizer(name)))
             tally.add(value, free.values[name], led.values[name], wanted.get(name))
@@ -243,7 +243,8 @@ class _Exact:
         return result
 
 
-def _exact_values(workload: Workload, exact: nn.Module, quantized: QuantizedModel, batch: Any) -> Mapping[str, Tensor]:
+def exact_values(workload: Workload, exact: nn.Module, quantized: QuantizedModel, batch: Any) -> Mapping[str, Tensor]:
+    """What a full-precision model has where the quantized one reads or writes through a quantizer, by the quantizer's name."""
     handler = _Exact(quantized)
     with preserve(exact), torch.no_grad(), watch(exact.eval(), handler) as mode:
         mode.begin()

@@ -99,7 +99,7 @@ class Problem:
         self.edges = self._edges()
 
     def _store_once(self) -> None:
-        """Count each parameter whole, where it is read first: a tied weight, or a module that is used again, is stored once."""
+        """Count each parameter whole, where it is read first: a tied weight, or a module used again, is stored once."""
         known = self.budget.about.get("parameters")
         if known is None:
             raise PlanError("this budget does not say how large parameters are", where="cost storage",

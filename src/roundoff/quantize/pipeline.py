@@ -185,9 +185,11 @@ def _balanced(made: QuantizedModel, graph: Graph, own: Workload, rounding: Round
     left = Counter(row.how.removeprefix("left: ") for row in done.rows if row.how.startswith("left"))
     parts = [f"{len(done.rows) - left.total()} of {len(done.rows)} values", done.gain.note]
     parts += [f"{number} left: {why}" for why, number in left.most_common(2) if not done.gain.note]
+    convolutions = sum(made.graph.nodes[site].kind == "conv" for site in strengths) if method == "awq" else 0
+    parts += [f"awq is for linear layers: {convolutions} convolutions left"] * bool(convolutions)
     parts.append("both sides with min-max ranges, weights to nearest")
     if not done.rows:
-        parts = ["no value that quantized linear layers read" if method == "awq" else "no value that quantized weights read"]
+        parts = [f"no value that quantized {'linear layers' if method == 'awq' else 'weights'} read"]
     return Step(method, done.gain.before_db, done.gain.after_db, "; ".join(filter(None, parts)))
 
 

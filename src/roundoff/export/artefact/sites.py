@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from roundoff.capture.calls import Call, float_tensors, watch
 from roundoff.export.artefact.ask import Ask
 from roundoff.export.artefact.make import Made
+from roundoff.export.proof import exact_values
 from roundoff.formats import BlockFormat
 from roundoff.plan.budget import sqnr_db
 from roundoff.quantize.graph import Graph
@@ -84,7 +86,7 @@ def compare(made: Made) -> dict[str, tuple[float, float | None]]:
             mode.begin()
             with mode:
                 made.workload.with_model(twin).run(batch)
-        taps = _Taps(exact.found)
+        taps = _Taps(exact.found, exact_values(made.workload, twin, made.model, batch))
         with made.model.through(taps):
             _run(made.workload, made.model, batch)
     return taps.rows
@@ -113,25 +115,25 @@ class _Outputs:
 
 
 class _Taps(Passing):
-    def __init__(self, exact: dict[str, Tensor]) -> None:
-        self.exact = exact
+    def __init__(self, results: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        self.results, self.values = results, values
         self.rows: dict[str, tuple[float, float | None]] = {}
 
     def value(self, name: str, quantizer: Any, value: Tensor) -> Tensor:
         found = super().value(name, quantizer, value)
-        if not quantizer.weight and name in self.exact:
-            self.rows[name] = (self._db(name, found), sqnr_db(_noise(found, value)))
+        if not quantizer.weight and name in self.values:
+            self.rows[name] = (_db(found, self.values[name]), _db(found, value))
         return found
 
     def result(self, site: str, result: Any) -> Any:
         tensors = float_tensors(result)
-        if tensors and site in self.exact:
-            self.rows[site] = (self._db(site, tensors[0]), None)
+        if tensors and site in self.results:
+            self.rows[site] = (_db(tensors[0], self.results[site]), None)
         return result
 
-    def _db(self, name: str, found: Tensor) -> float:
-        exact = self.exact[name]
-        return sqnr_db(_noise(found, exact)) if exact.shape == found.shape else float("nan")
+
+def _db(found: Tensor, exact: Tensor) -> float:
+    return sqnr_db(_noise(found, exact)) if exact.shape == found.shape else float("nan")
 
 
 def _noise(found: Tensor, exact: Tensor) -> float:

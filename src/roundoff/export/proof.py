@@ -244,7 +244,7 @@ class _Exact:
 
 
 def exact_values(workload: Workload, exact: nn.Module, quantized: QuantizedModel, batch: Any) -> Mapping[str, Tensor]:
-    """What a full-precision model has where the quantized one reads or writes through a quantizer, by the quantizer's name."""
+    """What a full-precision model has where the quantized one passes a quantizer, by the quantizer's name."""
     handler = _Exact(quantized)
     with preserve(exact), torch.no_grad(), watch(exact.eval(), handler) as mode:
         mode.begin()

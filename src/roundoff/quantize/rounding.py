@@ -62,6 +62,11 @@ class Rounding:
         return next((own for site in sites for pattern, own in self.layers.items() if matches(pattern, site)), self)
 
     @property
+    def compares(self) -> bool:
+        """Whether the full-precision network is needed beside the quantized one."""
+        return any(how.weights == "gptq" or how.bias for how in self.every)
+
+    @property
     def every(self) -> tuple[Rounding, ...]:
         """Itself and those of single layers."""
         return (self, *self.layers.values())

@@ -81,13 +81,11 @@ class Weighed:
                 else:
                     quantizer.set_(*_scale(quantizer, quantizer.without_exact(first.leaves[at]), None, self.how.scales))
                     first.leaves[at].copy_(quantizer(first.leaves[at]))
-        found = [run(self.model, arrived, bias is None) for _, arrived in self.pairs]
-        if bias is None:
-            return found
+        if bias is None or not corrects:
+            return [run(self.model, arrived) for _, arrived in self.pairs]
+        found = [run(self.model, arrived, bias=False) for _, arrived in self.pairs]
         before, axis = bias.detach().clone(), _channels(first.call)
-        if corrects:
-            pairs = [(w, f) for w, f in zip(wanted, found, strict=True) if w is not None]
-            _correct_(bias, [(w - f).movedim(axis, -1).flatten(0, -2) for w, f in pairs])
+        _correct_(bias, [(w - f).movedim(axis, -1).flatten(0, -2) for (w, _), f in zip(both, found, strict=True)])
         now = on_sums(bias, self._readers(first)) if first.route.bias >= 0 else bias
         return [f + _along(now - before, f.ndim, axis) for f in found]
 

@@ -78,6 +78,9 @@ def test_all_files_and_the_proof(folder, capsys):
     assert all(row["bytes"] or row["name"] in ("report.html", "summary.json") for row in summary["files"])
     by = {row["site"]: row for row in summary["sites"]}
     assert (by["conv/conv2d"]["format"], by["fc/linear"]["format"]) == ("int8", "int8")
+    # the file on the evaluation set, the simulation on its first and only batch: a code or two differ, if any
+    assert by["relu/relu"]["file_db"] == pytest.approx(by["relu/relu"]["sqnr_db"], abs=0.1)
+    assert by["relu/relu"]["file_db"] > 30
     assert summary["proof"]["codes"] <= 1
     assert summary["proof"]["kernels"]
     assert summary["judged_on"] == {"batches": 1, "samples": 32, "held_out": True}
@@ -158,6 +161,72 @@ def test_amct_configuration(folder, capsys):
     assert (rows["conv/conv2d"]["observer"], rows["fc/linear"]["format"]) == ("hfmg", "fp32")
     assert 'key: "conv"' in (folder / "a" / "record.txt").read_text()
     assert tomllib.loads((folder / "a" / "record.toml").read_text())["kind"] == "quantization record"
+
+
+def test_sites_are_ranked_by_what_they_cost_the_output(folder, capsys):
+    """The shares of a budget's sites add up to 1; storage is the cost that its plan saves."""
+    code, out, _ = run(f"net.py --target 30dB --formats int8,w4a8 --cost storage -o a {QUICK} --json", capsys)
+    summary = json.loads(out)
+    shares = {row["site"]: row["share"] for row in summary["sites"]}
+    assert (code, sum(shares.values())) == (0, pytest.approx(1, abs=1e-9))
+    assert shares["relu/relu"] == 0
+    by = {row["site"]: row["format"] for row in summary["sites"]}
+    # 8 · 9 + 8 and 8 · 4 + 4 parameters; each in the bits of its format
+    size = sum({"int8": 8, "w4a8": 4, "fp32": 32}[by[s]] * n for s, n in (("conv/conv2d", 80), ("fc/linear", 36))) / 8e6
+    assert size in [pytest.approx(trial["cost"], rel=1e-9) for trial in summary["trials"]]
+    page = (folder / "a" / "report.html").read_text()
+    assert "Share: of the noise that the budget predicts" in page
+    code, out, _ = run(f"net.py --target 30dB -o b {QUICK}", capsys)
+    assert "What costs the output most, as the budget predicts" in out
+    code, out, _ = run(f"net.py -o c {QUICK}", capsys)
+    heading = "Furthest from fp32; SQNR of what a site returns, against fp32 with channels scaled alike"
+    assert heading in " ".join(out.split())
+    assert "Share: of the noise" not in (folder / "c" / "report.html").read_text()
+
+
+LAYERS = """batch_num: 2
+common_config { ifmr_quantize { search_step: 0.02 asymmetric: false } arq_quantize { channel_wise: true } }
+override_layer_configs { layer_name: "fc" calibration_config {
+    hfmg_quantize { num_of_bins: 1024 asymmetric: true } arq_quantize { channel_wise: false quant_bits: 4 }
+    dmq_balancer { migration_strength: 0.3 } } }
+skip_fusion_layers: "conv"
+"""
+
+
+def test_amct_configuration_of_each_layer(folder, capsys):
+    """Observer, symmetry, bits, granularity and balancing are those of the layer; what is not obeyed is said."""
+    (folder / "q.cfg").write_text(LAYERS)
+    code, out, _ = run(f"net.py --config q.cfg -o a {QUICK} --json", capsys)
+    summary = json.loads(out)
+    assert (code, summary["calibration"]) == (0, {"batches": 2, "samples": 64})
+    rows = {row["site"]: row for row in summary["sites"]}
+    found = {site: (rows[site]["observer"], rows[site]["weights"]) for site in ("conv/conv2d", "fc/linear")}
+    assert found == {"conv/conv2d": ("ifmr", "int8, per axis(0)"), "fc/linear": ("hfmg", "w4a8, per tensor")}
+    made = load_model("a/model.pt", "net.py")
+    assert made.quantizer("conv/conv2d:0").fmt.symmetric
+    reads = [made.quantizer(name) for name in made.routes["fc/linear"].uses.values()]
+    assert not next(q for q in reads if not q.weight).fmt.symmetric
+    assert summary["steps"][0]["name"] == "dmq"
+    assert " of 1 values" in summary["steps"][0]["note"]
+    assert any("first 2 of the batches, as batch_num says" in note for note in summary["notes"])
+    assert any(note.startswith("skip_fusion_layers: BatchNorm behind conv is folded too") for note in summary["notes"])
+    code, out, _ = run(f"net.py --config q.cfg --samples 96 -o b {QUICK} --json", capsys)
+    assert json.loads(out)["calibration"] == {"batches": 3, "samples": 96}
+    assert any("batch_num 2 of the file is not used: --samples 96" in note for note in json.loads(out)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "observer"),
+    [("--weights-only int4 --method awq", "awq", "mse, nearest"), ("--method awq+gptq", "awq", "adjoint, gptq"),
+     ("--method smoothquant+gptq", "smoothquant", "adjoint, gptq"), ("--method dmq", "dmq", "adjoint, nearest")],
+)  # fmt: skip
+def test_balancing_is_a_step_in_decibels(folder, capsys, arguments, name, observer):
+    code, out, err = run(f"net.py {arguments} -o a {QUICK} --json", capsys)
+    assert (code, err) == (0, "")
+    steps = {step["name"]: step for step in json.loads(out)["steps"]}
+    assert list(steps) == [name, observer]
+    assert steps[name]["after"] >= steps[name]["before"] > 5
+    assert "with min-max ranges" in steps[name]["note"]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def _codes(layout: Layout, node: Node, fmt: Format) -> Format | None:
     """The format of values where an integer kernel computes a call that has a format; None if none does."""
     rule = fmt.execution
     routed = layout.names.get(node.site) == fmt.name and rule is not None and rule.activation is not None
-    values = layout.options.value_format(fmt)
+    values = layout.options.of(node.site).value_format(fmt)
     return values if routed and is_integer(fmt) and is_integer(values) else None
 
 

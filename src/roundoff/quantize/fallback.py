@@ -16,7 +16,7 @@ import torch
 
 from roundoff.attribute.target import named_tensors
 from roundoff.errors import InfeasibleError, QuantizationError
-from roundoff.plan.budget import sqnr_db
+from roundoff.plan.budget import Budget, sqnr_db
 from roundoff.plan.choose import Problem
 from roundoff.plan.measure import Progress, budget
 from roundoff.plan.plan import Plan
@@ -54,6 +54,7 @@ class Reached:
     """The model with the cheapest plan that meets the target, or where none does the best one.
 
     ``trials`` are in the order in which they were made, one evaluation of the metric each; ``model`` is that of ``plan``.
+    ``shares`` has each site's share of the noise that the budget predicts for the plan, errors taken as independent.
     """
 
     model: QuantizedModel
@@ -65,6 +66,7 @@ class Reached:
     metric_name: str | None = None
     metric_reference: float | None = None
     note: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,7 +103,7 @@ def reach(
         target: a drop of the metric, ``"0.5%"`` (of 1: half a point of accuracy) or ``"0.005"`` as text with ``%`` or a
             number below 1; or decibels of SQNR of the output, ``"38dB"`` or a number of 1 and more.
         formats: offered to each site beside fp32.
-        cost: what is made least: ``bytes``, ``bitops`` or ``operators`` (see ``plan.cost``).
+        cost: what is made least: ``bytes``, ``storage``, ``bitops`` or ``operators`` (see ``plan.cost``).
         pin: pattern → format of sites that the user fixes.
         skip: patterns of sites that stay in fp32.
         options: see ``quantize``.
@@ -189,8 +191,20 @@ def reach(
     model, trial = best
     return Reached(
         model, trial.plan, trials, trial.met, str(target), goal, workload.metric_name if workload.metric else None,
-        metric_reference, note,
+        metric_reference, note, shares(measured, trial.plan),
     )  # fmt: skip
+
+
+def shares(measured: Budget, plan: Plan) -> dict[str, float]:
+    """Each site's share of the noise that a budget predicts for a plan, the largest first; sites without noise are left out.
+
+    Infinite noise (an overflow) is a share of 1.
+    """
+    formats = plan.formats([site["site"] for site in measured.sites])
+    noise = {site: measured.predict({site: name}).additive for site, name in formats.items()}
+    total = sum(value for value in noise.values() if math.isfinite(value))
+    found = {site: value / total if math.isfinite(value) else 1.0 for site, value in noise.items() if value > 0}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _target(target: str | float, workload: Workload) -> tuple[float | None, float]:

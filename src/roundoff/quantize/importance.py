@@ -81,6 +81,9 @@ class _Taps(Passing):
     def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
         return bias
 
+    def unknown(self, model: QuantizedModel, site: str) -> None:
+        """The pass that rounds will see it too, and says so."""
+
     def _tap(self, found: dict[str, Statistics], name: str, value: Tensor, axis: int) -> Tensor:
         if value.ndim == 0 or value.numel() == 0 or name in self.varying:
             return value

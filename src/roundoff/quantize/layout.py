@@ -71,9 +71,9 @@ class Layout:
             return
         for use in node.uses:
             if use.operand.role == "weight" and rule.weight is not None:
-                self.read(route, use, fmt, self.options.weight_granularity(use, fmt))
+                self.read(route, use, fmt, self.options.of(node.site).weight_granularity(use, fmt))
             elif use.operand.role == "activation" and rule.activation is not None:
-                own = self.options.value_format(fmt)
+                own = self.options.of(node.site).value_format(fmt)
                 self.read(route, use, own, self.options.value_granularity(use, own))
             elif use.operand.role == "bias" and self.options.bias and is_integer(fmt) and rule.activation is not None:
                 route.bias = use.operand.leaf
@@ -91,22 +91,22 @@ class Layout:
             if use.origin == "made":
                 return f"{use.value} is no parameter: a buffer, a view, or made of parameters in the forward pass"
             try:
-                reason = self._misfit(use, fmt)
+                reason = self._misfit(node, use, fmt)
             except FormatError as error:
                 reason = f"{use.value} of shape {use.shape}: {error.what}"
             if reason is not None:
                 return reason
         return None
 
-    def _misfit(self, use: Use, fmt: Format) -> str | None:
+    def _misfit(self, node: Node, use: Use, fmt: Format) -> str | None:
         """Why an operand has no such granularity: a reason, or ``FormatError``; None where it has."""
         rule = fmt.execution
         if not use.weight:
-            granularity = self.options.value_granularity(use, self.options.value_format(fmt))
+            granularity = self.options.value_granularity(use, self.options.of(node.site).value_format(fmt))
             if granularity is not None and rule is not None and rule.activation is not None:
                 granularity.split(use.shape)
             return None
-        granularity, axis = self.options.weight_granularity(use, fmt), use.operand.reduce % len(use.shape)
+        granularity, axis = self.options.of(node.site).weight_granularity(use, fmt), use.operand.reduce % len(use.shape)
         if granularity is not None:
             granularity.split(use.shape)
         other = next((n.site for n in self.graph.readers(use.value) if self._transforms(n, use.value)), "")

@@ -40,6 +40,10 @@ class Passing:
         """What a call with quantized operands returned."""
         return result
 
+    def unknown(self, model: QuantizedModel, site: str) -> None:
+        """A call that the model was not laid out for was made."""
+        model.missed(site)
+
 
 class Unquantized(Passing):
     """Nothing happens to them."""
@@ -52,6 +56,9 @@ class Unquantized(Passing):
         """The bias itself."""
         return bias
 
+    def unknown(self, model: QuantizedModel, site: str) -> None:
+        """Calibration will say so."""
+
 
 class QuantizedModel(nn.Module):
     """The simulation of a quantized model: called as the model is, it returns what the artefact will return.
@@ -63,6 +70,9 @@ class QuantizedModel(nn.Module):
         graph: the calls that calibration saw.
         steps: what calibration did and what it gained.
         unseen: calls that calibration did not see, which run as they are.
+        remarks: what else a report should say.
+        folded: whether BatchNorm was folded first.
+        moves: channel groups that were divided by factors, in order, and whether clips were passed (``unrounded``).
     """
 
     def __init__(self, model: nn.Module, laid_out: Scheme, graph: Graph | None = None) -> None:
@@ -73,6 +83,9 @@ class QuantizedModel(nn.Module):
         self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})
         self.factors = nn.ParameterDict()  # of Route.divided
         self.steps: list[Step] = []
+        self.remarks: list[str] = []
+        self.folded = False
+        self.moves: list[tuple[Any, Tensor, bool]] = []
         self.unseen: Counter[str] = Counter()
         self.known = frozenset(row.site for row in self.rows)
         self.off: set[str] = set()
@@ -114,7 +127,15 @@ class QuantizedModel(nn.Module):
             for name, q in self.named()
         ]  # fmt: skip
         skipped = tuple((row.site, row.reason) for row in self.rows if row.reason and row.format == "fp32")
-        return Record(fingerprint(self.model), tuple(entries), skipped, tuple(self.steps))
+        return Record(fingerprint(self.model), tuple(entries), skipped, tuple(self.steps), self._divisors())
+
+    def _divisors(self) -> dict[str, tuple[float, ...]]:
+        """By weight, the factors that its input is divided by before it is read."""
+        return {
+            weight: tuple(self.factors[_key(name)].detach().double().flatten().tolist())
+            for route in self.routes.values() for name in route.divided.values()
+            for weight in route.uses.values() if self.quantizer(weight).weight
+        }  # fmt: skip
 
     @contextmanager
     def through(self, passing: Passing) -> Iterator[None]:
@@ -234,7 +255,7 @@ class _Handler:
         if route is None or site in self.owner.off:
             result = call.run()
             if site not in self.owner.known and float_tensors(result):
-                self.owner.missed(site)
+                self.owner.passing.unknown(self.owner, site)
             return result
         leaves, inplace = self.owner.divided(route, call.leaves, self.done), call.operator.inplace
         for place, name in route.uses.items():

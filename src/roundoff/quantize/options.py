@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from roundoff.errors import QuantizationError
 from roundoff.formats import (
@@ -17,6 +18,7 @@ from roundoff.formats import (
 )
 from roundoff.formats.named import integer
 from roundoff.quantize.graph import Use
+from roundoff.site import matches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class Options:
         bias: biases of integer calls are rounded to the scale of their sums, as integer kernels add them.
         kv_cache: the format of keys and values in attention, or empty: ``int8`` (a scale for each token and head, chosen
             when it comes), ``int4:channel`` (one for each channel of a head, calibrated), ``fp8_e4m3fn:tensor``.
+        layers: pattern of sites -> the options whose ``symmetric`` and ``weight`` hold for what they read and write
+            instead; the first that matches.
     """
 
     symmetric: bool = False
@@ -43,6 +47,7 @@ class Options:
     elementwise: bool = True
     bias: bool = True
     kv_cache: str = ""
+    layers: Mapping[str, Options] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, words in (("activation", ("tensor", "token", "channel")), ("weight", ("format", "tensor", "channel"))):
@@ -50,6 +55,10 @@ class Options:
             if given not in words and not re.fullmatch(r"group:[1-9]\d*", given):
                 raise QuantizationError("unknown granularity", where=name, expected=f"{', '.join(words)} or group:SIZE",
                                         got=repr(given))  # fmt: skip
+
+    def of(self, site: str) -> Options:
+        """What holds for one call."""
+        return next((own for pattern, own in self.layers.items() if matches(pattern, site)), self)
 
     def value_format(self, fmt: Format) -> Format:
         """The format of values beside weights of a format: integers are asymmetric unless asked otherwise."""

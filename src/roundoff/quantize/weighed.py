@@ -30,33 +30,10 @@ from roundoff.quantize.repair.matrix import (
 )
 from roundoff.quantize.repair.rounding import RATIOS, round_weight
 from roundoff.quantize.repair.scales import search_scales
+from roundoff.quantize.rounding import Rounding
 
 #: Rows of inputs that second moments are taken from, at most: more add little.
 ROWS = 2**14
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """How one pass chooses.
-
-    Attributes:
-        observer: of values (see ``observers.OBSERVERS``).
-        weights: ``nearest``, or ``gptq``: rounding that makes up for its own errors and for those of the inputs.
-        scales: of weights: ``minmax`` or ``search``, the scale with the least error.
-        bias: correct biases so that the mean of each output channel is that of the full-precision network.
-        parameters: of the observer.
-    """
-
-    observer: str = "adjoint"
-    weights: str = "gptq"
-    scales: str = "search"
-    bias: bool = True
-    parameters: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def compares(self) -> bool:
-        """Whether the full-precision network is needed beside the quantized one."""
-        return self.weights == "gptq" or self.bias
 
 
 @dataclass

@@ -106,9 +106,11 @@ def _amct(record: Any, path: Path) -> list[str]:
 def _artefact(made: Made, folder: Path, summary: dict[str, Any], reasons: dict[str, str], progress: Progress | None) -> None:
     from roundoff.export.onnx import export_fake_quant
     from roundoff.export.proof import prove
+    from roundoff.quantize.pipeline import unrounded
 
     def proved() -> None:
-        found = prove(made.workload, made.model, folder / "model.onnx", folder / "fp32.onnx", pack=True)
+        exact = unrounded(made.model, made.start)
+        found = prove(made.workload, made.model, folder / "model.onnx", folder / "fp32.onnx", exact=exact, pack=True)
         add_proof(summary, found)
 
     def step(done: int) -> None:

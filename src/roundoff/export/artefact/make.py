@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from roundoff.attribute.target import named_tensors
 from roundoff.errors import InfeasibleError, QuantizationError
-from roundoff.export.artefact.ask import Ask, Prune
+from roundoff.export.artefact.ask import SAMPLES, Ask, Prune
 from roundoff.export.artefact.judge import Judge, Judged, size
 from roundoff.formats import parse_format
 from roundoff.plan.plan import Plan, Rule
@@ -50,19 +50,23 @@ class Made:
     """What came of an ``Ask``.
 
     Attributes:
-        workload: the user's, with the batches that were calibrated on.
+        workload: the user's, with the batches that were calibrated on; ``start``: the same with what was quantized of it,
+            its model itself or what pruning left of it.
         model: the quantized model; ``plan``: what it follows; ``judged``: how it does.
         trials: what a target's search measured, plain rows; ``reached``: its own verdict.
+        shares: of each site, its share of the noise that the budget predicts for the plan; empty without a target.
         pruned: what pruning did, by parameter or channel group, as plain rows.
         seconds: of each stage.
     """
 
     workload: Workload
+    start: Workload
     judge: Judge
     model: QuantizedModel
     plan: Plan
     judged: Judged
     trials: list[dict[str, Any]] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
     pruned: list[dict[str, Any]] = field(default_factory=list)
     macs: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -98,7 +102,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     clock, notes = _Clock(), list(ask.notes)
     with clock("judge"):
         judge = Judge(workload)
-    own = calibration(workload, ask.samples)
+    own = calibration(workload, SAMPLES if ask.samples is None else ask.samples, ask.batches)
     start, steps = own, list[Step]()
     pruned: list[dict[str, Any]] = []
     masks: dict[str, Tensor] = {}
@@ -116,8 +120,8 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
                 ask = replace(ask, rounding=replace(ask.rounding, weights="nearest"))
                 notes.append("weights are rounded to nearest: gptq would move zeros that pruning made")
     with clock("quantize"):
-        model, plan, trials, more = _quantize(start, ask, progress)
-    notes += more
+        model, plan, trials, more, shares = _quantize(start, ask, progress)
+    notes += [*more, *model.remarks]
     steps += model.steps
     if ask.qat:
         with clock("train with quantization"):
@@ -136,7 +140,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
         notes += _still_zero(model, masks, ask.pruning)
     with clock("judge"):
         judged = judge.judge(model)
-    made = Made(own, judge, model, plan, judged, trials, pruned, {}, notes, clock.seconds)
+    made = Made(own, start, judge, model, plan, judged, trials, shares, pruned, {}, notes, clock.seconds)
     if pruned:
         batch = own.batches[0]
         made.macs = {"before": cost(own.model, batch, forward=own.forward).macs,
@@ -144,31 +148,31 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     return made
 
 
-def calibration(workload: Workload, samples: int) -> Workload:
-    """The same workload with its first batches, until there are so many samples."""
+def calibration(workload: Workload, samples: int, batches: int | None = None) -> Workload:
+    """The same workload with its first batches, until there are so many samples, or that number of ``batches``."""
     own, have = [], 0
-    for batch in workload.batches:
+    for batch in workload.batches if batches is None else ():
         if have >= samples:
             break
         own.append(batch)
         have += size(batch)
     twin = copy.copy(workload)
-    twin.batches = own
+    twin.batches = own if batches is None else workload.batches[:batches]
     return twin
 
 
 def _quantize(
     start: Workload, ask: Ask, progress: Progress | None
-) -> tuple[QuantizedModel, Plan, list[dict[str, Any]], list[str]]:
+) -> tuple[QuantizedModel, Plan, list[dict[str, Any]], list[str], dict[str, float]]:
     if ask.target is not None:
         reached = reach(start, ask.target, list(ask.formats), cost=ask.cost, pin=dict(ask.pin), skip=ask.skip,
                         options=ask.options, rounding=ask.rounding, progress=progress)  # fmt: skip
         trials = [{"sites": _counts(t.plan), "predicted_db": t.predicted_db, "measured_db": t.measured_db,
                    "metric": t.metric, "cost": t.cost, "met": t.met} for t in reached.trials]  # fmt: skip
-        return reached.model, reached.plan, trials, [reached.note] if reached.note else []
+        return reached.model, reached.plan, trials, [reached.note] if reached.note else [], dict(reached.shares)
     plan = ask.plan or whole_plan(start, ask.formats[0], ask)
-    model = quantize(start, plan, options=ask.options, rounding=ask.rounding, skip=ask.skip)
-    return model, plan, [], []
+    model = quantize(start, plan, options=ask.options, rounding=ask.rounding, fold=ask.fold, skip=ask.skip)
+    return model, plan, [], [], {}
 
 
 def whole_plan(start: Workload, fmt: str, ask: Ask) -> Plan:

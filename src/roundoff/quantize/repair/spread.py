@@ -76,6 +76,7 @@ def spread_(
     logs, before, after = problem.solve(steps)
     for group, log in zip(groups, logs, strict=True):
         rescale_(model.model, group, log.double().exp(), clips=True)
+        model.moves.append((group, log.double().exp(), True))
     rescaled = f"{len(groups)} of {len(every)} groups of channels"
     return Gain("spread", -10 * math.log10(before), -10 * math.log10(after), f"predicted, {rescaled}")
 

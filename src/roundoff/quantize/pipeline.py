@@ -32,6 +32,8 @@ from roundoff.workload import Workload, describe
 KINDS = ("conv", "linear", "matmul", "attention", "rnn", "embedding")
 #: Batches, at most, that the graph is traced on: a model that branches on its data may show it.
 TRACED = 4
+#: By what share the power of the output may change when channels are rescaled: rounding, far below any real change.
+SAME = 1e-3
 #: Batches that each step's gain is measured on.
 MEASURED = 2
 
@@ -64,7 +66,8 @@ def quantize(
         The simulation: called like the model, it returns what the artefact will return. ``.record()`` is what was chosen.
 
     Raises:
-        QuantizationError: no data, data with NaN or Inf, nothing to quantize, or a model that mixes samples of a batch.
+        QuantizationError: no data, data or weights with NaN or Inf, weights in half precision, nothing to quantize, or a
+            model that mixes samples of a batch.
         PlanError: a plan for another model, or an unknown format.
         WorkloadError: the model raised on a batch.
 
@@ -80,6 +83,7 @@ def quantize(
     """
     workload = _workload(model, batches, forward)
     _check(workload)
+    skip = list(skip)
     options, rounding = options or Options(), rounding or Rounding()
     formats = site_formats(plan, trace(workload, _some(workload)), skip)
     own = workload.with_model(_copied(workload.model))
@@ -90,9 +94,27 @@ def quantize(
     graph = trace(own, _some(own))
     made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
+    _check_weights(made)
     meter = _Meter(workload, own, made)
-    made.steps = _calibrate(made, graph, own, rounding, spread, meter)
+    steps = _calibrate(made, graph, own, rounding, spread, meter)
+    if steps is None:  # the copy is spoilt: another one
+        made = quantize(workload, plan, options=options, rounding=rounding, fold=fold, spread=False, skip=skip)
+        steps = [Step("spread", math.nan, math.nan, "undone: it changed what the model computes"), *made.steps]
+    made.steps = steps
     return made
+
+
+def _check_weights(made: QuantizedModel) -> None:
+    """Weights that become codes must be finite, in a precision in which a scale times a code is a value of the grid."""
+    for name in made.weight_names():
+        weight = made.model.get_parameter(name)
+        if weight.dtype not in (torch.float32, torch.float64):
+            raise QuantizationError("the model's weights are no fp32", where=name, expected="float32 or float64",
+                                    got=str(weight.dtype).removeprefix("torch."),
+                                    do="give model.float(), and data in float32")  # fmt: skip
+        if bad := int((~weight.detach().isfinite()).sum()):
+            raise QuantizationError(f"{bad} of {weight.numel()} weights are NaN or Inf", where=name,
+                                    expected="finite weights", do="load or train the model again")  # fmt: skip
 
 
 def _some(workload: Workload) -> list[Any]:
@@ -113,7 +135,8 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _calibrate(
     made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, spread: bool, meter: _Meter
-) -> list[Step]:
+) -> list[Step] | None:
+    """What was done; None where rescaled channels gave another function."""
     found: list[Step] = []
     weights = None
     static = [q for _, q in made.named() if not q.weight and not q.dynamic]
@@ -123,7 +146,10 @@ def _calibrate(
             gain = spread_(made, graph, own, weights)
             found.append(Step(gain.name, gain.before_db, gain.after_db, gain.note))
             if not math.isnan(gain.after_db):
+                before = weights.output
                 weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for spread_ alone
+                if abs(weights.output - before) > SAME * before:
+                    return None
     if weights is None and rounding.observer == "adjoint":
         rounding = replace(rounding, observer="mse")
     gains = round_in_order_(made, own, own.batches, rounding, weights)

@@ -118,7 +118,9 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     with clock("quantize"):
         model, plan, trials, more = _quantize(start, ask, progress)
     notes += more
-    steps += model.steps
+    notes += [f"{name}: {note}" for name, note in model.notes.items()]
+    beside = "beside the pruned model" if ask.pruning is not None else ""
+    steps += [step._replace(note="; ".join(filter(None, (step.note, beside)))) for step in model.steps]
     if ask.qat:
         with clock("train with quantization"):
             before = judge.judge(model).db

@@ -85,13 +85,13 @@ def quantize(
     _check(workload)
     skip = list(skip)
     options, rounding = options or Options(), rounding or Rounding()
-    formats = site_formats(plan, trace(workload, _some(workload)), skip)
+    formats = site_formats(plan, trace(workload, traced_on(workload)), skip)
     own = workload.with_model(_copied(workload.model))
     notes: list[Row] = []
     if fold:
         folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
         notes = [Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason]
-    graph = trace(own, _some(own))
+    graph = trace(own, traced_on(own))
     made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
     _check_weights(made)
@@ -117,7 +117,7 @@ def _check_weights(made: QuantizedModel) -> None:
                                     expected="finite weights", do="load or train the model again")  # fmt: skip
 
 
-def _some(workload: Workload) -> list[Any]:
+def traced_on(workload: Workload) -> list[Any]:
     """``TRACED`` of the batches, spread over all."""
     return workload.batches[:: -(-len(workload.batches) // TRACED)]
 

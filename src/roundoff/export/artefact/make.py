@@ -22,7 +22,7 @@ from roundoff.plan.plan import Plan, Rule
 from roundoff.quantize.fallback import reach
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.pipeline import quantize, site_formats
+from roundoff.quantize.pipeline import quantize, site_formats, traced_on
 from roundoff.quantize.qat.loop import Distillation, train
 from roundoff.quantize.qat.prepare import convert, prepare_qat
 from roundoff.quantize.qat.training import parameter_groups
@@ -175,7 +175,7 @@ def _quantize(
 
 def whole_plan(start: Workload, fmt: str, ask: Ask) -> Plan:
     """All products with weights in one format, but what is pinned or skipped."""
-    graph = trace(start, start.batches[:1])
+    graph = trace(start, traced_on(start))
     formats = {site: f.name for site, f in site_formats(fmt, graph, ask.skip).items()}
     for pattern, name in ask.pin.items():
         formats |= dict.fromkeys(select(pattern, list(graph.nodes)), parse_format(name).name)

@@ -89,7 +89,7 @@ class _Channels:
         self.pairs = np.concatenate([*labels.same, np.zeros((0, 2), np.int64)])
 
     def follow(self, norm: str, layer: str, size: int) -> bool:
-        """Whether the BatchNorm scales what the layer makes, whatever becomes of it later (a pixel shuffle joins channels)."""
+        """Whether the BatchNorm scales what the layer makes, whatever becomes of it later (a shuffle joins channels)."""
         mine, made = self._ids(f"{norm}.running_mean", "batch_norm"), self._ids(f"{layer}.weight", "producer")
         if size == 1:
             return True  # all that is made is one channel

@@ -85,6 +85,19 @@ def test_the_file_is_valid_small_and_says_nothing_of_this_machine(int8):
     assert "c2/conv2d" in {n.name for n in proto.graph.node}
 
 
+def test_no_attribute_says_what_its_absence_means(int8):
+    """Over the defaults of ONNX's own operator schemas; what is no default (strides, axes of channels) stays."""
+    model, kept = onnx.load(int8[2] / "model.onnx"), set()
+    for node in model.graph.node:
+        defaults = onnx.defs.get_schema(node.op_type, model.opset_import[0].version).attributes
+        for attribute in node.attribute:
+            known = defaults[attribute.name].default_value
+            value = onnx.helper.get_attribute_value(attribute)
+            assert not known.name or onnx.helper.get_attribute_value(known) != value, (node.name, attribute.name)
+            kept.add((node.op_type, attribute.name))
+    assert {("Conv", "pads"), ("DequantizeLinear", "axis")} <= kept
+
+
 def test_the_reference_evaluator_of_onnx_agrees_with_the_simulation(int8, net):
     _, model, folder = int8
     (batch,) = net.held_out

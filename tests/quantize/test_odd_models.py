@@ -9,7 +9,7 @@ import roundoff as ro
 from roundoff.capture.execute import runs_kind
 from roundoff.errors import QuantizationError
 from roundoff.formats import parse_format
-from roundoff.quantize.scheme import Options
+from roundoff.quantize.options import Options
 from roundoff.workload import Workload
 
 

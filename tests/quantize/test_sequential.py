@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import roundoff as ro
 from roundoff.errors import QuantizationError
 from roundoff.formats import PerAxis, choose_qparams, fake_quantize, integer
 from roundoff.quantize.lockstep import Lockstep
@@ -423,11 +424,14 @@ def test_stack():
 
 @torch.no_grad()
 def test_batches_are_joined_where_that_changes_nothing(Model):
-    def groups(forward, batches):
-        return in_stacks(Workload(Model(forward, a=nn.Linear(4, 4)), batches), batches)
+    def groups(forward, batches, **most):
+        return in_stacks(Workload(Model(forward, a=nn.Linear(4, 4)), batches), batches, **most)
 
     batches = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 4)]
     assert groups(lambda s, x: s.a(x), batches) == [[0, 1, 2]]
+    assert groups(lambda s, x: s.a(x), batches, most=5) == [[0, 1], [2]]
+    assert groups(lambda s, x: s.a(x), batches, most=6) == [[0, 1], [2]]
+    assert groups(lambda s, x: s.a(x), batches, most=1) == [[0], [1], [2]]  # a batch is never split
     assert groups(lambda s, x: (s.a(x), x.mean()), batches) == [[0, 1, 2]]  # a number for all is not compared
     for mixing in (lambda s, x: x - x.mean(0), lambda s, x: x.roll(1, 0), lambda s, x: x.sum(), lambda s, x: x.t(),
                    lambda s, x: torch.full((len(x), 1), len(x)) * 1.0):  # fmt: skip
@@ -435,6 +439,29 @@ def test_batches_are_joined_where_that_changes_nothing(Model):
     assert groups(lambda s, x: x.view(-1, 2), [batches[0], torch.ones(2, 3, 4), batches[1]]) == [[0], [1], [2]]
     assert groups(lambda s, x: s.a(x), [batches[0], torch.ones(2, 3, 4), batches[1]]) == [[0, 2], [1]]
     assert groups(lambda s, x: x[:2] if len(x) < 4 else 1 / 0, batches[:2]) == [[0], [1]]  # only takes batches so long
+
+
+def test_large_values_are_not_joined(Model, monkeypatch):
+    """Up to JOINED bytes together; the scales and weights are those of all batches either way."""
+    calls = []
+
+    def forward(s, x):
+        calls.append(len(x))
+        return s.b(s.a(x).relu())
+
+    torch.manual_seed(0)
+    model, batches = Model(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), [torch.randn(4, 4) for _ in range(6)]
+    found, plain = [], Rounding(observer="minmax", weights="nearest", bias=False)
+    for joined, stacks in ((2**24, [24]), (8 * 8 * 4, [8, 8, 8]), (1, [4] * 6)):  # the largest value: 8 numbers of fp32
+        monkeypatch.setattr("roundoff.quantize.sequential.JOINED", joined)
+        calls.clear()
+        found.append(ro.quantize(model, "int8", batches, rounding=plain))
+        # without GPTQ and bias correction no full-precision run goes beside the quantized one
+        assert calls[-2 - len(stacks) : -2] == stacks  # two more measure the gain
+    for other in found[1:]:
+        for (name, a), (_, b) in zip(found[0].named(), other.named(), strict=True):
+            # extremes of sums of 8 products, in batches of other lengths: kernels may add in another order
+            torch.testing.assert_close(a.scale, b.scale, rtol=8 * 2**-23, atol=0, msg=name)
 
 
 # -- runs in step

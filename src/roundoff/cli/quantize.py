@@ -69,7 +69,7 @@ def command(
     from roundoff.export.artefact.ask import Ask, asked_formats
     from roundoff.export.artefact.folder import check_free, deliver
     from roundoff.plan.plan import Plan
-    from roundoff.quantize.scheme import Options
+    from roundoff.quantize.options import Options
     from roundoff.quantize.sequential import Rounding
     from roundoff.report.quantize_text import print_files, print_quantize
 

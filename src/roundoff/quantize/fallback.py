@@ -25,8 +25,8 @@ from roundoff.plan.rounded import detached, noise
 from roundoff.plan.targets import drop_to_db, parse_drop, parse_target
 from roundoff.quantize.missed import EXPECTED_GAIN, in_the_way, quietest
 from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.options import Options
 from roundoff.quantize.pipeline import quantize
-from roundoff.quantize.scheme import Options
 from roundoff.quantize.sequential import Rounding
 from roundoff.site import select
 from roundoff.workload import Workload, preserve

@@ -17,9 +17,10 @@ from roundoff.capture.calls import Call, float_tensors, watch
 from roundoff.capture.execute import execute
 from roundoff.formats import PerAxis, PerTensor
 from roundoff.quantize.graph import Graph
+from roundoff.quantize.layout import Route
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.record import Entry, Record, Step, fingerprint
-from roundoff.quantize.scheme import Route, Row, Scheme
+from roundoff.quantize.scheme import Row, Scheme
 from roundoff.train.casts.simulate import straight
 
 

@@ -21,10 +21,11 @@ from roundoff.plan.rounded import noise
 from roundoff.quantize.graph import Graph, trace
 from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.options import Options
 from roundoff.quantize.record import Step
 from roundoff.quantize.repair.fold import fold_batch_norm_
 from roundoff.quantize.repair.spread import spread_
-from roundoff.quantize.scheme import Options, Row, scheme
+from roundoff.quantize.scheme import Row, scheme
 from roundoff.quantize.sequential import Rounding, round_in_order_
 from roundoff.workload import Workload, describe
 

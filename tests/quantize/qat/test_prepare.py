@@ -12,13 +12,14 @@ from roundoff.errors import PatternError, QuantizationError
 from roundoff.formats import choose_qparams, parse_format
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import Passing, QuantizedModel
+from roundoff.quantize.options import Options
 from roundoff.quantize.qat.learner import Learner
 from roundoff.quantize.qat.learners import LEARNERS
 from roundoff.quantize.qat.loop import train
 from roundoff.quantize.qat.prepare import clip_binary_, convert, prepare_qat
 from roundoff.quantize.qat.training import learners, parameter_groups
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.scheme import Options, scheme
+from roundoff.quantize.scheme import scheme
 from roundoff.workload import Workload
 
 

@@ -14,7 +14,7 @@ from roundoff.errors import QuantizationError
 from roundoff.export.amct import AutoPrune, LayerConfig, read_config
 from roundoff.export.artefact.ask import Ask
 from roundoff.plan.plan import Plan, Rule
-from roundoff.quantize.scheme import Options
+from roundoff.quantize.options import Options
 from roundoff.quantize.sequential import Rounding
 
 

@@ -12,7 +12,7 @@ from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import parse_format
 from roundoff.plan.plan import Plan
 from roundoff.quantize.observers import OBSERVERS
-from roundoff.quantize.scheme import Options
+from roundoff.quantize.options import Options
 from roundoff.quantize.sequential import Rounding
 
 #: Samples that are calibrated on when nothing is said.

@@ -13,12 +13,12 @@ from roundoff.export.artefact.ask import Ask
 from roundoff.export.artefact.make import Made
 from roundoff.formats import BlockFormat
 from roundoff.plan.budget import sqnr_db
+from roundoff.quantize.codes import CLIPS, FOLLOWS
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.record import granularity_name
 from roundoff.quantize.repair.fold import fold_batch_norm_
-from roundoff.quantize.scheme import CLIPS, FOLLOWS
 from roundoff.site import matches
 from roundoff.workload import Workload, preserve
 

@@ -270,3 +270,12 @@ def test_after_pruning_the_steps_say_what_they_are_measured_beside(folder, capsy
     assert code == 0
     assert steps[0]["name"] == "prune channel:0.5"
     assert all(step["note"].endswith("beside the pruned model") for step in steps[1:])
+
+
+def test_where_nothing_can_be_pruned_a_note_says_why(folder, capsys):
+    last = WORKLOAD.replace("self.fc(self.relu(self.conv(x)).mean((2, 3)))", "self.conv(x)[:, :4, 0, 0]")
+    (folder / "last.py").write_text(last)
+    code, out, _ = run(f"last.py --prune channel:0.5 -o a {QUICK} --json", capsys)
+    assert code == 0
+    (note,) = [note for note in json.loads(out)["notes"] if "pruned" in note]
+    assert note.startswith("nothing could be pruned: cut at a fixed place by getitem (/getitem); no batch reached it")

@@ -109,7 +109,7 @@ class Record:
             raise QuantizationError(
                 f"the record was made for another model, {len(lines)} parameters differ:\n    {shown}",
                 where="record",
-                do="check the copy that was quantized (.model of what quantize returned: BatchNorm is folded), or quantize this",
+                do="check the copy that was quantized (.model of what quantize returned), or quantize this one",
             )  # fmt: skip
         if self.model.values and _values(model) != self.model.values:
             raise QuantizationError("the record was made for other weights: the same shapes, other values", where="record",

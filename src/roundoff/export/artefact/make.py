@@ -106,6 +106,9 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
         with clock("prune"):
             start, pruned, masks = _prune(own, ask.pruning)
             steps.append(Step(f"prune {ask.prune}", math.inf, judge.judge(start.model).db, ""))
+            if all(row["before"] == row["after"] for row in pruned):
+                why = "; ".join(sorted({row["reason"] for row in pruned if row["reason"]})[:3])
+                notes.append(f"nothing could be pruned: {why or 'no weight that it is for'}")
         if ask.epochs:
             with clock("train"):
                 _train(start.model, workload, ask)

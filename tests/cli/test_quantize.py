@@ -293,3 +293,58 @@ def test_what_cannot_be_exported_is_a_row(folder, capsys):
     assert "cannot be written as ONNX" in rows["model.onnx"]["reason"]
     assert rows["model.pt"]["bytes"]
     assert not (folder / "out" / "model.onnx").exists()
+
+
+ODD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.even, self.odd, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = self.even(x) if x.mean() > 0 else self.odd(x)
+        return self.out(self.norm(nn.functional.scaled_dot_product_attention(x, x, x)))
+
+def model():
+    torch.manual_seed(0)
+    net = Net()
+    net.even.weight.data[1] = 0
+    return net
+
+def batches():
+    return [torch.rand(4, 6, 8) - number % 2 for number in range(4)]
+"""
+
+
+def test_what_runs_in_fp32_and_what_has_no_range_is_said(folder, capsys):
+    """The first batch does not reach every call; a value that a reader takes as codes was not computed on codes."""
+    (folder / "odd.py").write_text(ODD)
+    code, out, _ = run(f"odd.py -o a {QUICK} --json", capsys)
+    summary = json.loads(out)
+    assert code == 0
+    rows = {row["site"]: (row["state"], row["reason"]) for row in summary["sites"]}
+    assert rows["even/linear"][0] == rows["odd/linear"][0] == rows["out/linear"][0] == "quantized"
+    assert rows["/scaled_dot_product_attention"][0] == rows["norm/layer_norm"][0] == "fp32"
+    assert rows["norm/layer_norm"][1] == "the plan leaves it in fp32"
+    assert "even.weight: 1 of 8 ranges zero: scale 1" in summary["notes"]
+
+
+def test_after_pruning_the_steps_say_what_they_are_measured_beside(folder, capsys):
+    code, out, _ = run(f"net.py --prune channel:0.5 -o a {QUICK} --json", capsys)
+    steps = json.loads(out)["steps"]
+    assert code == 0
+    assert steps[0]["name"] == "prune channel:0.5"
+    assert all(step["note"].endswith("beside the pruned model") for step in steps[1:])
+
+
+def test_where_nothing_can_be_pruned_a_note_says_why(folder, capsys):
+    last = WORKLOAD.replace("self.fc(self.relu(self.conv(x)).mean((2, 3)))", "self.conv(x)[:, :4, 0, 0]")
+    (folder / "last.py").write_text(last)
+    code, out, _ = run(f"last.py --prune channel:0.5 -o a {QUICK} --json", capsys)
+    assert code == 0
+    (note,) = [note for note in json.loads(out)["notes"] if "pruned" in note]
+    assert note.startswith("nothing could be pruned: cut at a fixed place by getitem (/getitem); no batch reached it")

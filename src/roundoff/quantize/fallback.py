@@ -16,12 +16,14 @@ import torch
 
 from roundoff.attribute.target import named_tensors
 from roundoff.errors import InfeasibleError, QuantizationError
+from roundoff.formats import parse_format
 from roundoff.plan.budget import Budget, sqnr_db
 from roundoff.plan.choose import Problem
 from roundoff.plan.measure import Progress, budget
 from roundoff.plan.plan import Plan
 from roundoff.plan.rounded import detached, noise
 from roundoff.plan.targets import drop_to_db, parse_drop, parse_target
+from roundoff.quantize.missed import EXPECTED_GAIN, in_the_way, quietest
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options
 from roundoff.quantize.pipeline import quantize
@@ -29,8 +31,6 @@ from roundoff.quantize.sequential import Rounding
 from roundoff.site import select
 from roundoff.workload import Workload, preserve
 
-#: What calibration and repair are expected to gain over plain rounding, in dB, before anything is measured.
-EXPECTED_GAIN = 6.0
 #: A plan this much above its target is worth trying to make cheaper, in dB.
 SLACK = 3.0
 #: Batches that the budget is measured on.
@@ -137,11 +137,12 @@ def reach(
     few.batches = workload.batches[:BATCHES]
     if drop is not None and few.metric is not None:
         few.batches = judged.batches[:BATCHES] if judged is not workload else few.batches
-    measured = budget(few, formats, progress=progress)
     pins = dict(pin or {}) | dict.fromkeys(skip, "fp32")
+    others = [fmt for fmt in dict.fromkeys(pins.values()) if parse_format(fmt).name not in map(_name, [*formats, "fp32"])]
+    measured = budget(few, [*formats, *others], progress=progress)
     for pattern in pins:
         select(pattern, [site["site"] for site in measured.sites])
-    problem = Problem(measured, cost, None, pins)
+    problem = Problem(measured, cost, None, pins, {"*": ["fp32", *formats]} if others else {})
     note = ""
     if drop is not None:
         goal, note = drop_to_db(measured.about.get("metric"), drop)
@@ -158,7 +159,6 @@ def reach(
         search.tried.add(key)
         plan, predicted = problem.plan(chosen, asked=goal), measured.predict(chosen).db
         if not any(name != "fp32" for name in chosen.values()):
-            note = f"{note}; " * bool(note) + "every site stays in fp32: no offered format meets the target"
             break
         model = quantize(workload, plan, options=options, rounding=rounding)
         outputs = _run(judged, judged.with_model(model))
@@ -185,10 +185,15 @@ def reach(
         if search.high - search.low < SLACK / 3:
             break
     if best is None:
-        raise InfeasibleError("no plan with the offered formats meets the target", where=workload.name,
-                              expected=str(target), got=note or "fp32 for every site", best_db=math.inf, pinned=list(pins),
-                              do="offer wider formats or allow a larger drop")  # fmt: skip
+        raise InfeasibleError(
+            "no plan with the offered formats meets the target", where=workload.name, best_db=math.inf, pinned=list(pins),
+            expected=str(target) if drop is None else f"{target} less, about {goal:.0f} dB",
+            got=f"fp32 for every site; {quietest(problem)}" + f" ({note})" * bool(note),
+            do="offer wider formats, or ask for less",
+        )  # fmt: skip
     model, trial = best
+    if not trial.met:
+        note = "; ".join(filter(None, (note, in_the_way(problem, trial.plan, trial.measured_db, pins))))
     return Reached(
         model, trial.plan, trials, trial.met, str(target), goal, workload.metric_name if workload.metric else None,
         metric_reference, note, shares(measured, trial.plan),
@@ -244,7 +249,15 @@ def _cheapest(problem: Problem, aim: float, *, last: bool) -> dict[str, str]:
     except InfeasibleError as error:
         if not math.isfinite(error.best_db):
             raise
-        return dict(problem.cheapest(math.floor(error.best_db * 100) / 100))
+        try:
+            return dict(problem.cheapest(math.floor(error.best_db * 100) / 100))
+        except InfeasibleError:  # errors that add up: what is pinned, and nothing else
+            pinned = {d.name: d.pinned for d in problem.decisions if d.pinned is not None and d.pinned != "fp32"}
+            return {site: fmt for name, fmt in pinned.items() for site in problem.groups[name]}
+
+
+def _name(fmt: str) -> str:
+    return parse_format(fmt).name
 
 
 def _better(

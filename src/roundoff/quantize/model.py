@@ -294,17 +294,18 @@ def on_sums(bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
     As ONNX Runtime has it for QLinearConv (bias of int32 with scale ``x_scale * w_scale``, zero point 0). Where a scale is
     neither per tensor nor per channel, or chosen while the model runs, the bias stays as it is.
     """
-    scale = sum_scale(quantizers)
+    scale = sum_scale(quantizers, bias.shape[-1])
     if scale is None:
         return bias
-    if scale.numel() > 1 and bias.shape[-1] % scale.numel() == 0:  # one for each channel of a group, in every group
-        scale = scale.repeat(bias.shape[-1] // scale.numel())
     codes = torch.round(bias.detach() / scale).clamp_(-(2.0**31), 2.0**31 - 1)
     return straight(bias, (codes * scale).to(bias.dtype))
 
 
-def sum_scale(quantizers: list[Quantizer]) -> Tensor | None:
-    """The step of the sums of a call's products, a number or one for each output channel; None where there is none."""
+def sum_scale(quantizers: list[Quantizer], channels: int) -> Tensor | None:
+    """The step of the sums of a call's products, a number or one for each output channel; None where there is none.
+
+    A transposed convolution's weight has a scale for each channel of a group, which every group has.
+    """
     if len(quantizers) != 2 or any(q.dynamic or q.scale is None for q in quantizers):
         return None
     if sum(q.weight for q in quantizers) != 1:
@@ -315,6 +316,8 @@ def sum_scale(quantizers: list[Quantizer]) -> Tensor | None:
             return None
         scale = quantizer.qparams().scale.flatten()
         step = scale if step is None else step * scale
+    if step is not None and step.numel() > 1 and channels % step.numel() == 0:
+        step = step.repeat(channels // step.numel())
     return step
 
 

@@ -38,6 +38,8 @@ from roundoff.workload import Workload, describe
 KINDS = ("conv", "linear", "matmul", "attention", "rnn", "embedding")
 #: Batches, at most, that the graph of a model is traced on that never asks for a tensor's value.
 TRACED = 4
+#: By what share the power of the output may change when channels are rescaled: rounding, far below any real change.
+SAME = 1e-3
 #: Batches that each step's gain is measured on.
 MEASURED = 2
 
@@ -70,7 +72,7 @@ def quantize(
         The simulation: called like the model, it returns what the artefact will return. ``.record()`` is what was chosen.
 
     Raises:
-        QuantizationError: no data, data with NaN or Inf, or nothing to quantize.
+        QuantizationError: no data, data or weights with NaN or Inf, weights in half precision, or nothing to quantize.
         PlanError: a plan for another model, or an unknown format.
         PatternError: a pattern of ``skip``, or of layers in ``options`` or ``rounding``, that names no site.
         WorkloadError: the model raised on a batch.
@@ -87,6 +89,7 @@ def quantize(
     """
     workload = _workload(model, batches, forward)
     _check(workload)
+    skip = list(skip)
     options, rounding = options or Options(), rounding or Rounding()
     first = traced(workload)
     for pattern in (*options.layers, *rounding.layers):
@@ -102,8 +105,13 @@ def quantize(
     made.rows += notes
     made.folded = fold
     made.remarks += apart_(made, rounding)
+    _check_weights(made)
     meter = _Meter(workload, own, made)
-    made.steps = _calibrate(made, graph, own, rounding, spread, meter)
+    steps = _calibrate(made, graph, own, rounding, spread, meter)
+    if steps is None:  # the copy is spoilt: another one
+        made = quantize(workload, plan, options=options, rounding=rounding, fold=fold, spread=False, skip=skip)
+        steps = [Step("spread", math.nan, math.nan, "undone: it changed what the model computes"), *made.steps]
+    made.steps = steps
     return made
 
 
@@ -138,6 +146,19 @@ def traced(workload: Workload) -> Graph:
     return trace(workload) if graph.asks and len(some) < len(workload.batches) else graph
 
 
+def _check_weights(made: QuantizedModel) -> None:
+    """Weights that become codes must be finite, in a precision in which a scale times a code is a value of the grid."""
+    for name in made.weight_names():
+        weight = made.model.get_parameter(name)
+        if weight.dtype not in (torch.float32, torch.float64):
+            raise QuantizationError("the model's weights are no fp32", where=name, expected="float32 or float64",
+                                    got=str(weight.dtype).removeprefix("torch."),
+                                    do="give model.float(), and data in float32")  # fmt: skip
+        if bad := int((~weight.detach().isfinite()).sum()):
+            raise QuantizationError(f"{bad} of {weight.numel()} weights are NaN or Inf", where=name,
+                                    expected="finite weights", do="load or train the model again")  # fmt: skip
+
+
 def _copied(model: nn.Module) -> nn.Module:
     """A copy that shares nothing with the model, in evaluation mode."""
     try:
@@ -151,7 +172,8 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _calibrate(
     made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, spread: bool, meter: _Meter
-) -> list[Step]:
+) -> list[Step] | None:
+    """What was done; None where rescaled channels gave another function."""
     found = [_balanced(made, graph, own, rounding, method) for method in dict.fromkeys(r.balance for r in rounding.every)
              if method]  # fmt: skip
     spread = spread and not rounding.balance
@@ -164,7 +186,10 @@ def _calibrate(
             gain = spread_(made, graph, own, weights)
             found.append(Step(gain.name, gain.before_db, gain.after_db, gain.note))
             if not math.isnan(gain.after_db):
+                before = weights.output
                 weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for spread_ alone
+                if abs(weights.output - before) > SAME * before:
+                    return None
     if weights is None:
         rounding = replace(_unweighed(rounding), layers={p: _unweighed(r) for p, r in rounding.layers.items()})
     gains = round_in_order_(made, own, own.batches, rounding, weights)

@@ -20,9 +20,8 @@ from roundoff.export.artefact.judge import Judge, Judged, size
 from roundoff.formats import parse_format
 from roundoff.plan.plan import Plan, Rule
 from roundoff.quantize.fallback import reach
-from roundoff.quantize.graph import trace
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.pipeline import quantize, site_formats
+from roundoff.quantize.pipeline import quantize, site_formats, traced
 from roundoff.quantize.qat.loop import Distillation, train
 from roundoff.quantize.qat.prepare import convert, prepare_qat
 from roundoff.quantize.qat.training import parameter_groups
@@ -110,6 +109,9 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
         with clock("prune"):
             start, pruned, masks = _prune(own, ask.pruning)
             steps.append(Step(f"prune {ask.prune}", math.inf, judge.judge(start.model).db, ""))
+            if all(row["before"] == row["after"] for row in pruned):
+                why = "; ".join(sorted({row["reason"] for row in pruned if row["reason"]})[:3])
+                notes.append(f"nothing could be pruned: {why or 'no weight that it is for'}")
         if ask.epochs:
             with clock("train"):
                 _train(start.model, workload, ask)
@@ -122,7 +124,9 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     with clock("quantize"):
         model, plan, trials, more, shares = _quantize(start, ask, progress)
     notes += [*more, *model.remarks]
-    steps += model.steps
+    notes += [f"{name}: {note}" for name, note in model.notes.items()]
+    beside = "beside the pruned model" if ask.pruning is not None else ""
+    steps += [step._replace(note="; ".join(filter(None, (step.note, beside)))) for step in model.steps]
     if ask.qat:
         with clock("train with quantization"):
             before = judge.judge(model).db
@@ -177,7 +181,7 @@ def _quantize(
 
 def whole_plan(start: Workload, fmt: str, ask: Ask) -> Plan:
     """All products with weights in one format, but what is pinned or skipped."""
-    graph = trace(start, start.batches[:1])
+    graph = traced(start)
     formats = {site: f.name for site, f in site_formats(fmt, graph, ask.skip).items()}
     for pattern, name in ask.pin.items():
         formats |= dict.fromkeys(select(pattern, list(graph.nodes)), parse_format(name).name)

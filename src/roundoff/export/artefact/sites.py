@@ -50,15 +50,18 @@ def _row(
     made = dict(model.named()).get(site)
     executes = route is not None and route.executes is not None
     fmt = said.format if said is not None else "fp32"
-    state = "quantized" if fmt not in ("fp32", "codes") else "codes" if fmt == "codes" or made is not None else "fp32"
     reason = said.reason if said is not None else "not called while the plan was made"
-    if state == "codes" and fmt == "fp32":
+    clips = node.operator in CLIPS and fmt == "fp32" and made is not None and node.uses[0].value in model.routes
+    state = "codes" if fmt == "codes" or clips else "fp32" if fmt == "fp32" else "quantized"
+    if clips:
         reason, fmt = reason or "clips what the call before it writes as codes", "codes"
     if state == "fp32" and not reason:
         skipped = next((p for p in ask.skip if matches(p, site)), None)
         reason = f"--skip {skipped}" if skipped else "the plan leaves it in fp32"
         if not skipped and node.operator in FOLLOWS | CLIPS:
             reason = "its neighbours are in fp32, or in several formats: no codes to work on"
+        elif not skipped and not ask.target and ask.plan is None and node.kind in ("matmul", "attention"):
+            reason = "a product of two values: one format for all takes products with weights, a plan or target these too"
     db, own = seen.get(site, (None, None))
     return {
         "site": site, "operator": node.operator, "kind": node.kind, "format": fmt, "state": state,

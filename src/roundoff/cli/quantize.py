@@ -39,7 +39,7 @@ def command(
     ] = None,
     pin: o.Pin = None,
     config: Annotated[Path | None, typer.Option("--config", help="An AMCT configuration, .cfg or .json.")] = None,
-    cost: o.Cost = "bytes",
+    cost: o.Cost = "bitops",
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="Calibration samples, from the first batches on; 512 if left out.")
     ] = None,

@@ -92,7 +92,7 @@ class _Search:
 
 
 def reach(
-    workload: Workload, target: str | float, formats: Iterable[str] = ("int8",), *, cost: str = "bytes",
+    workload: Workload, target: str | float, formats: Iterable[str] = ("int8",), *, cost: str = "bitops",
     pin: Mapping[str, str] | None = None, skip: Iterable[str] = (), options: Options | None = None,
     rounding: Rounding | None = None, evaluations: int = 4, progress: Progress | None = None,
 ) -> Reached:  # fmt: skip

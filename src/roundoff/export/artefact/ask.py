@@ -75,7 +75,7 @@ class Ask:
     plan: Plan | None = None
     skip: tuple[str, ...] = ()
     pin: Mapping[str, str] = field(default_factory=dict)
-    cost: str = "bytes"
+    cost: str = "bitops"
     options: Options = field(default_factory=Options)
     rounding: Rounding = field(default_factory=Rounding)
     samples: int | None = None

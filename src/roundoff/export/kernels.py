@@ -85,18 +85,18 @@ def _why(site: str, operator: str, route: Route, quantized: QuantizedModel, depl
     weights = [q for q in readers if q.weight]
     if weights and len(weights) == len(readers):
         return "weights alone are quantized: the product is of floating-point numbers"
-    for name in names:
-        quantizer = quantized.quantizer(name)
+    after = _clipped_after(site, quantized) if operator in CONTRACTING and not route.output else None
+    read_or_written = [quantized.quantizer(name) for name in names]
+    for quantizer in read_or_written if after is None else [*read_or_written, after]:
         if quantizer.fmt.width < 8 and not quantizer.weight:
             return f"{quantizer.fmt.name} needs a clip before its codes, which keeps the kernels apart"
     if operator in ("add", "mul") and len(route.uses) < 2:
         return "one of its operands is a number, for which ONNX Runtime has no kernel on codes"
     if operator in CONTRACTING and not route.output:
-        after = _clipped_after(site, quantized)
         if after is not None and after.zero_point is None:
-            return "symmetric codes have a sign, which the ReLU or clip behind it never uses: so that had to stay"
+            return "symmetric codes have a sign, which the ReLU or clip behind it never uses: the clip had to stay"
         if after is not None:
-            return "the scale behind the ReLU6 or clip reaches beyond its bound: so that had to stay"
+            return "the scale behind the ReLU6 or clip reaches beyond its bound: the clip had to stay"
         return "its result is no code: a float reads it too, or a clip stands between"
     return "ONNX Runtime did not make one of it"
 

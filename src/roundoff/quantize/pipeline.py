@@ -22,6 +22,7 @@ from roundoff.quantize.graph import Graph, trace
 from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.record import Step
+from roundoff.quantize.repair.divide import divide_
 from roundoff.quantize.repair.fold import fold_batch_norm_
 from roundoff.quantize.repair.spread import spread_
 from roundoff.quantize.scheme import Options, Row, scheme
@@ -39,7 +40,8 @@ MEASURED = 2
 def quantize(
     model: nn.Module | Workload, plan: Plan | Mapping[str, str] | str | Path, batches: Iterable[Any] | None = None, *,
     forward: Callable[[nn.Module, Any], Any] | None = None, options: Options | None = None,
-    rounding: Rounding | None = None, fold: bool = True, spread: bool = True, skip: Iterable[str] = (),
+    rounding: Rounding | None = None, fold: bool = True, spread: bool = True, divide: bool = False,
+    skip: Iterable[str] = (),
 ) -> QuantizedModel:  # fmt: skip
     """A copy of a model in the formats of a plan, calibrated, with weights rounded so that the output keeps its value.
 
@@ -58,6 +60,8 @@ def quantize(
         rounding: observer of values and rounding of weights (see ``Rounding``).
         fold: fold BatchNorm.
         spread: rescale channels.
+        divide: divide channels in front of linear layers too, where that can be folded into nothing: behind the LayerNorms
+            and GELUs of transformers (``repair.divide``). The artefact has one multiplication a value more.
         skip: patterns of sites that stay in fp32, whatever the plan says.
 
     Returns:
@@ -91,7 +95,7 @@ def quantize(
     made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
     meter = _Meter(workload, own, made)
-    made.steps = _calibrate(made, graph, own, rounding, spread, meter)
+    made.steps = _calibrate(made, graph, own, rounding, (spread, divide), meter)
     return made
 
 
@@ -112,18 +116,20 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _calibrate(
-    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, spread: bool, meter: _Meter
+    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, rescales: tuple[bool, bool], meter: _Meter
 ) -> list[Step]:
     found: list[Step] = []
     weights = None
-    static = [q for _, q in made.named() if not q.weight and not q.dynamic]
-    if static and (spread or rounding.observer == "adjoint"):
+    values = [q for _, q in made.named() if not q.weight]
+    static, (spread, divide) = [q for q in values if not q.dynamic], rescales
+    if static and (spread or rounding.observer == "adjoint") or values and divide:
         weights = importance(made, own, own.batches)
-        if spread:
-            gain = spread_(made, graph, own, weights)
-            found.append(Step(gain.name, gain.before_db, gain.after_db, gain.note))
-            if not math.isnan(gain.after_db):
-                weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for spread_ alone
+        gains = [spread_(made, graph, own, weights)] if static and spread else []
+        if divide:
+            gains.append(divide_(made, graph, own, weights))
+        found += [Step(gain.name, gain.before_db, gain.after_db, gain.note) for gain in gains]
+        if any(not math.isnan(gain.after_db) for gain in gains):
+            weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for the rescaling alone
     if weights is None and rounding.observer == "adjoint":
         rounding = replace(rounding, observer="mse")
     gains = round_in_order_(made, own, own.batches, rounding, weights)

@@ -186,12 +186,13 @@ class _Layout:
         if rule is None or "exact" in (rule.activation, rule.weight):
             route.executes = fmt
             return
+        weighted = any(use.weight for use in node.uses)
         for use in node.uses:
             if use.operand.role == "weight" and rule.weight is not None:
                 self._read(route, use, fmt, self._of_weight(use, fmt))
             elif use.operand.role == "activation" and rule.activation is not None:
                 own = self._activation(fmt)
-                self._read(route, use, own, self._of_value(use, own))
+                self._read(route, use, own, self._of_value(use, own, weighted))
             elif use.operand.role == "bias" and self.options.bias and _integer(fmt) and rule.activation is not None:
                 route.bias = use.operand.leaf
 
@@ -199,7 +200,8 @@ class _Layout:
         """Why a call cannot run in a format, or None."""
         if node.site in self.graph.changing:
             return "reads other values from batch to batch: the model branches on its data"
-        reason, rule = runs_kind(node.kind, any(u.weight for u in node.uses), fmt), fmt.execution
+        weighted = any(use.weight for use in node.uses)
+        reason, rule = runs_kind(node.kind, weighted, fmt), fmt.execution
         if reason is not None or rule is None or "exact" in (rule.activation, rule.weight):
             return reason
         for use in node.uses:
@@ -208,18 +210,18 @@ class _Layout:
             if use.origin == "made":
                 return f"{use.value} is no parameter: a buffer, a view, or made of parameters in the forward pass"
             try:
-                reason = self._misfit(use, fmt)
+                reason = self._misfit(use, fmt, weighted)
             except FormatError as error:
                 reason = f"{use.value} of shape {use.shape}: {error.what}"
             if reason is not None:
                 return reason
         return None
 
-    def _misfit(self, use: Use, fmt: Format) -> str | None:
+    def _misfit(self, use: Use, fmt: Format, weighted: bool) -> str | None:
         """Why an operand has no such granularity: a reason, or ``FormatError``; None where it has."""
         rule = fmt.execution
         if not use.weight:
-            granularity = self._of_value(use, self._activation(fmt))
+            granularity = self._of_value(use, self._activation(fmt), weighted)
             if granularity is not None and rule is not None and rule.activation is not None:
                 granularity.split(use.shape)
             return None
@@ -261,8 +263,12 @@ class _Layout:
             return _groups(int(asked.partition(":")[2] or fmt.group_size), use, use.operand.reduce % ndim)
         return PerAxis(use.operand.channel % ndim)
 
-    def _of_value(self, use: Use, fmt: Format) -> Granularity | None:
-        """What shares a scale in a value; None for blocks."""
+    def _of_value(self, use: Use, fmt: Format, weighted: bool) -> Granularity | None:
+        """What shares a scale in a value; None for blocks.
+
+        Groups are for what meets a weight. Where two values meet, the contracted axis may be that of the tokens, whose
+        number changes: there, and where an axis is no longer than a group, a token has one scale.
+        """
         asked = self.options.activation
         if isinstance(fmt, BlockFormat):
             return None
@@ -270,9 +276,9 @@ class _Layout:
             return PerToken()
         if asked == "channel":
             return PerAxis(use.operand.reduce % len(use.shape))
-        if asked.startswith("group:"):
-            return _groups(int(asked[6:]), use, use.operand.reduce)
-        return PerTensor()
+        if asked.startswith("group:") and weighted and use.shape[use.operand.reduce] > int(asked[6:]):
+            return PerGroup(int(asked[6:]), use.operand.reduce)
+        return PerToken() if asked.startswith("group:") else PerTensor()
 
     def _read(self, route: Route, use: Use, fmt: Format, granularity: Granularity | None) -> None:
         """Let a call read an operand through the quantizer of its value, or through one of its own.

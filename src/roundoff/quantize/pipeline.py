@@ -130,7 +130,7 @@ def _calibrate(
         found += [Step(gain.name, gain.before_db, gain.after_db, gain.note) for gain in gains]
         if any(not math.isnan(gain.after_db) for gain in gains):
             weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for the rescaling alone
-    if weights is None and rounding.observer == "adjoint":
+    if rounding.observer == "adjoint" and (weights is None or not static):
         rounding = replace(rounding, observer="mse")
     gains = round_in_order_(made, own, own.batches, rounding, weights)
     means = [g.after_db - g.before_db for g in gains if math.isfinite(g.after_db - g.before_db)]

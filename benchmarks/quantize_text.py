@@ -2,8 +2,8 @@
 
 MiniLM is calibrated on sentences of the play in examples/ and of docs/, and judged by whose nearest neighbour among the
 others is the same one as in fp32: among sentences of the play, and of Python's language reference (pydoc_data, of this
-Python), that calibration never saw. GPT-2 is trained on the play first, for a few minutes, and kept in out/; perplexity is of
-characters of the last tenth of the play, which neither training nor calibration saw. The rows:
+Python), that calibration never saw. GPT-2 is trained on the play first, and kept in out/; perplexity is of characters of the
+last tenth of the play, which neither training nor calibration saw. The rows:
 
 - nearest: min-max scales, weights rounded to nearest; for GPT-2's weights that is RTN.
 - awq: factors folded into the norms before the layers (arXiv:2306.00978), then nearest.

@@ -5,6 +5,7 @@ others is the same one as in fp32: among sentences of the play, and of Python's 
 Python), that calibration never saw. GPT-2 is trained on the play first, and kept in out/; perplexity is of characters of the
 last tenth of the play, which neither training nor calibration saw. The rows:
 
+- all in bf16: no quantization at all; what a change of format costs that nobody asks about.
 - nearest: min-max scales, weights rounded to nearest; for GPT-2's weights that is RTN.
 - awq: factors folded into the norms before the layers (arXiv:2306.00978), then nearest.
 - ours: scales by search, GPTQ with the quantized network's inputs, bias correction.
@@ -105,6 +106,7 @@ def encoder(quick: bool) -> None:
     exact = {name: embedded(model, data) for name, data in held.items()}
     every, linear = {"op:linear": "int8", "op:matmul": "int8"}, {"op:linear": "int8"}
     token, groups = Options(activation="token"), Options(activation="group:32", weight="group:32")
+    small = Options(activation="group:16", weight="group:16")
     cases: list[tuple[str, str, dict[str, str], Options, Rounding, bool]] = [
         ("a tensor, static", "nearest", every, Options(), NEAREST, False),
         ("a tensor, static", "ours", every, Options(), Rounding(), False),
@@ -112,22 +114,28 @@ def encoder(quick: bool) -> None:
         ("a token", "ours, divided", every, token, OURS, True),
         ("32 channels", "ours, divided", every, groups, OURS, True),
         ("32 channels", "ours, divided", linear, groups, OURS, True),
+        ("16 channels", "ours, divided", every, small, OURS, True),
+        ("16 channels", "ours, divided", linear, small, OURS, True),
     ]
 
+    def judge(made: nn.Module, *case: str) -> Iterator[tuple[object, ...]]:
+        for corpus, data in held.items():
+            found = nn.functional.normalize(embedded(made, data).float(), dim=-1)
+            share = nearest_one(found, exact[corpus])
+            db = sqnr_db(float((found - exact[corpus]).square().sum() / exact[corpus].square().sum()))
+            row = (*case[:3], corpus, len(found), f"{100 * share:.1f}", f"{db:.1f}", case[3], verdict(share, 0.99))
+            progress(" | ".join(map(str, row)))
+            yield row
+
     def rows() -> Iterator[tuple[object, ...]]:
+        yield from judge(copy.deepcopy(model).bfloat16(), "nothing: all in bf16", "", "", "")
         for values, name, plan, how, rounding, divide in cases[:1] + cases[4:5] if quick else cases:
             start = time.process_time()
             made = quantize(model, plan, batches, forward=minilm.forward, options=how, rounding=rounding,
                             spread=rounding is not NEAREST, divide=divide)  # fmt: skip
             seconds = time.process_time() - start
-            for corpus, data in held.items():
-                found = embedded(made, data)
-                share = nearest_one(found, exact[corpus])
-                db = sqnr_db(float((found - exact[corpus]).square().sum() / exact[corpus].square().sum()))
-                row = ("all products" if plan is every else "linear layers", values, name, corpus, len(found),
-                       f"{100 * share:.1f}", f"{db:.1f}", f"{seconds:.0f}", verdict(share, 0.99))  # fmt: skip
-                progress(" | ".join(map(str, row)))
-                yield row
+            what = "all products" if plan is every else "linear layers"
+            yield from judge(made, what, values, name, f"{seconds:.0f}")
 
     table("MiniLM, int8 weights and activations, calibrated on other sentences",
           ("in int8", "a scale for", "method", "judged by", "sentences", "nearest the same, %", "SQNR, dB", "CPU s",

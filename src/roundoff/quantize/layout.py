@@ -69,12 +69,13 @@ class Layout:
         if rule is None or "exact" in (rule.activation, rule.weight):
             route.executes = fmt
             return
+        weighted = any(use.weight for use in node.uses)
         for use in node.uses:
             if use.operand.role == "weight" and rule.weight is not None:
                 self.read(route, use, fmt, self.options.of(node.site).weight_granularity(use, fmt))
             elif use.operand.role == "activation" and rule.activation is not None:
                 own = self.options.of(node.site).value_format(fmt)
-                self.read(route, use, own, self.options.value_granularity(use, own))
+                self.read(route, use, own, self.options.value_granularity(use, own, weighted))
             elif use.operand.role == "bias" and self.options.bias and is_integer(fmt) and rule.activation is not None:
                 route.bias = use.operand.leaf
 
@@ -82,7 +83,8 @@ class Layout:
         """Why a call cannot run in a format, or None."""
         if node.site in self.graph.changing:
             return "reads other values from batch to batch: the model branches on its data"
-        reason, rule = runs_kind(node.kind, any(u.weight for u in node.uses), fmt), fmt.execution
+        weighted = any(use.weight for use in node.uses)
+        reason, rule = runs_kind(node.kind, weighted, fmt), fmt.execution
         if reason is not None or rule is None or "exact" in (rule.activation, rule.weight):
             return reason
         for use in node.uses:
@@ -91,18 +93,18 @@ class Layout:
             if use.origin == "made":
                 return f"{use.value} is no parameter: a buffer, a view, or made of parameters in the forward pass"
             try:
-                reason = self._misfit(node, use, fmt)
+                reason = self._misfit(node, use, fmt, weighted)
             except FormatError as error:
                 reason = f"{use.value} of shape {use.shape}: {error.what}"
             if reason is not None:
                 return reason
         return None
 
-    def _misfit(self, node: Node, use: Use, fmt: Format) -> str | None:
+    def _misfit(self, node: Node, use: Use, fmt: Format, weighted: bool) -> str | None:
         """Why an operand has no such granularity: a reason, or ``FormatError``; None where it has."""
         rule = fmt.execution
         if not use.weight:
-            granularity = self.options.value_granularity(use, self.options.of(node.site).value_format(fmt))
+            granularity = self.options.value_granularity(use, self.options.of(node.site).value_format(fmt), weighted)
             if granularity is not None and rule is not None and rule.activation is not None:
                 granularity.split(use.shape)
             return None

@@ -80,8 +80,12 @@ class Options:
             return _groups(int(asked.partition(":")[2] or fmt.group_size), use, use.operand.reduce % ndim)
         return PerAxis(use.operand.channel % ndim)
 
-    def value_granularity(self, use: Use, fmt: Format) -> Granularity | None:
-        """What shares a scale in a value; None for blocks."""
+    def value_granularity(self, use: Use, fmt: Format, weighted: bool) -> Granularity | None:
+        """What shares a scale in a value; None for blocks.
+
+        Groups are for what meets a weight. Where two values meet, the contracted axis may be that of the tokens, whose
+        number changes: there, and where an axis is no longer than a group, a token has one scale.
+        """
         asked = self.activation
         if isinstance(fmt, BlockFormat):
             return None
@@ -89,9 +93,9 @@ class Options:
             return PerToken()
         if asked == "channel":
             return PerAxis(use.operand.reduce % len(use.shape))
-        if asked.startswith("group:"):
-            return _groups(int(asked[6:]), use, use.operand.reduce)
-        return PerTensor()
+        if asked.startswith("group:") and weighted and use.shape[use.operand.reduce] > int(asked[6:]):
+            return PerGroup(int(asked[6:]), use.operand.reduce)
+        return PerToken() if asked.startswith("group:") else PerTensor()
 
 
 def _groups(size: int, use: Use, axis: int) -> PerGroup:

@@ -25,6 +25,7 @@ from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options
 from roundoff.quantize.record import Step
+from roundoff.quantize.repair.divide import divide_
 from roundoff.quantize.repair.equalise import rescale_
 from roundoff.quantize.repair.fold import fold_batch_norm_
 from roundoff.quantize.repair.smoothing import smooth_
@@ -47,7 +48,8 @@ MEASURED = 2
 def quantize(
     model: nn.Module | Workload, plan: Plan | Mapping[str, str] | str | Path, batches: Iterable[Any] | None = None, *,
     forward: Callable[[nn.Module, Any], Any] | None = None, options: Options | None = None,
-    rounding: Rounding | None = None, fold: bool = True, spread: bool = True, skip: Iterable[str] = (),
+    rounding: Rounding | None = None, fold: bool = True, spread: bool = True, divide: bool = False,
+    skip: Iterable[str] = (),
 ) -> QuantizedModel:  # fmt: skip
     """A copy of a model in the formats of a plan, calibrated, with weights rounded so that the output keeps its value.
 
@@ -66,6 +68,8 @@ def quantize(
         rounding: observer of values and rounding of weights (see ``Rounding``).
         fold: fold BatchNorm.
         spread: rescale channels.
+        divide: divide channels in front of linear layers too, where that can be folded into nothing: behind the LayerNorms
+            and GELUs of transformers (``repair.divide``). The artefact has one multiplication a value more.
         skip: patterns of sites that stay in fp32, whatever the plan says.
 
     Returns:
@@ -107,7 +111,7 @@ def quantize(
     made.remarks += apart_(made, rounding)
     _check_weights(made)
     meter = _Meter(workload, own, made)
-    steps = _calibrate(made, graph, own, rounding, spread, meter)
+    steps = _calibrate(made, graph, own, rounding, (spread, divide), meter)
     if steps is None:  # the copy is spoilt: another one
         made = quantize(workload, plan, options=options, rounding=rounding, fold=fold, spread=False, skip=skip)
         steps = [Step("spread", math.nan, math.nan, "undone: it changed what the model computes"), *made.steps]
@@ -171,26 +175,28 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _calibrate(
-    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, spread: bool, meter: _Meter
+    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, rescales: tuple[bool, bool], meter: _Meter
 ) -> list[Step] | None:
     """What was done; None where rescaled channels gave another function."""
     found = [_balanced(made, graph, own, rounding, method) for method in dict.fromkeys(r.balance for r in rounding.every)
              if method]  # fmt: skip
-    spread = spread and not rounding.balance
+    values = [q for _, q in made.named() if not q.weight]
+    static = [q for q in values if not q.dynamic]
+    spread, divide = (asked and not rounding.balance for asked in rescales)
     weights = None
     weighs = any(r.observer == "adjoint" for r in rounding.every)
-    static = [q for _, q in made.named() if not q.weight and not q.dynamic]
-    if static and (spread or weighs):
+    if static and (spread or weighs) or values and divide:
         weights = importance(made, own, own.batches)
-        if spread:
-            gain = spread_(made, graph, own, weights)
-            found.append(Step(gain.name, gain.before_db, gain.after_db, gain.note))
-            if not math.isnan(gain.after_db):
-                before = weights.output
-                weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for spread_ alone
-                if abs(weights.output - before) > SAME * before:
-                    return None
-    if weights is None:
+        gains = [spread_(made, graph, own, weights)] if static and spread else []
+        if divide:
+            gains.append(divide_(made, graph, own, weights))
+        found += [Step(gain.name, gain.before_db, gain.after_db, gain.note) for gain in gains]
+        if any(not math.isnan(gain.after_db) for gain in gains):
+            before = weights.output
+            weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for the rescaling alone
+            if abs(weights.output - before) > SAME * before:
+                return None
+    if weights is None or not static:
         rounding = replace(_unweighed(rounding), layers={p: _unweighed(r) for p, r in rounding.layers.items()})
     gains = round_in_order_(made, own, own.batches, rounding, weights)
     means = [g.after_db - g.before_db for g in gains if math.isfinite(g.after_db - g.before_db)]

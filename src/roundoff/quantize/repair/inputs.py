@@ -44,13 +44,17 @@ class Inputs:
     largest: Tensor = field(default_factory=lambda: torch.zeros(0))
     mean: Tensor = field(default_factory=lambda: torch.zeros(0))
     moments: dict[str, Tensor] = field(default_factory=dict)
+    #: some tokens of the value, ``[tokens, channels]``, where they were asked for
+    rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
 
 def inputs_of(
-    model: QuantizedModel, graph: Graph, workload: Workload, batches: Sequence[Any], *, moments: bool = False
+    model: QuantizedModel, graph: Graph, workload: Workload, batches: Sequence[Any], *, moments: bool = False,
+    tokens: int = 0,
 ) -> list[Inputs]:
     """The values that quantized weights of linear layers, products and convolutions read, in the order of the graph.
 
+    ``tokens``: so many rows of each value are kept, at most, evenly from all batches.
     Second moments are of linear layers and products alone, and of as many at a time as ``MOMENTS`` bytes hold.
     """
     found: dict[tuple[str, int], Inputs] = {}
@@ -62,7 +66,7 @@ def inputs_of(
         found.setdefault((use.value, use.shape[reader.axis]), Inputs(use.value, [])).readers.append(reader)
     every = list(found.values())
     for some in _portions(every, found) if moments else [every]:
-        _see(model, workload, batches, some, moments)
+        _see(model, workload, batches, some, moments, -(-tokens // max(len(batches), 1)))
     return every
 
 
@@ -98,8 +102,8 @@ def _portions(every: Sequence[Inputs], sizes: Iterable[tuple[str, int]]) -> Iter
 
 
 class _Sees:
-    def __init__(self, model: QuantizedModel, every: Sequence[Inputs], moments: bool) -> None:
-        self.model = model
+    def __init__(self, model: QuantizedModel, every: Sequence[Inputs], moments: bool, tokens: int) -> None:
+        self.model, self.tokens = model, tokens
         self.by_site = {reader.site: (inputs, reader) for inputs in every for reader in inputs.readers}
         self.total: dict[int, Tensor] = {}
         self.rows: dict[int, int] = {}
@@ -121,14 +125,19 @@ class _Sees:
             inputs.largest = torch.maximum(inputs.largest, largest) if inputs.largest.numel() else largest
             self.total[key] = self.total.get(key, torch.zeros_like(largest)) + rows.abs().sum(0)
             self.rows[key] = self.rows.get(key, 0) + len(rows)
+            if self.tokens:
+                some = rows[:: -(-len(rows) // self.tokens)]
+                inputs.rows = torch.cat([inputs.rows, some]) if inputs.rows.numel() else some.clone()
             if key in self.hessians:
                 self.hessians[key].add(rows)
         return call.run(leaves)
 
 
-def _see(model: QuantizedModel, workload: Workload, batches: Sequence[Any], some: Sequence[Inputs], moments: bool) -> None:
+def _see(
+    model: QuantizedModel, workload: Workload, batches: Sequence[Any], some: Sequence[Inputs], moments: bool, tokens: int
+) -> None:
     """One pass over the batches in full precision."""
-    handler = _Sees(model, some, moments)
+    handler = _Sees(model, some, moments, tokens)
     own = workload.with_model(model.model)
     with preserve(model.model), torch.no_grad(), watch(model.model.eval(), handler) as mode:
         for batch in batches:

@@ -27,11 +27,12 @@ from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel, Unquantized
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.repair.awq import awq
+from roundoff.quantize.repair.divide import divide_inputs_
 from roundoff.quantize.repair.equalise import rescale_, why_not
 from roundoff.quantize.repair.gain import Gain
 from roundoff.quantize.repair.inputs import Inputs, inputs_of
 from roundoff.quantize.repair.matrix import matrix_view
-from roundoff.quantize.repair.smooth import dmq, input_amax, scale_inputs, smoothquant
+from roundoff.quantize.repair.smooth import dmq, input_amax, smoothquant
 from roundoff.quantize.repair.spread import spread_
 from roundoff.quantize.sequential import Rounding, round_in_order_
 from roundoff.workload import Workload
@@ -219,7 +220,7 @@ def _balance_(
             names = sorted({b.name for g in fold for b in g.producers})
             rows.append(Balanced(inputs.value, sites, f"folded into {', '.join(names)}", spread))
         elif explicit and method != "awq":
-            _divide_(model, inputs, factors)
+            divide_inputs_(model, inputs, factors)
             strongest = float(factors.max() / factors.min())
             rows.append(Balanced(inputs.value, sites, f"divided before it is read: {reason}", strongest))
         else:
@@ -286,28 +287,3 @@ def _of_group(group: ChannelGroup, inputs: Inputs, factors: Tensor) -> Tensor:
     names = {reader.weight for reader in inputs.readers}
     logs = [factors.log()[b.index].mean(1) for b in group.consumers if b.name in names]
     return torch.stack(logs).mean(0).exp()
-
-
-def _divide_(model: QuantizedModel, inputs: Inputs, factors: Tensor) -> None:
-    """An explicit division in front of the readers, whose weights take the factors."""
-    first = inputs.readers[0]
-    name = f"{first.site}:{first.place}"
-    shape = [-1, *[1] * (-1 - first.axis)]
-    model.divide_(name, factors.view(shape), [(reader.site, reader.place) for reader in inputs.readers])
-    known = model.routes[first.site].uses.get(first.place)
-    if known is not None and known != name:
-        # others may read the value as it was: the divided one has a scale of its own
-        own = copy.deepcopy(model.quantizer(known))
-        sites = tuple(reader.site for reader in inputs.readers)
-        own.name, own.sites = name, sites
-        kept = tuple(s for s in model.quantizer(known).sites if s not in sites)
-        model.quantizer(known).sites = kept
-        for reader in inputs.readers:
-            model.routes[reader.site].uses[reader.place] = name
-        model.add_(name, own)
-        if not kept:
-            model.drop_(known)
-    with torch.no_grad():
-        for reader in inputs.readers:
-            weight = model.model.get_parameter(reader.weight)
-            weight.copy_(scale_inputs(weight, factors, reader.operator, reader.groups))

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from roundoff.formats import Format, integer, parse_format
 from roundoff.quantize.graph import trace
-from roundoff.quantize.model import QuantizedModel, copied
+from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.qat.loop import train
 from roundoff.quantize.qat.prepare import convert, prepare_qat
 from roundoff.quantize.qat.training import Freezing, parameter_groups
@@ -145,7 +145,7 @@ def quantized(net: nn.Module, recipe: Recipe, images: Tensor) -> QuantizedModel:
     convolutions = [site for site, node in graph.nodes.items() if node.kind == "conv"][1:]
     fmt = parse_format("w4a4") if recipe.activations else TERNARY  # the one of weights alone
     options = Options(elementwise=False, bias=False, weight="channel")
-    model = QuantizedModel(copied(net), scheme(graph, dict.fromkeys(convolutions, fmt), options))
+    model = QuantizedModel(copy.deepcopy(net).eval(), scheme(graph, dict.fromkeys(convolutions, fmt), options))
     for _, quantizer in model.named():
         quantizer.fmt = recipe.weight_format if quantizer.weight else recipe.activation_format
     return model

@@ -45,6 +45,7 @@ class Rounding:
         scales: of weights: ``minmax`` or ``search``, the scale with the least error.
         bias: correct biases so that the mean of each output channel is that of the full-precision network.
         parameters: of the observer.
+        keep_zeros: weights that are exactly 0 stay 0, as those of a pruned model should; the others make up for that too.
     """
 
     observer: str = "adjoint"
@@ -52,6 +53,7 @@ class Rounding:
     scales: str = "search"
     bias: bool = True
     parameters: dict[str, Any] = field(default_factory=dict)
+    keep_zeros: bool = False
 
 
 @dataclass
@@ -147,7 +149,9 @@ class Weighed:
         grid = matrix_qparams(qparams, weight.shape, operator, groups)
         shared = quantizer.granularity or PerTensor()
         own = _rows_apart(weight.shape, operator, groups, shared)
-        repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross, ratios=RATIOS if own else (1.0,), refit=own)
+        kept = w != 0 if self.how.keep_zeros else None
+        ratios = RATIOS if own else (1.0,)
+        repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross, ratios=ratios, refit=own, kept=kept)
         self.settled.gains.append(replace(repaired.gain, name=quantizer.name))
         quantizer.set_(weight_qparams(repaired.qparams, weight.shape, operator, groups, shared), observer, note)
         found = from_matrix(repaired.weight, weight.shape, operator, groups)

@@ -112,9 +112,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
                 steps.append(Step("training", steps[-1].after, judge.judge(start.model).db, f"{ask.epochs} epochs"))
         if masks:
             finish_(start.model)
-            if ask.rounding.weights != "nearest":
-                ask = replace(ask, rounding=replace(ask.rounding, weights="nearest"))
-                notes.append("weights are rounded to nearest: gptq would move zeros that pruning made")
+            ask = replace(ask, rounding=replace(ask.rounding, keep_zeros=True))
     with clock("quantize"):
         model, plan, trials, more = _quantize(start, ask, progress)
     notes += more

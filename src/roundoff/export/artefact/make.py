@@ -31,6 +31,7 @@ from roundoff.quantize.sparse import (
     check_n_m,
     cost,
     finish_,
+    latency_ratio,
     magnitude_scores,
     n_m_masks,
     prune_channels_,
@@ -54,6 +55,8 @@ class Made:
         model: the quantized model; ``plan``: what it follows; ``judged``: how it does.
         trials: what a target's search measured, plain rows; ``reached``: its own verdict.
         pruned: what pruning did, by parameter or channel group, as plain rows.
+        pruning: what that saved in fp32: ``macs`` of one batch and ``bytes`` of parameters, each ``before`` and ``after``;
+            ``time``, that of the pruned model over that of the whole one in PyTorch, measured in turns.
         seconds: of each stage.
     """
 
@@ -64,7 +67,7 @@ class Made:
     judged: Judged
     trials: list[dict[str, Any]] = field(default_factory=list)
     pruned: list[dict[str, Any]] = field(default_factory=list)
-    macs: dict[str, int] = field(default_factory=dict)
+    pruning: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -136,9 +139,8 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
         judged = judge.judge(model)
     made = Made(own, judge, model, plan, judged, trials, pruned, {}, notes, clock.seconds)
     if pruned:
-        batch = own.batches[0]
-        made.macs = {"before": cost(own.model, batch, forward=own.forward).macs,
-                     "after": cost(start.model, batch, forward=own.forward).macs}  # fmt: skip
+        with clock("cost of the pruned model"):
+            made.pruning = _saved(own, start)
     return made
 
 
@@ -197,6 +199,16 @@ def _prune(own: Workload, how: Prune) -> tuple[Workload, list[dict[str, Any]], d
     masks = n_m_masks(model, how.n, how.m) if how.kind == "n_m" else unstructured_masks(magnitude_scores(model), how.share)
     rows = sparsify_(model, masks)
     return start, [{"name": r.name, "before": r.elements, "after": r.elements - r.zeros, "reason": ""} for r in rows], masks
+
+
+def _saved(own: Workload, pruned: Workload) -> dict[str, Any]:
+    """See ``Made.pruning``."""
+    batch = own.batches[0]
+    before, after = (cost(w.model, batch, forward=own.forward) for w in (own, pruned))
+    return {
+        "macs": {"before": before.macs, "after": after.macs}, "bytes": {"before": before.bytes, "after": after.bytes},
+        "time": latency_ratio(own.model, pruned.model, batch, forward=own.forward),
+    }  # fmt: skip
 
 
 def _still_zero(model: QuantizedModel, masks: dict[str, Tensor], how: Prune | None) -> list[str]:

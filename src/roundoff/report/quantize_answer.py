@@ -76,7 +76,8 @@ def pruned(data: Row) -> str:
     macs, stored, took = found["macs"], found["bytes"], f"{times(found['time'])} the time in PyTorch"
     how = f"Pruned ({data['asked']['prune']})"
     if stored["after"] == stored["before"] and macs["after"] == macs["before"]:
-        return f"{how}: zeros in their places; ordinary kernels do the same work ({took}, {size(stored['after'])} as before)."
+        same = f"{took}, {size(stored['after'])} as before"
+        return f"{how}: zeros in their places; ordinary kernels do the same work ({same})."
     left = f"{percent(ratio(macs['after'], macs['before']))} of the multiply-accumulates"
     return f"{how}: {left}, {size(stored['after'])} of {size(stored['before'])}, {took}, all in fp32."
 

@@ -113,6 +113,8 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
             with clock("train"):
                 _train(start.model, workload, ask)
                 steps.append(Step("training", steps[-1].after, judge.judge(start.model).db, f"{ask.epochs} epochs"))
+        else:
+            notes.append("nothing was trained after pruning: --epochs 2 (and --distill) brings back much of what it costs")
         if masks:
             finish_(start.model)
             ask = replace(ask, rounding=replace(ask.rounding, keep_zeros=True))

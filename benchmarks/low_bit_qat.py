@@ -4,8 +4,8 @@ A small residual network is trained on Fashion-MNIST in fp32 for some epochs. Ea
 keeps stem, classifier and BatchNorm in fp32, and is trained for as many epochs again, with a rate that falls as a cosine;
 scales are per channel, TTQ's per layer. The figure is accuracy over that of fp32, of two kinds: the network that the recipe
 starts from, which is the papers' own reference, and that network trained on in fp32 for the same epochs in the same way, so
-that more epochs count on both sides. The papers' networks and data are others: only the relation can be compared. Bar: at most 0.5 %
-below it. Then each model is converted, and must give the same outputs bit for bit.
+that more epochs count on both sides. The papers' networks and data are others: only the relation can be compared. Bar: at
+most 0.5 % below it. Then each model is converted, and must give the same outputs bit for bit.
 
 --nets FOLDER takes ``ResNetS`` and its weights from a folder with nets.py and resnet.safetensors instead of training one.
 """

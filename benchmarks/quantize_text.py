@@ -29,8 +29,9 @@ from roundoff.formats import parse_format
 from roundoff.plan.budget import sqnr_db
 from roundoff.quantize.graph import Graph, trace
 from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.options import Options
 from roundoff.quantize.repair.smoothing import smooth_, split_outliers_
-from roundoff.quantize.scheme import Options, scheme
+from roundoff.quantize.scheme import scheme
 from roundoff.quantize.sequential import Rounding, round_in_order_
 from roundoff.workload import Workload
 

@@ -88,7 +88,7 @@ def test_train(capsys):
     assert "3/softmax runs in fp32: rule 1, op:softmax" in printed
 
 
-@pytest.mark.parametrize("page", ["quantize", "qat", "prune", "text"])
+@pytest.mark.parametrize("page", ["quantize", "qat", "prune", "text", "export"])
 def test_pages_on_quantization(page, tmp_path, monkeypatch, capsys):
     """The Python of these pages runs from top to bottom, in one go."""
     monkeypatch.chdir(tmp_path)
@@ -97,5 +97,7 @@ def test_pages_on_quantization(page, tmp_path, monkeypatch, capsys):
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)
+    if page == "export":
+        assert "True True ['0/conv2d:0', '2/relu'" in capsys.readouterr().out
     if page == "quantize":
         assert "[('0/linear', 'int8'), ('1/relu', 'fp32'), ('2/linear', 'int8')]" in capsys.readouterr().out

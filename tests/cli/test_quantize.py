@@ -78,6 +78,9 @@ def test_all_files_and_the_proof(folder, capsys):
     assert all(row["bytes"] or row["name"] in ("report.html", "summary.json") for row in summary["files"])
     by = {row["site"]: row for row in summary["sites"]}
     assert (by["conv/conv2d"]["format"], by["fc/linear"]["format"]) == ("int8", "int8")
+    # the file on the evaluation set, the simulation on its first and only batch: a code or two differ, if any
+    assert by["relu/relu"]["file_db"] == pytest.approx(by["relu/relu"]["sqnr_db"], abs=0.1)
+    assert by["relu/relu"]["file_db"] > 30
     assert summary["proof"]["codes"] <= 1
     assert summary["proof"]["kernels"]
     assert summary["judged_on"] == {"batches": 1, "samples": 32, "held_out": True}
@@ -165,6 +168,72 @@ def test_amct_configuration(folder, capsys):
     assert tomllib.loads((folder / "a" / "record.toml").read_text())["kind"] == "quantization record"
 
 
+def test_sites_are_ranked_by_what_they_cost_the_output(folder, capsys):
+    """The shares of a budget's sites add up to 1; storage is the cost that its plan saves."""
+    code, out, _ = run(f"net.py --target 30dB --formats int8,w4a8 --cost storage -o a {QUICK} --json", capsys)
+    summary = json.loads(out)
+    shares = {row["site"]: row["share"] for row in summary["sites"]}
+    assert (code, sum(shares.values())) == (0, pytest.approx(1, abs=1e-9))
+    assert shares["relu/relu"] == 0
+    by = {row["site"]: row["format"] for row in summary["sites"]}
+    # 8 · 9 + 8 and 8 · 4 + 4 parameters; each in the bits of its format
+    size = sum({"int8": 8, "w4a8": 4, "fp32": 32}[by[s]] * n for s, n in (("conv/conv2d", 80), ("fc/linear", 36))) / 8e6
+    assert size in [pytest.approx(trial["cost"], rel=1e-9) for trial in summary["trials"]]
+    page = (folder / "a" / "report.html").read_text()
+    assert "Share: of the noise that the budget predicts" in page
+    code, out, _ = run(f"net.py --target 30dB -o b {QUICK}", capsys)
+    assert "What costs the output most, as the budget predicts" in out
+    code, out, _ = run(f"net.py -o c {QUICK}", capsys)
+    heading = "Furthest from fp32; SQNR of what a site returns, against fp32 with channels scaled alike"
+    assert heading in " ".join(out.split())
+    assert "Share: of the noise" not in (folder / "c" / "report.html").read_text()
+
+
+LAYERS = """batch_num: 2
+common_config { ifmr_quantize { search_step: 0.02 asymmetric: false } arq_quantize { channel_wise: true } }
+override_layer_configs { layer_name: "fc" calibration_config {
+    hfmg_quantize { num_of_bins: 1024 asymmetric: true } arq_quantize { channel_wise: false quant_bits: 4 }
+    dmq_balancer { migration_strength: 0.3 } } }
+skip_fusion_layers: "conv"
+"""
+
+
+def test_amct_configuration_of_each_layer(folder, capsys):
+    """Observer, symmetry, bits, granularity and balancing are those of the layer; what is not obeyed is said."""
+    (folder / "q.cfg").write_text(LAYERS)
+    code, out, _ = run(f"net.py --config q.cfg -o a {QUICK} --json", capsys)
+    summary = json.loads(out)
+    assert (code, summary["calibration"]) == (0, {"batches": 2, "samples": 64})
+    rows = {row["site"]: row for row in summary["sites"]}
+    found = {site: (rows[site]["observer"], rows[site]["weights"]) for site in ("conv/conv2d", "fc/linear")}
+    assert found == {"conv/conv2d": ("ifmr", "int8, per axis(0)"), "fc/linear": ("hfmg", "w4a8, per tensor")}
+    made = load_model("a/model.pt", "net.py")
+    assert made.quantizer("conv/conv2d:0").fmt.symmetric
+    reads = [made.quantizer(name) for name in made.routes["fc/linear"].uses.values()]
+    assert not next(q for q in reads if not q.weight).fmt.symmetric
+    assert summary["steps"][0]["name"] == "dmq"
+    assert " of 1 values" in summary["steps"][0]["note"]
+    assert any("first 2 of the batches, as batch_num says" in note for note in summary["notes"])
+    assert any(note.startswith("skip_fusion_layers: BatchNorm behind conv is folded too") for note in summary["notes"])
+    code, out, _ = run(f"net.py --config q.cfg --samples 96 -o b {QUICK} --json", capsys)
+    assert json.loads(out)["calibration"] == {"batches": 3, "samples": 96}
+    assert any("batch_num 2 of the file is not used: --samples 96" in note for note in json.loads(out)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "observer"),
+    [("--weights-only int4 --method awq", "awq", "mse, nearest"), ("--method awq+gptq", "awq", "adjoint, gptq"),
+     ("--method smoothquant+gptq", "smoothquant", "adjoint, gptq"), ("--method dmq", "dmq", "adjoint, nearest")],
+)  # fmt: skip
+def test_balancing_is_a_step_in_decibels(folder, capsys, arguments, name, observer):
+    code, out, err = run(f"net.py {arguments} -o a {QUICK} --json", capsys)
+    assert (code, err) == (0, "")
+    steps = {step["name"]: step for step in json.loads(out)["steps"]}
+    assert list(steps) == [name, observer]
+    assert steps[name]["after"] >= steps[name]["before"] > 5
+    assert "with min-max ranges" in steps[name]["note"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -229,3 +298,58 @@ def test_what_cannot_be_exported_is_a_row(folder, capsys):
     assert "cannot be written as ONNX" in rows["model.onnx"]["reason"]
     assert rows["model.pt"]["bytes"]
     assert not (folder / "out" / "model.onnx").exists()
+
+
+ODD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.even, self.odd, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = self.even(x) if x.mean() > 0 else self.odd(x)
+        return self.out(self.norm(nn.functional.scaled_dot_product_attention(x, x, x)))
+
+def model():
+    torch.manual_seed(0)
+    net = Net()
+    net.even.weight.data[1] = 0
+    return net
+
+def batches():
+    return [torch.rand(4, 6, 8) - number % 2 for number in range(4)]
+"""
+
+
+def test_what_runs_in_fp32_and_what_has_no_range_is_said(folder, capsys):
+    """The first batch does not reach every call; a value that a reader takes as codes was not computed on codes."""
+    (folder / "odd.py").write_text(ODD)
+    code, out, _ = run(f"odd.py -o a {QUICK} --json", capsys)
+    summary = json.loads(out)
+    assert code == 0
+    rows = {row["site"]: (row["state"], row["reason"]) for row in summary["sites"]}
+    assert rows["even/linear"][0] == rows["odd/linear"][0] == rows["out/linear"][0] == "quantized"
+    assert rows["/scaled_dot_product_attention"][0] == rows["norm/layer_norm"][0] == "fp32"
+    assert rows["norm/layer_norm"][1] == "the plan leaves it in fp32"
+    assert "even.weight: 1 of 8 ranges zero: scale 1" in summary["notes"]
+
+
+def test_after_pruning_the_steps_say_what_they_are_measured_beside(folder, capsys):
+    code, out, _ = run(f"net.py --prune channel:0.5 -o a {QUICK} --json", capsys)
+    steps = json.loads(out)["steps"]
+    assert code == 0
+    assert steps[0]["name"] == "prune channel:0.5"
+    assert all(step["note"].endswith("beside the pruned model") for step in steps[1:])
+
+
+def test_where_nothing_can_be_pruned_a_note_says_why(folder, capsys):
+    last = WORKLOAD.replace("self.fc(self.relu(self.conv(x)).mean((2, 3)))", "self.conv(x)[:, :4, 0, 0]")
+    (folder / "last.py").write_text(last)
+    code, out, _ = run(f"last.py --prune channel:0.5 -o a {QUICK} --json", capsys)
+    assert code == 0
+    (note,) = [note for note in json.loads(out)["notes"] if "pruned" in note]
+    assert note.startswith("nothing could be pruned: cut at a fixed place by getitem (/getitem); no batch reached it")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from roundoff.formats import choose_qparams, parse_format
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import Passing, QuantizedModel
-from roundoff.quantize.scheme import Options, scheme
+from roundoff.quantize.options import Options
+from roundoff.quantize.scheme import scheme
 from roundoff.workload import Workload
 
 

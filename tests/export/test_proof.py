@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -82,6 +83,19 @@ def test_the_file_is_valid_small_and_says_nothing_of_this_machine(int8):
     assert "Clip" not in {n.op_type for n in proto.graph.node}  # ReLU6 and ReLU went into the codes
     assert "Relu" not in {n.op_type for n in proto.graph.node}
     assert "c2/conv2d" in {n.name for n in proto.graph.node}
+
+
+def test_no_attribute_says_what_its_absence_means(int8):
+    """Over the defaults of ONNX's own operator schemas; what is no default (strides, axes of channels) stays."""
+    model, kept = onnx.load(int8[2] / "model.onnx"), set()
+    for node in model.graph.node:
+        defaults = onnx.defs.get_schema(node.op_type, model.opset_import[0].version).attributes
+        for attribute in node.attribute:
+            known = defaults[attribute.name].default_value
+            value = onnx.helper.get_attribute_value(attribute)
+            assert not known.name or onnx.helper.get_attribute_value(known) != value, (node.name, attribute.name)
+            kept.add((node.op_type, attribute.name))
+    assert {("Conv", "pads"), ("DequantizeLinear", "axis")} <= kept
 
 
 def test_the_reference_evaluator_of_onnx_agrees_with_the_simulation(int8, net):
@@ -171,13 +185,24 @@ class _Unknown(nn.Module):
         return torch.linalg.eigvalsh(x @ x.mT)
 
 
-@pytest.mark.parametrize(("model", "words"), [(_Branching(), "data-dependent"), (_Unknown(), "eigvalsh|eigh")])
+@pytest.mark.parametrize(("model", "words"), [(_Branching(), "it branches on its data."), (_Unknown(), "eigvalsh|eigh")])
 def test_a_model_that_cannot_be_exported_is_an_error_with_the_exporters_reason(model, words, tmp_path):
     workload = Workload(model, [torch.ones(2, 4, 4)], name="odd")
     with pytest.raises(QuantizationError, match="odd: this model cannot be written as ONNX") as caught:
         export_onnx(workload, workload.model.eval(), tmp_path / "x.onnx")
     assert any(word in str(caught.value) for word in words.split("|"))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_the_exporter_says_of_itself_is_kept_from_the_user(tmp_path, capfd, caplog):
+    """It warns of what it cannot fold, and prints graphs that it gives up; logging is as before."""
+    workload = Workload(_Branching(), [torch.ones(2, 4, 4)])
+    below = logging.root.manager.disable
+    with pytest.raises(QuantizationError):
+        export_onnx(workload, workload.model.eval(), tmp_path / "x.onnx")
+    assert capfd.readouterr() == ("", "")
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []  # torch.__trace goes by no level
+    assert logging.root.manager.disable == below
 
 
 def test_a_missing_library_is_an_error_that_names_the_extra(net, tmp_path, monkeypatch):
@@ -234,3 +259,16 @@ def test_a_model_that_writes_in_place_is_exported(tmp_path):
         want = small(batches[0])
     # one code of 255 steps over the range of the output, where a kernel rounds the last bit in another way
     torch.testing.assert_close(torch.from_numpy(found), want, rtol=0, atol=float(want.amax()) / 255)
+
+
+def test_a_transposed_convolution_in_groups_is_exported(tmp_path):
+    """Its weight has a scale for each channel of a group, its bias one for each channel."""
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.ConvTranspose2d(4, 6, 2, 2, groups=2), nn.Conv2d(6, 2, 1)), [torch.randn(4, 4, 5, 5)]
+    small = quantize(model, "int8", batches)
+    path = export_onnx(Workload(model, batches), Deployed(small), tmp_path / "model.onnx")
+    (found,) = onnxruntime.InferenceSession(path).run(None, {"input": batches[0].numpy()})
+    with torch.no_grad():
+        want = small(batches[0])
+    # the last kernel may round the last bit of a value between in another way: one code of 255, through a convolution
+    torch.testing.assert_close(torch.from_numpy(found), want, rtol=0, atol=float(want.abs().amax()) * 4 / 255)

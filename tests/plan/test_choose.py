@@ -237,3 +237,22 @@ def test_errors_that_add_up_are_planned_for(made):
     )
     assert budget.plan(single - 4.5).formats(["x/a", "x/b"]) == {"x/b": "bf16"}  # the larger one
     assert len(budget.plan(single - 6.1).formats(["x/a", "x/b"])) == 2
+
+
+def test_storage_counts_each_parameter_once(made):
+    """A table of 100 rows that is also the head, of which a batch looks up few, and a layer that is called twice."""
+    new = made(["int8"])
+    new.site("m/embedding", "embedding", params=["table"], elements=5.0).site("m/linear", params=["w", "b"], elements=7.0)
+    new.site("m/linear#1", params=["w", "b"], elements=7.0).site("m/head", params=["table"], elements=9.0)
+    for site in ("m/embedding", "m/linear", "m/linear#1", "m/head"):
+        new.term(site, "int8", "weight", [[1e-3, 0], [1e-3, 0]], sources=["table"])
+    budget = new.budget(parameters={"table": 800, "w": 64, "b": 8})
+    task = Problem(budget, "storage")
+    every = dict.fromkeys(("m/embedding", "m/linear", "m/linear#1", "m/head"), "int8")
+    assert task.cost_of({}) == pytest.approx((800 + 72) * 4 / 1e6, rel=1e-12)
+    assert task.cost_of(every) == pytest.approx((800 + 72) / 1e6, rel=1e-12)
+    assert task.cost_of({"m/linear": "int8", "m/linear#1": "int8"}) == pytest.approx((800 * 4 + 72) / 1e6, rel=1e-12)
+    assert task.plan(every, asked=None).about["unit"] == "MB of parameters"
+    with pytest.raises(PlanError, match="does not say how large parameters are") as error:
+        Problem(new.budget(), "storage")
+    assert error.value.do == "measure it again"

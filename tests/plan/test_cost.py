@@ -17,7 +17,9 @@ ADD = Work("elementwise", 0.0, 2000.0, 0.0, 1000.0)
 
 
 def test_units():
-    assert UNITS == {"bytes": "MB", "bitops": "Gbitops", "seconds": "ms", "operators": "operators"}
+    assert UNITS == {
+        "bytes": "MB", "bitops": "Gbitops", "seconds": "ms", "operators": "operators", "storage": "MB of parameters",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,14 @@ def test_bytes_of_elementwise_work():
         cost(ADD, parse_format("int8"), "bytes") == 3000 * 4 / 1e6
     )  # int8 runs matrix operators alone
     assert cost(ADD, parse_format("int8"), "bytes", reference="fp64") == 3000 * 8 / 1e6
+
+
+def test_storage():
+    """The parameters alone, in their format: values of the call, its output and work without weights cost nothing."""
+    # groups of 64 share a scale of 32 bits, blocks of 32 one of 8
+    for fmt, bits in (("fp32", 32), ("bf16", 16), ("int8", 8), ("w4a8", 4), ("mxfp4", 4.25), ("w4g64", 4.5)):
+        assert cost(LINEAR, parse_format(fmt), "storage") == (512 * 256 + 512) * bits / 8 / 1e6
+        assert cost(ADD, parse_format(fmt), "storage") == 0
 
 
 def test_bitops():
@@ -99,7 +109,7 @@ def test_seconds():
             LINEAR,
             "fp32",
             "flops",
-            "unknown cost model\n  expected: bytes, bitops, seconds, operators\n  got: 'flops'",
+            "unknown cost model\n  expected: bytes, bitops, seconds, operators, storage\n  got: 'flops'",
         ),
         (
             Work("linaer", 1.0, 1.0, 1.0, 1.0),

@@ -125,6 +125,7 @@ def test_unknown_formats_are_refused_when_the_plan_is_made():
         ("p.json", "{", "not a readable plan"),
         ("p.toml", "schema = 2", "got: schema = 2"),
         ("p.toml", "", "got: schema = None"),
+        ("p.toml", 'schema = 1\nkind = "quantization record"', "a quantization record"),
         ("p.json", "[1]", "got: list"),
         ("p.toml", 'schema = 1\n[[rule]]\nformat = "bf16"', "a rule is incomplete: 'sites'"),
         ("p.toml", 'schema = 1\n[[rule]]\nsites = ["*"]', "a rule is incomplete: 'format'"),

@@ -10,7 +10,8 @@ from torch import nn
 from roundoff.formats import parse_format
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.scheme import Options, scheme
+from roundoff.quantize.options import Options
+from roundoff.quantize.scheme import scheme
 from roundoff.quantize.sequential import Rounding, round_in_order_
 from roundoff.workload import Workload
 

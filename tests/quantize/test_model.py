@@ -339,8 +339,8 @@ def test_biases_on_sums(small):
     want = (bias.double() / step).round().clamp(-(2**31), 2**31 - 1) * step
     # step and quotient are rounded to fp32 once each, and the clamp to 2**31: three roundings
     assert torch.allclose(on_sums(bias, [x, weight]).double(), want, rtol=3 * 2**-24)
-    assert sum_scale([weight, weight]) is None
-    assert sum_scale([x]) is None
+    assert sum_scale([weight, weight], 3) is None
+    assert sum_scale([x], 3) is None
     grouped = Quantizer("w", integer(4), weight.operand, PerGroup(2))
     grouped.set_(choose_qparams(torch.randn(6, 4), integer(4), PerGroup(2)))
     assert on_sums(bias, [x, grouped]) is bias

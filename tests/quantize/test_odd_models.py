@@ -9,7 +9,7 @@ import roundoff as ro
 from roundoff.capture.execute import runs_kind
 from roundoff.errors import QuantizationError
 from roundoff.formats import parse_format
-from roundoff.quantize.scheme import Options
+from roundoff.quantize.options import Options
 from roundoff.workload import Workload
 
 
@@ -70,6 +70,11 @@ KINDS = {
     "bilinear": (lambda M: M(lambda s, x: s.a(x, x), a=nn.Bilinear(8, 8, 3)), (6, 8)),
     "einsum": (lambda M: M(lambda s, x: torch.einsum("bi,oi->bo", x, s.w), w=nn.Parameter(torch.randn(3, 8))), (6, 8)),
     "weight first": (lambda M: M(lambda s, x: (s.w @ x.t()).t(), w=nn.Parameter(torch.randn(3, 8))), (6, 8)),
+    "first and later": (
+        lambda M: M(lambda s, x: s.b(s.a(100 * s.a(x).relu())), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), (16, 8)),
+    "depthwise, first and later": (
+        lambda M: M(lambda s, x: s.b(s.a(9 * s.a(x).relu())), a=nn.Conv1d(4, 4, 3, groups=4, padding=1),
+                    b=nn.Conv1d(4, 2, 1)), (16, 4, 8)),
     "twice": (lambda M: M(lambda s, x: s.a(10 * s.a(x)), a=nn.Linear(8, 8)), (6, 8)),
     "one element": (lambda _: nn.Linear(1, 1), (6, 1)),
     "two weights, one made": (
@@ -159,3 +164,48 @@ def test_a_workload_with_another_model_shares_the_rest():
 )
 def test_which_kinds_run_in_which_formats(kind, weight, fmt, reason):
     assert runs_kind(kind, weight, parse_format(fmt)) == reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_are_refused(dtype):
+    with pytest.raises(QuantizationError, match="weight: the model's weights are no fp32") as error:
+        ro.quantize(nn.Linear(4, 2).to(dtype), "int8", [x.to(dtype) for x in data(3, 4)])
+    assert error.value.got == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(value):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        net[1].weight[0, 2] = value
+    with pytest.raises(QuantizationError, match=r"1\.weight: 1 of 8 weights are NaN or Inf"):
+        ro.quantize(net, "int8", data(3, 4))
+
+
+def test_weights_too_small_for_a_scale_are_noted():
+    """Ranges below 127 times the smallest normal number, 1.2e-38."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        net[2].weight.mul_(1e-42)
+    model = ro.quantize(net, "int8", data(3, 4))
+    assert model.notes == {"2.weight": "2 of 2 ranges too small: the scale would be below 1.18e-38 and is that"}
+
+
+def test_calls_that_share_no_channels_leave_nothing_to_rescale(Model):
+    """The second layer reads another value in every batch, so nothing that is quantized reads the first one's channels."""
+    parts = {name: nn.Linear(4, 4) for name in "abo"}
+    net = Model(lambda s, x: s.o(s.a(x) if x.mean() > 0 else s.b(x)), **parts)
+    model = ro.quantize(net, "int8", [torch.rand(3, 4), -torch.rand(3, 4)])
+    assert model.steps[0].note == "no channel that can be rescaled costs the output anything"
+
+
+def test_channels_whose_rescaling_changes_the_model_are_left(monkeypatch):
+    """A safety net: nothing that it is needed for is known."""
+    from roundoff.quantize.repair import spread
+
+    net, batches = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), data(16, 4)
+    kept = ro.quantize(net, "int8", batches, spread=False)
+    monkeypatch.setattr(spread, "rescale_", lambda model, *_, **__: model[0].weight.data.mul_(2.0))
+    model = ro.quantize(net, "int8", batches)
+    assert (model.steps[0].name, model.steps[0].note) == ("spread", "undone: it changed what the model computes")
+    assert torch.equal(model(batches[0]), kept(batches[0]))

@@ -18,7 +18,7 @@ from roundoff.formats import (
     parse_format,
     round_tensor,
 )
-from roundoff.quantize.scheme import Options
+from roundoff.quantize.options import Options
 
 
 def data(*shape, count=2, seed=0):

@@ -15,8 +15,8 @@ from roundoff.export.weights import load_checkpoint_, write_checkpoint
 from roundoff.formats import PerToken, choose_qparams, fake_quantize, parse_format
 from roundoff.quantize.attention import Cache, keys_and_values
 from roundoff.quantize.graph import trace
+from roundoff.quantize.options import Options
 from roundoff.quantize.repair.gptq import supported
-from roundoff.quantize.scheme import Options
 from roundoff.quantize.sequential import Rounding
 
 transformers = pytest.importorskip("transformers")

@@ -29,7 +29,9 @@ MetricDrop = Annotated[
     str | None,
     typer.Option("--metric-drop", help="Most the metric may lose, such as 0.5% (of 1) or 0.005."),
 ]
-Cost = Annotated[str, typer.Option("--cost", help="What to save: bytes, bitops, seconds, or operators in fp32.")]
+Cost = Annotated[
+    str, typer.Option("--cost", help="What to save: bytes moved, storage, bitops, seconds, or operators in fp32.")
+]
 CostTable = Annotated[
     str | None,
     typer.Option("--cost-table", help="Seconds per operation (TOML); measured here when left out."),

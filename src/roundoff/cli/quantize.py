@@ -26,7 +26,8 @@ def command(
         int | None, typer.Option("--group", min=1, help="Weights that share a scale, with --weights-only.")
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", "--weights", help="Rounding of weights: gptq or nearest.")
+        str,
+        typer.Option("--method", "--weights", help="Weights: gptq, nearest, awq, awq+gptq, smoothquant, dmq, ..."),
     ] = "gptq",
     observer: Annotated[
         str, typer.Option("--observer", help="Ranges of values: adjoint, minmax, mse, percentile, entropy, ifmr, hfmg ...")
@@ -66,22 +67,19 @@ def command(
     report.html and summary.json. The exit code is 1 when the target is missed or out of reach.
     """
     import roundoff
-    from roundoff.export.artefact.ask import Ask, asked_formats
+    from roundoff.export.artefact.ask import Ask, asked_formats, rounding
     from roundoff.export.artefact.folder import check_free, deliver
     from roundoff.plan.plan import Plan
-    from roundoff.quantize.scheme import Options
-    from roundoff.quantize.sequential import Rounding
+    from roundoff.quantize.options import Options
     from roundoff.report.quantize_text import print_files, print_quantize
 
     options: dict[str, Any] = {
         "formats": asked_formats(o.split(formats), weights_only, group), "target": target, "cost": cost,
         "plan": None if plan is None else Plan.load(plan), "skip": tuple(skip or ()), "pin": o.pairs(pin, "pin"),
         "options": Options(symmetric=symmetric, dynamic=dynamic),
-        "rounding": Rounding(observer=observer, weights=method), "prune": prune, "qat": qat, "lr": lr, "distill": distill,
-        "epochs": epochs or (2 if qat else 0), "tradeoff": pareto,
+        "rounding": rounding(observer, method), "prune": prune, "qat": qat, "lr": lr, "distill": distill,
+        "epochs": epochs or (2 if qat else 0), "tradeoff": pareto, "samples": samples,
     }  # fmt: skip
-    if samples is not None:
-        options["samples"] = samples
     asked = Ask(**options)
     check_free(output, overwrite)
     with o.progress(json) as progress:

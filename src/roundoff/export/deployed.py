@@ -129,7 +129,7 @@ class _Lowered(Passing):
     def bias(self, name: str, bias: Tensor, quantizers: list[Any]) -> Tensor:
         key = "bias_" + name.translate(str.maketrans("./#", "___"))
         if f"{key}_scale" not in self.owner._buffers and f"{key}_values" not in self.owner._buffers:
-            scale = None if self.owner.plain else sum_scale(quantizers)
+            scale = None if self.owner.plain else sum_scale(quantizers, bias.shape[-1])
             if scale is None or any(q.name in self.owner.reasons for q in quantizers):
                 self.owner.register_buffer(f"{key}_values", on_sums(bias, quantizers).detach())
             else:

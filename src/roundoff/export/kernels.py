@@ -8,8 +8,9 @@ from typing import Any
 from roundoff.capture.operators import CONTRACTING
 from roundoff.export.deployed import Deployed
 from roundoff.export.runtime import Kernels, is_integer
+from roundoff.quantize.codes import CLIPS
+from roundoff.quantize.layout import Route
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.scheme import CLIPS, Route
 
 __all__ = ["Site", "became"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from roundoff.attribute.target import named_tensors
@@ -188,20 +189,22 @@ def _words(path: Any) -> list[str]:
 
 
 def _reason(error: BaseException) -> str:
+    branches = ""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, GuardOnDataDependentSymNode):
+            branches = "it branches on its data. "
+    return branches + (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter prints, logs and warns of its own internals."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    """The exporter, and what it is made of, print, log and warn of their own internals."""
+    below, nowhere = logging.root.manager.disable, io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         warnings.simplefilter("ignore")
-        logger.setLevel(logging.ERROR)
+        logging.disable(max(below, logging.WARNING))
         try:
             yield
         finally:
-            logger.setLevel(level)
+            logging.disable(below)

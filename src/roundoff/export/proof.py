@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.attribute.target import named_tensors
 from roundoff.capture.calls import Call, watch
@@ -123,7 +124,8 @@ def prove(
         path_quantized: of the file to write and prove.
         path_fp32: of the file of the fp32 model, which is written too.
         exact: the model in full precision whose values inside are those of the quantized one; by default the workload's own.
-            Give the folded and equalised model where scales of channels were moved: the values inside are others then.
+            Give ``quantize.pipeline.unrounded(quantized, workload)`` where BatchNorm was folded or channels were divided:
+            the values inside are others then.
         pack: as ``export_onnx`` has it.
         seconds: how long to race both files on the first batch; 0: not at all.
 
@@ -193,7 +195,7 @@ def _measure(
                     output = workload.with_model(quantized).run(batch)
                 if seen is free:
                     measured.simulated.append(output)
-        wanted = _exact_values(workload, exact, quantized, batch)
+        wanted = exact_values(workload, exact, quantized, batch)
         for name, value in found.items():
             tally = measured.tallies.setdefault(name, Tally(quantized.quantizer(name)))
             tally.add(value, free.values[name], led.values[name], wanted.get(name))
@@ -231,16 +233,18 @@ class _Exact:
     def call(self, call: Call) -> Any:
         route = self.quantized.routes.get(str(call.site))
         if route is not None:
+            leaves = self.quantized.divided(route, call.leaves, WeakIdKeyDictionary())
             for place, name in route.uses.items():
-                if place < len(call.leaves) and isinstance(call.leaves[place], Tensor):
-                    self.values.setdefault(name, call.leaves[place])
+                if place < len(leaves) and isinstance(leaves[place], Tensor):
+                    self.values.setdefault(name, leaves[place])
         result = call.run()
         if route is not None and route.output and isinstance(result, Tensor):
             self.values.setdefault(route.output, result)
         return result
 
 
-def _exact_values(workload: Workload, exact: nn.Module, quantized: QuantizedModel, batch: Any) -> Mapping[str, Tensor]:
+def exact_values(workload: Workload, exact: nn.Module, quantized: QuantizedModel, batch: Any) -> Mapping[str, Tensor]:
+    """What a full-precision model has where the quantized one passes a quantizer, by the quantizer's name."""
     handler = _Exact(quantized)
     with preserve(exact), torch.no_grad(), watch(exact.eval(), handler) as mode:
         mode.begin()

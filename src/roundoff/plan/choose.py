@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from roundoff.errors import InfeasibleError, PlanError
@@ -85,6 +86,8 @@ class Problem:
                             expected="formats among " + ", ".join(budget.about["formats"]))  # fmt: skip
         self.info = {s["site"]: s for s in budget.sites}
         self.work = {name: Work(kind=s["kind"], **s["sizes"]) for name, s in self.info.items()}
+        if model == "storage":
+            self._store_once()
         names = [*self.info, *dict.fromkeys(p for s in budget.sites for p in s["params"])]
         for pattern in (*pin, *allow):
             select(pattern, names)
@@ -94,6 +97,19 @@ class Problem:
         self.owner = {site: name for name, group in self.groups.items() for site in group}
         self.decisions = [self._decision(name, group) for name, group in self.groups.items()]
         self.edges = self._edges()
+
+    def _store_once(self) -> None:
+        """Count each parameter whole, where it is read first: a tied weight, or a module used again, is stored once."""
+        known = self.budget.about.get("parameters")
+        if known is None:
+            raise PlanError("this budget does not say how large parameters are", where="cost storage",
+                            got=f"a budget of roundoff {self.budget.about.get('version', 'of unknown version')}",
+                            do="measure it again")  # fmt: skip
+        stored: set[str] = set()
+        for name, info in self.info.items():
+            new = [p for p in dict.fromkeys(info["params"]) if p not in stored]
+            self.work[name] = replace(self.work[name], weight_elements=float(sum(known[p] for p in new)))
+            stored.update(new)
 
     def cost_of(self, formats: Mapping[str, str]) -> float:
         """What a choice of formats (site to format) costs, all sites counted, in the unit of the cost model."""

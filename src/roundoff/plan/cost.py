@@ -16,8 +16,10 @@ from roundoff.plan.seconds import KINDS, SecondsTable
 
 __all__ = ["UNITS", "Work", "cost"]
 
-UNITS: Mapping[str, str] = {"bytes": "MB", "bitops": "Gbitops", "seconds": "ms", "operators": "operators"}
-PER_UNIT: Mapping[str, float] = {"bytes": 1e6, "bitops": 1e9, "seconds": 1e-3}
+UNITS: Mapping[str, str] = {
+    "bytes": "MB", "bitops": "Gbitops", "seconds": "ms", "operators": "operators", "storage": "MB of parameters",
+}  # fmt: skip
+PER_UNIT: Mapping[str, float] = {"bytes": 1e6, "bitops": 1e9, "seconds": 1e-3, "storage": 1e6}
 # What "matrix" means in an execution rule.
 MATRIX_KINDS = frozenset({"linear", "matmul", "conv", "attention", "rnn", "embedding"})
 
@@ -64,13 +66,16 @@ def cost(
       accumulation; an embedding, which only copies, counts 0.
     * "seconds" (ms): the table's seconds per multiply-accumulate or element, times their number.
 
+    * "storage" (MB of parameters = 1e6 bytes): ``weight_elements`` at the storage bits of their
+      format (scales of groups and blocks included, those of channels and tensors not): what the
+      file of a quantized model holds. A plan counts each parameter once, biases too.
     * "operators": 1 for a call that runs in the reference format, else 0: how many operators stay in
       high precision.
 
     Args:
         work: of the call.
         fmt: the format the call is asked to run in.
-        model: "bytes", "bitops", "seconds" or "operators".
+        model: "bytes", "bitops", "seconds", "operators" or "storage".
         reference: format of everything that doesn't run in ``fmt``.
         table: for "seconds", from :func:`~roundoff.plan.seconds.read_seconds` or
             :func:`~roundoff.plan.clock.measure_seconds`.
@@ -86,8 +91,8 @@ def cost(
         >>> linear = Work("linear", 1e6, 1e4, weight_elements=1e6, output_elements=1e4)
         >>> cost(linear, FORMATS["fp32"], "bytes"), cost(linear, FORMATS["int8"], "bytes")
         (4.08, 1.05)
-        >>> cost(linear, FORMATS["int8"], "bitops")
-        0.064
+        >>> cost(linear, FORMATS["int8"], "bitops"), cost(linear, FORMATS["int4"], "storage")
+        (0.064, 0.5)
     """
     if model not in UNITS:
         raise PlanError("unknown cost model", expected=", ".join(UNITS), got=repr(model))
@@ -113,6 +118,8 @@ def cost(
         amount = work.macs if KINDS[work.kind][1] == "mac" else elements
         return table.seconds(work.kind, runs_in.name, amount) / PER_UNIT[model]
     activation, weight, output = _bits(runs_in, wide)
+    if model == "storage":
+        return work.weight_elements * weight / 8.0 / PER_UNIT[model]
     if model == "bytes":
         bits = (
             work.activation_elements * activation

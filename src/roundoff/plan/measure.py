@@ -235,6 +235,7 @@ class _Run:
             "around": {s: f.name for s, f in self.around.items()},
             "batched": self.batched, "calls": mode.calls + sum(e.count for e in mode.excluded.values()) // batches,
             "excluded": [asdict(e) | {"count": math.ceil(e.count / batches)} for e in mode.excluded.values()],
+            "parameters": {name: p.numel() for name, p in self.workload.model.named_parameters()},
             "environment": environment(self.workload.model),
         }  # fmt: skip
         return Budget(terms, sites, about)

@@ -178,6 +178,9 @@ class Plan:
                 if isinstance(data, dict)
                 else type(data).__name__,
             )
+        if "kind" in data:  # records of quantization are TOML of this schema too
+            raise PlanError("not a plan", where=str(path), expected="a file written by roundoff plan",
+                            got=f"a {data['kind']}", do="give the plan.toml that lies beside it")  # fmt: skip
         try:
             rules = tuple(
                 Rule(str(r["format"]), _patterns(r["sites"])) for r in data.get("rule", [])

@@ -16,21 +16,21 @@ import torch
 
 from roundoff.attribute.target import named_tensors
 from roundoff.errors import InfeasibleError, QuantizationError
-from roundoff.plan.budget import sqnr_db
+from roundoff.formats import parse_format
+from roundoff.plan.budget import Budget, sqnr_db
 from roundoff.plan.choose import Problem
 from roundoff.plan.measure import Progress, budget
 from roundoff.plan.plan import Plan
 from roundoff.plan.rounded import detached, noise
 from roundoff.plan.targets import drop_to_db, parse_drop, parse_target
+from roundoff.quantize.missed import EXPECTED_GAIN, in_the_way, quietest
 from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.options import Options
 from roundoff.quantize.pipeline import quantize
-from roundoff.quantize.scheme import Options
 from roundoff.quantize.sequential import Rounding
 from roundoff.site import select
 from roundoff.workload import Workload, preserve
 
-#: What calibration and repair are expected to gain over plain rounding, in dB, before anything is measured.
-EXPECTED_GAIN = 6.0
 #: A plan this much above its target is worth trying to make cheaper, in dB.
 SLACK = 3.0
 #: Batches that the budget is measured on.
@@ -54,6 +54,7 @@ class Reached:
     """The model with the cheapest plan that meets the target, or where none does the best one.
 
     ``trials`` are in the order in which they were made, one evaluation of the metric each; ``model`` is that of ``plan``.
+    ``shares`` has each site's share of the noise that the budget predicts for the plan, errors taken as independent.
     """
 
     model: QuantizedModel
@@ -65,6 +66,7 @@ class Reached:
     metric_name: str | None = None
     metric_reference: float | None = None
     note: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,7 +103,7 @@ def reach(
         target: a drop of the metric, ``"0.5%"`` (of 1: half a point of accuracy) or ``"0.005"`` as text with ``%`` or a
             number below 1; or decibels of SQNR of the output, ``"38dB"`` or a number of 1 and more.
         formats: offered to each site beside fp32.
-        cost: what is made least: ``bytes``, ``bitops`` or ``operators`` (see ``plan.cost``).
+        cost: what is made least: ``bytes``, ``storage``, ``bitops`` or ``operators`` (see ``plan.cost``).
         pin: pattern → format of sites that the user fixes.
         skip: patterns of sites that stay in fp32.
         options: see ``quantize``.
@@ -135,11 +137,12 @@ def reach(
     few.batches = workload.batches[:BATCHES]
     if drop is not None and few.metric is not None:
         few.batches = judged.batches[:BATCHES] if judged is not workload else few.batches
-    measured = budget(few, formats, progress=progress)
     pins = dict(pin or {}) | dict.fromkeys(skip, "fp32")
+    others = [fmt for fmt in dict.fromkeys(pins.values()) if parse_format(fmt).name not in map(_name, [*formats, "fp32"])]
+    measured = budget(few, [*formats, *others], progress=progress)
     for pattern in pins:
         select(pattern, [site["site"] for site in measured.sites])
-    problem = Problem(measured, cost, None, pins)
+    problem = Problem(measured, cost, None, pins, {"*": ["fp32", *formats]} if others else {})
     note = ""
     if drop is not None:
         goal, note = drop_to_db(measured.about.get("metric"), drop)
@@ -156,7 +159,6 @@ def reach(
         search.tried.add(key)
         plan, predicted = problem.plan(chosen, asked=goal), measured.predict(chosen).db
         if not any(name != "fp32" for name in chosen.values()):
-            note = f"{note}; " * bool(note) + "every site stays in fp32: no offered format meets the target"
             break
         model = quantize(workload, plan, options=options, rounding=rounding)
         outputs = _run(judged, judged.with_model(model))
@@ -183,14 +185,31 @@ def reach(
         if search.high - search.low < SLACK / 3:
             break
     if best is None:
-        raise InfeasibleError("no plan with the offered formats meets the target", where=workload.name,
-                              expected=str(target), got=note or "fp32 for every site", best_db=math.inf, pinned=list(pins),
-                              do="offer wider formats or allow a larger drop")  # fmt: skip
+        raise InfeasibleError(
+            "no plan with the offered formats meets the target", where=workload.name, best_db=math.inf, pinned=list(pins),
+            expected=str(target) if drop is None else f"{target} less, about {goal:.0f} dB",
+            got=f"fp32 for every site; {quietest(problem)}" + f" ({note})" * bool(note),
+            do="offer wider formats, or ask for less",
+        )  # fmt: skip
     model, trial = best
+    if not trial.met:
+        note = "; ".join(filter(None, (note, in_the_way(problem, trial.plan, trial.measured_db, pins))))
     return Reached(
         model, trial.plan, trials, trial.met, str(target), goal, workload.metric_name if workload.metric else None,
-        metric_reference, note,
+        metric_reference, note, shares(measured, trial.plan),
     )  # fmt: skip
+
+
+def shares(measured: Budget, plan: Plan) -> dict[str, float]:
+    """Each site's share of the noise that a budget predicts for a plan, the largest first; sites without noise are left out.
+
+    Infinite noise (an overflow) is a share of 1.
+    """
+    formats = plan.formats([site["site"] for site in measured.sites])
+    noise = {site: measured.predict({site: name}).additive for site, name in formats.items()}
+    total = sum(value for value in noise.values() if math.isfinite(value))
+    found = {site: value / total if math.isfinite(value) else 1.0 for site, value in noise.items() if value > 0}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _target(target: str | float, workload: Workload) -> tuple[float | None, float]:
@@ -230,7 +249,15 @@ def _cheapest(problem: Problem, aim: float, *, last: bool) -> dict[str, str]:
     except InfeasibleError as error:
         if not math.isfinite(error.best_db):
             raise
-        return dict(problem.cheapest(math.floor(error.best_db * 100) / 100))
+        try:
+            return dict(problem.cheapest(math.floor(error.best_db * 100) / 100))
+        except InfeasibleError:  # errors that add up: what is pinned, and nothing else
+            pinned = {d.name: d.pinned for d in problem.decisions if d.pinned is not None and d.pinned != "fp32"}
+            return {site: fmt for name, fmt in pinned.items() for site in problem.groups[name]}
+
+
+def _name(fmt: str) -> str:
+    return parse_format(fmt).name
 
 
 def _better(

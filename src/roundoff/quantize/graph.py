@@ -8,7 +8,7 @@ A value is named by the site that made it, through views and copies: what ``body
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundoff.capture.calls import Call, Operand, float_tensors, watch
+from roundoff.capture.calls import Call, CallMode, Excluded, Operand, float_tensors, watch
 from roundoff.errors import QuantizationError
 from roundoff.plan.rounded import Plain
 from roundoff.workload import Workload, preserve
+
+#: Why calls are no sites that round nothing.
+_HARMLESS = ("moves values, rounds nothing", "does not depend on values", "random", "integer or boolean result")
 
 
 @dataclass(frozen=True)
@@ -70,18 +73,23 @@ class Graph:
     """All calls of a model on some batches, in order, and what could not be seen."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
-    #: operator, reason -> how often: calls that are no sites
-    excluded: dict[tuple[str, str], int] = field(default_factory=dict)
-    #: (first site, reason) of calls whose arithmetic no site stands for
-    hidden: list[tuple[str, str]] = field(default_factory=list)
+    #: calls that are no sites, by operator and reason
+    excluded: list[Excluded] = field(default_factory=list)
     #: sites that read other values in other batches: the model branches on its data
     changing: set[str] = field(default_factory=set)
     #: sites that compute something of parameters and buffers alone
     made: set[str] = field(default_factory=set)
     #: sites that not every batch ran
     sometimes: set[str] = field(default_factory=set)
+    #: whether the code asks for the value of a tensor (``if x.sum() > 0``), so that other data may take other branches
+    asks: bool = False
     #: values that are part of the output
     outputs: set[str] = field(default_factory=set)
+
+    @property
+    def hidden(self) -> list[tuple[str, str]]:
+        """(first place, reason) of the excluded calls that round: their arithmetic no site stands for."""
+        return [(row.examples[0], row.reason) for row in self.excluded if row.reason not in _HARMLESS]
 
     def readers(self, value: str) -> list[Node]:
         """The calls that read a value, whole or as a part."""
@@ -96,7 +104,19 @@ class Graph:
         return found
 
 
-_HARMLESS = ("moves values, rounds nothing", "does not depend on values", "random", "integer or boolean result")
+
+
+_ASKS = (Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist, torch.equal)
+
+
+class _Asking(CallMode):
+    """Notes whether the value of a tensor becomes one of Python's."""
+
+    asks = False
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asks |= func in _ASKS
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Tracer(Plain):
@@ -149,7 +169,7 @@ def trace(workload: Workload, batches: Iterable[Any] | None = None) -> Graph:
         raise QuantizationError("no calibration data", where=workload.name, expected="one batch or more", got="none",
                                 do="give the batches that the model is calibrated on")  # fmt: skip
     tracer = _Tracer(workload.model)
-    with preserve(workload.model), torch.no_grad(), watch(workload.model.eval(), tracer) as mode:
+    with preserve(workload.model), torch.no_grad(), watch(workload.model.eval(), tracer, _Asking) as mode:
         for batch in batches:
             mode.begin()
             tracer.nodes, tracer.made = {}, set()
@@ -163,8 +183,8 @@ def trace(workload: Workload, batches: Iterable[Any] | None = None) -> Graph:
                 known = graph.nodes.setdefault(site, node)
                 if _read(known) != _read(node):
                     graph.changing.add(site)
-        graph.excluded = {key: row.count for key, row in mode.excluded.items()}
-        graph.hidden = [(row.examples[0], row.reason) for row in mode.excluded.values() if row.reason not in _HARMLESS]
+        graph.asks = isinstance(mode, _Asking) and mode.asks
+        graph.excluded = list(mode.excluded.values())
     graph.sometimes = {site for site, count in runs.items() if count < len(batches)}
     if not graph.nodes:
         raise QuantizationError("no operator of this model can be seen", where=workload.name,

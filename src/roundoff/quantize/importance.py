@@ -81,6 +81,9 @@ class _Taps(Passing):
     def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
         return bias
 
+    def unknown(self, model: QuantizedModel, site: str) -> None:
+        """The pass that rounds will see it too, and says so."""
+
     def _tap(self, found: dict[str, Statistics], name: str, value: Tensor, axis: int) -> Tensor:
         if value.ndim == 0 or value.numel() == 0 or name in self.varying:
             return value
@@ -113,10 +116,14 @@ def channel_axis(quantizer: Quantizer, value: Tensor) -> int:
 
 @dataclass
 class Importance:
-    """Statistics of the values that have quantizers, and of the results of the calls that read weights."""
+    """Statistics of the values that have quantizers, and of the results of the calls that read weights.
+
+    ``output``: the sum of the squared outputs that the squared adjoints belong to, so that noise over it is that of SQNR.
+    """
 
     values: dict[str, Statistics]
     results: dict[str, Statistics]
+    output: float = 1.0
 
     def power(self, name: str, value: Tensor, axis: int) -> Tensor | None:
         """The squared adjoint of each element of a batch of this value, whose channels lie on ``axis``, up to a factor.
@@ -143,7 +150,7 @@ def importance(
 
     Raises ``QuantizationError`` where no gradient reaches the output of any of them.
     """
-    generator, reached = torch.Generator().manual_seed(seed), False
+    generator, reached, power = torch.Generator().manual_seed(seed), False, 0.0
     taps, own = _Taps(model), workload.with_model(model)
     with preserve(model), torch.enable_grad(), model.through(taps):
         model.requires_grad_(False)
@@ -159,8 +166,9 @@ def importance(
             for number in range(probes):
                 signs = [torch.randint(0, 2, t.shape, generator=generator).to(t.dtype) * 2 - 1 for t in tensors]
                 torch.autograd.backward(tensors, signs, retain_graph=number + 1 < probes)
+                power += sum(float(t.detach().double().square().sum()) for t in tensors)
     if not reached:
         raise QuantizationError("no gradient reaches the output, so nothing can be weighed", where=workload.name,
                                 expected="a model that is differentiable", got="an output without a gradient",
                                 do="choose an observer that needs none: mse")  # fmt: skip
-    return Importance(taps.values, taps.results)
+    return Importance(taps.values, taps.results, power)

@@ -17,9 +17,10 @@ from roundoff.capture.calls import Call, float_tensors, watch
 from roundoff.capture.execute import execute
 from roundoff.formats import PerAxis, PerTensor
 from roundoff.quantize.graph import Graph
+from roundoff.quantize.layout import Route
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.record import Entry, Record, Step, fingerprint
-from roundoff.quantize.scheme import Route, Row, Scheme
+from roundoff.quantize.scheme import Row, Scheme
 from roundoff.train.casts.simulate import straight
 
 
@@ -39,6 +40,10 @@ class Passing:
         """What a call with quantized operands returned."""
         return result
 
+    def unknown(self, model: QuantizedModel, site: str) -> None:
+        """A call that the model was not laid out for was made."""
+        model.missed(site)
+
 
 class Unquantized(Passing):
     """Nothing happens to them."""
@@ -51,6 +56,9 @@ class Unquantized(Passing):
         """The bias itself."""
         return bias
 
+    def unknown(self, model: QuantizedModel, site: str) -> None:
+        """Calibration will say so."""
+
 
 class QuantizedModel(nn.Module):
     """The simulation of a quantized model: called as the model is, it returns what the artefact will return.
@@ -62,6 +70,9 @@ class QuantizedModel(nn.Module):
         graph: the calls that calibration saw.
         steps: what calibration did and what it gained.
         unseen: calls that calibration did not see, which run as they are.
+        remarks: what else a report should say.
+        folded: whether BatchNorm was folded first.
+        moves: channel groups that were divided by factors, in order, and whether clips were passed (``unrounded``).
     """
 
     def __init__(self, model: nn.Module, laid_out: Scheme, graph: Graph | None = None) -> None:
@@ -72,6 +83,9 @@ class QuantizedModel(nn.Module):
         self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})
         self.factors = nn.ParameterDict()  # of Route.divided
         self.steps: list[Step] = []
+        self.remarks: list[str] = []
+        self.folded = False
+        self.moves: list[tuple[Any, Tensor, bool]] = []
         self.unseen: Counter[str] = Counter()
         self.known = frozenset(row.site for row in self.rows)
         self.off: set[str] = set()
@@ -113,7 +127,15 @@ class QuantizedModel(nn.Module):
             for name, q in self.named()
         ]  # fmt: skip
         skipped = tuple((row.site, row.reason) for row in self.rows if row.reason and row.format == "fp32")
-        return Record(fingerprint(self.model), tuple(entries), skipped, tuple(self.steps))
+        return Record(fingerprint(self.model), tuple(entries), skipped, tuple(self.steps), self._divisors())
+
+    def _divisors(self) -> dict[str, tuple[float, ...]]:
+        """By weight, the factors that its input is divided by before it is read."""
+        return {
+            weight: tuple(self.factors[_key(name)].detach().double().flatten().tolist())
+            for route in self.routes.values() for name in route.divided.values()
+            for weight in route.uses.values() if self.quantizer(weight).weight
+        }  # fmt: skip
 
     @contextmanager
     def through(self, passing: Passing) -> Iterator[None]:
@@ -233,7 +255,7 @@ class _Handler:
         if route is None or site in self.owner.off:
             result = call.run()
             if site not in self.owner.known and float_tensors(result):
-                self.owner.missed(site)
+                self.owner.passing.unknown(self.owner, site)
             return result
         leaves, inplace = self.owner.divided(route, call.leaves, self.done), call.operator.inplace
         for place, name in route.uses.items():
@@ -272,17 +294,18 @@ def on_sums(bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
     As ONNX Runtime has it for QLinearConv (bias of int32 with scale ``x_scale * w_scale``, zero point 0). Where a scale is
     neither per tensor nor per channel, or chosen while the model runs, the bias stays as it is.
     """
-    scale = sum_scale(quantizers)
+    scale = sum_scale(quantizers, bias.shape[-1])
     if scale is None:
         return bias
-    if scale.numel() > 1 and bias.shape[-1] % scale.numel() == 0:  # one for each channel of a group, in every group
-        scale = scale.repeat(bias.shape[-1] // scale.numel())
     codes = torch.round(bias.detach() / scale).clamp_(-(2.0**31), 2.0**31 - 1)
     return straight(bias, (codes * scale).to(bias.dtype))
 
 
-def sum_scale(quantizers: list[Quantizer]) -> Tensor | None:
-    """The step of the sums of a call's products, a number or one for each output channel; None where there is none."""
+def sum_scale(quantizers: list[Quantizer], channels: int) -> Tensor | None:
+    """The step of the sums of a call's products, a number or one for each output channel; None where there is none.
+
+    A transposed convolution's weight has a scale for each channel of a group, which every group has.
+    """
     if len(quantizers) != 2 or any(q.dynamic or q.scale is None for q in quantizers):
         return None
     if sum(q.weight for q in quantizers) != 1:
@@ -293,6 +316,8 @@ def sum_scale(quantizers: list[Quantizer]) -> Tensor | None:
             return None
         scale = quantizer.qparams().scale.flatten()
         step = scale if step is None else step * scale
+    if step is not None and step.numel() > 1 and channels % step.numel() == 0:
+        step = step.repeat(channels // step.numel())
     return step
 
 

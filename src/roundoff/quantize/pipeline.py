@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +19,27 @@ from roundoff.formats import Format, parse_format
 from roundoff.plan.budget import sqnr_db
 from roundoff.plan.plan import Plan
 from roundoff.plan.rounded import noise
+from roundoff.quantize.apart import apart_
 from roundoff.quantize.graph import Graph, trace
 from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.options import Options
 from roundoff.quantize.record import Step
+from roundoff.quantize.repair.equalise import rescale_
 from roundoff.quantize.repair.fold import fold_batch_norm_
+from roundoff.quantize.repair.smoothing import smooth_
 from roundoff.quantize.repair.spread import spread_
-from roundoff.quantize.scheme import Options, Row, scheme
+from roundoff.quantize.scheme import Row, scheme
 from roundoff.quantize.sequential import Rounding, round_in_order_
+from roundoff.site import select
 from roundoff.workload import Workload, describe
 
 #: Kinds of calls that a plan of one format quantizes.
 KINDS = ("conv", "linear", "matmul", "attention", "rnn", "embedding")
-#: Batches, at most, that the graph is traced on: a model that branches on its data may show it.
+#: Batches, at most, that the graph of a model is traced on that never asks for a tensor's value.
 TRACED = 4
+#: By what share the power of the output may change when channels are rescaled: rounding, far below any real change.
+SAME = 1e-3
 #: Batches that each step's gain is measured on.
 MEASURED = 2
 
@@ -43,10 +51,10 @@ def quantize(
 ) -> QuantizedModel:  # fmt: skip
     """A copy of a model in the formats of a plan, calibrated, with weights rounded so that the output keeps its value.
 
-    In order: BatchNorm is folded into the layers before it; channels are rescaled where that costs the output less
-    (``repair.spread``); then one pass from front to back chooses the scale of each value and rounds each weight and bias
-    with what really arrives there (``sequential``). ``steps`` of the result has the SQNR of the output after each of them,
-    ``rows`` says of every call what became of it.
+    In order: BatchNorm is folded into the layers before it; channels are balanced as ``rounding.balance`` says, or else
+    rescaled where that costs the output less (``repair.spread``); then one pass from front to back chooses the scale of
+    each value and rounds each weight and bias with what really arrives there (``sequential``). ``steps`` of the result has
+    the SQNR of the output after each of them, ``rows`` says of every call what became of it.
 
     Args:
         model: in any mode; it is left as it was. Or a workload, whose batches are the calibration data unless given.
@@ -64,8 +72,9 @@ def quantize(
         The simulation: called like the model, it returns what the artefact will return. ``.record()`` is what was chosen.
 
     Raises:
-        QuantizationError: no data, data with NaN or Inf, nothing to quantize, or a model that mixes samples of a batch.
+        QuantizationError: no data, data or weights with NaN or Inf, weights in half precision, or nothing to quantize.
         PlanError: a plan for another model, or an unknown format.
+        PatternError: a pattern of ``skip``, or of layers in ``options`` or ``rounding``, that names no site.
         WorkloadError: the model raised on a batch.
 
     Example:
@@ -80,24 +89,74 @@ def quantize(
     """
     workload = _workload(model, batches, forward)
     _check(workload)
+    skip = list(skip)
     options, rounding = options or Options(), rounding or Rounding()
-    formats = site_formats(plan, trace(workload, _some(workload)), skip)
+    first = traced(workload)
+    for pattern in (*options.layers, *rounding.layers):
+        select(pattern, list(first.nodes))
+    formats = site_formats(plan, first, skip)
     own = workload.with_model(_copied(workload.model))
     notes: list[Row] = []
     if fold:
         folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
         notes = [Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason]
-    graph = trace(own, _some(own))
+    graph = traced(own)
     made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
+    made.folded = fold
+    made.remarks += apart_(made, rounding)
+    _check_weights(made)
     meter = _Meter(workload, own, made)
-    made.steps = _calibrate(made, graph, own, rounding, spread, meter)
+    steps = _calibrate(made, graph, own, rounding, spread, meter)
+    if steps is None:  # the copy is spoilt: another one
+        made = quantize(workload, plan, options=options, rounding=rounding, fold=fold, spread=False, skip=skip)
+        steps = [Step("spread", math.nan, math.nan, "undone: it changed what the model computes"), *made.steps]
+    made.steps = steps
     return made
 
 
-def _some(workload: Workload) -> list[Any]:
-    """``TRACED`` of the batches, spread over all."""
-    return workload.batches[:: -(-len(workload.batches) // TRACED)]
+def unrounded(made: QuantizedModel, workload: Workload) -> nn.Module:
+    """A copy of a workload's model in full precision whose values inside are those of the quantized model made of it.
+
+    BatchNorm is folded and channels are divided by the factors that they were divided by there, as ``made`` remembers them:
+    nothing is fitted. Values that are divided in front of a reader (``Route.divided``) are as they were before.
+
+    >>> torch.manual_seed(0)
+    <torch...>
+    >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> workload = Workload(net, [torch.randn(32, 8)])
+    >>> twin = unrounded(quantize(workload, "int8"), workload)
+    >>> x = workload.batches[0]
+    >>> torch.allclose(twin(x), net(x), atol=1e-6), torch.equal(twin[0].bias, net[0].bias)
+    (True, False)
+    """
+    twin = _copied(workload.model)
+    if made.folded:
+        fold_batch_norm_(twin, workload.batches[:1], forward=workload.forward)
+    with torch.no_grad():
+        for group, factors, clips in made.moves:
+            rescale_(twin, group, factors, clips=clips)
+    return twin
+
+
+def traced(workload: Workload) -> Graph:
+    """The graph of ``TRACED`` of the batches, spread over all; of all where the model may branch on their values."""
+    some = workload.batches[:: -(-len(workload.batches) // TRACED)]
+    graph = trace(workload, some)
+    return trace(workload) if graph.asks and len(some) < len(workload.batches) else graph
+
+
+def _check_weights(made: QuantizedModel) -> None:
+    """Weights that become codes must be finite, in a precision in which a scale times a code is a value of the grid."""
+    for name in made.weight_names():
+        weight = made.model.get_parameter(name)
+        if weight.dtype not in (torch.float32, torch.float64):
+            raise QuantizationError("the model's weights are no fp32", where=name, expected="float32 or float64",
+                                    got=str(weight.dtype).removeprefix("torch."),
+                                    do="give model.float(), and data in float32")  # fmt: skip
+        if bad := int((~weight.detach().isfinite()).sum()):
+            raise QuantizationError(f"{bad} of {weight.numel()} weights are NaN or Inf", where=name,
+                                    expected="finite weights", do="load or train the model again")  # fmt: skip
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -113,24 +172,51 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _calibrate(
     made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, spread: bool, meter: _Meter
-) -> list[Step]:
-    found: list[Step] = []
+) -> list[Step] | None:
+    """What was done; None where rescaled channels gave another function."""
+    found = [_balanced(made, graph, own, rounding, method) for method in dict.fromkeys(r.balance for r in rounding.every)
+             if method]  # fmt: skip
+    spread = spread and not rounding.balance
     weights = None
+    weighs = any(r.observer == "adjoint" for r in rounding.every)
     static = [q for _, q in made.named() if not q.weight and not q.dynamic]
-    if static and (spread or rounding.observer == "adjoint"):
+    if static and (spread or weighs):
         weights = importance(made, own, own.batches)
         if spread:
             gain = spread_(made, graph, own, weights)
             found.append(Step(gain.name, gain.before_db, gain.after_db, gain.note))
             if not math.isnan(gain.after_db):
+                before = weights.output
                 weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for spread_ alone
-    if weights is None and rounding.observer == "adjoint":
-        rounding = replace(rounding, observer="mse")
+                if abs(weights.output - before) > SAME * before:
+                    return None
+    if weights is None:
+        rounding = replace(_unweighed(rounding), layers={p: _unweighed(r) for p, r in rounding.layers.items()})
     gains = round_in_order_(made, own, own.batches, rounding, weights)
     means = [g.after_db - g.before_db for g in gains if math.isfinite(g.after_db - g.before_db)]
     note = f"weights: {sum(means) / len(means):.1f} dB over nearest, a layer, mean of {len(means)}" if means else ""
     found.append(Step(f"{rounding.observer}, {rounding.weights}", math.nan, meter.db(), note))
     return found
+
+
+def _unweighed(how: Rounding) -> Rounding:
+    return replace(how, observer="mse") if how.observer == "adjoint" else how
+
+
+def _balanced(made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, method: str) -> Step:
+    """Balance the channels that the calls read for which ``rounding`` has this method."""
+    hows = {site: rounding.of(site) for site in made.routes}
+    strengths = {site: how.strength for site, how in hows.items() if how.balance == method}
+    done = smooth_(made, graph, own, method=method, alpha=strengths)
+    left = Counter(row.how.removeprefix("left: ") for row in done.rows if row.how.startswith("left"))
+    parts = [f"{len(done.rows) - left.total()} of {len(done.rows)} values", done.gain.note]
+    parts += [f"{number} left: {why}" for why, number in left.most_common(2) if not done.gain.note]
+    convolutions = sum(made.graph.nodes[site].kind == "conv" for site in strengths) if method == "awq" else 0
+    parts += [f"awq is for linear layers: {convolutions} convolutions left"] * bool(convolutions)
+    parts.append("both sides with min-max ranges, weights to nearest")
+    if not done.rows:
+        parts = [f"no value that quantized {'linear layers' if method == 'awq' else 'weights'} read"]
+    return Step(method, done.gain.before_db, done.gain.after_db, "; ".join(filter(None, parts)))
 
 
 class _Meter:
@@ -160,8 +246,6 @@ def site_formats(plan: Plan | Mapping[str, str] | str | Path, graph: Graph, skip
 
     Raises ``PlanError`` for a plan whose patterns name nothing, ``PatternError`` for a ``skip`` that names nothing.
     """
-    from roundoff.site import select
-
     sites = list(graph.nodes)
     if isinstance(plan, str) and (fmt := _format(plan)) is not None:
         chosen = {s: fmt for s, node in graph.nodes.items() if node.kind in KINDS and _has_weight(graph, s, fmt)}

@@ -108,7 +108,8 @@ class Record:
             shown = "\n    ".join(lines[:10] + ([f"and {len(lines) - 10} more"] if len(lines) > 10 else []))
             raise QuantizationError(
                 f"the record was made for another model, {len(lines)} parameters differ:\n    {shown}",
-                where="record", do="quantize this model, or load the one that the record was made for",
+                where="record",
+                do="check the copy that was quantized (.model of what quantize returned), or quantize this one",
             )  # fmt: skip
         if self.model.values and _values(model) != self.model.values:
             raise QuantizationError("the record was made for other weights: the same shapes, other values", where="record",

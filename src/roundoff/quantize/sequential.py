@@ -9,6 +9,7 @@ GPTQ and bias correction need. Nothing is run again for each layer, and batches 
 from __future__ import annotations
 
 import copy
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,23 +20,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundoff.capture.calls import Call, Handler, watch
+from roundoff.capture.calls import Call, Handler, float_tensors, watch
 from roundoff.errors import QuantizationError
 from roundoff.formats import Format, QParams, fake_quantize
+from roundoff.quantize.codes import PASSES, upper_bound
+from roundoff.quantize.graph import Node
 from roundoff.quantize.importance import Importance, channel_axis
+from roundoff.quantize.layout import Route
 from roundoff.quantize.lockstep import Lockstep, Request
 from roundoff.quantize.model import QuantizedModel, forget
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.repair.gain import Gain
-from roundoff.quantize.scheme import PASSES, Route, upper_bound
+from roundoff.quantize.rounding import Rounding as Rounding
+from roundoff.quantize.scheme import Row
 from roundoff.quantize.side_by_side import in_stacks, samples, stack
 from roundoff.quantize.weighed import Arrived, Settled, Weighed, naming, run
-from roundoff.quantize.weighed import Rounding as Rounding
 from roundoff.workload import Workload, preserve
 
 #: Ranges of eight bits and more are made this much wider than calibration asks for: other samples have values beyond its
 #: extremes. Measured on 5,000 samples after calibration on 512: 0.5 dB more on a MobileNet, 0.1 dB less on a ResNet.
 ROOM = 1.03
+#: Bytes of the largest value of batches that are joined, at most: what allocators hand out again instead of asking the
+#: system for new pages each time (glibc: 32 MiB), which cost a MobileNet three times its arithmetic.
+JOINED = 2**24
 
 
 def round_in_order_(
@@ -57,7 +64,9 @@ def round_in_order_(
     before = [(q, dict(q._buffers), (q.granularity, q.observer, q.note)) for _, q in model.named()]
     with preserve(model.model), torch.no_grad():
         exact = copy.deepcopy(model.model.eval())
-        groups = in_stacks(workload.with_model(exact), batches)
+        branches = model.graph.asks and (model.graph.sometimes or model.graph.changing)  # which one, a stack would decide
+        most = -1.0 if branches else _most(model, batches[0])
+        groups = in_stacks(workload.with_model(exact), batches, most)
         order = _InOrder(model, how, weights, [{i: samples(batches[i]) for i in group} for group in groups])
         try:
             _run(order, workload, [stack([batches[i] for i in group]) for group in groups], exact)
@@ -69,7 +78,19 @@ def round_in_order_(
                 quantizer.granularity, quantizer.observer, quantizer.note = state
             raise
     model.settle_()
+    for site, (call, numbers) in order.late.items():
+        _late_(model, site, call, sorted(numbers))
     return order.settled.gains
+
+
+def _late_(model: QuantizedModel, site: str, call: Call, batches: list[int]) -> None:
+    """A call that these batches alone made, which the graph was not traced on: it runs in fp32, and its row says so."""
+    seen = f"batch {batches[0]}" if len(batches) == 1 else f"batches {batches[0]} to {batches[-1]}, which ran together"
+    reason = f"seen only in {seen}: the batches that the graph was traced on do not call it"
+    stored = [n for n, q in model.named() if q.weight and any(n in operand.sources for operand in call.operands)]
+    model.rows.append(Row(site, "fp32", "; ".join([reason, *(f"reads {name} as it is stored" for name in stored)])))
+    model.graph.nodes[site] = Node(site, call.operator.name, call.kind, (), ())
+    model.known |= {site}
 
 
 def _run(order: _InOrder, workload: Workload, stacks: Sequence[Any], exact: nn.Module) -> None:
@@ -77,8 +98,10 @@ def _run(order: _InOrder, workload: Workload, stacks: Sequence[Any], exact: nn.M
     bodies: list[Callable[[], None]] = []
     with ExitStack() as opened:
         for number, batch in enumerate(stacks):
-            handlers: tuple[Handler, Handler] = (_Exact(order, number), _Quantized(order, number))
-            for own, handler in zip((exact, order.model.model), handlers, strict=True):
+            handlers: list[tuple[nn.Module, Handler]] = [(order.model.model, _Quantized(order, number))]
+            if order.how.compares:
+                handlers.insert(0, (exact, _Exact(order, number)))
+            for own, handler in handlers:
                 twin = own if len(stacks) == 1 else _twin(own)
                 mode = opened.enter_context(watch(twin, handler))
 
@@ -89,6 +112,12 @@ def _run(order: _InOrder, workload: Workload, stacks: Sequence[Any], exact: nn.M
 
                 bodies.append(body)
         order.steps.run(bodies)
+
+
+def _most(model: QuantizedModel, batch: Any) -> float:
+    """How many samples may be joined, from the largest value that the graph has for the first batch."""
+    largest = max((math.prod(shape) for node in model.graph.nodes.values() for shape in node.shapes), default=0)
+    return JOINED / 4 / largest * samples(batch) if largest and samples(batch) else math.inf
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -106,12 +135,22 @@ class _InOrder:
         #: values come before the weight that they meet: only then do both runs wait there
         self.rank = {row.site: 2 * i for i, row in enumerate(model.rows)}
         self.settled = Settled()
+        #: calls that the graph has not, and the batches that made them
+        self.late: dict[str, tuple[Call, list[int]]] = {}
         self.steps = Lockstep(self.decide)
 
     def waiting(self, route: Route) -> str:
         """A weight of a call that has to be rounded still, or empty."""
         quantizers = ((n, self.model.quantizer(n)) for n in route.uses.values() if n not in self.settled.names)
         return next((n for n, q in quantizers if q.weight and not q.dynamic), "")
+
+    def passed(self, call: Call, group: int) -> Any:
+        """The result of a call that reads nothing through quantizers; one that was not seen before is noted."""
+        site, result = str(call.site), call.run()
+        if site not in self.model.known and float_tensors(result):
+            known = self.late.setdefault(site, (call, []))[1]
+            known += [number for number in self.sizes[group] if number not in known]
+        return result
 
     def decide(self, requests: list[Request]) -> None:
         """Choose the scale of a value, or round the weights of a call, for all runs that wait for it."""
@@ -127,7 +166,8 @@ class _InOrder:
         if changed:
             partners = [exact.get(group) for group, _, _ in changed]
             pairs = [(p[1] if p else None, arrived) for p, (_, _, arrived) in zip(partners, changed, strict=True)]
-            weighed = Weighed(self.model, self.how, self.settled, pairs)
+            how = self.how.of(str(changed[0][2].call.site))
+            weighed = Weighed(self.model, how, self.settled, pairs)
             results = weighed.settle([p[0].answer if p else None for p in partners])
             for (_, request, _), result in zip(changed, results, strict=True):
                 request.answer = result
@@ -140,7 +180,8 @@ class _InOrder:
             if read.fmt == quantizer.fmt and read.scale is not None:
                 quantizer.set_(read.qparams(), read.observer)  # the same codes, moved
                 return
-        observer = make_observer(self.how.observer, quantizer.granularity, **self.how.parameters)
+        how = self.how.of(*quantizer.sites)
+        observer = make_observer(how.observer, quantizer.granularity, **how.parameters)
         for request in requests:
             group, value = request.given
             value = quantizer.without_exact(value)
@@ -151,15 +192,17 @@ class _InOrder:
         with naming(name):
             chosen = observer.qparams(quantizer.fmt)
         first = quantizer.without_exact(requests[0].given[1])
-        if self.how.observer == "adjoint" and _needs_room(first, chosen, quantizer.fmt):
+        if how.observer == "adjoint" and _needs_room(first, chosen, quantizer.fmt):
             chosen.scale.mul_(ROOM)
         bound = None if node is None else upper_bound(node)
         if bound is not None and not quantizer.fmt.symmetric:  # no code stands for what is clipped anyway
             chosen.scale.clamp_(max=_below(bound / (quantizer.fmt.max_finite - quantizer.fmt.min_finite)))
-        quantizer.set_(chosen, self.how.observer, observer.degenerate)
+        quantizer.set_(chosen, how.observer, observer.degenerate)
 
     @staticmethod
     def _check_finite(name: str, value: Tensor, sizes: dict[int, int]) -> None:
+        if bool(value.sum().isfinite()):  # one pass; a sum that overflows is looked at again
+            return
         bad = ~value.isfinite()
         if not bool(bad.any()):
             return
@@ -189,7 +232,7 @@ class _Exact:
         site = str(call.site)
         route = self.order.model.routes.get(site)
         if route is None:
-            return call.run()
+            return self.order.passed(call, self.group)
         leaves, name = self.order.model.divided(route, call.leaves, self.done), self.order.waiting(route)
         if not name:
             return call.run(leaves)
@@ -213,7 +256,7 @@ class _Quantized:
         site = str(call.site)
         route = self.model.routes.get(site)
         if route is None:
-            return call.run()
+            return self.order.passed(call, self.group)
         leaves, rank = self.model.divided(route, call.leaves, self.done), self.order.rank.get(site, 0)
         for place, name in route.uses.items():
             if not self.model.quantizer(name).weight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,10 +51,11 @@ def samples(batch: Any) -> int:
     return next((len(v) for v in tree_flatten(batch)[0] if isinstance(v, Tensor | np.ndarray) and v.ndim), 0)
 
 
-def in_stacks(workload: Workload, batches: Sequence[Any]) -> list[list[int]]:
+def in_stacks(workload: Workload, batches: Sequence[Any], most: float = math.inf) -> list[list[int]]:
     """Which batches can go through the model together, by number: those of one shape, where it computes the same for them.
 
-    That is tried on the first two of a shape. A model that mixes the samples of a batch gets each batch by itself.
+    That is tried on two of a shape, of different lengths where there are such. A model that mixes the samples of a batch, or
+    does something else for a short one, gets each batch by itself. Batches are joined up to ``most`` samples.
 
     >>> shapes = [torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 5)]
     >>> in_stacks(Workload(torch.nn.ReLU(), shapes), shapes)
@@ -61,13 +63,19 @@ def in_stacks(workload: Workload, batches: Sequence[Any]) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     for number, batch in enumerate(batches):
-        known = next((g for g in groups if stack([batches[g[0]], batch]) is not None), None)
+        room = (g for g in groups if sum(samples(batches[i]) for i in g) + samples(batch) <= most)
+        known = next((g for g in room if stack([batches[g[0]], batch]) is not None), None)
         if known is None:
             groups.append([number])
         else:
             known.append(number)
-    pair = next((group[:2] for group in groups if len(group) > 1), None)
-    if pair is None or _independent(workload, *(batches[i] for i in pair)):
+    lengths = [samples(batch) for batch in batches]
+    group = max(groups, key=lambda g: (len({lengths[i] for i in g}) > 1, len(g) > 1), default=[])
+    other = next((i for i in group if lengths[i] != lengths[group[0]]), None)
+    pair = group[:2] if other is None else [group[0], other]
+    if len(pair) < 2:
+        return groups
+    if _independent(workload, *(batches[i] for i in pair)):
         return groups
     return [[number] for number in range(len(batches))]
 

@@ -14,6 +14,7 @@ from roundoff.capture.calls import Call, Operand
 from roundoff.capture.execute import execute
 from roundoff.errors import QuantizationError
 from roundoff.formats import Granularity, PerTensor, QParams, choose_qparams
+from roundoff.quantize.layout import Route
 from roundoff.quantize.model import QuantizedModel, on_sums
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.quantizer import Quantizer
@@ -29,31 +30,10 @@ from roundoff.quantize.repair.matrix import (
 )
 from roundoff.quantize.repair.rounding import RATIOS, round_weight
 from roundoff.quantize.repair.scales import search_scales
-from roundoff.quantize.scheme import Route
+from roundoff.quantize.rounding import Rounding
 
 #: Rows of inputs that second moments are taken from, at most: more add little.
 ROWS = 2**14
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """How one pass chooses.
-
-    Attributes:
-        observer: of values (see ``observers.OBSERVERS``).
-        weights: ``nearest``, or ``gptq``: rounding that makes up for its own errors and for those of the inputs.
-        scales: of weights: ``minmax`` or ``search``, the scale with the least error.
-        bias: correct biases so that the mean of each output channel is that of the full-precision network.
-        parameters: of the observer.
-        keep_zeros: weights that are exactly 0 stay 0, as those of a pruned model should; the others make up for that too.
-    """
-
-    observer: str = "adjoint"
-    weights: str = "gptq"
-    scales: str = "search"
-    bias: bool = True
-    parameters: dict[str, Any] = field(default_factory=dict)
-    keep_zeros: bool = False
 
 
 @dataclass
@@ -101,13 +81,11 @@ class Weighed:
                 else:
                     quantizer.set_(*_scale(quantizer, quantizer.without_exact(first.leaves[at]), None, self.how.scales))
                     first.leaves[at].copy_(quantizer(first.leaves[at]))
-        found = [run(self.model, arrived, bias is None) for _, arrived in self.pairs]
-        if bias is None:
-            return found
+        if bias is None or not corrects:
+            return [run(self.model, arrived) for _, arrived in self.pairs]
+        found = [run(self.model, arrived, bias=False) for _, arrived in self.pairs]
         before, axis = bias.detach().clone(), _channels(first.call)
-        if corrects:
-            pairs = [(w, f) for w, f in zip(wanted, found, strict=True) if w is not None]
-            _correct_(bias, [(w - f).movedim(axis, -1).flatten(0, -2) for w, f in pairs])
+        _correct_(bias, [(w - f).movedim(axis, -1).flatten(0, -2) for (w, _), f in zip(both, found, strict=True)])
         now = on_sums(bias, self._readers(first)) if first.route.bias >= 0 else bias
         return [f + _along(now - before, f.ndim, axis) for f in found]
 

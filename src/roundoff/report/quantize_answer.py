@@ -122,9 +122,24 @@ def size(number: int | None) -> str:
 
 
 def weakest(data: Row, top: int = 10) -> list[Row]:
-    """The sites whose results are furthest from fp32, worst first; those that were not compared are left out."""
+    """The sites that cost the output most, by their share of the noise that the budget predicts.
+
+    Without a budget (no target) those whose results are furthest from fp32. Sites without the one or the other are left out.
+    """
+    if ranked(data):
+        costly = [row for row in data["sites"] if row["share"]]
+        return sorted(costly, key=lambda row: -float(row["share"]))[:top]
     known = [row for row in data["sites"] if finite(row["sqnr_db"])]
     return sorted(known, key=lambda row: float(row["sqnr_db"]))[:top]
+
+
+def ranked(data: Row) -> bool:
+    """Whether a budget says what each site costs the output."""
+    return any(row.get("share") is not None for row in data["sites"])
+
+
+#: What the SQNR of sites is measured against.
+AGAINST = "SQNR of what a site returns, against fp32 with channels scaled alike"
 
 
 def left(data: Row) -> list[tuple[str, list[str]]]:

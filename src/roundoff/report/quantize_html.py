@@ -25,7 +25,8 @@ def render(data: Row) -> str:
     """The page as a string. Every name is escaped."""
     first, *rest = quantize_answer.answer(data)
     return _templates().get_template("quantize.html").render(
-        d=data, verdict=first, sentences=rest, said=quantize_answer, left=quantize_answer.left(data),
+        d=data, ranked=quantize_answer.ranked(data), against=quantize_answer.AGAINST, verdict=first, sentences=rest,
+        said=quantize_answer, left=quantize_answer.left(data),
         trials=quantize_answer.trials(data), by_size=quantize_chart.tradeoff(data, "bytes"),
         by_work=quantize_chart.tradeoff(data, "work"), style=_source("report.css") + _source("quantize.css"),
     )  # fmt: skip

@@ -72,10 +72,12 @@ def _weakest(data: Row, console: Console, top: int) -> None:
     rows = said.weakest(data, top)
     if not rows:
         return
-    _heading(console, "Furthest from fp32: SQNR of what a site returns, and of rounding it alone (dB)")
-    columns = {
-        "site": [r["site"] for r in rows],
-        "format": [r["format"] for r in rows],
+    first = "What costs the output most, as the budget predicts" if said.ranked(data) else "Furthest from fp32"
+    _heading(console, f"{first}; {said.AGAINST}, and of rounding it alone (dB)")
+    columns = {"site": [r["site"] for r in rows], "format": [r["format"] for r in rows]}
+    if said.ranked(data):
+        columns["share"] = [percent(r["share"]) for r in rows]
+    columns |= {
         "SQNR": [db(r["sqnr_db"]) for r in rows],
         "own": [db(r["own_db"]) for r in rows],
         "observer": [r["observer"] or NONE for r in rows],

@@ -36,6 +36,7 @@ LAYERS = {
     "transposed 2d in groups": (nn.ConvTranspose2d(4, 6, 3, 2, groups=2, bias=False), nn.BatchNorm2d(6), (2, 4, 5, 5)),
     "transposed 3d": (nn.ConvTranspose3d(2, 3, 2), nn.BatchNorm3d(3), (2, 2, 3, 3, 3)),
     "linear": (nn.Linear(4, 6), nn.BatchNorm1d(6), (5, 4)),
+    "one channel": (nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1), (2, 3, 5, 5)),
     "without affine": (nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6, affine=False), (5, 4)),
 }
 
@@ -56,6 +57,7 @@ def test_folded_into_the_layer_before(kind: str) -> None:
 BEHIND = {
     "linear": (nn.BatchNorm1d(4), nn.Linear(4, 3), (5, 4)),
     "depthwise": (nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, groups=4), (2, 4, 6, 6)),
+    "one channel": (nn.BatchNorm2d(1), nn.Conv2d(1, 3, 3), (2, 1, 6, 6)),
     "conv in groups": (nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2, bias=False), (2, 4, 6, 6)),
 }
 
@@ -68,6 +70,15 @@ def test_folded_into_the_layer_behind(kind: str) -> None:
     before = net(x).detach()
     (row,) = fold_batch_norm_(net, [x])
     assert (row.layer, row.reason) == ("2", "")
+    close(net(x).detach(), before)
+
+
+def test_channels_that_are_joined_later_are_folded_before() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 8, 3), used(nn.BatchNorm2d(8)), nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(2, 1, 3))
+    net, x = net.double().eval(), torch.randn(2, 2, 7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = net(x).detach()
+    (row,) = fold_batch_norm_(net, [x])
+    assert row.layer == "0"
     close(net(x).detach(), before)
 
 

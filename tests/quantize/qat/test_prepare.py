@@ -12,13 +12,14 @@ from roundoff.errors import PatternError, QuantizationError
 from roundoff.formats import choose_qparams, parse_format
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import Passing, QuantizedModel
+from roundoff.quantize.options import Options
 from roundoff.quantize.qat.learner import Learner
 from roundoff.quantize.qat.learners import LEARNERS
 from roundoff.quantize.qat.loop import train
 from roundoff.quantize.qat.prepare import clip_binary_, convert, prepare_qat
 from roundoff.quantize.qat.training import learners, parameter_groups
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.scheme import Options, scheme
+from roundoff.quantize.scheme import scheme
 from roundoff.workload import Workload
 
 
@@ -246,3 +247,11 @@ def test_parameters_of_learners():
     prepare_qat(model, activations="ulq", parameters={"ulq": {"fixed_min": True}})
     model(batches()[0][0])
     assert all(q.clip_min.item() == 0 for q in learners(model).values() if q.kind == "ulq")
+
+
+@pytest.mark.parametrize("step", [prepare_qat, convert])
+def test_a_model_that_is_not_quantized_is_an_error_that_says_how(step):
+    net = Net().eval()
+    with pytest.raises(QuantizationError, match=f"{step.__name__}: not a quantized model\n.*\n  got: Net\n  do: quant"):
+        step(net)
+    assert not any(module.training for module in net.modules())

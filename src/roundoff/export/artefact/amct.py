@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from roundoff.errors import QuantizationError
-from roundoff.export.amct import AutoPrune, LayerConfig, read_config
+from roundoff.export.amct import AutoPrune, LayerConfig, QuantizeConfig, read_config
 from roundoff.export.artefact.ask import Ask
 from roundoff.plan.plan import Plan, Rule
-from roundoff.quantize.scheme import Options
-from roundoff.quantize.sequential import Rounding
+from roundoff.quantize.options import Options
+from roundoff.quantize.rounding import Rounding
 
 
 def with_config(ask: Ask, path: str | Path, model: nn.Module) -> Ask:
-    """The same ask with the layers, bits, observer and weights that an AMCT file (``.cfg`` or ``.json``) gives.
+    """The same ask with what an AMCT file (``.cfg`` or ``.json``) says of each layer.
 
-    Its plan names every layer that AMCT would quantize. Observer, symmetry and granularity of weights are one for the whole
-    model here: where layers differ, what most of them say holds, and a note says so.
+    Its plan names every layer that AMCT would quantize. Each of these has the file's bits, observer and its parameters,
+    symmetry, granularity and rounding of weights, and balancing, for its input and its weight; as many batches are
+    calibrated on as it says, unless the ask has another number of samples. A note for what is done in another way.
 
     Raises:
         QuantizationError: a file for automatic pruning, a target or plan beside it, layers that the model hasn't, or what
@@ -40,33 +39,18 @@ def with_config(ask: Ask, path: str | Path, model: nn.Module) -> Ask:
     layers = {name: layer for name, layer in layers.items() if "Pool" not in kinds[name]}
     if not layers:
         raise QuantizationError("the configuration skips every layer", where=str(path), expected="a layer to quantize")
-    notes = list(ask.notes)
     by: dict[str, list[str]] = {}
     for name, layer in layers.items():
         by.setdefault(_format(layer), []).append(f"{name}/*")
     plan = Plan(tuple(Rule(fmt, tuple(sites)) for fmt, sites in by.items()), about={"source": Path(path).name})
-    own = list(layers.values())
-    observer = _most("observer", [(c.observer, tuple(sorted(c.observer_parameters.items()))) for c in own], notes)
-    symmetric = _most("symmetric activations", [bool(c.symmetric) for c in own], notes)
-    channel = _most("a scale for each channel of weights", [c.per_channel for c in own], notes)
-    weights = _most("algorithm of weights", [c.weight_algorithm for c in own], notes)
-    if weights == "adaround":
-        notes.append("AMCT's adaround: weights are rounded by gptq, which learns from the same data")
-    if any(c.dmq_alpha is not None for c in own):
-        notes.append("AMCT's DMQ balancing: channels are rescaled by what they cost the output instead")
-    if config.pruning(kinds):
-        notes.append("the file also prunes: use --prune 2:4 or --prune channel:SHARE for that")
-    if config.fp16_scales:
-        notes.append("scales are not rounded to fp16 (FORCE_FP16_QUANT)")
-    name, parameters = observer
-    known = dict(parameters)
-    if name == "ulq":
-        name, known = "minmax", {}
-        notes.append("AMCT's ulq learns ranges in training: they are calibrated by minmax, and --qat trains them")
-    rounding = Rounding(observer=name, weights="gptq" if weights == "adaround" else "nearest", parameters=known,
-                        scales="minmax")  # fmt: skip
-    options = Options(symmetric=symmetric, weight="format" if channel else "tensor")
-    return replace(ask, formats=(), plan=plan, rounding=rounding, options=options, notes=tuple(notes))
+    common = _rounding(replace(config.quantize.common or LayerConfig(), dmq_alpha=None))
+    own = {f"{name}/*": _rounding(layer) for name, layer in layers.items()}
+    how = {f"{name}/*": _options(layer) for name, layer in layers.items()}
+    notes = (*ask.notes, *_notes(config, list(layers.values()), ask.samples, bool(config.pruning(kinds))))
+    return replace(
+        ask, formats=(), plan=plan, rounding=replace(common, layers=own), fold=config.fold, notes=notes,
+        options=Options(symmetric=config.symmetric, layers=how), batches=config.batch_num if ask.samples is None else None,
+    )  # fmt: skip
 
 
 def _format(layer: LayerConfig) -> str:
@@ -75,8 +59,37 @@ def _format(layer: LayerConfig) -> str:
     return f"w{layer.weight_bits}a{layer.activation_bits}"
 
 
-def _most(what: str, values: Iterable[Any], notes: list[str]) -> Any:
-    counted = Counter(values).most_common()
-    if len(counted) > 1:
-        notes.append(f"{what} differs between layers in the file: {counted[0][0]} is used for all")
-    return counted[0][0]
+def _rounding(layer: LayerConfig) -> Rounding:
+    """How a layer's input and weight choose their scales and codes."""
+    name, parameters = layer.observer, dict(layer.observer_parameters)
+    if name == "ulq":
+        name, parameters = "minmax", {}
+    weights = "gptq" if layer.weight_algorithm == "adaround" else "nearest"
+    balance = {} if layer.dmq_alpha is None else {"balance": "dmq", "strength": layer.dmq_alpha}
+    return Rounding(observer=name, parameters=parameters, weights=weights, scales="minmax", **balance)  # type: ignore[arg-type]
+
+
+def _options(layer: LayerConfig) -> Options:
+    return Options(symmetric=bool(layer.symmetric), weight="format" if layer.per_channel else "tensor")
+
+
+def _notes(config: QuantizeConfig, layers: list[LayerConfig], samples: int | None, prunes: bool) -> Iterator[str]:
+    """What of a file is done in another way, or not at all, and what of it is easily overlooked."""
+    if samples is not None:
+        yield f"batch_num {config.batch_num} of the file is not used: --samples {samples} was given"
+    else:
+        yield f"calibrated on the first {config.batch_num} of the batches, as batch_num says; --samples for more"
+    if any(c.weight_algorithm == "adaround" for c in layers):
+        yield "AMCT's adaround: weights are rounded by gptq, which learns from the same data"
+    if any(c.observer == "ulq" for c in layers):
+        yield "AMCT's ulq learns ranges in training: they are calibrated by minmax, and --qat trains them"
+    if any(c.weight_algorithm == "ulq" for c in layers):
+        yield "AMCT's ulq_retrain learns scales of weights in training: they are minmax's, and --qat trains them"
+    if prunes:
+        yield "the file also prunes: use --prune 2:4 or --prune channel:SHARE for that"
+    if config.fp16_scales:
+        yield "scales are not rounded to fp16 (FORCE_FP16_QUANT)"
+    if config.fold and config.skip_fold:
+        yield f"skip_fusion_layers: BatchNorm behind {', '.join(config.skip_fold)} is folded too, the function is the same"
+    if config.kind == "kv_cache":
+        yield "the layers' inputs and weights are quantized; for a cache of keys and values use Options(kv_cache=...)"

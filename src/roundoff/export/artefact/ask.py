@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import parse_format
 from roundoff.plan.plan import Plan
 from roundoff.quantize.observers import OBSERVERS
-from roundoff.quantize.scheme import Options
-from roundoff.quantize.sequential import Rounding
+from roundoff.quantize.options import Options
+from roundoff.quantize.rounding import Rounding, among
 
 #: Samples that are calibrated on when nothing is said.
 SAMPLES = 512
-METHODS = ("gptq", "nearest")
+#: ``--method`` -> how channels are balanced first, how weights are rounded then. AWQ and SmoothQuant as published.
+METHODS = {
+    "gptq": ("", "gptq"), "nearest": ("", "nearest"), "awq": ("awq", "nearest"), "awq+gptq": ("awq", "gptq"),
+    "smoothquant": ("smoothquant", "nearest"), "smoothquant+gptq": ("smoothquant", "gptq"), "dmq": ("dmq", "nearest"),
+    "dmq+gptq": ("dmq", "gptq"),
+}  # fmt: skip
 _PRUNE = re.compile(r"(?P<n>\d+):(?P<m>\d+)|(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)")
 
 
@@ -51,7 +55,9 @@ class Ask:
         pin: pattern of sites -> the format they run in.
         cost: what a target's plan saves (see ``plan.cost``).
         options, rounding: see ``roundoff.quantize``.
-        samples: calibration data, from the first batches on.
+        samples: calibration data, from the first batches on; None: ``SAMPLES``.
+        batches: instead, so many batches.
+        fold: fold BatchNorm first.
         prune: ``2:4``, ``channel:0.3`` or ``magnitude:0.5``; before quantization, which is then calibrated on what is left.
         qat: train with quantization afterwards.
         epochs: of that, and of the training after pruning.
@@ -72,7 +78,9 @@ class Ask:
     cost: str = "bytes"
     options: Options = field(default_factory=Options)
     rounding: Rounding = field(default_factory=Rounding)
-    samples: int = SAMPLES
+    samples: int | None = None
+    batches: int | None = None
+    fold: bool = True
     prune: str = ""
     qat: bool = False
     epochs: int = 0
@@ -96,9 +104,7 @@ class Ask:
             )  # fmt: skip
         if self.plan is not None and self.plan.autocast:
             self.plan.format_of("")  # says why not
-        _among("--observer", self.rounding.observer, OBSERVERS)
-        _among("--weights", self.rounding.weights, METHODS)
-        if self.samples < 1:
+        if self.samples is not None and self.samples < 1:
             raise QuantizationError("no calibration data", where="--samples", expected="one or more", got=str(self.samples))
         if (self.qat or self.distill) and self.epochs < 1:
             raise QuantizationError("training needs a number of epochs", where="--epochs", expected="1 or more",
@@ -160,6 +166,18 @@ def weights_only(name: str, group: int | None) -> str:
     return parse_format(f"w{fmt.width}" + (f"g{group}" if group else "")).name
 
 
+def rounding(observer: str, method: str) -> Rounding:
+    """What ``--observer`` and ``--method`` say.
+
+    >>> rounding("mse", "awq+gptq").balance, rounding("mse", "awq").weights
+    ('awq', 'nearest')
+    """
+    among("--observer", observer, OBSERVERS)
+    among("--method", method, METHODS)
+    balance, weights = METHODS[method]
+    return Rounding(observer=observer, weights=weights, balance=balance)
+
+
 def asked_formats(formats: Sequence[str], only: str | None, group: int | None) -> tuple[str, ...]:
     """The formats of ``--formats``, or the one of ``--weights-only`` and ``--group`` where these are given."""
     if only is not None:
@@ -168,10 +186,3 @@ def asked_formats(formats: Sequence[str], only: str | None, group: int | None) -
         raise QuantizationError("groups of weights are for weights alone", where="--group", got=str(group),
                                 do="add --weights-only int4, or name the format: --formats w4a8g64")  # fmt: skip
     return tuple(formats)
-
-
-def _among(where: str, name: str, known: Any) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(name, list(known), n=1)
-        raise QuantizationError(f"unknown: {name}", where=where, expected=", ".join(known),
-                                do=f"did you mean {near[0]}?" if near else None)  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from roundoff.errors import OutputError, RoundoffError
+from roundoff.errors import OutputError, RoundoffError, WorkloadError
 from roundoff.export.artefact.ask import Ask
 from roundoff.export.artefact.loading import save_model
 from roundoff.export.artefact.make import Made, Progress, make
@@ -106,9 +106,11 @@ def _amct(record: Any, path: Path) -> list[str]:
 def _artefact(made: Made, folder: Path, summary: dict[str, Any], reasons: dict[str, str], progress: Progress | None) -> None:
     from roundoff.export.onnx import export_fake_quant
     from roundoff.export.proof import prove
+    from roundoff.quantize.pipeline import unrounded
 
     def proved() -> None:
-        found = prove(made.workload, made.model, folder / "model.onnx", folder / "fp32.onnx", pack=True)
+        exact = unrounded(made.model, made.start)
+        found = prove(made.workload, made.model, folder / "model.onnx", folder / "fp32.onnx", exact=exact, pack=True)
         add_proof(summary, found)
 
     def step(done: int) -> None:
@@ -130,8 +132,12 @@ def _artefact(made: Made, folder: Path, summary: dict[str, Any], reasons: dict[s
 def _try(reasons: dict[str, str], name: str, run: Callable[[], Any]) -> None:
     try:
         run()
-    except (RoundoffError, ModuleNotFoundError) as error:
-        reasons[name] = error.what if isinstance(error, RoundoffError) else f"{error}: pip install 'roundoff[onnx]'"
+    except WorkloadError as error:
+        reasons[name] = f"{error.what}: {error.got}"  # what the model's code raised
+    except RoundoffError as error:
+        reasons[name] = error.what
+    except ModuleNotFoundError as error:
+        reasons[name] = f"{error}: pip install 'roundoff[onnx]'"
 
 
 def check_free(folder: Path, overwrite: bool) -> None:

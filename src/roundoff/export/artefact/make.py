@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from roundoff.attribute.target import named_tensors
 from roundoff.errors import InfeasibleError, QuantizationError
-from roundoff.export.artefact.ask import Ask, Prune
+from roundoff.export.artefact.ask import SAMPLES, Ask, Prune
 from roundoff.export.artefact.judge import Judge, Judged, size
 from roundoff.formats import parse_format
 from roundoff.plan.plan import Plan, Rule
 from roundoff.quantize.fallback import reach
-from roundoff.quantize.graph import trace
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.pipeline import quantize, site_formats
+from roundoff.quantize.pipeline import quantize, site_formats, traced
 from roundoff.quantize.qat.loop import Distillation, train
 from roundoff.quantize.qat.prepare import convert, prepare_qat
 from roundoff.quantize.qat.training import parameter_groups
@@ -51,9 +50,11 @@ class Made:
     """What came of an ``Ask``.
 
     Attributes:
-        workload: the user's, with the batches that were calibrated on.
+        workload: the user's, with the batches that were calibrated on; ``start``: the same with what was quantized of it,
+            its model itself or what pruning left of it.
         model: the quantized model; ``plan``: what it follows; ``judged``: how it does.
         trials: what a target's search measured, plain rows; ``reached``: its own verdict.
+        shares: of each site, its share of the noise that the budget predicts for the plan; empty without a target.
         pruned: what pruning did, by parameter or channel group, as plain rows.
         pruning: what that saved in fp32: ``macs`` of one batch and ``bytes`` of parameters, each ``before`` and ``after``;
             ``time``, that of the pruned model over that of the whole one in PyTorch, measured in turns.
@@ -61,11 +62,13 @@ class Made:
     """
 
     workload: Workload
+    start: Workload
     judge: Judge
     model: QuantizedModel
     plan: Plan
     judged: Judged
     trials: list[dict[str, Any]] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
     pruned: list[dict[str, Any]] = field(default_factory=list)
     pruning: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -101,7 +104,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     clock, notes = _Clock(), list(ask.notes)
     with clock("judge"):
         judge = Judge(workload)
-    own = calibration(workload, ask.samples)
+    own = calibration(workload, SAMPLES if ask.samples is None else ask.samples, ask.batches)
     start, steps = own, list[Step]()
     pruned: list[dict[str, Any]] = []
     masks: dict[str, Tensor] = {}
@@ -109,6 +112,9 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
         with clock("prune"):
             start, pruned, masks = _prune(own, ask.pruning)
             steps.append(Step(f"prune {ask.prune}", math.inf, judge.judge(start.model).db, ""))
+            if all(row["before"] == row["after"] for row in pruned):
+                why = "; ".join(sorted({row["reason"] for row in pruned if row["reason"]})[:3])
+                notes.append(f"nothing could be pruned: {why or 'no weight that it is for'}")
         if ask.epochs:
             with clock("train"):
                 _train(start.model, workload, ask)
@@ -117,11 +123,13 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
             notes.append("nothing was trained after pruning: --epochs 2 (and --distill) brings back much of what it costs")
         if masks:
             finish_(start.model)
-            ask = replace(ask, rounding=replace(ask.rounding, keep_zeros=True))
+            ask = replace(ask, rounding=ask.rounding.keeping_zeros())
     with clock("quantize"):
-        model, plan, trials, more = _quantize(start, ask, progress)
-    notes += more
-    steps += model.steps
+        model, plan, trials, more, shares = _quantize(start, ask, progress)
+    notes += [*more, *model.remarks]
+    notes += [f"{name}: {note}" for name, note in model.notes.items()]
+    beside = "beside the pruned model" if ask.pruning is not None else ""
+    steps += [step._replace(note="; ".join(filter(None, (step.note, beside)))) for step in model.steps]
     if ask.qat:
         with clock("train with quantization"):
             before = judge.judge(model).db
@@ -139,43 +147,43 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
         notes += _still_zero(model, masks, ask.pruning)
     with clock("judge"):
         judged = judge.judge(model)
-    made = Made(own, judge, model, plan, judged, trials, pruned, {}, notes, clock.seconds)
+    made = Made(own, start, judge, model, plan, judged, trials, shares, pruned, {}, notes, clock.seconds)
     if pruned:
         with clock("cost of the pruned model"):
             made.pruning = _saved(own, start)
     return made
 
 
-def calibration(workload: Workload, samples: int) -> Workload:
-    """The same workload with its first batches, until there are so many samples."""
+def calibration(workload: Workload, samples: int, batches: int | None = None) -> Workload:
+    """The same workload with its first batches, until there are so many samples, or that number of ``batches``."""
     own, have = [], 0
-    for batch in workload.batches:
+    for batch in workload.batches if batches is None else ():
         if have >= samples:
             break
         own.append(batch)
         have += size(batch)
     twin = copy.copy(workload)
-    twin.batches = own
+    twin.batches = own if batches is None else workload.batches[:batches]
     return twin
 
 
 def _quantize(
     start: Workload, ask: Ask, progress: Progress | None
-) -> tuple[QuantizedModel, Plan, list[dict[str, Any]], list[str]]:
+) -> tuple[QuantizedModel, Plan, list[dict[str, Any]], list[str], dict[str, float]]:
     if ask.target is not None:
         reached = reach(start, ask.target, list(ask.formats), cost=ask.cost, pin=dict(ask.pin), skip=ask.skip,
                         options=ask.options, rounding=ask.rounding, progress=progress)  # fmt: skip
         trials = [{"sites": _counts(t.plan), "predicted_db": t.predicted_db, "measured_db": t.measured_db,
                    "metric": t.metric, "cost": t.cost, "met": t.met} for t in reached.trials]  # fmt: skip
-        return reached.model, reached.plan, trials, [reached.note] if reached.note else []
+        return reached.model, reached.plan, trials, [reached.note] if reached.note else [], dict(reached.shares)
     plan = ask.plan or whole_plan(start, ask.formats[0], ask)
-    model = quantize(start, plan, options=ask.options, rounding=ask.rounding, skip=ask.skip)
-    return model, plan, [], []
+    model = quantize(start, plan, options=ask.options, rounding=ask.rounding, fold=ask.fold, skip=ask.skip)
+    return model, plan, [], [], {}
 
 
 def whole_plan(start: Workload, fmt: str, ask: Ask) -> Plan:
     """All products with weights in one format, but what is pinned or skipped."""
-    graph = trace(start, start.batches[:1])
+    graph = traced(start)
     formats = {site: f.name for site, f in site_formats(fmt, graph, ask.skip).items()}
     for pattern, name in ask.pin.items():
         formats |= dict.fromkeys(select(pattern, list(graph.nodes)), parse_format(name).name)

@@ -46,7 +46,7 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         "coverage": {"sites": len(rows), **{name: states.count(name) for name in ("quantized", "codes", "fp32")},
                      "products": sum(r["kind"] in PRODUCTS for r in rows),
                      "products_quantized": sum(r["kind"] in PRODUCTS and r["state"] == "quantized" for r in rows),
-                     "excluded": [{"operator": op, "reason": why, "count": n} for (op, why), n in graph.excluded.items()]},
+                     "excluded": [{"operator": e.operator, "reason": e.reason, "count": e.count} for e in graph.excluded]},
         "formats": _formats(rows),
         "bits": {"weight": weight_bits, "value": value_bits},
         "weights": {"bytes": stored_bytes(made.model), "fp32": cost(own.model, own.batches[0], forward=own.forward).bytes},
@@ -77,7 +77,7 @@ def add_proof(summary: dict[str, Any], proof: Proof) -> None:
         value, call = values.get(row["site"]), calls.get(row["site"])
         own = value.own if value else None
         row |= {
-            "artefact_db": value.simulation_db if value else None,
+            "file_db": value.fp32_db if value else None, "artefact_db": value.simulation_db if value else None,
             "codes": own.most if own else None, "differing": own.share if own else None,
             "carried": value.carried.share if value and value.carried else None, "kernel": call.kernel if call else "",
             "integer": call.integer if call else None, "kernel_reason": call.reason if call else "",

@@ -37,7 +37,7 @@ def tradeoff(made: Made, ask: Ask, progress: Callable[[str, int, int], None] | N
             progress("formats", index, len(names))
         try:
             plan = whole_plan(own, name, plain)
-            model = quantize(own, plan, options=ask.options, rounding=ask.rounding)
+            model = quantize(own, plan, options=ask.options, rounding=ask.rounding, fold=ask.fold)
         except RoundoffError as error:
             rows.append({**_row(name, None, None, None), "reason": error.what})
             continue

@@ -55,10 +55,8 @@ class Contractions:
         labels = self.labels
         line = varying_part(own).movedim(axis, -1)
         line = line.reshape(-1, line.shape[-1])
-        first = line.amax(0)  # 0 where nothing is a channel (padding)
+        first = line.amax(0)  # 0 where nothing is a channel (the model's input, padding)
         labels.tie(line, first)
-        if not (first > 0).any():
-            return
         if groups > 1:
             name = labels.parameter(weight)
             size = weight.shape[inputs] * groups
@@ -74,6 +72,11 @@ class Contractions:
                 return
             read = found.flatten()
         labels.tie(first, read)
+        self._apart(read[first.expand(read.shape) == 0])
+
+    def _apart(self, read: Tensor) -> None:
+        """These inputs of a weight are no channels here; channels that it reads in another call have to stay."""
+        self.labels.pin(read, f"{self.site} reads by the same weight what no weight makes")
 
     def _make(self, out: Tensor, axis: int, made: Tensor, bias: Tensor | None) -> None:
         shape = [1] * out.ndim
@@ -106,6 +109,7 @@ class Contractions:
                 labels.tie(read, made, value=False)
             else:
                 labels.pin(made, f"{self.site} reads a tensor of fixed size", "remove")
+                self._apart(read)
             self._make(out, axis, made, bias)
             return
         if kind == "conv":

@@ -50,9 +50,11 @@ def prepare_qat(
 
     Raises:
         QuantizationError: a learner cannot do the format, granularity or role of a quantizer, or its weight is computed
-            in the model's forward pass and cannot be put on the learner's grid. The model is as before.
+            in the model's forward pass and cannot be put on the learner's grid; a model that is not quantized. The model is
+            as before.
         PatternError: a pattern of ``only`` matches no quantizer.
     """
+    _check(model, "prepare_qat")
     unused = set(only or {})
     kept, made = {}, {}
     for name, quantizer in model.named():
@@ -78,6 +80,12 @@ def prepare_qat(
         model.replace_(name, learner)
     model.train()
     return kept
+
+
+def _check(model: Any, where: str) -> None:
+    if not isinstance(model, QuantizedModel):
+        raise QuantizationError("not a quantized model", where=where, expected="what roundoff.quantize returned",
+                                got=type(model).__name__, do="quantize it: ro.quantize(model, plan, batches)")  # fmt: skip
 
 
 def _learner(
@@ -123,8 +131,10 @@ def convert(model: QuantizedModel) -> QuantizedModel:
         The same model.
 
     Raises:
-        QuantizationError: a learner never saw a value, so it has no scale. The model is as before.
+        QuantizationError: a learner never saw a value, so it has no scale; a model that is not quantized. The model is as
+            before.
     """
+    _check(model, "convert")
     model.eval()
     found: list[tuple[str, Quantizer, nn.Parameter | None, torch.Tensor | None]] = []
     for name, learner in all_learners(model):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -85,17 +86,35 @@ class _Channels:
 
     def __init__(self, labels: Labels) -> None:
         self.labels, self.component = labels, components(labels, "rescale")
+        self.pairs = np.concatenate([*labels.same, np.zeros((0, 2), np.int64)])
 
-    def agree(self, norm: str, layer: str, part: str) -> bool:
-        """``part``: producer or consumer."""
-        mine = self._of(f"{norm}.running_mean", "batch_norm")
-        other = self._of(f"{layer}.weight", part)
-        return len(mine) > 0 and len(np.unique(mine)) == len(mine) and np.array_equal(mine, other)
+    def follow(self, norm: str, layer: str, size: int) -> bool:
+        """Whether the BatchNorm scales what the layer makes, whatever becomes of it later (a shuffle joins channels)."""
+        mine, made = self._ids(f"{norm}.running_mean", "batch_norm"), self._ids(f"{layer}.weight", "producer")
+        if size == 1:
+            return True  # all that is made is one channel
+        one, other = self.pairs[:, 0], self.pairs[:, 1]
+        met = [np.stack((a[keep], b[keep])) for a, b in ((one, other), (other, one))
+               for keep in (_within(a, mine) & _within(b, made),)]  # fmt: skip
+        channel, of_layer = np.concatenate(met, 1) - np.array([[mine[0]], [made[0]]])
+        return mine[1] == made[1] == size == len(np.unique(channel)) and np.array_equal(channel, of_layer)
 
-    def _of(self, name: str, part: str) -> Ids:
+    def lead(self, norm: str, layer: str, size: int) -> bool:
+        """Whether the layer's inputs are what the BatchNorm makes, one by one."""
+        if size == 1:
+            return True
+        mine, read = (self.component[a : a + n] for a, n in (
+            self._ids(f"{norm}.running_mean", "batch_norm"), self._ids(f"{layer}.weight", "consumer")))  # fmt: skip
+        return len(mine) == size == len(np.unique(mine)) and np.array_equal(mine, read)
+
+    def _ids(self, name: str, part: str) -> tuple[int, int]:
+        """The first label of an axis, and how many there are."""
         found = [ids for space, ids in self.labels.spaces.items() if (space.name, space.part) == (name, part)]
-        start, size = found[0] if len(found) == 1 else (0, 0)
-        return self.component[start : start + size]
+        return found[0] if len(found) == 1 else (0, 0)
+
+
+def _within(ids: Ids, span: tuple[int, int]) -> NDArray[np.bool_]:
+    return (ids >= span[0]) & (ids < span[0] + span[1])
 
 
 def _fold(model: nn.Module, graph: Graph, node: Node, channels: _Channels) -> Folded:
@@ -113,7 +132,8 @@ def _fold(model: nn.Module, graph: Graph, node: Node, channels: _Channels) -> Fo
     before = graph.nodes.get(value)
     reason = _why_not_before(model, graph, before, value)
     path_before = before.site.rpartition("/")[0] if before is not None else ""
-    if not reason and not channels.agree(path, path_before, "producer"):
+    made = _size(_module(model, path_before), "out")
+    if not reason and (made != norm.num_features or not channels.follow(path, path_before, made)):
         reason = f"the channels of {value} are not those of the BatchNorm"
     if not reason:
         _fold_into_producer(_module(model, path_before), norm)
@@ -122,7 +142,8 @@ def _fold(model: nn.Module, graph: Graph, node: Node, channels: _Channels) -> Fo
     readers = graph.readers(node.site)
     reason_after = _why_not_after(model, graph, node, readers)
     path_after = readers[0].site.rpartition("/")[0] if readers else ""
-    if not reason_after and not channels.agree(path, path_after, "consumer"):
+    read = _size(_module(model, path_after), "in")
+    if not reason_after and (read != norm.num_features or not channels.lead(path, path_after, read)):
         reason_after = f"the channels of {readers[0].site} are not those of the BatchNorm"
     if reason_after:
         return Folded(node.site, "", f"layer before it: {reason}; layer behind it: {reason_after}")
@@ -217,6 +238,12 @@ def _module(model: nn.Module, path: str) -> nn.Module | None:
         return model.get_submodule(path)
     except AttributeError:
         return None
+
+
+def _size(layer: nn.Module | None, side: str) -> int:
+    """How many channels a layer makes (``out``) or reads (``in``)."""
+    found: int = getattr(layer, f"{side}_features" if isinstance(layer, nn.Linear) else f"{side}_channels", 0)
+    return found
 
 
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -9,7 +9,7 @@ stays in front of the readers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ class Smoothed:
 
 def smooth_(
     model: QuantizedModel, graph: Graph, workload: Workload, importance: Importance | None = None, *,
-    method: str = "smoothquant", alpha: float | Sequence[float] = 0.5, explicit: bool = True,
+    method: str = "smoothquant", alpha: float | Sequence[float] | Mapping[str, float] = 0.5, explicit: bool = True,
     batches: Iterable[Any] | None = None, measured: int = 2,
 ) -> Smoothed:  # fmt: skip
     """Balance the channels of a quantized model before it is calibrated, in place, if that makes its output better.
@@ -77,7 +77,8 @@ def smooth_(
         workload: whose model it is.
         importance: for ``spread`` alone.
         method: ``smoothquant`` (arXiv:2211.10438), ``dmq`` (AMCT's), ``awq`` (arXiv:2306.00978), or ``spread`` (ours).
-        alpha: the strength of the first two; of several, the one whose output is best is kept.
+        alpha: the strength of the first two; of several, the one whose output is best is kept. Or the strength of each site
+            that is balanced, and of no other.
         explicit: divide values where the factors cannot be folded; else these are left. For weights alone (``awq``) a
             division is never worth it.
         batches: that ranges are taken from; by default the workload's.
@@ -94,8 +95,10 @@ def smooth_(
         raise QuantizationError("no calibration data", where="smooth_", expected="one batch or more", got="none")
     before = simulated_db(model, workload, data[:measured])
     best: tuple[float, QuantizedModel, list[Balanced], str] | None = None
-    for strength in (alpha,) if isinstance(alpha, float | int) else tuple(alpha):
-        trial, note = copy.deepcopy(model), "" if isinstance(alpha, float | int) else f"alpha {strength:g}"
+    single = isinstance(alpha, float | int | Mapping)
+    strengths: list[Any] = [alpha] if single else list(alpha)  # type: ignore[arg-type]
+    for strength in strengths:
+        trial, note = copy.deepcopy(model), "" if single else f"alpha {strength:g}"
         own = workload.with_model(trial.model)
         if method == "spread":
             if importance is None:
@@ -103,7 +106,7 @@ def smooth_(
                                         expected="importance(model, workload, batches)", got="None")  # fmt: skip
             rows, note = [], spread_(trial, graph, own, importance, batches=data[:1]).note
         else:
-            rows = _balance_(trial, graph, own, data, method, float(strength), explicit)
+            rows = _balance_(trial, graph, own, data, method, strength, explicit)
         db = simulated_db(trial, workload, data[:measured])
         if best is None or db > best[0]:
             best = db, trial, rows, note
@@ -190,27 +193,28 @@ def _take_(model: QuantizedModel, trial: QuantizedModel) -> None:
     with torch.no_grad():
         for own, other in zip(model.model.parameters(), trial.model.parameters(), strict=True):
             own.copy_(other)
-    model.routes, model.factors, model.quantizers = trial.routes, trial.factors, trial.quantizers
+    model.routes, model.factors, model.quantizers, model.moves = trial.routes, trial.factors, trial.quantizers, trial.moves
 
 
 def _balance_(
-    model: QuantizedModel, graph: Graph, workload: Workload, batches: Sequence[Any], method: str, alpha: float,
-    explicit: bool,
+    model: QuantizedModel, graph: Graph, workload: Workload, batches: Sequence[Any], method: str,
+    alpha: float | Mapping[str, float], explicit: bool,
 ) -> list[Balanced]:  # fmt: skip
     """Choose and apply the factors of all values, in the order of the graph."""
     found = followed(model.model, batches[:1], workload.forward)
     groups = groups_of(found.labels, "rescale")
     seen = inputs_of(model, graph, workload, batches, moments=method == "awq")
     rows = []
-    for inputs in seen:
+    for inputs, strength in _by_strength(seen, alpha):
         sites = tuple(reader.site for reader in inputs.readers)
-        factors = _factors(model, inputs, method, alpha)
+        factors = _factors(model, inputs, method, strength)
         fold, reason = _foldable(groups, inputs)
         if fold:
             spread = 1.0
             for group in fold:
                 own = _of_group(group, inputs, factors)
                 rescale_(model.model, group, own.double())
+                model.moves.append((group, own.double(), False))
                 spread = max(spread, float(own.max() / own.min()))
             names = sorted({b.name for g in fold for b in g.producers})
             rows.append(Balanced(inputs.value, sites, f"folded into {', '.join(names)}", spread))
@@ -221,6 +225,16 @@ def _balance_(
         else:
             rows.append(Balanced(inputs.value, sites, f"left: {reason}"))
     return rows
+
+
+def _by_strength(seen: Sequence[Inputs], alpha: float | Mapping[str, float]) -> Iterator[tuple[Inputs, float]]:
+    """Each value with the readers that are balanced together, and how strongly."""
+    for inputs in seen:
+        if not isinstance(alpha, Mapping):
+            yield inputs, float(alpha)
+            continue
+        for strength in dict.fromkeys(alpha[r.site] for r in inputs.readers if r.site in alpha):
+            yield replace(inputs, readers=[r for r in inputs.readers if alpha.get(r.site) == strength]), strength
 
 
 def _factors(model: QuantizedModel, inputs: Inputs, method: str, alpha: float) -> Tensor:

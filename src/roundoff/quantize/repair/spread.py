@@ -65,7 +65,8 @@ def spread_(
 ) -> Gain:  # fmt: skip
     """Rescale the channels of a quantized model, in place, so that its formats cost the output least; before calibration.
 
-    Returns the predicted gain in dB. Groups that cannot be rescaled are left (``equalise.why_not`` has their reasons).
+    Returns the SQNR of the output in dB that the sums above predict, before and after; NaN with a reason where nothing is to
+    be rescaled. Groups that cannot be are left (``equalise.why_not`` has their reasons).
     """
     batches = workload.batches[:1] if batches is None else list(batches)
     every = groups_of(followed(model.model, batches, workload.forward).labels, "rescale")
@@ -73,11 +74,15 @@ def spread_(
     if not groups:
         return Gain("spread", math.nan, math.nan, "no group of channels can be rescaled")
     problem = _Problem(model, graph, weights, groups, gamma)
+    if not problem.loss() > 0:
+        return Gain("spread", math.nan, math.nan, "no channel that can be rescaled costs the output anything")
     logs, before, after = problem.solve(steps)
     for group, log in zip(groups, logs, strict=True):
         rescale_(model.model, group, log.double().exp(), clips=True)
+        model.moves.append((group, log.double().exp(), True))
     rescaled = f"{len(groups)} of {len(every)} groups of channels"
-    return Gain("spread", -10 * math.log10(before), -10 * math.log10(after), f"predicted, {rescaled}")
+    db = [10 * math.log10(weights.output / noise) if weights.output > 0 else -math.inf for noise in (before, after)]
+    return Gain("spread", db[0], db[1], f"predicted, {rescaled}")
 
 
 class _Problem:
@@ -152,8 +157,14 @@ class _Problem:
         side = _Side(groups * channels, read[name])
         return side, largest, result.channel.view(groups, -1), power, model.quantizer(name).fmt.max_finite
 
+    def loss(self) -> float:
+        """What the output loses as it is; NaN where no channel that can be rescaled has a part in it."""
+        with torch.enable_grad():
+            noise = self.noise([torch.zeros(g.size, requires_grad=True) for g in self.groups])
+        return float(noise.detach()) if noise.requires_grad else math.nan
+
     def noise(self, logs: list[Tensor]) -> Tensor:
-        """What the output loses with these log scales, up to a factor."""
+        """What the output loses with these log scales."""
         total = torch.zeros(())
         for side, known, levels in self.values:
             s = side.scales(logs).exp()

@@ -1,0 +1,104 @@
+"""Options: how formats are put to work, and what they say of one operand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from roundoff.errors import QuantizationError
+from roundoff.formats import (
+    BlockFormat,
+    Format,
+    Granularity,
+    PerAxis,
+    PerGroup,
+    PerTensor,
+    PerToken,
+)
+from roundoff.formats.named import integer
+from roundoff.quantize.graph import Use
+from roundoff.site import matches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How formats are put to work, beside the plan.
+
+    Attributes:
+        symmetric: integer activations without zero point. Asymmetric ones use the whole range of what a ReLU leaves.
+        dynamic: scales of activations are chosen from each tensor when the model runs.
+        activation: which activations share a scale: ``tensor``, ``channel`` (along the contracted axis), or ``token`` and
+            ``group:SIZE`` (all of a token, or so many of its channels), which are dynamic.
+        weight: which weights share a scale: ``format`` (as the format has it: per output channel for integers), ``tensor``,
+            ``channel`` or ``group:SIZE`` along the contracted axis.
+        elementwise: adds and pools between integer calls work on codes, results of integer convolutions are codes.
+        bias: biases of integer calls are rounded to the scale of their sums, as integer kernels add them.
+        kv_cache: the format of keys and values in attention, or empty: ``int8`` (a scale for each token and head, chosen
+            when it comes), ``int4:channel`` (one for each channel of a head, calibrated), ``fp8_e4m3fn:tensor``.
+        layers: pattern of sites -> the options whose ``symmetric`` and ``weight`` hold for what they read and write
+            instead; the first that matches.
+    """
+
+    symmetric: bool = False
+    dynamic: bool = False
+    activation: str = "tensor"
+    weight: str = "format"
+    elementwise: bool = True
+    bias: bool = True
+    kv_cache: str = ""
+    layers: Mapping[str, Options] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, words in (("activation", ("tensor", "token", "channel")), ("weight", ("format", "tensor", "channel"))):
+            given = getattr(self, name)
+            if given not in words and not re.fullmatch(r"group:[1-9]\d*", given):
+                raise QuantizationError("unknown granularity", where=name, expected=f"{', '.join(words)} or group:SIZE",
+                                        got=repr(given))  # fmt: skip
+
+    def of(self, site: str) -> Options:
+        """What holds for one call."""
+        return next((own for pattern, own in self.layers.items() if matches(pattern, site)), self)
+
+    def value_format(self, fmt: Format) -> Format:
+        """The format of values beside weights of a format: integers are asymmetric unless asked otherwise."""
+        own = fmt.of_activations
+        if is_integer(own) and (own is not fmt or own.symmetric) and own.symmetric != self.symmetric:
+            return integer(own.width, symmetric=self.symmetric)
+        return own
+
+    def weight_granularity(self, use: Use, fmt: Format) -> Granularity | None:
+        """What shares a scale in a weight; None for blocks."""
+        if isinstance(fmt, BlockFormat):
+            return None
+        ndim, asked = len(use.shape), self.weight
+        if asked == "format":
+            asked = (fmt.execution and fmt.execution.weight) or "channel"
+        if asked == "tensor" or ndim < 2:
+            return PerTensor()
+        if asked.startswith("group"):
+            return _groups(int(asked.partition(":")[2] or fmt.group_size), use, use.operand.reduce % ndim)
+        return PerAxis(use.operand.channel % ndim)
+
+    def value_granularity(self, use: Use, fmt: Format) -> Granularity | None:
+        """What shares a scale in a value; None for blocks."""
+        asked = self.activation
+        if isinstance(fmt, BlockFormat):
+            return None
+        if asked == "token":
+            return PerToken()
+        if asked == "channel":
+            return PerAxis(use.operand.reduce % len(use.shape))
+        if asked.startswith("group:"):
+            return _groups(int(asked[6:]), use, use.operand.reduce)
+        return PerTensor()
+
+
+def _groups(size: int, use: Use, axis: int) -> PerGroup:
+    """Groups along an axis; one that is shorter than a group is one group."""
+    return PerGroup(min(size, max(use.shape[axis], 1)), axis)
+
+
+def is_integer(fmt: Format) -> bool:
+    """Whether the codes of a format are integers that kernels multiply: int8, int4; not fp8, and not binary codes."""
+    return fmt.one_quantum == 1.0 and fmt.has_zero and fmt.width > 1

@@ -147,10 +147,15 @@ def test_pruned_then_trained_then_still_sparse(folder, capsys):
     weight = dict(load_model("a/model.pt", "net.py").model.named_parameters())["fc.weight"].detach()
     assert ((weight.view(-1, 4) != 0).sum(1) <= 2).all()
     assert not any("no longer 0" in note for note in summary["notes"])
+    assert summary["pruning"]["macs"]["before"] == summary["pruning"]["macs"]["after"]  # zeros are multiplied too
     code, out, _ = run(f"net.py --prune channel:0.5 -o b {QUICK} --json", capsys)
-    macs = json.loads(out)["macs"]
+    pruning = json.loads(out)["pruning"]
     # 8 channels of 36 places with 9 products, and 8 · 4 in the last layer, for 32 samples; half of each goes
-    assert macs == {"before": 32 * (8 * 36 * 9 + 32), "after": 32 * (4 * 36 * 9 + 16)}
+    assert pruning["macs"] == {"before": 32 * (8 * 36 * 9 + 32), "after": 32 * (4 * 36 * 9 + 16)}
+    # in fp32: 9 weights and a bias of each channel, 4 weights that read it, and the last layer's 4 biases
+    assert pruning["bytes"] == {"before": 4 * (8 * 14 + 4), "after": 4 * (4 * 14 + 4)}
+    assert pruning["time"] > 0
+    assert "of the multiply-accumulates" in (folder / "b" / "report.html").read_text()
 
 
 def test_amct_configuration(folder, capsys):

@@ -142,6 +142,25 @@ def test_gptq_helps_the_network(laid):
     assert errors[2] < errors[0] / 2
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+def test_zeros_stay_where_they_are_asked_to(laid, zeros):
+    """Half of the weights of each kind of layer are 0; the layers' gains show that the others still make up for rounding."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2), nn.Flatten(), nn.Linear(64, 4))
+    pruned = {}
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            if weight.ndim > 1:
+                pruned[name] = torch.rand(weight.shape) < 0.5
+                weight.masked_fill_(pruned[name], 0.0)
+    model, gains = rounded(laid, net, data(8, 4, 5, 5), Rounding(keep_zeros=zeros), "int4")
+    moved = sum(int((model.model.get_parameter(n)[mask] != 0).sum()) for n, mask in pruned.items())
+    assert (moved == 0) == zeros
+    assert len(gains) == 3
+    assert all(g.after_db >= g.before_db - 1e-6 for g in gains)
+    assert sum(g.db for g in gains) > 0.5
+
+
 def test_weights_lie_on_their_grids_and_stay(laid):
     """Every weight is its quantizer's: rounding once more changes no bit."""
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roundoff.errors import QuantizationError
@@ -31,6 +31,7 @@ class Rounding:
             ``smoothquant``, ``dmq`` or ``awq`` (see ``repair.smoothing``), in the place of ``spread``. Undone where the
             output does not gain.
         strength: of ``smoothquant`` and ``dmq``, their α.
+        keep_zeros: weights that are exactly 0 stay 0, as those of a pruned model should; the others make up for that too.
         layers: pattern of sites -> what holds for them instead, whole; the first that matches decides.
 
     Raises ``QuantizationError`` for a name that there is not.
@@ -43,6 +44,7 @@ class Rounding:
     parameters: dict[str, Any] = field(default_factory=dict)
     balance: str = ""
     strength: float = 0.5
+    keep_zeros: bool = False
     layers: Mapping[str, Rounding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,16 @@ class Rounding:
         ('mse', 'adjoint')
         """
         return next((own for site in sites for pattern, own in self.layers.items() if matches(pattern, site)), self)
+
+    def keeping_zeros(self) -> Rounding:
+        """The same with ``keep_zeros``, for single layers too.
+
+        >>> how = Rounding(layers={"fc/*": Rounding(observer="mse")}).keeping_zeros()
+        >>> [own.keep_zeros for own in how.every]
+        [True, True]
+        """
+        layers = {pattern: own.keeping_zeros() for pattern, own in self.layers.items()}
+        return replace(self, keep_zeros=True, layers=layers)
 
     @property
     def compares(self) -> bool:

@@ -127,7 +127,9 @@ class Weighed:
         grid = matrix_qparams(qparams, weight.shape, operator, groups)
         shared = quantizer.granularity or PerTensor()
         own = _rows_apart(weight.shape, operator, groups, shared)
-        repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross, ratios=RATIOS if own else (1.0,), refit=own)
+        kept = w != 0 if self.how.keep_zeros else None
+        ratios = RATIOS if own else (1.0,)
+        repaired = round_weight(w, matrix, quantizer.fmt, grid, cross=cross, ratios=ratios, refit=own, kept=kept)
         self.settled.gains.append(replace(repaired.gain, name=quantizer.name))
         quantizer.set_(weight_qparams(repaired.qparams, weight.shape, operator, groups, shared), observer, note)
         found = from_matrix(repaired.weight, weight.shape, operator, groups)

@@ -49,6 +49,8 @@ def answer(data: Row) -> list[str]:
     where = f"{count(data['judged_on']['samples'], 'sample')}{' held out' if data['judged_on']['held_out'] else ''}"
     same = "" if result["agreement"] is None else f", the same first choice as fp32 for {percent(result['agreement'])}"
     said.append(f"On {where}: SQNR of the output {db(result['sqnr_db'])} dB{same}.")
+    if data["pruning"]:
+        said.append(pruned(data))
     weights = data["weights"]
     said.append(f"Weights take {size(weights['bytes'])}, {percent(ratio(weights['bytes'], weights['fp32']))} of fp32's.")
     if proof is not None:
@@ -58,6 +60,26 @@ def answer(data: Row) -> list[str]:
         if why and not why.startswith("--"):
             said.append(f"model.onnx could not be made, all else is simulated: {why}.")
     return said
+
+
+def pruned(data: Row) -> str:
+    """What pruning left, against the whole model in fp32.
+
+    >>> both = {"before": 2_000_000, "after": 1_000_000}
+    >>> pruned({"asked": {"prune": "channel:0.3"}, "pruning": {"macs": both, "bytes": both, "time": 0.6}})
+    'Pruned (channel:0.3): 50.0% of the multiply-accumulates, 1.00 MB of 2.00 MB, 0.60× the time in PyTorch, all in fp32.'
+    >>> same = {"before": 9_000, "after": 9_000}
+    >>> pruned({"asked": {"prune": "2:4"}, "pruning": {"macs": same, "bytes": same, "time": 1.01}})
+    'Pruned (2:4): zeros in their places; ordinary kernels do the same work (1.01× the time in PyTorch, 9 kB as before).'
+    """
+    found = data["pruning"]
+    macs, stored, took = found["macs"], found["bytes"], f"{times(found['time'])} the time in PyTorch"
+    how = f"Pruned ({data['asked']['prune']})"
+    if stored["after"] == stored["before"] and macs["after"] == macs["before"]:
+        same = f"{took}, {size(stored['after'])} as before"
+        return f"{how}: zeros in their places; ordinary kernels do the same work ({same})."
+    left = f"{percent(ratio(macs['after'], macs['before']))} of the multiply-accumulates"
+    return f"{how}: {left}, {size(stored['after'])} of {size(stored['before'])}, {took}, all in fp32."
 
 
 def _proved(data: Row) -> list[str]:

@@ -70,7 +70,7 @@ def test_lsq_is_equations_1_to_3(way, full):
     close(rows_of(value), np.clip(np.round(v), low, high) * scales[:, None])
     close(rows_of(by_x), upstream * inside)
     slope = np.where(inside, np.round(v) - v, np.where(v >= high, high, low))
-    close(by["scale"], (upstream * slope).sum(1) / np.sqrt(rows.shape[1] * max(high, -low)))
+    close(by["scale"], (upstream * slope).sum(1) / np.sqrt(rows.shape[1] * high))  # Qp of section 2.2: the largest code, 3
 
 
 def differences(surrogate, parameter, upstream, h=1e-6):

@@ -20,6 +20,7 @@ from roundoff.formats import (
     QParams,
     choose_qparams,
     fake_quantize,
+    integer,
     parse_format,
 )
 from roundoff.quantize.qat.learners import LEARNERS, make_learner
@@ -222,14 +223,16 @@ def test_straight_through_follows_a_weight():
     assert fixed.scale.item() == 0.5
 
 
-@pytest.mark.parametrize("fmt", ["int3", "int8", "fp4_e2m1"])
-def test_lsq_starts_where_its_paper_does(fmt):
+@pytest.mark.parametrize(
+    ("fmt", "largest"),
+    [("int3", 3), ("int8", 127), ("fp4_e2m1", 6), (integer(4, narrow_range=False), 7), (integer(2, narrow_range=False), 1)],
+)
+def test_lsq_starts_where_its_paper_does(fmt, largest):
     from roundoff.quantize.entry import format_named
 
     x = values(shape=(4, 50))
-    learner = make_learner("lsq", format_named(fmt), PerAxis(0))
+    learner = make_learner("lsq", format_named(fmt) if isinstance(fmt, str) else fmt, PerAxis(0))
     learner(x)
-    largest = {"int3": 3, "int8": 127, "fp4_e2m1": 6}[fmt]
     expected = 2 * x.double().abs().mean(1) / np.sqrt(largest)
     torch.testing.assert_close(learner.scale.flatten().double(), expected, rtol=60 * 2.0**-24, atol=0)
 

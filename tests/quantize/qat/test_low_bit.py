@@ -151,7 +151,10 @@ def test_ttq_is_equations_6_to_9(way):
     # both values are rounded to steps of max / 127
     assert (np.abs(rows_of(value) - expected) <= np.maximum(wp, wn) / 127 / 2 * (1 + 1e-12)).all()
     assert (np.abs(rows_of(value)).max(1, keepdims=True) == np.maximum(wp, wn)).all()
-    close(rows_of(by_x), upstream * np.where(above, wp, np.where(below, wn, 1.0)))
+    # eq. 8 in units of the mean magnitude above the threshold, where both values start (the authors' start at 1)
+    large = np.abs(rows) > threshold
+    unit = (np.abs(rows) * large).sum(1, keepdims=True) / large.sum(1, keepdims=True)
+    close(rows_of(by_x), upstream * np.where(above, wp / unit, np.where(below, wn / unit, 1.0)))
     close(learner.positive.grad.flatten(), (upstream * above).sum(1))
     close(learner.negative.grad.flatten(), -(upstream * below).sum(1))
     # the gradients are the derivatives of the unrounded result by both values

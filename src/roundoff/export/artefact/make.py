@@ -30,6 +30,7 @@ from roundoff.quantize.sparse import (
     check_n_m,
     cost,
     finish_,
+    latency_ratio,
     magnitude_scores,
     n_m_masks,
     prune_channels_,
@@ -55,6 +56,8 @@ class Made:
         trials: what a target's search measured, plain rows; ``reached``: its own verdict.
         shares: of each site, its share of the noise that the budget predicts for the plan; empty without a target.
         pruned: what pruning did, by parameter or channel group, as plain rows.
+        pruning: what that saved in fp32: ``macs`` of one batch and ``bytes`` of parameters, each ``before`` and ``after``;
+            ``time``, that of the pruned model over that of the whole one in PyTorch, measured in turns.
         seconds: of each stage.
     """
 
@@ -67,7 +70,7 @@ class Made:
     trials: list[dict[str, Any]] = field(default_factory=list)
     shares: dict[str, float] = field(default_factory=dict)
     pruned: list[dict[str, Any]] = field(default_factory=list)
-    macs: dict[str, int] = field(default_factory=dict)
+    pruning: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -116,11 +119,11 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
             with clock("train"):
                 _train(start.model, workload, ask)
                 steps.append(Step("training", steps[-1].after, judge.judge(start.model).db, f"{ask.epochs} epochs"))
+        else:
+            notes.append("nothing was trained after pruning: --epochs 2 (and --distill) brings back much of what it costs")
         if masks:
             finish_(start.model)
-            if ask.rounding.weights != "nearest":
-                ask = replace(ask, rounding=replace(ask.rounding, weights="nearest"))
-                notes.append("weights are rounded to nearest: gptq would move zeros that pruning made")
+            ask = replace(ask, rounding=ask.rounding.keeping_zeros())
     with clock("quantize"):
         model, plan, trials, more, shares = _quantize(start, ask, progress)
     notes += [*more, *model.remarks]
@@ -146,9 +149,8 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
         judged = judge.judge(model)
     made = Made(own, start, judge, model, plan, judged, trials, shares, pruned, {}, notes, clock.seconds)
     if pruned:
-        batch = own.batches[0]
-        made.macs = {"before": cost(own.model, batch, forward=own.forward).macs,
-                     "after": cost(start.model, batch, forward=own.forward).macs}  # fmt: skip
+        with clock("cost of the pruned model"):
+            made.pruning = _saved(own, start)
     return made
 
 
@@ -207,6 +209,16 @@ def _prune(own: Workload, how: Prune) -> tuple[Workload, list[dict[str, Any]], d
     masks = n_m_masks(model, how.n, how.m) if how.kind == "n_m" else unstructured_masks(magnitude_scores(model), how.share)
     rows = sparsify_(model, masks)
     return start, [{"name": r.name, "before": r.elements, "after": r.elements - r.zeros, "reason": ""} for r in rows], masks
+
+
+def _saved(own: Workload, pruned: Workload) -> dict[str, Any]:
+    """See ``Made.pruning``."""
+    batch = own.batches[0]
+    before, after = (cost(w.model, batch, forward=own.forward) for w in (own, pruned))
+    return {
+        "macs": {"before": before.macs, "after": after.macs}, "bytes": {"before": before.bytes, "after": after.bytes},
+        "time": latency_ratio(own.model, pruned.model, batch, forward=own.forward),
+    }  # fmt: skip
 
 
 def _still_zero(model: QuantizedModel, masks: dict[str, Tensor], how: Prune | None) -> list[str]:

@@ -53,7 +53,7 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         "chosen": chosen(made),
         "steps": [{"name": s.name, "before": _none(s.before), "after": _none(s.after), "note": s.note}
                   for s in made.model.steps],
-        "trials": made.trials, "pruned": made.pruned, "macs": made.macs, "tradeoff": [], "proof": None, "files": [],
+        "trials": made.trials, "pruned": made.pruned, "pruning": made.pruning, "tradeoff": [], "proof": None, "files": [],
         "notes": made.notes, "lost": [], "seconds": made.seconds,
     }  # fmt: skip
 

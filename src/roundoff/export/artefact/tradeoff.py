@@ -53,8 +53,9 @@ def chosen(made: Made) -> dict[str, Any]:
     counted = cost(made.model.model, made.workload.batches[0], forward=made.workload.forward)
     formats = {row.site: row.format for row in made.model.rows if row.format != "codes"}
     share = work(formats, counted.by_site)
-    if share is not None and made.macs and made.macs["before"]:
-        share *= made.macs["after"] / made.macs["before"]
+    macs = made.pruning.get("macs")
+    if share is not None and macs and macs["before"]:
+        share *= macs["after"] / macs["before"]
     return _row("chosen", stored_bytes(made.model), share, made.judged)
 
 

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from roundoff.capture.calls import Call, CallMode, Handler, float_tensors
 from roundoff.capture.operators import Operator
-from roundoff.quantize.channels.contract import Contractions
+from roundoff.quantize.channels.elementwise import ELEMENTWISE, HOMOGENEOUS, PAIRS, Elementwise
 from roundoff.quantize.channels.labels import (
     Labels,
     Passed,
-    constant_expanded,
     varying_axes,
     varying_part,
 )
 from roundoff.quantize.channels.moves import Moves, along, fixed
 
-_HOMOGENEOUS = frozenset(
-    "relu leaky_relu prelu rrelu abs neg negative positive nan_to_num where threshold identity".split()
-)
-_ELEMENTWISE = frozenset(
-    """sigmoid tanh gelu silu mish elu selu celu hardswish hardsigmoid softplus softsign hardshrink softshrink tanhshrink
-    logsigmoid log_sigmoid exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square pow rpow reciprocal erf sin cos floor ceil
-    round trunc sign log_sigmoid_forward clamp clamp_min clamp_max clip hardtanh relu6 floor_divide""".split()
-)
 _POOLS = frozenset(
     "max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample_nearest upsample_bilinear upsample_linear "
     "upsample_trilinear upsample_bicubic _upsample_nearest_exact lp_pool upsample_nearest_exact".split()
 )
 _REDUCTIONS = frozenset("sum mean amax amin max min prod var std norm linalg_vector_norm logsumexp".split())
 _LINEAR_REDUCTIONS = frozenset("sum mean amax amin max min std norm linalg_vector_norm".split())
-_PAIRS = frozenset("add radd sub rsub mul rmul div rdiv maximum minimum".split())
 _NAMES: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "batch_norm": ("input", "weight", "bias", "running_mean", "running_var"),
@@ -58,13 +46,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-class Follow(Contractions):
+class Follow(Elementwise):
     """The handler: runs each call and writes down what it means for the channels."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(Labels(model))
         self.moved = Moves(self.labels).move
-        self.clips: dict[str, tuple[int, int, int]] = {}  # site → the channel axis, its length, the number of axes
 
     def before_write(self, tensor: Tensor) -> None:
         """Nothing to keep."""
@@ -110,7 +97,7 @@ class Follow(Contractions):
             if made is not None:
                 self.labels.put(outputs[0], made.view(-1))
         elif name == "batch_norm":
-            self._same(x, outputs[0], "other", name)
+            self.same(x, outputs[0], "other", name)
             mean = given.get("running_mean")
             if not varying_axes(self.labels.get(x)) and mean is not None and mean.numel() > 1:  # of the model's input, say
                 own = along(self.labels, mean, 0, "batch_norm")
@@ -120,130 +107,25 @@ class Follow(Contractions):
                 self.bind(given.get(part), 1, x.ndim, "batch_norm", self.labels.get(outputs[0]))
         elif name in ("layer_norm", "rms_norm", "group_norm", "instance_norm"):
             self._normalise(name, x, given, outputs[0])
-        elif name in _PAIRS and len(args) > 1:
-            self._pair(name.removeprefix("r"), args[0], args[1], outputs[0])
+        elif name in PAIRS and len(args) > 1:
+            self.pair(name.removeprefix("r"), args[0], args[1], outputs[0])
             if kwargs.get("alpha", 1) != 1 and not isinstance(kwargs["alpha"], (int, float)):
                 self._unknown(name, args, kwargs)
         elif name == "glu":
-            self._glu(x, given.get("dim", -1), outputs[0])
+            self.glu(x, given.get("dim", -1), outputs[0])
         elif name in ("softmax", "log_softmax"):
             dim = given.get("dim", -1) % max(x.ndim, 1)
             if dim in varying_axes(self.labels.get(x)):
                 self.labels.pin(self.labels.get(x), f"{name} ({self.site}) runs over its channels")
-            self._same(x, outputs[0], "other", name)
+            self.same(x, outputs[0], "other", name)
         elif any(base.startswith(pool) for pool in _POOLS) and isinstance(x, Tensor):
             self._pool(x, outputs[0], name)
         elif name in _REDUCTIONS and isinstance(x, Tensor):
             self._reduce(name, x, args, kwargs, outputs)
-        elif (name in _HOMOGENEOUS or name in _ELEMENTWISE) and isinstance(x, Tensor) and outputs[0].shape == x.shape:
-            self._elementwise(name, x, given, args, outputs[0])
+        elif (name in HOMOGENEOUS or name in ELEMENTWISE) and isinstance(x, Tensor) and outputs[0].shape == x.shape:
+            self.elementwise(name, x, given, args, outputs[0])
         else:
             self._unknown(name, args, kwargs)
-
-    # -- one element in, one out
-
-    def _same(self, x: Tensor, out: Tensor, law: str, name: str, bounds: tuple[float, float] | None = None) -> None:
-        own = self.labels.get(x)
-        self.labels.note(own, Passed(self.site, name, law, bounds))
-        self.labels.put(out, own)
-
-    def _elementwise(self, name: str, x: Tensor, given: dict[str, Any], args: list[Any], out: Tensor) -> None:
-        law, bounds = ("homogeneous" if name in _HOMOGENEOUS else "other"), None
-        if name in ("clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6"):
-            low = given.get("min", given.get("min_val", 0.0 if name == "relu6" else -1.0 if name == "hardtanh" else None))
-            high = given.get("max", given.get("max_val", 6.0 if name == "relu6" else 1.0 if name == "hardtanh" else None))
-            if not isinstance(low, Tensor) and not isinstance(high, Tensor):
-                bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
-                varied = varying_axes(self.labels.get(x))
-                if len(varied) == 1:
-                    self.clips[self.site] = varied[0], x.shape[varied[0]], x.ndim
-                law = "homogeneous" if bounds in ((0.0, math.inf), (-math.inf, 0.0)) else "clipped"
-        if name == "threshold" and tuple(args[1:3]) != (0, 0):
-            law = "other"
-        if name in ("leaky_relu", "nan_to_num", "abs") or bounds is None:
-            others = [t for t in float_tensors((args[1:], given)) if t is not x and t.numel() > 1]
-            for other in others:
-                if name == "prelu":
-                    self.bind(other, 1, x.ndim, "slope", self.labels.get(x))
-                elif self.labels.parameter(other) is None:
-                    self.labels.tie(self.labels.get(x), self.labels.get(other), value=True)
-        self._same(x, out, law, name, bounds)
-
-    def _pair(self, name: str, a: Any, b: Any, out: Tensor) -> None:
-        labels = self.labels
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.ndim == 0 or b.ndim == 0:
-            x, other = (a, b) if isinstance(a, Tensor) and a.ndim else (b, a)
-            zero = isinstance(other, (int, float)) and other == 0
-            linear = name == "mul" or name == "div" and x is a or zero or name == "sub" and zero
-            self._same(x, out, "homogeneous" if linear else "other", name)
-            return
-        for first, second, reverse in ((a, b, False), (b, a, True)):
-            mixed_in = labels.parameter(second) is not None and labels.parameter(first) is None
-            if mixed_in and self._with_parameter(name, first, second, out, reverse):
-                return
-        first, second = (labels.get(t).expand(out.shape) for t in (a, b))
-        one, two = labels.get(a), labels.get(b)
-        fixed(labels, _as_wide(one, out.ndim), _as_wide(two, out.ndim), self._fixed(name))
-        additive = name in ("add", "sub", "maximum", "minimum")
-        labels.tie(first, second, value=additive)
-        mixed = torch.where(varying_part(first) != 0, varying_part(first), varying_part(second))
-        if additive:
-            # a sum with values that are no channels' is not smaller by s when the channels are
-            law = "other" if ((varying_part(first) == 0) != (varying_part(second) == 0)).any() else "homogeneous"
-            labels.note(first, Passed(self.site, name, law))
-            labels.note(second, Passed(self.site, name, law))
-        else:
-            keep, other = first, second
-            if name == "mul" and (labels.bent(first) and not labels.bent(second) or a.numel() < b.numel()):
-                keep, other = second, first
-            labels.note(keep, Passed(self.site, name, "homogeneous"))
-            labels.note(other, Passed(self.site, name, "other"))
-            mixed = torch.where(varying_part(keep) != 0, varying_part(keep), varying_part(other))
-        labels.put(out, constant_expanded(mixed.expand(out.shape)))
-
-    def _with_parameter(self, name: str, x: Tensor, parameter: Tensor, out: Tensor, reverse: bool) -> bool:
-        """x + parameter or x * parameter with a value for each channel."""
-        labels, own = self.labels, self.labels.get(x)
-        axes = varying_axes(own) or [i - out.ndim + x.ndim for i in (out.ndim - 1,)]
-        if len(axes) != 1 or x.shape != out.shape:
-            return False
-        axis = axes[0] - out.ndim  # from the back: the parameter may have fewer axes
-        if -axis > parameter.ndim or parameter.shape[axis] == 1:
-            self._same(x, out, "homogeneous" if name == "mul" or name == "div" and not reverse else "other", name)
-            return True
-        if name in ("add", "sub", "minimum", "maximum"):
-            bound = along(labels, parameter, axis, "bias")
-            if bound is None:
-                return False
-            if not varying_axes(own):
-                fixed(labels, bound.expand(parameter.shape), own, self._fixed(name))
-                labels.note(bound, Passed(self.site, name, "other"))
-                labels.put(out, bound)
-                return True
-            labels.tie(own, bound)
-            self._same(x, out, "homogeneous", name)
-            return True
-        if name != "mul":
-            return False
-        read, made = along(labels, parameter, axis, "consumer"), along(labels, parameter, axis, "producer")
-        if read is None or made is None:
-            return False
-        labels.tie(own, read)
-        labels.tie(read, made, value=False)
-        if not varying_axes(own):
-            labels.pin(made, self._fixed(name), "remove")
-        labels.put(out, made)
-        return True
-
-    def _fixed(self, name: str) -> str:
-        return f"meets a tensor of fixed size in {name} ({self.site})"
-
-    def _glu(self, x: Tensor, dim: int, out: Tensor) -> None:
-        value, gate = self.labels.get(x).chunk(2, dim)
-        self.labels.tie(value, gate, value=False)
-        self.labels.note(gate, Passed(self.site, "glu", "other"))
-        self.labels.note(value, Passed(self.site, "glu", "homogeneous"))
-        self.labels.put(out, constant_expanded(value))
 
     # -- over some axes
 
@@ -290,7 +172,7 @@ class Follow(Contractions):
         if varied and varied != [axis]:
             if over or name == "instance_norm":
                 labels.pin(own, f"{name} ({self.site}) mixes its channels")
-            self._same(x, out, "other", name)
+            self.same(x, out, "other", name)
             return
         if over:
             labels.pin(own, f"{name} ({self.site}) runs over its channels", "remove")
@@ -335,8 +217,3 @@ class MovesMode(CallMode):
         if reason.startswith("moves"):
             site = f"{self.path[-1] if self.path else ''}/{operator.name}"
             self.seer.moved(func, operator.name, site, result, args, kwargs)
-
-
-def _as_wide(labels: Tensor, ndim: int) -> Tensor:
-    return labels.view((1,) * (ndim - labels.ndim) + tuple(labels.shape)) if labels.ndim < ndim else labels
-

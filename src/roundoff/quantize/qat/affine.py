@@ -111,12 +111,13 @@ class Lsq(Affine):
 
     Eq. 3: ``dx̂/dscale = Q(v) - v`` inside, that is where ``low < v < high``, else the end that is reached; ``dx̂/dx = 1``
     inside, else 0 (eq. 5, the straight-through estimator). The gradient of the scale is multiplied by ``1 / sqrt(N Qp)``
-    (section 2.2), with ``Qp = max(high, -low)`` and N the number of elements that share it: of a weight all, of an
-    activation those of one sample. Without qparams, the scale starts at ``2 E|x| / sqrt(Qp)`` (section 2.1), E being the
-    mean of the finite values.
+    (section 2.2), with ``Qp = p``, 7 of signed 4-bit codes, and N the number of elements that share it: of a weight all,
+    of an activation those of one sample. Without qparams, the scale starts at ``2 E|x| / sqrt(Qp)`` (section 2.1), E being
+    the mean of the finite values.
 
     With an asymmetric format the zero point stays as it starts: from the min-max of the first tensor, so that activations
-    that are never negative use all codes, as with the paper's unsigned ones.
+    that are never negative use all codes, as with the paper's unsigned ones. Qp is then ``max(high, -low)``: the paper's
+    ``2**bits - 1`` where all values are positive.
     """
 
     kind = "lsq"
@@ -161,7 +162,7 @@ class Lsq(Affine):
         low, high = self.limits(zero_point)
         if isinstance(low, Tensor) and isinstance(high, Tensor):
             return torch.maximum(high, -low)
-        return max(self.fmt.max_finite, -self.fmt.min_finite)
+        return self.fmt.max_finite
 
     def gradient_scale(self, at: At, largest: Tensor | float) -> Tensor:
         """``1 / sqrt(N Qp)``."""

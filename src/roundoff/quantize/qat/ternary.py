@@ -48,7 +48,10 @@ class Ttq(Learner):
 
     With ``threshold = 0.05 max|w|`` (eq. 9), the result is ``positive`` where ``w > threshold``, ``-negative`` where
     ``w < -threshold``, else 0 (eq. 6). Gradients: by ``positive`` the sum over its elements, by ``negative`` minus the sum
-    over its own (eq. 7, with the sign of its derivative); to w the gradient times ``positive``, ``negative`` or 1 (eq. 8).
+    over its own (eq. 7, with the sign of its derivative); to w the gradient times ``positive``, ``negative`` or 1 (eq. 8),
+    where both values are counted in ``unit``, what they started at: the paper's weights are normalised, and its values
+    start at 1. In units of the weights, where both are some hundredths, weights at 0 would get many times the gradient of
+    the others, and few would stay there. The paper has one pair of values, and one threshold, for a whole layer.
 
     No affine grid of two bits holds both values; ``grid`` is int8 with ``scale = max(positive, negative) / 127``, on which
     both are rounded in training too, so that freezing changes nothing: at most half a step, 0.4 % of the larger value.
@@ -56,8 +59,10 @@ class Ttq(Learner):
 
     kind = "ttq"
     learned: tuple[str, ...] = ("positive", "negative")
+    kept: tuple[str, ...] = ("unit",)
     positive: Tensor
     negative: Tensor
+    unit: Tensor
 
     def check(self) -> None:
         """See ``Learner``."""
@@ -77,7 +82,7 @@ class Ttq(Learner):
 
     def begin(self, scale: Tensor, _zero_point: Tensor | None) -> dict[str, Tensor]:
         """See ``Learner``."""
-        return {"positive": scale, "negative": scale}
+        return {"positive": scale, "negative": scale, "unit": scale}
 
     def valid(self) -> Tensor:
         """See ``Learner``."""
@@ -125,7 +130,8 @@ class _Ternary(torch.autograd.Function):
         above, below, positive, negative = ctx.saved_tensors
         with torch._C.DisableTorchFunction():
             gradient, dims = ctx.learner.split(gradients[0])
-            slope = torch.where(above, positive.to(gradient.dtype), torch.where(below, negative.to(gradient.dtype), 1.0))
+            up, down = ((value / ctx.learner.unit).to(gradient.dtype) for value in (positive, negative))
+            slope = torch.where(above, up, torch.where(below, down, 1.0))
             by_positive = (gradient * above).sum(dims).to(positive.dtype).reshape(positive.shape)
             by_negative = -(gradient * below).sum(dims).to(negative.dtype).reshape(negative.shape)
             return (gradient * slope).reshape(gradients[0].shape), None, by_positive, by_negative

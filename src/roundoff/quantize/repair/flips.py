@@ -28,8 +28,9 @@ _LEAST = 1e-5
 
 
 def flip(
-    weight: Tensor, quantized: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, sweeps: int = 200
-) -> Repaired:
+    weight: Tensor, quantized: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, sweeps: int = 200,
+    kept: Tensor | None = None,
+) -> Repaired:  # fmt: skip
     """``quantized`` with codes moved by one, each row its best one in a sweep, until none lowers ``δ H δᵀ``.
 
     With ``g = δ H`` a step d of element i changes the loss by ``2 d g_i + d² H_ii``. No row gets worse. An input that is
@@ -42,6 +43,7 @@ def flip(
         fmt: integers, or a format of at most 16 bits.
         qparams: of the weight's shape; not changed.
         sweeps: at most so many flips of a row.
+        kept: bool, of the weight's shape: codes that may move; by default all.
 
     Raises:
         QuantizationError: NaN or Inf, shapes that do not fit.
@@ -63,6 +65,7 @@ def flip(
     codes = Codes(
         start, scale.to(dtype).reshape(start.shape),
         None if zero_point is None else zero_point.to(dtype).reshape(start.shape), fmt,
+        None if kept is None else kept.expand(shape).reshape(start.shape),
     )  # fmt: skip
     group = torch.arange(h.shape[0], device=w.device).repeat_interleave(shape[-2])
     found = _descend(w, codes, h, group, sweeps).reshape(shape)
@@ -106,8 +109,10 @@ class Codes:
     The places of an integer format are its integers; of another one, the places in the list of its finite values.
     """
 
-    def __init__(self, values: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> None:
-        self.scale, self.zero_point = scale, zero_point
+    def __init__(
+        self, values: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, kept: Tensor | None = None
+    ) -> None:
+        self.scale, self.zero_point, self.kept = scale, zero_point, kept
         significant = values / scale
         self.table: Tensor | None = None
         if fmt.one_quantum == 1.0 and fmt.has_zero:
@@ -125,7 +130,7 @@ class Codes:
         part: Codes = object.__new__(Codes)
         part.table, part.low, part.high = self.table, self.low, self.high
         part.scale, part.place = self.scale[rows], self.place[rows]
-        part.zero_point = None if self.zero_point is None else self.zero_point[rows]
+        part.zero_point, part.kept = (None if x is None else x[rows] for x in (self.zero_point, self.kept))
         return part
 
     def values(self) -> Tensor:
@@ -133,8 +138,10 @@ class Codes:
         return self._value(self.place) * self.scale
 
     def step(self, slope: Tensor) -> Tensor:
-        """The change of value by one place against ``slope``; 0 at the end of the range."""
+        """The change of value by one place against ``slope``; 0 at the end of the range and for what is not kept."""
         direction = slope.sign().neg_()
+        if self.kept is not None:
+            direction.mul_(self.kept)
         if self.table is None:
             reached = self.place + direction
             inside = (reached >= self.low) & (reached <= self.high)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from roundoff.errors import QuantizationError
@@ -105,4 +106,21 @@ def check_matrices(where: str, weight: Tensor, hessian: Tensor | None) -> None:
         raise QuantizationError(
             "the Hessian does not fit the weight", where=where, expected=f"shape {wanted}",
             got=f"shape {tuple(hessian.shape)}", do="one matrix per group: see matrix_view and Hessian",
+        )  # fmt: skip
+
+
+def check_kept(where: str, weight: Tensor, kept: Tensor | None) -> None:
+    """QuantizationError unless ``kept`` is bool, of the weight's shape, and the weight is 0 where it is False."""
+    if kept is None:
+        return
+    if kept.dtype != torch.bool or kept.shape != weight.shape:
+        raise QuantizationError(
+            "the mask does not fit the weight", where=where, expected=f"bool of shape {tuple(weight.shape)}",
+            got=f"{kept.dtype} of shape {tuple(kept.shape)}",
+        )  # fmt: skip
+    wrong = int(((weight != 0) & ~kept).sum())
+    if wrong:
+        raise QuantizationError(
+            "a weight that is not kept is not 0", where=where, expected="pruned weights that are 0",
+            got=f"{wrong} of {int((~kept).sum())} others", do="multiply the weight by its mask first",
         )  # fmt: skip

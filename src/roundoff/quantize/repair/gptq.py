@@ -25,6 +25,7 @@ from roundoff.quantize.repair.gain import (
     Gain,
     Repaired,
     check_finite,
+    check_kept,
     check_matrices,
     output_db,
     quadratic,
@@ -34,7 +35,7 @@ from roundoff.quantize.repair.matrix import elementwise
 
 def gptq(
     weight: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, cross: Tensor | None = None, damp: float = 0.01,
-    order: bool = True, block: int = 128, ratios: Sequence[float] = (1.0,),
+    order: bool = True, block: int = 128, ratios: Sequence[float] = (1.0,), kept: Tensor | None = None,
 ) -> Repaired:  # fmt: skip
     """Weights on the grid of ``qparams`` that keep the layer's output: small ``tr((Ŵ - W) H (Ŵ - W)ᵀ)``.
 
@@ -61,6 +62,9 @@ def gptq(
         block: how many inputs the lazy update takes together; no influence on the result but rounding.
         ratios: each row's scales are tried times each of these, and the ratio with the least loss after GPTQ is kept:
             the scale search under the loss that counts. Only for qparams per output channel or finer.
+        kept: bool, of the weight's shape: which weights there are; the others have been pruned. A pruned one stays at the
+            grid's value for 0, and the kept ones that are still to come make up for that (as in SparseGPT, Frantar and
+            Alistarh, arXiv:2301.00774, section 3.3, whose masks are chosen here beforehand).
 
     Returns:
         The weight in its dtype, and its qparams: as given, or with ``ratios`` of the weight's shape. The gain is the
@@ -68,9 +72,9 @@ def gptq(
         nearest before, this after.
 
     Raises:
-        QuantizationError: NaN or Inf, shapes that do not fit, a ratio that is not positive, a negative ``damp``, or a
-            Hessian that is no second moment (a negative diagonal, or no Cholesky factor with all of the diagonal's mean
-            added).
+        QuantizationError: NaN or Inf, shapes that do not fit, a ratio that is not positive, a negative ``damp``, a weight
+            that is not 0 where it is not kept, or a Hessian that is no second moment (a negative diagonal, or no Cholesky
+            factor with all of the diagonal's mean added).
 
     Example:
         >>> from roundoff.formats import PerToken, choose_qparams, parse_format
@@ -87,6 +91,7 @@ def gptq(
         raise QuantizationError("a ratio is not positive", where="gptq", expected="ratios > 0", got=str(tuple(ratios)))
     dtype = working_dtype(weight)
     w, h = weight.detach().to(dtype), hessian.detach().to(dtype)
+    check_kept("gptq", w, kept)
     scale, zero_point = elementwise(qparams, weight.shape)
     scale, zero_point = scale.to(dtype), None if zero_point is None else zero_point.to(dtype)
     damped, added, note = damped_hessian(h, damp)
@@ -94,7 +99,8 @@ def gptq(
     scales = torch.cat([scale * r for r in ratios], -2)
     wide = torch.cat([target] * len(ratios), -2)
     points = None if zero_point is None else torch.cat([zero_point] * len(ratios), -2)
-    tried = _in_order(wide, damped, fmt, scales, points, order, block)
+    wide_kept = None if kept is None else torch.cat([kept] * len(ratios), -2)
+    tried = _in_order(wide, damped, fmt, scales, points, order, block, wide_kept)
     split = (*w.shape[:-2], len(ratios), *w.shape[-2:])
     best = quadratic(tried - wide, h).reshape(split[:-1]).argmin(-2, keepdim=True)
     at = best[..., None].expand(*best.shape, w.shape[-1])
@@ -103,8 +109,8 @@ def gptq(
     worse = (quadratic(chosen - target, h) > quadratic(nearest - target, h))[..., None]
     chosen, scales = torch.where(worse, nearest, chosen), torch.where(worse, scale, scales)
     gain = Gain("gptq", output_db(nearest, target, h), output_db(chosen, target, h), note)
-    kept = qparams if tuple(ratios) == (1.0,) else QParams(scales, zero_point)
-    return Repaired(chosen.to(weight.dtype), kept, gain)
+    grid = qparams if tuple(ratios) == (1.0,) else QParams(scales, zero_point)
+    return Repaired(chosen.to(weight.dtype), grid, gain)
 
 
 def least_squares(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float = 0.01) -> Tensor:
@@ -231,8 +237,9 @@ def _solve(right: Tensor, damped: Tensor) -> Tensor:
 
 
 def _in_order(
-    w: Tensor, damped: Tensor, fmt: Format, scale: Tensor, zero_point: Tensor | None, order: bool, block: int
-) -> Tensor:
+    w: Tensor, damped: Tensor, fmt: Format, scale: Tensor, zero_point: Tensor | None, order: bool, block: int,
+    kept: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The sequence of the module docstring. Inside, inputs lie along the rows, so that one input is contiguous."""
     turn = None
     if order:
@@ -242,7 +249,7 @@ def _in_order(
     feed = (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None, :]).mT.contiguous()
     at = None if turn is None else turn.expand(*w.shape[:-2], w.shape[-1])[..., None]
     w, scale = _rows(w, at), _rows(scale, at)
-    zero_point = None if zero_point is None else _rows(zero_point, at)
+    zero_point, kept = (None if x is None else _rows(x, at) for x in (zero_point, kept))
     errors = torch.empty_like(w)
     count = w.shape[-2]
     for start in range(0, count, block):
@@ -254,6 +261,8 @@ def _in_order(
             value = wanted[..., j - start, :]
             if j > start:
                 value = value + (feed[..., j, None, start:j] @ errors[..., start:j, :]).squeeze(-2)
+            if kept is not None:
+                value = value * kept[..., j, :]
             point = None if zero_point is None else zero_point[..., j, :]
             found = fake_quantize(value, QParams(scale[..., j, :], point), fmt)
             torch.sub(w[..., j, :], found, out=errors[..., j, :])

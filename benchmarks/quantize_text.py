@@ -22,6 +22,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -132,8 +133,8 @@ def encoder(quick: bool) -> None:
         yield from judge(copy.deepcopy(model).bfloat16(), "nothing: all in bf16", "", "", "")
         for values, name, plan, how, rounding, divide in cases[:1] + cases[4:5] if quick else cases:
             start = time.process_time()
-            made = quantize(model, plan, batches, forward=minilm.forward, options=how, rounding=rounding,
-                            spread=rounding is not NEAREST, divide=divide)  # fmt: skip
+            made = quantize(model, plan, batches, forward=minilm.forward, options=replace(how, divide=divide),
+                            rounding=rounding, spread=rounding is not NEAREST)  # fmt: skip
             seconds = time.process_time() - start
             what = "all products" if plan is every else "linear layers"
             yield from judge(made, what, values, name, f"{seconds:.0f}")

@@ -139,6 +139,21 @@ def test_weights_alone_with_pins_and_skips(folder, capsys):
     assert (rows["fc/linear"]["format"], rows["conv/conv2d"]["observer"]) == ("fp32", "minmax")
 
 
+def test_granularity_and_division(folder, capsys):
+    asked = "--pin conv/*=fp32 --granularity token --weight-granularity group:8 --divide"
+    code, out, _ = run(f"net.py {asked} -o a {QUICK} --json", capsys)
+    assert code == 0
+    summary = json.loads(out)
+    rows = {row["site"]: row for row in summary["sites"]}
+    assert "per group" in rows["fc/linear"]["weights"]
+    assert "token" in rows["fc/linear"]["values"]
+    assert "divide" in [step["name"] for step in summary["steps"]]
+    code, _, err = run(f"net.py --granularity pixel -o b {QUICK}", capsys)
+    assert code == 2
+    assert "unknown granularity" in err
+    assert "tensor, token, channel or group:SIZE" in err
+
+
 def test_pruned_then_trained_then_still_sparse(folder, capsys):
     code, out, _ = run(f"net.py --prune 2:4 --qat --epochs 1 -o a {QUICK} --json", capsys)
     summary = json.loads(out)

@@ -113,7 +113,7 @@ def test_the_pipeline_divides_where_asked(block):
     batches = data(8, 6, 16)
     steps = {}
     for divide in (False, True):
-        found = ro.quantize(block, "int8", batches, options=Options(activation="token"), divide=divide)
+        found = ro.quantize(block, "int8", batches, options=Options(activation="token", divide=divide))
         steps[divide] = found.steps
     assert [step.name for step in steps[False]] == ["mse, gptq"]
     assert [step.name for step in steps[True]] == ["divide", "mse, gptq"]

@@ -34,6 +34,18 @@ def command(
     ] = "adjoint",
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Values without zero point.")] = False,
     dynamic: Annotated[bool, typer.Option("--dynamic", help="Scales of values are chosen while the model runs.")] = False,
+    granularity: Annotated[
+        str, typer.Option("--granularity", help="Values that share a scale: tensor, channel, token, group:SIZE.")
+    ] = "tensor",
+    weight_granularity: Annotated[
+        str, typer.Option("--weight-granularity", help="The same for weights; format: as each format has it.")
+    ] = "format",
+    kv_cache: Annotated[
+        str, typer.Option("--kv-cache", help="Format of attention's keys and values: int8, int4:channel, fp8_e4m3fn ...")
+    ] = "",
+    divide: Annotated[
+        bool, typer.Option("--divide", help="Divide channels in front of linear layers by what the output loses.")
+    ] = False,
     skip: Annotated[
         list[str] | None, typer.Option("--skip", help="PATTERN: these sites stay in fp32. Repeatable.")
     ] = None,
@@ -76,7 +88,8 @@ def command(
     options: dict[str, Any] = {
         "formats": asked_formats(o.split(formats), weights_only, group), "target": target, "cost": cost,
         "plan": None if plan is None else Plan.load(plan), "skip": tuple(skip or ()), "pin": o.pairs(pin, "pin"),
-        "options": Options(symmetric=symmetric, dynamic=dynamic),
+        "options": Options(symmetric=symmetric, dynamic=dynamic, activation=granularity, weight=weight_granularity,
+                           kv_cache=kv_cache, divide=divide),
         "rounding": rounding(observer, method), "prune": prune, "qat": qat, "lr": lr, "distill": distill,
         "epochs": epochs or (2 if qat else 0), "tradeoff": pareto, "samples": samples,
     }  # fmt: skip

@@ -36,6 +36,8 @@ class Options:
         bias: biases of integer calls are rounded to the scale of their sums, as integer kernels add them.
         kv_cache: the format of keys and values in attention, or empty: ``int8`` (a scale for each token and head, chosen
             when it comes), ``int4:channel`` (one for each channel of a head, calibrated), ``fp8_e4m3fn:tensor``.
+        divide: channels of what linear layers read are divided by what the output loses, where nothing can take the factors:
+            behind the GELUs of transformers, say (``repair.divide``). The artefact has one multiplication a value more.
         layers: pattern of sites -> the options whose ``symmetric`` and ``weight`` hold for what they read and write
             instead; the first that matches.
     """
@@ -47,6 +49,7 @@ class Options:
     elementwise: bool = True
     bias: bool = True
     kv_cache: str = ""
+    divide: bool = False
     layers: Mapping[str, Options] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

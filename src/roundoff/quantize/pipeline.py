@@ -48,8 +48,7 @@ MEASURED = 2
 def quantize(
     model: nn.Module | Workload, plan: Plan | Mapping[str, str] | str | Path, batches: Iterable[Any] | None = None, *,
     forward: Callable[[nn.Module, Any], Any] | None = None, options: Options | None = None,
-    rounding: Rounding | None = None, fold: bool = True, spread: bool = True, divide: bool = False,
-    skip: Iterable[str] = (),
+    rounding: Rounding | None = None, fold: bool = True, spread: bool = True, skip: Iterable[str] = (),
 ) -> QuantizedModel:  # fmt: skip
     """A copy of a model in the formats of a plan, calibrated, with weights rounded so that the output keeps its value.
 
@@ -68,8 +67,6 @@ def quantize(
         rounding: observer of values and rounding of weights (see ``Rounding``).
         fold: fold BatchNorm.
         spread: rescale channels.
-        divide: divide channels in front of linear layers too, where that can be folded into nothing: behind the LayerNorms
-            and GELUs of transformers (``repair.divide``). The artefact has one multiplication a value more.
         skip: patterns of sites that stay in fp32, whatever the plan says.
 
     Returns:
@@ -111,7 +108,7 @@ def quantize(
     made.remarks += apart_(made, rounding)
     _check_weights(made)
     meter = _Meter(workload, own, made)
-    steps = _calibrate(made, graph, own, rounding, (spread, divide), meter)
+    steps = _calibrate(made, graph, own, rounding, spread, meter, options.divide)
     if steps is None:  # the copy is spoilt: another one
         made = quantize(workload, plan, options=options, rounding=rounding, fold=fold, spread=False, skip=skip)
         steps = [Step("spread", math.nan, math.nan, "undone: it changed what the model computes"), *made.steps]
@@ -175,14 +172,14 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _calibrate(
-    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, rescales: tuple[bool, bool], meter: _Meter
+    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, spread: bool, meter: _Meter, divide: bool
 ) -> list[Step] | None:
     """What was done; None where rescaled channels gave another function."""
     found = [_balanced(made, graph, own, rounding, method) for method in dict.fromkeys(r.balance for r in rounding.every)
              if method]  # fmt: skip
     values = [q for _, q in made.named() if not q.weight]
     static = [q for q in values if not q.dynamic]
-    spread, divide = (asked and not rounding.balance for asked in rescales)
+    spread, divide = (asked and not rounding.balance for asked in (spread, divide))
     weights = None
     weighs = any(r.observer == "adjoint" for r in rounding.every)
     if static and (spread or weighs) or values and divide:

@@ -49,7 +49,8 @@ def with_config(ask: Ask, path: str | Path, model: nn.Module) -> Ask:
     notes = (*ask.notes, *_notes(config, list(layers.values()), ask.samples, bool(config.pruning(kinds))))
     return replace(
         ask, formats=(), plan=plan, rounding=replace(common, layers=own), fold=config.fold, notes=notes,
-        options=Options(symmetric=config.symmetric, layers=how), batches=config.batch_num if ask.samples is None else None,
+        options=replace(ask.options, symmetric=config.symmetric, layers=how),
+        batches=config.batch_num if ask.samples is None else None,
     )  # fmt: skip
 
 

@@ -91,9 +91,15 @@ def _proved(data: Row) -> list[str]:
         said.append(f"ONNX Runtime runs it {times(fast['ratio'])} as fast as fp32 (in turns, one thread): {kernels}.")
     else:
         said.append(f"ONNX Runtime runs {kernels}.")
-    apart = "every code is equal" if not proof["codes"] else (
-        f"codes differ by {proof['codes']} at most, {percent(proof['differing'])} of them where most do")
+    if all(row["codes"] is None for row in data["sites"]):
+        apart = "there are no codes of values to compare"
+    elif proof["codes"]:
+        apart = f"codes differ by {proof['codes']} at most, {percent(proof['differing'])} of them where most do"
+    else:
+        apart = "every code is equal"
     said.append(f"Against the simulation {apart}; its output is {db(proof['simulation_db'])} dB from it.")
+    rounds = {f"{row['kernel_reason']}." for row in data["sites"] if row["integer"] and row["kernel"] == "MatMulNBits"}
+    said += sorted(rounds)
     return said
 
 

@@ -35,10 +35,10 @@ import roundoff as ro
 from roundoff.export.deployed import Deployed
 from roundoff.export.onnx import export_onnx
 from roundoff.quantize import Options, Rounding
+from roundoff.quantize.given import site_formats
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.observers import make_observer
-from roundoff.quantize.pipeline import site_formats
 from roundoff.quantize.scheme import scheme
 
 #: In this Python always; the others where an environment has them.

@@ -16,7 +16,8 @@ from roundoff.export.operators import (
     site,
 )
 from roundoff.export.stored import Parts, expresses, narrower, slow, value_parts, weight_parts
-from roundoff.quantize.model import Passing, QuantizedModel, on_sums, sum_scale
+from roundoff.quantize.model import Passing, QuantizedModel
+from roundoff.quantize.sums import on_sums, sum_scale
 
 
 class Deployed(nn.Module):

@@ -15,12 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.capture.calls import Call, float_tensors, watch
 from roundoff.capture.execute import execute
-from roundoff.formats import PerAxis, PerTensor
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.layout import Route
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.record import Entry, Record, Step, fingerprint
 from roundoff.quantize.scheme import Row, Scheme
+from roundoff.quantize.sums import on_sums
 from roundoff.train.casts.simulate import straight
 
 
@@ -286,39 +286,6 @@ def forget(done: WeakIdKeyDictionary, tensor: Tensor) -> None:
     memory = tensor.untyped_storage()._cdata  # also of tensors without data, as torch.export has them
     for known in [t for t in done if t.untyped_storage()._cdata == memory]:
         del done[known]
-
-
-def on_sums(bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
-    """A bias rounded to the step of the integer sums that it is added to: scale of the input times scales of the weight.
-
-    As ONNX Runtime has it for QLinearConv (bias of int32 with scale ``x_scale * w_scale``, zero point 0). Where a scale is
-    neither per tensor nor per channel, or chosen while the model runs, the bias stays as it is.
-    """
-    scale = sum_scale(quantizers, bias.shape[-1])
-    if scale is None:
-        return bias
-    codes = torch.round(bias.detach() / scale).clamp_(-(2.0**31), 2.0**31 - 1)
-    return straight(bias, (codes * scale).to(bias.dtype))
-
-
-def sum_scale(quantizers: list[Quantizer], channels: int) -> Tensor | None:
-    """The step of the sums of a call's products, a number or one for each output channel; None where there is none.
-
-    A transposed convolution's weight has a scale for each channel of a group, which every group has.
-    """
-    if len(quantizers) != 2 or any(q.dynamic or q.scale is None for q in quantizers):
-        return None
-    if sum(q.weight for q in quantizers) != 1:
-        return None
-    step: Tensor | None = None
-    for quantizer in quantizers:
-        if not isinstance(quantizer.granularity, PerTensor | (PerAxis if quantizer.weight else PerTensor)):
-            return None
-        scale = quantizer.qparams().scale.flatten()
-        step = scale if step is None else step * scale
-    if step is not None and step.numel() > 1 and channels % step.numel() == 0:
-        step = step.repeat(channels // step.numel())
-    return step
 
 
 def _key(name: str) -> str:

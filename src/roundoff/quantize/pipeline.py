@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from roundoff.attribute.target import named_tensors
-from roundoff.errors import FormatError, QuantizationError
-from roundoff.formats import Format, parse_format
+from roundoff.errors import QuantizationError
 from roundoff.plan.budget import sqnr_db
 from roundoff.plan.plan import Plan
 from roundoff.plan.rounded import noise
 from roundoff.quantize.apart import apart_
-from roundoff.quantize.graph import Graph, trace
+from roundoff.quantize.given import check_data, check_weights, given_workload, site_formats, traced
+from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options
@@ -33,12 +33,8 @@ from roundoff.quantize.repair.spread import spread_
 from roundoff.quantize.scheme import Row, scheme
 from roundoff.quantize.sequential import Rounding, round_in_order_
 from roundoff.site import select
-from roundoff.workload import Workload, describe
+from roundoff.workload import Workload
 
-#: Kinds of calls that a plan of one format quantizes.
-KINDS = ("conv", "linear", "matmul", "attention", "rnn", "embedding")
-#: Batches, at most, that the graph of a model is traced on that never asks for a tensor's value.
-TRACED = 4
 #: By what share the power of the output may change when channels are rescaled: rounding, far below any real change.
 SAME = 1e-3
 #: Batches that each step's gain is measured on.
@@ -88,8 +84,8 @@ def quantize(
         >>> small.steps[-1].after > 35
         True
     """
-    workload = _workload(model, batches, forward)
-    _check(workload)
+    workload = given_workload(model, batches, forward)
+    check_data(workload)
     skip = list(skip)
     options, rounding = options or Options(), rounding or Rounding()
     first = traced(workload)
@@ -106,7 +102,7 @@ def quantize(
     made.rows += notes
     made.folded = fold
     made.remarks += apart_(made, rounding)
-    _check_weights(made)
+    check_weights(made)
     meter = _Meter(workload, own, made)
     steps = _calibrate(made, graph, own, rounding, spread, meter, options.divide)
     if steps is None:  # the copy is spoilt: another one
@@ -138,26 +134,6 @@ def unrounded(made: QuantizedModel, workload: Workload) -> nn.Module:
         for group, factors, clips in made.moves:
             rescale_(twin, group, factors, clips=clips)
     return twin
-
-
-def traced(workload: Workload) -> Graph:
-    """The graph of ``TRACED`` of the batches, spread over all; of all where the model may branch on their values."""
-    some = workload.batches[:: -(-len(workload.batches) // TRACED)]
-    graph = trace(workload, some)
-    return trace(workload) if graph.asks and len(some) < len(workload.batches) else graph
-
-
-def _check_weights(made: QuantizedModel) -> None:
-    """Weights that become codes must be finite, in a precision in which a scale times a code is a value of the grid."""
-    for name in made.weight_names():
-        weight = made.model.get_parameter(name)
-        if weight.dtype not in (torch.float32, torch.float64):
-            raise QuantizationError("the model's weights are no fp32", where=name, expected="float32 or float64",
-                                    got=str(weight.dtype).removeprefix("torch."),
-                                    do="give model.float(), and data in float32")  # fmt: skip
-        if bad := int((~weight.detach().isfinite()).sum()):
-            raise QuantizationError(f"{bad} of {weight.numel()} weights are NaN or Inf", where=name,
-                                    expected="finite weights", do="load or train the model again")  # fmt: skip
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -242,74 +218,3 @@ class _Meter:
                 return named_tensors(workload.with_model(workload.model.eval()).run(batch))
         finally:
             workload.model.train(training)
-
-
-def site_formats(plan: Plan | Mapping[str, str] | str | Path, graph: Graph, skip: Iterable[str] = ()) -> dict[str, Format]:
-    """The format of each site of a graph that a plan, a mapping, a file or the name of one format asks for.
-
-    Raises ``PlanError`` for a plan whose patterns name nothing, ``PatternError`` for a ``skip`` that names nothing.
-    """
-    sites = list(graph.nodes)
-    if isinstance(plan, str) and (fmt := _format(plan)) is not None:
-        chosen = {s: fmt for s, node in graph.nodes.items() if node.kind in KINDS and _has_weight(graph, s, fmt)}
-    else:
-        if isinstance(plan, Mapping):
-            from roundoff.plan.plan import Rule
-
-            plan = Plan(tuple(Rule(fmt, (pattern,)) for pattern, fmt in plan.items()))
-        elif not isinstance(plan, Plan):
-            plan = Plan.load(plan)
-        chosen = {site: parse_format(name) for site, name in plan.formats(sites).items()}
-    for pattern in skip:
-        for site in select(pattern, sites):
-            chosen.pop(site, None)
-    return chosen
-
-
-def _has_weight(graph: Graph, site: str, fmt: Format) -> bool:
-    node = graph.nodes[site]
-    weighted = any(use.weight or use.origin == "made" for use in node.uses)  # what is made of weights becomes a reason
-    return weighted and (node.kind != "embedding" or fmt.execution is None or fmt.execution.activation is None)
-
-
-def _format(name: str) -> Format | None:
-    try:
-        return parse_format(name)
-    except FormatError:
-        if Path(name).suffix in (".toml", ".json"):
-            return None
-        raise
-
-
-def _workload(
-    model: nn.Module | Workload, batches: Iterable[Any] | None, forward: Callable[[nn.Module, Any], Any] | None
-) -> Workload:
-    if isinstance(model, Workload):
-        if batches is None:
-            return model
-        twin = model.with_model(model.model)
-        twin.batches = list(batches)
-        return twin
-    given = [] if batches is None else list(batches)
-    if not given:
-        raise QuantizationError("no calibration data", where="quantize", expected="one batch or more", got="none",
-                                do="give the batches that the model is calibrated on")  # fmt: skip
-    return Workload(model, given, forward=forward)
-
-
-def _check(workload: Workload) -> None:
-    """Calibration data must be there, and finite."""
-    from torch.utils._pytree import tree_flatten
-
-    if not workload.batches:
-        raise QuantizationError("no calibration data", where=workload.name, expected="one batch or more", got="none",
-                                do="give the batches that the model is calibrated on")  # fmt: skip
-    for index, batch in enumerate(workload.batches):
-        for leaf in tree_flatten(batch)[0]:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
-                bad = int((~leaf.isfinite()).sum())
-                raise QuantizationError(
-                    f"{bad} of {leaf.numel()} values of the calibration data are NaN or Inf",
-                    where=f"{workload.name}, batch {index}, {describe(batch)}", expected="finite values",
-                    do="leave these samples out, or mend what makes them",
-                )  # fmt: skip

@@ -15,7 +15,7 @@ from roundoff.capture.execute import execute
 from roundoff.errors import QuantizationError
 from roundoff.formats import Granularity, PerTensor, QParams, choose_qparams
 from roundoff.quantize.layout import Route
-from roundoff.quantize.model import QuantizedModel, on_sums
+from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.repair.gain import Gain
@@ -31,6 +31,7 @@ from roundoff.quantize.repair.matrix import (
 from roundoff.quantize.repair.rounding import RATIOS, round_weight
 from roundoff.quantize.repair.scales import search_scales
 from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.sums import on_sums
 
 #: Rows of inputs that second moments are taken from, at most: more add little.
 ROWS = 2**14

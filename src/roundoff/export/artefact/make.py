@@ -20,8 +20,9 @@ from roundoff.export.artefact.judge import Judge, Judged, size
 from roundoff.formats import parse_format
 from roundoff.plan.plan import Plan, Rule
 from roundoff.quantize.fallback import reach
+from roundoff.quantize.given import site_formats, traced
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.pipeline import quantize, site_formats, traced
+from roundoff.quantize.pipeline import quantize
 from roundoff.quantize.qat.loop import Distillation, train
 from roundoff.quantize.qat.prepare import convert, prepare_qat
 from roundoff.quantize.qat.training import parameter_groups

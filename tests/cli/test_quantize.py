@@ -139,6 +139,14 @@ def test_weights_alone_with_pins_and_skips(folder, capsys):
     assert (rows["fc/linear"]["format"], rows["conv/conv2d"]["observer"]) == ("fp32", "minmax")
 
 
+def test_an_unknown_cost_is_refused(folder, capsys):
+    for cost, near in (("bitop", "did you mean bitops?"), ("seconds", "bytes, bitops, operators, storage")):
+        code, _, err = run(f"net.py --target 30dB --cost {cost} -o a {QUICK}", capsys)
+        assert code == 2
+        assert "unknown cost" in err
+        assert near in err
+
+
 def test_granularity_and_division(folder, capsys):
     asked = "--pin conv/*=fp32 --granularity token --weight-granularity group:8 --divide"
     code, out, _ = run(f"net.py {asked} -o a {QUICK} --json", capsys)

@@ -169,6 +169,6 @@ def trials(data: Row) -> list[dict[str, str]]:
     return [
         {"trial": str(index + 1), "formats": listing([f"{n} {f}" for f, n in t["sites"].items()]) or "none",
          "predicted": db(t["predicted_db"]), "measured": db(t["measured_db"]), "metric": metric(t["metric"]),
-         "cost": NONE if t["cost"] is None else f"{t['cost']:.4g}"}
+         data["asked"]["cost"]: NONE if t["cost"] is None else f"{t['cost']:.4g}"}
         for index, t in enumerate(data["trials"])
     ]  # fmt: skip

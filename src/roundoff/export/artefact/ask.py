@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import parse_format
+from roundoff.plan.cost import UNITS
 from roundoff.plan.plan import Plan
 from roundoff.quantize.observers import OBSERVERS
 from roundoff.quantize.options import Options
@@ -92,6 +93,7 @@ class Ask:
     def __post_init__(self) -> None:
         for name in (*self.formats, *self.pin.values()):
             parse_format(name)
+        among("--cost", self.cost, [name for name in UNITS if name != "seconds"])  # integer kernels are not in its tables
         if self.target is not None and self.plan is not None:
             raise QuantizationError("a target chooses a plan itself", where="--target", got="a plan too",
                                     do="leave one of them out")  # fmt: skip

@@ -14,6 +14,7 @@ from roundoff.export.artefact.sites import site_rows
 from roundoff.export.artefact.storage import stored_bytes
 from roundoff.export.artefact.tradeoff import chosen
 from roundoff.export.proof import Proof
+from roundoff.plan.cost import UNITS
 from roundoff.quantize.fallback import average_bits
 from roundoff.quantize.sparse import cost
 
@@ -33,7 +34,7 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
             "target": goal.text if goal else None, "kind": goal.kind if goal else None,
             "value": goal.value if goal else None,
             "formats": list(ask.formats) if ask.plan is None else [], "plan": ask.plan is not None, "prune": ask.prune,
-            "skip": list(ask.skip), "pin": dict(ask.pin), "qat": ask.qat, "epochs": ask.epochs,
+            "cost": UNITS[ask.cost], "skip": list(ask.skip), "pin": dict(ask.pin), "qat": ask.qat, "epochs": ask.epochs,
             "observer": ask.rounding.observer, "weights": ask.rounding.weights,
         },
         "calibration": {"batches": len(own.batches), "samples": sum(size(b) for b in own.batches)},

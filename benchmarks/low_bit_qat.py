@@ -53,7 +53,7 @@ class Training:
 
 #: The papers of BNN, XNOR-Net and DoReFa train with Adam, those of LSQ and TTQ with momentum; less decay for fewer bits.
 ADAM = Training(4e-3, 4e-4, adam=True)
-MOMENTUM = Training(1e-2, 1e-2)
+MOMENTUM = Training(3e-2, 3e-2)
 SCRATCH = Training(5e-2, 5e-2, 5e-4)
 
 
@@ -93,7 +93,7 @@ RECIPES = (
     Recipe("LSQ W4A4", "lsq", "lsq", signed(4), unsigned(4), (70.5, 71.1), "ResNet-18, ImageNet, arXiv:1902.08153",
            MOMENTUM),
     Recipe("LSQ W2A2", "lsq", "lsq", signed(2), unsigned(2), (70.5, 67.6), "ResNet-18, ImageNet, arXiv:1902.08153",
-           Training(1e-2, 1e-2, 0.25e-4)),
+           Training(3e-2, 3e-2, 0.25e-4)),
 )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="LABEL", nargs="+", help="these recipes alone")
     parser.add_argument("--nets", type=Path, metavar="FOLDER", help="a folder with nets.py and resnet.safetensors")
     parser.add_argument("--images", type=int, default=60000, help="training images")
-    parser.add_argument("--epochs", type=int, default=3, help="of fp32, and then of each recipe")
+    parser.add_argument("--epochs", type=int, default=6, help="of fp32, and then of each recipe")
     args = parser.parse_args()
     count, epochs = (2000, 1) if args.quick else (args.images, args.epochs)
     images, labels = read("train-images-idx3-ubyte")[:count], read("train-labels-idx1-ubyte")[:count]
@@ -246,12 +246,12 @@ def main() -> None:
     for recipe in RECIPES:
         if args.only and recipe.label not in args.only:
             continue
-        how = MOMENTUM if not recipe.training.adam else ADAM
+        how = Training(recipe.training.rate, recipe.training.rate, adam=recipe.training.adam)  # fp32 has no scales
         if how not in further:
             again = copy.deepcopy(net)
             fit(again, Shuffled(images, labels), epochs, how)
             further[how] = max(right(logits(again, test), answers), start)
-            progress(f"fp32 trained on by {'Adam' if how.adam else 'momentum'}: {further[how]:.2f} %")
+            progress(f"fp32 trained on by {'Adam' if how.adam else 'momentum'}, rate {how.rate:g}: {further[how]:.2f} %")
         clock = time.process_time()
         outputs, same = low_bit(net, recipe, Shuffled(images, labels), epochs, test)
         percent, spent = right(outputs, answers), time.process_time() - clock

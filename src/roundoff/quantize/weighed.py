@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ from roundoff.quantize.sums import on_sums
 
 #: Rows of inputs that second moments are taken from, at most: more add little.
 ROWS = 2**14
+#: Bytes of rows at a time: what allocators keep for the next, see ``sequential.JOINED``.
+PIECE = 2**23
 
 
 @dataclass
@@ -157,14 +160,27 @@ class Weighed:
             moved, name = (x.movedim(axis, -1), "linear") if matrix else (x, operator)
             return patches(moved, name, kernel, share=share, generator=seed.manual_seed(0), **settings)
 
+        split = inputs[0][1].ndim > 1 and (axis % inputs[0][1].ndim != 0 if matrix else inputs[0][1].ndim == len(kernel) + 2)
+        taken = share * math.prod(kernel) * sum(other.numel() for _, other in inputs) * 4  # bytes, of all rows
         halves = Hessian(), Hessian()
-        for one, other in inputs:
+        for one, other in _pieces(inputs, taken if split else 0.0):
             given, exact = seen(other), seen(one) if whole and one is not None else None
             middle = given.shape[-2] // 2
             for half, part in zip(halves, (slice(0, middle), slice(middle, None)), strict=True):
                 if given[:, part].numel():
                     half.add(given[:, part], reference=None if exact is None else exact[:, part])
         return halves
+
+
+def _pieces(
+    inputs: Sequence[tuple[Tensor | None, Tensor]], size: float
+) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """Inputs in pieces along axis 0, two samples or more each, whose rows take about ``PIECE`` bytes of ``size``."""
+    count = math.ceil(size / PIECE / len(inputs))
+    for one, other in inputs:
+        length = max(2, -(-len(other) // count)) if count > 1 else len(other)
+        parts = [None] * len(other) if one is None else torch.split(one, length)
+        yield from zip(parts, torch.split(other, length), strict=False) if count > 1 else [(one, other)]
 
 
 def run(model: QuantizedModel, arrived: Arrived, bias: bool = True) -> Any:

@@ -53,7 +53,7 @@ class Hessian:
         if weights is not None:
             factor = weights.to(rows.dtype).expand(rows.shape[:2])[..., None]
             weighted = rows * factor
-        found = {"matrix": weighted.mT @ rows, "mean": weighted.sum(1)}
+        found = {"matrix": _symmetric(weighted, rows), "mean": weighted.sum(1)}
         if exact is not None:
             held = exact if weights is None else exact * factor
             found |= {"cross": held.mT @ rows, "reference_mean": held.sum(1)}
@@ -150,3 +150,16 @@ class Hessian:
                 "the inputs do not fit", where="Hessian.add",
                 expected="[n, in] or [groups, n, in], weights ≥ 0 of [n] or [groups, n], the same in each batch", got=fault,
             )  # fmt: skip
+
+
+def _symmetric(left: Tensor, right: Tensor, block: int = 256) -> Tensor:
+    """``leftᵀ right`` where that is symmetric: the upper triangle in blocks of rows, the lower mirrored."""
+    count = right.shape[-1]
+    if count <= 2 * block:
+        return left.mT @ right
+    found = right.new_empty(*right.shape[:-2], count, count)
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        found[..., start:stop, start:] = left[..., start:stop].mT @ right[..., start:]
+        found[..., stop:, start:stop] = found[..., start:stop, stop:].mT
+    return found

@@ -47,7 +47,7 @@ import gpt2_text
 import minilm
 
 OUT = ROOT / "out" / "quantize_text"
-EPOCHS = 6
+EPOCHS = 20
 NEAREST = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)
 OURS = Rounding(observer="mse")
 

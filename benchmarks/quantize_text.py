@@ -38,8 +38,9 @@ from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options
 from roundoff.quantize.pipeline import quantize
 from roundoff.quantize.repair.smoothing import smooth_
+from roundoff.quantize.rounding import Rounding
 from roundoff.quantize.scheme import scheme
-from roundoff.quantize.sequential import Rounding, round_in_order_
+from roundoff.quantize.sequential import round_in_order_
 from roundoff.workload import Workload
 
 sys.path.insert(0, str(ROOT / "examples"))

@@ -11,8 +11,9 @@ from roundoff.formats import parse_format
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options
+from roundoff.quantize.rounding import Rounding
 from roundoff.quantize.scheme import scheme
-from roundoff.quantize.sequential import Rounding, round_in_order_
+from roundoff.quantize.sequential import round_in_order_
 from roundoff.workload import Workload
 
 PLAIN = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)

@@ -113,9 +113,9 @@ def test_balancing_by_quantize(method, fmt, gain):
     balanced = ro.quantize(net, fmt, batches, spread=False, rounding=Rounding(balance=method, **PLAIN, observer="minmax"))
     plain = ro.quantize(net, fmt, batches, spread=False, rounding=Rounding(**PLAIN, observer="minmax"))
     # the step's figures are those of this simulation, on the same two batches; the noise is a difference of fp32 outputs
-    # 1e-7 apart at 40 dB below them, so it is known to 1e-7 / 1e-2 = 1e-5, which is 5e-5 dB
-    assert balanced.steps[-1].after == pytest.approx(step.after, abs=1e-3)
-    assert plain.steps[-1].after == pytest.approx(step.before, abs=1e-3)
+    # 1e-7 apart at 40 dB below them, so it is known to 1e-7 / 1e-2 = 1e-5, which is 5e-5 dB; twice that
+    assert balanced.steps[-1].after == pytest.approx(step.after, abs=1e-4)
+    assert plain.steps[-1].after == pytest.approx(step.before, abs=1e-4)
 
 
 def test_balancing_of_one_layer_is_in_the_record():

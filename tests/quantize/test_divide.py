@@ -92,7 +92,7 @@ def test_noise_by_hand(shared, stored, symmetric):
             whole = isinstance(stored, PerTensor)
             largest = np.abs(w * s).max() if whole else np.abs((w * s)[o, part]).max()
             total += GAMMA * g[o] * (largest / 7) ** 2 * power[part].sum()
-    assert float(problem.noise(torch.tensor(logs))) == pytest.approx(total / 12, rel=1e-12)
+    assert float(problem.noise([torch.tensor(logs)])) == pytest.approx(total / 12, rel=1e-12)
 
 
 def test_what_is_left(laid, block):

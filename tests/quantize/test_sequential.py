@@ -14,7 +14,8 @@ from roundoff.errors import QuantizationError
 from roundoff.formats import PerAxis, choose_qparams, fake_quantize, integer
 from roundoff.quantize.lockstep import Lockstep
 from roundoff.quantize.observers import make_observer
-from roundoff.quantize.sequential import Rounding, round_in_order_
+from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.sequential import round_in_order_
 from roundoff.quantize.side_by_side import in_stacks, samples, stack
 from roundoff.workload import Workload
 

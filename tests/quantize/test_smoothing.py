@@ -15,7 +15,8 @@ from roundoff.quantize.importance import importance
 from roundoff.quantize.model import Unquantized
 from roundoff.quantize.repair.inputs import inputs_of
 from roundoff.quantize.repair.smoothing import METHODS, simulated_db, smooth_, split_outliers_
-from roundoff.quantize.sequential import Rounding, round_in_order_
+from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.sequential import round_in_order_
 
 INT8, ASYM = parse_format("int8"), integer(8, symmetric=False)
 

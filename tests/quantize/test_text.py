@@ -17,7 +17,7 @@ from roundoff.quantize.attention import Cache, keys_and_values
 from roundoff.quantize.graph import trace
 from roundoff.quantize.options import Options
 from roundoff.quantize.repair.gptq import supported
-from roundoff.quantize.sequential import Rounding
+from roundoff.quantize.rounding import Rounding
 
 transformers = pytest.importorskip("transformers")
 NEAREST = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)

@@ -24,9 +24,9 @@ class _Verb(types.ModuleType):
 
             return getattr(prepare, name)
         if name in ("Options", "Rounding"):
-            from roundoff.quantize import options, sequential
+            from roundoff.quantize import options, rounding
 
-            return getattr(options if name == "Options" else sequential, name)
+            return getattr(options if name == "Options" else rounding, name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 

@@ -17,17 +17,17 @@ import torch
 from roundoff.attribute.target import named_tensors
 from roundoff.errors import InfeasibleError, QuantizationError
 from roundoff.formats import parse_format
-from roundoff.plan.budget import Budget, sqnr_db
+from roundoff.plan.budget import sqnr_db
 from roundoff.plan.choose import Problem
 from roundoff.plan.measure import Progress, budget
 from roundoff.plan.plan import Plan
 from roundoff.plan.rounded import detached, noise
 from roundoff.plan.targets import drop_to_db, parse_drop, parse_target
-from roundoff.quantize.missed import EXPECTED_GAIN, in_the_way, quietest
+from roundoff.quantize.missed import EXPECTED_GAIN, in_the_way, quietest, shares
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options
 from roundoff.quantize.pipeline import quantize
-from roundoff.quantize.sequential import Rounding
+from roundoff.quantize.rounding import Rounding
 from roundoff.site import select
 from roundoff.workload import Workload, preserve
 
@@ -196,20 +196,8 @@ def reach(
         note = "; ".join(filter(None, (note, in_the_way(problem, trial.plan, trial.measured_db, pins))))
     return Reached(
         model, trial.plan, trials, trial.met, str(target), goal, workload.metric_name if workload.metric else None,
-        metric_reference, note, shares(measured, trial.plan),
+        metric_reference, note, shares(measured, trial.plan.formats(list(problem.info))),
     )  # fmt: skip
-
-
-def shares(measured: Budget, plan: Plan) -> dict[str, float]:
-    """Each site's share of the noise that a budget predicts for a plan, the largest first; sites without noise are left out.
-
-    Infinite noise (an overflow) is a share of 1.
-    """
-    formats = plan.formats([site["site"] for site in measured.sites])
-    noise = {site: measured.predict({site: name}).additive for site, name in formats.items()}
-    total = sum(value for value in noise.values() if math.isfinite(value))
-    found = {site: value / total if math.isfinite(value) else 1.0 for site, value in noise.items() if value > 0}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _target(target: str | float, workload: Workload) -> tuple[float | None, float]:

@@ -104,8 +104,6 @@ class Graph:
         return found
 
 
-
-
 _ASKS = (Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist, torch.equal)
 
 

@@ -1,10 +1,11 @@
-"""missed: why a target cannot be met, in words: how far the offered formats come, and whose noise is in the way."""
+"""Why a target cannot be met, in words: how far the offered formats come, and whose noise is in the way."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from roundoff.plan.budget import power
+from roundoff.plan.budget import Budget
 from roundoff.plan.choose import Problem
 from roundoff.plan.plan import Plan
 
@@ -33,10 +34,19 @@ def in_the_way(problem: Problem, plan: Plan, reached: float, pins: Mapping[str, 
         f"; fixed: {', '.join(fixed)}" * bool(fixed))  # fmt: skip
 
 
+def shares(budget: Budget, formats: Mapping[str, str]) -> dict[str, float]:
+    """Each site's share of the noise that a budget predicts, errors taken as independent, the largest first.
+
+    Sites without noise are left out; infinite noise (an overflow) is a share of 1.
+    """
+    noise = {site: budget.predict({site: fmt}).additive for site, fmt in formats.items() if fmt != "fp32"}
+    total = sum(value for value in noise.values() if math.isfinite(value))
+    found = {site: value / total if math.isfinite(value) else 1.0 for site, value in noise.items() if value > 0}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
 def _loudest(problem: Problem, chosen: Mapping[str, str], top: int = 3) -> str:
     """The sites that a plan's noise comes from."""
-    noise = {site: power(problem.budget.rows(site, fmt))[0] for site, fmt in chosen.items() if fmt != "fp32"}
-    total = sum(noise.values())
-    worst = sorted(noise, key=lambda site: -noise[site])[:top]
-    said = ", ".join(f"{site} in {chosen[site]} ({noise[site] / total:.0%})" for site in worst if total > 0)
+    worst = list(shares(problem.budget, chosen).items())[:top]
+    said = ", ".join(f"{site} in {chosen[site]} ({share:.0%})" for site, share in worst)
     return f"most noise comes from {said}" if said else "none of them makes noise"

@@ -30,8 +30,9 @@ from roundoff.quantize.repair.equalise import rescale_
 from roundoff.quantize.repair.fold import fold_batch_norm_
 from roundoff.quantize.repair.smoothing import smooth_
 from roundoff.quantize.repair.spread import spread_
+from roundoff.quantize.rounding import Rounding
 from roundoff.quantize.scheme import Row, scheme
-from roundoff.quantize.sequential import Rounding, round_in_order_
+from roundoff.quantize.sequential import round_in_order_
 from roundoff.site import select
 from roundoff.workload import Workload
 

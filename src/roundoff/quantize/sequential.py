@@ -31,7 +31,7 @@ from roundoff.quantize.lockstep import Lockstep, Request
 from roundoff.quantize.model import QuantizedModel, forget
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.repair.gain import Gain
-from roundoff.quantize.rounding import Rounding as Rounding
+from roundoff.quantize.rounding import Rounding
 from roundoff.quantize.scheme import Row
 from roundoff.quantize.side_by_side import in_stacks, samples, stack
 from roundoff.quantize.weighed import Arrived, Settled, Weighed, naming, run

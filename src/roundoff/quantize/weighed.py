@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -176,11 +177,10 @@ def _pieces(
     inputs: Sequence[tuple[Tensor | None, Tensor]], size: float
 ) -> Iterator[tuple[Tensor | None, Tensor]]:
     """Inputs in pieces along axis 0, two samples or more each, whose rows take about ``PIECE`` bytes of ``size``."""
-    count = math.ceil(size / PIECE / len(inputs))
+    count = max(1, math.ceil(size / PIECE / len(inputs)))
     for one, other in inputs:
-        length = max(2, -(-len(other) // count)) if count > 1 else len(other)
-        parts = [None] * len(other) if one is None else torch.split(one, length)
-        yield from zip(parts, torch.split(other, length), strict=False) if count > 1 else [(one, other)]
+        length = len(other) if count == 1 else max(2, -(-len(other) // count))
+        yield from zip(repeat(None) if one is None else torch.split(one, length), torch.split(other, length), strict=False)
 
 
 def run(model: QuantizedModel, arrived: Arrived, bias: bool = True) -> Any:

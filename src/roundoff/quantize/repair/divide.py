@@ -27,6 +27,7 @@ from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
+from roundoff.quantize.repair.descend import descend
 from roundoff.quantize.repair.gain import Gain
 from roundoff.quantize.repair.inputs import Inputs, inputs_of
 from roundoff.quantize.repair.matrix import matrix_view
@@ -65,6 +66,8 @@ def divide_(
         if problem is None:
             continue
         factors, first, last = problem.solve()
+        if math.isnan(first):
+            continue
         if last < first:
             divide_inputs_(model, inputs, factors)
             count += 1
@@ -106,9 +109,9 @@ class _Problem:
         self.rows, self.quantizer, self.adjoint, self.sides = rows, quantizer, adjoint, sides
         self.power = rows.square().mean(0)
 
-    def noise(self, logs: Tensor) -> Tensor:
+    def noise(self, logs: Sequence[Tensor]) -> Tensor:
         """What the output loses with these log s."""
-        s = logs.exp()
+        s = logs[0].exp()
         total = self._values(s)
         for matrix, quantizer, adjoint in self.sides:
             total = total + GAMMA * self._weights(matrix * s, quantizer, adjoint, self.power / s.square())
@@ -136,23 +139,9 @@ class _Problem:
         return (adjoint[:, None] * steps.square() * _grouped(power, own).sum(-1)).sum()
 
     def solve(self) -> tuple[Tensor, float, float]:
-        """s, and the noise before and after."""
-        logs = torch.zeros(self.rows.shape[-1], requires_grad=True)
-        best, before = logs.detach().clone(), float(self.noise(logs).detach())
-        least, optimizer = before, torch.optim.Adam([logs], lr=0.05)
-        if not before > 0.0:
-            return best.exp(), before, before
-        with torch.enable_grad():
-            for step in range(STEPS):
-                for group in optimizer.param_groups:
-                    group["lr"] = 0.05 * (1 - step / STEPS)
-                optimizer.zero_grad()
-                noise = self.noise(logs)
-                noise.log().backward()  # type: ignore[no-untyped-call]
-                if float(noise.detach()) < least:
-                    best, least = logs.detach().clone(), float(noise.detach())
-                optimizer.step()
-        return best.exp(), before, least
+        """s, and the noise before and after; NaN where there is none."""
+        logs, before, after = descend(self.noise, [self.rows.shape[-1]], steps=STEPS, rate=0.05)
+        return logs[0].exp(), before, after
 
 
 def _grouped(x: Tensor, own: Granularity | None) -> Tensor:

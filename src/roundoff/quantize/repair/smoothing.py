@@ -34,7 +34,8 @@ from roundoff.quantize.repair.inputs import Inputs, inputs_of
 from roundoff.quantize.repair.matrix import matrix_view
 from roundoff.quantize.repair.smooth import dmq, input_amax, smoothquant
 from roundoff.quantize.repair.spread import spread_
-from roundoff.quantize.sequential import Rounding, round_in_order_
+from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.sequential import round_in_order_
 from roundoff.workload import Workload
 
 METHODS = ("smoothquant", "dmq", "awq", "spread")

@@ -18,7 +18,7 @@ A ReLU6 stays as it is: a channel that reaches its bound keeps its scale, others
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from roundoff.quantize.channels import ChannelGroup, followed, groups_of
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.repair.descend import descend
 from roundoff.quantize.repair.equalise import rescale_, why_not
 from roundoff.quantize.repair.gain import Gain
 from roundoff.quantize.repair.matrix import matrix_view
@@ -51,7 +52,7 @@ class _Side:
     length: int
     parts: list[tuple[int, Tensor]] = field(default_factory=list)
 
-    def scales(self, logs: list[Tensor]) -> Tensor:
+    def scales(self, logs: Sequence[Tensor]) -> Tensor:
         """log s for each channel, 0 where no group is."""
         found = torch.zeros(self.length)
         for group, index in self.parts:
@@ -74,9 +75,9 @@ def spread_(
     if not groups:
         return Gain("spread", math.nan, math.nan, "no group of channels can be rescaled")
     problem = _Problem(model, graph, weights, groups, gamma)
-    if not problem.loss() > 0:
-        return Gain("spread", math.nan, math.nan, "no channel that can be rescaled costs the output anything")
     logs, before, after = problem.solve(steps)
+    if math.isnan(before):
+        return Gain("spread", math.nan, math.nan, "no channel that can be rescaled costs the output anything")
     for group, log in zip(groups, logs, strict=True):
         rescale_(model.model, group, log.double().exp(), clips=True)
         model.moves.append((group, log.double().exp(), True))
@@ -157,13 +158,7 @@ class _Problem:
         side = _Side(groups * channels, read[name])
         return side, largest, result.channel.view(groups, -1), power, model.quantizer(name).fmt.max_finite
 
-    def loss(self) -> float:
-        """What the output loses as it is; NaN where no channel that can be rescaled has a part in it."""
-        with torch.enable_grad():
-            noise = self.noise([torch.zeros(g.size, requires_grad=True) for g in self.groups])
-        return float(noise.detach()) if noise.requires_grad else math.nan
-
-    def noise(self, logs: list[Tensor]) -> Tensor:
+    def noise(self, logs: Sequence[Tensor]) -> Tensor:
         """What the output loses with these log scales."""
         total = torch.zeros(())
         for side, known, levels in self.values:
@@ -177,26 +172,9 @@ class _Problem:
         return total
 
     def solve(self, steps: int) -> tuple[list[Tensor], float, float]:
-        """log s of each group, and the noise before and after."""
-        free = [torch.zeros(g.size, requires_grad=True) for g in self.groups]
-        best, least = [f.detach().clone() for f in free], float(self.noise(free).detach())
-        before = least
-        optimizer = torch.optim.Adam(free, lr=0.06)
-        with torch.enable_grad():
-            for step in range(steps):
-                for group in optimizer.param_groups:
-                    group["lr"] = 0.06 * (1 - step / steps)
-                optimizer.zero_grad()
-                noise = self.noise(free)
-                noise.log().backward()  # type: ignore[no-untyped-call]
-                value = float(noise.detach())
-                if value < least:
-                    best, least = [f.detach().clone() for f in free], value
-                optimizer.step()
-                with torch.no_grad():
-                    for f, low, high in zip(free, self.lowest, self.highest, strict=True):
-                        f.clamp_(low, high)
-        return best, before, least
+        """log s of each group, and the noise before and after; NaN where no channel that can be rescaled has a part."""
+        bounds = list(zip(self.lowest, self.highest, strict=True))
+        return descend(self.noise, [g.size for g in self.groups], steps=steps, rate=0.06, bounds=bounds)
 
 
 def _extent(ends: Tensor) -> Tensor:

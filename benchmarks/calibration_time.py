@@ -17,7 +17,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from roundoff.formats import Format, QParams, choose_qparams, fake_quantize, parse_format
+from roundoff.formats import (
+    Format,
+    QParams,
+    choose_qparams,
+    fake_quantize,
+    parse_format,
+)
 from roundoff.quantize.observers import make_observer
 
 NAMES = ("minmax", "percentile", "entropy", "mse", "ifmr", "hfmg", "adjoint")
@@ -55,20 +61,28 @@ def ifmr_on_all_values(batches: list[Tensor], fmt: Format) -> QParams:
         top = high * factor if not fmt.symmetric else torch.maximum(high, -low) * factor
         bottom = low if not fmt.symmetric else -top
         scale = (top - bottom) / (fmt.max_finite - fmt.min_finite)
-        loss = float(((x.clamp(bottom, top) / scale).round() * scale - x).square().mean())
+        loss = float(
+            ((x.clamp(bottom, top) / scale).round() * scale - x).square().mean()
+        )
         if loss < best:
             best, found = loss, choose_qparams(torch.stack([bottom, top]), fmt)
-    return QParams(found.scale[0], None if found.zero_point is None else found.zero_point[0])
+    return QParams(
+        found.scale[0], None if found.zero_point is None else found.zero_point[0]
+    )
 
 
-def calibrated(name: str, batches: list[Tensor], powers: list[Tensor], fmt: Format) -> QParams:
+def calibrated(
+    name: str, batches: list[Tensor], powers: list[Tensor], fmt: Format
+) -> QParams:
     observer = make_observer(name)
     for batch, power in zip(batches, powers, strict=True):
         observer.see(batch, power if name == "adjoint" else None)
     return observer.qparams(fmt)
 
 
-def error(batches: list[Tensor], q: QParams, fmt: Format, powers: list[Tensor] | None = None) -> float:
+def error(
+    batches: list[Tensor], q: QParams, fmt: Format, powers: list[Tensor] | None = None
+) -> float:
     total = 0.0
     for i, x in enumerate(batches):
         square = (fake_quantize(x, q, fmt) - x).double().square()
@@ -88,14 +102,23 @@ def main() -> None:
     images, rounds = (64, 1) if quick else (512, 3)
     failed = []
     for fmt in (parse_format("int8_asym"), parse_format("int8")):
-        print(f"\n{fmt.name}, {images} images: time over IFMR's on all values, error over IFMR's\n")
-        print(f"| tensor | values | IFMR | {' | '.join(NAMES)} |\n|---|---|---|{'---|' * len(NAMES)}")
+        print(
+            f"\n{fmt.name}, {images} images: time over IFMR's on all values, error over IFMR's\n"
+        )
+        print(
+            f"| tensor | values | IFMR | {' | '.join(NAMES)} |\n|---|---|---|{'---|' * len(NAMES)}"
+        )
         spent = dict.fromkeys(("baseline", *NAMES), 0.0)
         for tensor, batches in activations(images).items():
             random = torch.Generator().manual_seed(1)
-            powers = [torch.rand(batch.shape, generator=random).square_() for batch in batches]
+            powers = [
+                torch.rand(batch.shape, generator=random).square_() for batch in batches
+            ]
             calls = {"baseline": lambda: ifmr_on_all_values(batches, fmt)}
-            calls |= {name: lambda name=name: calibrated(name, batches, powers, fmt) for name in NAMES}
+            calls |= {
+                name: lambda name=name: calibrated(name, batches, powers, fmt)
+                for name in NAMES
+            }
             found: dict[str, list[tuple[float, QParams]]] = {}
             for _ in range(rounds):
                 for name, call in calls.items():
@@ -105,17 +128,31 @@ def main() -> None:
                 seconds, q = min(s for s, _ in runs), runs[0][1]
                 spent[name] += seconds
                 weights = powers if name == "adjoint" else None
-                ratio = error(batches, q, fmt, weights) / error(batches, found["baseline"][0][1], fmt, weights)
+                ratio = error(batches, q, fmt, weights) / error(
+                    batches, found["baseline"][0][1], fmt, weights
+                )
                 over = seconds / min(s for s, _ in found["baseline"])
-                cells.append(f"{seconds:.2f} s" if name == "baseline" else f"1/{1 / over:.0f}, {ratio:.3f}")
+                cells.append(
+                    f"{seconds:.2f} s"
+                    if name == "baseline"
+                    else f"1/{1 / over:.0f}, {ratio:.3f}"
+                )
                 if name in JUDGED and ratio > 1.01:
                     failed.append(f"{fmt.name}, {tensor}, {name}: error {ratio:.3f}")
-            print(f"| {tensor} | {sum(b.numel() for b in batches):,} | {' | '.join(cells)} |")
+            print(
+                f"| {tensor} | {sum(b.numel() for b in batches):,} | {' | '.join(cells)} |"
+            )
         ratios = [f"1/{spent['baseline'] / spent[name]:.0f}" for name in NAMES]
-        failed += [f"{fmt.name}, {name}: time {r}" for name, r in zip(NAMES, ratios, strict=True)
-                   if name in JUDGED and spent[name] > spent["baseline"] / 20]  # fmt: skip
+        failed += [
+            f"{fmt.name}, {name}: time {r}"
+            for name, r in zip(NAMES, ratios, strict=True)
+            if name in JUDGED and spent[name] > spent["baseline"] / 20
+        ]
         print(f"| all | | {spent['baseline']:.2f} s | {' | '.join(ratios)} |")
-    print("\nbar (1/20 of the time, at most 1.01 of the error) " + ("met" if not failed else "missed: " + "; ".join(failed)))
+    print(
+        "\nbar (1/20 of the time, at most 1.01 of the error) "
+        + ("met" if not failed else "missed: " + "; ".join(failed))
+    )
 
 
 if __name__ == "__main__":

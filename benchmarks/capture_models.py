@@ -41,7 +41,11 @@ class ResNet18(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
-        self.bn1, self.relu, self.maxpool = nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        self.bn1, self.relu, self.maxpool = (
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        )
         blocks: list[nn.Module] = []
         before = 64
         for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
@@ -69,7 +73,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         split = (batch, length, self.heads, width // self.heads)
-        q, k, v = (part.view(split).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, -1))
+        q, k, v = (
+            part.view(split).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).chunk(3, -1)
+        )
         # through the module: a peer may replace its functions
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.c_proj(y.transpose(1, 2).reshape(x.shape))
@@ -79,7 +86,14 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """4 layers of width 256 with 4 heads, 8,192 tokens, output weights tied to the embedding."""
 
-    def __init__(self, layers: int = 4, width: int = 256, heads: int = 4, tokens: int = 8192, length: int = 128) -> None:
+    def __init__(
+        self,
+        layers: int = 4,
+        width: int = 256,
+        heads: int = 4,
+        tokens: int = 8192,
+        length: int = 128,
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(tokens, width), nn.Embedding(length, width)
         self.h = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -97,12 +111,22 @@ class GPT2(nn.Module):
 
 def _resnet18() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     labels = torch.randint(10, (16,))
-    return ResNet18(), torch.randn(16, 3, 64, 64), lambda out: functional.cross_entropy(out, labels)
+    return (
+        ResNet18(),
+        torch.randn(16, 3, 64, 64),
+        lambda out: functional.cross_entropy(out, labels),
+    )
 
 
 def _gpt2() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     ids = torch.randint(8192, (4, 128))
-    return GPT2(), ids, lambda out: functional.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return (
+        GPT2(),
+        ids,
+        lambda out: functional.cross_entropy(
+            out[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        ),
+    )
 
 
 BUILDERS = {"resnet18": _resnet18, "gpt2": _gpt2}

@@ -57,22 +57,66 @@ def main() -> None:
             ratio = statistics.median(found["ratios"])
             progress(f"{name}, {setting}: {ratio:.2f}")
             theirs = other and other["ratio"]
-            steps.append((name, setting, middle(found["ratios"]), theirs, bar, verdict(ratio, bar, at_most=True)))
+            steps.append(
+                (
+                    name,
+                    setting,
+                    middle(found["ratios"]),
+                    theirs,
+                    bar,
+                    verdict(ratio, bar, at_most=True),
+                )
+            )
             if how.get("keep") == "tensors":
-                size, half = found["bytes"] / 1e6, other["bytes"] / 2e6 if other else None
-                disk.append((name, size, half and 2 * half, half and verdict(size, half, at_most=True)))
+                size, half = (
+                    found["bytes"] / 1e6,
+                    other["bytes"] / 2e6 if other else None,
+                )
+                disk.append(
+                    (
+                        name,
+                        size,
+                        half and 2 * half,
+                        half and verdict(size, half, at_most=True),
+                    )
+                )
         calls, rows, missing = coverage(name)
-        plain, captured = (statistics.median(memory(name, how) for _ in range(3)) for how in ("plain", "captured"))
-        rest.append((name, calls, rows, ", ".join(sorted(missing)) or "none", verdict(len(missing), 0, at_most=True),
-                     captured - plain, verdict(captured - plain, MEMORY, at_most=True)))  # fmt: skip
+        plain, captured = (
+            statistics.median(memory(name, how) for _ in range(3))
+            for how in ("plain", "captured")
+        )
+        rest.append(
+            (
+                name,
+                calls,
+                rows,
+                ", ".join(sorted(missing)) or "none",
+                verdict(len(missing), 0, at_most=True),
+                captured - plain,
+                verdict(captured - plain, MEMORY, at_most=True),
+            )
+        )
     threads = torch.get_num_threads()
     title = f"Recorded step / plain step, median (range), {threads} threads"
     table(title, ("model", "recorded", "roundoff", "msprobe", "bar", "verdict"), steps)
-    table("All tensors of a step on disk (MB)", ("model", "roundoff", "msprobe", "bar: half"), disk)
+    table(
+        "All tensors of a step on disk (MB)",
+        ("model", "roundoff", "msprobe", "bar: half"),
+        disk,
+    )
     table(
         "Compute calls of a step, and memory of statistics",
-        ("model", "calls", "recorded", "without a row", "bar", "more memory at the peak, MiB", f"bar {MEMORY:.0f}"), rest,
-    )  # fmt: skip
+        (
+            "model",
+            "calls",
+            "recorded",
+            "without a row",
+            "bar",
+            "more memory at the peak, MiB",
+            f"bar {MEMORY:.0f}",
+        ),
+        rest,
+    )
 
 
 def measure(name: str, how: dict[str, Any], pairs: int) -> dict[str, Any]:
@@ -90,7 +134,9 @@ def measure(name: str, how: dict[str, Any], pairs: int) -> dict[str, Any]:
                     run.step()
 
                 ratios.append(clock(recorded)[0] / before)
-        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        size = sum(
+            path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()
+        )
     return {"ratios": ratios[WARM:], "bytes": size}
 
 
@@ -101,7 +147,9 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.calls: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.overloadpacket.__name__ not in VIEWS:
             self.calls.append(f"{func.namespace}.{func.__name__}")
         return func(*args, **(kwargs or {}))
@@ -116,7 +164,9 @@ def coverage(name: str) -> tuple[int, int, set[str]]:
         with ro.capture(folder + "/run", model):
             step()
         rows = ro.load(folder + "/run").ops.collect()
-    rows = rows.filter((rows["call"] >= 0) & ~rows["operator"].is_in(list(VIEWS))).unique("call")
+    rows = rows.filter(
+        (rows["call"] >= 0) & ~rows["operator"].is_in(list(VIEWS))
+    ).unique("call")
     left = list(rows["overload"])
     missing = [call for call in trace.calls if call not in left or left.remove(call)]
     return len(trace.calls), len(trace.calls) - len(missing), set(missing)
@@ -125,7 +175,11 @@ def coverage(name: str) -> tuple[int, int, set[str]]:
 def memory(name: str, how: str) -> float:
     """Peak of resident memory of a process of its own, in MiB above what model and two plain steps take."""
     command = [sys.executable, __file__, "--memory", name, how]
-    return float(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    return float(
+        json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
+    )
 
 
 def peak(name: str, captured: bool) -> float:
@@ -160,8 +214,16 @@ def peers(names: list[str], quick: bool) -> dict[str, Any]:
     if not python:
         print("ROUNDOFF_PEER_PYTHON is not set: msprobe's columns stay empty")
         return {}
-    command = [python, str(Path(__file__).with_name("peer_msprobe.py")), "--only", *names, *(["--quick"] if quick else [])]
-    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    command = [
+        python,
+        str(Path(__file__).with_name("peer_msprobe.py")),
+        "--only",
+        *names,
+        *(["--quick"] if quick else []),
+    ]
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    )
     return found
 
 

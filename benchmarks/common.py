@@ -27,15 +27,26 @@ FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "int8")
 def options(description: str | None) -> argparse.Namespace:
     """The command line of every script; sets the number of threads."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one batch and fewer cases: does it run?")
-    parser.add_argument("--only", metavar="NAME", nargs="+", help="these examples alone")
-    parser.add_argument("--examples", type=Path, default=ROOT / "examples", help="folder of the workload files")
+    parser.add_argument(
+        "--quick", action="store_true", help="one batch and fewer cases: does it run?"
+    )
+    parser.add_argument(
+        "--only", metavar="NAME", nargs="+", help="these examples alone"
+    )
+    parser.add_argument(
+        "--examples",
+        type=Path,
+        default=ROOT / "examples",
+        help="folder of the workload files",
+    )
     args = parser.parse_args()
     torch.set_num_threads(2)
     return args
 
 
-def workloads(args: argparse.Namespace, names: Iterable[str]) -> Iterable[tuple[str, Workload]]:
+def workloads(
+    args: argparse.Namespace, names: Iterable[str]
+) -> Iterable[tuple[str, Workload]]:
     """Each example that can be loaded; one that cannot is printed with the reason."""
     for name in names if args.only is None else args.only:
         try:
@@ -51,11 +62,20 @@ def workloads(args: argparse.Namespace, names: Iterable[str]) -> Iterable[tuple[
 
 def first_batch(workload: Workload) -> Workload:
     """The same workload on its first batch, without its metric (which may want all of them)."""
-    return Workload(workload.model, workload.batches[:1], forward=workload.forward, loss=workload.loss,
-                    name=workload.name)  # fmt: skip
+    return Workload(
+        workload.model,
+        workload.batches[:1],
+        forward=workload.forward,
+        loss=workload.loss,
+        name=workload.name,
+    )
 
 
-def measured_noise(workload: Workload, formats: dict[str, str], reference: list[dict[str, torch.Tensor]]) -> float:
+def measured_noise(
+    workload: Workload,
+    formats: dict[str, str],
+    reference: list[dict[str, torch.Tensor]],
+) -> float:
     """Relative noise power of a real simulated run against reference targets."""
     from roundoff.plan.rounded import noise
 
@@ -66,7 +86,12 @@ def table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -
     """Print one Markdown table, columns aligned so that it reads in a terminal too."""
     cells = [list(header), *([_text(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| "
+        + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+        + " |"
+        for row in cells
+    ]
     lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
     print(f"\n{title}\n\n" + "\n".join(lines), flush=True)
 

@@ -36,8 +36,17 @@ def main() -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             for side, change in (("reference", 0.0), ("candidate", 1e-7)):
-                record(name, Path(folder, side), change, 1 if args.quick else STEPS[name])
-            size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()) / 1e6
+                record(
+                    name, Path(folder, side), change, 1 if args.quick else STEPS[name]
+                )
+            size = (
+                sum(
+                    path.stat().st_size
+                    for path in Path(folder).rglob("*")
+                    if path.is_file()
+                )
+                / 1e6
+            )
             speeds, sums = [], []
             for _ in range(1 if args.quick else REPEATS):
                 speeds.append(size / compared(Path(folder)))
@@ -45,12 +54,30 @@ def main() -> None:
                 progress(f"{name}: {speeds[-1]:.0f} MB/s, summing alone {sums[-1]:.0f}")
         theirs = peer.get(name)
         speed = max(speeds)
-        rows.append((name, size, speed, max(sums), theirs and theirs["bytes"] / 1e6 / theirs["seconds"], BAR,
-                     verdict(speed, BAR)))  # fmt: skip
+        rows.append(
+            (
+                name,
+                size,
+                speed,
+                max(sums),
+                theirs and theirs["bytes"] / 1e6 / theirs["seconds"],
+                BAR,
+                verdict(speed, BAR),
+            )
+        )
     table(
         f"Comparing two runs with all tensors, MB of both a second, best of {REPEATS}",
-        ("model", "MB", "roundoff compare", "reading and summing", "msprobe compare", "bar", ""), rows,
-    )  # fmt: skip
+        (
+            "model",
+            "MB",
+            "roundoff compare",
+            "reading and summing",
+            "msprobe compare",
+            "bar",
+            "",
+        ),
+        rows,
+    )
 
 
 def record(name: str, folder: Path, change: float, steps: int) -> None:
@@ -63,12 +90,22 @@ def record(name: str, folder: Path, change: float, steps: int) -> None:
 
 
 def compared(folder: Path) -> float:
-    command = [sys.executable, "-m", "roundoff", "compare", str(folder / "reference"), str(folder / "candidate"), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "roundoff",
+        "compare",
+        str(folder / "reference"),
+        str(folder / "candidate"),
+        "--json",
+    ]
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - start
     if done.returncode:
-        sys.exit(f"roundoff compare ended with {done.returncode}: {done.stderr[-2000:]}{done.stdout[:2000]}")
+        sys.exit(
+            f"roundoff compare ended with {done.returncode}: {done.stderr[-2000:]}{done.stdout[:2000]}"
+        )
     return seconds
 
 
@@ -87,7 +124,12 @@ def peers(names: list[str]) -> dict[str, dict[str, float]]:
     if not python:
         return {}
     script = Path(__file__).with_name("peer_msprobe.py")
-    done = subprocess.run([python, str(script), "--compare", "--only", *names], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python, str(script), "--compare", "--only", *names],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -30,10 +30,21 @@ MEAN, DEVIATION = 0.2860, 0.3530
 def options(description: str | None, **more: dict[str, Any]) -> argparse.Namespace:
     """The command line of these scripts; one thread."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2,000 test images and fewer cases: does it run?")
-    parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES, help="these networks alone")
-    parser.add_argument("--nets", type=Path, metavar="FOLDER", help="trained networks: nets.py and NAME.safetensors; "
-                        "otherwise train_fashion.py trains its own")  # fmt: skip
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="2,000 test images and fewer cases: does it run?",
+    )
+    parser.add_argument(
+        "--only", choices=NAMES, nargs="+", default=NAMES, help="these networks alone"
+    )
+    parser.add_argument(
+        "--nets",
+        type=Path,
+        metavar="FOLDER",
+        help="trained networks: nets.py and NAME.safetensors; "
+        "otherwise train_fashion.py trains its own",
+    )
     for name, settings in more.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     args = parser.parse_args()
@@ -43,7 +54,9 @@ def options(description: str | None, **more: dict[str, Any]) -> argparse.Namespa
 
 def part(name: str) -> tuple[Tensor, Tensor]:
     """Images [N, 1, 28, 28], normalised, and labels of ``train`` or ``t10k``."""
-    return (read(f"{name}-images-idx3-ubyte") - MEAN) / DEVIATION, read(f"{name}-labels-idx1-ubyte")
+    return (read(f"{name}-images-idx3-ubyte") - MEAN) / DEVIATION, read(
+        f"{name}-labels-idx1-ubyte"
+    )
 
 
 @dataclass
@@ -58,7 +71,9 @@ class Data:
     def load(cls, quick: bool = False) -> Data:
         images, labels = part("t10k")
         count = 2000 if quick else len(images)
-        return cls(images[:count], labels[:count], list(part("train")[0][:512].split(32)))
+        return cls(
+            images[:count], labels[:count], list(part("train")[0][:512].split(32))
+        )
 
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
@@ -92,7 +107,10 @@ def load(name: str, folder: Path | None = None) -> nn.Module:
     from safetensors.torch import load_file
 
     if folder is not None:
-        net, file = _module(folder / "nets.py").NETS[name](), folder / f"{name}.safetensors"
+        net, file = (
+            _module(folder / "nets.py").NETS[name](),
+            folder / f"{name}.safetensors",
+        )
     else:
         import train_fashion
 
@@ -108,7 +126,9 @@ def load(name: str, folder: Path | None = None) -> nn.Module:
 def _module(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location("nets", path)
     if spec is None or spec.loader is None or not path.exists():
-        raise SystemExit(f"{path} is not there: --nets wants a folder with nets.py and NAME.safetensors")
+        raise SystemExit(
+            f"{path} is not there: --nets wants a folder with nets.py and NAME.safetensors"
+        )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -82,19 +82,83 @@ def signed(width: int) -> Format:
 
 BINARY, TERNARY = parse_format("binary"), parse_format("ternary")
 RECIPES = (
-    Recipe("DoReFa W2A2", "dorefa", "dorefa", integer(2), unsigned(2), (91.6, 88.2),
-           "ResNet-20, CIFAR-10, in arXiv:1805.06085"),
-    Recipe("DoReFa W1A2", "dorefa", "dorefa", BINARY, unsigned(2), (55.9, 49.8), "AlexNet, ImageNet, arXiv:1606.06160"),
-    Recipe("TWN", "twn", "", TERNARY, unsigned(8), (92.88, 92.56), "VGG-7, CIFAR-10, arXiv:1605.04711"),
-    Recipe("TTQ", "ttq", "", TERNARY, unsigned(8), (92.33, 92.37), "ResNet-32, CIFAR-10, arXiv:1612.01064",
-           Training(1e-2, 1e-4), "tensor"),
-    Recipe("BNN", "bnn", "bnn", BINARY, BINARY, (56.6, 27.9), "AlexNet, ImageNet, in arXiv:1603.05279"),
-    Recipe("XNOR-Net", "xnor", "xnor", BINARY, BINARY, (69.3, 51.2), "ResNet-18, ImageNet, arXiv:1603.05279"),
-    Recipe("LSQ W4A4", "lsq", "lsq", signed(4), unsigned(4), (70.5, 71.1), "ResNet-18, ImageNet, arXiv:1902.08153",
-           MOMENTUM),
-    Recipe("LSQ W2A2", "lsq", "lsq", signed(2), unsigned(2), (70.5, 67.6), "ResNet-18, ImageNet, arXiv:1902.08153",
-           Training(3e-2, 3e-2, 0.25e-4)),
-)  # fmt: skip
+    Recipe(
+        "DoReFa W2A2",
+        "dorefa",
+        "dorefa",
+        integer(2),
+        unsigned(2),
+        (91.6, 88.2),
+        "ResNet-20, CIFAR-10, in arXiv:1805.06085",
+    ),
+    Recipe(
+        "DoReFa W1A2",
+        "dorefa",
+        "dorefa",
+        BINARY,
+        unsigned(2),
+        (55.9, 49.8),
+        "AlexNet, ImageNet, arXiv:1606.06160",
+    ),
+    Recipe(
+        "TWN",
+        "twn",
+        "",
+        TERNARY,
+        unsigned(8),
+        (92.88, 92.56),
+        "VGG-7, CIFAR-10, arXiv:1605.04711",
+    ),
+    Recipe(
+        "TTQ",
+        "ttq",
+        "",
+        TERNARY,
+        unsigned(8),
+        (92.33, 92.37),
+        "ResNet-32, CIFAR-10, arXiv:1612.01064",
+        Training(1e-2, 1e-4),
+        "tensor",
+    ),
+    Recipe(
+        "BNN",
+        "bnn",
+        "bnn",
+        BINARY,
+        BINARY,
+        (56.6, 27.9),
+        "AlexNet, ImageNet, in arXiv:1603.05279",
+    ),
+    Recipe(
+        "XNOR-Net",
+        "xnor",
+        "xnor",
+        BINARY,
+        BINARY,
+        (69.3, 51.2),
+        "ResNet-18, ImageNet, arXiv:1603.05279",
+    ),
+    Recipe(
+        "LSQ W4A4",
+        "lsq",
+        "lsq",
+        signed(4),
+        unsigned(4),
+        (70.5, 71.1),
+        "ResNet-18, ImageNet, arXiv:1902.08153",
+        MOMENTUM,
+    ),
+    Recipe(
+        "LSQ W2A2",
+        "lsq",
+        "lsq",
+        signed(2),
+        unsigned(2),
+        (70.5, 67.6),
+        "ResNet-18, ImageNet, arXiv:1902.08153",
+        Training(3e-2, 3e-2, 0.25e-4),
+    ),
+)
 
 
 class Block(nn.Module):
@@ -109,7 +173,9 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.short = nn.Sequential()
         if stride != 1 or before != width:
-            self.short = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            self.short = nn.Sequential(
+                nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.act(self.bn1(self.conv1(x)))
@@ -118,15 +184,28 @@ class Block(nn.Module):
 
 def network() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), Block(16, 16, 1), Block(16, 32, 2),
-        Block(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        Block(16, 16, 1),
+        Block(16, 32, 2),
+        Block(32, 64, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
 
 
 def read(name: str) -> Tensor:
     raw = gzip.decompress((DATA / f"{name}.gz").read_bytes())
-    values = torch.frombuffer(bytearray(raw[16 if "images" in name else 8 :]), dtype=torch.uint8)
-    return ((values.view(-1, 1, 28, 28) / 255) - 0.2860) / 0.3530 if "images" in name else values.long()
+    values = torch.frombuffer(
+        bytearray(raw[16 if "images" in name else 8 :]), dtype=torch.uint8
+    )
+    return (
+        ((values.view(-1, 1, 28, 28) / 255) - 0.2860) / 0.3530
+        if "images" in name
+        else values.long()
+    )
 
 
 class Shuffled:
@@ -162,7 +241,10 @@ def fit(model: nn.Module, data: Shuffled, epochs: int, how: Training) -> None:
     """Train with a rate that falls as a cosine, with Adam after a rise; BatchNorm keeps its statistics in the last quarter
     of Adam's steps, whose weights still move between signs."""
     steps = epochs * -(-len(data.images) // BATCH)
-    groups, scheduler = parameter_groups(model, how.rate, how.scale_rate, how.decay), torch.optim.lr_scheduler
+    groups, scheduler = (
+        parameter_groups(model, how.rate, how.scale_rate, how.decay),
+        torch.optim.lr_scheduler,
+    )
     freezing = None
     optimizer: torch.optim.Optimizer
     schedule: Any
@@ -173,27 +255,52 @@ def fit(model: nn.Module, data: Shuffled, epochs: int, how: Training) -> None:
     else:
         optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
         schedule = scheduler.CosineAnnealingLR(optimizer, steps)
-    train(model, data, loss, optimizer, epochs, forward=forward, schedule=schedule, freezing=freezing)
+    train(
+        model,
+        data,
+        loss,
+        optimizer,
+        epochs,
+        forward=forward,
+        schedule=schedule,
+        freezing=freezing,
+    )
 
 
 def quantized(net: nn.Module, recipe: Recipe, images: Tensor) -> QuantizedModel:
     """Quantizers in front of every convolution but the first; the formats are the recipe's."""
     workload = Workload(net, [images])
     graph = trace(workload)
-    convolutions = [site for site, node in graph.nodes.items() if node.kind == "conv"][1:]
-    fmt = parse_format("w4a4") if recipe.activations else TERNARY  # the one of weights alone
+    convolutions = [site for site, node in graph.nodes.items() if node.kind == "conv"][
+        1:
+    ]
+    fmt = (
+        parse_format("w4a4") if recipe.activations else TERNARY
+    )  # the one of weights alone
     options = Options(elementwise=False, bias=False, weight=recipe.weight)
-    model = QuantizedModel(copy.deepcopy(net).eval(), scheme(graph, dict.fromkeys(convolutions, fmt), options))
+    model = QuantizedModel(
+        copy.deepcopy(net).eval(),
+        scheme(graph, dict.fromkeys(convolutions, fmt), options),
+    )
     for _, quantizer in model.named():
-        quantizer.fmt = recipe.weight_format if quantizer.weight else recipe.activation_format
+        quantizer.fmt = (
+            recipe.weight_format if quantizer.weight else recipe.activation_format
+        )
     return model
 
 
-def low_bit(net: nn.Module, recipe: Recipe, data: Shuffled, epochs: int, test: Tensor) -> tuple[Tensor, bool]:
+def low_bit(
+    net: nn.Module, recipe: Recipe, data: Shuffled, epochs: int, test: Tensor
+) -> tuple[Tensor, bool]:
     if recipe.activation_format is BINARY:
         net = without_relu(net)
     model = quantized(net, recipe, data.images[:BATCH])
-    prepare_qat(model, weights=recipe.weights, activations=recipe.activations or "ste", start="paper")
+    prepare_qat(
+        model,
+        weights=recipe.weights,
+        activations=recipe.activations or "ste",
+        start="paper",
+    )
     with torch.no_grad():
         model(data.images[:BATCH])
     fit(model, data, epochs, recipe.training)
@@ -224,15 +331,32 @@ def load(folder: Path) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2,000 images and one epoch: does it run?")
-    parser.add_argument("--only", metavar="LABEL", nargs="+", help="these recipes alone")
-    parser.add_argument("--nets", type=Path, metavar="FOLDER", help="a folder with nets.py and resnet.safetensors")
+    parser.add_argument(
+        "--quick", action="store_true", help="2,000 images and one epoch: does it run?"
+    )
+    parser.add_argument(
+        "--only", metavar="LABEL", nargs="+", help="these recipes alone"
+    )
+    parser.add_argument(
+        "--nets",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder with nets.py and resnet.safetensors",
+    )
     parser.add_argument("--images", type=int, default=60000, help="training images")
-    parser.add_argument("--epochs", type=int, default=6, help="of fp32, and then of each recipe")
+    parser.add_argument(
+        "--epochs", type=int, default=6, help="of fp32, and then of each recipe"
+    )
     args = parser.parse_args()
     count, epochs = (2000, 1) if args.quick else (args.images, args.epochs)
-    images, labels = read("train-images-idx3-ubyte")[:count], read("train-labels-idx1-ubyte")[:count]
-    test, answers = (read(f"t10k-{n}")[: count if args.quick else None] for n in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+    images, labels = (
+        read("train-images-idx3-ubyte")[:count],
+        read("train-labels-idx1-ubyte")[:count],
+    )
+    test, answers = (
+        read(f"t10k-{n}")[: count if args.quick else None]
+        for n in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    )
     torch.manual_seed(0)
     if args.nets is None:
         net = network()
@@ -246,26 +370,54 @@ def main() -> None:
     for recipe in RECIPES:
         if args.only and recipe.label not in args.only:
             continue
-        how = Training(recipe.training.rate, recipe.training.rate, adam=recipe.training.adam)  # fp32 has no scales
+        how = Training(
+            recipe.training.rate, recipe.training.rate, adam=recipe.training.adam
+        )  # fp32 has no scales
         if how not in further:
             again = copy.deepcopy(net)
             fit(again, Shuffled(images, labels), epochs, how)
             further[how] = max(right(logits(again, test), answers), start)
-            progress(f"fp32 trained on by {'Adam' if how.adam else 'momentum'}, rate {how.rate:g}: {further[how]:.2f} %")
+            progress(
+                f"fp32 trained on by {'Adam' if how.adam else 'momentum'}, rate {how.rate:g}: {further[how]:.2f} %"
+            )
         clock = time.process_time()
         outputs, same = low_bit(net, recipe, Shuffled(images, labels), epochs, test)
         percent, spent = right(outputs, answers), time.process_time() - clock
         paper = 100 * recipe.paper[1] / recipe.paper[0]
         own, alike = 100 * percent / start, 100 * percent / further[how]
-        rows.append((recipe.label, f"{percent:.2f}", f"{own:.2f}", f"{further[how]:.2f}", f"{alike:.2f}", f"{paper:.2f}",
-                     recipe.source, verdict(own, paper - 0.5), verdict(alike, paper - 0.5), same,
-                     f"{spent:.0f}"))  # fmt: skip
+        rows.append(
+            (
+                recipe.label,
+                f"{percent:.2f}",
+                f"{own:.2f}",
+                f"{further[how]:.2f}",
+                f"{alike:.2f}",
+                f"{paper:.2f}",
+                recipe.source,
+                verdict(own, paper - 0.5),
+                verdict(alike, paper - 0.5),
+                same,
+                f"{spent:.0f}",
+            )
+        )
         progress(" ".join(map(str, rows[-1])))
     table(
         f"Low-bit training, {len(images)} images, {epochs} epochs from an fp32 network of {start:.2f} %",
-        ("recipe", "accuracy %", "% of fp32", "fp32 trained on", "% of that", "paper: % of fp32", "paper",
-         "bar: paper - 0.5", "bar, of trained on", "converted: same bits", "CPU s"), rows,
-    )  # fmt: skip
+        (
+            "recipe",
+            "accuracy %",
+            "% of fp32",
+            "fp32 trained on",
+            "% of that",
+            "paper: % of fp32",
+            "paper",
+            "bar: paper - 0.5",
+            "bar, of trained on",
+            "converted: same bits",
+            "CPU s",
+        ),
+        rows,
+    )
 
 
 def right(outputs: Tensor, answers: Tensor) -> float:

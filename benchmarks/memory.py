@@ -37,31 +37,69 @@ def main() -> None:
     args = options(__doc__)
     rows = []
     for name, length in CASES[:1] if args.quick else CASES:
-        found = {what: _measure(args.examples / f"{name}.py", length, what) for what in ("sgd", "adamw", "budget")}
+        found = {
+            what: _measure(args.examples / f"{name}.py", length, what)
+            for what in ("sgd", "adamw", "budget")
+        }
         label = f"{name}, {length} tokens" if length else name
         budget = found["budget"]
         ideal = budget["activations"] + budget["largest"] * (budget["probes"] + 1)
         for kind, key in (("resident", "rss"), ("allocated", "peak")):
             ratios = [budget[key] / found[step][key] for step in ("sgd", "adamw")]
-            rows.append((
-                label, kind, budget["probes"], *(f"{found[w][key] / 2**20:.0f}" for w in ("sgd", "adamw", "budget")),
-                f"{ratios[0]:.2f}", verdict(ratios[0], BAR, at_most=True), f"{ratios[1]:.2f}",
-                verdict(ratios[1], BAR, at_most=True), f"{budget[key] / ideal:.2f}",
-            ))  # fmt: skip
-        progress(f"{label}: activations {budget['activations'] >> 20} MiB, "
-                 f"largest site {budget['largest'] >> 20} MiB, K = {budget['probes']}")  # fmt: skip
+            rows.append(
+                (
+                    label,
+                    kind,
+                    budget["probes"],
+                    *(
+                        f"{found[w][key] / 2**20:.0f}"
+                        for w in ("sgd", "adamw", "budget")
+                    ),
+                    f"{ratios[0]:.2f}",
+                    verdict(ratios[0], BAR, at_most=True),
+                    f"{ratios[1]:.2f}",
+                    verdict(ratios[1], BAR, at_most=True),
+                    f"{budget[key] / ideal:.2f}",
+                )
+            )
+        progress(
+            f"{label}: activations {budget['activations'] >> 20} MiB, "
+            f"largest site {budget['largest'] >> 20} MiB, K = {budget['probes']}"
+        )
     table(
         f"Peak memory of one budget of {len(FORMATS)} formats, batch {ROWS} (MiB)",
-        ("workload", "memory", "probes", "step, SGD", "step, AdamW", "budget", "budget / SGD", f"bar {BAR}",
-         "budget / AdamW", f"bar {BAR}", "budget / (activations + probes of one site)"), rows,
-    )  # fmt: skip
+        (
+            "workload",
+            "memory",
+            "probes",
+            "step, SGD",
+            "step, AdamW",
+            "budget",
+            "budget / SGD",
+            f"bar {BAR}",
+            "budget / AdamW",
+            f"bar {BAR}",
+            "budget / (activations + probes of one site)",
+        ),
+        rows,
+    )
 
 
 def _measure(path: Path, length: int, what: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for tracker in ("rss", "peak"):
-        command = [sys.executable, __file__, "--child", str(path), str(length), what, tracker]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            str(path),
+            str(length),
+            what,
+            tracker,
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT
+        )
         if done.returncode:
             raise SystemExit(f"{what} of {path.name} failed:\n{done.stderr}")
         found |= json.loads(done.stdout.splitlines()[-1])
@@ -86,18 +124,33 @@ def child(path: str, length: str, what: str, tracker: str) -> None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     if tracker == "rss":
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from now
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # the high-water mark starts from now
         before = _status("VmRSS")
         work(workload)
         print(json.dumps({"rss": _status("VmHWM") - before} | extra))
         return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         work(workload)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    print(json.dumps({"peak": max(e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]")} | extra))
+    print(
+        json.dumps(
+            {
+                "peak": max(
+                    e["args"]["Total Allocated"]
+                    for e in events
+                    if e.get("name") == "[memory]"
+                )
+            }
+            | extra
+        )
+    )
 
 
 def _status(key: str) -> int:
@@ -118,7 +171,9 @@ def _batch_of(workload: Workload, length: int, rows: int) -> Workload:
         batch: Any = {k: fit([b[k] for b in batches]) for k in batches[0]}
     else:
         batch = torch.cat(batches)[:rows]
-    return Workload(workload.model, [batch], forward=workload.forward, name=workload.name)
+    return Workload(
+        workload.model, [batch], forward=workload.forward, name=workload.name
+    )
 
 
 def _step(workload: Workload, name: str) -> None:
@@ -135,7 +190,9 @@ class _Largest(Plain):
 
     def run(self, call: Call) -> Any:
         result = call.run()
-        self.size = max([self.size, *(t.numel() * t.element_size() for t in float_tensors(result))])
+        self.size = max(
+            [self.size, *(t.numel() * t.element_size() for t in float_tensors(result))]
+        )
         return result
 
 

@@ -34,14 +34,31 @@ def naive_torch(r: Tensor, c: Tensor) -> list[float]:
     rel = (d / x.abs()).nan_to_num()
     raw = torch.int32 if r.dtype is torch.float32 else torch.int16
     size = torch.iinfo(raw).max
-    i, j = (torch.where(t < 0, -(t & size), t).long() for t in (r.view(raw), c.view(raw)))
+    i, j = (
+        torch.where(t < 0, -(t & size), t).long() for t in (r.view(raw), c.view(raw))
+    )
     ulp = (i - j).abs()
-    return [float(v) for v in (
-        torch.nn.functional.cosine_similarity(x, y, 0), d.norm() / x.norm(), d.max(), d.mean(), rel.max(), rel.mean(),
-        ulp.max(), ulp.double().mean(), (ulp > 1).double().mean(), (i == j).double().mean(), y.norm(), d.argmax(),
-        (x.isnan() & y.isnan()).sum(), (x.isnan() ^ y.isnan()).sum(), (x.isinf() & (x == y)).sum(),
-        (x.isinf() ^ y.isinf()).sum(),
-    )]  # fmt: skip
+    return [
+        float(v)
+        for v in (
+            torch.nn.functional.cosine_similarity(x, y, 0),
+            d.norm() / x.norm(),
+            d.max(),
+            d.mean(),
+            rel.max(),
+            rel.mean(),
+            ulp.max(),
+            ulp.double().mean(),
+            (ulp > 1).double().mean(),
+            (i == j).double().mean(),
+            y.norm(),
+            d.argmax(),
+            (x.isnan() & y.isnan()).sum(),
+            (x.isnan() ^ y.isnan()).sum(),
+            (x.isinf() & (x == y)).sum(),
+            (x.isinf() ^ y.isinf()).sum(),
+        )
+    ]
 
 
 def naive_numpy(r: Tensor, c: Tensor) -> list[float]:
@@ -52,11 +69,26 @@ def naive_numpy(r: Tensor, c: Tensor) -> list[float]:
     i, j = (np.where(t < 0, -(t & 0x7FFFFFFF), t).astype(np.int64) for t in wide)
     ulp = np.abs(i - j)
     size = math.sqrt(float((x * x).sum()) * float((y * y).sum()))
-    return [float(v) for v in (
-        (x * y).sum() / size, np.sqrt((d * d).sum()), d.max(), d.mean(), rel.max(), rel.mean(), ulp.max(), ulp.mean(),
-        (ulp > 1).mean(), (i == j).mean(), d.argmax(), (np.isnan(x) & np.isnan(y)).sum(),
-        (np.isnan(x) ^ np.isnan(y)).sum(), (np.isinf(x) & (x == y)).sum(), (np.isinf(x) ^ np.isinf(y)).sum(),
-    )]  # fmt: skip
+    return [
+        float(v)
+        for v in (
+            (x * y).sum() / size,
+            np.sqrt((d * d).sum()),
+            d.max(),
+            d.mean(),
+            rel.max(),
+            rel.mean(),
+            ulp.max(),
+            ulp.mean(),
+            (ulp > 1).mean(),
+            (i == j).mean(),
+            d.argmax(),
+            (np.isnan(x) & np.isnan(y)).sum(),
+            (np.isnan(x) ^ np.isnan(y)).sum(),
+            (np.isinf(x) & (x == y)).sum(),
+            (np.isinf(x) ^ np.isinf(y)).sum(),
+        )
+    ]
 
 
 def pair(count: int, one: torch.dtype, other: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,7 +103,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def turns(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def turns(
+    cases: dict[str, Callable[[], object]], rounds: int
+) -> dict[str, list[float]]:
     """Times of each case."""
     found: dict[str, list[float]] = {name: [] for name in cases}
     for work in cases.values():
@@ -92,19 +126,42 @@ def speeds(count: int, rounds: int) -> None:
             bar = BARS.get(dtype) if threads == 2 else None
             (row,) = shares(r, c, {"measure": measure}, rounds, bar)
             rows.append([str(dtype).removeprefix("torch."), threads, *row[1:]])
-    header = ["dtype", "threads", "of the speed of sum", "GB/s", "GB/s of sum", "bar", ""]
+    header = [
+        "dtype",
+        "threads",
+        "of the speed of sum",
+        "GB/s",
+        "GB/s of sum",
+        "bar",
+        "",
+    ]
     table(f"The pass on {count / 2**20:.3g} Mi elements", header, rows)
 
 
 def shares(
-    r: Tensor, c: Tensor, works: dict[str, Callable[[Tensor, Tensor], object]], rounds: int, bar: float | None = None
+    r: Tensor,
+    c: Tensor,
+    works: dict[str, Callable[[Tensor, Tensor], object]],
+    rounds: int,
+    bar: float | None = None,
 ) -> list[list[object]]:
-    times = turns({"sum": lambda: (r.sum(), c.sum())} | {k: lambda w=w: w(r, c) for k, w in works.items()}, rounds)
+    times = turns(
+        {"sum": lambda: (r.sum(), c.sum())}
+        | {k: lambda w=w: w(r, c) for k, w in works.items()},
+        rounds,
+    )
     size = (r.numel() * r.element_size() + c.numel() * c.element_size()) / 1e9
     rows: list[list[object]] = []
     for name in works:
-        share = [plain / own for plain, own in zip(times["sum"], times[name], strict=True)]
-        row = [name, middle(share), *(size / statistics.median(times[n]) for n in (name, "sum")), bar]
+        share = [
+            plain / own for plain, own in zip(times["sum"], times[name], strict=True)
+        ]
+        row = [
+            name,
+            middle(share),
+            *(size / statistics.median(times[n]) for n in (name, "sum")),
+            bar,
+        ]
         rows.append([*row, verdict(statistics.median(share), bar) if bar else None])
     return rows
 
@@ -114,18 +171,34 @@ def naive(count: int, rounds: int) -> None:
     rows = []
     for dtype in BARS:
         r, c = pair(count, dtype, dtype)
-        works = {"measure": measure, "naive torch": naive_torch, "naive numpy": naive_numpy}
-        rows += [[str(dtype).removeprefix("torch."), *row[:4]] for row in shares(r, c, works, rounds)]
+        works = {
+            "measure": measure,
+            "naive torch": naive_torch,
+            "naive numpy": naive_numpy,
+        }
+        rows += [
+            [str(dtype).removeprefix("torch."), *row[:4]]
+            for row in shares(r, c, works, rounds)
+        ]
     header = ["dtype", "what", "of the speed of sum", "GB/s", "GB/s of sum"]
-    table(f"Beside the same metrics one by one, {count / 2**20:.3g} Mi elements, two threads", header, rows)
+    table(
+        f"Beside the same metrics one by one, {count / 2**20:.3g} Mi elements, two threads",
+        header,
+        rows,
+    )
 
 
 def other_pairs(count: int, rounds: int) -> None:
     torch.set_num_threads(2)
     rows = []
     f32, bf16, f16, f64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-    for name, one, other in (("fp32, bf16", f32, bf16), ("fp32, fp16", f32, f16), ("fp64", f64, f64),
-                             ("int64", torch.int64, torch.int64), ("fp32, NaN in a row of ten", f32, f32)):  # fmt: skip
+    for name, one, other in (
+        ("fp32, bf16", f32, bf16),
+        ("fp32, fp16", f32, f16),
+        ("fp64", f64, f64),
+        ("int64", torch.int64, torch.int64),
+        ("fp32, NaN in a row of ten", f32, f32),
+    ):
         r, c = pair(count, one, other)
         if "NaN" in name:
             r[:: 10 * 1024] = math.nan
@@ -142,18 +215,33 @@ def small(rounds: int) -> None:
         for count in (16, 1024, 2048, 16384):
             r, c = pair(count, torch.float32, torch.float32)
             r, c = (r * 100).to(dtype), (c * 100).to(dtype)
-            row.append(1e6 * statistics.median(seconds(lambda r=r, c=c: measure(r, c)) for _ in range(rounds)))
+            row.append(
+                1e6
+                * statistics.median(
+                    seconds(lambda r=r, c=c: measure(r, c)) for _ in range(rounds)
+                )
+            )
         rows.append(row)
-    table("Small tensors: microseconds of one call", ["dtype", "16", "1024", "2048", "16384"], rows)
+    table(
+        "Small tensors: microseconds of one call",
+        ["dtype", "16", "1024", "2048", "16384"],
+        rows,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a million elements, two turns: does it run?")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a million elements, two turns: does it run?",
+    )
     parser.add_argument("millions", nargs="?", type=float, default=64.0)
     parser.add_argument("turns", nargs="?", type=int, default=15)
     args = parser.parse_args()
-    count, rounds = (2**20, 2) if args.quick else (int(args.millions * 2**20), args.turns)
+    count, rounds = (
+        (2**20, 2) if args.quick else (int(args.millions * 2**20), args.turns)
+    )
     speeds(count, rounds)
     naive(count // 16, min(rounds, 5))
     other_pairs(count // 8, min(rounds, 5))

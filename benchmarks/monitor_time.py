@@ -31,9 +31,11 @@ def main() -> None:
     cases: dict[str, Callable[[], tuple[nn.Module, Callable[[], None]]]] = {
         name: lambda name=name: _capture_model(name) for name in BUILDERS
     }
-    cases |= {"transformers GPT-2": lambda: _transformers("gpt2"),
-              "transformers ResNet-18": lambda: _transformers("resnet18"),
-              TINY: _tiny}  # fmt: skip
+    cases |= {
+        "transformers GPT-2": lambda: _transformers("gpt2"),
+        "transformers ResNet-18": lambda: _transformers("resnet18"),
+        TINY: _tiny,
+    }
     rows = []
     for name, make in cases.items():
         if args.only is not None and name not in args.only:
@@ -43,11 +45,21 @@ def main() -> None:
             found[how] = measure(make, how, 1 if args.quick else PAIRS)
             progress(f"{name}, {how}: {statistics.median(found[how]):.3f}")
         ratio, judged = statistics.median(found["monitor"]), name != TINY
-        rows.append((name, middle(found["monitor"]), BAR if judged else None,
-                     verdict(ratio, BAR, at_most=True) if judged else None, middle(found["every 10"]),
-                     middle(found["naive"])))  # fmt: skip
-    table("Monitored step / plain step, CPU time, median (range), 1 thread",
-          ("model", "monitor", "bar", "verdict", "every=10", "five naive statistics"), rows)  # fmt: skip
+        rows.append(
+            (
+                name,
+                middle(found["monitor"]),
+                BAR if judged else None,
+                verdict(ratio, BAR, at_most=True) if judged else None,
+                middle(found["every 10"]),
+                middle(found["naive"]),
+            )
+        )
+    table(
+        "Monitored step / plain step, CPU time, median (range), 1 thread",
+        ("model", "monitor", "bar", "verdict", "every=10", "five naive statistics"),
+        rows,
+    )
 
 
 def measure(make: Any, how: str, pairs: int) -> list[float]:
@@ -59,7 +71,9 @@ def measure(make: Any, how: str, pairs: int) -> list[float]:
         if how == "naive":
             naive(stack, model)
         else:
-            monitor = stack.enter_context(Monitor(model, every=10 if how == "every 10" else 1))
+            monitor = stack.enter_context(
+                Monitor(model, every=10 if how == "every 10" else 1)
+            )
 
             def watched() -> None:
                 step()
@@ -67,7 +81,10 @@ def measure(make: Any, how: str, pairs: int) -> list[float]:
 
         times = 10 if how == "every 10" else 1
         for pair in range(WARM + (pairs if times == 1 else max(1, pairs // 5))):
-            works = [lambda: [plain() for _ in range(times)], lambda: [watched() for _ in range(times)]]
+            works = [
+                lambda: [plain() for _ in range(times)],
+                lambda: [watched() for _ in range(times)],
+            ]
             order = (0, 1) if pair % 2 else (1, 0)
             taken = {i: clock(works[i])[1] for i in order}
             ratios.append(taken[1] / taken[0])
@@ -80,7 +97,19 @@ def naive(stack: ExitStack, model: nn.Module) -> None:
 
     def look(x: Tensor) -> None:
         x = x.detach()
-        kept.append([v.item() for v in (x.min(), x.max(), x.mean(), x.std(), x.norm(), x.isfinite().all())])
+        kept.append(
+            [
+                v.item()
+                for v in (
+                    x.min(),
+                    x.max(),
+                    x.mean(),
+                    x.std(),
+                    x.norm(),
+                    x.isfinite().all(),
+                )
+            ]
+        )
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, Tensor):
@@ -92,7 +121,9 @@ def naive(stack: ExitStack, model: nn.Module) -> None:
         stack.callback(module.register_forward_hook(hook).remove)
 
 
-def _trained(model: nn.Module, forward_backward: Callable[[], None]) -> tuple[nn.Module, Callable[[], None]]:
+def _trained(
+    model: nn.Module, forward_backward: Callable[[], None]
+) -> tuple[nn.Module, Callable[[], None]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -113,16 +144,33 @@ def _transformers(name: str) -> tuple[nn.Module, Callable[[], None]]:
 
     torch.manual_seed(0)
     if name == "gpt2":
-        config = t.GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=8192, n_positions=128, resid_pdrop=0.0,
-                              embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)  # fmt: skip
+        config = t.GPT2Config(
+            n_layer=4,
+            n_embd=256,
+            n_head=4,
+            vocab_size=8192,
+            n_positions=128,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
         model: nn.Module = t.GPT2LMHeadModel(config)
         batch = {"input_ids": torch.randint(8192, (4, 128))}
         batch["labels"] = batch["input_ids"]
     else:
-        config = t.ResNetConfig(embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2],
-                                layer_type="basic", num_labels=10)  # fmt: skip
+        config = t.ResNetConfig(
+            embedding_size=64,
+            hidden_sizes=[64, 128, 256, 512],
+            depths=[2, 2, 2, 2],
+            layer_type="basic",
+            num_labels=10,
+        )
         model = t.ResNetForImageClassification(config)
-        batch = {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(10, (16,))}
+        batch = {
+            "pixel_values": torch.randn(16, 3, 64, 64),
+            "labels": torch.randint(10, (16,)),
+        }
     return _trained(model.train(), lambda: model(**batch).loss.backward())
 
 
@@ -130,7 +178,9 @@ def _tiny() -> tuple[nn.Module, Callable[[], None]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     x, labels = torch.randn(64, 128), torch.randint(10, (64,))
-    return _trained(model, lambda: nn.functional.cross_entropy(model(x), labels).backward())
+    return _trained(
+        model, lambda: nn.functional.cross_entropy(model(x), labels).backward()
+    )
 
 
 if __name__ == "__main__":

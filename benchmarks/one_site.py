@@ -52,7 +52,9 @@ class _Counting(TorchFunctionMode):
         super().__init__()
         self.mode, self.recorder = mode, recorder
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.recorder.seen.update({"", *self.mode.path})
         inner = _inner(func)
         if inner is not None:
@@ -84,7 +86,9 @@ class OneSite(TorchFunctionMode):
         """A new batch."""
         self.count = 0
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         self.count += 1
         if self.count == self.target.ordinal:
@@ -98,17 +102,25 @@ class OneSite(TorchFunctionMode):
 
     def _round(self, args: Any, kwargs: Any) -> Any:
         call, rule = self.target.template, self.fmt.execution
-        leaves = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "out"}))[0]
+        leaves = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "out"}))[
+            0
+        ]
         call = dataclasses.replace(call, leaves=leaves)
         if rule is None or call.operator.inplace or call.kind == "embedding":
             return execute(call, self.fmt)
         for operand in call.operands:
             if operand.role == "activation" and rule.activation is not None:
-                leaves[operand.leaf] = round_operand(leaves[operand.leaf], operand, self.fmt)
+                leaves[operand.leaf] = round_operand(
+                    leaves[operand.leaf], operand, self.fmt
+                )
             elif operand.role == "weight" or (operand.role == "bias" and rule.bias):
                 if rule.weight is not None and operand.leaf not in self.rounded:
-                    self.rounded[operand.leaf] = round_operand(leaves[operand.leaf], operand, self.fmt)
-                leaves[operand.leaf] = self.rounded.get(operand.leaf, leaves[operand.leaf])
+                    self.rounded[operand.leaf] = round_operand(
+                        leaves[operand.leaf], operand, self.fmt
+                    )
+                leaves[operand.leaf] = self.rounded.get(
+                    operand.leaf, leaves[operand.leaf]
+                )
         result = call.run(leaves)
         return round_output(result, self.fmt) if rule.output else result
 
@@ -129,7 +141,10 @@ def rounding_alone(model: nn.Module, target: Target, fmt: Format) -> Iterator[On
     def leave(*_: Any) -> None:
         mode.__exit__(None, None, None)
 
-    handles = [owner.register_forward_pre_hook(enter), owner.register_forward_hook(leave)]
+    handles = [
+        owner.register_forward_pre_hook(enter),
+        owner.register_forward_hook(leave),
+    ]
     try:
         yield mode
     finally:

@@ -46,16 +46,28 @@ PAIRS = 15
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one pair of steps: does it run?")
-    parser.add_argument("--only", metavar="MODEL", nargs="+", choices=BUILDERS, default=list(BUILDERS))
-    parser.add_argument("--compare", action="store_true", help="time its compare command")
-    parser.add_argument("--dump", nargs=3, metavar=("MODEL", "CHANGE", "FOLDER"), help=argparse.SUPPRESS)
-    parser.add_argument("--one", nargs=3, metavar=("MODEL", "SETTING", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--quick", action="store_true", help="one pair of steps: does it run?"
+    )
+    parser.add_argument(
+        "--only", metavar="MODEL", nargs="+", choices=BUILDERS, default=list(BUILDERS)
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="time its compare command"
+    )
+    parser.add_argument(
+        "--dump", nargs=3, metavar=("MODEL", "CHANGE", "FOLDER"), help=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--one", nargs=3, metavar=("MODEL", "SETTING", "FOLDER"), help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     pairs = 1 if args.quick else PAIRS
     if args.one:
         model, setting, folder = args.one
-        (Path(folder) / "result").write_text(json.dumps(measure(model, setting, Path(folder), pairs)))
+        (Path(folder) / "result").write_text(
+            json.dumps(measure(model, setting, Path(folder), pairs))
+        )
         return
     if args.dump:
         dump(args.dump[0], float(args.dump[1]), Path(args.dump[2]))
@@ -66,13 +78,23 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for model in args.only:
         for setting in SETTINGS:
-            found.setdefault(model, {})[setting] = in_a_process(model, setting, args.quick)
+            found.setdefault(model, {})[setting] = in_a_process(
+                model, setting, args.quick
+            )
     print(json.dumps(found))
 
 
 def in_a_process(model: str, setting: str, quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--one", model, setting, folder, *(["--quick"] if quick else [])]
+        command = [
+            sys.executable,
+            __file__,
+            "--one",
+            model,
+            setting,
+            folder,
+            *(["--quick"] if quick else []),
+        ]
         # msprobe talks on standard output, which is for the result
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -81,9 +103,16 @@ def in_a_process(model: str, setting: str, quick: bool) -> dict[str, float]:
         # Hooks that stop() leaves must not make the plain steps slow, which would make the tool look fast.
         change = result.pop("plain")
         low, high = result.pop("least"), result.pop("most")
-        print(f"  {model}, {setting}: {result} ({low:.3g} – {high:.3g})", file=sys.stderr, flush=True)
+        print(
+            f"  {model}, {setting}: {result} ({low:.3g} – {high:.3g})",
+            file=sys.stderr,
+            flush=True,
+        )
         if not 0.8 < change < 1.25:
-            print(f"  plain steps took {change:.2f} times what they did before msprobe was imported", file=sys.stderr)
+            print(
+                f"  plain steps took {change:.2f} times what they did before msprobe was imported",
+                file=sys.stderr,
+            )
         return result
 
 
@@ -96,10 +125,14 @@ def measure(name: str, setting: str, folder: Path, pairs: int) -> dict[str, floa
     try:
         from msprobe.pytorch import PrecisionDebugger
     except ImportError as error:
-        sys.exit(f"this Python has no msprobe ({error}): give one of an environment with mindstudio-probe and torch")
+        sys.exit(
+            f"this Python has no msprobe ({error}): give one of an environment with mindstudio-probe and torch"
+        )
     out = folder / "dump"
     config = folder / "config.json"
-    config.write_text(json.dumps({"dump_path": str(out), "rank": [], "step": [], **SETTINGS[setting]}))
+    config.write_text(
+        json.dumps({"dump_path": str(out), "rank": [], "step": [], **SETTINGS[setting]})
+    )
     debugger = PrecisionDebugger(config_path=str(config))
 
     def recorded() -> None:
@@ -112,7 +145,9 @@ def measure(name: str, setting: str, folder: Path, pairs: int) -> dict[str, floa
     for _ in range(WARM + pairs):
         plains.append(clock(plain))
         ratios.append(clock(recorded) / plains[-1])
-        sizes.append(sum(path.stat().st_size for path in out.rglob("*") if path.is_file()))
+        sizes.append(
+            sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        )
         shutil.rmtree(out)
         out.mkdir()
     if not all(sizes):
@@ -134,7 +169,16 @@ def dump(name: str, change: float, folder: Path) -> None:
     from msprobe.pytorch import PrecisionDebugger
 
     config = folder / "config.json"
-    config.write_text(json.dumps({"dump_path": str(folder / "dump"), "rank": [], "step": [], **SETTINGS["tensor L1"]}))
+    config.write_text(
+        json.dumps(
+            {
+                "dump_path": str(folder / "dump"),
+                "rank": [],
+                "step": [],
+                **SETTINGS["tensor L1"],
+            }
+        )
+    )
     debugger = PrecisionDebugger(config_path=str(config))
     debugger.start(model)
     step()
@@ -152,16 +196,29 @@ def compared(name: str) -> dict[str, float]:
             command = [sys.executable, __file__, "--dump", name, change, str(here)]
             subprocess.run(command, check=True, capture_output=True)
             paths += here.glob("dump/step0/*/dump.json")
-        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        size = sum(
+            path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()
+        )
         tool = str(Path(sys.executable).with_name("msprobe"))
-        command = [tool, "compare", "-tp", str(paths[1]), "-gp", str(paths[0]), "-o", str(Path(folder, "out"))]
+        command = [
+            tool,
+            "compare",
+            "-tp",
+            str(paths[1]),
+            "-gp",
+            str(paths[0]),
+            "-o",
+            str(Path(folder, "out")),
+        ]
         seconds = []
         for _ in range(2):
             start = time.perf_counter()
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             seconds.append(time.perf_counter() - start)
             if done.returncode:
-                sys.exit(f"msprobe compare, {name}: {(done.stdout + done.stderr)[-2000:]}")
+                sys.exit(
+                    f"msprobe compare, {name}: {(done.stdout + done.stderr)[-2000:]}"
+                )
         return {"bytes": size, "seconds": min(seconds)}
 
 

@@ -31,7 +31,13 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.json")
-        about = {"task": "statistics", "level": "mix", "dump_path": folder + "/dump", "rank": [], "step": []}
+        about = {
+            "task": "statistics",
+            "level": "mix",
+            "dump_path": folder + "/dump",
+            "rank": [],
+            "step": [],
+        }
         config.write_text(json.dumps(about))
         debugger = PrecisionDebugger(config_path=str(config))
         debugger.start(model)
@@ -39,11 +45,26 @@ def main() -> None:
         debugger.stop()
         debugger.step()
         tool = str(Path(sys.executable).with_name("msprobe"))
-        command = [tool, "overflow_check", "-i", folder + "/dump/step0", "-o", folder + "/out"]
+        command = [
+            tool,
+            "overflow_check",
+            "-i",
+            folder + "/dump/step0",
+            "-o",
+            folder + "/out",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         files = list(Path(folder, "out").glob("*.json"))
         if not files:
-            print(json.dumps({"name": None, "where": [], "said": (done.stdout + done.stderr)[-300:]}))
+            print(
+                json.dumps(
+                    {
+                        "name": None,
+                        "where": [],
+                        "said": (done.stdout + done.stderr)[-300:],
+                    }
+                )
+            )
             return
         first = next(iter(json.loads(files[0].read_text()).values()))[0]
         print(json.dumps({"name": first["op_name"], "where": first["construct_info"]}))

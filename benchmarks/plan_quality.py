@@ -33,25 +33,47 @@ Targets = list[dict[str, torch.Tensor]]
 
 def main() -> None:
     args = options(__doc__)
-    header = ("workload", "cost", "baseline", "plan's formats", "cost of fp32", "baseline dB", "plan dB at equal cost",
-              "gain, dB", "cheaper at equal noise", "bar")  # fmt: skip
+    header = (
+        "workload",
+        "cost",
+        "baseline",
+        "plan's formats",
+        "cost of fp32",
+        "baseline dB",
+        "plan dB at equal cost",
+        "gain, dB",
+        "cheaper at equal noise",
+        "bar",
+    )
     amp_rows, greedy_rows = [], []
     for name, workload in workloads(args, ("minilm", "digits", "gpt2", "resnet18")):
         budget = ro.budget(workload, FORMATS)
         reference = run_batches(workload).targets
         lowered, amp_noise = _autocast(workload, reference)
         # what no gradient reaches costs no noise and stays in fp32 in every plan: left out of both sides
-        lowered = {s["site"]: lowered[s["site"]] for s in budget.sites if s["site"] in lowered and not s["no_path"]}
+        lowered = {
+            s["site"]: lowered[s["site"]]
+            for s in budget.sites
+            if s["site"] in lowered and not s["no_path"]
+        }
         for model in ("bytes", "bitops"):
             for allowed in (("bf16",), FORMATS):
-                row = _compare(workload, budget, reference, model, allowed, lowered, amp_noise)
+                row = _compare(
+                    workload, budget, reference, model, allowed, lowered, amp_noise
+                )
                 amp_rows.append((name, model, "AMP bf16", *row))
-            for offered, allowed in ((("int8",), ("int8",)), (("int8",), FORMATS), (FORMATS, FORMATS)):
+            for offered, allowed in (
+                (("int8",), ("int8",)),
+                (("int8",), FORMATS),
+                (FORMATS, FORMATS),
+            ):
                 order = _greedy(workload, Problem(budget, model), offered)
                 for part in (1 / 3, 2 / 3):
                     formats = _until(Problem(budget, model), order, part)
                     level = measured_noise(workload, formats, reference)
-                    row = _compare(workload, budget, reference, model, allowed, formats, level)
+                    row = _compare(
+                        workload, budget, reference, model, allowed, formats, level
+                    )
                     greedy_rows.append((name, model, f"greedy {_short(offered)}", *row))
             progress(f"{name} {model}")
     table("Against AMP's fixed operator lists", header, amp_rows)
@@ -62,22 +84,48 @@ def _short(formats: Sequence[str]) -> str:
     return "default four" if len(formats) == len(FORMATS) else ", ".join(formats)
 
 
-def _compare(workload: Workload, budget: Budget, reference: Targets, model: str, allowed: Sequence[str],
-             baseline: Mapping[str, str], level: float) -> tuple[object, ...]:  # fmt: skip
+def _compare(
+    workload: Workload,
+    budget: Budget,
+    reference: Targets,
+    model: str,
+    allowed: Sequence[str],
+    baseline: Mapping[str, str],
+    level: float,
+) -> tuple[object, ...]:
     problem = Problem(budget, model, formats=allowed)
     cost, full = problem.cost_of(baseline), problem.cost_of({})
     plan = budget.plan(max_cost=cost * (1 + 1e-9), cost=model, formats=allowed)
-    base_db, db = _db(level), _db(measured_noise(workload, plan.formats(problem.info), reference))
+    base_db, db = (
+        _db(level),
+        _db(measured_noise(workload, plan.formats(problem.info), reference)),
+    )
     try:
         equal = budget.plan(base_db, cost=model, formats=allowed)
-        found = ro.verify(workload, equal, budget=budget, native=False,
-                          problem=lambda b: Problem(b, model, formats=allowed))  # fmt: skip
-        saved = 100 * (1 - problem.cost_of(found.plan.formats(problem.info)) / cost) if found.met else None
+        found = ro.verify(
+            workload,
+            equal,
+            budget=budget,
+            native=False,
+            problem=lambda b: Problem(b, model, formats=allowed),
+        )
+        saved = (
+            100 * (1 - problem.cost_of(found.plan.formats(problem.info)) / cost)
+            if found.met
+            else None
+        )
     except PlanError:
         saved = None
     good = db - base_db >= BAR_DB or (saved is not None and saved >= BAR_COST)
-    return (_short(allowed), f"{100 * cost / full:.0f} %", f"{base_db:.1f}", f"{db:.1f}", f"{db - base_db:+.1f}",
-            "target missed" if saved is None else f"{saved:+.0f} %", "met" if good else "**missed**")  # fmt: skip
+    return (
+        _short(allowed),
+        f"{100 * cost / full:.0f} %",
+        f"{base_db:.1f}",
+        f"{db:.1f}",
+        f"{db - base_db:+.1f}",
+        "target missed" if saved is None else f"{saved:+.0f} %",
+        "met" if good else "**missed**",
+    )
 
 
 def _autocast(workload: Workload, reference: Targets) -> tuple[dict[str, str], float]:
@@ -87,28 +135,41 @@ def _autocast(workload: Workload, reference: Targets) -> tuple[dict[str, str], f
             mode.begin()
             with mode:
                 found.append(target_tensors(workload.run(batch), None))
-    formats = {site: fmt for site, fmt in handler.chosen.items() if site in handler.sites}
+    formats = {
+        site: fmt for site, fmt in handler.chosen.items() if site in handler.sites
+    }
     return formats, noise(found, reference)
 
 
-def _greedy(workload: Workload, problem: Problem, offered: Sequence[str]) -> list[tuple[str, str]]:
+def _greedy(
+    workload: Workload, problem: Problem, offered: Sequence[str]
+) -> list[tuple[str, str]]:
     """Moves (group of tied sites, format), best weight SQNR first."""
     targets, moves = find_sites(workload), []
     for name, group in problem.groups.items():
         for fmt in offered:
             signal = error = 0.0
             for site in group:
-                for operand in targets[site].template.operands if site in targets else ():
+                for operand in (
+                    targets[site].template.operands if site in targets else ()
+                ):
                     for source in operand.sources if operand.role == "weight" else ():
                         w = workload.model.get_parameter(source).detach()
                         signal += float(w.double().square().sum())
-                        error += float((round_operand(w, operand, parse_format(fmt)) - w).double().square().sum())
+                        error += float(
+                            (round_operand(w, operand, parse_format(fmt)) - w)
+                            .double()
+                            .square()
+                            .sum()
+                        )
             if signal and not any(fmt in problem.info[s]["refused"] for s in group):
                 moves.append((-_db(error / signal), name, fmt))
     return [(name, fmt) for _, name, fmt in sorted(moves)]
 
 
-def _until(problem: Problem, order: Sequence[tuple[str, str]], part: float) -> dict[str, str]:
+def _until(
+    problem: Problem, order: Sequence[tuple[str, str]], part: float
+) -> dict[str, str]:
     """The first moves that bring the cost ``part`` of the way down to what all moves reach."""
 
     def walk(stop: Callable[[float], bool]) -> dict[str, str]:

@@ -36,7 +36,12 @@ def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def accuracy(outputs: list[Tensor], batches: list[tuple[Tensor, Tensor]]) -> float:
     """Share of images classified correctly."""
     return (
-        torch.cat([(o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)])
+        torch.cat(
+            [
+                (o.argmax(1) == y).double()
+                for o, (_, y) in zip(outputs, batches, strict=True)
+            ]
+        )
         .mean()
         .item()
     )
@@ -53,7 +58,8 @@ def formats_of(found: Reached) -> str:
 
 def main() -> None:
     args = options(
-        __doc__, target={"default": DROP, "help": "what may be lost, as `reach` takes it"}
+        __doc__,
+        target={"default": DROP, "help": "what may be lost, as `reach` takes it"},
     )
     data = Data.load(args.quick)
     count = len(data.labels) // 5
@@ -61,7 +67,9 @@ def main() -> None:
         zip(data.images[:count].split(100), data.labels[:count].split(100), strict=True)
     )
     data.images, data.labels = data.images[count:], data.labels[count:]
-    calibration = list(zip(data.calibration, part("train")[1][:512].split(32), strict=True))
+    calibration = list(
+        zip(data.calibration, part("train")[1][:512].split(32), strict=True)
+    )
     rows, trials = [], []
     for name, net in nets(args):
         workload = Workload(
@@ -70,10 +78,14 @@ def main() -> None:
         found: list[Reached] = []
         try:
             _, seconds = clock(
-                lambda: found.append(reach(workload, args.target, FORMATS, cost="bitops"))
+                lambda: found.append(
+                    reach(workload, args.target, FORMATS, cost="bitops")
+                )
             )
         except RoundoffError as error:
-            rows.append((name, None, None, None, None, None, None, str(error).splitlines()[0]))
+            rows.append(
+                (name, None, None, None, None, None, None, str(error).splitlines()[0])
+            )
             continue
         (result,) = found
         whole, after = data.top1(data.logits(net)), data.top1(data.logits(result.model))

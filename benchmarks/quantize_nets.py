@@ -28,7 +28,17 @@ from typing import Any
 import numpy as np
 import torch
 from calibration_time import error, ifmr_on_all_values
-from fashion_nets import Data, agreement, clock, db, nets, options, progress, table, verdict
+from fashion_nets import (
+    Data,
+    agreement,
+    clock,
+    db,
+    nets,
+    options,
+    progress,
+    table,
+    verdict,
+)
 from torch import Tensor, nn
 
 import roundoff as ro
@@ -124,7 +134,10 @@ def speeds(
 
     Times are those of the one thread that computes, so that other programs on its core count little.
     """
-    runs = {"": Runtime(reference), **{label: Runtime(file) for label, file in files.items()}}
+    runs = {
+        "": Runtime(reference),
+        **{label: Runtime(file) for label, file in files.items()},
+    }
     times: dict[str, list[float]] = {label: [] for label in runs}
     for _ in range(rounds + 3):
         for label, run in runs.items():
@@ -134,7 +147,9 @@ def speeds(
     cut = {label: t[3:] for label, t in times.items()}
     least, middle = min(cut[""]), statistics.median(cut[""])
     return {
-        label: (least / min(t), middle / statistics.median(t)) for label, t in cut.items() if label
+        label: (least / min(t), middle / statistics.median(t))
+        for label, t in cut.items()
+        if label
     }
 
 
@@ -143,7 +158,9 @@ def ours(
 ) -> tuple[Result, QuantizedModel]:
     """Quantized, and at W8A8 exported and run."""
     made: list[QuantizedModel] = []
-    _, seconds = clock(lambda: made.append(ro.quantize(net, fmt, data.calibration, **more)))
+    _, seconds = clock(
+        lambda: made.append(ro.quantize(net, fmt, data.calibration, **more))
+    )
     (model,) = made
     if fmt != "int8":
         return Result(label, data.logits(model), seconds), model
@@ -187,7 +204,9 @@ def peer(
                 reason = last
             continue
         file, held = folder / f"{label}.onnx", folder / f"{label}.npy"
-        found = Result(label, seconds=json.loads(run.stdout.strip().splitlines()[-1])["seconds"])
+        found = Result(
+            label, seconds=json.loads(run.stdout.strip().splitlines()[-1])["seconds"]
+        )
         found.file = file if file.exists() else None
         if held.exists():
             found.logits = torch.from_numpy(np.load(held))[: len(data.images)]
@@ -212,7 +231,9 @@ class _Values(Passing):
         return bias
 
 
-def calibration(name: str, net: nn.Module, data: Data, rounds: int) -> tuple[object, ...]:
+def calibration(
+    name: str, net: nn.Module, data: Data, rounds: int
+) -> tuple[object, ...]:
     """CPU seconds of IFMR on all values and of our observers, over every value of the network, and the errors left."""
     workload = ro.Workload(net, data.calibration)
     graph = trace(workload, data.calibration[:1])
@@ -236,7 +257,9 @@ def calibration(name: str, net: nn.Module, data: Data, rounds: int) -> tuple[obj
                     for batch in batches:
                         one.see(
                             batch,
-                            torch.ones(()).expand(batch.shape) if observer == "adjoint" else None,
+                            torch.ones(()).expand(batch.shape)
+                            if observer == "adjoint"
+                            else None,
                         )
                     found = one.qparams(fmt)
                 spent += time.process_time() - start
@@ -252,7 +275,8 @@ def calibration(name: str, net: nn.Module, data: Data, rounds: int) -> tuple[obj
         if k != first
     ]
     good = all(
-        least[k] <= least[first] / 20 and lost[k] <= 1.01 * lost[first] for k in ("ifmr", "mse")
+        least[k] <= least[first] / 20 and lost[k] <= 1.01 * lost[first]
+        for k in ("ifmr", "mse")
     )
     return (name, len(values.kept), f"{least[first]:.2f}", *cells, good)
 
@@ -292,7 +316,9 @@ def low_bits(
 ) -> list[tuple[object, ...]]:
     """Rows of W4A8 and W4A4."""
     rows: list[tuple[object, ...]] = []
-    found = [ours(net, fmt, data, folder, f"ours, {fmt}")[0] for fmt in ("w4a8", "w4a4")]
+    found = [
+        ours(net, fmt, data, folder, f"ours, {fmt}")[0] for fmt in ("w4a8", "w4a4")
+    ]
     if not args.skip_peers:
         found += [peer(label, name, args, data, folder, pythons) for label in LOW]
     for result in found:
@@ -305,7 +331,14 @@ def low_bits(
             bar = f"{LOW_BARS[name]} dB: {verdict(noise, LOW_BARS[name])}"
             if name == "resnet":
                 bar += f"; 6 s: {verdict(result.seconds, 6.0, at_most=True)}"
-                beside = next((r.seconds for r in found if r.label == LOW[0] and r.logits is not None), None)
+                beside = next(
+                    (
+                        r.seconds
+                        for r in found
+                        if r.label == LOW[0] and r.logits is not None
+                    ),
+                    None,
+                )
                 if beside is not None:  # 6.1 s where the bar was set
                     bar += f", {result.seconds / beside:.2f} of brevitas's: {verdict(result.seconds, beside, at_most=True)}"
         elif result.label == "ours, w4a4":
@@ -335,7 +368,9 @@ def eight_bits(
 ) -> list[tuple[object, ...]]:
     """Print the table of W8A8; returns rows of bars."""
     first, model = ours(net, "int8", data, folder, "ours")
-    plain, _ = ours(net, "int8", data, folder, "ours, min-max", rounding=MINMAX, spread=False)
+    plain, _ = ours(
+        net, "int8", data, folder, "ours, min-max", rounding=MINMAX, spread=False
+    )
     found = [
         first,
         plain,
@@ -385,14 +420,22 @@ def eight_bits(
     if first.logits is None or first.file is None:
         raise SystemExit(f"{name}: our own network could not be exported")
     others = [
-        r for r in found if r not in (first, plain) and r.file is not None and r.label in speed
+        r
+        for r in found
+        if r not in (first, plain) and r.file is not None and r.label in speed
     ]
     quickest = max(others, key=lambda r: speed[r.label][0])
     smallest = min(r.file.stat().st_size for r in others if r.file is not None)
     noise, size = db(first.logits, reference), first.file.stat().st_size
     ratio, over = first.seconds / ort.seconds, AMCT[name][0][4]
     return [
-        (name, "SQNR, dB", f"{noise:.1f}", f"≥ {BARS[name]}", verdict(noise, BARS[name])),
+        (
+            name,
+            "SQNR, dB",
+            f"{noise:.1f}",
+            f"≥ {BARS[name]}",
+            verdict(noise, BARS[name]),
+        ),
         (
             name,
             "ONNX Runtime against our simulation, dB",
@@ -457,7 +500,15 @@ def main() -> None:
             observers.append(calibration(name, net, data, 1 if args.quick else 3))
     table(
         "Low bits, simulated",
-        ("network", "quantizer", "SQNR dB", "agrees with fp32 %", "top-1 %", "CPU s", "bar"),
+        (
+            "network",
+            "quantizer",
+            "SQNR dB",
+            "agrees with fp32 %",
+            "top-1 %",
+            "CPU s",
+            "bar",
+        ),
         low,
     )
     table(

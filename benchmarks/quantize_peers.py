@@ -117,7 +117,9 @@ def nncf(job: Job, bias: str) -> float:
 
     tool.set_log_level(logging.ERROR)
     model = onnx.load(job.onnx())
-    advanced = tool.AdvancedQuantizationParameters(disable_bias_correction=bias == "none")
+    advanced = tool.AdvancedQuantizationParameters(
+        disable_bias_correction=bias == "none"
+    )
     made, seconds = timed(
         lambda: tool.quantize(
             model,
@@ -140,7 +142,9 @@ def torchao(job: Job) -> float:
 
     def work() -> Any:
         batch = torch.export.Dim("batch", min=2, max=4096)
-        program = torch.export.export(job.net, example, dynamic_shapes=({0: batch},)).module()
+        program = torch.export.export(
+            job.net, example, dynamic_shapes=({0: batch},)
+        ).module()
         prepared = prepare_pt2e(
             program,
             x86.X86InductorQuantizer().set_global(
@@ -242,7 +246,9 @@ def brevitas(job: Job, bits: str, gptq: bool = False) -> float:
             uint_sym_act_for_unsigned_values=True,
         ).eval()
         with torch.no_grad():
-            made(job.data.calibration[0])  # weights get their scales when they are first used
+            made(
+                job.data.calibration[0]
+            )  # weights get their scales when they are first used
         with torch.no_grad(), calibration_mode(made):
             job.run(made)
         if gptq:

@@ -15,7 +15,17 @@ import math
 import time
 
 import torch
-from fashion_nets import Data, agreement, db, nets, options, part, progress, table, verdict
+from fashion_nets import (
+    Data,
+    agreement,
+    db,
+    nets,
+    options,
+    part,
+    progress,
+    table,
+    verdict,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -60,7 +70,11 @@ def main() -> None:
         images={"type": int, "default": 60000, "help": "training images"},
         lr={"type": float, "default": 1e-3},
         plan={"default": "w4a4"},
-        share={"type": float, "default": 0.5, "help": "of the teacher in the loss; 0: labels alone"},
+        share={
+            "type": float,
+            "default": 0.5,
+            "help": "of the teacher in the loss; 0: labels alone",
+        },
     )
     data, (images, labels) = Data.load(args.quick), part("train")
     count = 1280 if args.quick else args.images

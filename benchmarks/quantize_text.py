@@ -56,16 +56,24 @@ OURS = Rounding(observer="mse")
 Laid = tuple[QuantizedModel, Workload, Graph]
 
 
-def laid(model: nn.Module, fmt: str, batches: list[Any], forward: Any, how: Options) -> Laid:
+def laid(
+    model: nn.Module, fmt: str, batches: list[Any], forward: Any, how: Options
+) -> Laid:
     """A copy with quantizers at every linear layer and product with a weight, but the head, whose weight is the table's."""
     workload = Workload(copy.deepcopy(model), batches, forward=forward)
     graph = trace(workload, batches[:2])
     sites = {
         site: parse_format(fmt)
         for site, node in graph.nodes.items()
-        if node.kind in ("linear", "matmul") and any(use.weight for use in node.uses) and not site.startswith("lm_head")
+        if node.kind in ("linear", "matmul")
+        and any(use.weight for use in node.uses)
+        and not site.startswith("lm_head")
     }
-    return QuantizedModel(workload.model, scheme(graph, sites, how), graph), workload, graph
+    return (
+        QuantizedModel(workload.model, scheme(graph, sites, how), graph),
+        workload,
+        graph,
+    )
 
 
 def sentences(text: str) -> list[str]:
@@ -80,9 +88,18 @@ def corpora() -> tuple[list[str], dict[str, list[str]]]:
     play = sentences(gpt2_text.text())
     random.Random(0).shuffle(play)
     words = re.compile(r"[A-Z][^`|{}*=<>\[\]_#]+[.!?]")
-    reference = [s for s in sentences("\n\n".join(topics.values())) if words.fullmatch(s)]
-    prose = [s for s in sentences(re.sub(r"```.*?```", "", docs, flags=re.DOTALL)) if words.fullmatch(s)]
-    return play[:600] + prose[:300], {"play": play[600:], "Python's reference": reference}
+    reference = [
+        s for s in sentences("\n\n".join(topics.values())) if words.fullmatch(s)
+    ]
+    prose = [
+        s
+        for s in sentences(re.sub(r"```.*?```", "", docs, flags=re.DOTALL))
+        if words.fullmatch(s)
+    ]
+    return play[:600] + prose[:300], {
+        "play": play[600:],
+        "Python's reference": reference,
+    }
 
 
 def tokenized(lines: list[str]) -> list[dict[str, Tensor]]:
@@ -90,12 +107,17 @@ def tokenized(lines: list[str]) -> list[dict[str, Tensor]]:
 
     tokenizer = AutoTokenizer.from_pretrained(minilm.folder(), local_files_only=True)
     size = minilm.BATCH
-    return [dict(tokenizer(lines[i : i + size], padding=True, return_tensors="pt")) for i in range(0, len(lines), size)]
+    return [
+        dict(tokenizer(lines[i : i + size], padding=True, return_tensors="pt"))
+        for i in range(0, len(lines), size)
+    ]
 
 
 def nearest_one(outputs: Tensor, reference: Tensor) -> float:
     """Share of sentences whose nearest neighbour is the same one."""
-    ours, theirs = ((x @ x.T).fill_diagonal_(-torch.inf).argmax(1) for x in (outputs, reference))
+    ours, theirs = (
+        (x @ x.T).fill_diagonal_(-torch.inf).argmax(1) for x in (outputs, reference)
+    )
     return float((ours == theirs).double().mean())
 
 
@@ -103,12 +125,18 @@ def encoder(quick: bool) -> None:
     model = minilm.model()
     calibration, judged = corpora()
     if quick:
-        calibration, judged = calibration[:64], {name: lines[:64] for name, lines in judged.items()}
+        calibration, judged = (
+            calibration[:64],
+            {name: lines[:64] for name, lines in judged.items()},
+        )
     batches = tokenized(sorted(calibration, key=len))
     held = {name: tokenized(sorted(lines, key=len)) for name, lines in judged.items()}
     exact = {name: embedded(model, data) for name, data in held.items()}
     every, linear = {"op:linear": "int8", "op:matmul": "int8"}, {"op:linear": "int8"}
-    token, groups = Options(activation="token"), Options(activation="group:32", weight="group:32")
+    token, groups = (
+        Options(activation="token"),
+        Options(activation="group:32", weight="group:32"),
+    )
     small = Options(activation="group:16", weight="group:16")
     cases: list[tuple[str, str, dict[str, str], Options, Rounding, bool]] = [
         ("a tensor, static", "nearest", every, Options(), NEAREST, False),
@@ -125,24 +153,60 @@ def encoder(quick: bool) -> None:
         for corpus, data in held.items():
             found = nn.functional.normalize(embedded(made, data).float(), dim=-1)
             share = nearest_one(found, exact[corpus])
-            db = sqnr_db(float((found - exact[corpus]).square().sum() / exact[corpus].square().sum()))
-            row = (*case[:3], corpus, len(found), f"{100 * share:.1f}", f"{db:.1f}", case[3], verdict(share, 0.99))
+            db = sqnr_db(
+                float(
+                    (found - exact[corpus]).square().sum()
+                    / exact[corpus].square().sum()
+                )
+            )
+            row = (
+                *case[:3],
+                corpus,
+                len(found),
+                f"{100 * share:.1f}",
+                f"{db:.1f}",
+                case[3],
+                verdict(share, 0.99),
+            )
             progress(" | ".join(map(str, row)))
             yield row
 
     def rows() -> Iterator[tuple[object, ...]]:
-        yield from judge(copy.deepcopy(model).bfloat16(), "nothing: all in bf16", "", "", "")
-        for values, name, plan, how, rounding, divide in cases[:1] + cases[4:5] if quick else cases:
+        yield from judge(
+            copy.deepcopy(model).bfloat16(), "nothing: all in bf16", "", "", ""
+        )
+        for values, name, plan, how, rounding, divide in (
+            cases[:1] + cases[4:5] if quick else cases
+        ):
             start = time.process_time()
-            made = quantize(model, plan, batches, forward=minilm.forward, options=replace(how, divide=divide),
-                            rounding=rounding, spread=rounding is not NEAREST)  # fmt: skip
+            made = quantize(
+                model,
+                plan,
+                batches,
+                forward=minilm.forward,
+                options=replace(how, divide=divide),
+                rounding=rounding,
+                spread=rounding is not NEAREST,
+            )
             seconds = time.process_time() - start
             what = "all products" if plan is every else "linear layers"
             yield from judge(made, what, values, name, f"{seconds:.0f}")
 
-    table("MiniLM, int8 weights and activations, calibrated on other sentences",
-          ("in int8", "a scale for", "method", "judged by", "sentences", "nearest the same, %", "SQNR, dB", "CPU s",
-           "bar 99 %"), rows())  # fmt: skip
+    table(
+        "MiniLM, int8 weights and activations, calibrated on other sentences",
+        (
+            "in int8",
+            "a scale for",
+            "method",
+            "judged by",
+            "sentences",
+            "nearest the same, %",
+            "SQNR, dB",
+            "CPU s",
+            "bar 99 %",
+        ),
+        rows(),
+    )
 
 
 @torch.no_grad()
@@ -160,12 +224,16 @@ def trained(quick: bool) -> nn.Module:
         return model.eval()
     batches = gpt2_text.batches()[: 30 if quick else None]
     optimizer = gpt2_text.optimizer(model)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=epochs * len(batches), pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 2e-3, total_steps=epochs * len(batches), pct_start=0.1
+    )
     model.train()
     for epoch in range(epochs):
         progress(f"training gpt2, epoch {epoch + 1} of {epochs}")
         for index in torch.randperm(len(batches)).tolist():
-            loss = gpt2_text.loss(gpt2_text.forward(model, batches[index]), batches[index])
+            loss = gpt2_text.loss(
+                gpt2_text.forward(model, batches[index]), batches[index]
+            )
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -180,7 +248,10 @@ def trained(quick: bool) -> nn.Module:
 def perplexity(model: nn.Module) -> float:
     """Of a character of the held-out text."""
     held = gpt2_text.held_out()
-    return float(2 ** -gpt2_text.metric([gpt2_text.forward(model, batch) for batch in held], held))
+    return float(
+        2
+        ** -gpt2_text.metric([gpt2_text.forward(model, batch) for batch in held], held)
+    )
 
 
 def decoder(quick: bool) -> None:
@@ -189,12 +260,19 @@ def decoder(quick: bool) -> None:
     exact = perplexity(model)
 
     def rows() -> Iterator[tuple[object, ...]]:
-        cases = [("nearest", "", NEAREST), ("awq", "awq", NEAREST), ("ours", "", OURS), ("awq, then ours", "awq", OURS)]
+        cases = [
+            ("nearest", "", NEAREST),
+            ("awq", "awq", NEAREST),
+            ("ours", "", OURS),
+            ("awq, then ours", "awq", OURS),
+        ]
         for fmt in ("w4g64",) if quick else ("w4g64", "w4", "w3g64", "w2g64"):
             for name, repair, rounding in cases:
                 progress(f"gpt2, {fmt}, {name}")
                 start = time.process_time()
-                made, workload, graph = laid(model, fmt, batches, gpt2_text.forward, Options())
+                made, workload, graph = laid(
+                    model, fmt, batches, gpt2_text.forward, Options()
+                )
                 if repair:
                     smooth_(made, graph, workload, method=repair)
                 round_in_order_(made, workload, batches, rounding)
@@ -203,12 +281,29 @@ def decoder(quick: bool) -> None:
                 sizes = write_checkpoint(made, OUT / f"{fmt}_{name.split(',')[0]}")
                 bits = 8 * (sizes.weights + sizes.qparams) / sum_of_weights(made)
                 bar = verdict(rise, 0.02, at_most=True) if fmt.startswith("w4") else ""
-                row = fmt, name, f"{100 * rise:+.2f}", f"{bits:.2f}", f"{seconds:.0f}", bar
+                row = (
+                    fmt,
+                    name,
+                    f"{100 * rise:+.2f}",
+                    f"{bits:.2f}",
+                    f"{seconds:.0f}",
+                    bar,
+                )
                 progress(" | ".join(row))
                 yield row
 
-    table(f"GPT-2 (perplexity {exact:.3f} a character), weights alone",
-          ("format", "method", "perplexity, %", "bits a weight, stored", "CPU s", "bar +2 %"), rows())  # fmt: skip
+    table(
+        f"GPT-2 (perplexity {exact:.3f} a character), weights alone",
+        (
+            "format",
+            "method",
+            "perplexity, %",
+            "bits a weight, stored",
+            "CPU s",
+            "bar +2 %",
+        ),
+        rows(),
+    )
 
 
 def sum_of_weights(model: QuantizedModel) -> int:

@@ -20,18 +20,26 @@ from roundoff.formats import FORMATS, BlockFormat, PerAxis, PerTensor, round_ten
 
 
 def cases(x: Tensor) -> dict[str, Callable[[], Tensor]]:
-    found: dict[str, Callable[[], Tensor]] = {"two casts": lambda: x.to(torch.bfloat16).to(x.dtype)}
+    found: dict[str, Callable[[], Tensor]] = {
+        "two casts": lambda: x.to(torch.bfloat16).to(x.dtype)
+    }
     for name, fmt in FORMATS.items():
         dtype = fmt.torch_dtype
         if dtype is not None and dtype.is_floating_point:
             found[f"{name}: torch"] = lambda dtype=dtype: x.to(dtype).to(x.dtype)
         if isinstance(fmt, BlockFormat) or fmt.one_quantum != 1.0:
             found[f"{name}: cast"] = lambda fmt=fmt: round_tensor(x, fmt)
-        if not isinstance(fmt, BlockFormat) and fmt.execution and fmt.execution.weight == "channel":
+        if (
+            not isinstance(fmt, BlockFormat)
+            and fmt.execution
+            and fmt.execution.weight == "channel"
+        ):
             found[f"{name}: PerTensor"] = lambda fmt=fmt: round_tensor(
                 x, fmt, granularity=PerTensor()
             )
-            found[f"{name}: PerAxis"] = lambda fmt=fmt: round_tensor(x, fmt, granularity=PerAxis(0))
+            found[f"{name}: PerAxis"] = lambda fmt=fmt: round_tensor(
+                x, fmt, granularity=PerAxis(0)
+            )
     return found
 
 
@@ -39,7 +47,9 @@ def main() -> None:
     millions = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 15
     torch.set_num_threads(1)
-    x = torch.randn(int(millions * 2**20) // 1024, 1024, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        int(millions * 2**20) // 1024, 1024, generator=torch.Generator().manual_seed(0)
+    )
     calls = cases(x)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
@@ -55,7 +65,9 @@ def main() -> None:
         name, _, what = key.partition(": ")
         if what:
             rows.setdefault(name, {})[what] = median / plain
-    print(f"{x.numel():,} fp32 numbers on one thread; two casts take {plain * 1e3:.3f} ms = 1.00")
+    print(
+        f"{x.numel():,} fp32 numbers on one thread; two casts take {plain * 1e3:.3f} ms = 1.00"
+    )
     columns = ("cast", "PerTensor", "PerAxis", "torch")
     print(f"{'format':<14}" + "".join(f"{c:>11}" for c in columns))
     for name, row in rows.items():

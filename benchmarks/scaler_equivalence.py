@@ -42,12 +42,37 @@ def main() -> None:
         for share in SHARES:
             start = time.perf_counter()
             good, skipped, scales = equal(name, share, steps)
-            rows.append((name, f"{share:.0%}", steps, skipped, f"{min(scales):g} – {max(scales):g}", good,
-                         verdict(good, steps), time.perf_counter() - start))  # fmt: skip
-    header = ("optimizer", "planted", "steps", "skipped", "scales", "equal", f"bar: all of {steps}", "seconds")
+            rows.append(
+                (
+                    name,
+                    f"{share:.0%}",
+                    steps,
+                    skipped,
+                    f"{min(scales):g} – {max(scales):g}",
+                    good,
+                    verdict(good, steps),
+                    time.perf_counter() - start,
+                )
+            )
+    header = (
+        "optimizer",
+        "planted",
+        "steps",
+        "skipped",
+        "scales",
+        "equal",
+        f"bar: all of {steps}",
+        "seconds",
+    )
     table("Steps after which scale, count and weights are the same bits", header, rows)
-    rows = [(name, steps, good, verdict(good, steps)) for name, good in exponential(steps)]
-    table("Exponential rule: scales and counts equal to the published ones", ("rule of", "steps", "equal", "bar: all"), rows)
+    rows = [
+        (name, steps, good, verdict(good, steps)) for name, good in exponential(steps)
+    ]
+    table(
+        "Exponential rule: scales and counts equal to the published ones",
+        ("rule of", "steps", "equal", "bar: all"),
+        rows,
+    )
 
 
 def network() -> nn.Module:
@@ -67,11 +92,17 @@ def equal(optimizer: str, share: float, steps: int) -> tuple[int, int, list[floa
     good = skipped = 0
     scales: list[float] = []
     for step in range(steps):
-        if scaler.get_scale() < 2.0**-100:  # the end of torch's rule: 1/0 makes NaN of the next good step
+        if (
+            scaler.get_scale() < 2.0**-100
+        ):  # the end of torch's rule: 1/0 makes NaN of the next good step
             start = {**torchs.state_dict(), "scale": 2.0**16}
             torchs.load_state_dict(start)
             scaler.load_state_dict(start)
-        planted = draw.choice((math.inf, -math.inf, math.nan)) if draw.random() < share else 1.0
+        planted = (
+            draw.choice((math.inf, -math.inf, math.nan))
+            if draw.random() < share
+            else 1.0
+        )
         clip = draw.choice((None, 0.5))
         generator = torch.Generator().manual_seed(step)
         reference.zero_grad()
@@ -86,9 +117,14 @@ def equal(optimizer: str, share: float, steps: int) -> tuple[int, int, list[floa
         torchs.step(reference)
         torchs.update()
         scaler.step(mine, clip=clip)
-        same = all(torch.equal(p.view(torch.int32), q.view(torch.int32))
-                   for p, q in zip(theirs.parameters(), ours.parameters(), strict=True))  # fmt: skip
-        count = scaler.state_dict()["_growth_tracker"] == torchs.state_dict()["_growth_tracker"]
+        same = all(
+            torch.equal(p.view(torch.int32), q.view(torch.int32))
+            for p, q in zip(theirs.parameters(), ours.parameters(), strict=True)
+        )
+        count = (
+            scaler.state_dict()["_growth_tracker"]
+            == torchs.state_dict()["_growth_tracker"]
+        )
         good += same and count and scaler.get_scale() == torchs.get_scale()
         skipped += bool(scaler.skipped)
         scales.append(scaler.get_scale())
@@ -107,11 +143,16 @@ def exponential(steps: int) -> list[tuple[str, int]]:
     draw = random.Random(1)
     pattern = [draw.random() < 0.2 for _ in range(steps)]
     found = []
-    for name, consecutive, published in (("TensorFlow, Ascend", False, tensorflow), ("PaddlePaddle", True, paddle)):
+    for name, consecutive, published in (
+        ("TensorFlow, Ascend", False, tensorflow),
+        ("PaddlePaddle", True, paddle),
+    ):
         rule = Exponential(2.0**16, 5, 2, 2.0, 0.8, consecutive)
         state = Scale(rule, torch.device("cpu"), rule.init_scale, 1.0, math.inf)
         good = 0
-        for bad, expected in zip(pattern, published(2.0**16, 5, 2, 2.0, 0.8, pattern), strict=True):
+        for bad, expected in zip(
+            pattern, published(2.0**16, 5, 2, 2.0, 0.8, pattern), strict=True
+        ):
             state.update(torch.tensor(float(bad)))
             good += (float(state.scale), int(state.good), int(state.bad)) == expected
         found.append((name, good))

@@ -33,8 +33,12 @@ SCALE = 2.0**14
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="every fifth case: does it run?")
-    parser.add_argument("--peer", metavar="PYTHON", help="a Python with mindstudio-probe")
+    parser.add_argument(
+        "--quick", action="store_true", help="every fifth case: does it run?"
+    )
+    parser.add_argument(
+        "--peer", metavar="PYTHON", help="a Python with mindstudio-probe"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of a loss that is NaN: that is what is planted
@@ -51,13 +55,52 @@ def main() -> None:
         other = peer(args.peer, case) if args.peer else ("", "not run")
         theirs += other[0] == "yes"
         shown = "no skip" if skip is None else f"{skip.origin}, {skip.phase}"
-        rows.append((case.model, case.plant, case.phase, named, shown, skip and skip.gradient, seconds, *other))
-    table("Skips", ("model", "plant", "phase", "named", "origin", "first gradient", "seconds", "msprobe", "it says"), rows)
-    table("Together", ("", "named", "of", "bar: all"), [
-        ("roundoff", good, len(cases), verdict(good, len(cases))),
-        ("msprobe (module and phase)", theirs if args.peer else "not run", len(cases), ""),
-        ("models without a plant that skip", len(clean), len(MODELS), verdict(len(clean), 0, at_most=True)),
-    ])  # fmt: skip
+        rows.append(
+            (
+                case.model,
+                case.plant,
+                case.phase,
+                named,
+                shown,
+                skip and skip.gradient,
+                seconds,
+                *other,
+            )
+        )
+    table(
+        "Skips",
+        (
+            "model",
+            "plant",
+            "phase",
+            "named",
+            "origin",
+            "first gradient",
+            "seconds",
+            "msprobe",
+            "it says",
+        ),
+        rows,
+    )
+    table(
+        "Together",
+        ("", "named", "of", "bar: all"),
+        [
+            ("roundoff", good, len(cases), verdict(good, len(cases))),
+            (
+                "msprobe (module and phase)",
+                theirs if args.peer else "not run",
+                len(cases),
+                "",
+            ),
+            (
+                "models without a plant that skip",
+                len(clean),
+                len(MODELS),
+                verdict(len(clean), 0, at_most=True),
+            ),
+        ],
+    )
 
 
 def report(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Skip | None:
@@ -70,7 +113,11 @@ def report(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Skip | N
 
 def peer(python: str, case: Case) -> tuple[str, str]:
     """What msprobe finds, and whether it is right."""
-    command = [python, str(Path(__file__).with_name("peer_skip.py")), str(CASES.index(case))]
+    command = [
+        python,
+        str(Path(__file__).with_name("peer_skip.py")),
+        str(CASES.index(case)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return "**no**", (done.stderr.strip().splitlines() or ["failed"])[-1][:80]

@@ -21,11 +21,23 @@ from torch.nn import functional
 BATCH = 128
 
 
-def unit(before: int, after: int, size: int, act: nn.Module | None = None, stride: int = 1, groups: int = 1) -> nn.Module:
+def unit(
+    before: int,
+    after: int,
+    size: int,
+    act: nn.Module | None = None,
+    stride: int = 1,
+    groups: int = 1,
+) -> nn.Module:
     """Convolution, BatchNorm, activation."""
     conv = nn.Conv2d(before, after, size, stride, size // 2, groups=groups, bias=False)
-    layers: list[tuple[str, nn.Module]] = [("conv", conv), ("norm", nn.BatchNorm2d(after))]
-    return nn.Sequential(OrderedDict([*layers, ("act", act)] if act is not None else layers))
+    layers: list[tuple[str, nn.Module]] = [
+        ("conv", conv),
+        ("norm", nn.BatchNorm2d(after)),
+    ]
+    return nn.Sequential(
+        OrderedDict([*layers, ("act", act)] if act is not None else layers)
+    )
 
 
 class Residual(nn.Module):
@@ -33,8 +45,15 @@ class Residual(nn.Module):
 
     def __init__(self, before: int, after: int, stride: int = 1) -> None:
         super().__init__()
-        self.first, self.second = unit(before, after, 3, nn.ReLU(), stride), unit(after, after, 3)
-        self.short = unit(before, after, 1, stride=stride) if before != after or stride > 1 else nn.Identity()
+        self.first, self.second = (
+            unit(before, after, 3, nn.ReLU(), stride),
+            unit(after, after, 3),
+        )
+        self.short = (
+            unit(before, after, 1, stride=stride)
+            if before != after or stride > 1
+            else nn.Identity()
+        )
         self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,11 +63,15 @@ class Residual(nn.Module):
 class Inverted(nn.Module):
     """Widen, convolve each channel alone, narrow; with a shortcut where the shape stays."""
 
-    def __init__(self, before: int, after: int, stride: int = 1, widen: int = 4) -> None:
+    def __init__(
+        self, before: int, after: int, stride: int = 1, widen: int = 4
+    ) -> None:
         super().__init__()
         inside = before * widen
         self.body = nn.Sequential(
-            unit(before, inside, 1, nn.ReLU6()), unit(inside, inside, 3, nn.ReLU6(), stride, inside), unit(inside, after, 1)
+            unit(before, inside, 1, nn.ReLU6()),
+            unit(inside, inside, 3, nn.ReLU6(), stride, inside),
+            unit(inside, after, 1),
         )
         self.skips = before == after and stride == 1
 
@@ -61,16 +84,34 @@ def head(width: int) -> list[nn.Module]:
 
 
 def resnet() -> nn.Module:
-    return nn.Sequential(unit(1, 16, 3, nn.ReLU()), Residual(16, 32, 2), Residual(32, 32), Residual(32, 64, 2),
-                         Residual(64, 64), *head(64))  # fmt: skip
+    return nn.Sequential(
+        unit(1, 16, 3, nn.ReLU()),
+        Residual(16, 32, 2),
+        Residual(32, 32),
+        Residual(32, 64, 2),
+        Residual(64, 64),
+        *head(64),
+    )
 
 
 def mobile() -> nn.Module:
-    return nn.Sequential(unit(1, 16, 3, nn.ReLU6()), Inverted(16, 24, 2), Inverted(24, 24), Inverted(24, 40, 2),
-                         Inverted(40, 40), Inverted(40, 64), unit(64, 128, 1, nn.ReLU6()), *head(128))  # fmt: skip
+    return nn.Sequential(
+        unit(1, 16, 3, nn.ReLU6()),
+        Inverted(16, 24, 2),
+        Inverted(24, 24),
+        Inverted(24, 40, 2),
+        Inverted(40, 40),
+        Inverted(40, 64),
+        unit(64, 128, 1, nn.ReLU6()),
+        *head(128),
+    )
 
 
-NETS: dict[str, Callable[[], nn.Module]] = {"resnet": resnet, "mobile": mobile, "skew": resnet}
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "resnet": resnet,
+    "mobile": mobile,
+    "skew": resnet,
+}
 
 
 @torch.no_grad()
@@ -79,19 +120,27 @@ def skewed(net: nn.Module) -> nn.Module:
     net, random = copy.deepcopy(net), torch.Generator().manual_seed(1)
     for block in net.modules():
         if isinstance(block, Residual):
-            factor = 2.0 ** (6 * torch.rand(block.first.norm.num_features, generator=random) - 3)
+            factor = 2.0 ** (
+                6 * torch.rand(block.first.norm.num_features, generator=random) - 3
+            )
             block.first.norm.weight.mul_(factor)
             block.first.norm.bias.mul_(factor)
             block.second.conv.weight.div_(factor[:, None, None])
     return net
 
 
-def train(net: nn.Module, epochs: int, rate: float = 0.1, count: int | None = None) -> nn.Module:
+def train(
+    net: nn.Module, epochs: int, rate: float = 0.1, count: int | None = None
+) -> nn.Module:
     """OneCycle SGD; half of the images are mirrored."""
     images, labels = (t[:count] for t in part("train"))
-    optimizer = torch.optim.SGD(net.parameters(), rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    optimizer = torch.optim.SGD(
+        net.parameters(), rate, momentum=0.9, weight_decay=5e-4, nesterov=True
+    )
     steps = epochs * -(-len(images) // BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, steps, pct_start=0.2
+    )
     net.train()
     for _ in range(epochs):
         for index in torch.randperm(len(images)).split(BATCH):
@@ -104,7 +153,9 @@ def train(net: nn.Module, epochs: int, rate: float = 0.1, count: int | None = No
     return net.eval()
 
 
-def make(name: str, folder: Path, epochs: int = 3, count: int | None = None) -> nn.Module:
+def make(
+    name: str, folder: Path, epochs: int = 3, count: int | None = None
+) -> nn.Module:
     """Train one and write it; the skewed one is made of the first."""
     from safetensors.torch import load_file, save_file
 
@@ -131,8 +182,14 @@ def main() -> None:
     for name in (n for n in NAMES if n in args.only):
         start = time.process_time()
         net = make(name, folder, 1 if args.quick else args.epochs, count)
-        rows.append((name, sum(p.numel() for p in net.parameters()), f"{data.top1(data.logits(net)):.2f}",
-                     f"{time.process_time() - start:.0f}"))  # fmt: skip
+        rows.append(
+            (
+                name,
+                sum(p.numel() for p in net.parameters()),
+                f"{data.top1(data.logits(net)):.2f}",
+                f"{time.process_time() - start:.0f}",
+            )
+        )
         progress(f"{name}: {rows[-1][2]} %")
     table(f"Networks in {folder}", ("network", "parameters", "top-1 %", "CPU s"), rows)
 

@@ -48,7 +48,10 @@ class Float(nn.Module):
 
 
 #: Modules that the rules for operators keep in fp32, and the operators that these call.
-KEPT = {"gpt2": ((nn.LayerNorm, nn.GELU), ("layer_norm", "gelu")), "resnet18": ((nn.BatchNorm2d,), ("batch_norm",))}
+KEPT = {
+    "gpt2": ((nn.LayerNorm, nn.GELU), ("layer_norm", "gelu")),
+    "resnet18": ((nn.BatchNorm2d,), ("batch_norm",)),
+}
 
 
 def main() -> None:
@@ -66,30 +69,57 @@ def main() -> None:
             other = "by hand" if label == "rules for operators" else "torch.autocast"
             ratio, low, high = quartiles(times[label], times[other])
             progress(f"{name}, {label}: {ratio:.3f}")
-            rows.append((name, label, f"{ratio:.3f} ({low:.3f} – {high:.3f})", f"{casts[label]} / {casts[other]}", BAR,
-                         verdict(ratio, BAR, at_most=True)))  # fmt: skip
-        plain, ours = (quartiles(times["fp32"], times[label])[0] for label in ("torch.autocast", "the built-in lists"))
-        gains.append((name, f"{ours:.3f}", f"{plain:.3f}", MEASURED[name], verdict(ours, plain)))
+            rows.append(
+                (
+                    name,
+                    label,
+                    f"{ratio:.3f} ({low:.3f} – {high:.3f})",
+                    f"{casts[label]} / {casts[other]}",
+                    BAR,
+                    verdict(ratio, BAR, at_most=True),
+                )
+            )
+        plain, ours = (
+            quartiles(times["fp32"], times[label])[0]
+            for label in ("torch.autocast", "the built-in lists")
+        )
+        gains.append(
+            (name, f"{ours:.3f}", f"{plain:.3f}", MEASURED[name], verdict(ours, plain))
+        )
     threads = torch.get_num_threads()
     table(
         f"Step under roundoff.autocast / step under torch.autocast, median (quartiles), {threads} thread(s)",
-        ("model", "plan", "ratio", "casts of both", "bar", "verdict"), rows,
-    )  # fmt: skip
+        ("model", "plan", "ratio", "casts of both", "bar", "verdict"),
+        rows,
+    )
     table(
         f"Training speed over fp32, {threads} thread(s)",
-        ("model", "bf16 plan", "torch.autocast", "torch.autocast when the bar was set", "as fast as torch.autocast"), gains,
-    )  # fmt: skip
+        (
+            "model",
+            "bf16 plan",
+            "torch.autocast",
+            "torch.autocast when the bar was set",
+            "as fast as torch.autocast",
+        ),
+        gains,
+    )
 
 
 def contenders(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Each way to train, as a step of a model of its own; all have equal weights."""
     model, batch, loss = built(name)
     sites = every_site(model, batch, loss)
-    operators = Plan((Rule("fp32", tuple(f"op:{op}" for op in KEPT[name][1])),), autocast="bf16")
+    operators = Plan(
+        (Rule("fp32", tuple(f"op:{op}" for op in KEPT[name][1])),), autocast="bf16"
+    )
     for label, plan in (
-        ("fp32", None), ("torch.autocast", None), ("by hand", None), ("the built-in lists", "bf16"),
-        ("every site named", sites), ("rules for operators", operators),
-    ):  # fmt: skip
+        ("fp32", None),
+        ("torch.autocast", None),
+        ("by hand", None),
+        ("the built-in lists", "bf16"),
+        ("every site named", sites),
+        ("rules for operators", operators),
+    ):
         model, batch, loss = built(name)
         if label == "by hand":
             upcast(model, KEPT[name][0])
@@ -101,7 +131,12 @@ def contenders(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
         else:
             around = partial(torch.autocast, "cpu", torch.bfloat16)
 
-        def step(model: Any = model, batch: Any = batch, loss: Any = loss, around: Around = around) -> None:
+        def step(
+            model: Any = model,
+            batch: Any = batch,
+            loss: Any = loss,
+            around: Around = around,
+        ) -> None:
             model.zero_grad(set_to_none=True)
             with around():
                 value = loss(model(batch))
@@ -115,7 +150,9 @@ def same(region: Any) -> Any:
     return region
 
 
-def built(name: str) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+def built(
+    name: str,
+) -> tuple[nn.Module, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     torch.manual_seed(0)
     model, batch, loss = BUILDERS[name]()
     return model.train(), batch, loss
@@ -130,7 +167,12 @@ def every_site(model: nn.Module, batch: Any, loss: Any) -> Plan:
     for row in region.report.iter_rows(named=True):
         if row["ran"] in ("bf16", "fp32"):
             formats.setdefault(row["ran"], []).append(row["site"])
-    return Plan(tuple(Rule(form, tuple(dict.fromkeys(sites))) for form, sites in formats.items()), "fp32")
+    return Plan(
+        tuple(
+            Rule(form, tuple(dict.fromkeys(sites))) for form, sites in formats.items()
+        ),
+        "fp32",
+    )
 
 
 def upcast(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
@@ -140,7 +182,9 @@ def upcast(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
             setattr(model.get_submodule(parent), own, Float(module))
 
 
-def take_turns(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def take_turns(
+    ways: dict[str, Callable[[], None]], rounds: int
+) -> dict[str, list[float]]:
     """Processor seconds of each way in each round."""
     order, times = list(ways), {label: [] for label in ways}
     shuffled = random.Random(0)
@@ -155,7 +199,9 @@ def take_turns(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, li
 
 def quartiles(over: list[float], under: list[float]) -> tuple[float, float, float]:
     """Median and quartiles of the ratios of one round."""
-    low, median, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
+    low, median, high = statistics.quantiles(
+        [a / b for a, b in zip(over, under, strict=True)], n=4
+    )
     return median, low, high
 
 
@@ -166,7 +212,9 @@ class Casts(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ == "_to_copy":
             self.count += args[0].dtype != result.dtype and result.is_floating_point()

@@ -31,7 +31,9 @@ def images(part: str, count: int) -> Batch:
 
         digits = load_digits()  # 1797 of them: the first 512 are held out
         own = slice(HELD_OUT, HELD_OUT + count) if part == "train" else slice(0, count)
-        pictures = torch.tensor(digits.images[own], dtype=torch.float32).unsqueeze(1) / 16
+        pictures = (
+            torch.tensor(digits.images[own], dtype=torch.float32).unsqueeze(1) / 16
+        )
         labels = torch.tensor(digits.target[own])
     pictures = nn.functional.interpolate(pictures, size=SIZE, mode="bilinear")
     return (pictures - pictures.mean()) / pictures.std(), labels
@@ -42,16 +44,22 @@ def model() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        num_channels=1, embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic",
+        num_channels=1,
+        embedding_size=64,
+        hidden_sizes=[64, 128, 256, 512],
+        depths=[2, 2, 2, 2],
+        layer_type="basic",
         num_labels=10,
-    )  # fmt: skip
+    )
     return ResNetForImageClassification(config)
 
 
 def batches() -> list[Batch]:
     pictures, labels = images("train", TRAIN)
     whole = len(labels) // BATCH * BATCH
-    return list(zip(pictures[:whole].split(BATCH), labels[:whole].split(BATCH), strict=True))
+    return list(
+        zip(pictures[:whole].split(BATCH), labels[:whole].split(BATCH), strict=True)
+    )
 
 
 def held_out() -> list[Batch]:
@@ -74,7 +82,9 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def accuracy(outputs: list[torch.Tensor], batches: list[Batch]) -> float:
     """Share of images classified correctly."""
-    right = [(o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)]
+    right = [
+        (o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)
+    ]
     return torch.cat(right).mean().item()
 
 
@@ -99,25 +109,49 @@ def as_commonly_published(
 def main() -> None:
     import roundoff as ro
 
-    parser = argparse.ArgumentParser(description="ResNet-18 in mixed precision, done properly and as commonly published")
+    parser = argparse.ArgumentParser(
+        description="ResNet-18 in mixed precision, done properly and as commonly published"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--fp16-steps", type=int, default=10, help="steps of the second part, slow on a CPU")
+    parser.add_argument(
+        "--fp16-steps",
+        type=int,
+        default=10,
+        help="steps of the second part, slow on a CPU",
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("out/amp_resnet18"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     workload = ro.Workload.load(__file__)
     print("Done properly: what mixed precision gains on this machine\n")
-    found = ro.bench(workload, ["fp32", "bf16", "bf16+channels_last"], steps=args.steps, seeds=args.seeds)
+    found = ro.bench(
+        workload,
+        ["fp32", "bf16", "bf16+channels_last"],
+        steps=args.steps,
+        seeds=args.seeds,
+    )
     found.report(args.output / "report.html")
     print(found)
-    print("fp16 with a loss scale that is stepped and updated, beside the step as commonly published\n")
-    warnings.simplefilter("ignore", RuntimeWarning)  # fp16 on a CPU is slow: it stands among the notes
+    print(
+        "fp16 with a loss scale that is stepped and updated, beside the step as commonly published\n"
+    )
+    warnings.simplefilter(
+        "ignore", RuntimeWarning
+    )  # fp16 on a CPU is slow: it stands among the notes
     small = ro.Workload(
-        model, [(x[:8], y[:8]) for x, y in workload.batches], forward=forward, loss=loss, optimizer=optimizer,
-        metric=accuracy, held_out=[(x[:32], y[:32]) for x, y in workload.held_out[:2]], name="amp_resnet18, 8 images each",
-    )  # fmt: skip
-    found = ro.bench(small, ["fp32", "fp16", as_commonly_published], steps=args.fp16_steps, seeds=2)
+        model,
+        [(x[:8], y[:8]) for x, y in workload.batches],
+        forward=forward,
+        loss=loss,
+        optimizer=optimizer,
+        metric=accuracy,
+        held_out=[(x[:32], y[:32]) for x, y in workload.held_out[:2]],
+        name="amp_resnet18, 8 images each",
+    )
+    found = ro.bench(
+        small, ["fp32", "fp16", as_commonly_published], steps=args.fp16_steps, seeds=2
+    )
     found.report(args.output / "as_commonly_published.html")
     print(found)
     print(f"Written to {args.output}: report.html, as_commonly_published.html")

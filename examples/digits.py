@@ -31,7 +31,9 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(
+        len(digits.target), generator=torch.Generator().manual_seed(0)
+    )
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     return images[order], torch.tensor(digits.target)[order]
 
@@ -41,10 +43,16 @@ def model() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(
-            nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True),
-            Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-        )  # fmt: skip
+            nn.Conv2d(1, 16, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+            Block(16, 16, 1),
+            Block(16, 32, 2),
+            Block(32, 64, 2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        )
         images, labels = (part[TEST:] for part in data())
         optimizer = torch.optim.AdamW(net.parameters(), lr=4e-3, weight_decay=0.05)
         epochs, step = 15, 64
@@ -54,7 +62,9 @@ def model() -> nn.Module:
         for _ in range(epochs):
             for index in torch.randperm(len(images)).split(step):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(net(images[index]), labels[index]).backward()
+                nn.functional.cross_entropy(
+                    net(images[index]), labels[index]
+                ).backward()
                 optimizer.step()
                 schedule.step()
     return net.eval()
@@ -63,14 +73,18 @@ def model() -> nn.Module:
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The test set: images and labels."""
     images, labels = data()
-    return list(zip(images[:TEST].split(BATCH), labels[:TEST].split(BATCH), strict=True))
+    return list(
+        zip(images[:TEST].split(BATCH), labels[:TEST].split(BATCH), strict=True)
+    )
 
 
 def forward(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return model(batch[0])
 
 
-def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss(
+    output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     return nn.functional.cross_entropy(output, batch[1])
 
 
@@ -78,7 +92,9 @@ def accuracy(
     outputs: list[torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> float:
     """Share of test digits classified correctly."""
-    right = [(o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)]
+    right = [
+        (o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)
+    ]
     return torch.cat(right).mean().item()
 
 

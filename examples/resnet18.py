@@ -38,7 +38,8 @@ def forward(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def top1_agreement(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     """Share of images whose most likely class is the same as in fp32."""
     same = [
-        (o.argmax(-1) == r.argmax(-1)).double() for o, r in zip(outputs, reference, strict=True)
+        (o.argmax(-1) == r.argmax(-1)).double()
+        for o, r in zip(outputs, reference, strict=True)
     ]
     return torch.cat(same).mean().item()
 

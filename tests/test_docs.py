@@ -40,7 +40,10 @@ def test_python(folder, capsys):
     printed = capsys.readouterr().out
     assert "operator" in printed
     assert "tensor([[" in printed
-    assert roundoff.load("runs/linear").scalars.collect()["name"].to_list() == ["loss", "loss"]
+    assert roundoff.load("runs/linear").scalars.collect()["name"].to_list() == [
+        "loss",
+        "loss",
+    ]
 
 
 def test_commands(folder, capsys):
@@ -65,7 +68,11 @@ def test_compare(tmp_path, monkeypatch, capsys):
     shown = re.findall(r"```\n((?:The runs|1/native).*?)```", COMPARE, flags=re.DOTALL)
     assert len(shown) == 3
     for block in shown:
-        missing = [line for line in block.splitlines() if line.strip() and shape(line) not in shape(printed)]
+        missing = [
+            line
+            for line in block.splitlines()
+            if line.strip() and shape(line) not in shape(printed)
+        ]
         assert missing == []
     told = README.split("```\nThe runs part")[1].split("...\n```")[0]
     assert told.strip() in shown[1]
@@ -81,7 +88,9 @@ def shape(text):
 
 def test_train(capsys):
     """The first part of docs/train.md runs; what its comment says is printed."""
-    code = re.findall(r"```python\n(.*?)```", (DOCS / "train.md").read_text(), flags=re.DOTALL)[0]
+    code = re.findall(
+        r"```python\n(.*?)```", (DOCS / "train.md").read_text(), flags=re.DOTALL
+    )[0]
     exec(code, {})
     printed = capsys.readouterr().out
     assert "op:softmax" in printed
@@ -94,7 +103,9 @@ def test_pages_on_quantization(page, tmp_path, monkeypatch, capsys):
     if page == "text":
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL
+    )
     assert blocks
     names: dict[str, object] = {}
     for block in blocks:
@@ -102,4 +113,7 @@ def test_pages_on_quantization(page, tmp_path, monkeypatch, capsys):
     if page == "export":
         assert "True True ['0/conv2d:0', '2/relu'" in capsys.readouterr().out
     if page == "quantize":
-        assert "[('0/linear', 'int8'), ('1/relu', 'fp32'), ('2/linear', 'int8')]" in capsys.readouterr().out
+        assert (
+            "[('0/linear', 'int8'), ('1/relu', 'fp32'), ('2/linear', 'int8')]"
+            in capsys.readouterr().out
+        )

@@ -23,7 +23,9 @@ from roundoff.errors import InfeasibleError, RoundoffError, RunError
 RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not RAY, reason="ray is not installed")
 # ray's processes and sockets end after the test that started them
-quiet = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+quiet = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 SOURCE = """
 import os
@@ -79,7 +81,13 @@ def cluster(work):
     """A Ray cluster of two workers that this process is connected to."""
     import ray
 
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="critical")
+    ray.init(
+        "local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="critical",
+    )
     yield ray
     ray.shutdown()
 
@@ -88,14 +96,18 @@ def cluster(work):
 def test_local_results_are_in_the_order_of_tasks(workers):
     tasks = [(n, k) for n in range(12) for k in range(n)]
     seen = []
-    found = run_tasks(math.comb, iter(tasks), workers=workers, progress=lambda *at: seen.append(at))
+    found = run_tasks(
+        math.comb, iter(tasks), workers=workers, progress=lambda *at: seen.append(at)
+    )
     assert found == [math.comb(n, k) for n, k in tasks]
     assert seen == [(i + 1, len(tasks)) for i in range(len(tasks))]
 
 
 def test_local_runs_in_this_thread_unless_workers_are_asked_for():
     assert run_tasks(threading.get_ident, [()] * 3) == [threading.get_ident()] * 3
-    assert threading.get_ident() not in run_tasks(threading.get_ident, [()] * 3, workers=2)
+    assert threading.get_ident() not in run_tasks(
+        threading.get_ident, [()] * 3, workers=2
+    )
 
 
 @pytest.mark.parametrize("engine", ["local", "ray", "ray://127.0.0.1:1"])
@@ -110,7 +122,9 @@ def test_the_first_error_ends_it(work, tmp_path, workers):
         run_tasks(work.note, tasks, workers=workers)
     # with two threads a few more tasks have begun by the time the error is seen; most never do
     assert sorted(os.listdir(tmp_path))[:2] == ["000", "001"]
-    assert len(os.listdir(tmp_path)) == 2 or (workers == 2 and len(os.listdir(tmp_path)) < 300)
+    assert len(os.listdir(tmp_path)) == 2 or (
+        workers == 2 and len(os.listdir(tmp_path)) < 300
+    )
 
 
 @pytest.mark.parametrize("engine", ["", "spark", "rayon", "ray:", "ray://", "RAY"])
@@ -128,7 +142,10 @@ def test_no_workers(workers):
 
 @pytest.mark.skipif(RAY, reason="ray is installed")
 def test_without_ray_the_error_names_the_extra():
-    with pytest.raises(RunError, match=r"the library ray is not installed(.|\n)*pip install 'roundoff\[ray\]'"):
+    with pytest.raises(
+        RunError,
+        match=r"the library ray is not installed(.|\n)*pip install 'roundoff\[ray\]'",
+    ):
         run_tasks(operator.add, [(1, 2)], engine="ray")
 
 
@@ -140,7 +157,9 @@ def test_nobody_at_the_address(engine, monkeypatch):
         port = closed.getsockname()[1]
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         begin = time.perf_counter()
-        with pytest.raises(RunError, match="no Ray cluster can be reached here") as error:
+        with pytest.raises(
+            RunError, match="no Ray cluster can be reached here"
+        ) as error:
             run_tasks(operator.add, [(1, 2)], engine=engine.format(port))
     assert time.perf_counter() - begin < 10
     assert "ConnectionRefusedError" in error.value.got
@@ -154,8 +173,12 @@ def test_somebody_else_at_the_address(monkeypatch):
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
-        with pytest.raises(RunError, match="no Ray cluster can be reached here") as error:
-            run_tasks(operator.add, [(1, 2)], engine=f"ray:127.0.0.1:{mute.getsockname()[1]}")
+        with pytest.raises(
+            RunError, match="no Ray cluster can be reached here"
+        ) as error:
+            run_tasks(
+                operator.add, [(1, 2)], engine=f"ray:127.0.0.1:{mute.getsockname()[1]}"
+            )
     assert error.value.got.startswith("no answer within 3 s")
 
 
@@ -172,7 +195,11 @@ input()
 def test_a_cluster_of_another_process(work, monkeypatch):
     import ray
 
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+    }
     with subprocess.Popen([sys.executable, "-c", CLUSTER], text=True, **pipes) as other:
         address = other.stdout.readline().strip()
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -201,7 +228,9 @@ class TestCluster:
     def test_results_are_those_of_local(self, cluster, work):
         tasks = [(float(i), 3.0) for i in range(100)]
         seen = []
-        found = run_tasks(math.fmod, tasks, engine="ray", progress=lambda *at: seen.append(at))
+        found = run_tasks(
+            math.fmod, tasks, engine="ray", progress=lambda *at: seen.append(at)
+        )
         assert found == run_tasks(math.fmod, tasks)
         assert seen[-1] == (100, 100)
         assert os.getpid() not in run_tasks(work.process, [()] * 4, engine="ray")
@@ -217,7 +246,11 @@ class TestCluster:
             run_tasks(operator.add, [(1, 2)], engine="ray://127.0.0.1:1")
 
     def test_errors_are_the_same_as_local(self, cluster, work):
-        for function, task in ((work.damaged, ("a",)), (work.infeasible, ()), (operator.truediv, (1, 0))):
+        for function, task in (
+            (work.damaged, ("a",)),
+            (work.infeasible, ()),
+            (operator.truediv, (1, 0)),
+        ):
             errors = []
             for engine in ("local", "ray"):
                 with pytest.raises(Exception) as error:  # noqa: PT011 - compared below
@@ -236,7 +269,9 @@ class TestCluster:
             run_tasks(work.note, tasks, engine="ray")
 
     def test_an_error_that_cannot_travel(self, cluster, work):
-        with pytest.raises(RunError, match="the Ray cluster lost a task, or the error it ended with") as error:
+        with pytest.raises(
+            RunError, match="the Ray cluster lost a task, or the error it ended with"
+        ) as error:
             run_tasks(work.odd, [()], engine="ray")
         assert "Odd" in error.value.got
 

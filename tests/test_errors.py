@@ -21,7 +21,10 @@ def test_message_with_every_part():
     error = RoundoffError(
         "no such site", where="plan.json", expected="a site", got="'a'", do="fix it"
     )
-    assert str(error) == "plan.json: no such site\n  expected: a site\n  got: 'a'\n  do: fix it"
+    assert (
+        str(error)
+        == "plan.json: no such site\n  expected: a site\n  got: 'a'\n  do: fix it"
+    )
     assert (error.what, error.where, error.expected, error.got, error.do) == (
         "no such site",
         "plan.json",
@@ -64,13 +67,17 @@ def test_infeasible_keeps_its_numbers():
 
 
 @pytest.mark.parametrize(
-    "clone", [copy.copy, lambda e: pickle.loads(pickle.dumps(e))], ids=["copy", "pickle"]
+    "clone",
+    [copy.copy, lambda e: pickle.loads(pickle.dumps(e))],
+    ids=["copy", "pickle"],
 )
 @pytest.mark.parametrize(
     "error",
     [
         WorkloadError("broken", where="w.py", got="3", do="mend it"),
-        InfeasibleError("no plan", best_db=12.5, pinned=["a/linear"], do="unpin a/linear"),
+        InfeasibleError(
+            "no plan", best_db=12.5, pinned=["a/linear"], do="unpin a/linear"
+        ),
     ],
     ids=["plain", "infeasible"],
 )

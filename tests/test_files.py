@@ -17,7 +17,9 @@ def test_a_file_appears_when_the_block_ends(tmp_path):
     with atomic_path(path) as temporary:
         temporary.write_text("whole")
         assert not path.exists()
-        assert temporary.parent == path.parent  # the same file system: renaming is atomic
+        assert (
+            temporary.parent == path.parent
+        )  # the same file system: renaming is atomic
         assert temporary.suffix == path.suffix  # writers that look at the suffix work
     assert path.read_text() == "whole"
     assert os.listdir(path.parent) == ["plan.toml"]

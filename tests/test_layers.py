@@ -34,7 +34,9 @@ def layer(module: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-def imported(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+def imported(
+    tree: ast.AST, module: str, *, is_package: bool
+) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import anywhere in a tree: in functions, under TYPE_CHECKING,
     relative ones too."""
     for node in ast.walk(tree):
@@ -86,7 +88,11 @@ def test_each_package_imports_only_from_those_above_it():
 @pytest.mark.parametrize(
     ("path", "code", "expected"),
     [
-        ("formats/a.py", "import roundoff.plan.solve", "formats imports roundoff.plan.solve"),
+        (
+            "formats/a.py",
+            "import roundoff.plan.solve",
+            "formats imports roundoff.plan.solve",
+        ),
         (
             "formats/a.py",
             "def f():\n    from roundoff.capture import calls",
@@ -137,13 +143,15 @@ def test_report_never_names_torch():
 
 def run(code: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(SOURCE.parent)}
-    done = subprocess.run(  # a process of its own: this one has long imported everything
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
+    done = (
+        subprocess.run(  # a process of its own: this one has long imported everything
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+            check=False,
+        )
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -52,8 +52,12 @@ def state_of(model: nn.Module) -> dict[str, object]:
     state: dict[str, object] = {}
     for name, module in model.named_modules():
         state[f"{name} training"] = (type(module), module.training)
-        state[f"{name} children"] = [(key, id(child)) for key, child in module._modules.items()]
-        state[f"{name} attributes"] = {key: id(value) for key, value in vars(module).items()}
+        state[f"{name} children"] = [
+            (key, id(child)) for key, child in module._modules.items()
+        ]
+        state[f"{name} attributes"] = {
+            key: id(value) for key, value in vars(module).items()
+        }
         for key, value in vars(module).items():
             if key.endswith("_hooks") and isinstance(value, dict):
                 state[f"{name} {key}"] = list(value.items())
@@ -61,7 +65,12 @@ def state_of(model: nn.Module) -> dict[str, object]:
             if tensor is None:
                 state[f"{name}.{key}"] = None
                 continue
-            state[f"{name}.{key}"] = (id(tensor), tensor.dtype, tuple(tensor.shape), bits(tensor))
+            state[f"{name}.{key}"] = (
+                id(tensor),
+                tensor.dtype,
+                tuple(tensor.shape),
+                bits(tensor),
+            )
             state[f"{name}.{key} grad"] = (
                 tensor.requires_grad,
                 id(tensor.grad),
@@ -102,7 +111,11 @@ def flags() -> dict[str, object]:
             backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             backends.cuda.matmul.allow_fp16_accumulation,
         ),
-        "cudnn": (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
+        "cudnn": (
+            backends.cudnn.enabled,
+            backends.cudnn.benchmark,
+            backends.cudnn.deterministic,
+        ),
         "mkldnn": (backends.mkldnn.enabled, backends.mkldnn.deterministic),
         "attention": (
             backends.mha.get_fastpath_enabled(),
@@ -142,22 +155,34 @@ CHANGES = {
     "buffer in place": lambda m: m.table.mul_(-1.0),
     "buffer data": lambda m: m.table.data.fill_(-0.0),
     "buffer replaced": lambda m: setattr(m, "table", torch.ones(7)),
-    "buffer zero to minus zero": lambda m: m.table.copy_(torch.tensor([-0.0, 0.0, torch.nan, 1.0])),
+    "buffer zero to minus zero": lambda m: m.table.copy_(
+        torch.tensor([-0.0, 0.0, torch.nan, 1.0])
+    ),
     "buffer none to tensor": lambda m: setattr(m, "nothing", torch.ones(1)),
     "buffer flags": lambda m: m.flag.logical_not_(),
     "sparse buffer": lambda m: m.sparse.mul_(2),
-    "buffer added": lambda m: m.register_buffer("extra", torch.ones(1), persistent=False),
-    "parameter replaced": lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(3, 4))),
+    "buffer added": lambda m: m.register_buffer(
+        "extra", torch.ones(1), persistent=False
+    ),
+    "parameter replaced": lambda m: setattr(
+        m.head, "weight", nn.Parameter(torch.ones(3, 4))
+    ),
     "child added": lambda m: m.add_module("extra_child", nn.Linear(1, 1)),
     "child removed and readded": lambda m: m.add_module("body", m._modules.pop("body")),
     "forward patched": lambda m: setattr(m.head, "forward", lambda x: x[..., :3] * 1.0),
     "attribute": lambda m: setattr(m, "calls", -1),
     "hook": lambda m: m.head.register_forward_hook(lambda *args: None),
-    "hook with kwargs": lambda m: m.register_forward_pre_hook(lambda *args: None, with_kwargs=True),
+    "hook with kwargs": lambda m: m.register_forward_pre_hook(
+        lambda *args: None, with_kwargs=True
+    ),
     "backward hook": lambda m: m.head.register_full_backward_hook(lambda *args: None),
     "hooks removed": lambda m: m._forward_hooks.clear(),
-    "global hook": lambda m: nn.modules.module.register_module_forward_hook(lambda *args: None),
-    "parameter hook": lambda m: m.head.weight.requires_grad_().register_hook(lambda g: g * 2),
+    "global hook": lambda m: nn.modules.module.register_module_forward_hook(
+        lambda *args: None
+    ),
+    "parameter hook": lambda m: m.head.weight.requires_grad_().register_hook(
+        lambda g: g * 2
+    ),
     "weight parametrized": lambda m: (
         parametrize.register_parametrization(m.head, "weight", nn.Tanh())
         if isinstance(m.head, nn.Linear) and not parametrize.is_parametrized(m.head)
@@ -182,7 +207,9 @@ CHANGES = {
     "cudnn off": set_backend(torch.backends.cudnn, "enabled", False),
     "mkldnn off": set_backend(torch.backends.mkldnn, "enabled", False),
     "mkldnn deterministic": set_backend(torch.backends.mkldnn, "deterministic", True),
-    "fp16 accumulation": set_backend(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+    "fp16 accumulation": set_backend(
+        torch.backends.cuda.matmul, "allow_fp16_accumulation", True
+    ),
     "bf16 reduction": set_backend(
         torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
     ),
@@ -193,9 +220,15 @@ CHANGES = {
 }
 if hasattr(torch.backends, "fp32_precision"):
     # Only where torch's legacy flags stay readable: once both kinds are mixed, reading them raises.
-    CHANGES["new: conv"] = set_backend(torch.backends.cudnn.conv, "fp32_precision", "ieee")
-    CHANGES["new: mkldnn"] = set_backend(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
-    CHANGES["new: matmul"] = set_backend(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    CHANGES["new: conv"] = set_backend(
+        torch.backends.cudnn.conv, "fp32_precision", "ieee"
+    )
+    CHANGES["new: mkldnn"] = set_backend(
+        torch.backends.mkldnn.matmul, "fp32_precision", "bf16"
+    )
+    CHANGES["new: matmul"] = set_backend(
+        torch.backends.cuda.matmul, "fp32_precision", "tf32"
+    )
     CHANGES["new: generic"] = set_backend(torch.backends, "fp32_precision", "ieee")
 
 
@@ -233,18 +266,24 @@ def test_each_change_is_seen_by_the_test_and_undone(model, name):
     with preserve(model):
         inside = state_of(model)
         # The one difference that preserve itself makes: gradients are put aside.
-        assert {k for k in before if before[k] != inside[k]} <= {k for k in before if "grad" in k}
+        assert {k for k in before if before[k] != inside[k]} <= {
+            k for k in before if "grad" in k
+        }
         CHANGES[name](model)
         if name not in ("hooks removed", "grad to None", "zero_grad", "thaw"):
             changed = _state_or_error(model)
-            assert changed != inside, f"{name} changed nothing: this test would not see a failure"
+            assert changed != inside, (
+                f"{name} changed nothing: this test would not see a failure"
+            )
     assert state_of(model) == before
 
 
 def _state_or_error(model):
     try:
         return state_of(model)
-    except RuntimeError as error:  # torch refuses to read legacy TF32 flags after new ones
+    except (
+        RuntimeError
+    ) as error:  # torch refuses to read legacy TF32 flags after new ones
         return str(error)
 
 

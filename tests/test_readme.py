@@ -31,7 +31,9 @@ def test_commands(folder: Path) -> None:
     for arguments in commands:
         # an untrained network need not reach its target: both verdicts are answers, bad input is not
         assert main(arguments) in (0, 1), arguments
-    assert {"budget.parquet", "plan.toml", "out"} <= {path.name for path in folder.iterdir()}
+    assert {"budget.parquet", "plan.toml", "out"} <= {
+        path.name for path in folder.iterdir()
+    }
 
 
 def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,5 +50,7 @@ def test_links_exist() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert len(links) > 5
     assert [
-        link for link in links if not link.startswith("http") and not (ROOT / link).exists()
+        link
+        for link in links
+        if not link.startswith("http") and not (ROOT / link).exists()
     ] == []

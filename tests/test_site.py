@@ -20,7 +20,9 @@ NAMES = [
 ]
 
 # Module paths are attribute names joined by dots; ModuleDict keys may hold anything but a dot, also a slash.
-part = st.text(st.characters(exclude_characters=".#", exclude_categories=("Cs", "Cc")), min_size=1)
+part = st.text(
+    st.characters(exclude_characters=".#", exclude_categories=("Cs", "Cc")), min_size=1
+)
 paths = st.lists(part, max_size=4).map(".".join)
 operators = st.from_regex(r"[a-z_][a-z0-9_]{0,20}", fullmatch=True)
 
@@ -71,7 +73,11 @@ def test_what_is_no_site_is_refused_with_the_way_out(text):
 
 def test_sites_sort_by_module_operator_and_number():
     first, second, tenth = (Site("a", "linear", n) for n in (0, 2, 10))
-    assert sorted([tenth, second, first]) == [first, second, tenth]  # as text, #10 stands before #2
+    assert sorted([tenth, second, first]) == [
+        first,
+        second,
+        tenth,
+    ]  # as text, #10 stands before #2
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ def message_of(function, *args, **kwargs) -> str:
 )
 def test_model_and_batches_as_value_or_function(model, batches):
     if not isinstance(batches, (list, tuple)) and not callable(batches):
-        batches = iter([X, X])  # a parametrised iterator would be used up by the first test
+        batches = iter(
+            [X, X]
+        )  # a parametrised iterator would be used up by the first test
     workload = Workload(model, batches)
     assert isinstance(workload.model, nn.Linear)
     assert len(workload.batches) == 2
@@ -106,13 +108,17 @@ def test_default_forward(batch, expected):
 
 def test_a_model_may_write_into_what_it_gets():
     batch = {"x": torch.ones(2)}
-    workload = Workload(Recorder(), [batch], forward=lambda model, batch: batch["x"].zero_())
+    workload = Workload(
+        Recorder(), [batch], forward=lambda model, batch: batch["x"].zero_()
+    )
     assert workload.run(batch).tolist() == [0.0, 0.0]
     assert batch["x"].tolist() == [1.0, 1.0]
 
 
 def test_forward_replaces_the_default():
-    workload = Workload(linear, [(X, "label")], forward=lambda model, batch: model(batch[0]) * 0)
+    workload = Workload(
+        linear, [(X, "label")], forward=lambda model, batch: model(batch[0]) * 0
+    )
     assert torch.equal(workload.run(workload.batches[0]), torch.zeros(4, 1))
 
 
@@ -131,7 +137,10 @@ def test_nan_in_a_batch_reaches_the_model():
 
 def test_empty_part_beside_a_full_one_is_not_an_empty_batch():
     cache = torch.zeros(1, 0, 8)
-    assert len(Workload(Recorder(), [{"ids": X, "cache": cache, "mask": None}]).batches) == 1
+    assert (
+        len(Workload(Recorder(), [{"ids": X, "cache": cache, "mask": None}]).batches)
+        == 1
+    )
 
 
 def test_repr():
@@ -171,7 +180,16 @@ def test_metric_gets_what_its_parameters_name(metric, expected):
 @pytest.mark.parametrize(
     "value",
     [
-        *(1, 1.0, True, np.float32(1), np.float64(1), np.int64(1), np.bool_(True), np.array(1.0)),
+        *(
+            1,
+            1.0,
+            True,
+            np.float32(1),
+            np.float64(1),
+            np.int64(1),
+            np.bool_(True),
+            np.array(1.0),
+        ),
         *(torch.tensor(1.0), torch.tensor(1, dtype=torch.bfloat16), torch.tensor(True)),
     ],
     ids=lambda value: f"{type(value).__name__} {getattr(value, 'dtype', '')}",
@@ -242,7 +260,9 @@ def test_metric_with_positional_only_parameter():
     def accuracy(outputs, /):
         return 0.0
 
-    assert "got: accuracy(outputs, /)" in message_of(Workload, linear, [X], metric=accuracy)
+    assert "got: accuracy(outputs, /)" in message_of(
+        Workload, linear, [X], metric=accuracy
+    )
 
 
 def test_metric_of_some_outputs_only():
@@ -274,21 +294,28 @@ def test_forward_with_wrong_parameters():
     [
         (lambda: None, "None (was a `return` forgotten?)"),
         (lambda: nn.Linear, "type"),
-        (lambda: nn.Linear(2, 1).state_dict(), "{weight: float32[1, 2], bias: float32[1]}"),
+        (
+            lambda: nn.Linear(2, 1).state_dict(),
+            "{weight: float32[1, 2], bias: float32[1]}",
+        ),
         (3, "int"),
         (None, "None (was a `return` forgotten?)"),
     ],
 )
 def test_model_that_is_no_module(model, got):
     message = message_of(Workload, model, [X])
-    assert message.startswith("workload: model is not a module\n  expected: a torch.nn.Module")
+    assert message.startswith(
+        "workload: model is not a module\n  expected: a torch.nn.Module"
+    )
     assert f"got: {got}" in message
     assert ("do: load a state_dict into its module" in message) == ("weight" in got)
 
 
 def test_model_that_needs_arguments():
     message = message_of(Workload, nn.Linear, [X])
-    assert "model cannot be called: missing a required argument: 'in_features'" in message
+    assert (
+        "model cannot be called: missing a required argument: 'in_features'" in message
+    )
     assert "expected: model()" in message
 
 
@@ -307,7 +334,10 @@ def test_model_function_that_raises():
     ("model", "got"),
     [
         (lambda: nn.Sequential(nn.LazyLinear(3)), "a lazy parameter"),
-        (lambda: nn.Sequential(nn.Linear(2, 1, device="meta")), "a tensor on the meta device"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 1, device="meta")),
+            "a tensor on the meta device",
+        ),
     ],
     ids=["lazy", "meta"],
 )
@@ -365,7 +395,10 @@ def test_no_batches():
     [
         (torch.zeros(0, 2), "float32[0, 2]"),
         (torch.zeros(4, 0), "float32[4, 0]"),
-        ((torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)), "(float32[0, 2], int64[0])"),
+        (
+            (torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)),
+            "(float32[0, 2], int64[0])",
+        ),
         ({"ids": torch.zeros(0, 3), "mask": None}, "{ids: float32[0, 3], mask: None}"),
         (np.zeros((0, 2), dtype=np.float32), "float32[0, 2]"),
         ((), "()"),
@@ -402,8 +435,13 @@ def test_generator_that_raises_on_the_way():
 def test_forward_that_raises_inside_torch_names_batch_and_shapes():
     workload = Workload(linear, [X, torch.ones(4, 3)], name="tiny")
     message = message_of(workload.run, workload.batches[1])
-    assert message.startswith("tiny: model(batch) on batch 1, float32[4, 3], raised RuntimeError\n")
-    assert "got: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)" in message
+    assert message.startswith(
+        "tiny: model(batch) on batch 1, float32[4, 3], raised RuntimeError\n"
+    )
+    assert (
+        "got: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)"
+        in message
+    )
     assert re.search(r"raised at .*torch.*\.py:\d+", message)
     assert "define forward(model, batch)" in message
 
@@ -431,7 +469,10 @@ def test_batch_that_is_not_the_workloads_own():
 def test_labels_in_a_tuple_batch_are_explained():
     workload = Workload(linear, [(X, torch.zeros(4))])
     message = message_of(workload.run, workload.batches[0])
-    assert "model(*batch) on batch 0, (float32[4, 2], float32[4]), raised TypeError" in message
+    assert (
+        "model(*batch) on batch 0, (float32[4, 2], float32[4]), raised TypeError"
+        in message
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NonFiniteError("overflow")])
@@ -464,7 +505,11 @@ def test_load_gives_every_part(tmp_path):
     """,
     )
     workload = Workload.load(path)
-    assert (workload.name, workload.path, workload.metric_name) == ("mine", path, "accuracy")
+    assert (workload.name, workload.path, workload.metric_name) == (
+        "mine",
+        path,
+        "accuracy",
+    )
     assert workload.loss(workload.run(workload.batches[0]), X).ndim == 0
     assert workload.evaluate([X], [X]) == 0.5
     assert isinstance(workload.optimizer(workload.model), torch.optim.SGD)
@@ -481,7 +526,10 @@ def test_load_dotted_name(tmp_path, monkeypatch):
     package = tmp_path / "pkg_of_test"
     package.mkdir()
     write(package, "SIZE = 2", "__init__.py")
-    write(package, GOOD.replace("import torch\n", "import torch\n    from . import SIZE\n"))
+    write(
+        package,
+        GOOD.replace("import torch\n", "import torch\n    from . import SIZE\n"),
+    )
     monkeypatch.chdir(tmp_path)
     workload = Workload.load("pkg_of_test.mine")
     assert (workload.name, workload.path) == ("mine", package / "mine.py")
@@ -524,7 +572,9 @@ def test_two_workloads_of_one_name_do_not_clash(tmp_path):
     assert sys.modules[loaded[0].metric.__module__].metric is loaded[0].metric
 
 
-@pytest.mark.parametrize("text", [GOOD, GOOD + "\n    1 / 0\n", "import sys; sys.path.append('x')"])
+@pytest.mark.parametrize(
+    "text", [GOOD, GOOD + "\n    1 / 0\n", "import sys; sys.path.append('x')"]
+)
 def test_sys_path_and_modules_are_restored(tmp_path, text):
     path, before = list(sys.path), set(sys.modules)
     with suppress(WorkloadError):
@@ -563,7 +613,9 @@ def test_module_missing(tmp_path, monkeypatch):
     assert "model() and batches() missing" in message_of(Workload.load, "other")
     (tmp_path / "sub").mkdir()
     assert "got: a folder" in message_of(Workload.load, tmp_path / "sub")
-    assert "no module named 'nothing_here'" in message_of(Workload.load, "nothing_here.workload")
+    assert "no module named 'nothing_here'" in message_of(
+        Workload.load, "nothing_here.workload"
+    )
 
 
 @pytest.mark.parametrize(("name", "got"), [("mine.ipynb", "'.ipynb'"), ("mine", "''")])
@@ -583,7 +635,9 @@ def test_syntax_error_shows_line(tmp_path):
     )
 
 
-@pytest.mark.parametrize("content", [b"x = '\xff'", b"x = 1\0"], ids=["not UTF-8", "NUL byte"])
+@pytest.mark.parametrize(
+    "content", [b"x = '\xff'", b"x = 1\0"], ids=["not UTF-8", "NUL byte"]
+)
 def test_bytes_that_are_not_source(tmp_path, content):
     path = tmp_path / "mine.py"
     path.write_bytes(content)
@@ -601,7 +655,9 @@ def test_file_that_raises_shows_file_and_line(tmp_path):
 
 def test_file_whose_helper_raises_shows_both_lines(tmp_path):
     helper = write(
-        tmp_path, "def build():\n    raise ValueError('bad size')\n", "helper_that_raises.py"
+        tmp_path,
+        "def build():\n    raise ValueError('bad size')\n",
+        "helper_that_raises.py",
     )
     path = write(
         tmp_path,
@@ -678,7 +734,9 @@ def test_loading_does_not_import_heavy_packages():
         "import sys, roundoff.workload; "
         "print([m for m in ('transformers', 'sklearn', 'scipy', 'polars') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

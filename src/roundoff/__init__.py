@@ -63,7 +63,9 @@ def __getattr__(name: str) -> Any:
             f"module 'roundoff' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
     module = importlib.import_module(_PUBLIC[name])
-    value = module if name in ("capture", "compare", "quantize") else getattr(module, name)  # a package that is called
+    value = (
+        module if name in ("capture", "compare", "quantize") else getattr(module, name)
+    )  # a package that is called
     globals()[name] = value
     return value
 

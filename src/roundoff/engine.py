@@ -52,7 +52,12 @@ def run_tasks(
     """
     address = None if engine == "local" else _address(engine)
     if workers is not None and workers < 1:
-        raise RunError("no workers, no work", where="workers", expected="1 or more", got=str(workers))
+        raise RunError(
+            "no workers, no work",
+            where="workers",
+            expected="1 or more",
+            got=str(workers),
+        )
     calls = [tuple(task) for task in tasks]
     results: list[_T] = []
     for result in _results(function, calls, engine, address, workers) if calls else ():
@@ -63,7 +68,11 @@ def run_tasks(
 
 
 def _results(
-    function: Callable[..., _T], calls: list[tuple[Any, ...]], engine: str, address: str | None, workers: int | None
+    function: Callable[..., _T],
+    calls: list[tuple[Any, ...]],
+    engine: str,
+    address: str | None,
+    workers: int | None,
 ) -> Iterator[_T]:
     if engine != "local":
         with _cluster(address, workers) as ray:
@@ -92,7 +101,9 @@ def _address(engine: str) -> str | None:
     return engine if rest.startswith("//") else rest
 
 
-def _on_ray(ray: Any, function: Callable[..., _T], calls: list[tuple[Any, ...]]) -> Iterator[_T]:
+def _on_ray(
+    ray: Any, function: Callable[..., _T], calls: list[tuple[Any, ...]]
+) -> Iterator[_T]:
     there = ray.put(function)  # once, not with each call
     waiting = [ray.remote(_call).remote(there, call) for call in calls]
     try:
@@ -100,7 +111,9 @@ def _on_ray(ray: Any, function: Callable[..., _T], calls: list[tuple[Any, ...]])
             yield ray.get(waiting[0])
             del waiting[0]  # the cluster may forget the result
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ray.exceptions.RayError):  # of its own: the task's could not be pickled
+        if isinstance(
+            error.cause, ray.exceptions.RayError
+        ):  # of its own: the task's could not be pickled
             raise _lost(error.cause) from error
         raise error.cause from error
     except (ray.exceptions.RayError, ConnectionError) as error:
@@ -127,19 +140,28 @@ def _cluster(address: str | None, workers: int | None) -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise RunError(
-            "the library ray is not installed", where="engine", got=str(error),
+            "the library ray is not installed",
+            where="engine",
+            got=str(error),
             do="pip install 'roundoff[ray]', or take engine='local'",
-        ) from error  # fmt: skip
+        ) from error
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here, os.environ.get("RAY_ADDRESS")):
             raise RunError(
-                "this process is connected to another Ray cluster already", where="engine", expected=here, got=address,
+                "this process is connected to another Ray cluster already",
+                where="engine",
+                expected=here,
+                got=address,
                 do="engine='ray' takes the one it is connected to",
-            )  # fmt: skip
+            )
         yield ray
         return
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "critical"}
+    quiet: dict[str, Any] = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "critical",
+    }
     if address is not None:
         _check(address)
         ray.init(address, log_to_driver=False, logging_level="critical")
@@ -173,13 +195,30 @@ def _check(address: str) -> None:
         if host and port.isdigit():
             socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE, address], capture_output=True, text=True, timeout=ANSWER, check=False
+            [sys.executable, "-c", _PROBE, address],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER,
+            check=False,
         )
-        fault = None if done.returncode == 0 else _last_line(done.stderr) or f"exit code {done.returncode}"
+        fault = (
+            None
+            if done.returncode == 0
+            else _last_line(done.stderr) or f"exit code {done.returncode}"
+        )
     except subprocess.TimeoutExpired as error:
-        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr
-        fault = f"no answer within {ANSWER:.0f} s. {_last_line(said or '')}".rstrip(". ")
-    except (OSError, OverflowError) as error:  # refused, no such host; a port above 65535
+        said = (
+            error.stderr.decode(errors="replace")
+            if isinstance(error.stderr, bytes)
+            else error.stderr
+        )
+        fault = f"no answer within {ANSWER:.0f} s. {_last_line(said or '')}".rstrip(
+            ". "
+        )
+    except (
+        OSError,
+        OverflowError,
+    ) as error:  # refused, no such host; a port above 65535
         fault = f"{type(error).__name__}: {error}"
     if fault is not None:
         raise RunError(

@@ -166,6 +166,8 @@ class StuckError(NonFiniteError):
 def warn(text: str) -> None:
     """A ``RuntimeWarning`` that never raises, also where the user has made warnings errors: then a line on stderr."""
     try:
-        warnings.warn(text, RuntimeWarning, stacklevel=5)  # whoever called what stopped: of store.Writer, its caller
+        warnings.warn(
+            text, RuntimeWarning, stacklevel=5
+        )  # whoever called what stopped: of store.Writer, its caller
     except Warning:
         sys.stderr.write(f"RuntimeWarning: {text}\n")

@@ -84,14 +84,19 @@ def open_output(place: str | os.PathLike[str]) -> Iterator[Path]:
         try:
             import fsspec
 
-            with fsspec.open(os.fspath(place), "wb") as out, temporary.open("rb") as file:
+            with (
+                fsspec.open(os.fspath(place), "wb") as out,
+                temporary.open("rb") as file,
+            ):
                 shutil.copyfileobj(file, out, 2**20)
         except Exception as error:  # noqa: BLE001 - whatever the library of the protocol raises
             # its cause may show the URL with its secrets
             raise OutputError(
-                "cannot write here", where=masked(place), got=masked(f"{type(error).__name__}: {error}"),
+                "cannot write here",
+                where=masked(place),
+                got=masked(f"{type(error).__name__}: {error}"),
                 do="check address and access, or choose another place with -o",
-            ) from None  # fmt: skip
+            ) from None
 
 
 def write_text(place: str | os.PathLike[str], text: str) -> None:
@@ -132,7 +137,11 @@ def masked(url: str | os.PathLike[str]) -> str:
     >>> masked("ftp://me:secret@host/run?token=abc&x=1")
     'ftp://***@host/run?token=***&x=***'
     """
-    return re.sub(r"([?&][^=&\s]+=)[^&\s'\"]*", r"\1***", re.sub(r"://[^/\s]*@", "://***@", os.fspath(url)))
+    return re.sub(
+        r"([?&][^=&\s]+=)[^&\s'\"]*",
+        r"\1***",
+        re.sub(r"://[^/\s]*@", "://***@", os.fspath(url)),
+    )
 
 
 def toml_value(value: Any) -> str:
@@ -144,7 +153,15 @@ def toml_value(value: Any) -> str:
     '{ "a" = [1, 0.1, true], "b c" = inf }'
     """
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{toml_string(str(k))} = {toml_value(v)}" for k, v in value.items() if v is not None) + " }"
+        return (
+            "{ "
+            + ", ".join(
+                f"{toml_string(str(k))} = {toml_value(v)}"
+                for k, v in value.items()
+                if v is not None
+            )
+            + " }"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, float):

@@ -50,7 +50,9 @@ def preserve(model: nn.Module) -> Iterator[None]:
         >>> model.training, model.running_mean
         (True, tensor([0., 0.]))
     """
-    with ExitStack() as stack:  # one callback per part: each is run even if another one raises
+    with (
+        ExitStack() as stack
+    ):  # one callback per part: each is run even if another one raises
         _preserve_flags(stack)
         _preserve_random_states(stack)
         for module in model.modules():
@@ -83,7 +85,9 @@ def _preserve_module(stack: ExitStack, module: nn.Module) -> None:
     # A hook's handle points at the very dict it was put in, so these are restored in place, not
     # replaced.
     for name, value in attributes.items():
-        if isinstance(value, (dict, set)) and (name in _REGISTRIES or name.endswith("_hooks")):
+        if isinstance(value, (dict, set)) and (
+            name in _REGISTRIES or name.endswith("_hooks")
+        ):
             stack.callback(_restore_container, value, value.copy())
     # Not in the attributes: the flag of a scripted module, and the class (parametrizing swaps it).
     stack.callback(_restore_attribute, module, "training", module.training)
@@ -92,7 +96,11 @@ def _preserve_module(stack: ExitStack, module: nn.Module) -> None:
 
 def _preserve_global_hooks(stack: ExitStack) -> None:
     for name, value in vars(torch.nn.modules.module).items():
-        if isinstance(value, dict) and name.startswith("_global_") and name.endswith("_hooks"):
+        if (
+            isinstance(value, dict)
+            and name.startswith("_global_")
+            and name.endswith("_hooks")
+        ):
             stack.callback(_restore_container, value, value.copy())
 
 
@@ -105,7 +113,9 @@ def _restore_container(container: Any, saved: Any) -> None:
     if isinstance(container, dict):
         # By identity and in order: values may be tensors, and the order of hooks and submodules is
         # the order of running.
-        same = list(container) == list(saved) and all(container[key] is saved[key] for key in saved)
+        same = list(container) == list(saved) and all(
+            container[key] is saved[key] for key in saved
+        )
     else:
         same = container == saved
     if not same:
@@ -128,7 +138,11 @@ def _restore_tensor(tensor: Tensor, alias: Tensor, requires_grad: bool) -> None:
 
 
 def _same_storage(tensor: Tensor, alias: Tensor) -> bool:
-    if (tensor.dtype, tensor.device, tensor.layout) != (alias.dtype, alias.device, alias.layout):
+    if (tensor.dtype, tensor.device, tensor.layout) != (
+        alias.dtype,
+        alias.device,
+        alias.layout,
+    ):
         return False
     return tensor.layout is not torch.strided or tensor.is_set_to(alias)
 
@@ -145,20 +159,27 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.layout is not torch.strided:
         return False
     # As bytes, because as numbers NaN differs from itself and -0 does not differ from 0.
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    return torch.equal(
+        left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
+    )
 
 
 def _preserve_gradient(stack: ExitStack, parameter: nn.Parameter) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, name, None)
         stack.callback(
-            _restore_tensor_hooks, parameter, name, None if hooks is None else hooks.copy()
+            _restore_tensor_hooks,
+            parameter,
+            name,
+            None if hooks is None else hooks.copy(),
         )
     stack.callback(setattr, parameter, "grad", parameter.grad)
     parameter.grad = None
 
 
-def _restore_tensor_hooks(parameter: nn.Parameter, name: str, saved: dict[Any, Any] | None) -> None:
+def _restore_tensor_hooks(
+    parameter: nn.Parameter, name: str, saved: dict[Any, Any] | None
+) -> None:
     hooks = getattr(parameter, name, None)
     if hooks is not None:
         _restore_container(hooks, saved or {})
@@ -169,7 +190,9 @@ def _preserve_random_states(stack: ExitStack) -> None:
     stack.callback(np.random.set_state, np.random.get_state(legacy=False))
     stack.callback(torch.set_rng_state, torch.get_rng_state())
     cuda: Any = torch.cuda  # is_initialized is not annotated
-    if cuda.is_available() and cuda.is_initialized():  # asking for the state would initialise it
+    if (
+        cuda.is_available() and cuda.is_initialized()
+    ):  # asking for the state would initialise it
         stack.callback(cuda.set_rng_state_all, cuda.get_rng_state_all())
 
 
@@ -189,7 +212,9 @@ def _read(read: Callable[[], Any]) -> Any:
         return None
 
 
-def _restore_flag(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
+def _restore_flag(
+    read: Callable[[], Any], write: Callable[[Any], Any], value: Any
+) -> None:
     # Written only when changed: writing an inherited fp32_precision would pin it.
     if value is not None and _read(read) != value:
         write(value)
@@ -207,15 +232,24 @@ def _flags() -> Iterator[_Flag]:
             partial(torch.is_autocast_enabled, device),
             partial(torch.set_autocast_enabled, device),
         )
-        yield partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
+        yield (
+            partial(torch.get_autocast_dtype, device),
+            partial(torch.set_autocast_dtype, device),
+        )
 
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     yield backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled
     yield torch._C._get_nnpack_enabled, backends.nnpack.set_flags
     for kernel in ("flash", "mem_efficient", "math", "cudnn"):
-        yield getattr(cuda, f"{kernel}_sdp_enabled"), getattr(cuda, f"enable_{kernel}_sdp")
-    yield cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp
+        yield (
+            getattr(cuda, f"{kernel}_sdp_enabled"),
+            getattr(cuda, f"enable_{kernel}_sdp"),
+        )
+    yield (
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
+    )
     yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     for name in (
         "allow_tf32",

@@ -17,12 +17,18 @@ from roundoff.errors import RoundoffError, WorkloadError
 __all__ = ["METRIC_ARGUMENTS", "check_call", "metric_arguments", "name_of", "user_code"]
 
 METRIC_ARGUMENTS = ("outputs", "batches", "reference")
-_LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (__file__, str(torch.__file__)))
+_LIBRARIES = tuple(
+    str(Path(file).parent) + os.sep for file in (__file__, str(torch.__file__))
+)
 
 
 @contextmanager
 def user_code(
-    what: str | Callable[[], str], where: str, *, path: Path | None = None, do: str | None = None
+    what: str | Callable[[], str],
+    where: str,
+    *,
+    path: Path | None = None,
+    do: str | None = None,
 ) -> Iterator[None]:
     """Turn an exception of the block into a ``WorkloadError`` that shows the user's file and line.
 
@@ -58,8 +64,13 @@ def user_code(
 def _blame(error: BaseException, path: Path | None) -> tuple[str | None, str]:
     """The user's file and line, if any frame is the user's, and the exception with that line."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}", f"{error.msg}, at `{(error.text or '').strip()}`"
-    message = "".join(traceback.format_exception_only(error)).strip().replace("\n", "\n    ")
+        return (
+            f"{error.filename}:{error.lineno}",
+            f"{error.msg}, at `{(error.text or '').strip()}`",
+        )
+    message = (
+        "".join(traceback.format_exception_only(error)).strip().replace("\n", "\n    ")
+    )
     frames = traceback.extract_tb(error.__traceback__)
     users = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<frozen"))]
     own = (
@@ -78,7 +89,9 @@ def _blame(error: BaseException, path: Path | None) -> tuple[str | None, str]:
 
 def _advice(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError):
-        return f"install the package that provides {error.name!r}, or correct the import"
+        return (
+            f"install the package that provides {error.name!r}, or correct the import"
+        )
     if isinstance(error, SystemExit):
         return 'put code that is meant for the command line under `if __name__ == "__main__":`'
     return None
@@ -88,16 +101,24 @@ def name_of(function: object) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def check_call(function: object, label: str, parameters: Sequence[str], where: str) -> None:
+def check_call(
+    function: object, label: str, parameters: Sequence[str], where: str
+) -> None:
     """Raise ``WorkloadError`` unless ``function`` can be called with these positional arguments."""
     expected = f"{label}({', '.join(parameters)})"
     if not callable(function):
         raise WorkloadError(
-            f"{label} is not callable", where=where, expected=expected, got=type(function).__name__
+            f"{label} is not callable",
+            where=where,
+            expected=expected,
+            got=type(function).__name__,
         )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none; the call itself will tell
+    except (
+        TypeError,
+        ValueError,
+    ):  # some builtins have none; the call itself will tell
         return
     try:
         signature.bind(*parameters)
@@ -115,7 +136,10 @@ def metric_arguments(metric: object, where: str) -> list[str]:
     expected = f"parameters among {', '.join(METRIC_ARGUMENTS)}"
     if not callable(metric):
         raise WorkloadError(
-            "metric is not callable", where=where, expected=expected, got=type(metric).__name__
+            "metric is not callable",
+            where=where,
+            expected=expected,
+            got=type(metric).__name__,
         )
     try:
         parameters = inspect.signature(metric).parameters.values()
@@ -131,10 +155,12 @@ def metric_arguments(metric: object, where: str) -> list[str]:
         return list(METRIC_ARGUMENTS)
     for parameter in parameters:
         optional = (
-            parameter.default is not parameter.empty or parameter.kind is parameter.VAR_POSITIONAL
+            parameter.default is not parameter.empty
+            or parameter.kind is parameter.VAR_POSITIONAL
         )
         known = (
-            parameter.name in METRIC_ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY
+            parameter.name in METRIC_ARGUMENTS
+            and parameter.kind is not parameter.POSITIONAL_ONLY
         )
         if not known and not optional:
             near = difflib.get_close_matches(parameter.name, METRIC_ARGUMENTS, n=1)
@@ -147,4 +173,6 @@ def metric_arguments(metric: object, where: str) -> list[str]:
                 if near
                 else "take the targets from `batches`",
             )
-    return [parameter.name for parameter in parameters if parameter.name in METRIC_ARGUMENTS]
+    return [
+        parameter.name for parameter in parameters if parameter.name in METRIC_ARGUMENTS
+    ]

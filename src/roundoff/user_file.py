@@ -69,14 +69,19 @@ def _find_file(source: str | Path) -> Path | None:
     if near:
         do = f"did you mean {path.with_name(near[0])}?"
     raise WorkloadError(
-        "no such file", where=text, expected="a Python file or the dotted name of a module", do=do
+        "no such file",
+        where=text,
+        expected="a Python file or the dotted name of a module",
+        do=do,
     )
 
 
 def _execute_file(path: Path) -> types.ModuleType:
     _forget_helpers(path.parent)
     name = next(
-        name for n in itertools.count() if (name := f"{_PREFIX}{path.stem}_{n}") not in sys.modules
+        name
+        for n in itertools.count()
+        if (name := f"{_PREFIX}{path.stem}_{n}") not in sys.modules
     )
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
@@ -98,9 +103,12 @@ def _execute_file(path: Path) -> types.ModuleType:
 def _forget_helpers(folder: Path) -> None:
     """Forget other workloads' helper modules that have a namesake in this folder."""
     modules = [
-        (name, getattr(module, "__file__", None) or "") for name, module in sys.modules.items()
+        (name, getattr(module, "__file__", None) or "")
+        for name, module in sys.modules.items()
     ]
-    others = {Path(file).parent for name, file in modules if name.startswith(_PREFIX)} - {folder}
+    others = {
+        Path(file).parent for name, file in modules if name.startswith(_PREFIX)
+    } - {folder}
     for name, file in modules:
         if Path(file).parent in others and (folder / f"{name}.py").is_file():
             del sys.modules[name]
@@ -133,7 +141,11 @@ def check_defined(namespace: dict[str, Any], where: str) -> None:
     missing = [name for name in ("model", "batches") if name not in namespace]
     if not missing:
         return
-    own = [name for name, value in namespace.items() if _is_own(name, value, namespace["__name__"])]
+    own = [
+        name
+        for name, value in namespace.items()
+        if _is_own(name, value, namespace["__name__"])
+    ]
     near = [(name, difflib.get_close_matches(name, own, n=1)) for name in missing]
     hints = [f"rename {found[0]!r} to {name!r}" for name, found in near if found]
     raise WorkloadError(
@@ -141,13 +153,16 @@ def check_defined(namespace: dict[str, Any], where: str) -> None:
         where=where,
         expected="a file that defines model() and batches()",
         got=f"it defines {', '.join(own)}" if own else "it defines nothing",
-        do=", ".join(hints) or " and ".join(f"add `def {name}(): ...`" for name in missing),
+        do=", ".join(hints)
+        or " and ".join(f"add `def {name}(): ...`" for name in missing),
     )
 
 
 def _is_own(name: str, value: object, module: str) -> bool:
     """Whether a public name was defined in the module rather than imported into it."""
-    if name.startswith("_") or isinstance(value, (types.ModuleType, __future__._Feature)):
+    if name.startswith("_") or isinstance(
+        value, (types.ModuleType, __future__._Feature)
+    ):
         return False
     if isinstance(value, (type, types.FunctionType)):
         return value.__module__ == module

@@ -84,11 +84,15 @@ class Workload:
         ):
             if function is not None:
                 check_call(function, label, parameters, self._where)
-        self._metric_arguments = [] if metric is None else metric_arguments(metric, self._where)
+        self._metric_arguments = (
+            [] if metric is None else metric_arguments(metric, self._where)
+        )
         self.make = None if isinstance(model, nn.Module) else model
         self.model: nn.Module = self._build_model(model)
         self.batches: list[Any] = self._collect_batches(batches, "batches")
-        self.held_out: list[Any] = [] if held_out is None else self._collect_batches(held_out, "held_out")
+        self.held_out: list[Any] = (
+            [] if held_out is None else self._collect_batches(held_out, "held_out")
+        )
 
     @classmethod
     def load(cls, source: str | Path) -> Workload:
@@ -114,7 +118,15 @@ class Workload:
         """
         with execute(source) as (namespace, path):
             check_defined(namespace, str(path or source))
-            names = ("model", "batches", "forward", "loss", "metric", "optimizer", "held_out")
+            names = (
+                "model",
+                "batches",
+                "forward",
+                "loss",
+                "metric",
+                "optimizer",
+                "held_out",
+            )
             parts: dict[str, Any] = {name: namespace.get(name) for name in names}
             return cls(**parts, name=path.stem if path else str(source), path=path)
 
@@ -153,20 +165,32 @@ class Workload:
             WorkloadError: the forward pass raised; names the batch by number and shapes, and the
                 user's line.
         """
-        call, do = "forward(model, batch)", "call it by itself on this batch to debug it"
+        call, do = (
+            "forward(model, batch)",
+            "call it by itself on this batch to debug it",
+        )
         if self.forward is None:
             call = f"model({_stars(batch)}batch)"
             do = "if the model is called in another way, define forward(model, batch)"
 
         def what() -> str:
-            number = next((str(i) for i, own in enumerate(self.batches) if own is batch), None)
+            number = next(
+                (str(i) for i, own in enumerate(self.batches) if own is batch), None
+            )
             which = (
-                "a batch that is not the workload's own" if number is None else f"batch {number}"
+                "a batch that is not the workload's own"
+                if number is None
+                else f"batch {number}"
             )
             return f"{call} on {which}, {describe(batch)},"
 
         with torch._C.DisableTorchFunction():  # the copy is no operator of the model
-            own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
+            own = tree_map(
+                lambda leaf: (
+                    leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+                ),
+                batch,
+            )
         with user_code(what, self._where, path=self.path, do=do):
             if self.forward is not None:
                 return self.forward(self.model, own)
@@ -175,7 +199,9 @@ class Workload:
                 return self.model(**own)
             return self.model(*own) if stars == "*" else self.model(own)
 
-    def evaluate(self, outputs: Sequence[Any], reference: Sequence[Any]) -> float | None:
+    def evaluate(
+        self, outputs: Sequence[Any], reference: Sequence[Any]
+    ) -> float | None:
         """The metric of ``outputs``, one per batch in order; ``None`` without a metric.
 
         Raises:
@@ -194,7 +220,9 @@ class Workload:
                 )
         offered = {"outputs": outputs, "batches": self.batches, "reference": reference}
         with user_code("the metric", self._where, path=self.path):
-            value = self.metric(**{name: offered[name] for name in self._metric_arguments})
+            value = self.metric(
+                **{name: offered[name] for name in self._metric_arguments}
+            )
         number = value
         if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
             number = value.item()
@@ -220,7 +248,9 @@ class Workload:
                 where=self._where,
                 expected="a torch.nn.Module, or a function without arguments that returns one",
                 got=describe(model) + _forgotten_return(model),
-                do="load a state_dict into its module" if isinstance(model, Mapping) else None,
+                do="load a state_dict into its module"
+                if isinstance(model, Mapping)
+                else None,
             )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             lazy = nn.parameter.is_lazy(tensor)
@@ -240,9 +270,15 @@ class Workload:
             with user_code(f"{label}()", self._where, path=self.path):
                 batches = batches()
         single = isinstance(batches, (Tensor, np.ndarray, Mapping))
-        if single or not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
+        if (
+            single
+            or not isinstance(batches, Iterable)
+            or isinstance(batches, (str, bytes))
+        ):
             raise WorkloadError(
-                f"{label} is one batch" if single else f"{label} is not a collection of batches",
+                f"{label} is one batch"
+                if single
+                else f"{label} is not a collection of batches",
                 where=self._where,
                 expected="a list, a DataLoader or another iterable, or a function that returns one",
                 got=describe(batches) + _forgotten_return(batches),
@@ -254,12 +290,16 @@ class Workload:
             collected = list(batches)
         if not collected:
             raise WorkloadError(
-                f"{label} is empty", where=self._where, expected="one or more", got="0 batches"
+                f"{label} is empty",
+                where=self._where,
+                expected="one or more",
+                got="0 batches",
             )
         for number, batch in enumerate(collected):
             if _is_empty(batch):
                 raise WorkloadError(
-                    f"batch {number} of {len(collected)} is empty" + ("" if label == "batches" else f" in {label}"),
+                    f"batch {number} of {len(collected)} is empty"
+                    + ("" if label == "batches" else f" in {label}"),
                     where=self._where,
                     expected="one or more samples in every batch",
                     got=describe(batch),
@@ -280,9 +320,15 @@ def describe(value: object) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{key}: {describe(item)}" for key, item in value.items())
+            + "}"
+        )
     if isinstance(value, (tuple, list)):
-        shown = ", ".join([describe(item) for item in value[:8]] + ["..."] * (len(value) > 8))
+        shown = ", ".join(
+            [describe(item) for item in value[:8]] + ["..."] * (len(value) > 8)
+        )
         return f"({shown})" if isinstance(value, tuple) else f"[{shown}]"
     return type(value).__qualname__
 
@@ -303,6 +349,7 @@ def _is_empty(value: object) -> bool:
         return math.prod(value.shape) == 0
     if isinstance(value, (Mapping, tuple, list)):
         return all(
-            _is_empty(item) for item in (value.values() if isinstance(value, Mapping) else value)
+            _is_empty(item)
+            for item in (value.values() if isinstance(value, Mapping) else value)
         )
     return value is None or (isinstance(value, Sized) and len(value) == 0)

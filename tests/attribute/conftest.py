@@ -82,19 +82,25 @@ class Tiny(Perturbed):
             parts = [("activation", results[1] - results[0])]
             if len(results) > 2:
                 parts.append(("weight", results[2] - results[1]))
-            return dict([*parts, ("output", end - results[-1]), ("all", end - results[0])])
+            return dict(
+                [*parts, ("output", end - results[-1]), ("all", end - results[0])]
+            )
 
         def linear(x, w, b):
             return x @ w.T + b
 
         with torch.no_grad():
             return {
-                "first/linear": chain(y, linear(low(x), w1, b1), linear(low(x), low(w1), low(b1))),
+                "first/linear": chain(
+                    y, linear(low(x), w1, b1), linear(low(x), low(w1), low(b1))
+                ),
                 "/tanh": chain(h, torch.tanh(low(y))),
                 "/matmul": chain(m, low(h) @ a, low(h) @ low(a)),
                 "/mul": chain(m * h, low(m) * low(h)),
                 "last/linear": chain(
-                    linear(p, w2, b2), linear(low(p), w2, b2), linear(low(p), low(w2), low(b2))
+                    linear(p, w2, b2),
+                    linear(low(p), w2, b2),
+                    linear(low(p), low(w2), low(b2)),
                 ),
             }
 
@@ -105,7 +111,9 @@ class Tiny(Perturbed):
             signal = float(self(x).square().sum())
         for site, parts in self.errors(x).items():
             shape = parts["all"].shape
-            jacobian = self.jacobian(site, x, shape).detach().reshape(-1, math.prod(shape))
+            jacobian = (
+                self.jacobian(site, x, shape).detach().reshape(-1, math.prod(shape))
+            )
             found[site] = {
                 name: float((jacobian @ e.flatten()).square().sum()) / signal
                 for name, e in parts.items()
@@ -137,10 +145,16 @@ def measure():
         with preserve(model), watch(model, Plain()) as mode:
             model.requires_grad_(False)
             measure_batch(
-                mode, probe, lambda: list(target_tensors(model(x), None).values()), check=lambda: None,
-                probes=lambda _: probes, generator=torch.Generator().manual_seed(seed), learn_axes=learn,
-                batched=batched, parameters=0,
-            )  # fmt: skip
+                mode,
+                probe,
+                lambda: list(target_tensors(model(x), None).values()),
+                check=lambda: None,
+                probes=lambda _: probes,
+                generator=torch.Generator().manual_seed(seed),
+                learn_axes=learn,
+                batched=batched,
+                parameters=0,
+            )
         return probe
 
     return run
@@ -167,10 +181,20 @@ def recorded():
         for place, result in enumerate(results):
             record = len(tensors)
             tensors[record] = result.clone()
-            rows.append({"record": record, "call": 0, "place": place, "arguments": text, "overload": str(func),
-                         "operator": func._schema.name.removeprefix("aten::"), "inputs": list(range(len(given))),
-                         "shapes": shapes,
-                         "dtype": str(result.dtype).removeprefix("torch."), "shape": list(result.shape)})  # fmt: skip
+            rows.append(
+                {
+                    "record": record,
+                    "call": 0,
+                    "place": place,
+                    "arguments": text,
+                    "overload": str(func),
+                    "operator": func._schema.name.removeprefix("aten::"),
+                    "inputs": list(range(len(given))),
+                    "shapes": shapes,
+                    "dtype": str(result.dtype).removeprefix("torch."),
+                    "shape": list(result.shape),
+                }
+            )
         return rows, tensors
 
     return call
@@ -183,7 +207,13 @@ def judged():
     def judge(rows, tensors, place=0, twin=None, **options) -> Replayed:
         row = rows[place]
         count = terms(row, row["shapes"]) if base(row["operator"]) in SUMS else 1.0
-        given = {"unit": unit(row["dtype"]), "least": smallest(row["dtype"]), "terms": count} | options
-        return replayed(row, first=rows[0], first_twin=twin or rows[0], tensors=tensors, **given)
+        given = {
+            "unit": unit(row["dtype"]),
+            "least": smallest(row["dtype"]),
+            "terms": count,
+        } | options
+        return replayed(
+            row, first=rows[0], first_twin=twin or rows[0], tensors=tensors, **given
+        )
 
     return judge

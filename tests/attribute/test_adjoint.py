@@ -17,9 +17,13 @@ SITES = ["first/linear", "/tanh", "/matmul", "/mul", "last/linear"]
 def parts(measured, site):
     rows = measured.rows(site, "bf16")
     groups = {
-        name: [t for t in rows if t.part == name] for name in ("activation", "weight", "output")
+        name: [t for t in rows if t.part == name]
+        for name in ("activation", "weight", "output")
     }
-    return {"all": power(rows), **{name: power(group) for name, group in groups.items() if group}}
+    return {
+        "all": power(rows),
+        **{name: power(group) for name, group in groups.items() if group},
+    }
 
 
 def test_one_sample_many_probes_gives_the_exact_power(tiny):
@@ -62,12 +66,16 @@ def test_errors_of_a_batch(tiny, mixing, probes):
     for site in SITES:
         products = probes * (64 if not mixing or site == "last/linear" else 1)
         for name, (noise, _) in parts(measured, site).items():
-            assert noise == pytest.approx(exact[site][name], rel=4 * (2 / products) ** 0.5), (
+            assert noise == pytest.approx(
+                exact[site][name], rel=4 * (2 / products) ** 0.5
+            ), (
                 site,
                 name,
             )
     pooled = dict(measured.terms.select("site", "pooled").iter_rows())
-    assert {s: pooled[s] for s in SITES} == {s: mixing and s != "last/linear" for s in SITES}
+    assert {s: pooled[s] for s in SITES} == {
+        s: mixing and s != "last/linear" for s in SITES
+    }
 
 
 def test_batches_are_added(tiny):
@@ -76,7 +84,9 @@ def test_batches_are_added(tiny):
     exact = tiny.exact(torch.cat(batches))
     for site in SITES:
         # 14 * 400 products: sigma at most sqrt(2 / 5600) = 1.9 %
-        assert parts(measured, site)["all"][0] == pytest.approx(exact[site]["all"], rel=4 * 0.019)
+        assert parts(measured, site)["all"][0] == pytest.approx(
+            exact[site]["all"], rel=4 * 0.019
+        )
 
 
 def test_a_scalar_target_needs_one_probe_and_is_exact(tiny):
@@ -91,7 +101,9 @@ def test_a_scalar_target_needs_one_probe_and_is_exact(tiny):
         gradient = tiny.jacobian(site, x, errors["all"].shape).sum(0)
         for name, error in errors.items():
             expected = float((gradient * error).sum()) ** 2 / signal
-            found = parts(measured, ("0" + site) if site.startswith("/") else "0." + site)[name]
+            found = parts(
+                measured, ("0" + site) if site.startswith("/") else "0." + site
+            )[name]
             # a sum that cancels loses relative accuracy: absolute to its terms, n terms of fp64
             scale = float((gradient * error).abs().sum()) ** 2 / signal
             assert found[0] == pytest.approx(expected, rel=2**-21, abs=1e-12 * scale)
@@ -107,12 +119,16 @@ class Sum(nn.Module):
 def test_a_loss_over_several_batches(given):
     model = nn.Linear(4, 3).double()
     batches = [torch.randn(n, 4, dtype=torch.float64) for n in (3, 2)]
-    workload = Workload(model, batches, loss=lambda output, batch: output.square().mean())
+    workload = Workload(
+        model, batches, loss=lambda output, batch: output.square().mean()
+    )
     measured = budget(workload, ["bf16"], target="loss", probes=given)
     assert (measured.about["probes"], measured.about["samples"]) == (1, 2)
     with torch.no_grad():
         signal = sum(float(model(batch).square().mean()) ** 2 for batch in batches)
-        x, w, b = (t.bfloat16().double() for t in (batches[0], model.weight, model.bias))
+        x, w, b = (
+            t.bfloat16().double() for t in (batches[0], model.weight, model.bias)
+        )
         exact = model(batches[0])
         error = (x @ w.T + b).bfloat16().double() - exact
         expected = (
@@ -139,7 +155,10 @@ def test_a_last_batch_whose_output_is_one_number(tiny):
 
 
 def by_key(probe):
-    return {(k.site, k.format, k.part, k.operand): torch.from_numpy(v) for k, v in probe.terms.projections().items()}
+    return {
+        (k.site, k.format, k.part, k.operand): torch.from_numpy(v)
+        for k, v in probe.terms.projections().items()
+    }
 
 
 @pytest.mark.parametrize("mixing", [False, True])
@@ -148,7 +167,8 @@ def test_batched_and_one_by_one_probes_agree(tiny, measure, mixing):
     tiny.mean = mixing
     x = torch.randn(6, 4, dtype=torch.float64)
     batched, single = (
-        measure(tiny, x, probes=5, formats=("bf16", "int8"), batched=b) for b in (True, False)
+        measure(tiny, x, probes=5, formats=("bf16", "int8"), batched=b)
+        for b in (True, False)
     )
     one, other = by_key(batched), by_key(single)
     assert one.keys() == other.keys()
@@ -161,7 +181,9 @@ def test_batched_and_one_by_one_probes_agree(tiny, measure, mixing):
 
 def test_the_same_seed_gives_the_same_numbers(tiny):
     x = torch.randn(3, 4, dtype=torch.float64)
-    first, again, other = (budget(Workload(tiny, [x]), ["bf16"], seed=s) for s in (1, 1, 2))
+    first, again, other = (
+        budget(Workload(tiny, [x]), ["bf16"], seed=s) for s in (1, 1, 2)
+    )
     assert first.terms.equals(again.terms)
     assert not first.terms.equals(other.terms)
 
@@ -201,7 +223,9 @@ def test_terms_name_the_operand_and_where_it_comes_from(tiny, measure):
 def test_around_a_rounded_model_the_jacobian_is_that_of_the_rounded_model(tiny):
     """tanh's derivative is taken where the rounded first layer puts it."""
     x = torch.randn(1, 4, dtype=torch.float64)
-    measured = budget(Workload(tiny, [x]), ["bf16"], probes=3000, around={"first/linear": "int2"})
+    measured = budget(
+        Workload(tiny, [x]), ["bf16"], probes=3000, around={"first/linear": "int2"}
+    )
     with torch.no_grad():
         w = tiny.first.weight
         scale_x, scale_w = (
@@ -220,14 +244,20 @@ def test_around_a_rounded_model_the_jacobian_is_that_of_the_rounded_model(tiny):
             h, signal = torch.tanh(y), float(tiny(x).square().sum())
             end = torch.tanh(y.bfloat16().double()).bfloat16().double()
         expected = (
-            float((tiny.jacobian("/tanh", x, h.shape).reshape(3, 5) @ (end - h)[0]).square().sum())
+            float(
+                (tiny.jacobian("/tanh", x, h.shape).reshape(3, 5) @ (end - h)[0])
+                .square()
+                .sum()
+            )
             / signal
         )
     finally:
         tiny.first = original
     noise, stderr = parts(measured, "/tanh")["all"]
     assert abs(noise - expected) <= 4 * stderr
-    assert abs(noise - plain) > 10 * stderr  # another number than around the unrounded model
+    assert (
+        abs(noise - plain) > 10 * stderr
+    )  # another number than around the unrounded model
 
 
 class Shifted(nn.Module):
@@ -246,7 +276,10 @@ def test_weights_used_twice_count_once_for_each_use(tiny):
     measured = budget(Workload(model, [x]), ["bf16"], probes=100)
 
     def rounded():
-        w, b = shared.weight.detach().bfloat16().double(), shared.bias.detach().bfloat16().double()
+        w, b = (
+            shared.weight.detach().bfloat16().double(),
+            shared.bias.detach().bfloat16().double(),
+        )
         return torch.tanh(x @ w.T + b) @ w.T + b
 
     with torch.no_grad():

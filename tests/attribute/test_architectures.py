@@ -25,10 +25,14 @@ def check(model, batches, *, formats=("bf16", "int8"), within=2.0, **kwargs):
     reference = run_batches(workload).targets
     for fmt in formats:
         chosen = {
-            s["site"]: fmt for s in measured.sites if fmt not in s["refused"] and not s["no_path"]
+            s["site"]: fmt
+            for s in measured.sites
+            if fmt not in s["refused"] and not s["no_path"]
         }
         predicted = measured.predict(chosen).db
-        actual = -10 * math.log10(noise(run_batches(workload, chosen).targets, reference))
+        actual = -10 * math.log10(
+            noise(run_batches(workload, chosen).targets, reference)
+        )
         assert abs(predicted - actual) <= within, (fmt, predicted, actual)
     return measured
 
@@ -51,9 +55,13 @@ class TestTransformers:
 
     def test_bert(self):
         config = self.hf.BertConfig(
-            vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=32,
+            vocab_size=50,
+            hidden_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            intermediate_size=32,
             max_position_embeddings=16,
-        )  # fmt: skip
+        )
         mask = torch.ones(32, 6, dtype=torch.int64)
         mask[13:, 4:] = 0
         batch = {"input_ids": torch.randint(0, 50, (32, 6)), "attention_mask": mask}
@@ -83,13 +91,18 @@ class TestTransformers:
         )
         model = self.hf.GPT2LMHeadModel(config)
         batches = [
-            {"input_ids": torch.randint(0, 50, (32, 6)), "use_cache": False} for _ in range(2)
+            {"input_ids": torch.randint(0, 50, (32, 6)), "use_cache": False}
+            for _ in range(2)
         ]
         measured = check(model, batches, formats=("bf16", "fp16", "int8"))
         assert {"addmm", "embedding", "linear"} <= kinds(measured)  # Conv1D is addmm
         tied = [s for s in measured.sites if "transformer.wte.weight" in s["params"]]
         assert [s["operator"] for s in tied] == ["embedding", "linear"]
-        weight = [s for s in measured.sites if s["site"] == "transformer.h.0.attn.c_attn/addmm"]
+        weight = [
+            s
+            for s in measured.sites
+            if s["site"] == "transformer.h.0.attn.c_attn/addmm"
+        ]
         assert weight[0]["params"] == [
             "transformer.h.0.attn.c_attn.bias",
             "transformer.h.0.attn.c_attn.weight",
@@ -107,13 +120,17 @@ class TestTransformers:
         model = self.hf.ResNetForImageClassification(config)
         batches = [{"pixel_values": torch.randn(16, 3, 16, 16)} for _ in range(2)]
         measured = check(model, batches)
-        assert {"conv2d", "batch_norm", "relu", "add", "max_pool2d", "linear"} <= kinds(measured)
+        assert {"conv2d", "batch_norm", "relu", "add", "max_pool2d", "linear"} <= kinds(
+            measured
+        )
 
 
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.LayerNorm(6))
+        self.block = nn.Sequential(
+            nn.Linear(6, 6), nn.ReLU(inplace=True), nn.LayerNorm(6)
+        )
         self.alias = self.block
 
     def forward(self, x):
@@ -125,7 +142,12 @@ class Shared(nn.Module):
 def test_a_module_called_four_times():
     measured = check(Shared(), [torch.randn(16, 6)])
     linears = [s["site"] for s in measured.sites if s["operator"] == "linear"]
-    assert linears == ["block.0/linear", "block.0/linear#1", "block.0/linear#2", "block.0/linear#3"]
+    assert linears == [
+        "block.0/linear",
+        "block.0/linear#1",
+        "block.0/linear#2",
+        "block.0/linear#3",
+    ]
 
 
 @dataclasses.dataclass
@@ -144,16 +166,22 @@ class Many(nn.Module):
         h = torch.tanh(self.a(x))
         z = self.b(h)
         return {
-            "tuple": (z, (h, x), z.argmax(-1)), "dict": {"logits": z, "hidden": {"h": h}, "ids": z.argmax(-1)},
+            "tuple": (z, (h, x), z.argmax(-1)),
+            "dict": {"logits": z, "hidden": {"h": h}, "ids": z.argmax(-1)},
             "dataclass": Output(z, (h,), z.argmax(-1)),
-        }[self.kind]  # fmt: skip
+        }[self.kind]
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
 def test_outputs_of_many_tensors(kind):
     measured = check(Many(kind), [torch.randn(32, 6), torch.randn(8, 6)])
-    assert len(measured.about["target"]["tensors"]) == {"tuple": 3, "dict": 2, "dataclass": 2}[kind]
-    part = budget(Workload(Many("dict"), [torch.randn(32, 6)]), ["bf16"], target="hidden")
+    assert (
+        len(measured.about["target"]["tensors"])
+        == {"tuple": 3, "dict": 2, "dataclass": 2}[kind]
+    )
+    part = budget(
+        Workload(Many("dict"), [torch.randn(32, 6)]), ["bf16"], target="hidden"
+    )
     assert {s["site"]: s["no_path"] is None for s in part.sites} == {
         "a/linear": True,
         "/tanh": True,
@@ -178,7 +206,9 @@ def test_recurrent_layers(cell, packed):
             sequence = nn.utils.rnn.pack_padded_sequence(
                 x, lengths, batch_first=True, enforce_sorted=False
             )
-            out, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(sequence)[0], batch_first=True)
+            out, _ = nn.utils.rnn.pad_packed_sequence(
+                self.rnn(sequence)[0], batch_first=True
+            )
             return self.head(out.mean(1))
 
     measured = check(Net(), [(torch.randn(64, 4, 5), torch.randint(1, 5, (64,)))])
@@ -192,7 +222,8 @@ def test_attention(batch_first):
     layer = nn.TransformerEncoderLayer(12, 3, 24, batch_first=batch_first)
     with torch.no_grad():
         measured = check(
-            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), [torch.randn(8, 5, 12)]
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            [torch.randn(8, 5, 12)],
         )
     assert {"scaled_dot_product_attention", "linear", "layer_norm"} <= kinds(measured)
 
@@ -259,7 +290,10 @@ def test_functional_code_with_every_corner():
         def forward(self, x):
             y = F.conv2d(x, weight, padding="same", groups=1)
             y = F.interpolate(
-                F.leaky_relu(y, 0.1), scale_factor=2, mode="bilinear", align_corners=False
+                F.leaky_relu(y, 0.1),
+                scale_factor=2,
+                mode="bilinear",
+                align_corners=False,
             )
             y = F.unfold(y, 2, stride=2).transpose(1, 2)
             y = torch.einsum("bij,bkj->bik", y, y) / math.sqrt(16)

@@ -29,14 +29,22 @@ class Add(nn.Module):
 class Convolutional(nn.Module):
     def __init__(self):
         super().__init__()
-        self.c1, self.n1, self.r1 = nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()
+        self.c1, self.n1, self.r1 = (
+            nn.Conv2d(3, 12, 3, padding=1),
+            nn.BatchNorm2d(12),
+            nn.ReLU(),
+        )
         self.c2, self.n2, self.r2 = (
             nn.Conv2d(12, 12, 3, padding=1, groups=3),
             nn.BatchNorm2d(12),
             nn.ReLU(),
         )
         self.c3, self.add = nn.Conv2d(12, 12, 1), Add()
-        self.pool, self.c4, self.r4 = nn.AvgPool2d(2), nn.Conv2d(12, 16, 3, stride=2), nn.SiLU()
+        self.pool, self.c4, self.r4 = (
+            nn.AvgPool2d(2),
+            nn.Conv2d(12, 16, 3, stride=2),
+            nn.SiLU(),
+        )
         self.mean, self.f1, self.t, self.f2 = (
             nn.AdaptiveAvgPool2d(1),
             nn.Linear(16, 24),
@@ -62,13 +70,20 @@ class Layer(nn.Module):
         self.scores, self.softmax, self.mix = MatMul(), nn.Softmax(-1), MatMul()
         self.add1, self.norm1 = Add(), nn.LayerNorm(d)
         self.up, self.gelu, self.down, self.add2, self.norm2 = (
-            nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d), Add(), nn.LayerNorm(d),
-        )  # fmt: skip
+            nn.Linear(d, 2 * d),
+            nn.GELU(),
+            nn.Linear(2 * d, d),
+            Add(),
+            nn.LayerNorm(d),
+        )
         nn.init.normal_(self.q.weight, std=0.4)
         nn.init.normal_(self.k.weight, std=0.4)
 
     def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (2, -1)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         mixed = self.mix(self.softmax(self.scores(q, k.transpose(-1, -2))), v)
         x = self.norm1(self.add1(x, self.o(mixed.transpose(1, 2).flatten(2))))
         return self.norm2(self.add2(x, self.down(self.gelu(self.up(x)))))
@@ -88,11 +103,21 @@ class Transformer(nn.Module):
 
 
 OPERATOR = {
-    MatMul: "matmul", Add: "add", nn.Linear: "linear", nn.Conv2d: "conv2d", nn.BatchNorm2d: "batch_norm",
-    nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.AvgPool2d: "avg_pool2d", nn.Softmax: "softmax",
-    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d", nn.LayerNorm: "layer_norm", nn.GELU: "gelu",
+    MatMul: "matmul",
+    Add: "add",
+    nn.Linear: "linear",
+    nn.Conv2d: "conv2d",
+    nn.BatchNorm2d: "batch_norm",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Tanh: "tanh",
+    nn.AvgPool2d: "avg_pool2d",
+    nn.Softmax: "softmax",
+    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
+    nn.LayerNorm: "layer_norm",
+    nn.GELU: "gelu",
     nn.Embedding: "embedding",
-}  # fmt: skip
+}
 
 
 def cast(x, fmt, scale):
@@ -102,7 +127,9 @@ def cast(x, fmt, scale):
     if fmt in ("bf16", "fp16"):
         return x.to({"bf16": torch.bfloat16, "fp16": torch.float16}[fmt]).float()
     amax = (
-        x.abs().max() if scale == "tensor" else x.abs().amax(tuple(range(1, x.ndim)), keepdim=True)
+        x.abs().max()
+        if scale == "tensor"
+        else x.abs().amax(tuple(range(1, x.ndim)), keepdim=True)
     )
     if fmt == "int8":
         return torch.round(x / (amax / 127)) * (amax / 127)
@@ -155,7 +182,12 @@ def case(request):
     make, data = MODELS[request.param]
     torch.manual_seed(0)
     model, x = make().eval(), data()
-    return model, x, budget(Workload(model, [x]), FORMATS, probes=32), Workload(model, [x])
+    return (
+        model,
+        x,
+        budget(Workload(model, [x]), FORMATS, probes=32),
+        Workload(model, [x]),
+    )
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -169,7 +201,8 @@ def trials(case, request):
     for name, module in model.named_modules():
         operator = OPERATOR.get(type(module))
         if operator and (
-            fmt in ("bf16", "fp16") or operator in ("linear", "conv2d", "matmul", "embedding")
+            fmt in ("bf16", "fp16")
+            or operator in ("linear", "conv2d", "matmul", "embedding")
         ):
             error = by_hand(model, x, [name], fmt) - exact
             found[f"{name}/{operator}"] = (
@@ -181,7 +214,9 @@ def trials(case, request):
 
 def test_every_site_has_a_module(case, trials):
     fmt, found = trials
-    assert set(found) == set(case[2].table.filter(case[2].table["format"] == fmt)["site"])
+    assert set(found) == set(
+        case[2].table.filter(case[2].table["format"] == fmt)["site"]
+    )
 
 
 def test_one_site_rounded_is_what_is_done_by_hand(case, trials):
@@ -200,8 +235,12 @@ def test_the_budget_ranks_as_brute_force_does(case, trials):
     little beside the 20 to 40 dB that the sites span."""
     _, _, measured, _ = case
     fmt, found = trials
-    predicted = {r["site"]: r["noise"] for r in measured.table.to_dicts() if r["format"] == fmt}
-    if len(found) > 10:  # of fewer sites, one pair of neighbours changing places already costs 0.02
+    predicted = {
+        r["site"]: r["noise"] for r in measured.table.to_dicts() if r["format"] == fmt
+    }
+    if (
+        len(found) > 10
+    ):  # of fewer sites, one pair of neighbours changing places already costs 0.02
         rank = spearmanr(
             [predicted[s] for s in found], [value for _, value in found.values()]
         ).statistic
@@ -209,7 +248,11 @@ def test_the_budget_ranks_as_brute_force_does(case, trials):
     for (one, (_, low)), (other, (_, high)) in itertools.permutations(found.items(), 2):
         if high > 2 * low:  # 3 dB apart: more than two of those errors
             assert predicted[one] < predicted[other], (fmt, one, other)
-    off = [10 * math.log10(predicted[s] / value) for s, (_, value) in found.items() if value > 0]
+    off = [
+        10 * math.log10(predicted[s] / value)
+        for s, (_, value) in found.items()
+        if value > 0
+    ]
     assert max(map(abs, off)) < 3.0  # and none is off by more than a factor of two
 
 
@@ -220,6 +263,8 @@ def test_all_sites_together(case, trials):
     with torch.no_grad():
         exact = model(x)
     error = by_hand(model, x, [name for name, _ in found.values()], fmt) - exact
-    actual = -10 * math.log10(float(error.double().square().sum() / exact.double().square().sum()))
+    actual = -10 * math.log10(
+        float(error.double().square().sum() / exact.double().square().sum())
+    )
     predicted = measured.predict(dict.fromkeys(found, fmt)).db
     assert abs(predicted - actual) <= 1.5, (fmt, predicted, actual)

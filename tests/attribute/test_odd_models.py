@@ -23,7 +23,11 @@ class Model(nn.Module):
     def __init__(self, function):
         super().__init__()
         torch.manual_seed(0)
-        self.function, self.linear, self.head = function, nn.Linear(6, 6), nn.Linear(6, 2)
+        self.function, self.linear, self.head = (
+            function,
+            nn.Linear(6, 6),
+            nn.Linear(6, 2),
+        )
         self.register_buffer("average", torch.zeros(6))
         self.register_buffer("count", torch.zeros(()))
         self.state = None
@@ -77,7 +81,9 @@ def kept_state(self, x):
     return self.head(y.exp())
 
 
-@pytest.mark.parametrize("function", [moving_average, cached_rows, replaced_buffer, kept_state])
+@pytest.mark.parametrize(
+    "function", [moving_average, cached_rows, replaced_buffer, kept_state]
+)
 def test_models_that_keep_something(function):
     """Several batches, each of which sees what those before it left; afterwards the model is as before."""
     model = Model(function)
@@ -95,8 +101,12 @@ def test_models_that_keep_something(function):
 def test_another_attempt_starts_from_the_same_buffers_and_random_numbers():
     def f(self, x):
         self.count += 1.0
-        assert float(self.count) == 1.0, "the second attempt found the first one's count"
-        y = self.linear(x).exp().mul_(2.0)  # plain autograd fails: the batch is measured again
+        assert float(self.count) == 1.0, (
+            "the second attempt found the first one's count"
+        )
+        y = (
+            self.linear(x).exp().mul_(2.0)
+        )  # plain autograd fails: the batch is measured again
         return self.head(y * torch.rand(6))
 
     budgets = [budget(Workload(Model(f), [X]), ["bf16"]) for _ in range(2)]
@@ -108,7 +118,9 @@ def test_numbers_taken_out_of_the_graph():
         y = self.linear(x)
         largest = float(y.detach().abs().max())
         mean = y.detach().numpy().mean()
-        return self.head(y / largest + float(mean) + copy.deepcopy(y.detach()) * y.mean().item())
+        return self.head(
+            y / largest + float(mean) + copy.deepcopy(y.detach()) * y.mean().item()
+        )
 
     found = budget(Workload(Model(f), [X]), ["bf16"])
     assert unreached(found) == {"/abs", "/max", "/mean"}
@@ -128,7 +140,10 @@ def test_what_a_tensor_with_a_gradient_refuses(take):
     """In the plain model, without parameters that require gradients, it works."""
     found = budget(
         Workload(
-            Model(lambda self, x: self.head(self.linear(x) * (1 + take(self.linear(x))))), [X]
+            Model(
+                lambda self, x: self.head(self.linear(x) * (1 + take(self.linear(x))))
+            ),
+            [X],
         ),
         ["bf16"],
     )
@@ -149,8 +164,10 @@ def test_an_operator_with_a_backward_of_its_own():
 
     found = check(lambda self, x: self.head(Exponential.apply(self.linear(x))))
     assert {s["site"]: s["no_path"] for s in found.sites} == {
-        "linear/linear": None, "/exp": "computed under torch.no_grad", "head/linear": None,
-    }  # fmt: skip
+        "linear/linear": None,
+        "/exp": "computed under torch.no_grad",
+        "head/linear": None,
+    }
 
 
 def test_complex_numbers():
@@ -169,7 +186,9 @@ def test_complex_numbers():
 
 def test_transforms_inside_the_model():
     found = check(
-        lambda self, x: self.head(torch.vmap(lambda row: self.linear(row).tanh())(x.sin()))
+        lambda self, x: self.head(
+            torch.vmap(lambda row: self.linear(row).tanh())(x.sin())
+        )
     )
     assert [s["site"] for s in found.sites] == ["/sin", "head/linear"]
     reasons = {(e["operator"], e["reason"]) for e in found.about["excluded"]}
@@ -195,18 +214,26 @@ def test_parts_in_torchscript_are_counted():
     found = budget(Workload(Partly(), [X, X]), ["bf16"])
     assert [s["site"] for s in found.sites] == ["head/linear"]
     (row,) = [e for e in found.about["excluded"] if "TorchScript" in e["reason"]]
-    assert (row["operator"], row["count"], row["examples"]) == ("forward", 1, ["inner/forward"])
+    assert (row["operator"], row["count"], row["examples"]) == (
+        "forward",
+        1,
+        ["inner/forward"],
+    )
     with pytest.raises(GradientPathError, match="TorchScript"):
         budget(Workload(scripted, [X]), ["bf16"])
 
 
 def test_gradient_checkpointing_is_refused_with_advice():
     def f(self, x):
-        return self.head(checkpoint(lambda y: self.linear(y).tanh(), x, use_reentrant=False))
+        return self.head(
+            checkpoint(lambda y: self.linear(y).tanh(), x, use_reentrant=False)
+        )
 
     with pytest.raises(WorkloadError) as error:
         budget(Workload(Model(f), [X]), ["bf16"])
-    assert "workload, batch 0: the backward pass through the model failed" in str(error.value)
+    assert "workload, batch 0: the backward pass through the model failed" in str(
+        error.value
+    )
     assert "turn gradient checkpointing off" in str(error.value)
 
 
@@ -218,14 +245,18 @@ def test_a_backward_pass_that_fails_says_where():
 
     with pytest.raises(WorkloadError) as error:
         budget(Workload(Model(f), [X, X]), ["bf16"])
-    assert "workload, batch 0: the backward pass through the model failed" in str(error.value)
+    assert "workload, batch 0: the backward pass through the model failed" in str(
+        error.value
+    )
     assert error.value.__cause__ is not None
 
 
 def test_inputs_that_require_gradients():
     """Left over from other code: the graph is not cut short at them, and no gradient is left in them."""
     x = X.clone().requires_grad_()
-    found = budget(Workload(Model(lambda self, x: self.head(self.linear(x))), [x]), ["bf16"])
+    found = budget(
+        Workload(Model(lambda self, x: self.head(self.linear(x))), [x]), ["bf16"]
+    )
     assert unreached(found) == set()
     assert found.table.height == 2
     assert x.grad is None

@@ -26,7 +26,13 @@ class Tape(TorchDispatchMode):
         self.call = -1
 
     def key(self, t):
-        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+        return (
+            t.untyped_storage()._cdata,
+            t.storage_offset(),
+            t.shape,
+            t.stride(),
+            t.dtype,
+        )
 
     def row(self, t, **about):
         with _disable_current_modes():
@@ -35,16 +41,38 @@ class Tape(TorchDispatchMode):
         exponents = np.frexp(np.abs(finite[finite != 0]))[1] - 1
         low = int(exponents.min()) if exponents.size else 0
         record = len(self.rows)
-        self.rows.append({
-            "rank": self.rank, "step": self.step, "record": record, "module": "", "numel": t.numel(),
-            "dtype": str(t.dtype)[6:], "shape": list(t.shape), "min": finite.min() if finite.size else None,
-            "max": finite.max() if finite.size else None, "nan": int(np.isnan(values).sum()),
-            "posinf": int((values == np.inf).sum()), "neginf": int((values == -np.inf).sum()),
-            "zero": int((values == 0).sum()), "exponent": low,
-            "exponents": np.bincount(exponents - low).tolist() if exponents.size else [], "sampled": t.numel(),
-            "phase": self.phase, "place": 0, "overload": None, "line": f"train.py:{record}", "name": None,
-            "view_of": None, "inplace": False, "index": 0, "group": None,
-        } | about)  # fmt: skip
+        self.rows.append(
+            {
+                "rank": self.rank,
+                "step": self.step,
+                "record": record,
+                "module": "",
+                "numel": t.numel(),
+                "dtype": str(t.dtype)[6:],
+                "shape": list(t.shape),
+                "min": finite.min() if finite.size else None,
+                "max": finite.max() if finite.size else None,
+                "nan": int(np.isnan(values).sum()),
+                "posinf": int((values == np.inf).sum()),
+                "neginf": int((values == -np.inf).sum()),
+                "zero": int((values == 0).sum()),
+                "exponent": low,
+                "exponents": np.bincount(exponents - low).tolist()
+                if exponents.size
+                else [],
+                "sampled": t.numel(),
+                "phase": self.phase,
+                "place": 0,
+                "overload": None,
+                "line": f"train.py:{record}",
+                "name": None,
+                "view_of": None,
+                "inplace": False,
+                "index": 0,
+                "group": None,
+            }
+            | about
+        )
         self.records[self.key(t)] = record
         self.kept.append(t)
         return record
@@ -53,10 +81,18 @@ class Tape(TorchDispatchMode):
         return self.row(t, call=-1, operator=operator, inputs=[], name=name, line=None)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        inputs = [self.records[k] if (k := self.key(t)) in self.records else self.leaf(t) for t in tensors]
+        tensors = [
+            t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)
+        ]
+        inputs = [
+            self.records[k] if (k := self.key(t)) in self.records else self.leaf(t)
+            for t in tensors
+        ]
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.lift_fresh):  # nothing new
+        if func.overloadpacket in (
+            torch.ops.aten.detach,
+            torch.ops.aten.lift_fresh,
+        ):  # nothing new
             return out
         self.call += 1
         operator = func.overloadpacket._qualified_op_name.removeprefix("aten::")
@@ -64,10 +100,23 @@ class Tape(TorchDispatchMode):
         index = self.calls[counter] = self.calls.get(counter, -1) + 1
         inplace = operator.endswith("_")
         written = tensors[:1] if inplace and out is None else []
-        for place, t in enumerate([o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor)] or written):
-            here = inputs[place::2] if operator.startswith("_foreach_") else inputs  # of lists of two
-            self.row(t, call=self.call, operator=operator, inputs=here, place=place, overload=str(func), index=index,
-                     view_of=inputs[0] if operator in VIEWS else None, inplace=inplace)  # fmt: skip
+        for place, t in enumerate(
+            [o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor)] or written
+        ):
+            here = (
+                inputs[place::2] if operator.startswith("_foreach_") else inputs
+            )  # of lists of two
+            self.row(
+                t,
+                call=self.call,
+                operator=operator,
+                inputs=here,
+                place=place,
+                overload=str(func),
+                index=index,
+                view_of=inputs[0] if operator in VIEWS else None,
+                inplace=inplace,
+            )
         return out
 
     def table(self):
@@ -75,7 +124,10 @@ class Tape(TorchDispatchMode):
 
 
 def follow(tape, *others, **options):
-    return overflow(pl.concat([t.table() for t in (tape, *others)], how="diagonal_relaxed"), **options)
+    return overflow(
+        pl.concat([t.table() for t in (tape, *others)], how="diagonal_relaxed"),
+        **options,
+    )
 
 
 def life(found, *, allowed=False):
@@ -85,20 +137,35 @@ def life(found, *, allowed=False):
 
 def test_birth_propagation_death():
     with Tape() as tape:
-        x = torch.tensor([1.0, 12.0], dtype=torch.float16).exp()  # e**12 = 162755 > 65504
+        x = torch.tensor(
+            [1.0, 12.0], dtype=torch.float16
+        ).exp()  # e**12 = 162755 > 65504
         y = (x - x) * 2  # Inf - Inf = NaN
         y = y + 1
         z = torch.nan_to_num(y)
         z * 3
     found = follow(tape)
     assert life(found) == [
-        ("birth", "/exp"), ("propagation", "/sub"), ("propagation", "/mul"), ("propagation", "/add"),
+        ("birth", "/exp"),
+        ("propagation", "/sub"),
+        ("propagation", "/mul"),
+        ("propagation", "/add"),
         ("death", "/nan_to_num"),
-    ]  # fmt: skip
+    ]
     assert found.first["line"] == "train.py:1"
-    assert (found.first["reached"], found.first["deaths"], found.first["posinf"]) == (3, 1, 1)
+    assert (found.first["reached"], found.first["deaths"], found.first["posinf"]) == (
+        3,
+        1,
+        1,
+    )
     assert set(found.events["origin_site"]) == {"/exp"}
-    assert found.events["source_site"].to_list() == [None, "/exp", "/sub", "/mul", "/add"]
+    assert found.events["source_site"].to_list() == [
+        None,
+        "/exp",
+        "/sub",
+        "/mul",
+        "/add",
+    ]
     assert "12" in found.first["cause"]
     assert "6.55e+04" in found.first["cause"]
 
@@ -129,11 +196,15 @@ def test_silent_deaths(name):
 @pytest.mark.parametrize(
     "left_out",
     [
-        lambda x: x[1:] * 2, lambda x: x[torch.tensor([1, 2])] * 2, lambda x: torch.zeros_like(x) * 2,
-        lambda x: x.isfinite().all(), lambda x: x.zero_() + 1, lambda x: x.copy_(torch.ones(3)) + 1,
+        lambda x: x[1:] * 2,
+        lambda x: x[torch.tensor([1, 2])] * 2,
+        lambda x: torch.zeros_like(x) * 2,
+        lambda x: x.isfinite().all(),
+        lambda x: x.zero_() + 1,
+        lambda x: x.copy_(torch.ones(3)) + 1,
         lambda x: x.fill_(2.0) + 1,
     ],
-)  # fmt: skip
+)
 def test_selecting_asking_and_overwriting_kill_nothing(left_out):
     with Tape() as tape:
         left_out(torch.tensor([89.0, 1.0, 2.0]).exp())
@@ -147,9 +218,15 @@ MASKS = {
     "masked_fill": lambda s, keep: s.masked_fill(~keep, -math.inf),
     "where": lambda s, keep: torch.where(keep, s, -math.inf),
     "full": lambda s, keep: s + torch.full((3, 3), -math.inf, dtype=s.dtype).triu(1),
-    "index_put": lambda s, keep: s.index_put((~keep).nonzero(as_tuple=True), torch.tensor(-math.inf, dtype=s.dtype)),
-    "mul": lambda s, keep: s + torch.where(keep, 0.0, (~keep).to(s.dtype).clamp(min=0.5) * -math.inf),
-    "finfo.min added": lambda s, keep: (s - 100) + torch.where(keep, 0.0, LOW).to(s.dtype),
+    "index_put": lambda s, keep: s.index_put(
+        (~keep).nonzero(as_tuple=True), torch.tensor(-math.inf, dtype=s.dtype)
+    ),
+    "mul": lambda s, keep: (
+        s + torch.where(keep, 0.0, (~keep).to(s.dtype).clamp(min=0.5) * -math.inf)
+    ),
+    "finfo.min added": lambda s, keep: (
+        (s - 100) + torch.where(keep, 0.0, LOW).to(s.dtype)
+    ),
     "tril": lambda s, keep: s + torch.full_like(s, -math.inf).triu(1),
 }
 
@@ -179,12 +256,18 @@ def test_a_mask_that_comes_with_the_batch_is_allowed_and_other_inf_is_not():
     found = follow(tape)
     assert life(found)[0] == ("arrived", found.first["site"])
     assert found.first["numel"] == 2
-    assert [kind for kind, _ in life(found, allowed=True)] == ["arrived", "propagation", "death"]
+    assert [kind for kind, _ in life(found, allowed=True)] == [
+        "arrived",
+        "propagation",
+        "death",
+    ]
 
 
 def test_a_row_that_is_masked_everywhere_gives_birth_to_nan():
     with Tape() as tape:
-        scores = torch.randn(3, 3).masked_fill(torch.ones(3, 3).triu().bool(), -math.inf)
+        scores = torch.randn(3, 3).masked_fill(
+            torch.ones(3, 3).triu().bool(), -math.inf
+        )
         scores.softmax(1) * 2
     found = follow(tape)
     assert life(found) == [("birth", "/_softmax"), ("propagation", "/mul")]
@@ -196,7 +279,9 @@ def test_a_row_that_is_masked_everywhere_gives_birth_to_nan():
 def test_minus_inf_that_is_no_mask_is_born():
     with Tape() as tape:
         torch.zeros(3).log().softmax(0)
-        torch.full((2,), -3e4, dtype=torch.float16) * 4  # neither factor within [-1, 1]: an overflow
+        torch.full(
+            (2,), -3e4, dtype=torch.float16
+        ) * 4  # neither factor within [-1, 1]: an overflow
     assert life(follow(tape))[:1] == [("birth", "/log")]
     assert ("birth", "/mul") in life(follow(tape))
 
@@ -233,8 +318,11 @@ def test_writes_through_views_are_followed():
         other[2:] * 2  # the other half: untouched
     found = follow(tape)
     assert life(found) == [
-        ("birth", "/div_"), ("propagation", "/add"), ("death", "/clamp"), ("birth", "/div_#1"),
-    ]  # fmt: skip
+        ("birth", "/div_"),
+        ("propagation", "/add"),
+        ("death", "/clamp"),
+        ("birth", "/div_#1"),
+    ]
 
 
 def test_memory_that_was_cleaned_in_place_is_finite():
@@ -256,9 +344,28 @@ def test_list_operators_are_followed_item_by_item():
 
 def test_unwritten_memory_is_blamed_only_when_it_is_read():
     def rows(reads):
-        first = {"record": 0, "call": 0, "operator": "empty", "inputs": [], "nan": 2, "numel": 2}
-        second = {"record": 1, "call": 1, "operator": reads, "inputs": [0], "nan": 2 * (reads == "add"), "numel": 2}
-        return pl.DataFrame([{"dtype": "float32", "min": 0.0, "max": 0.0} | row for row in (first, second)])
+        first = {
+            "record": 0,
+            "call": 0,
+            "operator": "empty",
+            "inputs": [],
+            "nan": 2,
+            "numel": 2,
+        }
+        second = {
+            "record": 1,
+            "call": 1,
+            "operator": reads,
+            "inputs": [0],
+            "nan": 2 * (reads == "add"),
+            "numel": 2,
+        }
+        return pl.DataFrame(
+            [
+                {"dtype": "float32", "min": 0.0, "max": 0.0} | row
+                for row in (first, second)
+            ]
+        )
 
     assert overflow(rows("fill_")).first is None
     found = overflow(rows("add"))
@@ -268,8 +375,22 @@ def test_unwritten_memory_is_blamed_only_when_it_is_read():
 
 def test_nothing_recorded_is_said_and_not_called_finite():
     rows = [
-        {"record": 0, "call": 0, "operator": "mm", "inputs": [], "numel": 2, "reason": "sparse"},
-        {"record": 1, "call": 1, "operator": "add", "inputs": [0], "nan": 1, "numel": 2},
+        {
+            "record": 0,
+            "call": 0,
+            "operator": "mm",
+            "inputs": [],
+            "numel": 2,
+            "reason": "sparse",
+        },
+        {
+            "record": 1,
+            "call": 1,
+            "operator": "add",
+            "inputs": [0],
+            "nan": 1,
+            "numel": 2,
+        },
     ]
     found = overflow(pl.DataFrame([{"dtype": "float32"} | row for row in rows]))
     assert found.unknown == 1
@@ -283,7 +404,14 @@ def parameter_steps(middle):
         before = value if step else 1.0
         tape.leaf(torch.tensor([before, 1.0]), "parameter", "w")
         tape.phase = "optimizer"
-        tape.row(torch.tensor([value, 1.0]), call=5, operator="addcdiv_", inputs=[0], name="w", inplace=True)
+        tape.row(
+            torch.tensor([value, 1.0]),
+            call=5,
+            operator="addcdiv_",
+            inputs=[0],
+            name="w",
+            inplace=True,
+        )
         tapes.append(tape)
     return tapes
 
@@ -291,9 +419,12 @@ def parameter_steps(middle):
 def test_a_parameter_carries_a_nan_into_the_next_step():
     found = follow(*parameter_steps(math.nan))
     assert life(found) == [
-        ("birth", "/addcdiv_"), ("carried", "/parameter"), ("propagation", "/addcdiv_"), ("carried", "/parameter"),
+        ("birth", "/addcdiv_"),
+        ("carried", "/parameter"),
         ("propagation", "/addcdiv_"),
-    ]  # fmt: skip
+        ("carried", "/parameter"),
+        ("propagation", "/addcdiv_"),
+    ]
     assert set(found.events["origin_step"]) == {0}
     assert found.first["reached"] == 4
 
@@ -309,7 +440,9 @@ def reduced(rank, value):
         torch.ones(1).mul(value).exp()
     tape.phase = "collective"
     result = torch.tensor([math.inf])
-    tape.row(result, call=9, operator="all_reduce", inputs=[len(tape.rows) - 1], group="0,1")
+    tape.row(
+        result, call=9, operator="all_reduce", inputs=[len(tape.rows) - 1], group="0,1"
+    )
     return tape
 
 
@@ -318,14 +451,25 @@ def test_a_collective_brings_inf_from_the_rank_that_made_it():
     assert found.born["site"].to_list() == ["/exp"]
     assert found.first["rank"] == 1
     (received,) = found.events.filter(pl.col("kind") == "received").to_dicts()
-    assert (received["rank"], received["origin_rank"], received["origin_site"]) == (0, 1, "/exp")
-    born_there = follow(reduced(0, 1.0), reduced(1, 1.0))  # finite everywhere: the sum itself overflowed
+    assert (received["rank"], received["origin_rank"], received["origin_site"]) == (
+        0,
+        1,
+        "/exp",
+    )
+    born_there = follow(
+        reduced(0, 1.0), reduced(1, 1.0)
+    )  # finite everywhere: the sum itself overflowed
     assert set(born_there.born["site"]) == {"/all_reduce"}
 
 
 def test_an_empty_run_and_plain_data():
     found = overflow(pl.DataFrame(schema={"record": pl.Int64}))
-    assert (found.first, found.events.height, found.margins.height, found.tensors) == (None, 0, 0, 0)
+    assert (found.first, found.events.height, found.margins.height, found.tensors) == (
+        None,
+        0,
+        0,
+        0,
+    )
     assert found.loss_scale.scale is None
     assert found.to_dict()["events"] == []
 
@@ -345,8 +489,18 @@ def test_another_view_of_written_memory_is_no_arrival():
         {"record": 0, "call": 0, "operator": "exp", "inputs": [], "posinf": 1},
         {"record": 1, "call": -1, "operator": "alias", "inputs": [0], "posinf": 1},
         {"record": 2, "call": 1, "operator": "add", "inputs": [1], "posinf": 1},
-        {"record": 3, "call": 2, "operator": "item", "inputs": [2], "dtype": None, "numel": None, "reason": "no tensor"},
+        {
+            "record": 3,
+            "call": 2,
+            "operator": "item",
+            "inputs": [2],
+            "dtype": None,
+            "numel": None,
+            "reason": "no tensor",
+        },
     ]
-    found = overflow(pl.DataFrame([{"dtype": "float32", "numel": 4} | row for row in rows]))
+    found = overflow(
+        pl.DataFrame([{"dtype": "float32", "numel": 4} | row for row in rows])
+    )
     assert life(found) == [("birth", "/exp"), ("propagation", "/add")]
     assert (found.tensors, found.unknown) == (3, 0)

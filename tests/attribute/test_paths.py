@@ -47,15 +47,24 @@ def test_branches_that_no_gradient_passes_are_named_with_the_reason():
     nowhere = "its output does not reach the target"
     ungraded = "computed under torch.no_grad"
     assert found == {
-        "linear/linear": nowhere, "/cos": nowhere, "/tan": nowhere, "/exp": ungraded, "/mean": ungraded,
-        "/sin": None, "/mul": None, "/add": None, "/sum": None,
-    }  # fmt: skip
+        "linear/linear": nowhere,
+        "/cos": nowhere,
+        "/tan": nowhere,
+        "/exp": ungraded,
+        "/mean": ungraded,
+        "/sin": None,
+        "/mul": None,
+        "/add": None,
+        "/sum": None,
+    }
 
 
 def test_sites_without_a_path_have_no_row_and_stay_in_fp32():
     found = measured(lambda self, x: x.sin() + self.linear(x).detach())
     assert set(found.table["site"]) == {"/sin", "/add"}
-    assert "linear/linear" not in found.plan(target=0).formats([s["site"] for s in found.sites])
+    assert "linear/linear" not in found.plan(target=0).formats(
+        [s["site"] for s in found.sites]
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +117,11 @@ def test_masked_positions_may_overflow():
     workload = Workload(Function(f), [torch.randn(6, 4)])
     reference = run_batches(workload).targets
     alone = noise(run_batches(workload, {"/add": "fp16"}).targets, reference)
-    (row,) = [r for r in found.table.to_dicts() if (r["site"], r["format"]) == ("/add", "fp16")]
+    (row,) = [
+        r
+        for r in found.table.to_dicts()
+        if (r["site"], r["format"]) == ("/add", "fp16")
+    ]
     # 6 samples, K = 16, mixed: within 3 dB at 4 sigma of sqrt(2 / 16)
     assert alone / 4 < row["noise"] < alone * 4
 
@@ -126,14 +139,20 @@ def test_a_site_without_an_error_is_exact():
 
 INPLACE = {
     "relu": lambda y: torch.relu_(y.exp() - 1.0),
-    "over a saved result": lambda y: y.exp().mul_(2.0).sin(),  # exp's gradient needs exp's result
-    "over a saved operand": lambda y: (lambda a: (a.sin(), a.add_(1.0))[0] + a)(y * 1.0),
+    "over a saved result": lambda y: (
+        y.exp().mul_(2.0).sin()
+    ),  # exp's gradient needs exp's result
+    "over a saved operand": lambda y: (lambda a: (a.sin(), a.add_(1.0))[0] + a)(
+        y * 1.0
+    ),
     "through a view": lambda y: (lambda a: (a[:, :2].mul_(3.0), a.cos())[1])(y.sin()),
     "slice assignment": lambda y: (
         lambda a: (a.__setitem__((slice(None), 0), y[:, 1].cos()), a.exp())[1]
     )(y.sin()),
     "sigmoid then scaled": lambda y: torch.sigmoid(y).mul_(y).add_(y),
-    "into a buffer": lambda y: (lambda a: (a.copy_(y.sin()), a.cos())[1])(torch.zeros(32, 4)),
+    "into a buffer": lambda y: (lambda a: (a.copy_(y.sin()), a.cos())[1])(
+        torch.zeros(32, 4)
+    ),
 }
 
 
@@ -156,9 +175,9 @@ def test_in_place_operators(name):
         single = noise(run_batches(workload, {row["site"]: "bf16"}).targets, reference)
         # at least 1000 independent products, if one sample has all the noise: 4 sigma of sqrt(2 / 1000); and the second
         # order, for relative errors of 2**-8 and what exp makes of values up to 3
-        assert row["noise"] == pytest.approx(single, rel=4 * (2 / 1000) ** 0.5 + 0.03, abs=1e-16), (
-            row["site"]
-        )
+        assert row["noise"] == pytest.approx(
+            single, rel=4 * (2 / 1000) ** 0.5 + 0.03, abs=1e-16
+        ), row["site"]
 
 
 def test_retries_do_not_count_work_twice():

@@ -36,7 +36,10 @@ def test_the_callback_gets_all_gradients_as_one_plain_tensor(batched):
     assert len(seen) == (1 if batched else 5)
     # one row of four fp32 products and three sums each, in another order
     torch.testing.assert_close(
-        torch.cat(seen), PROBES @ A, rtol=0, atol=8 * 2**-23 * float((PROBES.abs() @ A.abs()).max())
+        torch.cat(seen),
+        PROBES @ A,
+        rtol=0,
+        atol=8 * 2**-23 * float((PROBES.abs() @ A.abs()).max()),
     )
 
 

@@ -30,11 +30,32 @@ def well(shape, seed):
 
 
 def conv(x, w, b, transposed=False):
-    return aten.convolution.default, x, w, b, [1, 1], [1, 1], [1, 1], transposed, [0, 0], 1
+    return (
+        aten.convolution.default,
+        x,
+        w,
+        b,
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        transposed,
+        [0, 0],
+        1,
+    )
 
 
 def batch_norm(v, training):
-    return aten.native_batch_norm.default, v(8, 5, 4), v(5), v(5), v(5), v(5).abs(), training, 0.1, 1e-5
+    return (
+        aten.native_batch_norm.default,
+        v(8, 5, 4),
+        v(5),
+        v(5),
+        v(5),
+        v(5).abs(),
+        training,
+        0.1,
+        1e-5,
+    )
 
 
 #: name -> what is called, given values of a shape in a format
@@ -45,7 +66,14 @@ CALLS = {
     "bmm": lambda v: (aten.bmm.default, v(3, 5, 17), v(3, 17, 4)),
     "convolution": lambda v: conv(v(2, 3, 9, 9), v(4, 3, 3, 3), v(4)),
     "convolution, transposed": lambda v: conv(v(2, 4, 6, 6), v(4, 3, 3, 3), None, True),
-    "layer norm": lambda v: (aten.native_layer_norm.default, v(6, 40), [40], v(40), v(40), 1e-5),
+    "layer norm": lambda v: (
+        aten.native_layer_norm.default,
+        v(6, 40),
+        [40],
+        v(40),
+        v(40),
+        1e-5,
+    ),
     "batch norm, training": lambda v: batch_norm(v, True),
     "batch norm, evaluation": lambda v: batch_norm(v, False),
     "softmax": lambda v: (aten._softmax.default, v(6, 33), -1, False),
@@ -57,8 +85,19 @@ CALLS = {
     "mul": lambda v: (aten.mul.Tensor, v(40, 20), v(20)),
     "sub": lambda v: (aten.sub.Tensor, v(500), v(500)),
     "scale": lambda v: (aten.mul.Scalar, v(100), 0.1),
-    "embedding": lambda v: (aten.embedding.default, v(20, 6), torch.arange(15).reshape(3, 5)),
-    "embedding backward": lambda v: (aten.embedding_dense_backward.default, v(50, 6), torch.arange(50) % 7, 20, -1, False),
+    "embedding": lambda v: (
+        aten.embedding.default,
+        v(20, 6),
+        torch.arange(15).reshape(3, 5),
+    ),
+    "embedding backward": lambda v: (
+        aten.embedding_dense_backward.default,
+        v(50, 6),
+        torch.arange(50) % 7,
+        20,
+        -1,
+        False,
+    ),
     "sum": lambda v: (aten.sum.dim_IntList, v(40, 300), [1]),
     "sum of all": lambda v: (aten.sum.default, v(30, 30)),
     "mean": lambda v: (aten.mean.dim, v(40, 300), [0]),
@@ -66,19 +105,49 @@ CALLS = {
     "in place": lambda v: (aten.add_.Tensor, v(50), v(50)),
     "in place, scaled": lambda v: (aten.addcmul_.default, v(50), v(50), v(50)),
     "foreach": lambda v: (aten._foreach_add.List, [v(30), v(4, 5)], [v(30), v(4, 5)]),
-    "foreach in place": lambda v: (aten._foreach_mul_.Scalar, [v(30), v(4, 5), v(1)], 0.3),
+    "foreach in place": lambda v: (
+        aten._foreach_mul_.Scalar,
+        [v(30), v(4, 5), v(1)],
+        0.3,
+    ),
     "view": lambda v: (aten.view.default, v(6, 4), [2, 12]),
     "transposed": lambda v: (aten.t.default, v(6, 4)),
     "slice": lambda v: (aten.slice.Tensor, v(9, 4), 0, 1, 7, 2),
     "cast": lambda v: (aten._to_copy.default, v(90)),
     "index": lambda v: (aten.index.Tensor, v(9, 4), [torch.tensor([3, 1, 1])]),
-    "gather": lambda v: (aten.gather.default, v(9, 4), 1, torch.tensor([[0, 3], [1, 1]])),
-    "index put": lambda v: (aten.index_put_.default, v(9, 4), [torch.tensor([3, 1])], v(2, 4)),
+    "gather": lambda v: (
+        aten.gather.default,
+        v(9, 4),
+        1,
+        torch.tensor([[0, 3], [1, 1]]),
+    ),
+    "index put": lambda v: (
+        aten.index_put_.default,
+        v(9, 4),
+        [torch.tensor([3, 1])],
+        v(2, 4),
+    ),
     "cat": lambda v: (aten.cat.default, [v(9, 4), v(3, 4)]),
-    "max pool": lambda v: (aten.max_pool2d_with_indices.default, v(2, 3, 8, 8), [2, 2], [2, 2]),
+    "max pool": lambda v: (
+        aten.max_pool2d_with_indices.default,
+        v(2, 3, 8, 8),
+        [2, 2],
+        [2, 2],
+    ),
     "zeros": lambda v: (aten.mul.Tensor, v(40), torch.zeros(40, dtype=v(1).dtype)),
-}  # fmt: skip
-EXACT = {"view", "transposed", "slice", "cast", "index", "gather", "cat", "embedding", "zeros", "index put"}
+}
+EXACT = {
+    "view",
+    "transposed",
+    "slice",
+    "cast",
+    "index",
+    "gather",
+    "cat",
+    "embedding",
+    "zeros",
+    "index put",
+}
 
 
 def values(dtype, make, seed):
@@ -88,7 +157,9 @@ def values(dtype, make, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_honest_kernels_are_within_what_rounding_explains(recorded, judged, name, dtype):
+def test_honest_kernels_are_within_what_rounding_explains(
+    recorded, judged, name, dtype
+):
     for seed in range(4):
         for make in (well, ill):
             rows, tensors = recorded(*CALLS[name](values(dtype, make, seed)))
@@ -107,7 +178,9 @@ def test_honest_kernels_are_within_what_rounding_explains(recorded, judged, name
 
 
 def one_element(result):
-    result.view(-1)[result.numel() // 2] += 3 * result.float().square().mean().sqrt() + 1
+    result.view(-1)[result.numel() // 2] += (
+        3 * result.float().square().mean().sqrt() + 1
+    )
 
 
 def tail(result):
@@ -173,11 +246,21 @@ def test_integers_booleans_and_complex_numbers(recorded, judged):
 @pytest.mark.parametrize(
     ("func", "args", "other", "text"),
     [
-        (aten.native_layer_norm.default, ([20], None, None, 1e-5), ([20], None, None, 1e-3), "eps: 1e-05, here 0.001"),
+        (
+            aten.native_layer_norm.default,
+            ([20], None, None, 1e-5),
+            ([20], None, None, 1e-3),
+            "eps: 1e-05, here 0.001",
+        ),
         (aten.leaky_relu.default, (0.01,), (0.2,), "negative_slope: 0.01, here 0.2"),
         (aten._softmax.default, (1, False), (0, False), "dim: 1, here 0"),
         (aten.mul.Scalar, (0.125,), (0.25,), "other: 0.125, here 0.25"),
-        (aten.gelu.default, (), {"approximate": "tanh"}, "approximate: none, here tanh"),
+        (
+            aten.gelu.default,
+            (),
+            {"approximate": "tanh"},
+            "approximate: none, here tanh",
+        ),
         (aten.sum.dim_IntList, ([0],), ([0], True), "keepdim: False, here True"),
     ],
     ids=str,
@@ -188,12 +271,16 @@ def test_another_constant_is_another_program(recorded, judged, func, args, other
     for dtype in DTYPES:
         x = well((20, 20), 0).to(dtype)
         ours, _ = recorded(func, x, *args)
-        theirs, tensors = recorded(func, x.clone(), *(() if by_name else other), **by_name)
+        theirs, tensors = recorded(
+            func, x.clone(), *(() if by_name else other), **by_name
+        )
         found = judged(theirs, tensors, twin=ours[0])
         assert found.semantic > SAME
         assert differences(ours[0], theirs[0]) == (text,)
         assert found.at_fault
-        assert found.excess is None or found.excess <= 1, "the kernel does what it is told"
+        assert found.excess is None or found.excess <= 1, (
+            "the kernel does what it is told"
+        )
 
 
 def test_a_constant_that_changes_nothing_is_no_fault(recorded, judged):
@@ -220,7 +307,9 @@ def test_differences_take_the_lowest_numbers_of_formats_for_one_another(recorded
         for v in (torch.finfo(torch.float32).min, torch.finfo(torch.float16).min, -1e4)
     )
     assert differences(least, half) == ()
-    assert differences(least, four) == ("value: -3.4028234663852886e+38, here -10000.0",)
+    assert differences(least, four) == (
+        "value: -3.4028234663852886e+38, here -10000.0",
+    )
 
 
 def test_long_arguments_are_cut(recorded):

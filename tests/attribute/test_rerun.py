@@ -32,13 +32,24 @@ def test_what_cannot_be_run_says_why(recorded, judged, name, value, reason):
     found = judged([rows[0] | {name: value}], tensors)
     assert found.reason is not None
     assert reason in found.reason
-    assert (found.semantic, found.excess, found.own, found.at_fault) == (None, None, None, False)
+    assert (found.semantic, found.excess, found.own, found.at_fault) == (
+        None,
+        None,
+        None,
+        False,
+    )
 
 
 def test_tensors_that_were_not_kept(recorded, judged):
     rows, tensors = recorded(aten.mm.default, well((2, 3), 0), well((3, 2), 1))
-    assert judged(rows, {0: tensors[0], 1: tensors[1]}).reason == "its result was not stored"
-    assert judged(rows, {0: tensors[0], 2: tensors[2]}).reason == "one of its inputs was not stored"
+    assert (
+        judged(rows, {0: tensors[0], 1: tensors[1]}).reason
+        == "its result was not stored"
+    )
+    assert (
+        judged(rows, {0: tensors[0], 2: tensors[2]}).reason
+        == "one of its inputs was not stored"
+    )
 
 
 def test_calls_on_other_shapes_are_not_set_side_by_side(recorded, judged):
@@ -48,7 +59,9 @@ def test_calls_on_other_shapes_are_not_set_side_by_side(recorded, judged):
     assert (found.semantic, found.reason) == (None, None)
     assert found.excess <= 1
     one, _ = recorded(aten.square.default, well((9,), 0))
-    assert judged(theirs, tensors, twin=one[0]).semantic is None, "another number of tensors"
+    assert judged(theirs, tensors, twin=one[0]).semantic is None, (
+        "another number of tensors"
+    )
 
 
 def test_a_result_of_another_shape_is_infinitely_far(recorded, judged):
@@ -88,7 +101,17 @@ def test_nothing_that_is_kept_is_changed(recorded, judged):
         (aten.add_.Tensor, a, b),
         (aten._foreach_mul_.Scalar, [a, b], 0.3),
         (aten.index_put_.default, a, [torch.tensor([3, 1])], b[:2]),
-        (aten.native_batch_norm.default, well((5, 6), 2), None, None, a, b.abs(), True, 0.1, 1e-5),
+        (
+            aten.native_batch_norm.default,
+            well((5, 6), 2),
+            None,
+            None,
+            a,
+            b.abs(),
+            True,
+            0.1,
+            1e-5,
+        ),
     ):
         rows, tensors = recorded(*call)
         before = {r: t.clone() for r, t in tensors.items()}
@@ -104,7 +127,13 @@ def reference(*calls):
     rows = {}
     for record, (overload, arguments) in enumerate(calls, 10):
         text = arguments.replace("<", '{"record":').replace(">", "}")
-        rows[record] = {"record": record, "call": record, "place": 0, "overload": overload, "arguments": text}
+        rows[record] = {
+            "record": record,
+            "call": record,
+            "place": 0,
+            "overload": overload,
+            "arguments": text,
+        }
     return rows
 
 
@@ -124,7 +153,9 @@ def test_all_calls_of_the_reference_run_on_what_the_candidate_has():
     x = well((5, 8), 0)
     run = expected(NORM, {7: x}, {1: 7}).region(12, without=99)
     exact = F.gelu(F.layer_norm(x.double(), [8])) * 0.5
-    assert torch.allclose(run(torch.float64), exact, rtol=1e-14, atol=1e-15)  # other order of sums of eight: some u = 1e-16
+    assert torch.allclose(
+        run(torch.float64), exact, rtol=1e-14, atol=1e-15
+    )  # other order of sums of eight: some u = 1e-16
     assert run(torch.float32).dtype is torch.float32
 
 
@@ -135,7 +166,9 @@ def test_what_the_candidate_computed_in_between_is_believed_but_for_what_is_judg
     assert torch.equal(known.region(12, without=99)(torch.float64), gelu.double() * 0.5)
     assert torch.equal(known.region(11, without=99)(torch.float64), gelu.double())
     alone = known.region(12, without=8)(torch.float64)
-    assert torch.allclose(alone, F.gelu(F.layer_norm(x.double(), [8])) * 0.5, rtol=1e-14, atol=1e-15)
+    assert torch.allclose(
+        alone, F.gelu(F.layer_norm(x.double(), [8])) * 0.5, rtol=1e-14, atol=1e-15
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +190,10 @@ def test_regions_are_not_followed_for_ever():
     calls = [("aten.mul.Scalar", f"[[<{9 + i}>,2.0],{{}}]") for i in range(40)]
     deep = reference(*calls)
     run = expected(deep, {7: torch.ones(3)}, {9: 7})
-    assert torch.equal(run.region(10 + rerun.DEEPEST - 1, 99)(torch.float64), torch.full((3,), 2.0**rerun.DEEPEST).double())
+    assert torch.equal(
+        run.region(10 + rerun.DEEPEST - 1, 99)(torch.float64),
+        torch.full((3,), 2.0**rerun.DEEPEST).double(),
+    )
     with pytest.raises(Unable, match="what it is made of was not recorded"):
         run.region(10 + rerun.DEEPEST, 99)(torch.float64)
 

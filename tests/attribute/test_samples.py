@@ -27,12 +27,18 @@ def masked(shape, axis, repeats=1):
         (masked((4, 4), 0), (0, 1)),
         (masked((4, 4), 1), (1, 1)),  # sequence first, as many steps as samples
         (masked((5, 4, 3), 1), (1, 1)),
-        (masked((12, 3), 0, repeats=3), (0, 3)),  # batch and steps flattened, samples slowest
+        (
+            masked((12, 3), 0, repeats=3),
+            (0, 3),
+        ),  # batch and steps flattened, samples slowest
         (torch.rand(4, 3) + 0.1, None),  # every sample reaches every element: mixed
         (torch.rand(3, 3) + 0.1, None),  # no axis of that length: a table, say
         (masked((5, 3, 4), 2), None),  # only the first two axes are looked at
         (torch.zeros(4, 3), None),  # nothing to tell from
-        (torch.rand(12, 3) * KEEP.repeat(3)[:, None], None),  # flattened with the samples fastest
+        (
+            torch.rand(12, 3) * KEEP.repeat(3)[:, None],
+            None,
+        ),  # flattened with the samples fastest
         (torch.tensor(1.0), None),
         (torch.zeros(0, 4), None),
     ],
@@ -137,6 +143,8 @@ def test_the_axes_of_the_first_batch_serve_the_others():
 def test_outputs_with_unlike_first_axes_are_pooled():
     """An LSTM's states are (layers, batch, channels): the whole batch is one sample then."""
     torch.manual_seed(0)
-    measured = budget(Workload(nn.LSTM(3, 3, batch_first=True), [torch.randn(4, 5, 3)]), ["bf16"])
+    measured = budget(
+        Workload(nn.LSTM(3, 3, batch_first=True), [torch.randn(4, 5, 3)]), ["bf16"]
+    )
     assert measured.about["samples"] == 1
     assert measured.about["probes"] == 16

@@ -29,7 +29,6 @@ def right():
     return random(12, 8, 10)
 
 
-
 def changed(right, harm):
     got = rounded(right)
     found = harm(got)
@@ -60,28 +59,69 @@ def swap_blocks(x):
 
 
 DESCRIBED = [
-    (set_to(slice(9, None), 0.0), "partly written output", "elements are zero, from [9, 0, 0] on"),
-    (set_to((slice(None), slice(None), slice(8, None)), 0.0), "partly written output", "8 of axis 2 (10 long)"),
-    (set_to((slice(None), slice(7, None)), 3.5), "partly written output", "one constant from 7 of axis 1"),
+    (
+        set_to(slice(9, None), 0.0),
+        "partly written output",
+        "elements are zero, from [9, 0, 0] on",
+    ),
+    (
+        set_to((slice(None), slice(None), slice(8, None)), 0.0),
+        "partly written output",
+        "8 of axis 2 (10 long)",
+    ),
+    (
+        set_to((slice(None), slice(7, None)), 3.5),
+        "partly written output",
+        "one constant from 7 of axis 1",
+    ),
     (lambda x: torch.zeros_like(x), "partly written output", "every element is zero"),
-    (set_to((3, 2, 1), 40.0), "corrupted elements", "1 of 960 elements differ, the first at [3, 2, 1]: 40, should be"),
+    (
+        set_to((3, 2, 1), 40.0),
+        "corrupted elements",
+        "1 of 960 elements differ, the first at [3, 2, 1]: 40, should be",
+    ),
     (saturate, "overflow", "±1.5"),
     (lambda x: x * 1.001, "constant factor", "1.001 times"),
     (lambda x: x * 0.75, "constant factor", "0.75 (3/4) times"),
     (lambda x: -x, "constant factor", "-1 times"),
     (lambda x: x + 0.01, "constant offset", "+0.01 everywhere"),
-    (lambda x: x * torch.linspace(0.5, 2, 8)[:, None], "constant factor", "each index of axis 1 by its own: 0.5 to 2"),
-    (lambda x: x + torch.linspace(-1, 2, 10), "constant offset", "each index of axis 2 by its own: -1 to +2"),
-    (lambda x: x.transpose(1, 2).reshape(12, 8, 10), "wrong axis or layout", "axes 1 and 2 of [12, 8, 10] are exchanged"),
+    (
+        lambda x: x * torch.linspace(0.5, 2, 8)[:, None],
+        "constant factor",
+        "each index of axis 1 by its own: 0.5 to 2",
+    ),
+    (
+        lambda x: x + torch.linspace(-1, 2, 10),
+        "constant offset",
+        "each index of axis 2 by its own: -1 to +2",
+    ),
+    (
+        lambda x: x.transpose(1, 2).reshape(12, 8, 10),
+        "wrong axis or layout",
+        "axes 1 and 2 of [12, 8, 10] are exchanged",
+    ),
     (swap_blocks, "wrong axis or layout", "axis 0 of 12 is in another order"),
-    (lambda x: x.flatten()[torch.randperm(960, generator=torch.Generator().manual_seed(1))].reshape(x.shape),
-     "wrong axis or layout", "the same values in other places"),
-    (duplicate, "stale or shared buffer", "index 5 of axis 0 holds what index 2 should"),
+    (
+        lambda x: x.flatten()[
+            torch.randperm(960, generator=torch.Generator().manual_seed(1))
+        ].reshape(x.shape),
+        "wrong axis or layout",
+        "the same values in other places",
+    ),
+    (
+        duplicate,
+        "stale or shared buffer",
+        "index 5 of axis 0 holds what index 2 should",
+    ),
     (garbage, "corrupted elements", "1 of 12 indices of axis 0 are wrong: 3"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("harm", "label", "evidence"), DESCRIBED, ids=[f"{d[1]}-{i}" for i, d in enumerate(DESCRIBED)])
+@pytest.mark.parametrize(
+    ("harm", "label", "evidence"),
+    DESCRIBED,
+    ids=[f"{d[1]}-{i}" for i, d in enumerate(DESCRIBED)],
+)
 def test_each_description(right, harm, label, evidence):
     actual = changed(right, harm)
     kept = right.clone(), actual.clone()
@@ -99,10 +139,19 @@ def test_each_description(right, harm, label, evidence):
         (lambda x: x, None),  # only rounding
         (lambda x: x * (1 + 0.01 * random(*x.shape, seed=3)), None),  # noise
         (lambda x: x + 0.1 * random(*x.shape, seed=3), None),
-        (lambda x: random(*x.shape, seed=3), None),  # other values of the same distribution are no permutation
-        (lambda x: x.clamp(-1.5, 1.5) * (1 + 1e-4 * random(*x.shape, seed=3)), None),  # not one magnitude
+        (
+            lambda x: random(*x.shape, seed=3),
+            None,
+        ),  # other values of the same distribution are no permutation
+        (
+            lambda x: x.clamp(-1.5, 1.5) * (1 + 1e-4 * random(*x.shape, seed=3)),
+            None,
+        ),  # not one magnitude
         (lambda x: x**3, None),
-        (lambda x: torch.where(random(*x.shape, seed=5) > 0, 0.0, x), None),  # dropped at random: no tail
+        (
+            lambda x: torch.where(random(*x.shape, seed=5) > 0, 0.0, x),
+            None,
+        ),  # dropped at random: no tail
     ],
 )
 def test_near_misses(right, harm, label):
@@ -116,7 +165,9 @@ def test_the_end_of_the_memory_is_not_the_end_of_the_indices():
     actual.as_strided((actual.numel(),), (1,))[-243:] = 0
     label, evidence = structure(right.contiguous(), actual, U)
     assert label == "partly written output"
-    assert "of 1,944 elements are zero, from [3, 3, 4, 4] on" in evidence  # 243 is half of 81 pixels of 6 channels
+    assert (
+        "of 1,944 elements are zero, from [3, 3, 4, 4] on" in evidence
+    )  # 243 is half of 81 pixels of 6 channels
 
 
 def test_the_index_of_a_transposed_tensor_is_its_own():
@@ -129,9 +180,14 @@ def test_the_index_of_a_transposed_tensor_is_its_own():
 
 def test_one_value_has_a_factor_only_where_it_is_a_simple_ratio():
     two_thirds = "0.666667 (2/3) times what it should be"
-    assert structure(torch.tensor(3.0), torch.tensor(2.0), U) == ("constant factor", two_thirds)
+    assert structure(torch.tensor(3.0), torch.tensor(2.0), U) == (
+        "constant factor",
+        two_thirds,
+    )
     assert structure(torch.tensor(3.0), torch.tensor(2.9123), U) is None
-    assert structure(torch.tensor(3.0), torch.tensor(2.0), 2.0**-8) is None, "in bf16 every number is near some ratio"
+    assert structure(torch.tensor(3.0), torch.tensor(2.0), 2.0**-8) is None, (
+        "in bf16 every number is near some ratio"
+    )
 
 
 def test_few_that_are_hardly_beyond_the_others_are_rounding():
@@ -167,7 +223,10 @@ def test_nothing_to_describe(expected, actual):
 
 def test_integers_booleans_and_complex_numbers():
     whole = torch.arange(1, 61).reshape(6, 10)
-    assert structure(whole, whole * 3, 0.0) == ("constant factor", "3 times what it should be")
+    assert structure(whole, whole * 3, 0.0) == (
+        "constant factor",
+        "3 times what it should be",
+    )
     assert structure(whole, whole + 2, 0.0)[0] == "constant offset"
     flags = random(30, 30) > 0
     broken = flags.clone()
@@ -185,7 +244,10 @@ def test_integers_booleans_and_complex_numbers():
 def test_large_tensors_are_looked_at_in_part(monkeypatch, shape):
     monkeypatch.setattr(module, "LOOKED_AT", 2048)
     right = random(*shape)
-    assert structure(right, right * 1.5, U) == ("constant factor", "1.5 (3/2) times what it should be")
+    assert structure(right, right * 1.5, U) == (
+        "constant factor",
+        "1.5 (3/2) times what it should be",
+    )
     axis = shape.index(max(shape))
     actual = right.clone()
     actual.narrow(axis, shape[axis] // 2, shape[axis] - shape[axis] // 2).zero_()
@@ -206,11 +268,18 @@ def test_many_thin_slices_are_not_compared_with_each_other():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(1, 9), min_size=0, max_size=4), st.integers(0, 5), st.floats(-4, 4), st.sampled_from([0, 1, 2]),
-)  # fmt: skip
+    st.lists(st.integers(1, 9), min_size=0, max_size=4),
+    st.integers(0, 5),
+    st.floats(-4, 4),
+    st.sampled_from([0, 1, 2]),
+)
 def test_never_fails_and_never_changes_what_it_is_given(shape, seed, factor, kind):
     right = random(*shape, seed=seed)
-    actual = [right * factor, right + factor, torch.where(random(*shape, seed=seed + 1) > 0, right, factor)][kind]
+    actual = [
+        right * factor,
+        right + factor,
+        torch.where(random(*shape, seed=seed + 1) > 0, right, factor),
+    ][kind]
     kept = actual.clone()
     found = structure(right, actual, U)
     assert found is None or all(found)
@@ -223,10 +292,15 @@ def test_fewer_digits():
     assert fewer_digits(x.double(), x.half().float(), U) == "float16"
     assert fewer_digits(x.double(), x, U) is None
     mask = (x > 0).float()
-    assert fewer_digits(1 - mask, mask, U) is None, "what should be whole numbers, and is"
+    assert fewer_digits(1 - mask, mask, U) is None, (
+        "what should be whole numbers, and is"
+    )
     assert fewer_digits(x.double(), x.bfloat16(), 2.0**-8) is None, "the format itself"
     assert fewer_digits(x.double(), torch.zeros(200), U) is None
-    assert fewer_digits(x, torch.where(x > 0, torch.inf, x.bfloat16().float()), U) == "bfloat16"
+    assert (
+        fewer_digits(x, torch.where(x > 0, torch.inf, x.bfloat16().float()), U)
+        == "bfloat16"
+    )
 
 
 def test_usual_error():

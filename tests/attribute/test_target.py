@@ -42,7 +42,17 @@ def test_names(output, names):
 
 @pytest.mark.parametrize(
     "output",
-    [I, (I, I > 1), {}, None, "text", (T > 0,), torch.zeros(0), T.to(torch.complex64), Output],
+    [
+        I,
+        (I, I > 1),
+        {},
+        None,
+        "text",
+        (T > 0,),
+        torch.zeros(0),
+        T.to(torch.complex64),
+        Output,
+    ],
 )
 def test_an_output_without_numbers(output):
     with pytest.raises(WorkloadError) as error:

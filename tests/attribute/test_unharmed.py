@@ -51,7 +51,11 @@ class Net(nn.Module):
 
 def state(model):
     found = {"grad mode": torch.is_grad_enabled(), "dtype": torch.get_default_dtype()}
-    found["rng"] = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+    found["rng"] = (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        str(np.random.get_state()),
+    )
     for name, module in model.named_modules():
         found["training", name] = module.training
         for kind in (
@@ -86,7 +90,9 @@ def test_after_a_measurement(net):
     before = state(net)
     budget(workload, ["bf16", "int8"])
     assert state(net) == before
-    assert all(torch.equal(a, b) for a, b in zip(workload.batches, batches, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(workload.batches, batches, strict=True)
+    )
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])

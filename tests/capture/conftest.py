@@ -32,7 +32,9 @@ class Recorder:
     def names(self):
         """The sites of calls that returned floating-point tensors."""
         return [
-            str(call.site) for call, result in zip(self.calls, self.results, strict=True) if result
+            str(call.site)
+            for call, result in zip(self.calls, self.results, strict=True)
+            if result
         ]
 
 
@@ -48,7 +50,11 @@ class Watched:
 
     @property
     def calls(self):
-        return [c for c, r in zip(self.recorder.calls, self.recorder.results, strict=True) if r]
+        return [
+            c
+            for c, r in zip(self.recorder.calls, self.recorder.results, strict=True)
+            if r
+        ]
 
     def call(self, name):
         """The one call with this site name."""

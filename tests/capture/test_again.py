@@ -29,7 +29,11 @@ class Again(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = [t.detach().clone() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = [
+            t.detach().clone()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        ]
         again = run_again(func, args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(again, Reason):
@@ -37,14 +41,19 @@ class Again(TorchDispatchMode):
         else:
             outputs = made(func, args, kwargs, result)
             dtypes = [t.dtype for t in outputs]
-            self.errors.append((func, given, args, kwargs, dtypes, own_error(outputs, again)))
+            self.errors.append(
+                (func, given, args, kwargs, dtypes, own_error(outputs, again))
+            )
         return result
 
 
 class Residual(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.one, self.two = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.Conv2d(width, width, 3, padding=1)
+        self.one, self.two = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.Conv2d(width, width, 3, padding=1),
+        )
         self.norm, self.group = nn.BatchNorm2d(width), nn.GroupNorm(2, width)
 
     def forward(self, x):
@@ -54,7 +63,11 @@ class Residual(nn.Module):
 class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem, self.block, self.drop = nn.Conv2d(3, 8, 3, stride=2), Residual(8), nn.Dropout(0.1)
+        self.stem, self.block, self.drop = (
+            nn.Conv2d(3, 8, 3, stride=2),
+            Residual(8),
+            nn.Dropout(0.1),
+        )
         self.head = nn.Linear(8, 5)
 
     def forward(self, x):
@@ -66,7 +79,9 @@ class Text(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(20, 16)
-        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, activation="gelu")
+        self.block = nn.TransformerEncoderLayer(
+            16, 2, 32, dropout=0.0, batch_first=True, activation="gelu"
+        )
         self.head = nn.Linear(16, 5)
 
     def forward(self, x):
@@ -76,7 +91,10 @@ class Text(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm, self.head = nn.LSTM(6, 7, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(14, 5)
+        self.lstm, self.head = (
+            nn.LSTM(6, 7, num_layers=2, bidirectional=True, batch_first=True),
+            nn.Linear(14, 5),
+        )
 
     def forward(self, x):
         return self.head(self.lstm(x)[0][:, -1])
@@ -121,7 +139,19 @@ def train(name, optimizer, amp, mode):
 
 
 #: Linear in each tensor: error bounds scale with the operator on absolute values (Higham, section 3.5).
-LINEAR = {"mm", "addmm", "bmm", "convolution", "convolution_backward", "sum", "mean", "add", "add_", "mul", "_foreach_add_"}
+LINEAR = {
+    "mm",
+    "addmm",
+    "bmm",
+    "convolution",
+    "convolution_backward",
+    "sum",
+    "mean",
+    "add",
+    "add_",
+    "mul",
+    "_foreach_add_",
+}
 #: The other backward kernels cancel too: their results are small beside the gradient that comes in.
 BACKWARD = ("_backward", "_backward_data", "_for_cpu_backward")
 
@@ -132,12 +162,19 @@ def tolerances(func, given, args, kwargs, dtypes, errors):
     name = func.overloadpacket.__name__
     sizes = [e.reference for e in errors]
     if name in LINEAR:
-        positive = run_again(func, *[absolute(v, given_to(args, kwargs, given)) for v in (args, kwargs)])
+        positive = run_again(
+            func, *[absolute(v, given_to(args, kwargs, given)) for v in (args, kwargs)]
+        )
         sizes = [float(t.double().norm()) for t in positive]
     elif name.endswith(BACKWARD):
-        sizes = [max(s, *(float(t.double().norm()) for t in given if t.is_floating_point())) for s in sizes]
+        sizes = [
+            max(s, *(float(t.double().norm()) for t in given if t.is_floating_point()))
+            for s in sizes
+        ]
     length = max((t.numel() for t in given), default=1)
-    floating = [t.dtype for t in given if t.is_floating_point()] + [d for d in dtypes if d.is_floating_point]
+    floating = [t.dtype for t in given if t.is_floating_point()] + [
+        d for d in dtypes if d.is_floating_point
+    ]
     roundoff = max((torch.finfo(d).eps / 2 for d in floating), default=0.0)
     return [roundoff * (8 + math.sqrt(length)) * size for size in sizes]
 
@@ -202,8 +239,12 @@ def test_a_chain_of_calls_run_again_is_the_model_in_double(name):
             ours = model(x)
         double = model.double()(x.double() if x.is_floating_point() else x)
     assert ours.dtype is torch.float64
-    if name == "lstm":  # written out, where torch multiplies all time steps at once; a sum of 7 + 6 products, 10 times
-        assert (ours - double).abs().max() < 10 * 13 * torch.finfo(torch.float64).eps * double.abs().max()
+    if (
+        name == "lstm"
+    ):  # written out, where torch multiplies all time steps at once; a sum of 7 + 6 products, 10 times
+        assert (ours - double).abs().max() < 10 * 13 * torch.finfo(
+            torch.float64
+        ).eps * double.abs().max()
     else:
         assert torch.equal(ours, double)
 
@@ -220,33 +261,69 @@ def test_in_place_list_and_out_operators_write_copies_only():
     [again] = run_again(aten.add.out, (x, y), {"out": out})
     assert torch.equal(again, x.double() + y.double())
     batch = torch.rand(5, 3)
-    normal, *_ = run_again(aten.native_batch_norm.default, (batch, None, None, mean, var, True, 0.1, 1e-5), {})
+    normal, *_ = run_again(
+        aten.native_batch_norm.default,
+        (batch, None, None, mean, var, True, 0.1, 1e-5),
+        {},
+    )
     assert normal.dtype is torch.float64
     already = torch.rand(3, dtype=torch.float64)
     kept = already.clone()
     run_again(aten.add_.Tensor, (already, x), {})
     assert torch.equal(already, kept)
-    assert all(torch.equal(a, b) for a, b in zip((x, y, out, mean, var), before, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip((x, y, out, mean, var), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("func", "args", "kwargs", "reason"),
     [
         (aten.t.default, (torch.ones(2, 2),), {}, "a view rounds nothing"),
-        (aten.transpose_.default, (torch.ones(2, 2), 0, 1), {}, "a view rounds nothing"),
-        (aten._to_copy.default, (torch.ones(2),), {"dtype": torch.float64}, "a cast that rounds nothing"),
-        (aten._to_copy.default, (torch.ones(2).bfloat16(),), {"dtype": torch.float32}, "a cast that rounds nothing"),
+        (
+            aten.transpose_.default,
+            (torch.ones(2, 2), 0, 1),
+            {},
+            "a view rounds nothing",
+        ),
+        (
+            aten._to_copy.default,
+            (torch.ones(2),),
+            {"dtype": torch.float64},
+            "a cast that rounds nothing",
+        ),
+        (
+            aten._to_copy.default,
+            (torch.ones(2).bfloat16(),),
+            {"dtype": torch.float32},
+            "a cast that rounds nothing",
+        ),
         (aten.uniform_.default, (torch.ones(2),), {}, "draws random numbers"),
-        (aten.native_dropout.default, (torch.ones(2), 0.5, True), {}, "draws random numbers"),
+        (
+            aten.native_dropout.default,
+            (torch.ones(2), 0.5, True),
+            {},
+            "draws random numbers",
+        ),
         (aten.randn.default, ([2],), {}, "draws random numbers"),
         (aten.empty.memory_format, ([2],), {}, "uninitialised memory"),
         (aten._local_scalar_dense.default, (torch.ones(1),), {}, "returns no tensor"),
         (aten._linalg_eigh.default, (torch.eye(2),), {}, "its result is not unique"),
-        (aten.exp.default, (torch.ones(2, device="meta"),), {}, "a meta tensor has no values"),
+        (
+            aten.exp.default,
+            (torch.ones(2, device="meta"),),
+            {},
+            "a meta tensor has no values",
+        ),
         (aten.exp.default, (torch.ones(2).double(),), {}, "already runs in float64"),
         (torch.ops.prim.device.default, (torch.ones(2),), {}, "returns no tensor"),
         (print, (torch.ones(2),), {}, "not an operator with a schema"),
-        (aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {}, "cannot run in float64: RuntimeError: mat1 and"),
+        (
+            aten.mm.default,
+            (torch.ones(2, 3), torch.ones(2, 3)),
+            {},
+            "cannot run in float64: RuntimeError: mat1 and",
+        ),
     ],
 )
 def test_reasons(func, args, kwargs, reason):
@@ -258,14 +335,21 @@ def test_reasons(func, args, kwargs, reason):
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_attention_draws_only_with_dropout(p):
     q = torch.randn(1, 2, 5, 4)
-    found = run_again(aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q, p), {})
+    found = run_again(
+        aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q, p), {}
+    )
     assert isinstance(found, Reason) is (p > 0)
 
 
 def test_the_own_error_of_a_cast_is_its_rounding():
     x = torch.tensor([1.0, 1.0 + 2**-9, 3.0])
-    [error] = own_error(x.bfloat16(), run_again(aten._to_copy.default, (x,), {"dtype": torch.bfloat16}))
-    assert (error.l2, error.max) == (2**-9, 2**-9)  # half a unit in the last place of bf16, to even
+    [error] = own_error(
+        x.bfloat16(), run_again(aten._to_copy.default, (x,), {"dtype": torch.bfloat16})
+    )
+    assert (error.l2, error.max) == (
+        2**-9,
+        2**-9,
+    )  # half a unit in the last place of bf16, to even
 
 
 def test_dtype_arguments_and_integer_inputs_give_the_format_asked_for():
@@ -277,7 +361,11 @@ def test_dtype_arguments_and_integer_inputs_give_the_format_asked_for():
         (aten.sqrt.default, (ints,), {}),
         (aten.linspace.default, (0, 1, 7), {}),
         (aten.full.default, ([2], 0.1), {"dtype": torch.bfloat16}),
-        (aten._softmax_backward_data.default, (x.float(), x.float(), 0, torch.bfloat16), {}),
+        (
+            aten._softmax_backward_data.default,
+            (x.float(), x.float(), 0, torch.bfloat16),
+            {},
+        ),
         (aten._to_copy.default, (ints,), {"dtype": torch.float16}),
     ]
     for func, args, kwargs in calls:
@@ -293,9 +381,15 @@ def test_dtype_arguments_and_integer_inputs_give_the_format_asked_for():
 
 def test_other_formats_and_none():
     x = torch.rand(5)
-    assert run_again(aten.exp.default, (x,), {}, dtype=torch.bfloat16)[0].dtype is torch.bfloat16
+    assert (
+        run_again(aten.exp.default, (x,), {}, dtype=torch.bfloat16)[0].dtype
+        is torch.bfloat16
+    )
     assert torch.equal(run_again(aten.exp.default, (x,), {}, dtype=None)[0], x.exp())
-    assert run_again(aten.exp.default, (x,), {}, dtype=None, device="meta")[0].device.type == "meta"
+    assert (
+        run_again(aten.exp.default, (x,), {}, dtype=None, device="meta")[0].device.type
+        == "meta"
+    )
 
 
 class Counting(TorchDispatchMode):
@@ -345,7 +439,9 @@ def library():
 def test_custom_operators(library):
     x = torch.rand(3)
     assert torch.equal(run_again(library.twice.default, (x,), {})[0], 2 * x.double())
-    assert run_again(library.half_only.default, (x,), {}) == Reason("cannot run in float64: AssertionError: half or single")
+    assert run_again(library.half_only.default, (x,), {}) == Reason(
+        "cannot run in float64: AssertionError: half or single"
+    )
     state = torch.get_rng_state()
     assert run_again(library.noise.default, (x,), {}) == Reason("draws random numbers")
     assert torch.equal(state, torch.get_rng_state())
@@ -355,7 +451,9 @@ def test_shadow_writes_own_errors_and_reasons_by_record():
     x, own = torch.rand(3), {}
     compare = shadow(aten.mul_.Scalar, (x, 0.1), {})
     compare([x.mul_(0.1)], [4], own)
-    shadow(aten.t.default, (x,), {})([x.t()], [4], own)  # the same record: the error stays
+    shadow(aten.t.default, (x,), {})(
+        [x.t()], [4], own
+    )  # the same record: the error stays
     shadow(aten.uniform_.default, (x,), {})([x], [5], own)
     shadow(aten.exp.default, (x,), {})([x.exp()], [-1], own)
     assert set(own) == {4, 5}
@@ -364,8 +462,12 @@ def test_shadow_writes_own_errors_and_reasons_by_record():
     assert own[5] == (None, None, "draws random numbers")
 
 
-@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("wide", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "narrow", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+@pytest.mark.parametrize(
+    "wide", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2]
+)
 def test_holds_is_true_where_all_values_survive_the_cast(wide, narrow):
     width = torch.int16 if narrow.itemsize == 2 else torch.int8
     every = torch.arange(2 ** (8 * narrow.itemsize)).to(width).view(narrow)

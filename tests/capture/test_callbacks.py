@@ -16,7 +16,9 @@ from roundoff.capture.callbacks import lightning_callback, transformers_callback
 from roundoff.errors import RoundoffError, RunError
 from roundoff.store import load
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 
 
 def there(name):
@@ -24,8 +26,12 @@ def there(name):
 
 
 def calls(run, operator):
-    found = run.ops.filter(pl.col("operator") == operator, pl.col("phase") == "forward").collect()
-    return [found.filter(pl.col("step") == step)["call"].n_unique() for step in run.steps]
+    found = run.ops.filter(
+        pl.col("operator") == operator, pl.col("phase") == "forward"
+    ).collect()
+    return [
+        found.filter(pl.col("step") == step)["call"].n_unique() for step in run.steps
+    ]
 
 
 class Model(nn.Module):
@@ -49,14 +55,20 @@ def drive_transformers(callback, steps=4, accumulate=2, error=None):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     handler = CallbackHandler([callback], model, None, optimizer, None)
-    state, control, args = TrainerState(), TrainerControl(), types.SimpleNamespace(logging_nan_inf_filter=False)
+    state, control, args = (
+        TrainerState(),
+        TrainerControl(),
+        types.SimpleNamespace(logging_nan_inf_filter=False),
+    )
     control = handler.on_train_begin(args, state, control)
     for step in range(steps):
         control = handler.on_step_begin(args, state, control)
         for micro in range(accumulate):
             if error is not None and step == 2:
                 raise error
-            model(DATA[micro]["x"][None], DATA[micro]["labels"][None])["loss"].backward()
+            model(DATA[micro]["x"][None], DATA[micro]["labels"][None])[
+                "loss"
+            ].backward()
             if micro < accumulate - 1:
                 control = handler.on_substep_end(args, state, control)
         control = handler.on_pre_optimizer_step(args, state, control)
@@ -79,15 +91,22 @@ class TestTransformers:
         assert run.about["complete"] is True
         assert run.about["model"] == "Model"
         assert calls(run, "addmm") == [2, 2]
-        assert set(run.ops.filter(pl.col("operator") == "addmm").collect()["module"]) == {"head"}
+        assert set(
+            run.ops.filter(pl.col("operator") == "addmm").collect()["module"]
+        ) == {"head"}
         assert len(_global_forward_hooks) == before
 
     def test_numbers_stay(self, tmp_path):
         torch.manual_seed(3)
         alone = drive_transformers(__import__("transformers").TrainerCallback())
         torch.manual_seed(3)
-        recorded = drive_transformers(transformers_callback(tmp_path / "run", keep="tensors"))
-        assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), recorded.parameters(), strict=True))
+        recorded = drive_transformers(
+            transformers_callback(tmp_path / "run", keep="tensors")
+        )
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(alone.parameters(), recorded.parameters(), strict=True)
+        )
 
     def test_an_exception_leaves_finished_steps(self, tmp_path):
         callback = transformers_callback(tmp_path / "run")
@@ -103,17 +122,27 @@ class TestTransformers:
         drive_transformers(transformers_callback(tmp_path / "run"))
         with pytest.raises(RoundoffError, match="there is a run here already"):
             drive_transformers(transformers_callback(tmp_path / "run"))
-        drive_transformers(transformers_callback(tmp_path / "run", overwrite=True, steps="0"))
+        drive_transformers(
+            transformers_callback(tmp_path / "run", overwrite=True, steps="0")
+        )
         assert load(tmp_path / "run").steps == [0]
 
-    @pytest.mark.skipif(not there("accelerate"), reason="Trainer needs accelerate, which is not installed")
+    @pytest.mark.skipif(
+        not there("accelerate"),
+        reason="Trainer needs accelerate, which is not installed",
+    )
     def test_trainer_itself(self, tmp_path):
         from transformers import Trainer, TrainingArguments
 
         arguments = TrainingArguments(
-            str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            report_to=[], use_cpu=True, save_strategy="no",
-        )  # fmt: skip
+            str(tmp_path / "out"),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+        )
         callback = transformers_callback(tmp_path / "run", steps="0-1")
         Trainer(Model(), arguments, train_dataset=DATA, callbacks=[callback]).train()
         run = load(tmp_path / "run")
@@ -121,9 +150,14 @@ class TestTransformers:
         assert calls(run, "addmm") == [2, 2]
 
 
-@pytest.mark.skipif(not (there("lightning") or there("pytorch_lightning")), reason="lightning is not installed")
+@pytest.mark.skipif(
+    not (there("lightning") or there("pytorch_lightning")),
+    reason="lightning is not installed",
+)
 def test_lightning_itself(tmp_path):
-    lightning = importlib.import_module("lightning.pytorch" if there("lightning") else "pytorch_lightning")
+    lightning = importlib.import_module(
+        "lightning.pytorch" if there("lightning") else "pytorch_lightning"
+    )
 
     class Lit(lightning.LightningModule):
         def __init__(self):
@@ -138,9 +172,15 @@ def test_lightning_itself(tmp_path):
 
     callback = lightning_callback(tmp_path / "run", steps="0-1")
     trainer = lightning.Trainer(
-        max_steps=3, accumulate_grad_batches=2, callbacks=[callback], logger=False, enable_checkpointing=False,
-        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_steps=3,
+        accumulate_grad_batches=2,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Lit(), torch.utils.data.DataLoader(DATA, batch_size=1))
     run = load(tmp_path / "run")
     assert run.steps == [0, 1]

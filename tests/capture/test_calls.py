@@ -18,8 +18,15 @@ def test_functions_operators_and_methods_are_named_in_order(seen):
         return (2.0 / y - y) * y
 
     assert seen(f, torch.rand(SHAPE)).names == [
-        "/sin", "/add", "/matmul", "/exp", "/exp#1", "/rdiv", "/sub", "/mul",
-    ]  # fmt: skip
+        "/sin",
+        "/add",
+        "/matmul",
+        "/exp",
+        "/exp#1",
+        "/rdiv",
+        "/sub",
+        "/mul",
+    ]
 
 
 def test_numbers_start_again_with_each_forward_pass(seen):
@@ -71,9 +78,19 @@ def test_functions_written_in_python_show_the_operator_inside(seen, function, ex
 def test_attention_is_entered(seen):
     model = nn.MultiheadAttention(8, 2, batch_first=True)
     x = torch.rand(2, 5, 8)
-    assert seen(model, x, x, x).names == [
-        "/linear", "/mul", "/baddbmm", "/softmax", "/bmm", "/linear#1", "/mean",
-    ] or seen(model, x, x, x).names[-1] == "/mean"  # fmt: skip
+    assert (
+        seen(model, x, x, x).names
+        == [
+            "/linear",
+            "/mul",
+            "/baddbmm",
+            "/softmax",
+            "/bmm",
+            "/linear#1",
+            "/mean",
+        ]
+        or seen(model, x, x, x).names[-1] == "/mean"
+    )
     names = seen(model, x, x, x, need_weights=False).names
     assert names == ["/linear", "/scaled_dot_product_attention", "/linear#1"]
 
@@ -190,13 +207,19 @@ def test_hooks_are_removed_also_after_an_exception(seen, error):
         (lambda x: nn.Dropout(0.5).eval()(x), "dropout", "moves"),
         (lambda x: x.argmax(-1), "argmax", "integer or boolean result"),
         (lambda x: x > 0.5, "gt", "integer or boolean result"),
-        (lambda x: torch.view_as_complex(x.view(3, 2, 2)) * 2, "mul", "complex numbers"),
+        (
+            lambda x: torch.view_as_complex(x.view(3, 2, 2)) * 2,
+            "mul",
+            "complex numbers",
+        ),
     ],
 )
 def test_what_is_no_site_is_counted_with_its_reason(seen, function, operator, reason):
     found = seen(function, torch.rand(SHAPE))
     assert found.names == []
-    ((name, why), count), *rest = [e for e in found.excluded.items() if e[0][0] == operator]
+    ((name, why), count), *rest = [
+        e for e in found.excluded.items() if e[0][0] == operator
+    ]
     assert not rest
     assert (name, count) == (operator, 1)
     assert why.startswith(reason)
@@ -205,7 +228,10 @@ def test_what_is_no_site_is_counted_with_its_reason(seen, function, operator, re
 def test_complex_numbers_are_counted_as_such(seen):
     found = seen(lambda x: torch.fft.rfft(x).abs().sin(), torch.rand(SHAPE))
     assert found.names == ["/sin"]
-    assert found.excluded == {("fft_rfft", "complex numbers"): 1, ("abs", "complex numbers"): 1}
+    assert found.excluded == {
+        ("fft_rfft", "complex numbers"): 1,
+        ("abs", "complex numbers"): 1,
+    }
 
 
 def test_examples_of_excluded_calls_say_where(seen):
@@ -243,5 +269,10 @@ def test_writes_are_announced_before_they_happen(seen):
         return x
 
     found = seen(f, x)
-    assert [t.tolist() for t in found.recorder.written] == [[1, 1], [2, 2], [5, 2], [7, 7]]
+    assert [t.tolist() for t in found.recorder.written] == [
+        [1, 1],
+        [2, 2],
+        [5, 2],
+        [7, 7],
+    ]
     assert found.names == ["/add", "/sin"]

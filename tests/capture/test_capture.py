@@ -71,35 +71,51 @@ def test_numbers_are_bit_identical(path, keep, level):
     assert roundoff.load(path).steps == [0, 1]
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"fused": True}, {"foreach": False}]
+)
 def test_numbers_with_the_shadow_and_each_adamw(path, options):
     plain = train(**options)
     with roundoff.capture(path, shadow="fp64") as run:
         recorded = train(run=run, **options)
     assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
     table = rows(path, step=0)
-    updated = table.filter(pl.col("name").is_not_null() & (pl.col("phase") == "optimizer"))
+    updated = table.filter(
+        pl.col("name").is_not_null() & (pl.col("phase") == "optimizer")
+    )
     assert set(updated["name"]) >= {"conv.weight", "head.bias"}
     judged = table.filter(pl.col("own_l2").is_not_null())
     assert set(judged["phase"]) == {"forward", "backward", "optimizer"}
-    conv = judged.row(by_predicate=(pl.col("operator") == "convolution") & (pl.col("phase") == "forward"), named=True)
+    conv = judged.row(
+        by_predicate=(pl.col("operator") == "convolution")
+        & (pl.col("phase") == "forward"),
+        named=True,
+    )
     # 27 products and a bias in fp32: each result is off by at most 28 half units in the last place of the sum of magnitudes
     assert 0 < conv["own_l2"] < 28 * 2.0**-24 * 10 * conv["l2"]
 
 
 def test_everything_is_as_before(path):
     before = (
-        len(nn.modules.module._global_forward_hooks), len(nn.modules.module._global_forward_pre_hooks),
-        len(optim_hooks._global_optimizer_post_hooks), len(optim_hooks._global_optimizer_pre_hooks),
-        torch.amp.GradScaler.update, torch.get_rng_state().clone(), warnings.filters[:],
-    )  # fmt: skip
+        len(nn.modules.module._global_forward_hooks),
+        len(nn.modules.module._global_forward_pre_hooks),
+        len(optim_hooks._global_optimizer_post_hooks),
+        len(optim_hooks._global_optimizer_pre_hooks),
+        torch.amp.GradScaler.update,
+        torch.get_rng_state().clone(),
+        warnings.filters[:],
+    )
 
     def now():
         return (
-            len(nn.modules.module._global_forward_hooks), len(nn.modules.module._global_forward_pre_hooks),
-            len(optim_hooks._global_optimizer_post_hooks), len(optim_hooks._global_optimizer_pre_hooks),
-            torch.amp.GradScaler.update, torch.get_rng_state(), warnings.filters[:],
-        )  # fmt: skip
+            len(nn.modules.module._global_forward_hooks),
+            len(nn.modules.module._global_forward_pre_hooks),
+            len(optim_hooks._global_optimizer_post_hooks),
+            len(optim_hooks._global_optimizer_pre_hooks),
+            torch.amp.GradScaler.update,
+            torch.get_rng_state(),
+            warnings.filters[:],
+        )
 
     net = Net()
     state = torch.get_rng_state()
@@ -124,14 +140,24 @@ class Trace(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append(f"aten.{func.__name__}" if func.namespace == "aten" else str(func))
+        self.calls.append(
+            f"aten.{func.__name__}" if func.namespace == "aten" else str(func)
+        )
         return func(*args, **kwargs or {})
 
 
 VIEWS = "t view detach expand transpose permute select slice unsqueeze _unsafe_view alias split".split()
 
 
-@pytest.mark.parametrize("make", [Net, lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.GELU(), nn.LayerNorm(8))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Net,
+        lambda: nn.Sequential(
+            nn.Flatten(), nn.Linear(192, 8), nn.GELU(), nn.LayerNorm(8)
+        ),
+    ],
+)
 def test_every_compute_call_is_a_row(path, make):
     torch.manual_seed(0)
     net = make()
@@ -141,11 +167,20 @@ def test_every_compute_call_is_a_row(path, make):
     with roundoff.capture(path, net):
         net(X).square().mean().backward()
     table = rows(path)
-    called = table.filter(pl.col("call") >= 0).unique(["call"], maintain_order=True).sort("call")
+    called = (
+        table.filter(pl.col("call") >= 0)
+        .unique(["call"], maintain_order=True)
+        .sort("call")
+    )
     recorded = called["overload"].to_list()
     compute = [c for c in trace.calls if c.split(".")[1] not in VIEWS]
     assert [c for c in recorded if c.split(".")[1] not in VIEWS] == compute
-    assert table.filter(pl.col("min").is_null() & (pl.col("numel") > 0))["reason"].null_count() == 0
+    assert (
+        table.filter(pl.col("min").is_null() & (pl.col("numel") > 0))[
+            "reason"
+        ].null_count()
+        == 0
+    )
 
 
 def test_backward_calls_have_the_module_and_line_of_their_forward(path):
@@ -153,10 +188,20 @@ def test_backward_calls_have_the_module_and_line_of_their_forward(path):
     with roundoff.capture(path, net):
         net(X).sum().backward()
     found = {(r["phase"], r["operator"]): r for r in rows(path).iter_rows(named=True)}
-    assert found["forward", "convolution"]["module"] == found["backward", "convolution_backward"]["module"] == "conv"
+    assert (
+        found["forward", "convolution"]["module"]
+        == found["backward", "convolution_backward"]["module"]
+        == "conv"
+    )
     assert found["backward", "threshold_backward"]["module"] == "act"
-    assert found["forward", "addmm"]["module"] == found["backward", "mm"]["module"] == "head"
-    assert found["forward", "addmm"]["line"].startswith("tests/capture/test_capture.py:")
+    assert (
+        found["forward", "addmm"]["module"]
+        == found["backward", "mm"]["module"]
+        == "head"
+    )
+    assert found["forward", "addmm"]["line"].startswith(
+        "tests/capture/test_capture.py:"
+    )
     assert found["backward", "mm"]["line"] == found["forward", "addmm"]["line"]
     named = rows(path).filter(pl.col("name").str.ends_with(".grad"))
     assert set(named["name"]) == {f"{n}.grad" for n, _ in net.named_parameters()}
@@ -198,7 +243,10 @@ def test_kept_tensors_are_the_tensors_views_and_strides_included(path):
     made = {}
 
     def keep(name, tensor):
-        made[name] = (tensor.clone(memory_format=torch.preserve_format), tensor.stride())
+        made[name] = (
+            tensor.clone(memory_format=torch.preserve_format),
+            tensor.stride(),
+        )
         return tensor
 
     base = torch.randn(4, 6, 5)
@@ -264,16 +312,24 @@ def autocast():
 
 def recomputed():
     layer = nn.Linear(4, 4)
-    checkpoint(lambda x: layer(x).tanh(), torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum().backward()
+    checkpoint(
+        lambda x: layer(x).tanh(),
+        torch.ones(2, 4, requires_grad=True),
+        use_reentrant=False,
+    ).sum().backward()
     return None, "tanh"
 
 
 def functional_gradient():
-    return torch.func.vmap(torch.func.grad(lambda x: x.sin().sum()))(torch.ones(3, 2)), "cos"
+    return torch.func.vmap(torch.func.grad(lambda x: x.sin().sum()))(
+        torch.ones(3, 2)
+    ), "cos"
 
 
 def nested():
-    tensor = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    tensor = torch.nested.nested_tensor(
+        [torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged
+    )
     return tensor * 2.0, "mul"
 
 
@@ -282,7 +338,9 @@ def sparse():
 
 
 def sparse_product():
-    return torch.sparse.mm(torch.eye(3).to_sparse_csr(), torch.ones(3, 3)), "_sparse_addmm"
+    return torch.sparse.mm(
+        torch.eye(3).to_sparse_csr(), torch.ones(3, 3)
+    ), "_sparse_addmm"
 
 
 @torch.library.custom_op("roundoff_test::double", mutates_args=())
@@ -303,7 +361,9 @@ def complex_numbers():
 
 
 def quantized():
-    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantize_per_tensor"
+    return torch.quantize_per_tensor(
+        torch.ones(3), 0.1, 0, torch.qint8
+    ), "quantize_per_tensor"
 
 
 def zeros_without_memory():
@@ -338,13 +398,35 @@ def no_gradient():
         return torch.ones(3).exp(), "exp"
 
 
-@pytest.mark.parametrize("function", [
-    direct_aten, from_import, autocast, recomputed, functional_gradient, nested, sparse, sparse_product, custom, recurrent,
-    complex_numbers, quantized, meta, no_gradient, zeros_without_memory, freed, forward_mode, batched,
-], ids=lambda f: f.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        direct_aten,
+        from_import,
+        autocast,
+        recomputed,
+        functional_gradient,
+        nested,
+        sparse,
+        sparse_product,
+        custom,
+        recurrent,
+        complex_numbers,
+        quantized,
+        meta,
+        no_gradient,
+        zeros_without_memory,
+        freed,
+        forward_mode,
+        batched,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_what_is_not_plain_is_recorded_or_has_a_reason(path, function):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning)  # torch: sparse and quantized tensors are beta
+        warnings.filterwarnings(
+            "ignore", category=UserWarning
+        )  # torch: sparse and quantized tensors are beta
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         with roundoff.capture(path) as run:
             _, operator = function()
@@ -352,7 +434,11 @@ def test_what_is_not_plain_is_recorded_or_has_a_reason(path, function):
     table = rows(path)
     found = table.filter(operator=operator)
     assert len(found), table["operator"].to_list()
-    unread = table.filter(pl.col("min").is_null() & (pl.col("numel") > 0) & (pl.col("nan").fill_null(0) == 0))
+    unread = table.filter(
+        pl.col("min").is_null()
+        & (pl.col("numel") > 0)
+        & (pl.col("nan").fill_null(0) == 0)
+    )
     assert unread["reason"].null_count() == 0
 
 
@@ -366,9 +452,13 @@ def test_recomputed_calls_are_of_the_backward(path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_a_compiled_region_is_seen_at_its_boundary_and_whole_when_eager(path, tmp_path):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own, when Inductor is imported
+    with warnings.catch_warnings(
+        action="ignore", category=DeprecationWarning
+    ):  # torch's own, when Inductor is imported
         import torch._inductor.compile_fx
-    compiled = torch.compile(net)  # fused by Inductor, with buffers that it writes unseen
+    compiled = torch.compile(
+        net
+    )  # fused by Inductor, with buffers that it writes unseen
     x = torch.ones(3, 6)
     plain = compiled(x)
     with roundoff.capture(path, net) as run:
@@ -376,7 +466,9 @@ def test_a_compiled_region_is_seen_at_its_boundary_and_whole_when_eager(path, tm
     assert run.stopped is None
     assert torch.equal(plain, seen)
     region = rows(path).filter(pl.col("call") >= 0)
-    assert region.select("module", "operator", "max").rows() == [("", "compiled", plain.max().item())]
+    assert region.select("module", "operator", "max").rows() == [
+        ("", "compiled", plain.max().item())
+    ]
     assert "--eager" in region["reason"][0]
     table = rows(path)
     assert table.row(region["inputs"][0][0], named=True)["shape"] == [3, 6]
@@ -387,12 +479,17 @@ def test_a_compiled_region_is_seen_at_its_boundary_and_whole_when_eager(path, tm
     assert rows(tmp_path / "eager", operator="tanh")["module"].to_list() == ["1"]
 
 
-def test_a_fault_of_ours_stops_the_recording_once_and_never_the_program(path, monkeypatch):
+def test_a_fault_of_ours_stops_the_recording_once_and_never_the_program(
+    path, monkeypatch
+):
     def broken(self, number, tensor):
         raise RuntimeError("no statistics today")
 
     monkeypatch.setattr("roundoff.capture.statistics.Statistics.add", broken)
-    with pytest.warns(RuntimeWarning, match="no statistics today") as caught, roundoff.capture(path) as run:
+    with (
+        pytest.warns(RuntimeWarning, match="no statistics today") as caught,
+        roundoff.capture(path) as run,
+    ):
         recorded = train(run=run)
     assert len([w for w in caught if w.category is RuntimeWarning]) == 1
     assert all(torch.equal(a, b) for a, b in zip(train(), recorded, strict=True))
@@ -413,11 +510,14 @@ def test_warnings_that_are_errors_do_not_end_the_program(path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": "kernel"}, "unknown level"), ({"keep": "all"}, "unknown keep"), ({"shadow": "fp32"}, "unknown shadow"),
-        ({"steps": "5-3"}, "not a list of steps"), ({"steps": "one"}, "not a list of steps"),
+        ({"level": "kernel"}, "unknown level"),
+        ({"keep": "all"}, "unknown keep"),
+        ({"shadow": "fp32"}, "unknown shadow"),
+        ({"steps": "5-3"}, "not a list of steps"),
+        ({"steps": "one"}, "not a list of steps"),
         ({"level": "module", "shadow": "fp64"}, "no fp64 twin"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_refused_before_anything_runs(path, options, message):
     with pytest.raises(RoundoffError, match=message):
         roundoff.capture(path, **options)
@@ -437,7 +537,10 @@ def test_sites_choose_and_a_pattern_without_a_match_is_an_error(path):
 
 
 def test_nothing_recorded_is_an_error(path):
-    with pytest.raises(RoundoffError, match="nothing was recorded"), roundoff.capture(path, steps="7") as run:
+    with (
+        pytest.raises(RoundoffError, match="nothing was recorded"),
+        roundoff.capture(path, steps="7") as run,
+    ):
         torch.ones(2) + 1
         run.step()
 
@@ -470,12 +573,17 @@ def test_scalars_are_kept(path):
 
 
 def test_list_operators_have_the_inputs_of_each_place(path):
-    a, b = [torch.ones(3), torch.ones(2, 2)], [torch.full((3,), 2.0), torch.full((2, 2), 5.0)]
+    a, b = (
+        [torch.ones(3), torch.ones(2, 2)],
+        [torch.full((3,), 2.0), torch.full((2, 2), 5.0)],
+    )
     with roundoff.capture(path, keep="tensors"):
         torch._foreach_add_(a, b)
     table = rows(path)
     made = table.filter(operator="_foreach_add_")
-    inputs = [[table.row(i, named=True)["shape"] for i in each] for each in made["inputs"]]
+    inputs = [
+        [table.row(i, named=True)["shape"] for i in each] for each in made["inputs"]
+    ]
     assert inputs == [[[3], [3]], [[2, 2], [2, 2]]]
     assert made["max"].to_list() == [3.0, 6.0]
     assert made["arguments"].null_count() == 1  # written once, not for each place
@@ -487,7 +595,9 @@ def test_running_statistics_are_rows_of_their_batch_normalisation(path):
         norm(torch.full((3, 4), 2.0))
         norm.eval()(torch.full((3, 4), 2.0))
     made = rows(path).filter(pl.col("name") == "running_mean", pl.col("call") >= 0)
-    assert made.select("operator", "place", "inplace", "max").rows() == [("native_batch_norm", 3, True, pytest.approx(0.2))]
+    assert made.select("operator", "place", "inplace", "max").rows() == [
+        ("native_batch_norm", 3, True, pytest.approx(0.2))
+    ]
 
 
 def test_scalars_of_any_kind(path):
@@ -506,12 +616,16 @@ def test_what_a_checkpoint_computes_again_is_no_gradient(path):
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with roundoff.capture(path, net):
         x = torch.full((2, 4), 1e4, requires_grad=True)
-        (torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).sum() * 1e-6).backward()
+        (
+            torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).sum() * 1e-6
+        ).backward()
     made = rows(path).filter(pl.col("call") >= 0)
     assert made.filter("recomputed")["operator"].to_list().count("addmm") == 1
     assert not made.filter(pl.col("phase") == "forward")["recomputed"].any()
     scale = overflow(rows(path)).loss_scale
-    assert scale.largest <= 2 * 1e4 * 1e-6 * (1 + 2**-20)  # of a weight's gradient, from two rows of 1e4
+    assert scale.largest <= 2 * 1e4 * 1e-6 * (
+        1 + 2**-20
+    )  # of a weight's gradient, from two rows of 1e4
 
 
 def test_module_level_inside_torch_func_and_nothing_while_tracing(path):
@@ -521,10 +635,17 @@ def test_module_level_inside_torch_func_and_nothing_while_tracing(path):
     plain = torch.func.vmap(one)(x)
     with roundoff.capture(path, net, level="module"):
         assert torch.equal(torch.func.vmap(one)(x), plain)
-    assert rows(path, operator="Linear")["shape"].to_list() == [[5, 4], [5, 4]]  # and the gradient
+    assert rows(path, operator="Linear")["shape"].to_list() == [
+        [5, 4],
+        [5, 4],
+    ]  # and the gradient
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.jit itself is deprecated
+        warnings.filterwarnings(
+            "ignore", category=DeprecationWarning
+        )  # torch.jit itself is deprecated
         with roundoff.capture(path, net, overwrite=True):
-            traced = torch.jit.trace(net, x)  # sizes that are looked at become part of what is traced: an error here
+            traced = torch.jit.trace(
+                net, x
+            )  # sizes that are looked at become part of what is traced: an error here
             net(x)
     assert torch.equal(traced(x), net(x))

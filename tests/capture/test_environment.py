@@ -45,9 +45,13 @@ def test_fewer_bits_in_products_are_pointed_out():
 
 def test_a_low_precision_reference_is_pointed_out():
     assert rows(nn.Linear(2, 2))["parameters"] == {
-        "name": "parameters", "value": "2 tensors float32 on cpu", "note": "",
-    }  # fmt: skip
-    row = rows(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False).bfloat16()))["parameters"]
+        "name": "parameters",
+        "value": "2 tensors float32 on cpu",
+        "note": "",
+    }
+    row = rows(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False).bfloat16()))[
+        "parameters"
+    ]
     assert row["value"] == "2 tensors float32 on cpu, 1 tensors bfloat16 on cpu"
     assert "low precision" in row["note"]
     assert rows(nn.ReLU())["parameters"]["value"] == "none"

@@ -36,7 +36,9 @@ def test_bf16_linear_rounds_operands_bias_and_result(seen):
     """x.bf16 @ w.bf16 accumulated without error (products of 7-bit integers, 8 of them, fit fp32's 24 bits)."""
     (x, x16), (w, w16), (b, b16) = near((5, 8)), near((3, 8)), near((3,))
     owner = Net(w=w, b=b)
-    found = run(seen, "/linear", "bf16", lambda x: F.linear(x, owner.w, owner.b), x, owner=owner)
+    found = run(
+        seen, "/linear", "bf16", lambda x: F.linear(x, owner.w, owner.b), x, owner=owner
+    )
     assert not torch.equal(x, x16)
     assert torch.equal(found, (x16 @ w16.T + b16).to(BF16).float())
 
@@ -46,7 +48,9 @@ def test_a_real_half_precision_linear_agrees_to_one_last_place(seen, fmt):
     dtype = parse_format(fmt).torch_dtype
     x, w, b = torch.randn(16, 32), torch.randn(8, 32), torch.randn(8)
     owner = Net(w=w, b=b)
-    found = run(seen, "/linear", fmt, lambda x: F.linear(x, owner.w, owner.b), x, owner=owner)
+    found = run(
+        seen, "/linear", fmt, lambda x: F.linear(x, owner.w, owner.b), x, owner=owner
+    )
     real = F.linear(x.to(dtype), w.to(dtype), b.to(dtype)).float()
     # both are a sum accumulated in fp32 and rounded once, so they differ where it lies near a tie: by one ulp of the
     # format, at most eps of the value; where terms cancel, by 33 fp32 roundings of the sum of magnitudes
@@ -67,7 +71,9 @@ def test_int8_linear_is_an_integer_matmul(seen):
     )
     w[2] *= 30.0
     owner = Net(w=w, b=b)
-    found = run(seen, "/linear", "int8", lambda x: F.linear(x, owner.w, owner.b), x, owner=owner)
+    found = run(
+        seen, "/linear", "int8", lambda x: F.linear(x, owner.w, owner.b), x, owner=owner
+    )
     sx = x.abs().max() / 127
     sw = w.abs().amax(dim=1) / 127
     qx = torch.round(x / sx).to(torch.int32)
@@ -86,7 +92,14 @@ def test_int8_convolution_keeps_a_scale_for_each_output_channel(seen):
     )
     w[1] *= 50
     owner = Net(w=w)
-    found = run(seen, "/conv2d", "int8", lambda x: F.conv2d(x, owner.w, padding=1), x, owner=owner)
+    found = run(
+        seen,
+        "/conv2d",
+        "int8",
+        lambda x: F.conv2d(x, owner.w, padding=1),
+        x,
+        owner=owner,
+    )
     sx, sw = x.abs().max() / 127, w.abs().amax(dim=(1, 2, 3)) / 127
     qx, qw = torch.round(x / sx), torch.round(w / sw.view(-1, 1, 1, 1))
     expected = (
@@ -101,7 +114,10 @@ def test_int8_convolution_keeps_a_scale_for_each_output_channel(seen):
 @pytest.mark.parametrize("transposed", [True, False])
 def test_int8_matmul_scales_the_weight_along_the_axis_that_is_kept(seen, transposed):
     """x @ W has one scale for each column of W, x @ W.T one for each row: never along the axis summed over."""
-    x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    x, w = (
+        torch.randn(5, 8, dtype=torch.float64),
+        torch.randn(8, 3, dtype=torch.float64),
+    )
     w[:, 1] *= 40
     owner = Net(w=w.T.contiguous() if transposed else w)
     found = run(
@@ -122,9 +138,14 @@ def test_int8_matmul_scales_the_weight_along_the_axis_that_is_kept(seen, transpo
 @pytest.mark.parametrize("name", ["addmm", "einsum", "einsum_t"])
 def test_int8_weights_of_other_products(seen, name):
     """GPT-2's Conv1D is addmm with W (in, out); einsum names its axes: the scale lies along ``out`` in all of them."""
-    x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    x, w = (
+        torch.randn(5, 8, dtype=torch.float64),
+        torch.randn(8, 3, dtype=torch.float64),
+    )
     w[:, 1] *= 40
-    owner = Net(w=w.T.contiguous() if name == "einsum_t" else w, b=torch.zeros(3).double())
+    owner = Net(
+        w=w.T.contiguous() if name == "einsum_t" else w, b=torch.zeros(3).double()
+    )
     function = {
         "addmm": lambda x: torch.addmm(owner.b, x, owner.w),
         "einsum": lambda x: torch.einsum("ni,io->no", x, owner.w),
@@ -143,13 +164,20 @@ def test_mx_blocks_lie_along_the_summed_axis_and_may_be_short(seen):
     x, w = torch.randn(3, 40), torch.randn(5, 40)
     x[:, 32:] *= 1000.0  # the last block has 8 elements
     owner = Net(w=w)
-    found = run(seen, "/linear", "mxfp8_e4m3", lambda x: F.linear(x, owner.w), x, owner=owner)
+    found = run(
+        seen, "/linear", "mxfp8_e4m3", lambda x: F.linear(x, owner.w), x, owner=owner
+    )
 
     def blocks(t):
         parts = []
         for part in t.split(32, dim=-1):
-            shared = 2.0 ** (torch.floor(torch.log2(part.abs().amax(dim=-1, keepdim=True))) - 8)
-            parts.append((part / shared).clamp(-448, 448).to(torch.float8_e4m3fn).float() * shared)
+            shared = 2.0 ** (
+                torch.floor(torch.log2(part.abs().amax(dim=-1, keepdim=True))) - 8
+            )
+            parts.append(
+                (part / shared).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+                * shared
+            )
         return torch.cat(parts, dim=-1)
 
     expected = blocks(x) @ blocks(w).T
@@ -164,7 +192,9 @@ def test_rounding_the_rows_that_are_looked_up_is_rounding_the_table(seen, fmt):
     table = torch.randn(10, 40)
     owner = Net(w=table)
     ids = torch.tensor([[3, 1], [9, 3]])
-    found = run(seen, "/embedding", fmt, lambda i: F.embedding(i, owner.w), ids, owner=owner)
+    found = run(
+        seen, "/embedding", fmt, lambda i: F.embedding(i, owner.w), ids, owner=owner
+    )
     if fmt == "bf16":
         whole = table.to(BF16).float()
     elif fmt == "mxfp8_e4m3":
@@ -182,7 +212,9 @@ def test_rounding_the_rows_that_are_looked_up_is_rounding_the_table(seen, fmt):
 
 
 def _mx(block):
-    shared = 2.0 ** (torch.floor(torch.log2(block.abs().amax(dim=-1, keepdim=True))) - 8)
+    shared = 2.0 ** (
+        torch.floor(torch.log2(block.abs().amax(dim=-1, keepdim=True))) - 8
+    )
     return (block / shared).clamp(-448, 448).to(torch.float8_e4m3fn).float() * shared
 
 
@@ -222,7 +254,11 @@ def test_an_in_place_operator_writes_when_executed(seen):
         ("int8", lambda x: x.softmax(-1), "no int8 arithmetic for softmax operators"),
         ("tf32", lambda x: x.mean(), "no tf32 arithmetic for reduction operators"),
         ("int8", lambda x: x @ x.T, None),
-        ("ternary", lambda x: x @ x.T, "ternary is for weights, and this operator has none"),
+        (
+            "ternary",
+            lambda x: x @ x.T,
+            "ternary is for weights, and this operator has none",
+        ),
         ("ternary", lambda x: x @ OWNER.w, None),
         ("e8m0", lambda x: x @ x.T, "e8m0 holds scales, not values"),
         (
@@ -263,7 +299,9 @@ def test_every_format_runs_a_linear_and_leaves_its_arguments_alone(seen, fmt):
 
 
 def test_empty_tensors_pass(seen):
-    call = seen(lambda x: F.linear(x, OWNER.w), torch.zeros(0, 4), owner=OWNER).call("/linear")
+    call = seen(lambda x: F.linear(x, OWNER.w), torch.zeros(0, 4), owner=OWNER).call(
+        "/linear"
+    )
     for fmt in ("bf16", "int8", "mxfp4"):
         assert execute(call, parse_format(fmt)).shape == (0, 4)
 

@@ -24,7 +24,9 @@ HALF = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
 
 
 def values(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def neighbours(x):
@@ -90,7 +92,9 @@ def test_every_number_of_a_format(dtype):
         after = before.clone()
         Noise(seed).perturb_(after)
         special = ~before.isfinite() | (before == 0)
-        assert torch.equal(after.view(torch.int16)[special], codes[special])  # payloads and the sign of zero too
+        assert torch.equal(
+            after.view(torch.int16)[special], codes[special]
+        )  # payloads and the sign of zero too
         steps = moved(before[~special], after[~special])
         assert bool(after[~special].isfinite().all())
         assert bool((after.signbit() == before.signbit()).all())
@@ -106,7 +110,9 @@ def test_every_number_of_a_format(dtype):
 def test_every_number_of_fp8(dtype):
     """The finite numbers of one sign in order are the codes in order, by ml_dtypes."""
     codes = np.arange(256, dtype=np.uint8)
-    numbers = codes.view(getattr(ml_dtypes, str(dtype).removeprefix("torch."))).astype(np.float64)
+    numbers = codes.view(getattr(ml_dtypes, str(dtype).removeprefix("torch."))).astype(
+        np.float64
+    )
     order = np.unique(numbers[np.isfinite(numbers)])
     before = torch.from_numpy(codes.copy()).view(dtype)
     for seed in range(8):
@@ -130,7 +136,9 @@ def test_any_numbers(numbers, seed):
     Noise(seed).perturb_(again)
     assert torch.equal(after.view(torch.int32), again.view(torch.int32))
     usual = before.isfinite() & (before != 0)
-    assert torch.equal(after[~usual].view(torch.int32), before[~usual].view(torch.int32))
+    assert torch.equal(
+        after[~usual].view(torch.int32), before[~usual].view(torch.int32)
+    )
     moved(before[usual], after[usual])
     assert bool(after[usual].isfinite().all())
 
@@ -138,10 +146,15 @@ def test_any_numbers(numbers, seed):
 @pytest.mark.parametrize(
     "view",
     [
-        lambda t: t.T, lambda t: t[::2], lambda t: t[:, 3:9], lambda t: t[0, 0], lambda t: t[:0], lambda t: t.diagonal(),
+        lambda t: t.T,
+        lambda t: t[::2],
+        lambda t: t[:, 3:9],
+        lambda t: t[0, 0],
+        lambda t: t[:0],
+        lambda t: t.diagonal(),
         lambda t: t.view(4, 2, 4, 8).permute(0, 3, 1, 2),
     ],
-)  # fmt: skip
+)
 def test_views_move_in_place_and_nothing_beside_them(view):
     whole = values(16, 16)
     before = whole.clone()
@@ -160,7 +173,12 @@ def test_complex_and_what_is_no_number():
     Noise(0).perturb_(after)
     assert bool(moved(z.real, after.real).any())
     assert bool(moved(z.imag, after.imag).any())
-    for other in (torch.arange(9), torch.ones(9, dtype=torch.bool), torch.empty(0), torch.ones(9, device="meta")):
+    for other in (
+        torch.arange(9),
+        torch.ones(9, dtype=torch.bool),
+        torch.empty(0),
+        torch.ones(9, device="meta"),
+    ):
         kept = other.clone()
         Noise(0).perturb_(other)
         assert other.is_meta or torch.equal(other, kept)
@@ -196,9 +214,13 @@ EXACT = {
     "comparisons": lambda: (X > Y).float() + 0,
     "max": lambda: torch.maximum(X.relu(), Y.amax(0)).clamp(-1, 1.5),
     "sign": lambda: (-X).abs().neg_(),
-    "gather": lambda: X.gather(0, torch.zeros(3, 24, dtype=torch.int64))[torch.tensor([1, 0])],
+    "gather": lambda: X.gather(0, torch.zeros(3, 24, dtype=torch.int64))[
+        torch.tensor([1, 0])
+    ],
     "embedding": lambda: F.embedding(torch.tensor([3, 1]), X),
-    "stored": lambda: X.clone().index_put_((torch.tensor([1]),), Y[0]).masked_fill_(Y > 0, 2.5),
+    "stored": lambda: (
+        X.clone().index_put_((torch.tensor([1]),), Y[0]).masked_fill_(Y > 0, 2.5)
+    ),
     "sort": lambda: X.sort().values,
     "where": lambda: torch.where(X > 0, X, Y).tril(),
     "pad and pool": lambda: F.max_pool2d(F.pad(X[None, None], (1, 1)), 2),
@@ -212,7 +234,9 @@ EXACT = {
     "known numbers": lambda: X.round().bfloat16(),
     "integers": lambda: torch.arange(9) * 3 // 2,
     "random": lambda: torch.rand(40, generator=torch.Generator().manual_seed(1)),
-    "uniform": lambda: torch.empty(30).normal_(generator=torch.Generator().manual_seed(1)),
+    "uniform": lambda: torch.empty(30).normal_(
+        generator=torch.Generator().manual_seed(1)
+    ),
 }
 
 
@@ -239,19 +263,30 @@ def test_what_rounds_nothing_stays(name, path):
 def test_only_the_elements_that_were_rounded_move(path):
     mixed = torch.cat([X[0].round(), X[1]])
     before, after = mixed * 0.75, noisy(path, lambda: mixed * 0.75)
-    assert torch.equal(before[:24], after[:24])  # whole numbers below 10 times 3/4: at most 6 bits
+    assert torch.equal(
+        before[:24], after[:24]
+    )  # whole numbers below 10 times 3/4: at most 6 bits
     assert bool(moved(before[24:], after[24:]).any())
 
 
 def train(run=None, autocast=None, fused=False, steps=3):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(0.1),
-                        nn.Linear(8 * 36, 5), nn.Sigmoid())  # fmt: skip
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(8 * 36, 5),
+        nn.Sigmoid(),
+    )
     opt = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused)
     x, losses = values(4, 3, 8, 8, seed=3), []
     kept = x.clone()
     for _ in range(steps):
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        with torch.autocast(
+            "cpu", autocast or torch.bfloat16, enabled=autocast is not None
+        ):
             loss = F.binary_cross_entropy(net(x).float(), torch.ones(4, 5))
         opt.zero_grad()
         loss.backward()
@@ -265,7 +300,9 @@ def train(run=None, autocast=None, fused=False, steps=3):
     return losses, [p.detach().clone() for p in net.parameters()], torch.get_rng_state()
 
 
-@pytest.mark.parametrize(("autocast", "fused"), [(None, False), (None, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("autocast", "fused"), [(None, False), (None, True), (torch.bfloat16, False)]
+)
 def test_training_with_noise(autocast, fused, path):
     plain = train(autocast=autocast, fused=fused)
     found = []
@@ -278,9 +315,14 @@ def test_training_with_noise(autocast, fused, path):
     assert all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first[1], other[1], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first[1], plain[1], strict=True))
-    assert all(torch.equal(run[2], plain[2]) for run in found)  # the program's random state
+    assert all(
+        torch.equal(run[2], plain[2]) for run in found
+    )  # the program's random state
     # three steps of AdamW move a weight by 3 lr at most, whatever the gradient
-    assert max((a - b).abs().max().item() for a, b in zip(first[1], plain[1], strict=True)) < 2 * 3 * 1.01e-2
+    assert (
+        max((a - b).abs().max().item() for a, b in zip(first[1], plain[1], strict=True))
+        < 2 * 3 * 1.01e-2
+    )
     assert json.loads((path / "run.json").read_text())["noise"] == 2
 
 
@@ -335,7 +377,10 @@ def test_inference_mode(path):
 
 def test_restored_after_an_exception(path):
     state = torch.get_rng_state()
-    with pytest.raises(ValueError, match="of the program"), roundoff.capture(path, noise=1):
+    with (
+        pytest.raises(ValueError, match="of the program"),
+        roundoff.capture(path, noise=1),
+    ):
         X @ Y
         raise ValueError("of the program")
     assert _get_current_dispatch_mode() is None

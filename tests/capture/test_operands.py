@@ -28,36 +28,91 @@ OWNER = Weights()
 @pytest.mark.parametrize(
     ("function", "site", "expected"),
     [
-        (lambda x: F.linear(x, OWNER.w, OWNER.b), "/linear",
-         [("activation", []), ("weight", ["w"]), ("bias", ["b"])]),
-        (lambda x: F.linear(x, weight=OWNER.w, bias=OWNER.b), "/linear",
-         [("activation", []), ("weight", ["w"]), ("bias", ["b"])]),
+        (
+            lambda x: F.linear(x, OWNER.w, OWNER.b),
+            "/linear",
+            [("activation", []), ("weight", ["w"]), ("bias", ["b"])],
+        ),
+        (
+            lambda x: F.linear(x, weight=OWNER.w, bias=OWNER.b),
+            "/linear",
+            [("activation", []), ("weight", ["w"]), ("bias", ["b"])],
+        ),
         (lambda x: x @ OWNER.w, "/matmul", [("activation", []), ("weight", ["w"])]),
         (lambda x: x @ OWNER.w.t(), "/matmul", [("activation", []), ("weight", ["w"])]),
-        (lambda x: x @ OWNER.w[:, 1:], "/matmul", [("activation", []), ("weight", ["w"])]),
+        (
+            lambda x: x @ OWNER.w[:, 1:],
+            "/matmul",
+            [("activation", []), ("weight", ["w"])],
+        ),
         (lambda x: OWNER.w @ x.T, "/matmul", [("weight", ["w"]), ("activation", [])]),
-        (lambda x: torch.addmm(OWNER.b, x, OWNER.w), "/addmm",
-         [("bias", ["b"]), ("activation", []), ("weight", ["w"])]),
-        (lambda x: torch.einsum("ij,kj->ik", x, OWNER.w), "/einsum", [("activation", []), ("weight", ["w"])]),
-        (lambda x: F.linear(x, OWNER.w * 2.0), "/linear", [("activation", []), ("activation", ["/mul"])]),
+        (
+            lambda x: torch.addmm(OWNER.b, x, OWNER.w),
+            "/addmm",
+            [("bias", ["b"]), ("activation", []), ("weight", ["w"])],
+        ),
+        (
+            lambda x: torch.einsum("ij,kj->ik", x, OWNER.w),
+            "/einsum",
+            [("activation", []), ("weight", ["w"])],
+        ),
+        (
+            lambda x: F.linear(x, OWNER.w * 2.0),
+            "/linear",
+            [("activation", []), ("activation", ["/mul"])],
+        ),
         (lambda x: x + OWNER.b, "/add", [("activation", []), ("weight", ["b"])]),
         (lambda x: x + OWNER.table, "/add", [("activation", []), ("activation", [])]),
-        (lambda x: F.layer_norm(x, (4,), OWNER.b, OWNER.b), "/layer_norm",
-         [("activation", []), ("weight", ["b"]), ("weight", ["b"])]),
-        (lambda x: F.embedding(torch.tensor([1]), OWNER.w), "/embedding", [("weight", ["w"])]),
-        (lambda x: torch.where(x > 0, x, OWNER.b).sin(), "/sin", [("activation", ["", "b"])]),  # mixed with the input
-        (lambda x: torch.where(x > 0, torch.zeros_like(x), OWNER.b).sin(), "/sin", [("weight", ["b"])]),
-        (lambda x: (OWNER.w + torch.zeros(4)).sin(), "/add", [("weight", ["w"]), ("activation", [])]),
-        (lambda x: F.linear(x, OWNER.w, x.sin()[0]), "/linear",
-         [("activation", []), ("weight", ["w"]), ("bias", ["/sin"])]),
+        (
+            lambda x: F.layer_norm(x, (4,), OWNER.b, OWNER.b),
+            "/layer_norm",
+            [("activation", []), ("weight", ["b"]), ("weight", ["b"])],
+        ),
+        (
+            lambda x: F.embedding(torch.tensor([1]), OWNER.w),
+            "/embedding",
+            [("weight", ["w"])],
+        ),
+        (
+            lambda x: torch.where(x > 0, x, OWNER.b).sin(),
+            "/sin",
+            [("activation", ["", "b"])],
+        ),  # mixed with the input
+        (
+            lambda x: torch.where(x > 0, torch.zeros_like(x), OWNER.b).sin(),
+            "/sin",
+            [("weight", ["b"])],
+        ),
+        (
+            lambda x: (OWNER.w + torch.zeros(4)).sin(),
+            "/add",
+            [("weight", ["w"]), ("activation", [])],
+        ),
+        (
+            lambda x: F.linear(x, OWNER.w, x.sin()[0]),
+            "/linear",
+            [("activation", []), ("weight", ["w"]), ("bias", ["/sin"])],
+        ),
         (lambda x: x * 2.0, "/mul", [("activation", [])]),
-        (lambda x: x * torch.tensor(2.0), "/mul", [("activation", [])]),  # a 0-dim tensor is a scalar factor
-        (lambda x: F.batch_norm(x, OWNER.table, OWNER.table.abs(), OWNER.b, OWNER.b), "/batch_norm",
-         [("activation", []), ("weight", ["b"]), ("weight", ["b"])]),  # running statistics stay as they are kept
-        (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(3, 3)),
-         "/scaled_dot_product_attention", [("activation", [])] * 3),  # a mask is not rounded
+        (
+            lambda x: x * torch.tensor(2.0),
+            "/mul",
+            [("activation", [])],
+        ),  # a 0-dim tensor is a scalar factor
+        (
+            lambda x: F.batch_norm(x, OWNER.table, OWNER.table.abs(), OWNER.b, OWNER.b),
+            "/batch_norm",
+            [("activation", []), ("weight", ["b"]), ("weight", ["b"])],
+        ),  # running statistics stay as they are kept
+        (
+            lambda x: F.scaled_dot_product_attention(
+                x, x, x, attn_mask=torch.zeros(3, 3)
+            ),
+            "/scaled_dot_product_attention",
+            [("activation", [])] * 3,
+        ),  # a mask is not rounded
     ],
-)  # fmt: skip
+)
 def test_roles_and_sources(seen, function, site, expected):
     assert roles(seen(function, X, owner=OWNER).call(site)) == expected
 
@@ -109,7 +164,8 @@ def test_values_from_outside_that_are_mixed_in_are_remembered(seen, mix):
 
 
 @pytest.mark.parametrize(
-    "draw", [torch.rand_like, torch.bernoulli, lambda y: F.dropout(y, 0.5, training=True)]
+    "draw",
+    [torch.rand_like, torch.bernoulli, lambda y: F.dropout(y, 0.5, training=True)],
 )
 def test_random_values_come_from_nowhere(seen, draw):
     found = seen(lambda x: draw(x.sin().square()).exp(), X)
@@ -205,9 +261,13 @@ def test_packed_and_plain_sequences_have_the_same_operands(seen):
     lstm = nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)
     x = torch.rand(2, 5, 4)
     plain = seen(lstm, x).call("/lstm")
-    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(
+        x, torch.tensor([5, 3]), batch_first=True
+    )
     other = seen(lstm, packed).call("/lstm")
-    weights = [(o.role, sorted(o.sources)) for o in plain.operands if o.role != "activation"]
+    weights = [
+        (o.role, sorted(o.sources)) for o in plain.operands if o.role != "activation"
+    ]
     assert [
         (o.role, sorted(o.sources)) for o in other.operands if o.role != "activation"
     ] == weights
@@ -223,7 +283,9 @@ def test_packed_and_plain_sequences_have_the_same_operands(seen):
 
 
 def test_a_call_keeps_enough_to_run_again_on_other_values(seen):
-    found = seen(lambda x: F.conv1d(x[None], torch.ones(2, 3, 1), stride=2).add_(1.0), X)
+    found = seen(
+        lambda x: F.conv1d(x[None], torch.ones(2, 3, 1), stride=2).add_(1.0), X
+    )
     call = found.call("/add")
     before = call.leaves[0].clone()
     again = call.again([torch.zeros_like(before), *call.leaves[1:]])

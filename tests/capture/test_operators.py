@@ -62,7 +62,9 @@ def test_the_name_of_a_function_and_whether_it_writes(function, name, inplace):
 def test_every_in_place_method_of_a_tensor_has_the_name_of_its_twin():
     kept = {"requires_grad_", "retain_grad_"}
     methods = [
-        n for n in dir(Tensor) if n.endswith("_") and not n.startswith("_") and n not in kept
+        n
+        for n in dir(Tensor)
+        if n.endswith("_") and not n.startswith("_") and n not in kept
     ]
     assert (
         len(methods) > 100
@@ -83,19 +85,35 @@ def test_every_python_operator_on_tensors(name):
     assert not plain.inplace
     assert getattr(operator, name)  # the spelling is Python's own
     if hasattr(Tensor, f"__i{name}__"):
-        assert Operator.of(getattr(Tensor, f"__i{name}__")) == Operator(plain.name, True)
+        assert Operator.of(getattr(Tensor, f"__i{name}__")) == Operator(
+            plain.name, True
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("linear", "linear"), ("bilinear", "linear"), ("matmul", "matmul"), ("einsum", "matmul"), ("addmm", "matmul"),
-        ("conv2d", "conv"), ("conv_transpose1d", "conv"), ("scaled_dot_product_attention", "attention"),
-        ("embedding", "embedding"), ("lstm", "rnn"), ("gru_cell", "rnn"), ("layer_norm", "normalization"),
-        ("batch_norm", "normalization"), ("softmax", "softmax"), ("log_softmax", "softmax"), ("mean", "reduction"),
-        ("max_pool2d", "reduction"), ("relu", "elementwise"), ("something_new", "elementwise"),
+        ("linear", "linear"),
+        ("bilinear", "linear"),
+        ("matmul", "matmul"),
+        ("einsum", "matmul"),
+        ("addmm", "matmul"),
+        ("conv2d", "conv"),
+        ("conv_transpose1d", "conv"),
+        ("scaled_dot_product_attention", "attention"),
+        ("embedding", "embedding"),
+        ("lstm", "rnn"),
+        ("gru_cell", "rnn"),
+        ("layer_norm", "normalization"),
+        ("batch_norm", "normalization"),
+        ("softmax", "softmax"),
+        ("log_softmax", "softmax"),
+        ("mean", "reduction"),
+        ("max_pool2d", "reduction"),
+        ("relu", "elementwise"),
+        ("something_new", "elementwise"),
     ],
-)  # fmt: skip
+)
 def test_kinds(name, kind):
     assert Operator(name, False).kind == kind
     assert kind in KINDS  # what the cost model knows
@@ -151,26 +169,40 @@ SUMMED = [
     ("addmm", torch.addmm, (torch.randn(5), x[0], w.T)),
     ("conv1d", F.conv1d, (torch.randn(2, 4, 6), torch.randn(5, 4, 3))),
     ("conv2d", F.conv2d, (torch.randn(2, 4, 6, 6), torch.randn(5, 4, 3, 3))),
-    ("conv_transpose2d", F.conv_transpose2d, (torch.randn(2, 4, 6, 6), torch.randn(4, 5, 3, 3))),
+    (
+        "conv_transpose2d",
+        F.conv_transpose2d,
+        (torch.randn(2, 4, 6, 6), torch.randn(4, 5, 3, 3)),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "function", "arguments"), SUMMED, ids=[s[0] for s in SUMMED])
-def test_the_contracted_axis_is_one_that_the_result_sums_over(name, function, arguments):
+@pytest.mark.parametrize(
+    ("name", "function", "arguments"), SUMMED, ids=[s[0] for s in SUMMED]
+)
+def test_the_contracted_axis_is_one_that_the_result_sums_over(
+    name, function, arguments
+):
     """Two entries along the contracted axis exchanged in both operands leave the result unchanged."""
     order = torch.tensor([1, 0, 2, 3])
     changed = list(arguments)
     for operand in CONTRACTING[name].operands:
         if not operand.bias:
-            changed[operand.index] = changed[operand.index].index_select(operand.reduce, order)
+            changed[operand.index] = changed[operand.index].index_select(
+                operand.reduce, order
+            )
     # sums of at most 4 * 3 * 3 products in another order: n eps relative to the sum of magnitudes, below 36 * 4
     torch.testing.assert_close(
         function(*changed), function(*arguments), rtol=0, atol=36 * 2**-23 * 144
     )
 
 
-@pytest.mark.parametrize(("name", "function", "arguments"), SUMMED, ids=[s[0] for s in SUMMED])
-def test_the_axis_that_keeps_a_scale_reaches_one_output_channel(name, function, arguments):
+@pytest.mark.parametrize(
+    ("name", "function", "arguments"), SUMMED, ids=[s[0] for s in SUMMED]
+)
+def test_the_axis_that_keeps_a_scale_reaches_one_output_channel(
+    name, function, arguments
+):
     """A scale along ``channel`` can be taken out of the sum: doubling one entry doubles one slice of the result."""
     _, weight = [o for o in CONTRACTING[name].operands if not o.bias]
     arguments = [
@@ -184,7 +216,10 @@ def test_the_axis_that_keeps_a_scale_reaches_one_output_channel(name, function, 
     axis = 1 if weight.index and CONTRACTING[name].kind == "conv" else -1
     ratio = after / before
     torch.testing.assert_close(
-        ratio.select(axis, 0), torch.full_like(ratio.select(axis, 0), 2.0), rtol=0, atol=0
+        ratio.select(axis, 0),
+        torch.full_like(ratio.select(axis, 0), 2.0),
+        rtol=0,
+        atol=0,
     )
     assert torch.equal(after.narrow(axis, 1, 4), before.narrow(axis, 1, 4))
 

@@ -18,7 +18,10 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available() or sys.platform == "win32", reason="needs torch.distributed"),
+    pytest.mark.skipif(
+        not torch.distributed.is_available() or sys.platform == "win32",
+        reason="needs torch.distributed",
+    ),
 ]
 
 HEAD = """
@@ -51,24 +54,52 @@ END = "\ndist.destroy_process_group()\n"
 def launch(tmp_path, text, *options, steps="0-1", head=HEAD, code=0):
     (tmp_path / "train.py").write_text(head + textwrap.dedent(text) + END)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "roundoff", "capture",
-         "-o", "run", "--steps", steps, *options, "--", "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "roundoff",
+            "capture",
+            "-o",
+            "run",
+            "--steps",
+            steps,
+            *options,
+            "--",
+            "train.py",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
         env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert (done.returncode == 0) == (code == 0), done.stderr
     return done
 
 
 def collectives(run, rank):
-    rows = run.ops.filter(pl.col("phase") == "collective", pl.col("rank") == rank, pl.col("step") == 0)
+    rows = run.ops.filter(
+        pl.col("phase") == "collective", pl.col("rank") == rank, pl.col("step") == 0
+    )
     found = rows.sort("record").collect()
-    return list(dict.fromkeys(zip(found["call"], found["operator"], found["group"], strict=True)))
+    return list(
+        dict.fromkeys(
+            zip(found["call"], found["operator"], found["group"], strict=True)
+        )
+    )
 
 
 def test_ddp_and_collectives_with_groups(tmp_path):
     done = launch(tmp_path, DDP, "--keep", "tensors")
-    assert done.stdout.count("Recorded steps 0 to 1 in run, ranks 0 to 1") == 1  # one process speaks
+    assert (
+        done.stdout.count("Recorded steps 0 to 1 in run, ranks 0 to 1") == 1
+    )  # one process speaks
     run = load(tmp_path / "run")
     assert run.ranks == [0, 1]
     assert run.steps == [0, 1]
@@ -80,11 +111,19 @@ def test_ddp_and_collectives_with_groups(tmp_path):
         assert ("c10d::allreduce_", str(rank)) in names
         assert ("c10d::broadcast_", "0,1") in names
         assert ("c10d::allgather_", "0,1") in names
-        module = set(run.ops.filter(pl.col("operator") == "addmm", pl.col("rank") == rank).collect()["module"])
+        module = set(
+            run.ops.filter(
+                pl.col("operator") == "addmm", pl.col("rank") == rank
+            ).collect()["module"]
+        )
         assert module == {"0", "2"}  # as without DDP
     # what the pair's all-reduce gave is the sum of both losses, on both
     losses = [run.tensor("/mean", rank=rank, step=0) for rank in (0, 1)]
-    rows = run.ops.filter(pl.col("operator") == "c10d::broadcast_", pl.col("rank") == 0, pl.col("step") == 0).collect()
+    rows = run.ops.filter(
+        pl.col("operator") == "c10d::broadcast_",
+        pl.col("rank") == 0,
+        pl.col("step") == 0,
+    ).collect()
     value = run.tensor(record=rows["record"][-1], rank=0, step=0)
     assert torch.equal(value, losses[0] + losses[1])
     # the bucket as the optimizer sees it: the mean over ranks, the same everywhere
@@ -120,17 +159,28 @@ def test_fsdp2_and_dtensor(tmp_path):
     assert run.ranks == [0, 1]
     assert run.steps == [0, 1]
     for rank in (0, 1):
-        names = {(operator.partition("::")[2], group) for _, operator, group in collectives(run, rank)}
-        gathered = {name for name, group in names if "all_gather" in name or "allgather" in name}
+        names = {
+            (operator.partition("::")[2], group)
+            for _, operator, group in collectives(run, rank)
+        }
+        gathered = {
+            name for name, group in names if "all_gather" in name or "allgather" in name
+        }
         reduced = {name for name, group in names if "reduce" in name}
         assert gathered
         assert reduced
         assert {group for _, group in names} >= {"0,1"}
         rows = run.ops.filter(pl.col("rank") == rank, pl.col("step") == 1)
-        assert {"0", "2"} <= set(rows.filter(pl.col("operator") == "addmm").collect()["module"])
-        unread = rows.filter(pl.col("nan").is_null(), pl.col("dtype").is_not_null()).collect()
+        assert {"0", "2"} <= set(
+            rows.filter(pl.col("operator") == "addmm").collect()["module"]
+        )
+        unread = rows.filter(
+            pl.col("nan").is_null(), pl.col("dtype").is_not_null()
+        ).collect()
         # one that another process still writes to is not read; the wait for it gives a tensor of its own
-        assert set(unread["reason"]) <= {"values inside AsyncCollectiveTensor cannot be read"}
+        assert set(unread["reason"]) <= {
+            "values inside AsyncCollectiveTensor cannot be read"
+        }
 
 
 PAIRS = """
@@ -154,16 +204,22 @@ def test_a_receive_before_its_send_does_not_hang(tmp_path):
     run = load(tmp_path / "run")
     for rank in (0, 1):
         rows = run.ops.filter(pl.col("rank") == rank).sort("record").collect()
-        (received,) = rows.filter(pl.col("operator") == "c10d::recv_").iter_rows(named=True)
+        (received,) = rows.filter(pl.col("operator") == "c10d::recv_").iter_rows(
+            named=True
+        )
         assert received["reason"] == "it had not finished when it was recorded"
-        (product,) = rows.filter(pl.col("operator") == "mul", pl.col("phase") == "forward").iter_rows(named=True)
+        (product,) = rows.filter(
+            pl.col("operator") == "mul", pl.col("phase") == "forward"
+        ).iter_rows(named=True)
         reduced = rows.row(product["inputs"][0], named=True)
         assert reduced["operator"] == "c10d::allreduce_"
         assert (reduced["min"], reduced["max"], reduced["inplace"]) == (2.0, 2.0, True)
 
 
 def test_one_rank_that_fails_leaves_the_steps_of_both(tmp_path):
-    text = DDP.replace("    total =", "    if step == 1: raise ValueError(rank)\n    total =")
+    text = DDP.replace(
+        "    total =", "    if step == 1: raise ValueError(rank)\n    total ="
+    )
     done = launch(tmp_path, text, "--overwrite", steps="0", code=1)
     assert "ValueError" in done.stderr
     run = load(tmp_path / "run")
@@ -177,4 +233,7 @@ def test_a_second_launch_does_not_mix_with_the_first(tmp_path):
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*"))
     done = launch(tmp_path, DDP, steps="0", code=2)
     assert "there is a run here already" in done.stderr
-    assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*")) == before
+    assert (
+        sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*"))
+        == before
+    )

@@ -18,7 +18,13 @@ from roundoff.store import OPS, Writer, load
 
 def model_and_batch():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(5, 3), nn.Softmax(-1))
+    model = nn.Sequential(
+        nn.Linear(6, 5),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.5),
+        nn.Linear(5, 3),
+        nn.Softmax(-1),
+    )
     return model, torch.randn(4, 6)
 
 
@@ -26,7 +32,10 @@ def model_and_batch():
 def recorded(tmp_path):
     def make(keep="tensors", model=None, name="run"):
         model, x = model or model_and_batch()
-        with torch.no_grad(), roundoff.capture(tmp_path / name, model, keep=keep, overwrite=True):
+        with (
+            torch.no_grad(),
+            roundoff.capture(tmp_path / name, model, keep=keep, overwrite=True),
+        ):
             model(x)
         return load(tmp_path / name)
 
@@ -37,7 +46,10 @@ def test_own_errors_from_disk_are_those_of_the_operator_in_fp64(recorded):
     run = recorded()
     found = replay(run)
     assert dict(found.schema) == COLUMNS
-    assert found["record"].to_list() == run.ops.filter(pl.col("call") >= 0).collect()["record"].to_list()
+    assert (
+        found["record"].to_list()
+        == run.ops.filter(pl.col("call") >= 0).collect()["record"].to_list()
+    )
     reasons = dict(found.drop_nulls("reason").select("overload", "reason").iter_rows())
     assert reasons == {
         "aten.t.default": "a view rounds nothing",
@@ -46,12 +58,19 @@ def test_own_errors_from_disk_are_those_of_the_operator_in_fp64(recorded):
     }
     first = found.filter(pl.col("overload") == "aten.addmm.default").row(0, named=True)
     model, x = model_and_batch()
-    true = nn.functional.linear(x.double(), model[0].weight.double(), model[0].bias.double())
+    true = nn.functional.linear(
+        x.double(), model[0].weight.double(), model[0].bias.double()
+    )
     [error] = own_error(run.tensor(record=first["record"]), true)
     assert (first["own_l2"], first["own_max"]) == (error.l2, error.max)
-    assert first["sqnr_db"] == pytest.approx(20 * math.log10(error.reference / error.l2))
+    assert first["sqnr_db"] == pytest.approx(
+        20 * math.log10(error.reference / error.l2)
+    )
     relu = found.filter(pl.col("overload") == "aten.relu_.default").row(0, named=True)
-    assert (relu["own_l2"], relu["sqnr_db"]) == (0.0, math.inf)  # its input is stored from before it was overwritten
+    assert (relu["own_l2"], relu["sqnr_db"]) == (
+        0.0,
+        math.inf,
+    )  # its input is stored from before it was overwritten
     ran = found.filter(pl.col("reason").is_null())
     assert (ran["sqnr_db"] > 120).all()  # fp32: 2**-24 is 144 dB, sums of 7
 
@@ -85,9 +104,13 @@ def test_selection(recorded):
     with pytest.raises(PatternError, match="such as.*softmax"):
         replay(run, site="4/_softmaxx")
     wrongs = [
-        ({"phase": "backward"}, "no phase 'backward'"), ({"rank": 3}, "no rank 3"), ({"step": 7}, "no step 7"),
-        ({"dtype": "int8"}, "does not compute"), ({"device": "cuda:99"}, "device"), ({"device": "what"}, "device"),
-    ]  # fmt: skip
+        ({"phase": "backward"}, "no phase 'backward'"),
+        ({"rank": 3}, "no rank 3"),
+        ({"step": 7}, "no step 7"),
+        ({"dtype": "int8"}, "does not compute"),
+        ({"device": "cuda:99"}, "device"),
+        ({"device": "what"}, "device"),
+    ]
     for wrong, message in wrongs:
         with pytest.raises(RunError, match=message):
             replay(run, **wrong)
@@ -117,7 +140,10 @@ def test_what_is_not_stored_is_a_reason(recorded, tmp_path):
     assert reasons["aten._softmax.default"].startswith("its result 4/_softmax")
     texts = " ".join(found["reason"].drop_nulls())
     assert "0.bias is not stored (too large)" in texts
-    assert "import the library that registers 'mylib' first" in reasons["mylib.div_.default"]
+    assert (
+        "import the library that registers 'mylib' first"
+        in reasons["mylib.div_.default"]
+    )
 
 
 def test_a_run_without_tensors_says_how_to_capture_them(recorded):
@@ -128,8 +154,13 @@ def test_a_run_without_tensors_says_how_to_capture_them(recorded):
 
 def test_bad_input_is_exit_code_2_and_one_message(recorded, capsys, tmp_path):
     run = recorded()
-    for arguments in (["nowhere"], [str(run.path), "--site", "nothing"], [str(run.path), "--dtype", "fp65"],
-                      [str(run.path), "--step", "9"], [str(run.path), "--device", "what"]):  # fmt: skip
+    for arguments in (
+        ["nowhere"],
+        [str(run.path), "--site", "nothing"],
+        [str(run.path), "--dtype", "fp65"],
+        [str(run.path), "--step", "9"],
+        [str(run.path), "--device", "what"],
+    ):
         assert main(["replay", *arguments]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
@@ -160,5 +191,10 @@ def test_what_reads_a_sparse_tensor_does_not_run_again(tmp_path):
     assert stored.tensor("/_to_sparse").tolist() == (x * 2)[x != 0].tolist()
     found = dict(replay(stored).select("site", "reason").iter_rows())
     assert found["/mul"] is None
-    assert found["/mm"] == "its input /_to_sparse is stored as the values inside it alone"
-    assert found["/_to_sparse"] == "its result /_to_sparse is stored as the values inside it alone"
+    assert (
+        found["/mm"] == "its input /_to_sparse is stored as the values inside it alone"
+    )
+    assert (
+        found["/_to_sparse"]
+        == "its result /_to_sparse is stored as the values inside it alone"
+    )

@@ -50,25 +50,41 @@ def record(tmp_path, monkeypatch):
 
 
 def operators(run, step, phase="forward"):
-    rows = run.ops.filter(pl.col("step") == step, pl.col("phase") == phase, pl.col("call") >= 0)
+    rows = run.ops.filter(
+        pl.col("step") == step, pl.col("phase") == phase, pl.col("call") >= 0
+    )
     return rows.sort("record").collect()["operator"].to_list()
 
 
 def calls(run, operator, phase="forward"):
     """How often an operator was called in each step."""
-    found = run.ops.filter(pl.col("operator") == operator, pl.col("phase") == phase, pl.col("call") >= 0).collect()
-    return [found.filter(pl.col("step") == step)["call"].n_unique() for step in run.steps]
+    found = run.ops.filter(
+        pl.col("operator") == operator, pl.col("phase") == phase, pl.col("call") >= 0
+    ).collect()
+    return [
+        found.filter(pl.col("step") == step)["call"].n_unique() for step in run.steps
+    ]
 
 
 def scalars(run, name):
-    return run.scalars.filter(pl.col("name") == name).sort("step").collect()["value"].to_list()
+    return (
+        run.scalars.filter(pl.col("name") == name)
+        .sort("step")
+        .collect()["value"]
+        .to_list()
+    )
 
 
 def child(tmp_path, *arguments, **options):
     return subprocess.Popen(
-        [sys.executable, "-m", "roundoff", *arguments], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}, **options,
-    )  # fmt: skip
+        [sys.executable, "-m", "roundoff", *arguments],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        **options,
+    )
 
 
 def test_a_step_ends_with_the_optimizer(record):
@@ -84,7 +100,13 @@ def test_numbers_are_those_of_the_script_alone(record, tmp_path, capsys):
     text = "train(3)\nprint([p.sum().item() for p in model.parameters()])\n"
     record(text, steps="1")
     recorded = capsys.readouterr().out
-    alone = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=60, check=True)
+    alone = subprocess.run(
+        [sys.executable, tmp_path / "train.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert recorded == alone.stdout
 
 
@@ -110,14 +132,19 @@ for i in range(3):
 
 def test_two_optimizers_make_one_step(record):
     first = "critic(model(torch.ones(3, 4)).detach()).mean().backward(); second.step(); second.zero_grad()"
-    other = "critic(model(torch.ones(3, 4))).mean().backward(); opt.step(); opt.zero_grad()"
+    other = (
+        "critic(model(torch.ones(3, 4))).mean().backward(); opt.step(); opt.zero_grad()"
+    )
     run = record(GAN.format(order=f"{first}; {other}"), steps=None)
     assert run.steps == [0, 1, 2]
     assert calls(run, "addmm") == [6, 6, 6]
 
 
 def test_an_optimizer_that_never_steps_is_not_waited_for_twice(record):
-    run = record("unused = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)\ntrain(5)", steps=None)
+    run = record(
+        "unused = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)\ntrain(5)",
+        steps=None,
+    )
     assert calls(run, "addmm") == [4, 2, 2, 2]
 
 
@@ -127,22 +154,30 @@ def test_an_optimizer_replaced_by_another_is_not_waited_for(record):
 
 
 def test_grad_scaler_with_a_skipped_step(record):
-    run = record("""
+    run = record(
+        """
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for i in range(4):
             opt.zero_grad()
             scaler.scale(loss() * (float("inf") if i == 0 else 1.0)).backward()
             scaler.step(opt)
             scaler.update()
-    """, steps="0-2")  # fmt: skip
+    """,
+        steps="0-2",
+    )
     assert run.steps == [0, 1, 2]
     assert calls(run, "addmm") == [2, 2, 2]
-    assert scalars(run, "loss_scale") == [4.0, 4.0, 4.0]  # halved by the first step, then kept
+    assert scalars(run, "loss_scale") == [
+        4.0,
+        4.0,
+        4.0,
+    ]  # halved by the first step, then kept
     assert "add_" not in operators(run, 0, "optimizer")
 
 
 def test_loss_scaler_with_a_skipped_step_and_two_optimizers(record):
-    run = record("""
+    run = record(
+        """
         import roundoff
         two = torch.optim.SGD(model[2].parameters(), lr=0.1)
         opt = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -151,7 +186,9 @@ def test_loss_scaler_with_a_skipped_step_and_two_optimizers(record):
             scaler.backward(loss() * (float("inf") if i == 1 else 1.0))
             scaler.step(opt, two)
             opt.zero_grad(), two.zero_grad()
-    """, steps="0-3")  # fmt: skip
+    """,
+        steps="0-3",
+    )
     assert run.steps == [0, 1, 2, 3]
     assert calls(run, "addmm") == [2, 2, 2, 2]
     assert scalars(run, "loss_scale") == [8.0, 4.0, 4.0, 4.0]
@@ -189,10 +226,16 @@ def test_a_closure_is_forward(record):
 
 
 def test_evaluation_after_the_training_is_not_part_of_it(record):
-    run = record("train(2)\nwith torch.no_grad():\n    model(torch.ones(1, 4)).softmax(1)\n")
+    run = record(
+        "train(2)\nwith torch.no_grad():\n    model(torch.ones(1, 4)).softmax(1)\n"
+    )
     assert run.steps == [0, 1]
     assert not run.ops.filter(pl.col("operator") == "_softmax").collect().height
-    rest = record("train(2)\nwith torch.no_grad():\n    model(torch.ones(1, 4)).softmax(1)\n", steps=None, overwrite=True)
+    rest = record(
+        "train(2)\nwith torch.no_grad():\n    model(torch.ones(1, 4)).softmax(1)\n",
+        steps=None,
+        overwrite=True,
+    )
     assert rest.steps == [0, 1]
 
 
@@ -206,16 +249,22 @@ def test_a_script_without_training(record):
 
 
 def test_stop_ends_the_script(record, tmp_path):
-    run = record("try:\n    train(50)\nexcept Exception:\n    pass\nopen('end', 'w')\n", stop=True)
+    run = record(
+        "try:\n    train(50)\nexcept Exception:\n    pass\nopen('end', 'w')\n",
+        stop=True,
+    )
     assert run.steps == [0, 1]
     assert run.about["complete"] is True
     assert not (tmp_path / "end").exists()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, while it compiles
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning"
+)  # torch's own, while it compiles
 @pytest.mark.parametrize("eager", [True, False])
 def test_compiled_steps(record, eager):
-    run = record("""
+    run = record(
+        """
         compiled = torch.compile(model, backend="aot_eager")
         @torch.compile(backend="aot_eager", fullgraph=False)
         def step(x):
@@ -226,7 +275,9 @@ def test_compiled_steps(record, eager):
             return value
         for i in range(3):
             step(torch.ones(3, 4))
-    """, eager=eager)  # fmt: skip
+    """,
+        eager=eager,
+    )
     torch._dynamo.reset()
     assert run.steps == [0, 1]
     assert calls(run, "addmm") == [2, 2]
@@ -260,7 +311,9 @@ def test_a_module_in_a_package(tmp_path, monkeypatch, capsys):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack/__init__.py").write_text("")
     (tmp_path / "pack/size.py").write_text("n = 2\n")
-    (tmp_path / "pack/train.py").write_text("from .size import n\nimport sys" + HEAD + "train(n)\nprint(sys.argv[1:])\n")
+    (tmp_path / "pack/train.py").write_text(
+        "from .size import n\nimport sys" + HEAD + "train(n)\nprint(sys.argv[1:])\n"
+    )
     monkeypatch.chdir(tmp_path)
     capture_script(["-m", "pack.train", "-x"], "run", steps="0-1")
     assert load("run").steps == [0, 1]
@@ -269,7 +322,12 @@ def test_a_module_in_a_package(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("end", "got"), [("sys.exit(3)", "3"), ("sys.exit('bad config')", "bad config"), ("1 / 0", "ZeroDivisionError")]
+    ("end", "got"),
+    [
+        ("sys.exit(3)", "3"),
+        ("sys.exit('bad config')", "bad config"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
 )
 def test_a_script_that_fails(record, tmp_path, capsys, end, got):
     with pytest.raises(ScriptError) as caught:
@@ -313,7 +371,10 @@ def test_an_error_of_ours_in_the_script_is_the_scripts(record, capsys):
         (["-m"], "no script to run"),
         (["nowhere.py"], "nowhere.py"),
         (["torchrun", "train.py"], "torchrun --nproc-per-node 2 -m roundoff"),
-        (["-m", "torch.distributed.run", "train.py"], "torchrun --nproc-per-node 2 -m roundoff"),
+        (
+            ["-m", "torch.distributed.run", "train.py"],
+            "torchrun --nproc-per-node 2 -m roundoff",
+        ),
     ],
 )
 def test_no_script(words, message, tmp_path):
@@ -335,7 +396,9 @@ def test_nothing_is_left_behind(record):
 
 def test_data_loader_workers(tmp_path):
     """Of both kinds; a forked worker must not record what it computes itself."""
-    (tmp_path / "train.py").write_text(HEAD + textwrap.dedent("""
+    (tmp_path / "train.py").write_text(
+        HEAD
+        + textwrap.dedent("""
         class Data(torch.utils.data.Dataset):
             def __len__(self): return 4
             def __getitem__(self, i):
@@ -348,8 +411,11 @@ def test_data_loader_workers(tmp_path):
                     model(x).sum().backward()
                     opt.step()
                     opt.zero_grad()
-    """))  # fmt: skip
-    process = child(tmp_path, "capture", "-o", "run", "--steps", "all", "--", "train.py")
+    """)
+    )
+    process = child(
+        tmp_path, "capture", "-o", "run", "--steps", "all", "--", "train.py"
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "Recorded steps 0 to" in out
@@ -359,16 +425,32 @@ def test_data_loader_workers(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 2), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 2), (signal.SIGKILL, -signal.SIGKILL)]
+)
 def test_interrupted_in_a_step(tmp_path, number, code):
-    (tmp_path / "train.py").write_text(HEAD + textwrap.dedent("""
+    (tmp_path / "train.py").write_text(
+        HEAD
+        + textwrap.dedent("""
         import time
         train(2)
         loss()
         print("ready", flush=True)
         time.sleep(60)
-    """))  # fmt: skip
-    process = child(tmp_path, "capture", "-o", "run", "--steps", "all", "--keep", "tensors", "--", "train.py")
+    """)
+    )
+    process = child(
+        tmp_path,
+        "capture",
+        "-o",
+        "run",
+        "--steps",
+        "all",
+        "--keep",
+        "tensors",
+        "--",
+        "train.py",
+    )
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.1)
     process.send_signal(number)
@@ -388,15 +470,19 @@ def test_interrupted_in_a_step(tmp_path, number, code):
 
 def test_no_space_left(tmp_path):
     """A limit on the size of files stands for a full disk: the script goes on, one warning, exit code 2."""
-    (tmp_path / "train.py").write_text(HEAD + "\ntrain(3)\nprint(sum(p.sum().item() for p in model.parameters()))\n")
+    (tmp_path / "train.py").write_text(
+        HEAD + "\ntrain(3)\nprint(sum(p.sum().item() for p in model.parameters()))\n"
+    )
     options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
     alone = subprocess.run([sys.executable, "train.py"], check=True, **options)
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"
     limit += "from roundoff.cli.app import main; sys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-c", limit, "capture", "-o", "run", "--", "train.py"], **options,
-        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", limit, "capture", "-o", "run", "--", "train.py"],
+        **options,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     assert done.returncode == 2, done.stderr
     assert alone.stdout in done.stdout
     assert "Traceback" not in done.stderr

@@ -53,7 +53,9 @@ def work(seen, function):
         lambda: F.conv_transpose1d(X[0].T, W.t1),
         lambda: torch.einsum("bti,oi->bto", X, W.w),
         lambda: torch.einsum("bqd,bkd->bqk", X, X),
-        lambda: F.scaled_dot_product_attention(X[:, None], X[:, None, :2], torch.randn(2, 1, 2, 8)),
+        lambda: F.scaled_dot_product_attention(
+            X[:, None], X[:, None, :2], torch.randn(2, 1, 2, 8)
+        ),
     ],
 )
 def test_multiply_accumulates_are_half_the_flops_that_torch_counts(seen, function):
@@ -92,7 +94,13 @@ def test_multiply_accumulates_are_half_the_flops_that_torch_counts(seen, functio
         # y[b, o] = sum over i and j of x1[b, i] W[o, i, j] x2[b, j]: 4 * 3 products for each of 3 * 6 results
         (lambda: F.bilinear(X[0], X[1][:, :3], W.w1), 12 + 9, 72, 18, 18 * 4 * 3),
         # the batch is summed too: 3 * 3 results of 2 * 4 products
-        (lambda: torch.addbmm(torch.zeros(3, 3), X, X.transpose(1, 2)), 48, 9, 9, 9 * 8),
+        (
+            lambda: torch.addbmm(torch.zeros(3, 3), X, X.transpose(1, 2)),
+            48,
+            9,
+            9,
+            9 * 8,
+        ),
         (lambda: X.max(dim=-1), 24, 0, 6, 0),
     ],
 )
@@ -127,10 +135,15 @@ def test_recurrent_layers_by_hand(seen, module, macs):
 
 def test_a_packed_sequence_counts_its_steps_alone(seen):
     lstm = nn.LSTM(4, 5, batch_first=True)
-    packed = nn.utils.rnn.pack_padded_sequence(X, torch.tensor([3, 1]), batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(
+        X, torch.tensor([3, 1]), batch_first=True
+    )
     found = seen(lstm, packed)
     (call,) = found.calls
-    assert sizes(call, float_tensors(found.recorder.results[-1]))["macs"] == (3 + 1) * 9 * 20
+    assert (
+        sizes(call, float_tensors(found.recorder.results[-1]))["macs"]
+        == (3 + 1) * 9 * 20
+    )
 
 
 def test_a_recurrent_cell(seen):

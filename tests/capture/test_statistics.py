@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from roundoff.capture.kernel import ROW, compiled
 from roundoff.capture.statistics import COLUMNS, SAMPLE, Statistics, in_memory_order
 
-FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 
 
 def oracle(tensor):
@@ -23,12 +30,24 @@ def oracle(tensor):
     wide = wide.abs() if wide.is_complex() else wide
     x = wide.to(torch.float64).reshape(-1).numpy()
     finite = x[np.isfinite(x)]
-    marks = np.isnan(x), x == np.inf, x == -np.inf, x == 0, (np.abs(x) < tiny) & (x != 0)
+    marks = (
+        np.isnan(x),
+        x == np.inf,
+        x == -np.inf,
+        x == 0,
+        (np.abs(x) < tiny) & (x != 0),
+    )
     counts = [mark.sum() for mark in marks]
     if not len(finite):
         return [None] * 5 + [int(c) for c in counts]
     with np.errstate(over="ignore"):
-        values = [finite.min(), finite.max(), finite.mean(), np.sqrt((finite**2).sum()), finite.std()]
+        values = [
+            finite.min(),
+            finite.max(),
+            finite.mean(),
+            np.sqrt((finite**2).sum()),
+            finite.std(),
+        ]
     return [float(v) for v in values] + [int(c) for c in counts]
 
 
@@ -41,7 +60,10 @@ def statistics(*tensors):
 
 
 def check(row, tensor):
-    found, expected = dict(zip(COLUMNS, row, strict=True)), dict(zip(COLUMNS, oracle(tensor), strict=True))
+    found, expected = (
+        dict(zip(COLUMNS, row, strict=True)),
+        dict(zip(COLUMNS, oracle(tensor), strict=True)),
+    )
     for name in ("nan", "posinf", "neginf", "zero", "subnormal"):
         assert found[name] == expected[name], name
     if expected["min"] is None:
@@ -50,15 +72,33 @@ def check(row, tensor):
     assert (found["min"], found["max"]) == (expected["min"], expected["max"])
     # fp32 sums: lanes of 64 terms, then rows: 2**-24 * (64 + 10) of the sum of magnitudes at most
     accuracy = 2.0**-17
-    magnitude = expected["l2"] / math.sqrt(max(1, tensor.numel()))  # the mean of |x| is at most this
+    magnitude = expected["l2"] / math.sqrt(
+        max(1, tensor.numel())
+    )  # the mean of |x| is at most this
     assert found["l2"] == pytest.approx(expected["l2"], rel=accuracy)
-    assert found["mean"] == pytest.approx(expected["mean"], rel=accuracy, abs=accuracy * magnitude)
+    assert found["mean"] == pytest.approx(
+        expected["mean"], rel=accuracy, abs=accuracy * magnitude
+    )
     # the spread is taken around the mean where it is below 2**-10 of the mean square: an error of 2**-17 of that is
     # 2**-7 of it
-    assert found["std"] == pytest.approx(expected["std"], rel=2.0**-7, abs=accuracy * magnitude)
+    assert found["std"] == pytest.approx(
+        expected["std"], rel=2.0**-7, abs=accuracy * magnitude
+    )
 
 
-SIZES = [1, 2, SAMPLE - 1, SAMPLE, SAMPLE + 1, ROW, 2 * ROW - 1, 2 * ROW, 2 * ROW + 1, 5000, 70_001]
+SIZES = [
+    1,
+    2,
+    SAMPLE - 1,
+    SAMPLE,
+    SAMPLE + 1,
+    ROW,
+    2 * ROW - 1,
+    2 * ROW,
+    2 * ROW + 1,
+    5000,
+    70_001,
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -70,9 +110,16 @@ def test_floating_point(dtype):
         check(row, tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool],
+    ids=str,
+)
 def test_integers_and_booleans_count_as_numbers(dtype):
-    tensors = [torch.randint(0, 2 if dtype is torch.bool else 100, (n,)).to(dtype) for n in SIZES]
+    tensors = [
+        torch.randint(0, 2 if dtype is torch.bool else 100, (n,)).to(dtype)
+        for n in SIZES
+    ]
     rows, _ = statistics(*tensors)
     for row, tensor in zip(rows, tensors, strict=True):
         check(row, tensor)
@@ -83,7 +130,17 @@ def test_integers_and_booleans_count_as_numbers(dtype):
 def test_special_values_are_counted_and_left_out(dtype, size):
     torch.manual_seed(1)
     tensor = torch.randn(size).to(dtype)
-    for place, value in enumerate([math.nan, math.inf, math.inf, -math.inf, 0.0, -0.0, torch.finfo(dtype).tiny / 2]):
+    for place, value in enumerate(
+        [
+            math.nan,
+            math.inf,
+            math.inf,
+            -math.inf,
+            0.0,
+            -0.0,
+            torch.finfo(dtype).tiny / 2,
+        ]
+    ):
         tensor[place * 50 + 3] = value
     (row,), _ = statistics(tensor)
     check(row, tensor)
@@ -111,12 +168,30 @@ def test_nothing_finite(value):
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.full((5000,), 3.0), torch.full((5000,), 1e-41), torch.full((70_000,), 3e38), torch.zeros(5000),
-        torch.randn(5000) * 1e25, torch.randn(5000) * 1e-30, 1e4 + torch.randn(5000), torch.randn(5000).mul(1e-3).add(1.0),
-        torch.cat([torch.randn(3000), torch.full((3000,), torch.finfo(torch.float32).min)]),
+        torch.full((5000,), 3.0),
+        torch.full((5000,), 1e-41),
+        torch.full((70_000,), 3e38),
+        torch.zeros(5000),
+        torch.randn(5000) * 1e25,
+        torch.randn(5000) * 1e-30,
+        1e4 + torch.randn(5000),
+        torch.randn(5000).mul(1e-3).add(1.0),
+        torch.cat(
+            [torch.randn(3000), torch.full((3000,), torch.finfo(torch.float32).min)]
+        ),
     ],
-    ids=["constant", "subnormal", "huge", "zeros", "1e25", "1e-30", "far", "near one", "mask"],
-)  # fmt: skip
+    ids=[
+        "constant",
+        "subnormal",
+        "huge",
+        "zeros",
+        "1e25",
+        "1e-30",
+        "far",
+        "near one",
+        "mask",
+    ],
+)
 def test_where_fp32_sums_would_fail(tensor):
     (row,), _ = statistics(tensor)
     check(row, tensor)
@@ -124,7 +199,12 @@ def test_where_fp32_sums_would_fail(tensor):
 
 def test_empty_scalar_complex():
     waves = torch.randn(3000, dtype=torch.complex64)
-    tensors = [torch.empty(0), torch.empty(0, 3, dtype=torch.int64), torch.tensor(-2.5), waves]
+    tensors = [
+        torch.empty(0),
+        torch.empty(0, 3, dtype=torch.int64),
+        torch.tensor(-2.5),
+        waves,
+    ]
     rows, histograms = statistics(*tensors)
     assert rows[0] == rows[1] == (None, None, None, None, None, 0, 0, 0, 0, 0)
     assert rows[2] == (-2.5, -2.5, -2.5, 2.5, 0.0, 0, 0, 0, 0, 0)
@@ -135,8 +215,13 @@ def test_empty_scalar_complex():
 def test_layouts_have_the_statistics_of_their_elements():
     torch.manual_seed(0)
     base = torch.randn(40, 30, 20)
-    tensors = [base.transpose(0, 2), base[::2, 3:], base.to(memory_format=torch.contiguous_format).permute(1, 0, 2),
-               base.expand(2, 40, 30, 20), torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last)]  # fmt: skip
+    tensors = [
+        base.transpose(0, 2),
+        base[::2, 3:],
+        base.to(memory_format=torch.contiguous_format).permute(1, 0, 2),
+        base.expand(2, 40, 30, 20),
+        torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last),
+    ]
     for row, tensor in zip(statistics(*tensors)[0], tensors, strict=True):
         check(row, tensor)
 
@@ -146,21 +231,32 @@ def test_slices_of_large_tensors_are_read_block_by_block(dtype):
     """Few blocks are read where they lie, crumbs are copied; a storage may still be resized afterwards."""
     torch.manual_seed(0)
     base = (torch.randn(4, 9, 3 * ROW + 7) * 20).to(dtype)
-    tensors = [base[:, 1:8], base[1:3, 2:], base[:, :, 5:], base.transpose(0, 1)[2:], base[:, :1].expand(4, 5, 3 * ROW + 7)]
+    tensors = [
+        base[:, 1:8],
+        base[1:3, 2:],
+        base[:, :, 5:],
+        base.transpose(0, 1)[2:],
+        base[:, :1].expand(4, 5, 3 * ROW + 7),
+    ]
     rows, histograms = statistics(*tensors)
     for number, (row, tensor) in enumerate(zip(rows, tensors, strict=True)):
         check(row, tensor)
         assert histograms[number][2] >= SAMPLE / 2
-    base.untyped_storage().resize_(0)  # what FSDP does; Tensor.numpy() would have made it an error
+    base.untyped_storage().resize_(
+        0
+    )  # what FSDP does; Tensor.numpy() would have made it an error
 
 
 @pytest.mark.parametrize(
     "view",
     [
-        torch.arange(1.0, 65.0)[::2], torch.arange(1.0, 65.0).view(8, 8)[:, 0], torch.tensor(3.0).expand(4, 4),
-        torch.tensor([2.0]).expand(3 * SAMPLE), torch.ones(2, dtype=torch.float64)[0].expand(5, 2 * ROW),
+        torch.arange(1.0, 65.0)[::2],
+        torch.arange(1.0, 65.0).view(8, 8)[:, 0],
+        torch.tensor(3.0).expand(4, 4),
+        torch.tensor([2.0]).expand(3 * SAMPLE),
+        torch.ones(2, dtype=torch.float64)[0].expand(5, 2 * ROW),
     ],
-)  # fmt: skip
+)
 def test_one_stride_for_all_elements(view):
     """Such a view is flat without a copy, but not dense: what lies between its elements, or behind them, is not read."""
     (row,), _ = statistics(view)
@@ -181,11 +277,17 @@ def test_any_numbers(values):
     tensor = torch.tensor(values, dtype=torch.float32)
     (row,), histograms = statistics(tensor)
     check(row, tensor)
-    exponents = [math.frexp(v)[1] - 1 for v in tensor[:: -(-len(values) // SAMPLE)].tolist() if math.isfinite(v) and v]
+    exponents = [
+        math.frexp(v)[1] - 1
+        for v in tensor[:: -(-len(values) // SAMPLE)].tolist()
+        if math.isfinite(v) and v
+    ]
     low, counts, sampled = histograms[0]
     assert sampled == len(tensor[:: -(-len(values) // SAMPLE)])
     assert sum(counts) == len(exponents)
-    assert {low + i: c for i, c in enumerate(counts) if c} == {e: exponents.count(e) for e in set(exponents)}
+    assert {low + i: c for i, c in enumerate(counts) if c} == {
+        e: exponents.count(e) for e in set(exponents)
+    }
 
 
 def test_the_value_when_added_counts():
@@ -223,7 +325,10 @@ def test_a_compiler_that_fails_is_asked_once(tmp_path, monkeypatch):
     try:
         assert compiled("counts", torch.float16) is None
         (mark,) = (tmp_path / "roundoff").glob("counts-*.failed")
-        monkeypatch.setattr("roundoff.capture.kernel.subprocess.run", lambda *a, **k: pytest.fail("asked again"))
+        monkeypatch.setattr(
+            "roundoff.capture.kernel.subprocess.run",
+            lambda *a, **k: pytest.fail("asked again"),
+        )
         compiled.cache_clear()
         assert compiled("counts", torch.float16) is None
         mark.unlink()

@@ -48,10 +48,16 @@ CALLS = {
     "addmm": lambda: torch.addmm(NET.b, X[0], NET.w),
     "baddbmm": lambda: torch.baddbmm(X.sin(), X[:, :, :5], X),
     "einsum": lambda: torch.einsum("bti,ij->btj", X, NET.w),
-    "conv2d": lambda: NET.conv(X[..., :2].permute(0, 2, 1)[..., None].expand(3, 2, 5, 5)),
-    "unbatched conv2d": lambda: NET.conv(X[..., :2].permute(0, 2, 1)[0, ..., None].expand(2, 5, 6)),
+    "conv2d": lambda: NET.conv(
+        X[..., :2].permute(0, 2, 1)[..., None].expand(3, 2, 5, 5)
+    ),
+    "unbatched conv2d": lambda: NET.conv(
+        X[..., :2].permute(0, 2, 1)[0, ..., None].expand(2, 5, 6)
+    ),
     "unbatched conv1d": lambda: F.conv1d(X[0].T, NET.w[..., None], NET.b),
-    "conv_transpose1d": lambda: F.conv_transpose1d(X.transpose(1, 2), NET.w[..., None], NET.b),
+    "conv_transpose1d": lambda: F.conv_transpose1d(
+        X.transpose(1, 2), NET.w[..., None], NET.b
+    ),
     "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(X, X, X),
     "lstm": lambda: NET.lstm(X),
     "embedding": lambda: NET.embed(torch.tensor([[1, 2], [3, 1]])),
@@ -73,7 +79,9 @@ class Last:
 
     def call(self, call):
         self.kept = call
-        self.before = [t.clone() if isinstance(t, torch.Tensor) else t for t in call.leaves]
+        self.before = [
+            t.clone() if isinstance(t, torch.Tensor) else t for t in call.leaves
+        ]
         self.result = call.run()
         return self.result
 
@@ -115,9 +123,13 @@ def test_the_steps_end_where_the_execution_ends(name, fmt):
         ]
     else:
         bounds = [torch.zeros(()) for _ in whole]
-    for last, executed, bound in zip(float_tensors(end.result), whole, bounds, strict=True):
+    for last, executed, bound in zip(
+        float_tensors(end.result), whole, bounds, strict=True
+    ):
         assert bool(((last - executed).abs() <= bound).all())
-        assert float((last != executed).float().mean()) < 0.02  # ties are rare: one in 2**13 sums
+        assert (
+            float((last != executed).float().mean()) < 0.02
+        )  # ties are rare: one in 2**13 sums
     if name != "relu":
         assert any(not torch.equal(w, r) for w, r in zip(whole, reference, strict=True))
 
@@ -135,7 +147,9 @@ def test_nothing_is_written_to(name, fmt):
     reference = [t.clone() for t in tree_leaves(exact)]
     leaves = [t.clone() if isinstance(t, torch.Tensor) else t for t in call.leaves]
     list(steps(call, parse_format(fmt), exact))
-    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(exact), reference, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tree_leaves(exact), reference, strict=True)
+    )
     for now, was in zip(call.leaves, leaves, strict=True):
         assert torch.equal(now, was) if isinstance(was, torch.Tensor) else now == was
 
@@ -151,14 +165,26 @@ def parts(name, fmt):
 @pytest.mark.parametrize(
     ("name", "fmt", "expected"),
     [
-        ("linear", "bf16", [("activation", 0), ("weight", 1), ("weight", 2), ("output", -1)]),
-        ("linear", "int8", [("activation", 0), ("weight", 1)]),  # the bias and the result stay
+        (
+            "linear",
+            "bf16",
+            [("activation", 0), ("weight", 1), ("weight", 2), ("output", -1)],
+        ),
+        (
+            "linear",
+            "int8",
+            [("activation", 0), ("weight", 1)],
+        ),  # the bias and the result stay
         ("linear", "ternary", [("weight", 1)]),
         ("linear", "e8m0", []),
         ("matmul", "bf16", [("activation", 0), ("activation", 1), ("output", -1)]),
         ("add", "bf16", [("activation", 0), ("weight", 1), ("output", -1)]),
         ("embedding", "bf16", [("weight", 1)]),
-        ("layer_norm", "bf16", [("activation", 0), ("weight", 2), ("weight", 3), ("output", -1)]),
+        (
+            "layer_norm",
+            "bf16",
+            [("activation", 0), ("weight", 2), ("weight", 3), ("output", -1)],
+        ),
     ],
 )
 def test_the_parts_of_a_call(name, fmt, expected):
@@ -177,12 +203,18 @@ def test_a_relu_whose_operand_is_rounded_has_no_output_error():
 @settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(["bf16", "fp8_e4m3fn", "int8", "int4", "mxfp6_e2m3", "binary"]),
-    st.integers(1, 3), st.integers(1, 4), st.integers(1, 70), st.integers(1, 4), st.integers(0, 2**31),
-)  # fmt: skip
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 70),
+    st.integers(1, 4),
+    st.integers(0, 2**31),
+)
 def test_sums_on_random_shapes(fmt, batch, rows, inner, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     owner = nn.Module()
-    owner.w = nn.Parameter(torch.randn(columns, inner, generator=generator, dtype=torch.float64))
+    owner.w = nn.Parameter(
+        torch.randn(columns, inner, generator=generator, dtype=torch.float64)
+    )
     x = torch.randn(batch, rows, inner, generator=generator, dtype=torch.float64)
     handler = Last()
     with torch.no_grad(), watch(owner, handler) as mode, mode:
@@ -191,4 +223,6 @@ def test_sums_on_random_shapes(fmt, batch, rows, inner, columns, seed):
     *_, end = steps(handler.kept, rule, handler.result)
     whole = execute(handler.kept, rule)
     assert end.result.shape == whole.shape == (batch, rows, columns)
-    assert torch.equal(end.result, whole)  # without a bias, the last step is the execution itself
+    assert torch.equal(
+        end.result, whole
+    )  # without a bias, the last step is the execution itself

@@ -28,9 +28,15 @@ class Convolutional(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-            nn.ConvTranspose2d(4, 2, 2, stride=2), nn.GroupNorm(1, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        )  # fmt: skip
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.ConvTranspose2d(4, 2, 2, stride=2),
+            nn.GroupNorm(1, 2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
 
     def forward(self, x):
         return {"logits": F.log_softmax(self.layers(x), -1)}
@@ -95,7 +101,9 @@ def run(model, x, *, watched):
         output = model(x * 1.0)
     floats = [t for t in tree_leaves(output) if t.is_floating_point()]
     inputs = [x, *model.parameters()]
-    gradients = torch.autograd.grad([t.sin().sum() for t in floats], inputs, allow_unused=True)
+    gradients = torch.autograd.grad(
+        [t.sin().sum() for t in floats], inputs, allow_unused=True
+    )
     return [*tree_leaves(output), *(g for g in gradients if g is not None)]
 
 
@@ -124,7 +132,9 @@ def test_outputs_and_gradients_are_bit_identical(name, training):
 def test_random_numbers_are_drawn_in_the_same_order():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.3)).train()
     x = torch.randn(4, 6)
-    for one, other in zip(run(model, x, watched=False), run(model, x, watched=True), strict=True):
+    for one, other in zip(
+        run(model, x, watched=False), run(model, x, watched=True), strict=True
+    ):
         assert torch.equal(one, other)
 
 

@@ -36,9 +36,15 @@ def test_a_kernel_is_a_row_and_what_it_wrote_is_read_anew(tmp_path):
     (tmp_path / "kernel.py").write_text(SCRIPT)  # Triton reads the source of a kernel
     source = str(Path(roundoff.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "kernel.py", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([source, *sys.path])},
-    )  # fmt: skip
+        [sys.executable, "kernel.py", "run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ
+        | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([source, *sys.path])},
+    )
     assert done.returncode == 0, done.stderr
     run = roundoff.load(tmp_path / "run")
     table = run.ops.collect()
@@ -47,4 +53,11 @@ def test_a_kernel_is_a_row_and_what_it_wrote_is_read_anew(tmp_path):
     assert all("which arguments" in row["reason"] for row in rows)
     (added,) = table.filter(operator="add").to_dicts()
     assert added["inputs"] == [rows[1]["record"]]  # not the zeros
-    assert run.tensor(record=rows[1]["record"]).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert run.tensor(record=rows[1]["record"]).tolist() == [
+        0.0,
+        2.0,
+        4.0,
+        6.0,
+        8.0,
+        10.0,
+    ]

@@ -25,7 +25,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def message(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    before = {p for p in Path.cwd().rglob("*") if p.is_file() and "__pycache__" not in str(p)}
+    before = {
+        p for p in Path.cwd().rglob("*") if p.is_file() and "__pycache__" not in str(p)
+    }
     assert main(arguments.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -39,21 +41,47 @@ def message(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 FORWARD = "\ndef forward(model, batch):\n    "
 WORKLOADS = {
     "no model": ("def batches():\n    return [1]\n", ["model", "bad.py"]),
-    "no batches": ("import torch\nmodel = torch.nn.Linear(1, 1)\n", ["batches", "bad.py"]),
-    "raises at import": ("import nowhere_to_be_found\n", ["nowhere_to_be_found", "bad.py"]),
-    "model raises": (GOOD.replace("return torch.nn", "1 / 0; return torch.nn"), ["ZeroDivisionError", "bad.py", "5"]),
-    "empty batch": (GOOD.replace("torch.ones(8, 4)", "torch.ones(0, 4)"), ["empty", "batch 0"]),
+    "no batches": (
+        "import torch\nmodel = torch.nn.Linear(1, 1)\n",
+        ["batches", "bad.py"],
+    ),
+    "raises at import": (
+        "import nowhere_to_be_found\n",
+        ["nowhere_to_be_found", "bad.py"],
+    ),
+    "model raises": (
+        GOOD.replace("return torch.nn", "1 / 0; return torch.nn"),
+        ["ZeroDivisionError", "bad.py", "5"],
+    ),
+    "empty batch": (
+        GOOD.replace("torch.ones(8, 4)", "torch.ones(0, 4)"),
+        ["empty", "batch 0"],
+    ),
     "no batch": (GOOD.replace("[torch.ones(8, 4)]", "[]"), ["batches"]),
-    "forward raises": (GOOD.replace("torch.ones(8, 4)", "torch.ones(8, 5)"), ["batch 0", "float32[8, 5]"]),
-    "no gradient": (GOOD + FORWARD + "with torch.no_grad():\n        return model(batch)\n", ["gradient", "no_grad"]),
-    "integers": (GOOD + FORWARD + "return model(batch).argmax(1)\n", ["floating-point", "argmax"]),
-    "NaN": (GOOD + FORWARD + "return (model(batch) * float('inf') * 0).exp()\n", ["NaN", "/mul#1"]),
-}  # fmt: skip
+    "forward raises": (
+        GOOD.replace("torch.ones(8, 4)", "torch.ones(8, 5)"),
+        ["batch 0", "float32[8, 5]"],
+    ),
+    "no gradient": (
+        GOOD + FORWARD + "with torch.no_grad():\n        return model(batch)\n",
+        ["gradient", "no_grad"],
+    ),
+    "integers": (
+        GOOD + FORWARD + "return model(batch).argmax(1)\n",
+        ["floating-point", "argmax"],
+    ),
+    "NaN": (
+        GOOD + FORWARD + "return (model(batch) * float('inf') * 0).exp()\n",
+        ["NaN", "/mul#1"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("verb", ["diagnose bad.py", "budget bad.py"])
-def test_workload(verb: str, name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workload(
+    verb: str, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text, words = WORKLOADS[name]
     (folder / "bad.py").write_text(text)
     err = message(verb, capsys)
@@ -64,10 +92,16 @@ def test_workload(verb: str, name: str, folder: Path, capsys: pytest.CaptureFixt
     ("arguments", "words"),
     [
         ("diagnose good.py --formats bf61", ["bf61", "bf16", "did you mean"]),
-        ("diagnose good.py --pin *.attention=bf16", ["*.attention", "matches no site", "/linear"]),
+        (
+            "diagnose good.py --pin *.attention=bf16",
+            ["*.attention", "matches no site", "/linear"],
+        ),
         ("diagnose good.py --pin linear", ["--pin", "PATTERN=FORMAT"]),
         ("diagnose good.py --target fast", ["fast", "40dB"]),
-        ("diagnose good.py --target 40 --metric-drop 1%", ["one of", "target and metric_drop"]),
+        (
+            "diagnose good.py --target 40 --metric-drop 1%",
+            ["one of", "target and metric_drop"],
+        ),
         ("diagnose good.py --metric-drop 1%", ["metric"]),
         ("diagnose good.py --cost money", ["money", "bytes", "bitops", "seconds"]),
         ("diagnose good.py --of logits", ["logits", "output"]),
@@ -79,7 +113,9 @@ def test_workload(verb: str, name: str, folder: Path, capsys: pytest.CaptureFixt
         ("verify good.py good.py", ["good.py", "plan"]),
     ],
 )
-def test_arguments(arguments: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments(
+    arguments: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     err = message(arguments, capsys)
     assert [word for word in words if word not in err] == []
 

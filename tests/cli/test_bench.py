@@ -44,9 +44,28 @@ def file(tmp_path):
 
 def test_bench(file, tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(["bench", str(file), "--configs", "fp32,fp32", "--steps", "5", "--seeds", "2", "-o", str(out)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                str(file),
+                "--configs",
+                "fp32,fp32",
+                "--steps",
+                "5",
+                "--seeds",
+                "2",
+                "-o",
+                str(out),
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert "No difference from fp32 beyond the noise between seeds is seen in fp32 (2)." in printed
+    assert (
+        "No difference from fp32 beyond the noise between seeds is seen in fp32 (2)."
+        in printed
+    )
     summary = json.loads((out / "summary.json").read_text())
     assert [row["config"] for row in summary["rows"]] == ["fp32", "fp32 (2)"]
     assert len(summary["curves"]["fp32"][0]) == 5
@@ -54,7 +73,17 @@ def test_bench(file, tmp_path, capsys):
 
 
 def test_json_and_a_configuration_that_fails(file, tmp_path, capsys):
-    options = ["-c", "fp32,cuda:77,fp16", "--steps", "4", "--seeds", "1", "--json", "-o", str(tmp_path / "o")]
+    options = [
+        "-c",
+        "fp32,cuda:77,fp16",
+        "--steps",
+        "4",
+        "--seeds",
+        "1",
+        "--json",
+        "-o",
+        str(tmp_path / "o"),
+    ]
     assert main(["bench", str(file), *options]) == 1
     summary = json.loads(capsys.readouterr().out)
     assert "there is no device cuda:77 here" in summary["rows"][1]["failed"]

@@ -48,7 +48,10 @@ def run(arguments, capsys, code=0):
 def test_what_it_prints(capsys):
     out = run("capture -o runs/a -- train.py", capsys)
     first, *rest = out.splitlines()
-    assert re.fullmatch(r"Recorded steps 0 to 1 in runs/a: \d+ calls of \d+ operators, \d+ tensors\.", first)
+    assert re.fullmatch(
+        r"Recorded steps 0 to 1 in runs/a: \d+ calls of \d+ operators, \d+ tensors\.",
+        first,
+    )
     assert rest == ["Next: roundoff show runs/a", "      roundoff overflow runs/a"]
     shown = run("show runs/a", capsys)
     assert "0/addmm" in shown
@@ -79,7 +82,9 @@ def test_show_names_sites_parameters_and_lines(capsys):
 
 
 def test_nan_stands_first_and_is_counted(folder, capsys):
-    (folder / "train.py").write_text(TRAIN.replace("1.0)", "1.0) / (0.0 if i == 1 else 1.0)"))
+    (folder / "train.py").write_text(
+        TRAIN.replace("1.0)", "1.0) / (0.0 if i == 1 else 1.0)")
+    )
     run("capture -o runs/a -- train.py", capsys)
     shown = run("show runs/a --sort nan --limit 5", capsys)
     assert "tensors with NaN or Inf" in shown
@@ -93,10 +98,19 @@ def test_nan_stands_first_and_is_counted(folder, capsys):
 @pytest.mark.parametrize(
     ("options", "check"),
     [
-        ("--level module", lambda r: set(r.ops.collect()["operator"]) >= {"Linear", "Sequential"}),
+        (
+            "--level module",
+            lambda r: set(r.ops.collect()["operator"]) >= {"Linear", "Sequential"},
+        ),
         ("--keep hash", lambda r: r.ops.collect()["hash"].drop_nulls().len() > 10),
         ("--shadow fp64", lambda r: r.ops.collect()["own_l2"].drop_nulls().len() > 10),
-        ("--site */addmm", lambda r: set(r.ops.filter(pl.col("call") >= 0).collect()["operator"]) == {"addmm"}),
+        (
+            "--site */addmm",
+            lambda r: (
+                set(r.ops.filter(pl.col("call") >= 0).collect()["operator"])
+                == {"addmm"}
+            ),
+        ),
         ("--steps 2", lambda r: r.steps == [2]),
         ("--steps all", lambda r: r.steps == [0, 1, 2]),
         ("--stop --steps 0", lambda r: r.steps == [0]),
@@ -111,11 +125,20 @@ def test_options(options, check, capsys):
     ("arguments", "words"),
     [
         ("capture -o runs/a -- missing.py", ["missing.py", "no script to run"]),
-        ("capture -o runs/a -- -m torch.distributed.run train.py", ["torchrun --nproc-per-node 2 -m roundoff capture"]),
+        (
+            "capture -o runs/a -- -m torch.distributed.run train.py",
+            ["torchrun --nproc-per-node 2 -m roundoff capture"],
+        ),
         ("capture -o runs/a --level layer -- train.py", ["layer", "op, module"]),
-        ("capture -o runs/a --keep all -- train.py", ["all", "stats, tensors, sample, hash"]),
+        (
+            "capture -o runs/a --keep all -- train.py",
+            ["all", "stats, tensors, sample, hash"],
+        ),
         ("capture -o runs/a --shadow fp32 -- train.py", ["fp32", "fp64"]),
-        ("capture -o runs/a --shadow fp64 --level module -- train.py", ["shadow", "level"]),
+        (
+            "capture -o runs/a --shadow fp64 --level module -- train.py",
+            ["shadow", "level"],
+        ),
         ("capture -o runs/a --steps 5-3 -- train.py", ["5-3", "3:5,100"]),
         ("capture -o train.py -- train.py", ["a file is where the run should go"]),
         ("capture -o train.py/a -- train.py", ["train.py/a", "cannot write here"]),
@@ -167,7 +190,9 @@ def test_a_script_that_fails(folder, capsys):
     assert "2 steps recorded by then can be read: roundoff show" in ours
 
 
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(
+    os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere"
+)
 def test_a_folder_that_may_not_be_written(folder, capsys):
     (folder / "locked").mkdir(mode=0o500)
     err = run("capture -o locked/a -- train.py", capsys, 2)
@@ -178,27 +203,41 @@ def test_noise_and_repeats_are_runs_beside_it(folder, capfd, monkeypatch):
     """Each in a process of its own, from the start: what the script has left behind does not reach the next."""
     monkeypatch.setenv("LEFT", "0")
     unseeded = "import os, sys\nassert os.environ['LEFT'] == '0' and sys.argv[1:] == ['--lr', '1']\n"
-    unseeded += "os.environ['LEFT'] = '1'\n" + TRAIN.replace("opt =", "own = torch.Generator()\nown.seed()\nopt =")
+    unseeded += "os.environ['LEFT'] = '1'\n" + TRAIN.replace(
+        "opt =", "own = torch.Generator()\nown.seed()\nopt ="
+    )
     unseeded = unseeded.replace("x = ", "x = torch.rand(3, 4, generator=own) + ")
     (folder / "train.py").write_text(unseeded + "print('of the script')\n")
-    assert main("capture -o runs/a --noise 1 --repeats 1 --keep hash --json -- train.py --lr 1".split()) == 0
+    assert (
+        main(
+            "capture -o runs/a --noise 1 --repeats 1 --keep hash --json -- train.py --lr 1".split()
+        )
+        == 0
+    )
     captured = capfd.readouterr()
     said, _, data = captured.out.partition("\n")
     assert said == "of the script"  # once: that of the run itself
     data = json.loads(data)
     assert (data["noise"], data["repeats"]) == (["runs/a.noise1"], ["runs/a.repeat1"])
-    assert [line for line in captured.err.splitlines() if line.startswith("roundoff: ")] == [
+    assert [
+        line for line in captured.err.splitlines() if line.startswith("roundoff: ")
+    ] == [
         "roundoff: recording with noise, seed 1, in runs/a.noise1 (1 of 2)",
         "roundoff: recording again in runs/a.repeat1 (2 of 2)",
     ]
     found = siblings("runs/a")
-    assert [p.as_posix() for p in found["noise"] + found["repeat"]] == data["noise"] + data["repeats"]
+    assert [p.as_posix() for p in found["noise"] + found["repeat"]] == data[
+        "noise"
+    ] + data["repeats"]
     one, noisy, *repeats = map(load, ["runs/a", *data["noise"], *data["repeats"]])
     assert [r.about["noise"] for r in (one, noisy, *repeats)] == [None, 1, None]
     assert {r.about["of"] for r in (noisy, *repeats)} == {one.about["id"]}
     assert [r.steps for r in (one, noisy, *repeats)] == [[0, 1]] * 3
     # which operator draws without a seed is named, and it alone
-    assert unstable(one, repeats).select("step", "operator", "note").rows() == [(0, "rand", RANDOM), (1, "rand", RANDOM)]
+    assert unstable(one, repeats).select("step", "operator", "note").rows() == [
+        (0, "rand", RANDOM),
+        (1, "rand", RANDOM),
+    ]
 
     # the next recording here has other repeats: those of the first are no longer beside it
     (folder / "train.py").write_text(TRAIN)
@@ -207,7 +246,9 @@ def test_noise_and_repeats_are_runs_beside_it(folder, capfd, monkeypatch):
 
 
 def test_a_repeat_that_fails(folder, capfd):
-    (folder / "train.py").write_text(TRAIN + "import pathlib\npathlib.Path('made').mkdir()\n")
+    (folder / "train.py").write_text(
+        TRAIN + "import pathlib\npathlib.Path('made').mkdir()\n"
+    )
     err = run("capture -o runs/a --repeats 2 -- train.py", capfd, 2)
     assert "FileExistsError" in err
     assert "runs/a.repeat1: the script could not be recorded again" in err
@@ -219,7 +260,10 @@ def test_a_repeat_that_fails(folder, capfd):
     ("options", "words"),
     [
         ("--noise 1 --level module", ["noise is added to the results of operators"]),
-        ("--repeats 1", ["runs/a.repeat1", "there is a run here already", "--overwrite"]),
+        (
+            "--repeats 1",
+            ["runs/a.repeat1", "there is a run here already", "--overwrite"],
+        ),
         ("--noise -1", ["--noise"]),
     ],
 )
@@ -241,6 +285,8 @@ def test_one_of_several_processes_starts_no_others(folder, capsys, monkeypatch):
 def test_every_option_is_documented(capsys):
     out = run("capture --help", capsys)
     section = DOCS.split("## roundoff capture ")[1].split("\n## ")[0]
-    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z0-9-]+)", out, flags=re.MULTILINE)) - {"--help"}
+    options = set(
+        re.findall(r"^\s+(?:-\w, )?(--[a-z0-9-]+)", out, flags=re.MULTILINE)
+    ) - {"--help"}
     assert len(options) > 8
     assert {option for option in options if f"`{option}`" not in section} == set()

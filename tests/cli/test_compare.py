@@ -21,7 +21,11 @@ DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 class Net(torch.nn.Module):
     def __init__(self, eps):
         super().__init__()
-        self.low, self.norm, self.high = torch.nn.Linear(8, 16), torch.nn.LayerNorm(16, eps=eps), torch.nn.Linear(16, 4)
+        self.low, self.norm, self.high = (
+            torch.nn.Linear(8, 16),
+            torch.nn.LayerNorm(16, eps=eps),
+            torch.nn.Linear(16, 4),
+        )
 
     def forward(self, x):
         return self.high(torch.relu(self.norm(self.low(x))))
@@ -44,9 +48,13 @@ def record(path, eps=1e-5, *, steps=1, keep="tensors", lr=0.1):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name, options in {
-        "good": {}, "same": {}, "bad": {"eps": 0.3}, "longer": {"steps": 2},
-        "stats": {"keep": "stats"}, "bad_stats": {"eps": 0.3, "keep": "stats"},
-    }.items():  # fmt: skip
+        "good": {},
+        "same": {},
+        "bad": {"eps": 0.3},
+        "longer": {"steps": 2},
+        "stats": {"keep": "stats"},
+        "bad_stats": {"eps": 0.3, "keep": "stats"},
+    }.items():
         record(folder / name, **options)
     return folder
 
@@ -75,10 +83,15 @@ def test_the_answer_comes_first(here, capsys):
     text = said("compare good bad", capsys, 1)
     answer = text.split("Operators that made")[0]
     for part in (
-        "The runs part at norm/native_layer_norm (", "test_compare.py:", "), step 0, in the forward pass: its inputs are",
-        "times what rounding explains.", "It looks like a wrong constant: eps: 1e-05, here 0.3.",
-        "of the error at the end of the step.", "only inherit it.", "Try: compare this argument in the two programs.",
-    ):  # fmt: skip
+        "The runs part at norm/native_layer_norm (",
+        "test_compare.py:",
+        "), step 0, in the forward pass: its inputs are",
+        "times what rounding explains.",
+        "It looks like a wrong constant: eps: 1e-05, here 0.3.",
+        "of the error at the end of the step.",
+        "only inherit it.",
+        "Try: compare this argument in the two programs.",
+    ):
         assert part in answer
     assert "wrong constant" in text.split("likeliest first")[1]
     assert "its own" in text.split("Values, those that fail")[1]
@@ -95,8 +108,22 @@ def test_a_narrow_terminal_keeps_the_numbers(here, capsys, monkeypatch):
 def test_json(here, capsys):
     assert main("compare good bad --json -l 3".split()) == 1
     data = json.loads(capsys.readouterr().out)
-    assert {"answer", "agrees", "verdicts", "divergence", "culprits", "coverage", "damage", "notes", "rows"} <= {*data}
-    assert data["divergence"]["site"] == data["culprits"][0]["site"] == "norm/native_layer_norm"
+    assert {
+        "answer",
+        "agrees",
+        "verdicts",
+        "divergence",
+        "culprits",
+        "coverage",
+        "damage",
+        "notes",
+        "rows",
+    } <= {*data}
+    assert (
+        data["divergence"]["site"]
+        == data["culprits"][0]["site"]
+        == "norm/native_layer_norm"
+    )
     assert (data["agrees"], len(data["rows"]), data["damage"]) == (False, 3, [])
     assert data["answer"].startswith("The runs part at norm/native_layer_norm")
     assert sum(data["verdicts"].values()) == data["coverage"]["rows"]
@@ -108,9 +135,18 @@ def test_classic_limits(here, capsys):
     assert "Asked for cosine at least -1: all" in text
     assert said("compare good bad --limit max_abs=1e9 --limit error=1e9", capsys, 0)
     text = said("compare good bad --limit max_abs=0 --json", capsys, 1)
-    rows = roundoff.compare(reference="good", candidate="bad").table.filter(max_abs=0).height
-    assert json.loads(text)["verdicts"]["fail"] == json.loads(text)["coverage"]["measured"] - rows
-    assert said("compare good bad --margin 1e12", capsys, 0).startswith("good against bad")
+    rows = (
+        roundoff.compare(reference="good", candidate="bad")
+        .table.filter(max_abs=0)
+        .height
+    )
+    assert (
+        json.loads(text)["verdicts"]["fail"]
+        == json.loads(text)["coverage"]["measured"] - rows
+    )
+    assert said("compare good bad --margin 1e12", capsys, 0).startswith(
+        "good against bad"
+    )
 
 
 def test_a_saved_comparison_is_judged_again(here, tmp_path, capsys):
@@ -141,7 +177,9 @@ def test_a_saved_comparison_at_a_url(here):
 
 def test_html(here, tmp_path, capsys):
     page = tmp_path / "r.html"
-    assert f"Report written to {page}" in said(f"compare good bad --html {page}", capsys, 1)
+    assert f"Report written to {page}" in said(
+        f"compare good bad --html {page}", capsys, 1
+    )
     text = page.read_text()
     assert "http" not in text.replace("http-equiv", "")
     assert "norm/native_layer_norm" in text
@@ -196,34 +234,65 @@ def test_damage_is_named_and_the_rest_compared(here, tmp_path, capsys):
         ("compare good empty", ["the run is empty"]),
         ("compare good bad --limit cosin=0.9", ["no such metric", "cosin", "sqnr_db"]),
         ("compare good bad --limit cosine", ["--limit", "METRIC=VALUE", "'cosine'"]),
-        ("compare good bad --rank 3", ["--rank", "not both rank 3", "rank 0 in the reference"]),
-        ("compare good longer --step 1", ["--step", "not both step 1", "steps 0 to 1 in the candidate"]),
-        ("compare good bad --map missing.toml", ["missing.toml", "cannot be read", "encoder.layers"]),
+        (
+            "compare good bad --rank 3",
+            ["--rank", "not both rank 3", "rank 0 in the reference"],
+        ),
+        (
+            "compare good longer --step 1",
+            ["--step", "not both step 1", "steps 0 to 1 in the candidate"],
+        ),
+        (
+            "compare good bad --map missing.toml",
+            ["missing.toml", "cannot be read", "encoder.layers"],
+        ),
         ("compare good bad --map empty.toml", ["empty.toml", "is empty"]),
-        ("compare good bad --map types.toml", ["types.toml", "no name", "dots need quotes"]),
-        ("compare good bad --map typo.toml", ["matches nothing", "the reference has no module 'nrm'", "norm"]),
-        ("compare good bad --map there.toml", ["matches nothing", "the candidate has no module 'nrm'", "norm"]),
+        (
+            "compare good bad --map types.toml",
+            ["types.toml", "no name", "dots need quotes"],
+        ),
+        (
+            "compare good bad --map typo.toml",
+            ["matches nothing", "the reference has no module 'nrm'", "norm"],
+        ),
+        (
+            "compare good bad --map there.toml",
+            ["matches nothing", "the candidate has no module 'nrm'", "norm"],
+        ),
         ("compare good bad --engine spark", ["unknown engine", "spark", "local, ray"]),
         ("compare damaged_saved", ["cannot be read", "damaged_saved"]),
         ("compare newer_saved", ["another version", "newer_saved"]),
         ("compare newer_saved --rank 0", ["only judged again", "--rank"]),
-        ("diff good bad norm/native_layer_nor", ["neither run has this site", "norm/native_layer_norm"]),
-        ("diff good bad norm/native_layer_norm --phase optimizer", ["has no such value", "forward, place 0"]),
-        ("diff good bad norm/native_layer_norm --place 7", ["has no such value", "place 7", "place 2"]),
+        (
+            "diff good bad norm/native_layer_nor",
+            ["neither run has this site", "norm/native_layer_norm"],
+        ),
+        (
+            "diff good bad norm/native_layer_norm --phase optimizer",
+            ["has no such value", "forward, place 0"],
+        ),
+        (
+            "diff good bad norm/native_layer_norm --place 7",
+            ["has no such value", "place 7", "place 2"],
+        ),
         ("diff good nowhere x", ["nowhere"]),
     ],
 )
 def test_bad_input(arguments, words, here, capsys):
     Writer(here / "empty", about={}, overwrite=True).close()
     for name, text in {
-        "empty": "", "types": "a.b = 'c'\n", "typo": "nrm = 'norm'\n", "there": "norm = 'nrm'\n",
-    }.items():  # fmt: skip
+        "empty": "",
+        "types": "a.b = 'c'\n",
+        "typo": "nrm = 'norm'\n",
+        "there": "norm = 'nrm'\n",
+    }.items():
         (here / f"{name}.toml").write_text(text)
     for name, text in {"damaged": "{", "newer": '{"comparison": 99}'}.items():
         (here / f"{name}_saved").mkdir(exist_ok=True)
         (here / f"{name}_saved" / "comparison.json").write_text(text)
         shutil.copy(
-            here / "good" / "rank0" / "step000000" / "ops.parquet", here / f"{name}_saved" / "comparison.parquet"
+            here / "good" / "rank0" / "step000000" / "ops.parquet",
+            here / f"{name}_saved" / "comparison.parquet",
         )
     assert main(arguments.split()) == 2
     captured = capsys.readouterr()
@@ -240,8 +309,14 @@ def test_an_unreachable_cluster(here, capsys):
 
 def test_diff(here, capsys):
     text = said("diff good bad norm/native_layer_norm --limit 2", capsys, 0)
-    for part in ("times what rounding explains", "Argument eps: 1e-05, here 0.3", "Statistics", "cosine", "Worst",
-                 "Elements: 80 of 80 differ"):  # fmt: skip
+    for part in (
+        "times what rounding explains",
+        "Argument eps: 1e-05, here 0.3",
+        "Statistics",
+        "cosine",
+        "Worst",
+        "Elements: 80 of 80 differ",
+    ):
         assert part in text
     assert main("diff good bad norm/native_layer_norm --json --limit 2".split()) == 0
     data = json.loads(capsys.readouterr().out)
@@ -252,7 +327,10 @@ def test_diff(here, capsys):
 
 def test_diff_of_statistics(here, capsys):
     text = said("diff stats bad norm/native_layer_norm", capsys, 0)
-    assert "The reference did not keep tensors, so there are statistics alone: record with --keep tensors." in text
+    assert (
+        "The reference did not keep tensors, so there are statistics alone: record with --keep tensors."
+        in text
+    )
     assert "Metrics" not in text
 
 
@@ -261,6 +339,9 @@ def test_every_option_is_documented(verb, capsys):
     assert main([verb, "--help"]) == 0
     out = capsys.readouterr().out
     section = DOCS.split(f"## roundoff {verb} ")[1].split("\n## ")[0]
-    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", out, flags=re.MULTILINE)) - {"--help", "--no-stats"}
+    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", out, flags=re.MULTILINE)) - {
+        "--help",
+        "--no-stats",
+    }
     assert len(options) > 4
     assert {option for option in options if f"`{option}`" not in section} == set()

@@ -37,7 +37,10 @@ def test_a_bug(folder, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "1/native_layer_norm" in text
     assert "A bug: the difference at 1/native_layer_norm stays at" in text
-    assert "Written to out: reference, candidate, comparison, report.html, summary.json" in text
+    assert (
+        "Written to out: reference, candidate, comparison, report.html, summary.json"
+        in text
+    )
     written = {"reference", "candidate", "comparison", "report.html", "summary.json"}
     assert {p.name for p in (folder / "out").iterdir()} == written
     assert "1/native_layer_norm" in (folder / "out" / "report.html").read_text()
@@ -47,16 +50,36 @@ def test_a_bug(folder, capsys):
 
 
 def test_a_format_comes_with_its_plan(folder, capsys):
-    assert main(["diagnose", "good.py", "-c", "bf16", "-o", "out", "--target", "20dB", "--json"]) == 0
+    assert (
+        main(
+            [
+                "diagnose",
+                "good.py",
+                "-c",
+                "bf16",
+                "-o",
+                "out",
+                "--target",
+                "20dB",
+                "--json",
+            ]
+        )
+        == 0
+    )
     summary = json.loads(capsys.readouterr().out)
     assert summary == json.loads((folder / "out" / "summary.json").read_text())
     assert summary["agrees"] is True
     assert summary["higher_precision"]["verdict"] == "rounding"
     assert summary["plan"]["result"]["met"] is True
-    assert {"plan.toml", "budget.parquet", "plan.html", "report.html"} <= {p.name for p in (folder / "out").iterdir()}
+    assert {"plan.toml", "budget.parquet", "plan.html", "report.html"} <= {
+        p.name for p in (folder / "out").iterdir()
+    }
     assert len(roundoff.Plan.load("out/plan.toml").rules) >= 0
     # once more into the same folder, in words
-    assert main(["diagnose", "good.py", "-c", "bf16", "-o", "out", "--target", "20dB"]) == 0
+    assert (
+        main(["diagnose", "good.py", "-c", "bf16", "-o", "out", "--target", "20dB"])
+        == 0
+    )
     text = capsys.readouterr().out
     assert "in fp64: rounding." in " ".join(text.split())
     assert "meets 20dB" in " ".join(text.split())

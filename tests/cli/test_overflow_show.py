@@ -23,16 +23,38 @@ def row(record, operator, values, inputs=(), **about):
     low = int(exponents.min()) if exponents.size else 0
     some = finite.size > 0
     return {
-        "record": record, "call": record - 2, "operator": operator, "module": "head", "phase": "forward", "index": 0,
-        "place": 0, "inputs": list(inputs), "dtype": "float16", "shape": list(values.shape), "numel": values.size,
-        "min": finite.min() if some else None, "max": finite.max() if some else None,
-        "mean": finite.mean() if some else None, "l2": float(np.sqrt((finite**2).sum())) if some else None,
-        "std": finite.std() if some else None, "nan": int(np.isnan(values).sum()),
-        "posinf": int((values == np.inf).sum()), "neginf": int((values == -np.inf).sum()),
-        "zero": int((values == 0).sum()), "subnormal": 0, "exponent": low, "sampled": values.size,
-        "exponents": np.bincount(exponents - low).tolist() if exponents.size else [], "line": f"net.py:{record}",
-        "layout": "strided", "device": "cpu", "inplace": False, "view_of": None, "name": None, "reason": None,
-    } | about  # fmt: skip
+        "record": record,
+        "call": record - 2,
+        "operator": operator,
+        "module": "head",
+        "phase": "forward",
+        "index": 0,
+        "place": 0,
+        "inputs": list(inputs),
+        "dtype": "float16",
+        "shape": list(values.shape),
+        "numel": values.size,
+        "min": finite.min() if some else None,
+        "max": finite.max() if some else None,
+        "mean": finite.mean() if some else None,
+        "l2": float(np.sqrt((finite**2).sum())) if some else None,
+        "std": finite.std() if some else None,
+        "nan": int(np.isnan(values).sum()),
+        "posinf": int((values == np.inf).sum()),
+        "neginf": int((values == -np.inf).sum()),
+        "zero": int((values == 0).sum()),
+        "subnormal": 0,
+        "exponent": low,
+        "sampled": values.size,
+        "exponents": np.bincount(exponents - low).tolist() if exponents.size else [],
+        "line": f"net.py:{record}",
+        "layout": "strided",
+        "device": "cpu",
+        "inplace": False,
+        "view_of": None,
+        "name": None,
+        "reason": None,
+    } | about
 
 
 def rows(peak):
@@ -52,7 +74,21 @@ def rows(peak):
         row(6, "_softmax", [[1.0, 0.0], [0.27, 0.73]], [5]),
         row(7, "mul", [2.0**-20, 2.0**-27], [3, 0], phase="backward", dtype="float32"),
         row(8, "to_sparse", [1.0], [3])
-        | dict.fromkeys(("min", "max", "mean", "l2", "std", "nan", "posinf", "neginf", "zero", "subnormal", "exponents"))
+        | dict.fromkeys(
+            (
+                "min",
+                "max",
+                "mean",
+                "l2",
+                "std",
+                "nan",
+                "posinf",
+                "neginf",
+                "zero",
+                "subnormal",
+                "exponents",
+            )
+        )
         | {"reason": "sparse tensors are not read"},
     ]
 
@@ -66,7 +102,9 @@ def run(tmp_path, monkeypatch):
         with Writer(tmp_path / "run", about={"level": "op"}, overwrite=True) as writer:
             for step, peak in enumerate(peaks):
                 given = rows(peak)
-                writer.write_step(step, {key: [r[key] for r in given] for key in given[0]})
+                writer.write_step(
+                    step, {key: [r[key] for r in given] for key in given[0]}
+                )
                 writer.scalar(step, "loss_scale", 4.0)
         assert not writer.stopped
 
@@ -100,18 +138,33 @@ def test_overflow_answers_first(run, capsys):
 
 def test_overflow_exit_codes(run, capsys):
     text = said("overflow run --step 0", capsys)
-    assert text.startswith("No NaN or Inf was born in 9 tensors. The -inf of masks, or what else is allowed")
-    assert said("overflow run --allow */exp", capsys).startswith("No NaN or Inf was born")
+    assert text.startswith(
+        "No NaN or Inf was born in 9 tensors. The -inf of masks, or what else is allowed"
+    )
+    assert said("overflow run --allow */exp", capsys).startswith(
+        "No NaN or Inf was born"
+    )
     assert said("overflow run --step 1 --within 0", capsys, 1)
 
 
 def test_overflow_json(run, capsys):
-    assert main(["overflow", "run", "--json", "--formats", "fp16,bf16", "--margin", "0"]) == 1
+    assert (
+        main(["overflow", "run", "--json", "--formats", "fp16,bf16", "--margin", "0"])
+        == 1
+    )
     data = json.loads(capsys.readouterr().out)
-    assert (data["first"]["site"], data["first"]["step"], data["first"]["deaths"]) == ("head/exp", 1, 1)
+    assert (data["first"]["site"], data["first"]["step"], data["first"]["deaths"]) == (
+        "head/exp",
+        1,
+        1,
+    )
     assert {e["kind"] for e in data["events"]} == {"birth", "death"}
     assert {f["format"] for f in data["formats"]} == {"fp16", "bf16"}
-    gradients = {f["fate"]: f["share"] for f in data["formats"] if (f["phase"], f["format"]) == ("backward", "fp16")}
+    gradients = {
+        f["fate"]: f["share"]
+        for f in data["formats"]
+        if (f["phase"], f["format"]) == ("backward", "fp16")
+    }
     assert gradients == {"overflow": 0.0, "subnormal": 0.5, "zero": 0.5}
     # gradients were recorded at scale 4: the largest is 2**-22, and 2**-22 * 2**37 = 32768 < 65504
     assert data["loss_scale"]["scale"] == 2.0**37
@@ -121,9 +174,14 @@ def test_overflow_json(run, capsys):
 
 def test_show(run, capsys):
     text = said("show run", capsys)
-    assert text.startswith("Step 1 of 0 to 1: 9 tensors of 9 sites, 1 of them views, 2 tensors with NaN or Inf.")
+    assert text.startswith(
+        "Step 1 of 0 to 1: 9 tensors of 9 sites, 1 of them views, 2 tensors with NaN or Inf."
+    )
     assert "1 tensor without statistics (1: sparse tensors are not read)." in text
-    sites = re.findall(r"(?:head)?/(?:parameter|input|exp|nan_to_num|masked_fill|_softmax|mul|to_sparse|t)\b", text)
+    sites = re.findall(
+        r"(?:head)?/(?:parameter|input|exp|nan_to_num|masked_fill|_softmax|mul|to_sparse|t)\b",
+        text,
+    )
     assert sites[:4] == ["/input", "head/exp", "head/nan_to_num", "head/masked_fill"]
     assert " head.weight forward float16 " in text  # a parameter has its own name
     assert "head/t" not in sites
@@ -138,9 +196,16 @@ def test_show(run, capsys):
 def test_show_one_site(run, capsys):
     text = said("show run head/exp", capsys)
     for part in (
-        "head/exp (forward)", "float16 2×2, on cpu", "Source line: net.py:2", "Magnitudes, of 4 elements", "2^4 ████",
-        "Inputs", "/input", "Used by head/nan_to_num (forward, net.py:3)", "In other steps",
-    ):  # fmt: skip
+        "head/exp (forward)",
+        "float16 2×2, on cpu",
+        "Source line: net.py:2",
+        "Magnitudes, of 4 elements",
+        "2^4 ████",
+        "Inputs",
+        "/input",
+        "Used by head/nan_to_num (forward, net.py:3)",
+        "In other steps",
+    ):
         assert part in text
     assert "head.weight" in said("show run head.weight", capsys)
     assert "Sites" in said("show run head/*", capsys)
@@ -150,10 +215,17 @@ def test_show_json(run, capsys):
     assert main(["show", "run", "--json", "--sort", "zero", "--phase", "forward"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["rows"][0]["site"] == "head/_softmax"
-    assert data["coverage"]["reasons"] == [{"reason": "sparse tensors are not read", "count": 1}]
+    assert data["coverage"]["reasons"] == [
+        {"reason": "sparse tensors are not read", "count": 1}
+    ]
     assert main(["show", "run", "head/exp", "--json"]) == 0
     (site,) = json.loads(capsys.readouterr().out)["site"]
-    assert [(b["exponent"], b["count"]) for b in site["histogram"]] == [(1, 1), (2, 1), (3, 0), (4, 1)]
+    assert [(b["exponent"], b["count"]) for b in site["histogram"]] == [
+        (1, 1),
+        (2, 1),
+        (3, 0),
+        (4, 1),
+    ]
     assert [i["site"] for i in site["inputs"]] == ["/input"]
     assert [h["posinf"] for h in site["history"]] == [0, 1]
 
@@ -191,7 +263,10 @@ def test_every_option_is_documented(verb, capsys):
     assert main([verb, "--help"]) == 0
     out = capsys.readouterr().out
     section = DOCS.split(f"## roundoff {verb} ")[1].split("\n## ")[0]
-    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", out, flags=re.MULTILINE)) - {"--help", "--no-views"}
+    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", out, flags=re.MULTILINE)) - {
+        "--help",
+        "--no-views",
+    }
     assert len(options) > 4
     assert {option for option in options if f"`{option}`" not in section} == set()
 

@@ -24,7 +24,9 @@ def batches():
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "ops_info.json").write_text('{"black-list":\n {"to-add": ["SoftmaxV2"]}}')
+    (tmp_path / "ops_info.json").write_text(
+        '{"black-list":\n {"to-add": ["SoftmaxV2"]}}'
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     return tmp_path
@@ -36,7 +38,9 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_the_budget_needs_no_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_budget_needs_no_word(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = run("plan --help", capsys)
     assert code == 0
     assert out.startswith("Usage: roundoff plan [OPTIONS]")
@@ -46,34 +50,59 @@ def test_the_budget_needs_no_word(folder: Path, capsys: pytest.CaptureFixture[st
     code, _, err = run("plan none.parquet --target 30dB", capsys)
     assert code == 2
     assert "none.parquet" in err
-    assert run("plan --target 30dB none.parquet", capsys)[2] == err  # options first, too
+    assert (
+        run("plan --target 30dB none.parquet", capsys)[2] == err
+    )  # options first, too
 
 
 @pytest.mark.parametrize("verb", ["convert", "explain"])
-def test_every_option_is_documented(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_is_documented(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = run(f"plan {verb} --help", capsys)
     assert code == 0
-    section = (DOCS / "cli.md").read_text().split(f"## roundoff plan {verb} ")[1].split("\n## ")[0]
-    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", out, flags=re.MULTILINE)) - {"--help"}
+    section = (
+        (DOCS / "cli.md")
+        .read_text()
+        .split(f"## roundoff plan {verb} ")[1]
+        .split("\n## ")[0]
+    )
+    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", out, flags=re.MULTILINE)) - {
+        "--help"
+    }
     assert len(options) >= 3
     assert {option for option in options if f"`{option}`" not in section} == set()
 
 
 def test_convert_and_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run("plan convert ops_info.json --format bf16 --to plan -o plan.toml", capsys)
+    code, out, err = run(
+        "plan convert ops_info.json --format bf16 --to plan -o plan.toml", capsys
+    )
     assert (code, err) == (0, "")
     assert "Note: operators on no list here follow torch's own lists" in out
     assert "Written to plan.toml" in out
-    code, out, _ = run("plan convert plan.toml --to ascend -o again.json --json", capsys)
+    code, out, _ = run(
+        "plan convert plan.toml --to ascend -o again.json --json", capsys
+    )
     assert code == 0
-    assert json.loads(out)["use"] == "--precision_mode_v2=mixed_bfloat16 --modify_mixlist=again.json"
-    assert json.loads((folder / "again.json").read_text()) == {"black-list": {"to-add": ["SoftmaxV2"]}}
-    code, out, _ = run("plan explain plan.toml a/softmax a/layer_norm --device cuda --json", capsys)
+    assert (
+        json.loads(out)["use"]
+        == "--precision_mode_v2=mixed_bfloat16 --modify_mixlist=again.json"
+    )
+    assert json.loads((folder / "again.json").read_text()) == {
+        "black-list": {"to-add": ["SoftmaxV2"]}
+    }
+    code, out, _ = run(
+        "plan explain plan.toml a/softmax a/layer_norm --device cuda --json", capsys
+    )
     softmax, norm = json.loads(out)
     line = (folder / "plan.toml").read_text().splitlines().index('  "op:softmax",') + 1
     expected = f"rule 1, op:softmax (plan.toml, line {line}, from SoftmaxV2 (line 2, black-list to-add) of ops_info.json)"
     assert softmax["why"] == expected
-    assert (norm["format"], norm["listed"]) == ("fp32", {"cpu": "follow", "cuda": "fp32"})
+    assert (norm["format"], norm["listed"]) == (
+        "fp32",
+        {"cpu": "follow", "cuda": "fp32"},
+    )
     code, out, _ = run("plan explain ops_info.json a/softmax 'b[0]/linear'", capsys)
     assert code == 0
     assert "b[0]/linear" in out
@@ -87,8 +116,12 @@ def test_with_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "  transformer_engine:\n    DisableFP8Layer:\n      enabled: True\n"
     )
     assert run("plan convert te.yaml --to plan -o te.toml", capsys)[0] == 2
-    assert run("plan convert te.yaml --to plan -o te.toml --model net.py", capsys)[0] == 0
-    code, out, _ = run("plan explain te.toml fc1/linear norm/layer_norm -w net.py", capsys)
+    assert (
+        run("plan convert te.yaml --to plan -o te.toml --model net.py", capsys)[0] == 0
+    )
+    code, out, _ = run(
+        "plan explain te.toml fc1/linear norm/layer_norm -w net.py", capsys
+    )
     assert code == 0
     assert "rule 1, fc1/*" in out
     code, _, err = run("plan explain te.toml fc2/linear -w net.py", capsys)
@@ -104,7 +137,9 @@ def test_what_cannot_be_said(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert (code, out) == (2, "")
     assert "rule 1, head.* → fp32: not an operator type" in err
     assert not (folder / "amp.json").exists()
-    code, out, _ = run("plan convert plan.toml --to paddle -o amp.json --partial", capsys)
+    code, out, _ = run(
+        "plan convert plan.toml --to paddle -o amp.json --partial", capsys
+    )
     assert code == 0
     assert "Left out: rule 1, head.* → fp32" in out
     assert json.loads((folder / "amp.json").read_text())["custom_black_list"] == ["exp"]
@@ -115,10 +150,16 @@ def test_what_cannot_be_said(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert run("plan convert plan.toml --to caffe -o x", capsys)[0] == 2
 
 
-def test_the_page_about_lists_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_about_lists_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (DOCS / "lists.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    printed, commands = re.findall(r"```\n(.*?)```", page.replace("```python\n" + code + "```", ""), flags=re.DOTALL)
+    printed, commands = re.findall(
+        r"```\n(.*?)```",
+        page.replace("```python\n" + code + "```", ""),
+        flags=re.DOTALL,
+    )
     exec(code, {})
     assert capsys.readouterr().out == printed
     for line in commands.splitlines():

@@ -75,11 +75,16 @@ def test_all_files_and_the_proof(folder, capsys):
     assert (code, err) == (0, "")
     assert {p.name for p in (folder / "out").iterdir()} == set(FILES)
     summary = json.loads((folder / "out" / "summary.json").read_text())
-    assert all(row["bytes"] or row["name"] in ("report.html", "summary.json") for row in summary["files"])
+    assert all(
+        row["bytes"] or row["name"] in ("report.html", "summary.json")
+        for row in summary["files"]
+    )
     by = {row["site"]: row for row in summary["sites"]}
     assert (by["conv/conv2d"]["format"], by["fc/linear"]["format"]) == ("int8", "int8")
     # the file on the evaluation set, the simulation on its first and only batch: a code or two differ, if any
-    assert by["relu/relu"]["file_db"] == pytest.approx(by["relu/relu"]["sqnr_db"], abs=0.1)
+    assert by["relu/relu"]["file_db"] == pytest.approx(
+        by["relu/relu"]["sqnr_db"], abs=0.1
+    )
     assert by["relu/relu"]["file_db"] > 30
     assert summary["proof"]["codes"] <= 1
     assert summary["proof"]["kernels"]
@@ -107,7 +112,9 @@ def test_all_files_and_the_proof(folder, capsys):
 
 
 def test_a_target_decides_the_exit_code(folder, capsys):
-    code, out, _ = run("net.py --target 30dB --formats int8,w4a8 -o a --no-onnx --json", capsys)
+    code, out, _ = run(
+        "net.py --target 30dB --formats int8,w4a8 -o a --no-onnx --json", capsys
+    )
     summary = json.loads(out)
     assert code == 0
     assert summary["result"]["met"]
@@ -122,25 +129,39 @@ def test_a_target_decides_the_exit_code(folder, capsys):
     # values of 32 bits and weights of 4, of 32 · 32
     assert rows["w4"]["work"] == pytest.approx(4 / 32)
     page = (folder / "a" / "report.html").read_text()
-    assert page.count('class="dot format"') == 2 * (len(rows) - 1)  # two charts; the chosen one is a ring
+    assert page.count('class="dot format"') == 2 * (
+        len(rows) - 1
+    )  # two charts; the chosen one is a ring
     code, out, err = run(f"net.py --target 120dB --formats int8 -o b {QUICK}", capsys)
     assert code == 1
     assert "missed" in out or "120dB" in err
 
 
 def test_weights_alone_with_pins_and_skips(folder, capsys):
-    code, out, _ = run(f"net.py --weights-only int4 --group 8 --skip conv/* -o a {QUICK} --json", capsys)
+    code, out, _ = run(
+        f"net.py --weights-only int4 --group 8 --skip conv/* -o a {QUICK} --json",
+        capsys,
+    )
     assert code == 0
     rows = {row["site"]: row for row in json.loads(out)["sites"]}
     assert rows["fc/linear"]["weights"].startswith("w4g8, per group")
     assert rows["conv/conv2d"]["reason"] == "--skip conv/*"
-    code, out, _ = run(f"net.py --pin fc/*=fp32 --method nearest --observer minmax -o b {QUICK} --json", capsys)
+    code, out, _ = run(
+        f"net.py --pin fc/*=fp32 --method nearest --observer minmax -o b {QUICK} --json",
+        capsys,
+    )
     rows = {row["site"]: row for row in json.loads(out)["sites"]}
-    assert (rows["fc/linear"]["format"], rows["conv/conv2d"]["observer"]) == ("fp32", "minmax")
+    assert (rows["fc/linear"]["format"], rows["conv/conv2d"]["observer"]) == (
+        "fp32",
+        "minmax",
+    )
 
 
 def test_an_unknown_cost_is_refused(folder, capsys):
-    for cost, near in (("bitop", "did you mean bitops?"), ("seconds", "bytes, bitops, operators, storage")):
+    for cost, near in (
+        ("bitop", "did you mean bitops?"),
+        ("seconds", "bytes, bitops, operators, storage"),
+    ):
         code, _, err = run(f"net.py --target 30dB --cost {cost} -o a {QUICK}", capsys)
         assert code == 2
         assert "unknown cost" in err
@@ -148,7 +169,9 @@ def test_an_unknown_cost_is_refused(folder, capsys):
 
 
 def test_granularity_and_division(folder, capsys):
-    asked = "--pin conv/*=fp32 --granularity token --weight-granularity group:8 --divide"
+    asked = (
+        "--pin conv/*=fp32 --granularity token --weight-granularity group:8 --divide"
+    )
     code, out, _ = run(f"net.py {asked} -o a {QUICK} --json", capsys)
     assert code == 0
     summary = json.loads(out)
@@ -163,18 +186,27 @@ def test_granularity_and_division(folder, capsys):
 
 
 def test_pruned_then_trained_then_still_sparse(folder, capsys):
-    code, out, _ = run(f"net.py --prune 2:4 --qat --epochs 1 -o a {QUICK} --json", capsys)
+    code, out, _ = run(
+        f"net.py --prune 2:4 --qat --epochs 1 -o a {QUICK} --json", capsys
+    )
     summary = json.loads(out)
     assert code == 0
     assert [s["name"] for s in summary["steps"]][-1] == "qat"
-    weight = dict(load_model("a/model.pt", "net.py").model.named_parameters())["fc.weight"].detach()
+    weight = dict(load_model("a/model.pt", "net.py").model.named_parameters())[
+        "fc.weight"
+    ].detach()
     assert ((weight.view(-1, 4) != 0).sum(1) <= 2).all()
     assert not any("no longer 0" in note for note in summary["notes"])
-    assert summary["pruning"]["macs"]["before"] == summary["pruning"]["macs"]["after"]  # zeros are multiplied too
+    assert (
+        summary["pruning"]["macs"]["before"] == summary["pruning"]["macs"]["after"]
+    )  # zeros are multiplied too
     code, out, _ = run(f"net.py --prune channel:0.5 -o b {QUICK} --json", capsys)
     pruning = json.loads(out)["pruning"]
     # 8 channels of 36 places with 9 products, and 8 · 4 in the last layer, for 32 samples; half of each goes
-    assert pruning["macs"] == {"before": 32 * (8 * 36 * 9 + 32), "after": 32 * (4 * 36 * 9 + 16)}
+    assert pruning["macs"] == {
+        "before": 32 * (8 * 36 * 9 + 32),
+        "after": 32 * (4 * 36 * 9 + 16),
+    }
     # in fp32: 9 weights and a bias of each channel, 4 weights that read it, and the last layer's 4 biases
     assert pruning["bytes"] == {"before": 4 * (8 * 14 + 4), "after": 4 * (4 * 14 + 4)}
     assert pruning["time"] > 0
@@ -182,26 +214,45 @@ def test_pruned_then_trained_then_still_sparse(folder, capsys):
 
 
 def test_amct_configuration(folder, capsys):
-    (folder / "q.cfg").write_text('skip_layers: "fc"\ncommon_config { hfmg_quantize { num_of_bins: 2048 } }')
+    (folder / "q.cfg").write_text(
+        'skip_layers: "fc"\ncommon_config { hfmg_quantize { num_of_bins: 2048 } }'
+    )
     code, out, _ = run(f"net.py --config q.cfg -o a {QUICK} --json", capsys)
     assert code == 0
     rows = {row["site"]: row for row in json.loads(out)["sites"]}
-    assert (rows["conv/conv2d"]["observer"], rows["fc/linear"]["format"]) == ("hfmg", "fp32")
+    assert (rows["conv/conv2d"]["observer"], rows["fc/linear"]["format"]) == (
+        "hfmg",
+        "fp32",
+    )
     assert 'key: "conv"' in (folder / "a" / "record.txt").read_text()
-    assert tomllib.loads((folder / "a" / "record.toml").read_text())["kind"] == "quantization record"
+    assert (
+        tomllib.loads((folder / "a" / "record.toml").read_text())["kind"]
+        == "quantization record"
+    )
 
 
 def test_sites_are_ranked_by_what_they_cost_the_output(folder, capsys):
     """The shares of a budget's sites add up to 1; storage is the cost that its plan saves."""
-    code, out, _ = run(f"net.py --target 30dB --formats int8,w4a8 --cost storage -o a {QUICK} --json", capsys)
+    code, out, _ = run(
+        f"net.py --target 30dB --formats int8,w4a8 --cost storage -o a {QUICK} --json",
+        capsys,
+    )
     summary = json.loads(out)
     shares = {row["site"]: row["share"] for row in summary["sites"]}
     assert (code, sum(shares.values())) == (0, pytest.approx(1, abs=1e-9))
     assert shares["relu/relu"] == 0
     by = {row["site"]: row["format"] for row in summary["sites"]}
     # 8 · 9 + 8 and 8 · 4 + 4 parameters; each in the bits of its format
-    size = sum({"int8": 8, "w4a8": 4, "fp32": 32}[by[s]] * n for s, n in (("conv/conv2d", 80), ("fc/linear", 36))) / 8e6
-    assert size in [pytest.approx(trial["cost"], rel=1e-9) for trial in summary["trials"]]
+    size = (
+        sum(
+            {"int8": 8, "w4a8": 4, "fp32": 32}[by[s]] * n
+            for s, n in (("conv/conv2d", 80), ("fc/linear", 36))
+        )
+        / 8e6
+    )
+    assert size in [
+        pytest.approx(trial["cost"], rel=1e-9) for trial in summary["trials"]
+    ]
     page = (folder / "a" / "report.html").read_text()
     assert "Share: of the noise that the budget predicts" in page
     code, out, _ = run(f"net.py --target 30dB -o b {QUICK}", capsys)
@@ -228,26 +279,46 @@ def test_amct_configuration_of_each_layer(folder, capsys):
     summary = json.loads(out)
     assert (code, summary["calibration"]) == (0, {"batches": 2, "samples": 64})
     rows = {row["site"]: row for row in summary["sites"]}
-    found = {site: (rows[site]["observer"], rows[site]["weights"]) for site in ("conv/conv2d", "fc/linear")}
-    assert found == {"conv/conv2d": ("ifmr", "int8, per axis(0)"), "fc/linear": ("hfmg", "w4a8, per tensor")}
+    found = {
+        site: (rows[site]["observer"], rows[site]["weights"])
+        for site in ("conv/conv2d", "fc/linear")
+    }
+    assert found == {
+        "conv/conv2d": ("ifmr", "int8, per axis(0)"),
+        "fc/linear": ("hfmg", "w4a8, per tensor"),
+    }
     made = load_model("a/model.pt", "net.py")
     assert made.quantizer("conv/conv2d:0").fmt.symmetric
     reads = [made.quantizer(name) for name in made.routes["fc/linear"].uses.values()]
     assert not next(q for q in reads if not q.weight).fmt.symmetric
     assert summary["steps"][0]["name"] == "dmq"
     assert " of 1 values" in summary["steps"][0]["note"]
-    assert any("first 2 of the batches, as batch_num says" in note for note in summary["notes"])
-    assert any(note.startswith("skip_fusion_layers: BatchNorm behind conv is folded too") for note in summary["notes"])
-    code, out, _ = run(f"net.py --config q.cfg --samples 96 -o b {QUICK} --json", capsys)
+    assert any(
+        "first 2 of the batches, as batch_num says" in note for note in summary["notes"]
+    )
+    assert any(
+        note.startswith("skip_fusion_layers: BatchNorm behind conv is folded too")
+        for note in summary["notes"]
+    )
+    code, out, _ = run(
+        f"net.py --config q.cfg --samples 96 -o b {QUICK} --json", capsys
+    )
     assert json.loads(out)["calibration"] == {"batches": 3, "samples": 96}
-    assert any("batch_num 2 of the file is not used: --samples 96" in note for note in json.loads(out)["notes"])
+    assert any(
+        "batch_num 2 of the file is not used: --samples 96" in note
+        for note in json.loads(out)["notes"]
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "name", "observer"),
-    [("--weights-only int4 --method awq", "awq", "mse, nearest"), ("--method awq+gptq", "awq", "adjoint, gptq"),
-     ("--method smoothquant+gptq", "smoothquant", "adjoint, gptq"), ("--method dmq", "dmq", "adjoint, nearest")],
-)  # fmt: skip
+    [
+        ("--weights-only int4 --method awq", "awq", "mse, nearest"),
+        ("--method awq+gptq", "awq", "adjoint, gptq"),
+        ("--method smoothquant+gptq", "smoothquant", "adjoint, gptq"),
+        ("--method dmq", "dmq", "adjoint, nearest"),
+    ],
+)
 def test_balancing_is_a_step_in_decibels(folder, capsys, arguments, name, observer):
     code, out, err = run(f"net.py {arguments} -o a {QUICK} --json", capsys)
     assert (code, err) == (0, "")
@@ -286,8 +357,18 @@ def test_wrong_options(folder, capsys, arguments, expected):
     ("old", "new", "arguments", "expected"),
     [
         ("return [data(i) for i in range(3)]", "return []", "", "batches is empty"),
-        ("return [data(i) for i in range(3)]", "return [(torch.full((2, 1, 6, 6), float('nan')), None)]", "", "NaN"),
-        ("metric = agreement", "", "--target 0.5%", "a metric in the workload, or decibels"),
+        (
+            "return [data(i) for i in range(3)]",
+            "return [(torch.full((2, 1, 6, 6), float('nan')), None)]",
+            "",
+            "NaN",
+        ),
+        (
+            "metric = agreement",
+            "",
+            "--target 0.5%",
+            "a metric in the workload, or decibels",
+        ),
         ("def loss", "def lost", "--qat", "training needs a loss"),
     ],
 )
@@ -313,7 +394,9 @@ def test_a_folder_in_use_is_left_alone(folder, capsys):
 
 
 def test_what_cannot_be_exported_is_a_row(folder, capsys):
-    text = WORKLOAD.replace("return self.fc(", "x = x if x.sum() > 1e9 else x + 0\n        return self.fc(")
+    text = WORKLOAD.replace(
+        "return self.fc(", "x = x if x.sum() > 1e9 else x + 0\n        return self.fc("
+    )
     (folder / "net.py").write_text(text)
     code, out, _ = run("net.py -o out --no-pareto --json", capsys)
     assert code == 0
@@ -355,8 +438,15 @@ def test_what_runs_in_fp32_and_what_has_no_range_is_said(folder, capsys):
     summary = json.loads(out)
     assert code == 0
     rows = {row["site"]: (row["state"], row["reason"]) for row in summary["sites"]}
-    assert rows["even/linear"][0] == rows["odd/linear"][0] == rows["out/linear"][0] == "quantized"
-    assert rows["/scaled_dot_product_attention"][0] == rows["norm/layer_norm"][0] == "fp32"
+    assert (
+        rows["even/linear"][0]
+        == rows["odd/linear"][0]
+        == rows["out/linear"][0]
+        == "quantized"
+    )
+    assert (
+        rows["/scaled_dot_product_attention"][0] == rows["norm/layer_norm"][0] == "fp32"
+    )
     assert rows["norm/layer_norm"][1] == "the plan leaves it in fp32"
     assert "even.weight: 1 of 8 ranges zero: scale 1" in summary["notes"]
 
@@ -370,9 +460,13 @@ def test_after_pruning_the_steps_say_what_they_are_measured_beside(folder, capsy
 
 
 def test_where_nothing_can_be_pruned_a_note_says_why(folder, capsys):
-    last = WORKLOAD.replace("self.fc(self.relu(self.conv(x)).mean((2, 3)))", "self.conv(x)[:, :4, 0, 0]")
+    last = WORKLOAD.replace(
+        "self.fc(self.relu(self.conv(x)).mean((2, 3)))", "self.conv(x)[:, :4, 0, 0]"
+    )
     (folder / "last.py").write_text(last)
     code, out, _ = run(f"last.py --prune channel:0.5 -o a {QUICK} --json", capsys)
     assert code == 0
     (note,) = [note for note in json.loads(out)["notes"] if "pruned" in note]
-    assert note.startswith("nothing could be pruned: cut at a fixed place by getitem (/getitem); no batch reached it")
+    assert note.startswith(
+        "nothing could be pruned: cut at a fixed place by getitem (/getitem); no batch reached it"
+    )

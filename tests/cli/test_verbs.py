@@ -44,23 +44,42 @@ def run(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, s
 
 
 def test_diagnose(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run("diagnose net.py --formats bf16,int8 --target 35dB -o out", capsys)
+    code, out, err = run(
+        "diagnose net.py --formats bf16,int8 --target 35dB -o out", capsys
+    )
     assert (code, err) == (0, "")
     assert sorted(p.name for p in (folder / "out").iterdir()) == [
-        "budget.parquet", "plan.toml", "report.html", "summary.json",
-    ]  # fmt: skip
-    for word in ("0/linear", "1/gelu", "int8", "predicted", "measured", "Coverage", "threads"):
+        "budget.parquet",
+        "plan.toml",
+        "report.html",
+        "summary.json",
+    ]
+    for word in (
+        "0/linear",
+        "1/gelu",
+        "int8",
+        "predicted",
+        "measured",
+        "Coverage",
+        "threads",
+    ):
         assert word in out
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert summary["result"]["measured_db"] >= 35
-    assert {row["site"] for row in summary["ranking"]} == {"0/linear", "1/gelu", "2/linear"}
+    assert {row["site"] for row in summary["ranking"]} == {
+        "0/linear",
+        "1/gelu",
+        "2/linear",
+    }
 
 
 def test_in_steps_with_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("budget net.py --formats bf16,int8 -o b.parquet --json", capsys)
     assert code == 0
     assert len(json.loads(out)["ranking"]) == 5  # gelu has no int8
-    code, out, _ = run("plan b.parquet --target 45 -o p.toml --pin 0/linear=bf16 --json", capsys)
+    code, out, _ = run(
+        "plan b.parquet --target 45 -o p.toml --pin 0/linear=bf16 --json", capsys
+    )
     assert code == 0
     planned = json.loads(out)
     assert planned["predicted_db"] >= 45
@@ -72,25 +91,33 @@ def test_in_steps_with_json(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (folder / "q.toml").exists()
 
 
-def test_a_missed_target_is_exit_code_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missed_target_is_exit_code_1(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main("budget net.py --formats int8 -o b.parquet".split()) == 0
     assert main("plan b.parquet --target 30 -o p.toml".split()) == 0
     capsys.readouterr()
     code, out, _ = run("verify net.py p.toml --target 90dB --json", capsys)
     assert code == 1
     assert json.loads(out)["result"]["met"] is False
-    code, _, err = run("plan b.parquet --target 90 --pin */linear=int8 -o no.toml", capsys)
+    code, _, err = run(
+        "plan b.parquet --target 90 --pin */linear=int8 -o no.toml", capsys
+    )
     assert code == 1
     assert "0/linear" in err
     assert not (folder / "no.toml").exists()
 
 
 @pytest.mark.parametrize("verb", ["diagnose", "budget", "plan", "verify", "quantize"])
-def test_every_option_is_documented(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_is_documented(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = run(f"{verb} --help", capsys)
     assert code == 0
     section = DOCS.split(f"## roundoff {verb} ")[1].split("\n## ")[0]
-    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", out, flags=re.MULTILINE)) - {"--help"}
+    options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", out, flags=re.MULTILINE)) - {
+        "--help"
+    }
     assert len(options) > 4
     assert {option for option in options if f"`{option}`" not in section} == set()
 
@@ -107,7 +134,9 @@ def test_help_is_light() -> None:
         "import sys; from roundoff.cli.app import main; main(['--help']);"
         "print([m for m in ('torch', 'polars', 'scipy', 'transformers', 'numpy') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -117,7 +146,15 @@ def test_ctrl_c_leaves_nothing(folder: Path) -> None:
         "def forward(model, batch):\n    import time\n    print('running', flush=True)\n    time.sleep(30)\n\ndef metric",
     )
     (folder / "slow.py").write_text(text)
-    command = [sys.executable, "-m", "roundoff", "budget", "slow.py", "-o", "out/b.parquet"]
+    command = [
+        sys.executable,
+        "-m",
+        "roundoff",
+        "budget",
+        "slow.py",
+        "-o",
+        "out/b.parquet",
+    ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
     )

@@ -20,16 +20,24 @@ class Net(nn.Module):
     def __init__(self, eps=1e-5, gain=1.0, dtype=None):
         super().__init__()
         torch.manual_seed(0)
-        self.low, self.norm, self.high = nn.Linear(8, 16), nn.LayerNorm(16, eps=eps), nn.Linear(16, 4)
+        self.low, self.norm, self.high = (
+            nn.Linear(8, 16),
+            nn.LayerNorm(16, eps=eps),
+            nn.Linear(16, 4),
+        )
         self.gain, self.dtype = gain, dtype
 
     def forward(self, x):
-        with torch.autocast("cpu", self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+        with torch.autocast(
+            "cpu", self.dtype or torch.bfloat16, enabled=self.dtype is not None
+        ):
             return self.high(torch.relu(self.norm(self.low(x)))) * self.gain
 
 
 def train(model):
-    model(torch.randn(5, 8, generator=torch.Generator().manual_seed(1))).float().square().mean().backward()
+    model(
+        torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    ).float().square().mean().backward()
 
 
 @pytest.fixture
@@ -37,7 +45,10 @@ def compared(recorded):
     """``compared(one, other)`` records both and compares them; models, or their options."""
 
     def compare(one, other, *, work=train, keep="tensors", **options):
-        runs = [recorded(work, Net(**side) if isinstance(side, dict) else side, keep=keep) for side in (one, other)]
+        runs = [
+            recorded(work, Net(**side) if isinstance(side, dict) else side, keep=keep)
+            for side in (one, other)
+        ]
         return roundoff.compare(reference=runs[0], candidate=runs[1], **options)
 
     return compare
@@ -62,8 +73,14 @@ def test_the_operator_at_fault(compared, keep):
     assert found.culprits(0) == []
     said = "site reference_site phase line rank step error own contribution looks_like evidence try"
     assert {*said.split()} <= {*culprit}
-    assert (culprit["site"], culprit["reference_site"]) == ("norm/native_layer_norm",) * 2
-    assert (culprit["module"], culprit["operator"], culprit["phase"]) == ("norm", "native_layer_norm", "forward")
+    assert (culprit["site"], culprit["reference_site"]) == (
+        "norm/native_layer_norm",
+    ) * 2
+    assert (culprit["module"], culprit["operator"], culprit["phase"]) == (
+        "norm",
+        "native_layer_norm",
+        "forward",
+    )
     assert culprit["inputs_error"] == 0
     assert "test_comparison.py:" in culprit["line"]
     if keep == "tensors":
@@ -76,7 +93,11 @@ def test_the_operator_at_fault(compared, keep):
     at = table["site"].to_list().index("norm/native_layer_norm")
     assert table[:at]["error"].max() == 0
     last = table.filter(operator="mean").row(0, named=True)
-    assert (last["cause"], last["origin"], last["verdict"]) == ("inherited", "norm/native_layer_norm", "fail")
+    assert (last["cause"], last["origin"], last["verdict"]) == (
+        "inherited",
+        "norm/native_layer_norm",
+        "fail",
+    )
 
 
 class Branches(nn.Module):
@@ -88,7 +109,10 @@ class Branches(nn.Module):
 
     def forward(self, x):
         x = x.exp()
-        return torch.nn.functional.elu(-x, self.first).sum() + torch.nn.functional.hardtanh(x, 0.0, self.later).sum()
+        return (
+            torch.nn.functional.elu(-x, self.first).sum()
+            + torch.nn.functional.hardtanh(x, 0.0, self.later).sum()
+        )
 
 
 def test_culprits_by_what_comes_of_them_the_divergence_by_order(compared):
@@ -112,7 +136,10 @@ def test_coverage_adds_up(compared):
     coverage = found.coverage
     assert sum(coverage["status"].values()) == coverage["rows"] == found.table.height
     assert coverage["status"] == dict(found.table["status"].value_counts().iter_rows())
-    assert coverage["measured"] + sum(r["count"] for r in coverage["reasons"]) == coverage["rows"]
+    assert (
+        coverage["measured"] + sum(r["count"] for r in coverage["reasons"])
+        == coverage["rows"]
+    )
     assert coverage["measured"] == found.table["error"].is_not_null().sum()
     assert coverage["equal"] == found.table["equal"].sum()
     assert "only in candidate" in coverage["status"]
@@ -165,7 +192,11 @@ def test_saved_and_loaded(compared, tmp_path, url):
     again = roundoff.Comparison.load(place)
     assert_frame_equal(again.table, found.table)
     assert again.about == found.about
-    assert (again.answer, again.culprits(), again.divergence) == (found.answer, found.culprits(), found.divergence)
+    assert (again.answer, again.culprits(), again.divergence) == (
+        found.answer,
+        found.culprits(),
+        found.divergence,
+    )
     assert again.coverage == found.coverage
     assert again.judge(margin=1e30).agrees
     assert again.to_dict(5) == found.to_dict(5)
@@ -193,7 +224,10 @@ def test_what_is_no_saved_comparison(compared, tmp_path):
 
 
 def test_statistics_of_one_side_alone(recorded):
-    kept, bare = (recorded(train, Net(eps=eps), keep=keep) for eps, keep in ((1e-5, "tensors"), (0.3, "stats")))
+    kept, bare = (
+        recorded(train, Net(eps=eps), keep=keep)
+        for eps, keep in ((1e-5, "tensors"), (0.3, "stats"))
+    )
     found = roundoff.compare(reference=kept, candidate=bare)
     assert found.table["max_abs"].is_null().all()
     assert found.culprits(1)[0]["site"] == "norm/native_layer_norm"
@@ -225,7 +259,12 @@ def beside(recorded, name, work, **options):
     run = recorded(work, Net(), path=name)
     for kind, seeds in options.items():
         for number, seed in enumerate(seeds, 1):
-            again = roundoff.capture(run.path.with_name(f"{name}.{kind}{number}"), Net(), keep="tensors", noise=seed)
+            again = roundoff.capture(
+                run.path.with_name(f"{name}.{kind}{number}"),
+                Net(),
+                keep="tensors",
+                noise=seed,
+            )
             again.of = run.about["id"]
             with again as repeat:
                 work(again.model)
@@ -240,11 +279,16 @@ def cancelling(model):
 
 
 def test_a_noise_floor_raises_tolerances(recorded):
-    plain, candidate = recorded(cancelling, Net()), recorded(cancelling, Net(gain=1 + 1e-6))
+    plain, candidate = (
+        recorded(cancelling, Net()),
+        recorded(cancelling, Net(gain=1 + 1e-6)),
+    )
     without = roundoff.compare(reference=plain, candidate=candidate).table
     run = beside(recorded, "ours", cancelling, noise=(1, 2))
     found = roundoff.compare(reference=run, candidate=candidate)
-    assert any("2 more runs of the reference" in note for note in found.about["repeats"])
+    assert any(
+        "2 more runs of the reference" in note for note in found.about["repeats"]
+    )
     known = without["tolerance"].is_not_null()
     raised = (found.table["tolerance"] > without["tolerance"]).filter(known)
     assert {*found.table.filter(known).filter(raised)["operator"]} >= {"sub", "pow"}
@@ -255,7 +299,11 @@ def test_a_noise_floor_raises_tolerances(recorded):
 
 
 def test_what_is_not_reproducible_is_not_called_wrong(recorded):
-    SPREAD[:] = [1e-4, 1e-4, 0.9]  # the candidate draws further off than the repeats: beyond three times the floor
+    SPREAD[:] = [
+        1e-4,
+        1e-4,
+        0.9,
+    ]  # the candidate draws further off than the repeats: beyond three times the floor
     run = beside(recorded, "ours", noisy, repeat=(None,))
     found = roundoff.compare(reference=run, candidate=recorded(noisy, Net()))
     assert [row["operator"] for row in found.about["unstable"]] == ["uniform_"]
@@ -264,17 +312,25 @@ def test_what_is_not_reproducible_is_not_called_wrong(recorded):
     assert (named["operator"], named["looks_like"]) == ("uniform_", LABEL)
     assert "draws random numbers" in named["evidence"]
     assert "seed it" in named["try"]
-    assert any(note.startswith("The reference does not repeat itself: /uniform_") for note in found.about["repeats"])
+    assert any(
+        note.startswith("The reference does not repeat itself: /uniform_")
+        for note in found.about["repeats"]
+    )
 
 
 def test_two_runs_of_one_command(recorded):
     command = ["train.py", "--lr", "0.1"]
     runs = [recorded(noisy, Net(), command=command) for _ in range(2)]
     found = roundoff.compare(reference=runs[0], candidate=runs[1])
-    assert any(note.startswith("Both runs are of one command in one environment") for note in found.about["repeats"])
+    assert any(
+        note.startswith("Both runs are of one command in one environment")
+        for note in found.about["repeats"]
+    )
     assert found.culprits(1)[0]["looks_like"] == LABEL
     equal = [recorded(train, Net(), command=command) for _ in range(2)]
-    assert roundoff.compare(reference=equal[0], candidate=equal[1]).about["repeats"] == []
+    assert (
+        roundoff.compare(reference=equal[0], candidate=equal[1]).about["repeats"] == []
+    )
 
 
 def test_a_page(compared, tmp_path):

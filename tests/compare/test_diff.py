@@ -25,7 +25,10 @@ def record(path, inner="layer", shift=0.0, keep="tensors", dtype=torch.float32):
     torch.manual_seed(0)
     model = Net(inner).to(dtype)
     with torch.no_grad(), roundoff.capture(path, model, keep=keep) as run:
-        model(torch.linspace(-1, 1, 24, dtype=dtype).reshape(4, 6), torch.tensor([0.0, shift, 0.0], dtype=dtype))
+        model(
+            torch.linspace(-1, 1, 24, dtype=dtype).reshape(4, 6),
+            torch.tensor([0.0, shift, 0.0], dtype=dtype),
+        )
         run.step()
     return roundoff.load(path)
 
@@ -34,10 +37,12 @@ def record(path, inner="layer", shift=0.0, keep="tensors", dtype=torch.float32):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     return {
-        "good": record(folder / "good"), "bad": record(folder / "bad", shift=0.5),
+        "good": record(folder / "good"),
+        "bad": record(folder / "bad", shift=0.5),
         "renamed": record(folder / "renamed", inner="dense", shift=0.5),
-        "stats": record(folder / "stats", keep="stats"), "half": record(folder / "half", dtype=torch.bfloat16),
-    }  # fmt: skip
+        "stats": record(folder / "stats", keep="stats"),
+        "half": record(folder / "half", dtype=torch.bfloat16),
+    }
 
 
 def test_numbers(runs):
@@ -45,7 +50,9 @@ def test_numbers(runs):
     want, got = (runs[n].tensor("/add").double().numpy() for n in ("good", "bad"))
     error = np.abs(want - got)
     # one pass in fp32 over 12 elements: 12 roundings of 2**-24, and those of the square roots
-    assert found["metrics"]["rel_l2"] == pytest.approx(np.linalg.norm(error) / np.linalg.norm(want), rel=16 * 2.0**-24)
+    assert found["metrics"]["rel_l2"] == pytest.approx(
+        np.linalg.norm(error) / np.linalg.norm(want), rel=16 * 2.0**-24
+    )
     assert found["error"] == found["metrics"]["rel_l2"]
     assert found["elements"]["differing"] == (error > 0).sum() == 4
     # all four are 0.5 off as far as fp32 adds: the first are those of the first rows
@@ -65,8 +72,16 @@ def test_names_that_differ_are_found_by_alignment(runs):
     here = diff(runs["good"], runs["renamed"], "dense/addmm")
     there = diff(runs["good"], runs["renamed"], "layer/addmm")
     assert here["sides"] == there["sides"]
-    assert (here["sides"]["reference"]["site"], here["sides"]["candidate"]["site"]) == ("layer/addmm", "dense/addmm")
-    assert diff(runs["good"], runs["renamed"], "dense.weight", modules={"layer": "dense"})["error"] == 0.0
+    assert (here["sides"]["reference"]["site"], here["sides"]["candidate"]["site"]) == (
+        "layer/addmm",
+        "dense/addmm",
+    )
+    assert (
+        diff(runs["good"], runs["renamed"], "dense.weight", modules={"layer": "dense"})[
+            "error"
+        ]
+        == 0.0
+    )
 
 
 def test_a_parameter_by_name(runs):
@@ -100,9 +115,21 @@ def test_runs_are_given_by_path_too(runs):
 @pytest.mark.parametrize(
     ("site", "options", "words"),
     [
-        ("layer/admm", {}, ["neither run has this site", "layer/addmm", "'layer/admm'"]),
+        (
+            "layer/admm",
+            {},
+            ["neither run has this site", "layer/addmm", "'layer/admm'"],
+        ),
         ("layer.weigth", {}, ["neither run has this site", "layer.weight"]),
-        ("/add", {"phase": "backward"}, ["'/add' has no such value", "forward, place 0", "phase backward, place any"]),
+        (
+            "/add",
+            {"phase": "backward"},
+            [
+                "'/add' has no such value",
+                "forward, place 0",
+                "phase backward, place any",
+            ],
+        ),
         ("/add", {"place": 2}, ["'/add' has no such value", "phase any, place 2"]),
         ("/add", {"step": 4}, ["not both step 4", "--step", "step 0 in the reference"]),
         ("/add", {"rank": 1}, ["not both rank 1", "--rank"]),

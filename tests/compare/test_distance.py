@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 import roundoff
 from roundoff.capture.statistics import COLUMNS
 from roundoff.capture.statistics import measure as statistics
-from roundoff.compare.distance import VALUES, Distances, masked, of_metrics, of_statistics, relative
+from roundoff.compare.distance import (
+    VALUES,
+    Distances,
+    masked,
+    of_metrics,
+    of_statistics,
+    relative,
+)
 from roundoff.compare.metrics import measure
 
 INF, NAN = math.inf, math.nan
@@ -27,12 +34,20 @@ def row(values, dtype=torch.float32, **columns):
     finite = x[np.isfinite(x)]
     some = finite.size > 0
     return {
-        "shape": list(x.shape), "numel": x.size, "dtype": str(dtype).removeprefix("torch."), "hash": None,
-        "nan": int(np.isnan(x).sum()), "posinf": int((x == INF).sum()), "neginf": int((x == -INF).sum()),
-        "min": finite.min() if some else None, "max": finite.max() if some else None,
-        "mean": finite.mean() if some else None, "std": finite.std() if some else None,
-        "l2": float(np.linalg.norm(finite)) if some else None, **columns,
-    }  # fmt: skip
+        "shape": list(x.shape),
+        "numel": x.size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "hash": None,
+        "nan": int(np.isnan(x).sum()),
+        "posinf": int((x == INF).sum()),
+        "neginf": int((x == -INF).sum()),
+        "min": finite.min() if some else None,
+        "max": finite.max() if some else None,
+        "mean": finite.mean() if some else None,
+        "std": finite.std() if some else None,
+        "l2": float(np.linalg.norm(finite)) if some else None,
+        **columns,
+    }
 
 
 def by_hand(one, other):
@@ -40,9 +55,12 @@ def by_hand(one, other):
     a, b = np.asarray(one), np.asarray(other)
     rms, amax = np.sqrt(np.mean(a * a)), np.abs(a).max()
     return max(
-        abs(np.linalg.norm(a) - np.linalg.norm(b)) / np.linalg.norm(a), abs(a.mean() - b.mean()) / rms,
-        abs(a.std() - b.std()) / rms, abs(a.min() - b.min()) / amax, abs(a.max() - b.max()) / amax,
-    )  # fmt: skip
+        abs(np.linalg.norm(a) - np.linalg.norm(b)) / np.linalg.norm(a),
+        abs(a.mean() - b.mean()) / rms,
+        abs(a.std() - b.std()) / rms,
+        abs(a.min() - b.min()) / amax,
+        abs(a.max() - b.max()) / amax,
+    )
 
 
 numbers = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=12)
@@ -59,7 +77,9 @@ def test_of_statistics_is_the_formula(values, change, at):
     elif one["l2"] == 0:
         assert found.error == INF
     else:
-        assert found.error == pytest.approx(by_hand(values, other), rel=1e-9, abs=1e-300)
+        assert found.error == pytest.approx(
+            by_hand(values, other), rel=1e-9, abs=1e-300
+        )
         assert not found.equal
 
 
@@ -72,20 +92,36 @@ def test_of_statistics_of_recorded_tensors():
         rows = []
         for tensor in (x, y):
             known = statistics([tensor])
-            rows.append({**row(tensor.tolist(), dtype), **{n: known[COLUMNS.index(n)] for n in VALUES}})
+            rows.append(
+                {
+                    **row(tensor.tolist(), dtype),
+                    **{n: known[COLUMNS.index(n)] for n in VALUES},
+                }
+            )
         # statistics are recorded to 2**-20 or better, and the distance is a difference of them, about 1e-3
         expected = by_hand(x.double().numpy(), y.double().numpy())
         assert of_statistics(*rows).error == pytest.approx(expected, rel=1e-2, abs=1e-5)
 
 
-@given(st.lists(numbers.filter(lambda v: any(v)), min_size=2, max_size=6).filter(lambda v: len(v) % 2 == 0))
+@given(
+    st.lists(numbers.filter(lambda v: any(v)), min_size=2, max_size=6).filter(
+        lambda v: len(v) % 2 == 0
+    )
+)
 def test_relative_of_columns_is_that_of_numbers(lists):
     ones, others = lists[::2], lists[1::2]
-    pairs = [(row(a, torch.float64), row(b, torch.float64)) for a, b in zip(ones, others, strict=True)]
+    pairs = [
+        (row(a, torch.float64), row(b, torch.float64))
+        for a, b in zip(ones, others, strict=True)
+    ]
     names = (*VALUES, "numel", "nan", "posinf", "neginf")
-    columns = [{n: np.array([pair[i][n] for pair in pairs]) for n in names} for i in (0, 1)]
+    columns = [
+        {n: np.array([pair[i][n] for pair in pairs]) for n in names} for i in (0, 1)
+    ]
     found = relative(*columns, lambda *v: np.maximum.reduce(np.broadcast_arrays(*v)))
-    assert found.tolist() == pytest.approx([relative(a, b, max) for a, b in pairs], rel=1e-12)
+    assert found.tolist() == pytest.approx(
+        [relative(a, b, max) for a, b in pairs], rel=1e-12
+    )
 
 
 def test_equal_hashes_are_equal_whatever_else():
@@ -94,21 +130,26 @@ def test_equal_hashes_are_equal_whatever_else():
     # the same statistics are not the same tensor where the hashes say so
     found = of_statistics(row([1.0, 2.0], hash="x"), row([2.0, 1.0], hash="y"))
     assert (found.error, found.equal) == (0.0, False)
-    assert of_statistics(row([1.0, 2.0], hash="x"), row([2.0, 1.0])).equal  # taken for equal: nothing says otherwise
+    assert of_statistics(
+        row([1.0, 2.0], hash="x"), row([2.0, 1.0])
+    ).equal  # taken for equal: nothing says otherwise
 
 
-@pytest.mark.parametrize(("one", "other", "error"), [
-    ([0.0, 0.0], [0.0, 0.0], 0.0),
-    ([0.0, 0.0], [0.0, 1.0], INF),  # no relative distance from zero
-    ([2.0, 0.0], [0.0, 0.0], 1.0),
-    ([1.0, NAN], [1.0, NAN], 0.0),
-    ([1.0, NAN], [1.0, 1.0], INF),
-    ([1.0, INF], [1.0, INF], 0.0),
-    ([1.0, INF], [1.0, -INF], INF),
-    ([NAN, NAN], [NAN, NAN], 0.0),
-    ([], [], 0.0),
-    ([1.0, 2.0], [1.0], INF),  # another shape
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one", "other", "error"),
+    [
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([0.0, 0.0], [0.0, 1.0], INF),  # no relative distance from zero
+        ([2.0, 0.0], [0.0, 0.0], 1.0),
+        ([1.0, NAN], [1.0, NAN], 0.0),
+        ([1.0, NAN], [1.0, 1.0], INF),
+        ([1.0, INF], [1.0, INF], 0.0),
+        ([1.0, INF], [1.0, -INF], INF),
+        ([NAN, NAN], [NAN, NAN], 0.0),
+        ([], [], 0.0),
+        ([1.0, 2.0], [1.0], INF),  # another shape
+    ],
+)
 def test_special_values(one, other, error):
     assert of_statistics(row(one), row(other)).error == error
 
@@ -131,7 +172,9 @@ def test_additive_masks():
         assert (of_statistics(*pair).error, of_statistics(*pair).masked) == (0.0, True)
     assert not masked(infinite, row([1.0, -INF]))  # the same mask: the rest is compared
     assert not masked(lowest, lowest)
-    assert not masked(infinite, row([0.0, -1e4]))  # too small a number for a mask: a finding
+    assert not masked(
+        infinite, row([0.0, -1e4])
+    )  # too small a number for a mask: a finding
     assert of_statistics(infinite, row([0.0, -1e4])).error == INF
     assert not masked(row([NAN, -INF]), lowest)
     assert not masked(row([INF, -INF]), lowest)
@@ -170,17 +213,33 @@ def test_from_tensors_where_both_kept_them():
 
 def test_a_tensor_of_another_shape_is_infinitely_far():
     ours, theirs = {0: row([1.0, 2.0])}, {0: row([[1.0, 2.0]])}
-    assert Distances(ours, theirs, Kept({0: torch.ones(2)}), Kept({0: torch.ones(1, 2)}))(0, 0).error == INF
+    assert (
+        Distances(ours, theirs, Kept({0: torch.ones(2)}), Kept({0: torch.ones(1, 2)}))(
+            0, 0
+        ).error
+        == INF
+    )
 
 
-@pytest.mark.parametrize(("one", "other", "error", "equal"), [
-    ([], [], 0.0, True), ([1.0, 2.0], [1.0, 2.0], 0.0, True), ([3.0, 4.0], [3.0, 4.5], 0.1, False),
-    ([NAN, 1.0], [NAN, 1.0], 0.0, True), ([NAN, 1.0], [1.0, 1.0], INF, False), ([INF], [-INF], INF, False),
-    ([0.0, 0.0], [0.0, 1.0], INF, False), ([0.0], [-0.0], 0.0, False), ([NAN, 3.0, 4.0], [NAN, 3.0, 4.5], 0.1, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one", "other", "error", "equal"),
+    [
+        ([], [], 0.0, True),
+        ([1.0, 2.0], [1.0, 2.0], 0.0, True),
+        ([3.0, 4.0], [3.0, 4.5], 0.1, False),
+        ([NAN, 1.0], [NAN, 1.0], 0.0, True),
+        ([NAN, 1.0], [1.0, 1.0], INF, False),
+        ([INF], [-INF], INF, False),
+        ([0.0, 0.0], [0.0, 1.0], INF, False),
+        ([0.0], [-0.0], 0.0, False),
+        ([NAN, 3.0, 4.0], [NAN, 3.0, 4.5], 0.1, False),
+    ],
+)
 def test_of_metrics(one, other, error, equal):
     found = of_metrics(measure(torch.tensor(one), torch.tensor(other)))
-    assert found.error == (error if math.isinf(error) else pytest.approx(error, rel=1e-7))
+    assert found.error == (
+        error if math.isinf(error) else pytest.approx(error, rel=1e-7)
+    )
     assert found.equal == equal
 
 
@@ -192,9 +251,16 @@ def test_a_tensor_and_its_views_are_measured_once(tmp_path):
         with roundoff.capture(tmp_path / name, keep="tensors") as run:
             (tensor.clone().t() * 1).view(4, 3)
             run.step()
-    table = roundoff.compare(reference=tmp_path / "one", candidate=tmp_path / "two").table
+    table = roundoff.compare(
+        reference=tmp_path / "one", candidate=tmp_path / "two"
+    ).table
     found = {row["site"]: row for row in table.filter(pl.col("error") > 0).to_dicts()}
     assert found["/clone"]["worst_index"] == [2, 1]
-    assert found["/t"]["worst_index"] == [1, 2] == found["/mul"]["worst_index"] == found["/view"]["worst_index"]
+    assert (
+        found["/t"]["worst_index"]
+        == [1, 2]
+        == found["/mul"]["worst_index"]
+        == found["/view"]["worst_index"]
+    )
     assert {row["worst_candidate"] for row in found.values()} == {100.0}
     assert len({row["rel_l2"] for row in found.values()}) == 1

@@ -16,7 +16,9 @@ from roundoff.compare.elements import elements
 nan, inf = math.nan, math.inf
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
 def test_first_worst_and_axes(dtype):
     torch.manual_seed(0)
     r = torch.randn(6, 5, 7)
@@ -30,16 +32,23 @@ def test_first_worst_and_axes(dtype):
     assert found["differing"] == len(where)
     assert [e["index"] for e in found["first"]] == where[:4].tolist()
     worst = sorted(where.tolist(), key=lambda i: -abs(x[tuple(i)] - y[tuple(i)]))[:4]
-    assert [e["error"] for e in found["worst"]] == [abs(x[tuple(i)] - y[tuple(i)]) for i in worst]
+    assert [e["error"] for e in found["worst"]] == [
+        abs(x[tuple(i)] - y[tuple(i)]) for i in worst
+    ]
     for entry in found["first"] + found["worst"]:
-        assert (entry["reference"], entry["candidate"]) == (x[tuple(entry["index"])], y[tuple(entry["index"])])
+        assert (entry["reference"], entry["candidate"]) == (
+            x[tuple(entry["index"])],
+            y[tuple(entry["index"])],
+        )
         assert entry["error"] == abs(entry["reference"] - entry["candidate"])
     squares = (x - y) ** 2
     for axis, entry in enumerate(found["axes"]):
         along = squares.sum(tuple(a for a in range(3) if a != axis))
         assert (entry["axis"], entry["index"]) == (axis, along.argmax())
         # sums of at most 210 positive fp64 terms
-        assert entry["share"] == pytest.approx(along.max() / along.sum(), rel=300 * 2.0**-53)
+        assert entry["share"] == pytest.approx(
+            along.max() / along.sum(), rel=300 * 2.0**-53
+        )
     assert (found["axes"][0]["index"], found["axes"][1]["index"]) == (5, 2)
     json.dumps(found, allow_nan=False)
 
@@ -47,11 +56,15 @@ def test_first_worst_and_axes(dtype):
 def test_decades():
     """At powers of ten themselves, where a logarithm may be rounded to the wrong side."""
     errors = [float(f"1e{k}") for k in range(-20, 20)] + [9.99e-5, 0.3, 5e-324]
-    found = elements(torch.zeros(43).double(), torch.tensor(errors, dtype=torch.float64))
+    found = elements(
+        torch.zeros(43).double(), torch.tensor(errors, dtype=torch.float64)
+    )
     expected = dict.fromkeys(range(-20, 20), 1) | {-324: 1}
     expected[-5] += 1
     expected[-1] += 1
-    assert found["errors"] == [{"low": k, "count": expected[k]} for k in sorted(expected)]
+    assert found["errors"] == [
+        {"low": k, "count": expected[k]} for k in sorted(expected)
+    ]
 
 
 def test_special_values_that_disagree_are_worst():
@@ -60,18 +73,44 @@ def test_special_values_that_disagree_are_worst():
     found = elements(r, c)
     assert found["differing"] == 5  # the same NaN is the same; -0 is not +0
     assert [e["index"] for e in found["worst"]] == [[3], [4], [5], [0], [6]]
-    assert found["worst"][1] == {"index": [4], "reference": 5.0, "candidate": None, "error": None, "ulp": None}
+    assert found["worst"][1] == {
+        "index": [4],
+        "reference": 5.0,
+        "candidate": None,
+        "error": None,
+        "ulp": None,
+    }
     assert found["worst"][4]["ulp"] == 0.0
     assert found["errors"] == [{"low": 0, "count": 1}]
     assert found["axes"] == [{"axis": 0, "index": 0, "share": 1.0}]
 
 
 def test_two_formats_integers_complex_scalars():
-    assert elements(torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0], dtype=torch.bfloat16))["differing"] == 0
-    assert elements(torch.tensor([nan]), torch.tensor([nan], dtype=torch.float16))["differing"] == 0
+    assert (
+        elements(
+            torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0], dtype=torch.bfloat16)
+        )["differing"]
+        == 0
+    )
+    assert (
+        elements(torch.tensor([nan]), torch.tensor([nan], dtype=torch.float16))[
+            "differing"
+        ]
+        == 0
+    )
     big = elements(torch.tensor([2**62, 1]), torch.tensor([2**62 + 1, 1]))["first"]
-    assert big == [{"index": [0], "reference": 2**62, "candidate": 2**62 + 1, "error": 1.0, "ulp": None}]
-    assert elements(torch.tensor([3 + 4j]), torch.tensor([0j]))["worst"][0]["error"] == 5.0
+    assert big == [
+        {
+            "index": [0],
+            "reference": 2**62,
+            "candidate": 2**62 + 1,
+            "error": 1.0,
+            "ulp": None,
+        }
+    ]
+    assert (
+        elements(torch.tensor([3 + 4j]), torch.tensor([0j]))["worst"][0]["error"] == 5.0
+    )
     assert elements(torch.tensor(1.0), torch.tensor(2.0))["first"][0]["index"] == []
     assert elements(torch.tensor(1.0), torch.tensor(2.0), limit=0)["first"] == []
     same = elements(torch.ones(3), torch.ones(3))
@@ -89,9 +128,16 @@ def test_errors_whose_squares_vanish_or_overflow():
 
 @pytest.mark.parametrize(
     ("reference", "candidate", "reason"),
-    [(torch.ones(2), torch.ones(3), "shape (2,) against (3,)"), (torch.empty(0), torch.empty(0), "empty"),
-     (torch.ones(2), torch.empty(2, device="meta"), "candidate: a meta tensor has no values")],
-)  # fmt: skip
+    [
+        (torch.ones(2), torch.ones(3), "shape (2,) against (3,)"),
+        (torch.empty(0), torch.empty(0), "empty"),
+        (
+            torch.ones(2),
+            torch.empty(2, device="meta"),
+            "candidate: a meta tensor has no values",
+        ),
+    ],
+)
 def test_reasons(reference, candidate, reason):
     assert elements(reference, candidate) == {"reason": reason}
 
@@ -107,7 +153,10 @@ def test_in_chunks(monkeypatch):
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.tuples(*[st.floats(width=32)] * 2), min_size=1, max_size=40), st.integers(1, 5))
+@given(
+    st.lists(st.tuples(*[st.floats(width=32)] * 2), min_size=1, max_size=40),
+    st.integers(1, 5),
+)
 def test_any_values(values, limit):
     r, c = (torch.tensor(v, dtype=torch.float32) for v in zip(*values, strict=True))
     found = elements(r, c, limit)

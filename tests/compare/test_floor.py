@@ -14,7 +14,14 @@ from torch import nn
 
 import roundoff
 from roundoff.compare.floor import KEY, noise_floor, relative
-from roundoff.compare.unstable import GPU, NONDETERMINISTIC, OUTSIDE, RANDOM, UNKNOWN, unstable
+from roundoff.compare.unstable import (
+    GPU,
+    NONDETERMINISTIC,
+    OUTSIDE,
+    RANDOM,
+    UNKNOWN,
+    unstable,
+)
 from roundoff.errors import RunError
 from roundoff.store import Writer, siblings
 
@@ -49,10 +56,22 @@ def once(function):
 def written(path, **columns):
     """A run with one step, its statistics as given."""
     count = len(next(iter(columns.values())))
-    usual = {"record": range(count), "call": range(count), "phase": ["forward"] * count, "module": [""] * count,
-             "operator": ["mul"] * count, "index": range(count), "place": [0] * count, "dtype": ["float32"] * count,
-             "shape": [[4]] * count, "numel": [4] * count, "nan": [0] * count, "posinf": [0] * count,
-             "neginf": [0] * count, "inputs": [[]] * count}  # fmt: skip
+    usual = {
+        "record": range(count),
+        "call": range(count),
+        "phase": ["forward"] * count,
+        "module": [""] * count,
+        "operator": ["mul"] * count,
+        "index": range(count),
+        "place": [0] * count,
+        "dtype": ["float32"] * count,
+        "shape": [[4]] * count,
+        "numel": [4] * count,
+        "nan": [0] * count,
+        "posinf": [0] * count,
+        "neginf": [0] * count,
+        "inputs": [[]] * count,
+    }
     with Writer(path, about={}) as writer:
         writer.write_step(0, {k: list(v) for k, v in (usual | columns).items()})
     return roundoff.load(path)
@@ -62,7 +81,9 @@ def written(path, **columns):
 def test_the_floor_of_each_row(tmp_path, keep):
     """Against numpy in fp64, row by row."""
     reference = record(tmp_path / "a", keep=keep)
-    others = [record(tmp_path / f"n{seed}", keep=keep, noise=seed) for seed in (1, 2, 3)]
+    others = [
+        record(tmp_path / f"n{seed}", keep=keep, noise=seed) for seed in (1, 2, 3)
+    ]
     found = noise_floor(reference, others)
     ops = reference.ops.collect()
     assert found.height == ops.height
@@ -72,17 +93,25 @@ def test_the_floor_of_each_row(tmp_path, keep):
     for place, row in enumerate(found.iter_rows(named=True)):
         if row["reason"] == "uninitialised memory":
             operator = ops.row(place, named=True)["operator"]
-            assert operator.startswith("empty") or ops.row(place, named=True)["view_of"] is not None
+            assert (
+                operator.startswith("empty")
+                or ops.row(place, named=True)["view_of"] is not None
+            )
             assert row["floor"] is None
             continue
         x = reference.kept(ops.row(place, named=True)).double().numpy()
-        ys = [other.kept(table.row(place, named=True)).double().numpy() for other, table in zip(others, tables, strict=True)]
+        ys = [
+            other.kept(table.row(place, named=True)).double().numpy()
+            for other, table in zip(others, tables, strict=True)
+        ]
         size = np.linalg.norm(x)
         expected = [np.linalg.norm(x - y) / size if size else 0.0 for y in ys]
         assert row["runs"] == 3
         # fp64 norms of a few elements
         assert row["floor"] == pytest.approx(max(expected), rel=1e-12)
-        assert row["rms"] == pytest.approx(math.sqrt(sum(e * e for e in expected) / 3), rel=1e-12)
+        assert row["rms"] == pytest.approx(
+            math.sqrt(sum(e * e for e in expected) / 3), rel=1e-12
+        )
         checked += max(expected) > 0
     assert checked > 20
     assert found.filter(operator="randn")["floor"].to_list() == [0.0, 0.0]
@@ -94,7 +123,10 @@ def test_the_floor_of_one_rounding(tmp_path):
     n = 4096
     x = torch.rand(n, generator=torch.Generator().manual_seed(5)) + 1
     reference = record(tmp_path / "a", once(lambda: x * 1.0 * x), keep="tensors")
-    others = [record(tmp_path / f"n{s}", once(lambda: x * 1.0 * x), keep="tensors", noise=s) for s in (1, 2)]
+    others = [
+        record(tmp_path / f"n{s}", once(lambda: x * 1.0 * x), keep="tensors", noise=s)
+        for s in (1, 2)
+    ]
     found = noise_floor(reference, others).filter(operator="mul")
     assert found["floor"][0] == 0  # times one rounds nothing
     ulp = torch.where(x * x < 2, 2.0**-23, 2.0**-22).double()
@@ -105,9 +137,20 @@ def test_the_floor_of_one_rounding(tmp_path):
 
 def test_from_statistics(tmp_path):
     names = "l2", "mean", "std", "min", "max"
-    a = [(2.0, 0.5, 1.0, -4.0, 2.0), (2.0, 0.0, 1.0, -1.0, 1.0), (2.0, 1.0, 0.0, 1.0, 1.0), (0.0,) * 5, (0.0,) * 5]
-    b = [(2.0, 0.75, 1.0, -4.0, 2.5), (2.5, 0.0, 1.0, -1.0, 1.0), (2.0, 1.0, 0.125, 1.0, 1.0), (0.0,) * 5,
-         (1.0, 0.5, 0.0, 0.5, 0.5)]  # fmt: skip
+    a = [
+        (2.0, 0.5, 1.0, -4.0, 2.0),
+        (2.0, 0.0, 1.0, -1.0, 1.0),
+        (2.0, 1.0, 0.0, 1.0, 1.0),
+        (0.0,) * 5,
+        (0.0,) * 5,
+    ]
+    b = [
+        (2.0, 0.75, 1.0, -4.0, 2.5),
+        (2.5, 0.0, 1.0, -1.0, 1.0),
+        (2.0, 1.0, 0.125, 1.0, 1.0),
+        (0.0,) * 5,
+        (1.0, 0.5, 0.0, 0.5, 0.5),
+    ]
     one = written(tmp_path / "a", **dict(zip(names, zip(*a, strict=True), strict=True)))
     two = written(tmp_path / "b", **dict(zip(names, zip(*b, strict=True), strict=True)))
     found = noise_floor(one, [two])
@@ -115,22 +158,45 @@ def test_from_statistics(tmp_path):
     assert found["floor"].to_list() == [0.25, 0.25, 0.125, 0.0, None]
     assert found["runs"].to_list() == [1, 1, 1, 1, 0]
     assert found["measure"].to_list() == ["statistics"] * 4 + [None]
-    assert found["reason"].to_list() == [None] * 4 + ["the reference is zero, the other is not"]
+    assert found["reason"].to_list() == [None] * 4 + [
+        "the reference is zero, the other is not"
+    ]
     both = noise_floor(one, [two, one])
-    assert both["rms"].to_list() == pytest.approx([0.25 / math.sqrt(2), 0.25 / math.sqrt(2), 0.125 / math.sqrt(2), 0, 0])
+    assert both["rms"].to_list() == pytest.approx(
+        [0.25 / math.sqrt(2), 0.25 / math.sqrt(2), 0.125 / math.sqrt(2), 0, 0]
+    )
     assert both["runs"].to_list() == [2, 2, 2, 2, 1]
     assert both["reason"][4] == "the reference is zero, the other is not"
 
 
 def test_reasons(tmp_path):
     nothing = {n: [None] * 4 for n in ("l2", "mean", "std", "min", "max")}
-    one = written(tmp_path / "a", **nothing, nan=[4, 1, 4, None], reason=[None, None, None, "its memory was freed"])
-    two = written(tmp_path / "b", **nothing, nan=[4, 4, 4, None], shape=[[4], [4], [2, 2], [4]], reason=[None] * 4)
+    one = written(
+        tmp_path / "a",
+        **nothing,
+        nan=[4, 1, 4, None],
+        reason=[None, None, None, "its memory was freed"],
+    )
+    two = written(
+        tmp_path / "b",
+        **nothing,
+        nan=[4, 4, 4, None],
+        shape=[[4], [4], [2, 2], [4]],
+        reason=[None] * 4,
+    )
     found = noise_floor(one, [two])
     assert found["floor"].to_list() == [0.0, None, None, None]
-    assert found["reason"].to_list() == [None, "NaN or Inf in other places", "another shape", "its memory was freed"]
+    assert found["reason"].to_list() == [
+        None,
+        "NaN or Inf in other places",
+        "another shape",
+        "its memory was freed",
+    ]
     fewer = written(tmp_path / "c", l2=[1.0])
-    assert noise_floor(one, [fewer])["reason"].to_list()[1:3] == ["not in the other run"] * 2
+    assert (
+        noise_floor(one, [fewer])["reason"].to_list()[1:3]
+        == ["not in the other run"] * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +219,9 @@ def test_reasons(tmp_path):
 )
 def test_relative(x, y, expected):
     wide = torch.float64 if not x or isinstance(x[0], float) else None
-    assert relative(torch.tensor(x, dtype=wide), torch.tensor(y, dtype=wide)) == expected
+    assert (
+        relative(torch.tensor(x, dtype=wide), torch.tensor(y, dtype=wide)) == expected
+    )
 
 
 def test_a_damaged_tensor_is_a_reason(tmp_path):
@@ -162,14 +230,26 @@ def test_a_damaged_tensor_is_a_reason(tmp_path):
     (file,) = (tmp_path / "b" / "rank0" / "step000000").glob("tensors-*")
     file.write_bytes(file.read_bytes()[:-8])
     found = noise_floor(reference, [other])
-    assert found.filter(pl.col("step") == 1, pl.col("operator") == "addmm")["floor"].drop_nulls().len() > 0
-    assert all(file.name in r for r in found.filter(pl.col("step") == 0, pl.col("operator") == "addmm")["reason"])
+    assert (
+        found.filter(pl.col("step") == 1, pl.col("operator") == "addmm")["floor"]
+        .drop_nulls()
+        .len()
+        > 0
+    )
+    assert all(
+        file.name in r
+        for r in found.filter(pl.col("step") == 0, pl.col("operator") == "addmm")[
+            "reason"
+        ]
+    )
 
 
 def test_without_others(tmp_path):
     reference = record(tmp_path / "a")
     for function in (noise_floor, unstable):
-        with pytest.raises(RunError, match="no other run of the same program") as caught:
+        with pytest.raises(
+            RunError, match="no other run of the same program"
+        ) as caught:
             function(reference, [])
         assert "--repeats 2" in str(caught.value)
 
@@ -189,14 +269,21 @@ def test_an_unseeded_draw_is_found(tmp_path, keep):
     def work(run, seed):
         torch.manual_seed(0)
         net, x = nn.Linear(6, 4), torch.randn(5, 6)
-        generator = torch.Generator().manual_seed(seed)  # a stream of its own that nobody has seeded alike
+        generator = torch.Generator().manual_seed(
+            seed
+        )  # a stream of its own that nobody has seeded alike
         loss = net(x).mul(torch.rand(5, 4, generator=generator)).sum()
         loss.backward()
         run.step()
 
-    runs = [record(tmp_path / f"r{s}", lambda run, s=s: work(run, s), keep=keep) for s in (1, 2, 3)]
+    runs = [
+        record(tmp_path / f"r{s}", lambda run, s=s: work(run, s), keep=keep)
+        for s in (1, 2, 3)
+    ]
     found = unstable(runs[0], runs[1:])
-    assert found.select("phase", "operator", "runs", "note").rows() == [("forward", "rand", 2, RANDOM)]
+    assert found.select("phase", "operator", "runs", "note").rows() == [
+        ("forward", "rand", 2, RANDOM)
+    ]
     assert "test_floor.py:" in found["line"][0]
     assert found["difference"][0] > 0.01
 
@@ -211,16 +298,30 @@ def test_an_operator_that_does_not_repeat_itself(tmp_path):
         return x * (1 + 1e-3 * len(calls))
 
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
-    runs = [record(tmp_path / f"r{i}", once(lambda: drifts(x.exp()).sum().sqrt_()), keep="tensors") for i in range(2)]
+    runs = [
+        record(
+            tmp_path / f"r{i}",
+            once(lambda: drifts(x.exp()).sum().sqrt_()),
+            keep="tensors",
+        )
+        for i in range(2)
+    ]
     found = unstable(runs[0], runs[1:])
-    assert found.select("operator", "note").rows() == [("roundoff_test::drifts", UNKNOWN)]
-    assert found["difference"][0] == pytest.approx(1e-3 / 1.001, rel=1e-4)  # fp32 elements: 2**-24 of 1e-3
+    assert found.select("operator", "note").rows() == [
+        ("roundoff_test::drifts", UNKNOWN)
+    ]
+    assert found["difference"][0] == pytest.approx(
+        1e-3 / 1.001, rel=1e-4
+    )  # fp32 elements: 2**-24 of 1e-3
 
 
 def test_memory_that_nobody_has_written_is_no_finding(tmp_path):
     """What it holds differs from run to run, also seen through a view; what was then written into it counts."""
-    kernel = {"operator": ["empty", "detach", "fill_", "mul"], "view_of": [None, 0, None, None],
-              "inputs": [[], [0], [1], [2]]}  # fmt: skip
+    kernel = {
+        "operator": ["empty", "detach", "fill_", "mul"],
+        "view_of": [None, 0, None, None],
+        "inputs": [[], [0], [1], [2]],
+    }
     one = written(tmp_path / "a", l2=[5.0, 5.0, 1.0, 1.0], **kernel)
     two = written(tmp_path / "b", l2=[6.0, 6.0, 1.0, 1.0], **kernel)
     assert unstable(one, [two]).height == 0
@@ -231,18 +332,27 @@ def test_memory_that_nobody_has_written_is_no_finding(tmp_path):
 
 def test_other_data_is_told_from_operators(tmp_path):
     data = [torch.from_numpy(np.full(3, value)) for value in (1.0, 2.0)]
-    runs = [record(tmp_path / f"r{i}", once(lambda x=x: x.sin().cos())) for i, x in enumerate(data)]
+    runs = [
+        record(tmp_path / f"r{i}", once(lambda x=x: x.sin().cos()))
+        for i, x in enumerate(data)
+    ]
     found = unstable(runs[0], runs[1:])
     assert found.filter(operator="input")["note"].to_list() == [OUTSIDE]
     assert found.filter(pl.col("operator").is_in(["sin", "cos"])).height == 0
 
 
 def test_known_operators_have_their_note(tmp_path):
-    kernel = {"operator": ["index_add_", "mul"], "overload": ["aten.index_add_.default", "aten.mul.Tensor"],
-              "index": [0, 0], "inputs": [[], [0]]}  # fmt: skip
+    kernel = {
+        "operator": ["index_add_", "mul"],
+        "overload": ["aten.index_add_.default", "aten.mul.Tensor"],
+        "index": [0, 0],
+        "inputs": [[], [0]],
+    }
     one = written(tmp_path / "a", l2=[1.0, 1.0], **kernel)
     two = written(tmp_path / "b", l2=[1.5, 3.0], **kernel)
-    assert unstable(one, [two]).select("site", "note", "difference").rows() == [("/index_add_", GPU, 0.5)]
+    assert unstable(one, [two]).select("site", "note", "difference").rows() == [
+        ("/index_add_", GPU, 0.5)
+    ]
 
 
 def test_a_missing_call_and_other_inputs(tmp_path):
@@ -252,27 +362,40 @@ def test_a_missing_call_and_other_inputs(tmp_path):
     assert found["index"].to_list() == [2]
     assert found["reason"].to_list() == ["not in the other run"]
     swapped = written(tmp_path / "c", l2=[1.0, 2.0, 4.0], inputs=[[], [0], [0]])
-    assert unstable(one, [swapped]).height == 0  # its input is another value: control flow, found where that began
+    assert (
+        unstable(one, [swapped]).height == 0
+    )  # its input is another value: control flow, found where that began
 
 
 def test_names_of_known_operators_are_torchs():
-    names = {n.partition("::")[2].partition(".")[0].removesuffix("_") for n in torch._C._dispatch_get_all_op_names()}
+    names = {
+        n.partition("::")[2].partition(".")[0].removesuffix("_")
+        for n in torch._C._dispatch_get_all_op_names()
+    }
     assert NONDETERMINISTIC - names <= {"_cudnn_ctc_loss"}
 
 
 def test_siblings(tmp_path):
     main = record(tmp_path / "a+b")
     of = main.about["id"]
-    for name, whose in (("a+b.noise10", of), ("a+b.noise2", of), ("a+b.repeat1", of), ("a+b.noise3", "another"),
-                        ("a+b.noise", of), ("aab.noise1", of), ("a+b.repeat1.noise1", of)):  # fmt: skip
+    for name, whose in (
+        ("a+b.noise10", of),
+        ("a+b.noise2", of),
+        ("a+b.repeat1", of),
+        ("a+b.noise3", "another"),
+        ("a+b.noise", of),
+        ("aab.noise1", of),
+        ("a+b.repeat1.noise1", of),
+    ):
         with Writer(tmp_path / name, about={"of": whose}):
             pass
     (tmp_path / "a+b.repeat2").mkdir()
     (tmp_path / "a+b.repeat3").write_text("a file")
     found = siblings(tmp_path / "a+b")
     assert {k: [p.name for p in v] for k, v in found.items()} == {
-        "noise": ["a+b.noise2", "a+b.noise10"], "repeat": ["a+b.repeat1"],
-    }  # fmt: skip
+        "noise": ["a+b.noise2", "a+b.noise10"],
+        "repeat": ["a+b.repeat1"],
+    }
     assert siblings(tmp_path / "nothing") == {"noise": [], "repeat": []}
     shutil.rmtree(tmp_path / "a+b.noise2" / "rank0")
     (tmp_path / "a+b.noise2" / "run.json").write_text("{")

@@ -16,12 +16,22 @@ from roundoff.compare.rows import add_rows
 
 #: As in test_metrics.py: fp32 sums of a row.
 ROWS = 2.0**-17
-NORMS = ("rel_l2", "mean_abs", "mean_rel", "ulp_mean", "l2_reference", "l2_candidate", "l2_error")
+NORMS = (
+    "rel_l2",
+    "mean_abs",
+    "mean_rel",
+    "ulp_mean",
+    "l2_reference",
+    "l2_candidate",
+    "l2_error",
+)
 
 
 def without_pass(reference, candidate):
     totals = Totals()
-    add_exact(totals, reference, candidate, 0, grid_of(reference.dtype, candidate.dtype))
+    add_exact(
+        totals, reference, candidate, 0, grid_of(reference.dtype, candidate.dtype)
+    )
     return totals
 
 
@@ -32,14 +42,22 @@ def agree(r, c):
     slow = without_pass(r, c)
     for name in ("compared", "same", "lone", "solid", "over", "place", "max_abs"):
         assert getattr(quick, name) == getattr(slow, name), name
-    assert quick.max_ulp == pytest.approx(slow.max_ulp, rel=2.0**-23)  # rounded to fp32, across zero twice
+    assert quick.max_ulp == pytest.approx(
+        slow.max_ulp, rel=2.0**-23
+    )  # rounded to fp32, across zero twice
     for name in ("abs", "rel", "ulp", "max_rel"):
-        assert getattr(quick, name) == pytest.approx(getattr(slow, name), rel=ROWS), name
+        assert getattr(quick, name) == pytest.approx(getattr(slow, name), rel=ROWS), (
+            name
+        )
     for name in ("r", "c", "d"):
-        assert math.hypot(*getattr(quick, name)) == pytest.approx(math.hypot(*getattr(slow, name)), rel=ROWS)
+        assert math.hypot(*getattr(quick, name)) == pytest.approx(
+            math.hypot(*getattr(slow, name)), rel=ROWS
+        )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str
+)
 @pytest.mark.parametrize("size", [2500, 150_000])
 def test_the_compiled_pass_agrees_with_fp64(dtype, size):
     torch.manual_seed(1)
@@ -50,8 +68,12 @@ def test_the_compiled_pass_agrees_with_fp64(dtype, size):
     agree(r, c)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("more", [0, 1, 3, WIDE * ROW - 1, WIDE * ROW, WIDE * ROW + 5], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize(
+    "more", [0, 1, 3, WIDE * ROW - 1, WIDE * ROW, WIDE * ROW + 5], ids=str
+)
 def test_blocks_of_any_number_of_rows(dtype, more, monkeypatch):
     """A last block of one row, of a part of one, and of none."""
     monkeypatch.setattr(rows, "_BLOCK", 2**16)
@@ -70,7 +92,12 @@ def test_rows_that_the_pass_cannot_sum(every):
     r[5_000::every], c[60_000] = math.nan, math.inf
     r[70_000:75_000] *= 1e-30
     c[70_000:80_000] *= 1e-30
-    r[90_000:100_000], c[100_000:110_000], r[110_000:120_000], c[110_000:120_000] = 0, 0, 0, 0
+    r[90_000:100_000], c[100_000:110_000], r[110_000:120_000], c[110_000:120_000] = (
+        0,
+        0,
+        0,
+        0,
+    )
     agree(r, c)
     agree(c, r)
 

@@ -15,11 +15,26 @@ from hypothesis import strategies as st
 from roundoff.compare.metrics import Metrics, measure
 
 nan, inf = math.nan, math.inf
-FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 #: fp32 sums of a row: four pieces, 64 terms in each of 16 lanes, then the lanes: (2 + 64 + 4) 2**-24 of the sum at most, and
 #: a few for the arithmetic of a term. All terms of these sums are positive.
 ROWS = 2.0**-17
-NORMS = ("rel_l2", "mean_abs", "mean_rel", "ulp_mean", "l2_reference", "l2_candidate", "l2_error")
+NORMS = (
+    "rel_l2",
+    "mean_abs",
+    "mean_rel",
+    "ulp_mean",
+    "l2_reference",
+    "l2_candidate",
+    "l2_error",
+)
 EXACT = (
     "numel compared equal rel_undefined nan_both nan_reference nan_candidate inf_both inf_reference inf_candidate"
 ).split()
@@ -28,8 +43,11 @@ EXACT = (
 def wide(tensor):
     if tensor.is_complex():
         return tensor.to(torch.complex128).resolve_conj().numpy().ravel()
-    return tensor.to(torch.float32).to(torch.float64).numpy().ravel() if tensor.element_size() == 1 \
-        and tensor.is_floating_point() else tensor.detach().to(torch.float64).numpy().ravel()  # fmt: skip
+    return (
+        tensor.to(torch.float32).to(torch.float64).numpy().ravel()
+        if tensor.element_size() == 1 and tensor.is_floating_point()
+        else tensor.detach().to(torch.float64).numpy().ravel()
+    )
 
 
 def oracle(reference, candidate):
@@ -42,14 +60,21 @@ def oracle(reference, candidate):
         solid = x != 0
         signed = np.isinf(r) & np.isinf(c) & (r == c)
         found = {
-            "numel": r.size, "compared": int(ok.sum()), "rel_undefined": int((~solid & (y != 0)).sum()),
-            "nan_both": int((np.isnan(r) & np.isnan(c)).sum()), "nan_reference": int((np.isnan(r) & ~np.isnan(c)).sum()),
-            "nan_candidate": int((~np.isnan(r) & np.isnan(c)).sum()), "inf_both": int(signed.sum()),
-            "inf_reference": int((np.isinf(r) & ~signed).sum()), "inf_candidate": int((np.isinf(c) & ~signed).sum()),
-            "max_abs": float(d.max()), "mean_abs": float(d.mean()),
-            "l2_reference": float(np.sqrt((np.abs(x) ** 2).sum())), "l2_candidate": float(np.sqrt((np.abs(y) ** 2).sum())),
+            "numel": r.size,
+            "compared": int(ok.sum()),
+            "rel_undefined": int((~solid & (y != 0)).sum()),
+            "nan_both": int((np.isnan(r) & np.isnan(c)).sum()),
+            "nan_reference": int((np.isnan(r) & ~np.isnan(c)).sum()),
+            "nan_candidate": int((~np.isnan(r) & np.isnan(c)).sum()),
+            "inf_both": int(signed.sum()),
+            "inf_reference": int((np.isinf(r) & ~signed).sum()),
+            "inf_candidate": int((np.isinf(c) & ~signed).sum()),
+            "max_abs": float(d.max()),
+            "mean_abs": float(d.mean()),
+            "l2_reference": float(np.sqrt((np.abs(x) ** 2).sum())),
+            "l2_candidate": float(np.sqrt((np.abs(y) ** 2).sum())),
             "l2_error": float(np.sqrt((d**2).sum())),
-        }  # fmt: skip
+        }
         if solid.any():
             rel = d[solid] / np.abs(x[solid])
             found |= {"max_rel": float(rel.max()), "mean_rel": float(rel.mean())}
@@ -62,8 +87,13 @@ def check(reference, candidate, tolerance=ROWS):
     metrics = measure(reference, candidate)
     for tensor, copy in zip((reference, candidate), before, strict=True):
         if tensor.numel() and not tensor.is_complex():
-            raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-            assert torch.equal(tensor.detach().contiguous().view(raw), copy.detach().contiguous().view(raw))
+            raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+                tensor.element_size()
+            ]
+            assert torch.equal(
+                tensor.detach().contiguous().view(raw),
+                copy.detach().contiguous().view(raw),
+            )
     for name, value in oracle(reference, candidate).items():
         got = getattr(metrics, name)
         if name in EXACT:
@@ -71,7 +101,9 @@ def check(reference, candidate, tolerance=ROWS):
         elif value and (value < 1e-150 or value > 1e150):
             pass  # squares of the oracle's own leave fp64
         else:
-            assert got == pytest.approx(value, rel=2.0**-22 if name.startswith("max") else tolerance, abs=0), name
+            assert got == pytest.approx(
+                value, rel=2.0**-22 if name.startswith("max") else tolerance, abs=0
+            ), name
     for value in metrics:
         assert not (isinstance(value, float) and math.isnan(value))
     return metrics
@@ -80,10 +112,14 @@ def check(reference, candidate, tolerance=ROWS):
 def noisy(n, dtype, other=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, generator=generator, dtype=torch.float32).mul(3)
-    return x.to(dtype), (x * (1 + 0.01 * torch.randn(n, generator=generator))).to(other or dtype)
+    return x.to(dtype), (x * (1 + 0.01 * torch.randn(n, generator=generator))).to(
+        other or dtype
+    )
 
 
-@pytest.mark.parametrize("size", [1, 5, 2047, 2048, 2049, 5000, 131_072, 140_001, 600_000])
+@pytest.mark.parametrize(
+    "size", [1, 5, 2047, 2048, 2049, 5000, 131_072, 140_001, 600_000]
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floating_point(dtype, size):
     metrics = check(*noisy(size, dtype))
@@ -91,16 +127,30 @@ def test_floating_point(dtype, size):
     place = int(np.abs(r - c).argmax())
     # in fp32 the largest differences may round to the same
     (index,) = metrics.worst_index
-    assert abs(r[index] - c[index]) == pytest.approx(abs(r[place] - c[place]), rel=2.0**-23)
+    assert abs(r[index] - c[index]) == pytest.approx(
+        abs(r[place] - c[place]), rel=2.0**-23
+    )
     assert (metrics.worst_reference, metrics.worst_candidate) == (r[index], c[index])
     assert metrics.equal == np.mean(r == c)
-    assert metrics.cosine == pytest.approx(float(r @ c / np.sqrt((r @ r) * (c @ c))), abs=1e-9)
-    assert metrics.sqnr_db == (inf if not metrics.rel_l2 else pytest.approx(-20 * math.log10(metrics.rel_l2)))
+    assert metrics.cosine == pytest.approx(
+        float(r @ c / np.sqrt((r @ r) * (c @ c))), abs=1e-9
+    )
+    assert metrics.sqnr_db == (
+        inf if not metrics.rel_l2 else pytest.approx(-20 * math.log10(metrics.rel_l2))
+    )
 
 
-PAIRS = [(torch.float32, torch.bfloat16), (torch.float16, torch.float32), (torch.bfloat16, torch.float16),
-         (torch.float64, torch.float32), (torch.float8_e4m3fn, torch.float16), (torch.float8_e4m3fnuz, torch.float8_e4m3fn),
-         (torch.float32, torch.int32), (torch.complex64, torch.float32), (torch.int64, torch.bool)]  # fmt: skip
+PAIRS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float16),
+    (torch.float64, torch.float32),
+    (torch.float8_e4m3fn, torch.float16),
+    (torch.float8_e4m3fnuz, torch.float8_e4m3fn),
+    (torch.float32, torch.int32),
+    (torch.complex64, torch.float32),
+    (torch.int64, torch.bool),
+]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -118,7 +168,14 @@ def test_special_values_by_sign_and_place(dtype, size):
     reference, candidate = noisy(size, dtype)
     values = [(nan, nan), (nan, 1.0), (2.0, nan)]
     if dtype is not torch.float8_e4m3fn:
-        values += [(inf, inf), (-inf, -inf), (inf, -inf), (inf, 5.0), (-3.0, inf), (nan, inf)]
+        values += [
+            (inf, inf),
+            (-inf, -inf),
+            (inf, -inf),
+            (inf, 5.0),
+            (-3.0, inf),
+            (nan, inf),
+        ]
     for place, (r, c) in enumerate(values):
         reference[4 * place + 3], candidate[4 * place + 3] = r, c
     metrics = check(reference, candidate)
@@ -131,20 +188,43 @@ def test_special_values_by_sign_and_place(dtype, size):
 
 def test_nothing_finite_in_both():
     metrics = measure(torch.tensor([nan, inf, 1.0]), torch.tensor([1.0, inf, nan]))
-    assert (metrics.compared, metrics.nan_reference, metrics.nan_candidate, metrics.inf_both) == (0, 1, 1, 1)
+    assert (
+        metrics.compared,
+        metrics.nan_reference,
+        metrics.nan_candidate,
+        metrics.inf_both,
+    ) == (0, 1, 1, 1)
     assert metrics.reason == "no element is finite in both"
-    assert metrics.cosine is metrics.max_abs is metrics.ulp_max is metrics.l2_error is None
+    assert (
+        metrics.cosine is metrics.max_abs is metrics.ulp_max is metrics.l2_error is None
+    )
     assert metrics.worst_index == [0]
 
 
 def test_zeros():
     zero, one = torch.zeros(3), torch.tensor([1.0, 0.0, 0.0])
     both = measure(zero, zero)
-    assert (both.cosine, both.rel_l2, both.sqnr_db, both.max_rel, both.reason) == (None, 0.0, inf, None, "both are zero")
+    assert (both.cosine, both.rel_l2, both.sqnr_db, both.max_rel, both.reason) == (
+        None,
+        0.0,
+        inf,
+        None,
+        "both are zero",
+    )
     gone = measure(one, zero)
-    assert (gone.cosine, gone.rel_l2, gone.sqnr_db, gone.reason) == (None, 1.0, 0.0, "the candidate is zero")
+    assert (gone.cosine, gone.rel_l2, gone.sqnr_db, gone.reason) == (
+        None,
+        1.0,
+        0.0,
+        "the candidate is zero",
+    )
     new = measure(zero, one)
-    assert (new.cosine, new.rel_l2, new.sqnr_db, new.rel_undefined) == (None, None, None, 1)
+    assert (new.cosine, new.rel_l2, new.sqnr_db, new.rel_undefined) == (
+        None,
+        None,
+        None,
+        1,
+    )
     assert new.reason == "the reference is zero"
 
 
@@ -168,9 +248,13 @@ def test_cosine_close_to_one():
             x, y = r.to(dtype), c.to(dtype)
             with mpmath.workdps(50):
                 a, b = [[mpmath.mpf(v) for v in t.tolist()] for t in (x, y)]
-                off = 1 - mpmath.fdot(a, b) / mpmath.sqrt(mpmath.fdot(a, a) * mpmath.fdot(b, b))
+                off = 1 - mpmath.fdot(a, b) / mpmath.sqrt(
+                    mpmath.fdot(a, a) * mpmath.fdot(b, b)
+                )
             # a result of fp64 beside 1 has steps of 2**-53
-            assert 1 - measure(x, y).cosine == pytest.approx(float(off), rel=tolerance, abs=2.0**-52)
+            assert 1 - measure(x, y).cosine == pytest.approx(
+                float(off), rel=tolerance, abs=2.0**-52
+            )
     assert measure(r, 3 * r).cosine == pytest.approx(1.0, abs=2.0**-52)
     assert measure(r, -r).cosine == pytest.approx(-1.0, abs=2.0**-50)
 
@@ -181,7 +265,9 @@ def test_where_squares_leave_fp32(scale, dtype):
     r, c = (t.double() for t in noisy(5000, torch.float32))
     r, c = (t.clamp(-1.5, 1.5) * scale for t in (r, c))
     metrics = check(r.to(dtype), c.to(dtype))
-    assert metrics.cosine == pytest.approx(check(r, c).cosine, abs=0.3 if scale == 1e-44 else 1e-6)
+    assert metrics.cosine == pytest.approx(
+        check(r, c).cosine, abs=0.3 if scale == 1e-44 else 1e-6
+    )
 
 
 def test_where_squares_leave_fp64():
@@ -200,10 +286,20 @@ def test_integers_are_exact_where_fp64_is_not():
     r = torch.tensor([big, -(2**63), 5], dtype=torch.int64)
     c = torch.tensor([big + 1, 2**63 - 1, 5], dtype=torch.int64)
     metrics = measure(r, c)
-    assert (metrics.equal, metrics.max_abs, metrics.worst_index) == (1 / 3, 2.0**64, [1])
+    assert (metrics.equal, metrics.max_abs, metrics.worst_index) == (
+        1 / 3,
+        2.0**64,
+        [1],
+    )
     assert metrics.ulp_max is None
     assert measure(r[:1], c[:1]).max_abs == 1.0
-    assert measure(torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([0], dtype=torch.uint64)).max_abs == 2.0**64
+    assert (
+        measure(
+            torch.tensor([2**64 - 1], dtype=torch.uint64),
+            torch.tensor([0], dtype=torch.uint64),
+        ).max_abs
+        == 2.0**64
+    )
     flags = measure(torch.tensor([True, False]), torch.tensor([True, True]))
     assert (flags.equal, flags.max_abs, flags.rel_undefined) == (0.5, 1.0, 1)
 
@@ -211,12 +307,17 @@ def test_integers_are_exact_where_fp64_is_not():
 def test_complex_by_modulus():
     r = torch.tensor([3 + 4j, 1j])
     metrics = check(r, r * (1 + 1e-3j))
-    assert metrics.max_abs == pytest.approx(5e-3, abs=5 * 2.0**-23)  # the product is rounded to complex64
+    assert metrics.max_abs == pytest.approx(
+        5e-3, abs=5 * 2.0**-23
+    )  # the product is rounded to complex64
     assert metrics.ulp_max is None
     turned = measure(r.to(torch.complex128), r.to(torch.complex128) * 1j)
     assert turned.cosine == pytest.approx(0.0, abs=1e-15)
     check(r.conj(), r)
-    check(torch.tensor([complex(nan, 1), complex(inf, 0), 1j]), torch.tensor([complex(1, nan), complex(inf, 0), 1j]))
+    check(
+        torch.tensor([complex(nan, 1), complex(inf, 0), 1j]),
+        torch.tensor([complex(1, nan), complex(inf, 0), 1j]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,22 +326,40 @@ def test_complex_by_modulus():
         (torch.ones(2, 3), torch.ones(3, 2), "shape (2, 3) against (3, 2)"),
         (torch.ones(1), torch.ones(()), "shape (1,) against ()"),
         (torch.empty(0, 3), torch.empty(0, 3), "empty"),
-        (torch.empty(2, device="meta"), torch.ones(2), "reference: a meta tensor has no values"),
-        (torch.ones(2), torch.ones(2).to_sparse(), "candidate: a sparse tensor is not compared"),
-        (torch.empty(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), torch.ones(2),
-         "reference: float4_e2m1fn_x2 has no numbers that torch can read"),
+        (
+            torch.empty(2, device="meta"),
+            torch.ones(2),
+            "reference: a meta tensor has no values",
+        ),
+        (
+            torch.ones(2),
+            torch.ones(2).to_sparse(),
+            "candidate: a sparse tensor is not compared",
+        ),
+        (
+            torch.empty(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            torch.ones(2),
+            "reference: float4_e2m1fn_x2 has no numbers that torch can read",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_compared_says_why(reference, candidate, reason):
     metrics = measure(reference, candidate)
-    assert metrics == Metrics(reason=reason, numel=metrics.numel, compared=metrics.compared)
-    assert (metrics.numel, metrics.compared) == ((0, 0) if reason == "empty" else (None, None))
+    assert metrics == Metrics(
+        reason=reason, numel=metrics.numel, compared=metrics.compared
+    )
+    assert (metrics.numel, metrics.compared) == (
+        (0, 0) if reason == "empty" else (None, None)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantized():
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    assert measure(quantized, torch.ones(2)).reason == "reference: a quantized tensor is not compared"
+    assert (
+        measure(quantized, torch.ones(2)).reason
+        == "reference: a quantized tensor is not compared"
+    )
 
 
 def test_layouts_and_the_index_of_the_worst():
@@ -248,11 +367,19 @@ def test_layouts_and_the_index_of_the_worst():
     base = torch.randn(4, 8, 20, 30)
     other = base.clone()
     other[3, 1, 19, 7] += 9
-    for view in (lambda t: t.transpose(1, 3), lambda t: t[:, 1::3], lambda t: t.to(memory_format=torch.channels_last)):
+    for view in (
+        lambda t: t.transpose(1, 3),
+        lambda t: t[:, 1::3],
+        lambda t: t.to(memory_format=torch.channels_last),
+    ):
         for reference in (view(base), view(base).contiguous()):
             metrics = check(reference, view(other))
             assert metrics.max_abs == pytest.approx(9, abs=1e-5)
-            assert view(other)[tuple(metrics.worst_index)] == metrics.worst_candidate == other[3, 1, 19, 7]
+            assert (
+                view(other)[tuple(metrics.worst_index)]
+                == metrics.worst_candidate
+                == other[3, 1, 19, 7]
+            )
     assert measure(base[0, 0, 0, :1].expand(4), torch.zeros(4)).compared == 4
     assert measure(torch.tensor(2.0), torch.tensor(2.5)).worst_index == []
     assert measure(torch.nn.Parameter(base), other).worst_index == [3, 1, 19, 7]
@@ -273,13 +400,20 @@ def test_storage_may_be_resized_afterwards():
 def test_any_values(data):
     dtype, other = (data.draw(st.sampled_from(FLOATS)) for _ in range(2))
     shape = data.draw(st.lists(st.integers(1, 5), max_size=3))
-    values = st.lists(st.floats(width=32), min_size=math.prod(shape), max_size=math.prod(shape))
+    values = st.lists(
+        st.floats(width=32), min_size=math.prod(shape), max_size=math.prod(shape)
+    )
     r = torch.tensor(data.draw(values), dtype=torch.float32).view(shape).to(dtype)
     c = torch.tensor(data.draw(values), dtype=torch.float32).view(shape).to(other)
     if data.draw(st.booleans()) and len(shape) > 1:
         r, c = r.transpose(0, -1), c.transpose(0, -1)
-    if data.draw(st.booleans()):  # the compiled pass, with the same values again and again
-        r, c = r.repeat(900, *[1] * max(0, r.dim() - 1)), c.repeat(900, *[1] * max(0, c.dim() - 1))
+    if data.draw(
+        st.booleans()
+    ):  # the compiled pass, with the same values again and again
+        r, c = (
+            r.repeat(900, *[1] * max(0, r.dim() - 1)),
+            c.repeat(900, *[1] * max(0, c.dim() - 1)),
+        )
     finite = np.isfinite(wide(r)) & np.isfinite(wide(c))
     if finite.any():
         check(r, c)
@@ -288,10 +422,15 @@ def test_any_values(data):
 
 
 def test_values_of_fp8_are_those_of_ml_dtypes():
-    for dtype, name in ((torch.float8_e4m3fn, "float8_e4m3fn"), (torch.float8_e5m2, "float8_e5m2")):
+    for dtype, name in (
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
+        (torch.float8_e5m2, "float8_e5m2"),
+    ):
         raw = np.arange(256, dtype=np.uint8)
         values = raw.view(getattr(ml_dtypes, name)).astype(np.float64)
         finite = values[np.isfinite(values)]
         metrics = measure(torch.from_numpy(raw).view(dtype), torch.zeros(256).to(dtype))
-        assert metrics.l2_reference == pytest.approx(np.sqrt((finite**2).sum()), rel=1e-12)
+        assert metrics.l2_reference == pytest.approx(
+            np.sqrt((finite**2).sum()), rel=1e-12
+        )
         assert metrics.max_abs == np.abs(finite).max()

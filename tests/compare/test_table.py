@@ -7,54 +7,104 @@ import math
 import polars as pl
 import pytest
 
-from roundoff.compare.table import FAIL, LIMITS, PASS, TABLE, UNDECIDED, frame_of, judged, whole
+from roundoff.compare.table import (
+    FAIL,
+    LIMITS,
+    PASS,
+    TABLE,
+    UNDECIDED,
+    frame_of,
+    judged,
+    whole,
+)
 from roundoff.errors import RunError
 
 
 def verdict(limits=None, margin=1.0, **row):
-    return judged(whole([frame_of([{"record": 0, **row}])]), limits or {}, margin)["verdict"][0]
+    return judged(whole([frame_of([{"record": 0, **row}])]), limits or {}, margin)[
+        "verdict"
+    ][0]
 
 
 INF = math.inf
 
 
-@pytest.mark.parametrize(("row", "margin", "expected"), [
-    ({"error": 0.5, "tolerance": 1e-6, "cause": "own"}, 1, FAIL),
-    ({"error": 0.5, "tolerance": 1e-6, "cause": "inherited"}, 1, FAIL),
-    ({"error": 0.5, "tolerance": 1e-6}, 1, PASS),  # rounding explains it: its inputs differ, or terms cancel
-    ({"error": 1e-7, "tolerance": 1e-6, "cause": "own"}, 1, FAIL),  # another operator, however little comes of it
-    ({"error": 1e-7, "tolerance": 1e-6, "cause": "inherited"}, 1, PASS),
-    ({"error": 1e-6, "tolerance": 1e-6, "cause": "inherited"}, 1, PASS),  # at the bound is within
-    ({"error": 1e-5, "tolerance": 1e-6, "cause": "own"}, 100, PASS),  # asked to look away
-    ({"error": 1e-3, "tolerance": 1e-6, "cause": "own"}, 100, FAIL),
-    ({"error": 1e-7, "tolerance": 1e-6, "cause": "inherited"}, 0.01, FAIL),
-    ({"error": INF, "tolerance": 1e-6, "cause": "own"}, 1e12, FAIL),
-    ({"error": INF, "tolerance": 0.0, "cause": "own"}, 1, FAIL),
-    ({"error": 0.0, "equal": True}, 1, PASS),
-    ({"error": None, "cause": None, "reason": "no statistics on both sides"}, 1, UNDECIDED),
-    ({"error": None, "status": "only in candidate"}, 1, UNDECIDED),
-    ({"error": None, "tolerance": 1e-6, "cause": "own"}, 1, FAIL),  # an argument differs, its values were not recorded
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "margin", "expected"),
+    [
+        ({"error": 0.5, "tolerance": 1e-6, "cause": "own"}, 1, FAIL),
+        ({"error": 0.5, "tolerance": 1e-6, "cause": "inherited"}, 1, FAIL),
+        (
+            {"error": 0.5, "tolerance": 1e-6},
+            1,
+            PASS,
+        ),  # rounding explains it: its inputs differ, or terms cancel
+        (
+            {"error": 1e-7, "tolerance": 1e-6, "cause": "own"},
+            1,
+            FAIL,
+        ),  # another operator, however little comes of it
+        ({"error": 1e-7, "tolerance": 1e-6, "cause": "inherited"}, 1, PASS),
+        (
+            {"error": 1e-6, "tolerance": 1e-6, "cause": "inherited"},
+            1,
+            PASS,
+        ),  # at the bound is within
+        (
+            {"error": 1e-5, "tolerance": 1e-6, "cause": "own"},
+            100,
+            PASS,
+        ),  # asked to look away
+        ({"error": 1e-3, "tolerance": 1e-6, "cause": "own"}, 100, FAIL),
+        ({"error": 1e-7, "tolerance": 1e-6, "cause": "inherited"}, 0.01, FAIL),
+        ({"error": INF, "tolerance": 1e-6, "cause": "own"}, 1e12, FAIL),
+        ({"error": INF, "tolerance": 0.0, "cause": "own"}, 1, FAIL),
+        ({"error": 0.0, "equal": True}, 1, PASS),
+        (
+            {"error": None, "cause": None, "reason": "no statistics on both sides"},
+            1,
+            UNDECIDED,
+        ),
+        ({"error": None, "status": "only in candidate"}, 1, UNDECIDED),
+        (
+            {"error": None, "tolerance": 1e-6, "cause": "own"},
+            1,
+            FAIL,
+        ),  # an argument differs, its values were not recorded
+    ],
+)
 def test_derived_verdicts(row, margin, expected):
     assert verdict(margin=margin, **row) == expected
 
 
-@pytest.mark.parametrize(("limits", "row", "expected"), [
-    ({"cosine": 0.98}, {"cosine": 0.97}, FAIL), ({"cosine": 0.98}, {"cosine": 0.98}, PASS),
-    ({"cosine": 0.98}, {"cosine": None}, UNDECIDED),
-    ({"cosine": 0.98}, {"cosine": None, "equal": True}, PASS),  # both zero: there is no angle, and no difference
-    ({"max_abs": 1e-3}, {"max_abs": 1e-2}, FAIL), ({"max_abs": 1e-3}, {"max_abs": 1e-3}, PASS),
-    ({"max_abs": 0.0}, {"max_abs": 0.0}, PASS), ({"max_abs": 1e9}, {"max_abs": INF}, FAIL),
-    ({"sqnr_db": 40}, {"sqnr_db": INF}, PASS), ({"sqnr_db": 40}, {"sqnr_db": 39.9}, FAIL),
-    ({"share_equal": 1.0}, {"share_equal": 0.5}, FAIL), ({"ulp_max": 1}, {"ulp_max": 2.0}, FAIL),
-    # each of them has to be kept; one that is broken decides, one that is unknown leaves it open
-    ({"cosine": 0.9, "max_abs": 1.0}, {"cosine": 0.95, "max_abs": 2.0}, FAIL),
-    ({"cosine": 0.9, "max_abs": 1.0}, {"cosine": 0.95, "max_abs": 0.5}, PASS),
-    ({"cosine": 0.9, "max_abs": 1.0}, {"cosine": 0.95}, UNDECIDED),
-    ({"cosine": 0.9, "max_abs": 1.0}, {"cosine": 0.5}, FAIL),
-    # the derived verdict does not count
-    ({"error": 1.0}, {"error": 0.5, "tolerance": 1e-6, "cause": "own"}, PASS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limits", "row", "expected"),
+    [
+        ({"cosine": 0.98}, {"cosine": 0.97}, FAIL),
+        ({"cosine": 0.98}, {"cosine": 0.98}, PASS),
+        ({"cosine": 0.98}, {"cosine": None}, UNDECIDED),
+        (
+            {"cosine": 0.98},
+            {"cosine": None, "equal": True},
+            PASS,
+        ),  # both zero: there is no angle, and no difference
+        ({"max_abs": 1e-3}, {"max_abs": 1e-2}, FAIL),
+        ({"max_abs": 1e-3}, {"max_abs": 1e-3}, PASS),
+        ({"max_abs": 0.0}, {"max_abs": 0.0}, PASS),
+        ({"max_abs": 1e9}, {"max_abs": INF}, FAIL),
+        ({"sqnr_db": 40}, {"sqnr_db": INF}, PASS),
+        ({"sqnr_db": 40}, {"sqnr_db": 39.9}, FAIL),
+        ({"share_equal": 1.0}, {"share_equal": 0.5}, FAIL),
+        ({"ulp_max": 1}, {"ulp_max": 2.0}, FAIL),
+        # each of them has to be kept; one that is broken decides, one that is unknown leaves it open
+        ({"cosine": 0.9, "max_abs": 1.0}, {"cosine": 0.95, "max_abs": 2.0}, FAIL),
+        ({"cosine": 0.9, "max_abs": 1.0}, {"cosine": 0.95, "max_abs": 0.5}, PASS),
+        ({"cosine": 0.9, "max_abs": 1.0}, {"cosine": 0.95}, UNDECIDED),
+        ({"cosine": 0.9, "max_abs": 1.0}, {"cosine": 0.5}, FAIL),
+        # the derived verdict does not count
+        ({"error": 1.0}, {"error": 0.5, "tolerance": 1e-6, "cause": "own"}, PASS),
+    ],
+)
 def test_verdicts_by_limits(limits, row, expected):
     assert verdict(limits, **row) == expected
 
@@ -64,7 +114,7 @@ def test_every_limit_has_a_side_to_fail_on():
         assert TABLE[name] == pl.Float64
         assert [verdict({name: 0.5}, **{name: v}) for v in (0.4, 0.6)] == (
             [FAIL, PASS] if larger_is_better else [PASS, FAIL]
-        )  # fmt: skip
+        )
 
 
 def test_a_metric_that_is_none():
@@ -83,7 +133,10 @@ def test_judging_keeps_the_table():
 
 def test_frames():
     frame = frame_of(
-        [{"record": 1, "error": math.inf, "shape": [2, 3], "no_column": 1}, {"record": 2, "site": "a/mm", "cosine": None}]
+        [
+            {"record": 1, "error": math.inf, "shape": [2, 3], "no_column": 1},
+            {"record": 2, "site": "a/mm", "cosine": None},
+        ]
     )
     assert frame.columns == ["site", "record", "shape", "error"]
     assert frame.rows() == [(None, 1, [2, 3], math.inf), ("a/mm", 2, None, None)]

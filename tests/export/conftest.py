@@ -24,8 +24,15 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.c1, self.r6 = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU6()
-        self.dw, self.c2 = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 16, 1)
-        self.ap, self.pool, self.fc = nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Linear(16, 10)
+        self.dw, self.c2 = (
+            nn.Conv2d(16, 16, 3, padding=1, groups=16),
+            nn.Conv2d(16, 16, 1),
+        )
+        self.ap, self.pool, self.fc = (
+            nn.AvgPool2d(2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Linear(16, 10),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.r6(self.c1(x))
@@ -37,7 +44,11 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.a, self.b = nn.Embedding(50, 32), nn.Linear(32, 64), nn.Linear(64, 10)
+        self.table, self.a, self.b = (
+            nn.Embedding(50, 32),
+            nn.Linear(32, 64),
+            nn.Linear(64, 10),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.b(self.a(self.table(ids)).relu())
@@ -50,12 +61,20 @@ class _Calibrating(Passing):
         return quantizer(value)
 
 
-def quantized(workload: Workload, formats: str, options: Options | None = None) -> QuantizedModel:
+def quantized(
+    workload: Workload, formats: str, options: Options | None = None
+) -> QuantizedModel:
     """Every conv, linear, matmul and embedding of a workload's model in one format, scales from its batches."""
     graph = trace(workload, workload.batches[:1])
     kinds = ("conv", "linear", "matmul", "embedding", "rnn")
-    sites = {s: parse_format(formats) for s, node in graph.nodes.items() if node.kind in kinds}
-    model = QuantizedModel(copy.deepcopy(workload.model), scheme(graph, sites, options or Options())).eval()
+    sites = {
+        s: parse_format(formats)
+        for s, node in graph.nodes.items()
+        if node.kind in kinds
+    }
+    model = QuantizedModel(
+        copy.deepcopy(workload.model), scheme(graph, sites, options or Options())
+    ).eval()
     with torch.no_grad(), model.through(_Calibrating()):
         for batch in workload.batches:
             workload.with_model(model).run(batch)
@@ -73,13 +92,20 @@ def net() -> Workload:
     batches = [torch.randn(8, 3, 8, 8) for _ in range(3)]
 
     def metric(outputs: list[Tensor], reference: list[Tensor]) -> float:
-        same = [(o.argmax(1) == r.argmax(1)).double() for o, r in zip(outputs, reference, strict=True)]
+        same = [
+            (o.argmax(1) == r.argmax(1)).double()
+            for o, r in zip(outputs, reference, strict=True)
+        ]
         return torch.cat(same).mean().item()
 
-    return Workload(Net().eval(), batches[:2], metric=metric, held_out=batches[2:], name="net")
+    return Workload(
+        Net().eval(), batches[:2], metric=metric, held_out=batches[2:], name="net"
+    )
 
 
 @pytest.fixture(scope="session")
 def table() -> Workload:
     torch.manual_seed(0)
-    return Workload(Table().eval(), [torch.randint(0, 50, (4, 7)) for _ in range(2)], name="table")
+    return Workload(
+        Table().eval(), [torch.randint(0, 50, (4, 7)) for _ in range(2)], name="table"
+    )

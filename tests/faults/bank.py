@@ -52,8 +52,14 @@ class Fault:
     def named_by(self, phase: str, *names: str | None) -> bool:
         """Whether one of the names of a row or culprit is that of the true site."""
         known = [name for name in names if name is not None]
-        spelt = {form for n in known for form in (n, n.partition("#")[0], n if "#" in n else f"{n}#0")}
-        return phase in self.phase.split("|") and any(matches(glob, name) for glob in self.sites for name in spelt)
+        spelt = {
+            form
+            for n in known
+            for form in (n, n.partition("#")[0], n if "#" in n else f"{n}#0")
+        }
+        return phase in self.phase.split("|") and any(
+            matches(glob, name) for glob in self.sites for name in spelt
+        )
 
 
 FAULTS: list[Fault] = []
@@ -83,7 +89,18 @@ def fault(
 
     def enter(break_it: Callable[[Program], None]) -> Callable[[Program], None]:
         FAULTS.append(
-            Fault(break_it.__name__, family, about, _each(sites), phase, steps, build, break_it, random, clean is None)
+            Fault(
+                break_it.__name__,
+                family,
+                about,
+                _each(sites),
+                phase,
+                steps,
+                build,
+                break_it,
+                random,
+                clean is None,
+            )
         )
         return break_it
 
@@ -94,16 +111,27 @@ def _each(sites: str) -> tuple[str, ...]:
     found: list[str] = []
     for site in sites.split():
         head, brace, names = site.partition("{")
-        found += [head + name for name in names.removesuffix("}").split(",")] if brace else [site]
+        found += (
+            [head + name for name in names.removesuffix("}").split(",")]
+            if brace
+            else [site]
+        )
     return tuple(found)
 
 
-def record(fault: Fault, folder: str | os.PathLike[str], faulty: bool, keep: str = "tensors") -> None:
+def record(
+    fault: Fault, folder: str | os.PathLike[str], faulty: bool, keep: str = "tensors"
+) -> None:
     """Runs the fault's program and records it into ``folder``."""
     write(partial(fault.run, faulty), folder, fault.steps, keep)
 
 
-def write(make: Callable[[], Program], folder: str | os.PathLike[str], steps: int = 1, keep: str = "tensors") -> None:
+def write(
+    make: Callable[[], Program],
+    folder: str | os.PathLike[str],
+    steps: int = 1,
+    keep: str = "tensors",
+) -> None:
     """Runs what ``make`` gives for ``steps`` steps and records it into ``folder``."""
     made = make()
     with made.beneath, roundoff.capture(folder, made.model, keep=keep) as run:

@@ -40,12 +40,16 @@ def clean_pairs(backend: str = "aot_eager") -> list[Pair]:
             "with, without oneDNN": _run(family, _still, around=_without_onednn),
         }
         found.append(Pair("the same twice", family, drawing, drawing))
-        found += [Pair(name, family, still, candidate) for name, candidate in others.items()]
+        found += [
+            Pair(name, family, still, candidate) for name, candidate in others.items()
+        ]
     return found
 
 
 def _run(
-    family: str, change: Callable[[Program], Program], around: Callable[[], AbstractContextManager[object]] = nullcontext
+    family: str,
+    change: Callable[[Program], Program],
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Callable[[Folder], None]:
     def run(folder: Folder) -> None:
         with around():

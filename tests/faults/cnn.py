@@ -27,7 +27,9 @@ class Resize(nn.Module):
     align_corners: bool | None = False
 
     def forward(self, x: Tensor, size: torch.Size) -> Tensor:
-        return F.interpolate(x, size=size, mode=self.mode, align_corners=self.align_corners)
+        return F.interpolate(
+            x, size=size, mode=self.mode, align_corners=self.align_corners
+        )
 
 
 class Cnn(nn.Module):
@@ -62,7 +64,9 @@ def batch(seed: int, size: int = 4) -> tuple[Tensor, Tensor]:
     """Images whose channels have different means, as photographs have, and their labels."""
     draw = torch.Generator().manual_seed(seed)
     images = torch.randn(size, 18, 18, 3, generator=draw).cumsum(1) * 0.3
-    return images + torch.tensor([0.4, 0.1, -0.3]), torch.randint(10, (size,), generator=draw)
+    return images + torch.tensor([0.4, 0.1, -0.3]), torch.randint(
+        10, (size,), generator=draw
+    )
 
 
 def loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ class Damage(TorchDispatchMode):
         self.operator, self.call, self.harm, self.place = operator, call, harm, place
         self.seen = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ == self.operator:
             if self.seen == self.call:

@@ -44,7 +44,9 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.rotary = heads, Rotary()
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
 
     def turned(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, -1)
@@ -64,16 +66,24 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, width = x.shape
-        q, k, v = (f(x).view(b, n, self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k, v = (
+            f(x).view(b, n, self.heads, -1).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
         tables = self.rotary(n, width // self.heads)
-        scores = self.scores(self.rotated(q, tables), self.rotated(k, tables)) + self.mask(n)
+        scores = self.scores(
+            self.rotated(q, tables), self.rotated(k, tables)
+        ) + self.mask(n)
         return self.out((self.weights(scores) @ v).transpose(1, 2).reshape(b, n, width))
 
 
 class FeedForward(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
+        self.gate, self.up = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, 3 * width, bias=False),
+        )
         self.down = nn.Linear(3 * width, width, bias=False)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width) for _ in range(4)
+        )
         self.dropout = nn.Dropout(0.1)
 
     def split(self, x: Tensor) -> Tensor:
@@ -42,7 +44,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.act, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.up, self.act, self.down = (
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x)))

@@ -15,7 +15,10 @@ class Words(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.known, self.hashed = nn.Embedding(VOCABULARY, width, padding_idx=0), nn.Embedding(BUCKETS, width)
+        self.known, self.hashed = (
+            nn.Embedding(VOCABULARY, width, padding_idx=0),
+            nn.Embedding(BUCKETS, width),
+        )
 
     def index(self, ids: Tensor) -> Tensor:
         return ids.long()

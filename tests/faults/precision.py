@@ -22,8 +22,12 @@ def _massive(p: Program) -> None:
         p.model.blocks[1].feed.down.weight[3] *= 800
 
 
-@fault("encoder", "softmax in fp16 without taking the maximum away",
-       "blocks.1.attention/{_to_copy,exp,sum,div,_softmax}", clean=_sharp)  # fmt: skip
+@fault(
+    "encoder",
+    "softmax in fp16 without taking the maximum away",
+    "blocks.1.attention/{_to_copy,exp,sum,div,_softmax}",
+    clean=_sharp,
+)
 def softmax_without_maximum(p: Program) -> None:
     def weights(_, scores: Tensor) -> Tensor:
         e = scores.half().exp()
@@ -32,7 +36,11 @@ def softmax_without_maximum(p: Program) -> None:
     replace(p.model.blocks[1].attention, weights=weights)
 
 
-@fault("decoder", "rotary tables kept in bf16", "blocks.1.attention.rotary/{_to_copy,cos,sin}")
+@fault(
+    "decoder",
+    "rotary tables kept in bf16",
+    "blocks.1.attention.rotary/{_to_copy,cos,sin}",
+)
 def rotary_tables(p: Program) -> None:
     def tables(_, angles: Tensor) -> tuple[Tensor, Tensor]:
         return angles.cos().bfloat16().float(), angles.sin().bfloat16().float()
@@ -40,15 +48,23 @@ def rotary_tables(p: Program) -> None:
     replace(p.model.blocks[1].attention.rotary, tables=tables)
 
 
-@fault("decoder", "positions counted in bf16: 501 is 500",
-       "blocks.0.attention.rotary/{arange#1,_to_copy}")  # fmt: skip
+@fault(
+    "decoder",
+    "positions counted in bf16: 501 is 500",
+    "blocks.0.attention.rotary/{arange#1,_to_copy}",
+)
 def positions_in_bf16(p: Program) -> None:
     rotary = p.model.blocks[0].attention.rotary
     exact = rotary.places
     replace(rotary, places=lambda _, n: exact(n).bfloat16().float())
 
 
-@fault("decoder", "RMSNorm squares in fp16", "blocks.2.norm2/{_to_copy,pow,mean}", clean=_massive)
+@fault(
+    "decoder",
+    "RMSNorm squares in fp16",
+    "blocks.2.norm2/{_to_copy,pow,mean}",
+    clean=_massive,
+)
 def squares_in_fp16(p: Program) -> None:
     def scale(norm, x: Tensor) -> Tensor:
         return torch.rsqrt(x.half().pow(2).mean(-1, keepdim=True).float() + norm.eps)
@@ -58,15 +74,23 @@ def squares_in_fp16(p: Program) -> None:
 
 @fault("decoder", "cross entropy in bf16", "/{_to_copy,_log_softmax,nll_loss_forward}")
 def loss_in_bf16(p: Program) -> None:
-    p.loss = lambda model, ids: F.cross_entropy(model(ids)[:, :-1].flatten(0, 1).bfloat16(), ids[:, 1:].flatten()).float()
+    p.loss = lambda model, ids: F.cross_entropy(
+        model(ids)[:, :-1].flatten(0, 1).bfloat16(), ids[:, 1:].flatten()
+    ).float()
 
 
-@fault("encoder", "a mean whose sum is accumulated in bf16",
-       "pool/{_to_copy,sum,add,select*,zeros*,new_zeros*}")  # fmt: skip
+@fault(
+    "encoder",
+    "a mean whose sum is accumulated in bf16",
+    "pool/{_to_copy,sum,add,select*,zeros*,new_zeros*}",
+)
 def sum_in_bf16(p: Program) -> None:
     def forward(_, x: Tensor, real: Tensor) -> Tensor:
         weights = real.to(x.dtype)[..., None]
-        terms, total = x * weights, x.new_zeros(x.shape[0], x.shape[2], dtype=torch.bfloat16)
+        terms, total = (
+            x * weights,
+            x.new_zeros(x.shape[0], x.shape[2], dtype=torch.bfloat16),
+        )
         for t in range(x.shape[1]):
             total = total + terms[:, t].bfloat16()
         return total.float() / weights.sum(1)
@@ -74,8 +98,11 @@ def sum_in_bf16(p: Program) -> None:
     replace(p.model.pool, forward=forward)
 
 
-@fault("cnn", "a variance as E[x²] - E[x]² in fp16",
-       "norm/{native_batch_norm,_to_copy,mean,sub,mul,pow}")  # fmt: skip
+@fault(
+    "cnn",
+    "a variance as E[x²] - E[x]² in fp16",
+    "norm/{native_batch_norm,_to_copy,mean,sub,mul,pow}",
+)
 def variance_in_fp16(p: Program) -> None:
     def forward(norm, x: Tensor) -> Tensor:
         half = x.half()
@@ -109,14 +136,24 @@ def _outlier(p: Program) -> None:
             layer.weight[5] *= 400
 
 
-@fault("decoder", "a gated product that overflows in fp16",
-       "blocks.1.feed/{_to_copy,mul}", clean=_outlier)  # fmt: skip
+@fault(
+    "decoder",
+    "a gated product that overflows in fp16",
+    "blocks.1.feed/{_to_copy,mul}",
+    clean=_outlier,
+)
 def product_overflows_in_fp16(p: Program) -> None:
-    replace(p.model.blocks[1].feed, gated=lambda _, gate, up: (F.silu(gate).half() * up.half()).float())
+    replace(
+        p.model.blocks[1].feed,
+        gated=lambda _, gate, up: (F.silu(gate).half() * up.half()).float(),
+    )
 
 
-@fault("cnn", "the losses of a large batch summed in fp16",
-       "/{_to_copy,sum,nll_loss_forward,mean,div}")  # fmt: skip
+@fault(
+    "cnn",
+    "the losses of a large batch summed in fp16",
+    "/{_to_copy,sum,nll_loss_forward,mean,div}",
+)
 def losses_in_fp16(p: Program) -> None:
     def loss(model, images: Tensor, labels: Tensor) -> Tensor:
         each = F.cross_entropy(model(images), labels, reduction="none").half()
@@ -125,8 +162,13 @@ def losses_in_fp16(p: Program) -> None:
     p.loss = loss
 
 
-@fault("lstm", "weights rounded to bf16 after each update: no master copy",
-       "/{_to_copy,copy_}", phase="optimizer", steps=2)  # fmt: skip
+@fault(
+    "lstm",
+    "weights rounded to bf16 after each update: no master copy",
+    "/{_to_copy,copy_}",
+    phase="optimizer",
+    steps=2,
+)
 def no_master_weights(p: Program) -> None:
     def rounded(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with torch.no_grad():

@@ -13,8 +13,18 @@ from torch import Tensor, nn
 
 from . import cnn, decoder, encoder, lstm
 
-FAMILIES: dict[str, Any] = {"cnn": cnn, "encoder": encoder, "decoder": decoder, "lstm": lstm}
-_MODELS = {"cnn": cnn.Cnn, "encoder": encoder.Encoder, "decoder": decoder.Decoder, "lstm": lstm.Lstm}
+FAMILIES: dict[str, Any] = {
+    "cnn": cnn,
+    "encoder": encoder,
+    "decoder": decoder,
+    "lstm": lstm,
+}
+_MODELS = {
+    "cnn": cnn.Cnn,
+    "encoder": encoder.Encoder,
+    "decoder": decoder.Decoder,
+    "lstm": lstm.Lstm,
+}
 
 
 def train(program: Program, number: int) -> None:
@@ -48,7 +58,9 @@ class Program:
     loss: Callable[..., Tensor]
     optimizer: torch.optim.Optimizer
     step: Callable[[Program, int], None] = train
-    beneath: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    beneath: contextlib.AbstractContextManager[Any] = field(
+        default_factory=contextlib.nullcontext
+    )
 
 
 def program(family: str) -> Program:
@@ -76,7 +88,9 @@ def live_in(model: nn.Module) -> None:
                 value.mul_(1.5)
 
 
-def warm_up(model: nn.Module, batch: tuple[Tensor, ...], loss: Callable[..., Tensor]) -> None:
+def warm_up(
+    model: nn.Module, batch: tuple[Tensor, ...], loss: Callable[..., Tensor]
+) -> None:
     """Running statistics as after some steps."""
     with torch.no_grad():
         for _ in range(3):

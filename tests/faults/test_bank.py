@@ -23,7 +23,8 @@ def rows(path) -> pl.DataFrame:
     table = roundoff.load(path).ops.sort("step", "record").collect()
     leaf = pl.col("call") == -1
     unwritten = pl.col("operator").str.contains("^(new_)?empty") | (
-        (pl.col("operator") == "mkldnn_rnn_layer") & (pl.col("dtype") == "uint8")  # its workspace, with gaps
+        (pl.col("operator") == "mkldnn_rnn_layer")
+        & (pl.col("dtype") == "uint8")  # its workspace, with gaps
     )
     return table.select(
         *("step", "phase", "place", "dtype", "shape", leaf.alias("leaf")),
@@ -76,17 +77,31 @@ def test_the_first_difference_is_at_the_true_site(fault, clean, tmp_path):
     sides = clean(fault), rows(tmp_path / "candidate")
     assert values(sides[0]) != values(sides[1]), "no value differs"
 
-    if fault.break_it.__module__.endswith("kernels"):  # seen as the operators' own results
+    if fault.break_it.__module__.endswith(
+        "kernels"
+    ):  # seen as the operators' own results
         assert sides[0].drop("hash").equals(sides[1].drop("hash"))
 
     # Leaves are recorded when they are first read, so their order says nothing; later steps' follow from the first.
-    first, other = (dict(side.filter("leaf", step=0).select("site", "hash").rows()) for side in sides)
-    wrong = {name for name in first.keys() & other.keys() if "/" not in name and first[name] != other[name]}
+    first, other = (
+        dict(side.filter("leaf", step=0).select("site", "hash").rows())
+        for side in sides
+    )
+    wrong = {
+        name
+        for name in first.keys() & other.keys()
+        if "/" not in name and first[name] != other[name]
+    }
     assert all(fault.named_by("forward", name) for name in wrong), wrong
 
-    reference, candidate = (side.filter(~pl.col("leaf")).select(*_SHOWN[2:]).rows() for side in sides)
+    reference, candidate = (
+        side.filter(~pl.col("leaf")).select(*_SHOWN[2:]).rows() for side in sides
+    )
     pairs = zip(reference, candidate, strict=False)
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(reference), len(candidate)))
+    first = next(
+        (i for i, (a, b) in enumerate(pairs) if a != b),
+        min(len(reference), len(candidate)),
+    )
     seen = [side[first] for side in (reference, candidate) if first < len(side)]
     assert wrong or any(fault.named_by(row[0], row[1]) for row in seen), seen
 
@@ -95,14 +110,18 @@ def values(table: pl.DataFrame) -> set[str | None]:
     return set(table["hash"])
 
 
-@pytest.mark.parametrize("fault", [f for f in FAULTS if f.random], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [f for f in FAULTS if f.random], ids=lambda fault: fault.name
+)
 def test_a_race_differs_from_itself(fault, tmp_path):
     for name in ("once", "again"):
         record(fault, tmp_path / name, faulty=True, keep="hash")
     assert not rows(tmp_path / "once").equals(rows(tmp_path / "again"))
 
 
-_PAIRS = [p for p in clean_pairs() if p.family == "lstm" and "compiled" not in p.name]  # compiling takes long
+_PAIRS = [
+    p for p in clean_pairs() if p.family == "lstm" and "compiled" not in p.name
+]  # compiling takes long
 
 
 @pytest.mark.parametrize("pair", _PAIRS, ids=lambda pair: pair.name)

@@ -25,8 +25,14 @@ _FAULTS = [fault for fault in FAULTS if fault.name in CHOSEN]
 def test_the_choice_is_broad():
     assert len(_FAULTS) == len(CHOSEN) >= 12
     assert {fault.family for fault in _FAULTS} == set(FAMILIES)
-    assert {fault.break_it.__module__ for fault in _FAULTS} == {fault.break_it.__module__ for fault in FAULTS}
-    assert {phase for fault in _FAULTS for phase in fault.phase.split("|")} == {"forward", "backward", "optimizer"}
+    assert {fault.break_it.__module__ for fault in _FAULTS} == {
+        fault.break_it.__module__ for fault in FAULTS
+    }
+    assert {phase for fault in _FAULTS for phase in fault.phase.split("|")} == {
+        "forward",
+        "backward",
+        "optimizer",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +50,35 @@ def clean(tmp_path_factory):
 
 @pytest.mark.parametrize("fault", _FAULTS, ids=lambda fault: fault.name)
 def test_the_true_site_is_named_first(fault, clean, tmp_path):
-    assert (fault.usual, fault.steps) == (True, 1)  # so that the clean recording is theirs
+    assert (fault.usual, fault.steps) == (
+        True,
+        1,
+    )  # so that the clean recording is theirs
     record(fault, tmp_path / "candidate", faulty=True)
-    found = roundoff.compare(reference=clean(fault.family), candidate=tmp_path / "candidate")
+    found = roundoff.compare(
+        reference=clean(fault.family), candidate=tmp_path / "candidate"
+    )
     assert not found.agrees
     (first,) = found.culprits(1)
-    assert fault.named_by(first["phase"], first["site"], first["reference_site"], first["name"]), first
+    assert fault.named_by(
+        first["phase"], first["site"], first["reference_site"], first["name"]
+    ), first
 
 
-_PAIRS = [p for p in clean_pairs() if p.family == "lstm" and "compiled" not in p.name]  # compiling takes long
+_PAIRS = [
+    p for p in clean_pairs() if p.family == "lstm" and "compiled" not in p.name
+]  # compiling takes long
 
 
 @pytest.mark.parametrize("pair", _PAIRS, ids=lambda pair: pair.name)
 def test_nothing_is_blamed_where_nothing_is_wrong(pair, tmp_path):
     pair.reference(tmp_path / "reference")
     pair.candidate(tmp_path / "candidate")
-    found = roundoff.compare(reference=tmp_path / "reference", candidate=tmp_path / "candidate")
-    assert found.table.filter(verdict="fail").select("site", "error", "cause").rows() == []
+    found = roundoff.compare(
+        reference=tmp_path / "reference", candidate=tmp_path / "candidate"
+    )
+    assert (
+        found.table.filter(verdict="fail").select("site", "error", "cause").rows() == []
+    )
     assert found.agrees
     assert found.culprits() == []

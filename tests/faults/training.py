@@ -30,8 +30,12 @@ def _in_parts(join: Callable[[Tensor, int], Tensor]) -> Callable[[Program], None
     return lambda p: setattr(p, "step", step)
 
 
-@fault("encoder", "accumulated gradients not divided by the number of parts",
-       "/div", clean=_in_parts(lambda loss, n: loss / n))  # fmt: skip
+@fault(
+    "encoder",
+    "accumulated gradients not divided by the number of parts",
+    "/div",
+    clean=_in_parts(lambda loss, n: loss / n),
+)
 def accumulation_not_averaged(p: Program) -> None:
     _in_parts(lambda loss, n: loss)(p)
 
@@ -53,14 +57,22 @@ def _scaled(order: str) -> Callable[[Program], None]:
     return lambda p: setattr(p, "step", step)
 
 
-@fault("decoder", "gradients clipped before they are unscaled",
-       "/{mul_*,linalg_vector_norm*,stack,_foreach_*}", clean=_scaled("unscale clip"))  # fmt: skip
+@fault(
+    "decoder",
+    "gradients clipped before they are unscaled",
+    "/{mul_*,linalg_vector_norm*,stack,_foreach_*}",
+    clean=_scaled("unscale clip"),
+)
 def clipped_before_unscaled(p: Program) -> None:
     _scaled("clip unscale")(p)
 
 
-@fault("lstm", "gradients never unscaled",
-       "/{mul_*,linalg_vector_norm*,_foreach_*}", clean=_scaled("unscale clip"))  # fmt: skip
+@fault(
+    "lstm",
+    "gradients never unscaled",
+    "/{mul_*,linalg_vector_norm*,_foreach_*}",
+    clean=_scaled("unscale clip"),
+)
 def never_unscaled(p: Program) -> None:
     _scaled("clip")(p)
 
@@ -75,8 +87,12 @@ def _clipped(kind: float) -> Callable[[Program], None]:
     return lambda p: setattr(p, "step", step)
 
 
-@fault("cnn", "gradients clipped by their largest element, not their L2 norm",
-       "/{linalg_vector_norm*,_foreach_*,abs*,max*}", clean=_clipped(2.0))  # fmt: skip
+@fault(
+    "cnn",
+    "gradients clipped by their largest element, not their L2 norm",
+    "/{linalg_vector_norm*,_foreach_*,abs*,max*}",
+    clean=_clipped(2.0),
+)
 def clipped_by_maximum(p: Program) -> None:
     _clipped(torch.inf)(p)
 
@@ -98,8 +114,12 @@ def _two_ranks(mean: bool) -> Callable[[Program], None]:
     return lambda p: setattr(p, "step", step)
 
 
-@fault("cnn", "an all-reduce that sums where the other averages",
-       "/{div*,sum*}", clean=_two_ranks(mean=True))  # fmt: skip
+@fault(
+    "cnn",
+    "an all-reduce that sums where the other averages",
+    "/{div*,sum*}",
+    clean=_two_ranks(mean=True),
+)
 def sum_for_mean(p: Program) -> None:
     _two_ranks(mean=False)(p)
 
@@ -108,38 +128,66 @@ def _optimizer(kind: Any, **options: Any) -> Callable[[Program], None]:
     return lambda p: setattr(p, "optimizer", kind(p.model.parameters(), **options))
 
 
-@fault("encoder", "Adam's weight decay, which goes through the moments, for AdamW's",
-       "/{mul_#*[02468],add,add#*}", phase="optimizer")  # fmt: skip
+@fault(
+    "encoder",
+    "Adam's weight decay, which goes through the moments, for AdamW's",
+    "/{mul_#*[02468],add,add#*}",
+    phase="optimizer",
+)
 def coupled_decay(p: Program) -> None:
     _optimizer(torch.optim.Adam, lr=1e-2, weight_decay=0.1)(p)
 
 
-@fault("decoder", "beta2 0.999 for 0.95",
-       "/{mul_#*[13579],addcmul_*}", phase="optimizer",
-       clean=_optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95)))  # fmt: skip
+@fault(
+    "decoder",
+    "beta2 0.999 for 0.95",
+    "/{mul_#*[13579],addcmul_*}",
+    phase="optimizer",
+    clean=_optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95)),
+)
 def adam_beta(p: Program) -> None:
     _optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999))(p)
 
 
-@fault("cnn", "Adam eps 1e-3 (advised for Inception) for 1e-8", "/add_#*[13579]", phase="optimizer")
+@fault(
+    "cnn",
+    "Adam eps 1e-3 (advised for Inception) for 1e-8",
+    "/add_#*[13579]",
+    phase="optimizer",
+)
 def adam_eps(p: Program) -> None:
     _optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-3)(p)
 
 
-@fault("lstm", "a learning rate three times too large",
-       "/{mul_#*[02468],addcdiv_*}", phase="optimizer")  # fmt: skip
+@fault(
+    "lstm",
+    "a learning rate three times too large",
+    "/{mul_#*[02468],addcdiv_*}",
+    phase="optimizer",
+)
 def learning_rate(p: Program) -> None:
     p.optimizer.param_groups[0]["lr"] *= 3
 
 
-@fault("cnn", "momentum with dampening",
-       "/add_#*[02468]", phase="optimizer", steps=2, clean=_optimizer(torch.optim.SGD, lr=0.05, momentum=0.9))  # fmt: skip
+@fault(
+    "cnn",
+    "momentum with dampening",
+    "/add_#*[02468]",
+    phase="optimizer",
+    steps=2,
+    clean=_optimizer(torch.optim.SGD, lr=0.05, momentum=0.9),
+)
 def momentum_dampening(p: Program) -> None:
     _optimizer(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1)(p)
 
 
-@fault("lstm", "zero_grad forgotten",
-       "head/add_* cell.*/add_* words.*/add_* upper/add_*", phase="backward", steps=2)  # fmt: skip
+@fault(
+    "lstm",
+    "zero_grad forgotten",
+    "head/add_* cell.*/add_* words.*/add_* upper/add_*",
+    phase="backward",
+    steps=2,
+)
 def gradients_not_cleared(p: Program) -> None:
     p.optimizer.zero_grad = lambda set_to_none=True: None
 
@@ -156,15 +204,24 @@ def _schedule(first: bool) -> Callable[[Program], None]:
     return lambda p: setattr(p, "step", step)
 
 
-@fault("encoder", "a warm-up one step ahead",
-       "/{mul_#*[02468],addcdiv_*}", phase="optimizer", steps=2, clean=_schedule(first=False))  # fmt: skip
+@fault(
+    "encoder",
+    "a warm-up one step ahead",
+    "/{mul_#*[02468],addcdiv_*}",
+    phase="optimizer",
+    steps=2,
+    clean=_schedule(first=False),
+)
 def schedule_ahead(p: Program) -> None:
     _schedule(first=True)(p)
 
 
-@fault("decoder", "a detach that cuts a branch's gradient",
-       "blocks.1/{detach,add} blocks.1.attention.*/mm* blocks.1.attention/*_backward*",
-       phase="forward|backward")  # fmt: skip
+@fault(
+    "decoder",
+    "a detach that cuts a branch's gradient",
+    "blocks.1/{detach,add} blocks.1.attention.*/mm* blocks.1.attention/*_backward*",
+    phase="forward|backward",
+)
 def branch_detached(p: Program) -> None:
     def forward(block, x: Tensor) -> Tensor:
         x = x + block.attention(block.norm1(x)).detach()
@@ -177,15 +234,24 @@ def _consistent(target: Callable[[Tensor], Tensor]) -> Callable[[Program], None]
     """The features of a batch without its first tokens are pulled to those of the whole one, which are the target."""
 
     def loss(model, ids: Tensor, labels: Tensor) -> Tensor:
-        whole, part = model.encode(ids), model.encode(ids * (torch.arange(ids.shape[1]) > 2))
-        return F.cross_entropy(model.head(whole), labels) + F.mse_loss(part, target(whole))
+        whole, part = (
+            model.encode(ids),
+            model.encode(ids * (torch.arange(ids.shape[1]) > 2)),
+        )
+        return F.cross_entropy(model.head(whole), labels) + F.mse_loss(
+            part, target(whole)
+        )
 
     return lambda p: setattr(p, "loss", loss)
 
 
-@fault("encoder", "a target that is not detached",
-       "/{detach*,mse_loss,mse_loss_backward,neg} pool/add*", phase="forward|backward",
-       clean=_consistent(Tensor.detach))  # fmt: skip
+@fault(
+    "encoder",
+    "a target that is not detached",
+    "/{detach*,mse_loss,mse_loss_backward,neg} pool/add*",
+    phase="forward|backward",
+    clean=_consistent(Tensor.detach),
+)
 def target_not_detached(p: Program) -> None:
     _consistent(lambda x: x)(p)
 
@@ -213,11 +279,18 @@ class _GateWithoutTerm(_Gate):
 
 
 def _own_gate(function: type[_Gate]) -> Callable[[Program], None]:
-    return lambda p: replace(p.model.blocks[1].feed, gated=lambda _, gate, up: function.apply(gate, up))
+    return lambda p: replace(
+        p.model.blocks[1].feed, gated=lambda _, gate, up: function.apply(gate, up)
+    )
 
 
-@fault("decoder", "a backward by hand lacks a term",
-       "blocks.1.feed/{mul*,add*,rsub*}", phase="backward", clean=_own_gate(_Gate))  # fmt: skip
+@fault(
+    "decoder",
+    "a backward by hand lacks a term",
+    "blocks.1.feed/{mul*,add*,rsub*}",
+    phase="backward",
+    clean=_own_gate(_Gate),
+)
 def backward_lacks_a_term(p: Program) -> None:
     _own_gate(_GateWithoutTerm)(p)
 
@@ -247,8 +320,13 @@ def _squashed(function: type[_Squash]) -> Callable[[Program], None]:
     return lambda p: replace(p.model.dropout, forward=lambda _, x: function.apply(x))
 
 
-@fault("lstm", "a backward by hand twice too large",
-       "dropout/mul*", phase="backward", clean=_squashed(_Squash))  # fmt: skip
+@fault(
+    "lstm",
+    "a backward by hand twice too large",
+    "dropout/mul*",
+    phase="backward",
+    clean=_squashed(_Squash),
+)
 def backward_doubled(p: Program) -> None:
     _squashed(_SquashTwice)(p)
 
@@ -261,20 +339,33 @@ def _checkpointed(keep: bool) -> Callable[[Program], None]:
         x = model.norm(model.tokens(ids) + model.places(model.positions(real)))
         for number, block in enumerate(model.blocks):
             again = number == 1
-            x = checkpoint(block, x, real, use_reentrant=False, preserve_rng_state=keep) if again else block(x, real)
+            x = (
+                checkpoint(block, x, real, use_reentrant=False, preserve_rng_state=keep)
+                if again
+                else block(x, real)
+            )
         return model.pool(x, real)
 
     return lambda p: replace(p.model, encode=encode)
 
 
-@fault("encoder", "a checkpoint draws its dropout anew",
-       "blocks.1.attention.dropout/*", phase="backward", clean=_checkpointed(keep=True))  # fmt: skip
+@fault(
+    "encoder",
+    "a checkpoint draws its dropout anew",
+    "blocks.1.attention.dropout/*",
+    phase="backward",
+    clean=_checkpointed(keep=True),
+)
 def checkpoint_draws_anew(p: Program) -> None:
     _checkpointed(keep=False)(p)
 
 
-@fault("decoder", "tied weights untied",
-       "head.weight head/detach embed/{add*,embedding_dense_backward*}", phase="forward|backward")  # fmt: skip
+@fault(
+    "decoder",
+    "tied weights untied",
+    "head.weight head/detach embed/{add*,embedding_dense_backward*}",
+    phase="forward|backward",
+)
 def weights_untied(p: Program) -> None:
     p.model.head.weight = nn.Parameter(p.model.embed.weight.detach().clone())
     p.optimizer = torch.optim.AdamW(p.model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -284,7 +375,12 @@ def _mean_of_all(p: Program) -> None:
     replace(p.model, last=lambda _, x, lengths: x.mean(1))
 
 
-@fault("lstm", "no padding_idx: padding learns",
-       "words.known/embedding_dense_backward", phase="backward", clean=_mean_of_all)  # fmt: skip
+@fault(
+    "lstm",
+    "no padding_idx: padding learns",
+    "words.known/embedding_dense_backward",
+    phase="backward",
+    clean=_mean_of_all,
+)
 def padding_learns(p: Program) -> None:
     p.model.words.known.padding_idx = None

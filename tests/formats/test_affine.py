@@ -41,7 +41,9 @@ def test_division_is_not_multiplication_by_the_reciprocal():
     expected = np.clip(np.rint(x / scale), -127, 127) * scale
     reciprocal = np.clip(np.rint(x * (np.float32(1) / scale)), -127, 127) * scale
     assert (expected != reciprocal).any()
-    np.testing.assert_array_equal(round_tensor(torch.tensor(x), INT8, scale=float(scale)), expected)
+    np.testing.assert_array_equal(
+        round_tensor(torch.tensor(x), INT8, scale=float(scale)), expected
+    )
 
 
 def test_symmetric_scale_is_amax_over_the_largest_code():
@@ -51,10 +53,16 @@ def test_symmetric_scale_is_amax_over_the_largest_code():
         np.float32(2) / np.float32(127),
         np.float32(0.5) / np.float32(127),
     ]
-    assert choose_qparams(x, FORMATS["fp8_e4m3fn"]).scale.item() == np.float32(2) / np.float32(448)
-    assert choose_qparams(x, FORMATS["hif8"]).scale.item() == np.float32(2) / np.float32(15)
+    assert choose_qparams(x, FORMATS["fp8_e4m3fn"]).scale.item() == np.float32(
+        2
+    ) / np.float32(448)
+    assert choose_qparams(x, FORMATS["hif8"]).scale.item() == np.float32(
+        2
+    ) / np.float32(15)
     assert choose_qparams(x, FORMATS["binary"]).scale.item() == 3.75 / 4
-    assert choose_qparams(x, FORMATS["ternary"], PerAxis(0)).scale.flatten().tolist() == [
+    assert choose_qparams(
+        x, FORMATS["ternary"], PerAxis(0)
+    ).scale.flatten().tolist() == [
         1.5,
         0.375,
     ]
@@ -65,14 +73,21 @@ def test_one_axis_kept_of_one_is_a_scale_for_each_element():
     for name in ("int8", "int8_asym", "ternary"):
         q = choose_qparams(x, FORMATS[name], PerAxis(0))
         assert q.scale.shape == (3, 1)
-        torch.testing.assert_close(fake_quantize(x, q, FORMATS[name]), x, rtol=2**-22, atol=0)
+        torch.testing.assert_close(
+            fake_quantize(x, q, FORMATS[name]), x, rtol=2**-22, atol=0
+        )
     assert round_tensor(torch.tensor(3.0), INT8, granularity=PerTensor()).item() == 3.0
 
 
 def test_mean_magnitude_leaves_out_what_is_not_finite():
-    x = torch.tensor([[1.0, -3.0, math.nan, math.inf], [2.0**127, -(2.0**127), 2.0**127, 2.0**127]])
+    x = torch.tensor(
+        [[1.0, -3.0, math.nan, math.inf], [2.0**127, -(2.0**127), 2.0**127, 2.0**127]]
+    )
     q = choose_qparams(x, FORMATS["binary"], PerAxis(0))
-    assert q.scale.flatten().tolist() == [2.0, 2.0**127]  # the second row's sum is past fp32
+    assert q.scale.flatten().tolist() == [
+        2.0,
+        2.0**127,
+    ]  # the second row's sum is past fp32
     alone = choose_qparams(torch.tensor([math.nan, math.inf]), FORMATS["binary"])
     assert alone.scale.tolist() == [1.0]
 
@@ -80,7 +95,10 @@ def test_mean_magnitude_leaves_out_what_is_not_finite():
 def test_narrow_range_is_a_field():
     x = torch.tensor([-128.0, 127.0])
     assert round_tensor(x, INT8, scale=1.0).tolist() == [-127, 127]
-    assert round_tensor(x, integer(8, narrow_range=False), scale=1.0).tolist() == [-128, 127]
+    assert round_tensor(x, integer(8, narrow_range=False), scale=1.0).tolist() == [
+        -128,
+        127,
+    ]
     assert integer(8, symmetric=False, narrow_range=True).name == "int8_asym_narrow"
     with pytest.raises(FormatError, match="an integer format needs two bits"):
         integer(1)
@@ -92,8 +110,12 @@ def test_asymmetric_range_uses_all_codes_and_keeps_zero():
     assert q.scale.item() == pytest.approx(0.02, rel=2**-22)
     assert q.zero_point is not None
     assert q.zero_point.item() == -128
-    np.testing.assert_allclose(fake_quantize(x, q, INT8_ASYM), x, rtol=0, atol=5.1 * 2**-22)
-    only_positive = choose_qparams(torch.tensor([3.0, 5.1]), INT8_ASYM)  # the range is widened to 0
+    np.testing.assert_allclose(
+        fake_quantize(x, q, INT8_ASYM), x, rtol=0, atol=5.1 * 2**-22
+    )
+    only_positive = choose_qparams(
+        torch.tensor([3.0, 5.1]), INT8_ASYM
+    )  # the range is widened to 0
     assert only_positive.scale.item() == pytest.approx(0.02, rel=2**-22)
     wide = torch.tensor([-3e38, 3e38])  # max - min is more than fp32 holds
     np.testing.assert_allclose(
@@ -111,9 +133,13 @@ def test_zero_and_empty_sets(name):
     )  # binary has no zero: +1 times scale 1
     torch.testing.assert_close(rounded, expected, rtol=0, atol=0)
     empty = torch.zeros(0, 32)
-    assert round_tensor(empty, name, granularity=None if block else PerAxis(1)).shape == (0, 32)
+    assert round_tensor(
+        empty, name, granularity=None if block else PerAxis(1)
+    ).shape == (0, 32)
     if not block:
-        assert choose_qparams(zeros, FORMATS[name], PerAxis(0)).scale.flatten().tolist() == [1, 1]
+        assert choose_qparams(
+            zeros, FORMATS[name], PerAxis(0)
+        ).scale.flatten().tolist() == [1, 1]
         assert choose_qparams(empty, FORMATS[name], PerAxis(1)).scale.shape == (1, 32)
 
 
@@ -151,7 +177,9 @@ def test_nan_stays_inf_saturates_and_neither_moves_the_scale(name):
 def test_sets_of_nan_and_inf_alone():
     x = torch.tensor([[math.nan, math.inf], [-math.inf, math.nan], [1.0, 127.0]])
     for name in ("int8", "int8_asym"):
-        assert choose_qparams(x, FORMATS[name], PerAxis(0)).scale.flatten()[:2].tolist() == [1, 1]
+        assert choose_qparams(x, FORMATS[name], PerAxis(0)).scale.flatten()[
+            :2
+        ].tolist() == [1, 1]
     assert round_tensor(x, INT8, granularity=PerAxis(0))[:2].nan_to_num(7).tolist() == [
         [7, 127],
         [-127, 7],
@@ -174,7 +202,10 @@ def test_dtypes_are_kept(dtype):
         assert y.dtype == dtype
         if dtype != torch.float64:
             torch.testing.assert_close(
-                y, round_tensor(x.float(), name, granularity=PerToken()).to(dtype), rtol=0, atol=0
+                y,
+                round_tensor(x.float(), name, granularity=PerToken()).to(dtype),
+                rtol=0,
+                atol=0,
             )
 
 
@@ -188,16 +219,19 @@ def test_dtypes_are_kept(dtype):
         (PerToken(), [(i, slice(None)) for i in range(6)]),
         (PerGroup(2), [(i, slice(j, j + 2)) for i in range(6) for j in (0, 2)]),
         (PerGroup(3, axis=0), [(slice(i, i + 3), j) for i in (0, 3) for j in range(4)]),
-        (PerBlock((3, 2)), [(slice(i, i + 3), slice(j, j + 2)) for i in (0, 3) for j in (0, 2)]),
+        (
+            PerBlock((3, 2)),
+            [(slice(i, i + 3), slice(j, j + 2)) for i in (0, 3) for j in (0, 2)],
+        ),
         (PerBlock((6, 4)), [(slice(None), slice(None))]),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["int8", "int4_asym", "fp8_e4m3fn", "ternary"])
 def test_a_granularity_is_each_part_alone(granularity, slices, name):
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(6)) * torch.arange(1, 25).reshape(
-        6, 4
-    )
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(6)) * torch.arange(
+        1, 25
+    ).reshape(6, 4)
     expected = torch.full_like(x, math.nan)
     for part in slices:
         expected[part] = round_tensor(x[part], name, granularity=PerTensor())
@@ -210,7 +244,11 @@ def test_stochastic_integers_keep_the_mean():
     """20,000 draws of Bernoulli(0.3) steps: sigma of the mean sqrt(0.3 * 0.7 / 20000) = 0.0032; 5 sigma."""
     x = torch.full((20_000,), 5.3)
     y = round_tensor(
-        x, INT8, scale=1.0, rounding=Rounding.STOCHASTIC, generator=torch.Generator().manual_seed(7)
+        x,
+        INT8,
+        scale=1.0,
+        rounding=Rounding.STOCHASTIC,
+        generator=torch.Generator().manual_seed(7),
     )
     assert set(y.tolist()) == {5.0, 6.0}
     assert abs(y.double().mean().item() - 5.3) < 5 * 0.0033
@@ -228,7 +266,10 @@ def test_stochastic_integers_keep_the_mean():
 def test_saturation_can_be_refused_with_a_scale():
     x = torch.tensor([1.0, 1e6])
     assert round_tensor(x, "fp8_e5m2", scale=1.0).tolist() == [1.0, 57344.0]
-    assert round_tensor(x, "fp8_e5m2", scale=1.0, saturate=False).tolist() == [1.0, math.inf]
+    assert round_tensor(x, "fp8_e5m2", scale=1.0, saturate=False).tolist() == [
+        1.0,
+        math.inf,
+    ]
 
 
 X = torch.zeros(6, 4)
@@ -237,7 +278,10 @@ X = torch.zeros(6, 4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: round_tensor(X, INT8), "int8 needs a scale\n  expected: granularity= or scale="),
+        (
+            lambda: round_tensor(X, INT8),
+            "int8 needs a scale\n  expected: granularity= or scale=",
+        ),
         (lambda: round_tensor(X, "ternary"), "ternary needs a scale"),
         (lambda: round_tensor(X, INT8, zero_point=1), "a zero point needs a scale"),
         (
@@ -257,7 +301,10 @@ X = torch.zeros(6, 4)
             lambda: round_tensor(X, INT8, granularity=PerAxis(2)),
             "PerAxis(axis=2): axis 2 is out of range\n  expected: an axis in [-2, 2)\n  got: a tensor of shape (6, 4)",
         ),
-        (lambda: round_tensor(X, INT8, granularity=PerAxis(-3)), "axis -3 is out of range"),
+        (
+            lambda: round_tensor(X, INT8, granularity=PerAxis(-3)),
+            "axis -3 is out of range",
+        ),
         (
             lambda: round_tensor(torch.ones(()), INT8, granularity=PerToken()),
             "PerToken(): axis -1 is out of range\n  expected: a tensor with axes",
@@ -266,7 +313,10 @@ X = torch.zeros(6, 4)
             lambda: round_tensor(X, INT8, granularity=PerGroup(3)),
             "PerGroup(group_size=3, axis=-1): size 3 does not divide axis 1\n  expected: a positive divisor of 4",
         ),
-        (lambda: round_tensor(X, INT8, granularity=PerGroup(0)), "size 0 does not divide axis 1"),
+        (
+            lambda: round_tensor(X, INT8, granularity=PerGroup(0)),
+            "size 0 does not divide axis 1",
+        ),
         (
             lambda: round_tensor(X, INT8, granularity=PerBlock((3,))),
             "one block size per axis is needed\n  expected: 2 sizes, for shape (6, 4)\n  got: 1 sizes",
@@ -275,8 +325,14 @@ X = torch.zeros(6, 4)
             lambda: round_tensor(X, INT8, granularity=PerBlock((4, 4))),
             "size 4 does not divide axis 0",
         ),
-        (lambda: choose_qparams(X, FORMATS["mxfp4"]), "mxfp4 has a scale rule of its own"),
-        (lambda: choose_qparams(X.int(), INT8), "only floating-point tensors can be rounded"),
+        (
+            lambda: choose_qparams(X, FORMATS["mxfp4"]),
+            "mxfp4 has a scale rule of its own",
+        ),
+        (
+            lambda: choose_qparams(X.int(), INT8),
+            "only floating-point tensors can be rounded",
+        ),
         (
             lambda: fake_quantize(X.int(), QParams(torch.ones(())), INT8),
             "only floating-point tensors can be rounded",

@@ -34,7 +34,9 @@ GFLOAT = {
 def blocks(seed: int) -> torch.Tensor:
     """Blocks of very different sizes, with subnormal, huge, all-zero and power-of-two ones."""
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(20, 32, generator=g) * 2.0 ** torch.randint(-40, 40, (20, 1), generator=g)
+    x = torch.randn(20, 32, generator=g) * 2.0 ** torch.randint(
+        -40, 40, (20, 1), generator=g
+    )
     x[1], x[2] = 0.0, x[2] * 2.0**-160
     x[3] = torch.randn(32, generator=g) * 2.0**124
     x[4], x[4, 7] = torch.randn(32, generator=g).clamp(-1, 1), 4.0
@@ -62,7 +64,8 @@ def exact_mxint8(block: list[float]) -> list[float]:
         return block
     scale = Fraction(2) ** max(math.frexp(amax)[1] - 1, -127)
     return [
-        float(min(max(round(Fraction(v) / scale * 64), -127), 127) * scale / 64) for v in block
+        float(min(max(round(Fraction(v) / scale * 64), -127), 127) * scale / 64)
+        for v in block
     ]  # round is half-even
 
 
@@ -94,13 +97,18 @@ def test_scale_rules(amax, floor, ceil, rceil):
     fmt = FORMATS["mxfp4"]
     assert fmt.scale_rule is ScaleRule.FLOOR
     for rule, scale in zip(
-        (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.RCEIL), (floor, ceil, rceil), strict=True
+        (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.RCEIL),
+        (floor, ceil, rceil),
+        strict=True,
     ):
         element = round_tensor(torch.tensor(amax / scale), "fp4_e2m1").item()
         expected = [element * scale, -element * scale]
         assert round_tensor(x, fmt, scale_rule=rule)[:2].tolist() == expected
         assert round_tensor(x, replace(fmt, scale_rule=rule))[:2].tolist() == expected
-        assert round_block_scalar(x.tolist(), replace(fmt, scale_rule=rule))[:2] == expected
+        assert (
+            round_block_scalar(x.tolist(), replace(fmt, scale_rule=rule))[:2]
+            == expected
+        )
 
 
 def test_nvfp4_worked_out():
@@ -115,15 +123,21 @@ def test_nvfp4_worked_out():
         7.0,
         -1.0,
     )  # 7 / 6 = 1.1667 -> e4m3 1.125; 7 / 1.125 = 6.2 -> 6; 1 / 1.125 = 0.89 -> 1
-    x[2, 0] = 0.001  # 0.001 / 6 is under half of e4m3's smallest 2**-9: scale 0, the block is lost
+    x[2, 0] = (
+        0.001  # 0.001 / 6 is under half of e4m3's smallest 2**-9: scale 0, the block is lost
+    )
     expected = torch.zeros(3, 16)
     expected[0, 0], expected[0, 1], expected[0, 2] = 2688.0, 448.0, 448.0
     expected[1, 0], expected[1, 1] = 6.75, -1.125
     torch.testing.assert_close(round_tensor(x, "nvfp4"), expected, rtol=0, atol=0)
-    oracle = [round_block_scalar(b, FORMATS["nvfp4"], tensor_amax=2688.0) for b in x.tolist()]
+    oracle = [
+        round_block_scalar(b, FORMATS["nvfp4"], tensor_amax=2688.0) for b in x.tolist()
+    ]
     np.testing.assert_array_equal(oracle, expected)
     # the tensor scale is a plain factor: everything times a power of two gives everything times it
-    torch.testing.assert_close(round_tensor(x * 2**-20, "nvfp4"), expected * 2**-20, rtol=0, atol=0)
+    torch.testing.assert_close(
+        round_tensor(x * 2**-20, "nvfp4"), expected * 2**-20, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
@@ -131,9 +145,14 @@ def test_blocks_lie_along_the_axis(name):
     x = torch.randn(3, 64, 5, generator=torch.Generator().manual_seed(3))
     size = FORMATS[name].block_size
     along_last = round_tensor(x.movedim(1, -1).contiguous(), name).movedim(-1, 1)
-    torch.testing.assert_close(round_tensor(x, name, axis=1), along_last, rtol=0, atol=0)
     torch.testing.assert_close(
-        round_tensor(x, name, granularity=PerGroup(size, -2)), along_last, rtol=0, atol=0
+        round_tensor(x, name, axis=1), along_last, rtol=0, atol=0
+    )
+    torch.testing.assert_close(
+        round_tensor(x, name, granularity=PerGroup(size, -2)),
+        along_last,
+        rtol=0,
+        atol=0,
     )
 
 
@@ -147,7 +166,10 @@ def test_dtypes_and_empty_tensors():
             atol=0,
         )
     torch.testing.assert_close(
-        round_tensor(x.double(), "mxfp8").float(), round_tensor(x, "mxfp8"), rtol=0, atol=0
+        round_tensor(x.double(), "mxfp8").float(),
+        round_tensor(x, "mxfp8"),
+        rtol=0,
+        atol=0,
     )
     assert round_tensor(torch.zeros(0, 32), "mxfp4").shape == (0, 32)
     assert round_tensor(torch.zeros(4, 0), "nvfp4").shape == (4, 0)
@@ -161,7 +183,10 @@ def test_dtypes_and_empty_tensors():
             "size 32 does not divide axis 1\n  expected: a positive divisor of 30\n  got: a tensor of shape (4, 30)\n"
             "  do: choose a size that divides the axis, or fill the axis up with zeros",
         ),
-        (lambda: round_tensor(torch.ones(4, 32), "mxfp4", axis=2), "axis 2 is out of range"),
+        (
+            lambda: round_tensor(torch.ones(4, 32), "mxfp4", axis=2),
+            "axis 2 is out of range",
+        ),
         (
             lambda: round_tensor(torch.ones(4, 32), "mxfp4", granularity=PerTensor()),
             "mxfp4 has blocks of 32 elements along one axis\n  expected: PerGroup(32, axis)\n  got: PerTensor()",

@@ -27,19 +27,52 @@ ML_DTYPES = {
 
 # Typed out from the public description of HiFloat8 (arXiv 2409.16626): sign, dot, exponent, fraction.
 HIF8 = {
-    "0 0000 000": 0.0, "1 0000 000": math.nan,
-    "0 0000 001": 2**-22, "0 0000 010": 2**-21, "0 0000 011": 2**-20, "0 0000 100": 2**-19, "0 0000 101": 2**-18,
-    "0 0000 110": 2**-17, "0 0000 111": 2**-16, "1 0000 001": -(2**-22), "1 0000 111": -(2**-16),
-    "0 0001 000": 1.0, "0 0001 001": 1.125, "0 0001 111": 1.875, "1 0001 100": -1.5,
-    "0 001 0 000": 2.0, "0 001 0 111": 3.75, "0 001 1 000": 0.5, "0 001 1 001": 0.5625, "1 001 1 111": -0.9375,
-    "0 01 00 000": 4.0, "0 01 01 000": 8.0, "0 01 01 111": 15.0, "0 01 10 000": 0.25, "0 01 11 000": 0.125,
-    "0 01 11 111": 0.234375, "1 01 00 100": -6.0,
-    "0 10 000 00": 16.0, "0 10 001 01": 40.0, "0 10 011 00": 128.0, "0 10 011 11": 224.0, "0 10 100 00": 2**-4,
-    "0 10 111 00": 2**-7, "0 10 111 11": 1.75 * 2**-7, "1 10 010 10": -96.0,
-    "0 11 0000 0": 256.0, "0 11 0000 1": 384.0, "0 11 0110 1": 24576.0, "0 11 0111 0": 32768.0,
-    "0 11 0111 1": math.inf, "1 11 0111 1": -math.inf, "0 11 1000 0": 2**-8, "0 11 1111 0": 2**-15,
-    "0 11 1111 1": 1.5 * 2**-15, "1 11 0111 0": -32768.0,
-}  # fmt: skip
+    "0 0000 000": 0.0,
+    "1 0000 000": math.nan,
+    "0 0000 001": 2**-22,
+    "0 0000 010": 2**-21,
+    "0 0000 011": 2**-20,
+    "0 0000 100": 2**-19,
+    "0 0000 101": 2**-18,
+    "0 0000 110": 2**-17,
+    "0 0000 111": 2**-16,
+    "1 0000 001": -(2**-22),
+    "1 0000 111": -(2**-16),
+    "0 0001 000": 1.0,
+    "0 0001 001": 1.125,
+    "0 0001 111": 1.875,
+    "1 0001 100": -1.5,
+    "0 001 0 000": 2.0,
+    "0 001 0 111": 3.75,
+    "0 001 1 000": 0.5,
+    "0 001 1 001": 0.5625,
+    "1 001 1 111": -0.9375,
+    "0 01 00 000": 4.0,
+    "0 01 01 000": 8.0,
+    "0 01 01 111": 15.0,
+    "0 01 10 000": 0.25,
+    "0 01 11 000": 0.125,
+    "0 01 11 111": 0.234375,
+    "1 01 00 100": -6.0,
+    "0 10 000 00": 16.0,
+    "0 10 001 01": 40.0,
+    "0 10 011 00": 128.0,
+    "0 10 011 11": 224.0,
+    "0 10 100 00": 2**-4,
+    "0 10 111 00": 2**-7,
+    "0 10 111 11": 1.75 * 2**-7,
+    "1 10 010 10": -96.0,
+    "0 11 0000 0": 256.0,
+    "0 11 0000 1": 384.0,
+    "0 11 0110 1": 24576.0,
+    "0 11 0111 0": 32768.0,
+    "0 11 0111 1": math.inf,
+    "1 11 0111 1": -math.inf,
+    "0 11 1000 0": 2**-8,
+    "0 11 1111 0": 2**-15,
+    "0 11 1111 1": 1.5 * 2**-15,
+    "1 11 0111 0": -32768.0,
+}
 
 
 def hif8_values() -> list[float]:
@@ -54,7 +87,9 @@ def same(actual: list[float], expected: list[float]) -> None:
     """Equal, sign of zero included; every NaN equals every NaN."""
     np.testing.assert_array_equal(np.array(actual), np.array(expected))
     signs = np.where(np.isnan(expected), 0, np.signbit(expected))
-    np.testing.assert_array_equal(np.where(np.isnan(actual), 0, np.signbit(actual)), signs)
+    np.testing.assert_array_equal(
+        np.where(np.isnan(actual), 0, np.signbit(actual)), signs
+    )
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
@@ -80,8 +115,14 @@ def test_integers_are_twos_complement():
         all_values(integer(8, narrow_range=False)),
         np.arange(256, dtype=np.uint8).view(np.int8).astype(float).tolist(),
     )
-    same(all_values(FORMATS["int8"]), [*map(float, range(128)), *map(float, range(-127, 0))])
-    same(all_values(FORMATS["int4_asym"]), [*map(float, range(8)), *map(float, range(-8, 0))])
+    same(
+        all_values(FORMATS["int8"]),
+        [*map(float, range(128)), *map(float, range(-127, 0))],
+    )
+    same(
+        all_values(FORMATS["int4_asym"]),
+        [*map(float, range(8)), *map(float, range(-8, 0))],
+    )
     assert all_values(FORMATS["int2_asym"]) == [0, 1, -2, -1]
     assert all_values(FORMATS["ternary"]) == [0, 1, -1]
     assert all_values(FORMATS["binary"]) == [1, -1]
@@ -145,12 +186,13 @@ def test_wide_codes_are_those_of_the_hardware(name):
 def test_tf32_codes_are_the_upper_19_bits_of_fp32():
     for value in [1.0, -1.5, 3.0e38, 2.0**-136, -math.inf]:
         value = float(
-            np.array(np.array(value, np.float32).view(np.uint32) & 0xFFFFE000, np.uint32).view(
-                np.float32
-            )
+            np.array(
+                np.array(value, np.float32).view(np.uint32) & 0xFFFFE000, np.uint32
+            ).view(np.float32)
         )
         assert (
-            encode(value, FORMATS["tf32"]) == int(np.array(value, np.float32).view(np.uint32)) >> 13
+            encode(value, FORMATS["tf32"])
+            == int(np.array(value, np.float32).view(np.uint32)) >> 13
         )
 
 
@@ -162,7 +204,10 @@ def test_tf32_codes_are_the_upper_19_bits_of_fp32():
             "int8 has no such code\n  expected: 0 <= code < 256\n  got: 256",
         ),
         (lambda: decode(-1, FORMATS["bf16"]), "expected: 0 <= code < 65536"),
-        (lambda: decode(0x80, FORMATS["int8"]), "the narrow range of int8 leaves out this code"),
+        (
+            lambda: decode(0x80, FORMATS["int8"]),
+            "the narrow range of int8 leaves out this code",
+        ),
         (lambda: encode(0.3, FORMATS["bf16"]), "0.3 is not a value of bf16"),
         (lambda: encode(480.0, FORMATS["fp8_e4m3fn"]), "480.0 is not a value"),
         (lambda: encode(math.nan, FORMATS["fp4_e2m1"]), "nan is not a value"),

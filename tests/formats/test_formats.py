@@ -34,11 +34,19 @@ ELEMENTS = [f for f in FORMATS.values() if not isinstance(f, BlockFormat)]
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("float16", "fp16"), ("bfloat16", "bf16"), ("half", "fp16"), ("e4m3", "fp8_e4m3fn"), ("BF16", "bf16"),
-        (" fp8-e5m2 ", "fp8_e5m2"), ("torch.float8_e4m3fnuz", "fp8_e4m3fnuz"), ("mxfp8", "mxfp8_e4m3"),
-        ("mxfp6", "mxfp6_e2m3"), ("fp4", "fp4_e2m1"), ("hifloat8", "hif8"),
+        ("float16", "fp16"),
+        ("bfloat16", "bf16"),
+        ("half", "fp16"),
+        ("e4m3", "fp8_e4m3fn"),
+        ("BF16", "bf16"),
+        (" fp8-e5m2 ", "fp8_e5m2"),
+        ("torch.float8_e4m3fnuz", "fp8_e4m3fnuz"),
+        ("mxfp8", "mxfp8_e4m3"),
+        ("mxfp6", "mxfp6_e2m3"),
+        ("fp4", "fp4_e2m1"),
+        ("hifloat8", "hif8"),
     ],
-)  # fmt: skip
+)
 def test_names(name, expected):
     assert parse_format(name).name == expected
 
@@ -65,15 +73,24 @@ def test_unknown_names_get_the_nearest():
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, f in FORMATS.items() if f.torch_dtype and f.torch_dtype.is_floating_point]
+    "name",
+    [
+        n
+        for n, f in FORMATS.items()
+        if f.torch_dtype and f.torch_dtype.is_floating_point
+    ],
 )
 def test_fields_are_those_of_torch_finfo(name):
     fmt = FORMATS[name]
     info = torch.finfo(fmt.torch_dtype)
     assert (fmt.bits, fmt.max_finite) == (info.bits, info.max)
-    if name != "e8m0":  # no fraction and no sign: finfo's eps and min mean something else there
+    if (
+        name != "e8m0"
+    ):  # no fraction and no sign: finfo's eps and min mean something else there
         assert (fmt.smallest_normal, fmt.min_finite) == (info.smallest_normal, info.min)
-        if name != "fp8_e5m2fnuz":  # 1.25 is a value of it, but torch 2.13's finfo has eps 0.125
+        if (
+            name != "fp8_e5m2fnuz"
+        ):  # 1.25 is a value of it, but torch 2.13's finfo has eps 0.125
             assert 2.0**-fmt.fraction_bits == info.eps
 
 
@@ -97,17 +114,26 @@ def test_fields_are_those_of_ml_dtypes_finfo(name, dtype):
 def test_torch_dtypes():
     named = {n: f.torch_dtype for n, f in FORMATS.items() if f.torch_dtype is not None}
     assert named == {
-        "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-        "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-        "fp8_e5m2fnuz": torch.float8_e5m2fnuz, "e8m0": torch.float8_e8m0fnu, "int8": torch.int8,
+        "fp64": torch.float64,
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp8_e4m3fn": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+        "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+        "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
+        "e8m0": torch.float8_e8m0fnu,
+        "int8": torch.int8,
         "int8_asym": torch.int8,
-    }  # fmt: skip
+    }
 
 
 def test_bits():
     bits = {n: f.bits for n, f in FORMATS.items()}
     assert bits["tf32"] == 32  # it lies in fp32
-    assert [bits[n] for n in ("mxfp8_e4m3", "mxfp6_e3m2", "mxfp4", "mxint8", "nvfp4")] == [
+    assert [
+        bits[n] for n in ("mxfp8_e4m3", "mxfp6_e3m2", "mxfp4", "mxint8", "nvfp4")
+    ] == [
         8.25,
         6.25,
         4.25,
@@ -169,7 +195,9 @@ def test_contains_for_wide_formats(wide):
             exact &= (narrow.view(np.uint32) & 0x1FFF) == 0
         assert FORMATS[wide].contains(inner) == bool(exact.all()), inner.name
     assert [
-        n for n in ("fp64", "fp32", "tf32", "bf16", "fp16") if FORMATS[wide].contains(FORMATS[n])
+        n
+        for n in ("fp64", "fp32", "tf32", "bf16", "fp16")
+        if FORMATS[wide].contains(FORMATS[n])
     ] == [
         n
         for n in ("fp64", "fp32", "tf32", "bf16", "fp16")
@@ -183,16 +211,18 @@ def test_contains_powers_of_two():
     """2**-9 is e4m3fn's smallest value."""
     powers = replace(FORMATS["e8m0"], emin=-9, min_finite=2.0**-9, max_finite=256.0)
     assert FORMATS["fp8_e4m3fn"].contains(powers)
-    assert not FORMATS["fp8_e4m3fn"].contains(replace(powers, emin=-10, min_finite=2.0**-10))
+    assert not FORMATS["fp8_e4m3fn"].contains(
+        replace(powers, emin=-10, min_finite=2.0**-10)
+    )
 
 
 def test_block_formats_contain_only_themselves():
     for fmt in FORMATS.values():
         assert fmt.contains(fmt)
         if isinstance(fmt, BlockFormat):
-            assert [o.name for o in FORMATS.values() if o.contains(fmt) or fmt.contains(o)] == [
-                fmt.name
-            ]
+            assert [
+                o.name for o in FORMATS.values() if o.contains(fmt) or fmt.contains(o)
+            ] == [fmt.name]
 
 
 def test_a_new_format_is_data():
@@ -246,7 +276,9 @@ def test_importing_a_format_by_fields_needs_no_torch():
     for name in ("types", "named", "codes", "scalar", "granularity"):
         tree = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
         top = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-        found = {alias.name for n in top if isinstance(n, ast.Import) for alias in n.names}
+        found = {
+            alias.name for n in top if isinstance(n, ast.Import) for alias in n.names
+        }
         found |= {n.module for n in top if isinstance(n, ast.ImportFrom)}
         assert not {"torch", "roundoff.formats.tensor"} & found, name
 
@@ -270,9 +302,14 @@ def row(fmt: Format) -> str:
     ]
     beyond = "saturates" if fmt.saturate else "Inf" if fmt.has_inf else "NaN"
     cells = [
-        f"`{fmt.name}`", f"{fmt.bits:g}", power(fmt.max_finite), power(fmt.smallest_normal),
-        power(fmt.smallest_subnormal), ", ".join(specials) or "-", beyond,
-    ]  # fmt: skip
+        f"`{fmt.name}`",
+        f"{fmt.bits:g}",
+        power(fmt.max_finite),
+        power(fmt.smallest_normal),
+        power(fmt.smallest_subnormal),
+        ", ".join(specials) or "-",
+        beyond,
+    ]
     return "| " + " | ".join(cells) + " |"
 
 

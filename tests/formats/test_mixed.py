@@ -25,7 +25,11 @@ def test_the_name_says_widths_and_group(name, weight, activation, rule, group):
     fmt = parse_format(name)
     assert (fmt.name, fmt.width) == (name.lower(), weight)
     assert fmt.bits == (weight + 32 / group if rule == "group" else weight)
-    assert (fmt.max_finite, fmt.min_finite, fmt.symmetric) == (2 ** (weight - 1) - 1, -(2 ** (weight - 1)) + 1, True)
+    assert (fmt.max_finite, fmt.min_finite, fmt.symmetric) == (
+        2 ** (weight - 1) - 1,
+        -(2 ** (weight - 1)) + 1,
+        True,
+    )
     assert fmt.execution.weight == rule
     assert fmt.group_size == group
     if activation is None:
@@ -35,12 +39,30 @@ def test_the_name_says_widths_and_group(name, weight, activation, rule, group):
         assert fmt.execution.activation == "tensor"
         own = fmt.of_activations
         assert (own.width, own.symmetric) == (activation, False)
-        assert (own.min_finite, own.max_finite) == (-(2 ** (activation - 1)), 2 ** (activation - 1) - 1)
+        assert (own.min_finite, own.max_finite) == (
+            -(2 ** (activation - 1)),
+            2 ** (activation - 1) - 1,
+        )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["w", "a8", "w4a", "w4g", "w4g0", "w1a8", "w4a1", "w0", "w17", "w4a99", "wa8", "w4a8g", "w-4", "w4a8x"],
+    [
+        "w",
+        "a8",
+        "w4a",
+        "w4g",
+        "w4g0",
+        "w1a8",
+        "w4a1",
+        "w0",
+        "w17",
+        "w4a99",
+        "wa8",
+        "w4a8g",
+        "w-4",
+        "w4a8x",
+    ],
 )
 def test_names_that_are_none(name):
     with pytest.raises(FormatError, match="unknown format"):
@@ -58,8 +80,13 @@ def test_its_weights_are_plain_integers():
     q = choose_qparams(x, parse_format("w4a8"), PerAxis(0))
     scale = x.abs().amax(1, keepdim=True) / 7
     assert torch.equal(q.scale, scale)
-    assert torch.equal(fake_quantize(x, q, parse_format("w4a8")), (x / scale).round().clamp(-7, 7) * scale)
-    assert torch.equal(fake_quantize(x, q, integer(4)), fake_quantize(x, q, parse_format("w4a8")))
+    assert torch.equal(
+        fake_quantize(x, q, parse_format("w4a8")),
+        (x / scale).round().clamp(-7, 7) * scale,
+    )
+    assert torch.equal(
+        fake_quantize(x, q, integer(4)), fake_quantize(x, q, parse_format("w4a8"))
+    )
 
 
 def test_two_of_one_name_are_one_format():
@@ -71,13 +98,21 @@ def test_two_of_one_name_are_one_format():
 def test_cost_counts_each_width():
     """By hand: bytes = (activations · 8 + weights · 4 + outputs · 32) / 8; bit operations = macs · 8 · 4."""
     work = Work("linear", 1e6, 1e4, weight_elements=1e5, output_elements=1e3)
-    assert cost(work, parse_format("w4a8"), "bytes") == pytest.approx((1e4 * 8 + 1e5 * 4 + 1e3 * 32) / 8 / 1e6)
-    assert cost(work, parse_format("w4a8"), "bitops") == pytest.approx(1e6 * 8 * 4 / 1e9)
-    assert cost(work, parse_format("w4"), "bytes") == pytest.approx((1e4 * 32 + 1e5 * 4 + 1e3 * 32) / 8 / 1e6)
+    assert cost(work, parse_format("w4a8"), "bytes") == pytest.approx(
+        (1e4 * 8 + 1e5 * 4 + 1e3 * 32) / 8 / 1e6
+    )
+    assert cost(work, parse_format("w4a8"), "bitops") == pytest.approx(
+        1e6 * 8 * 4 / 1e9
+    )
+    assert cost(work, parse_format("w4"), "bytes") == pytest.approx(
+        (1e4 * 32 + 1e5 * 4 + 1e3 * 32) / 8 / 1e6
+    )
     assert cost(work, parse_format("w4"), "bitops") == pytest.approx(1e6 * 32 * 4 / 1e9)
 
 
 def test_cost_of_groups_counts_their_scales():
     """A group of 64 weights of 4 bits has one scale of 32 bits: 4.5 bits a weight."""
     work = Work("linear", 1e6, 0, weight_elements=64.0, output_elements=0)
-    assert cost(work, parse_format("w4g64"), "bytes") == pytest.approx(64 * 4.5 / 8 / 1e6)
+    assert cost(work, parse_format("w4g64"), "bytes") == pytest.approx(
+        64 * 4.5 / 8 / 1e6
+    )

@@ -43,7 +43,9 @@ def identical(actual, expected) -> None:
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     np.testing.assert_array_equal(actual, expected)
     numbers = ~np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(actual)[numbers], np.signbit(expected)[numbers])
+    np.testing.assert_array_equal(
+        np.signbit(actual)[numbers], np.signbit(expected)[numbers]
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -58,7 +60,9 @@ def test_twin_is_oracle_idempotent_and_symmetric(fmt, xs):
             expected = [round_scalar(v, fmt, **options) for v in x.tolist()]
             # fp64 cannot saturate within fp32: there, Inf becomes fp32's largest value
             limit = torch.finfo(torch.float32).max if saturate else math.inf
-            expected = [v if math.isnan(v) else min(max(v, -limit), limit) for v in expected]
+            expected = [
+                v if math.isnan(v) else min(max(v, -limit), limit) for v in expected
+            ]
             identical(once, expected)
             if fmt.name != "fp64":
                 identical(round_tensor(x.double(), fmt, **options).float(), once)
@@ -83,14 +87,24 @@ def test_rounding_is_monotonic(fmt, xs):
 
 
 @settings(max_examples=60, deadline=None)
-@given(xs=values, scale=st.floats(2.0**-40, 2.0**40, width=32), zero_point=st.integers(-128, 127))
+@given(
+    xs=values,
+    scale=st.floats(2.0**-40, 2.0**40, width=32),
+    zero_point=st.integers(-128, 127),
+)
 @pytest.mark.parametrize(
-    "fmt", [f for f in ELEMENTS if f.execution and f.name not in ("fp64", "fp32")] + [integer(8, narrow_range=False)],
+    "fmt",
+    [f for f in ELEMENTS if f.execution and f.name not in ("fp64", "fp32")]
+    + [integer(8, narrow_range=False)],
     ids=lambda f: f.name,
-)  # fmt: skip
+)
 def test_fake_quantization_is_oracle(fmt, xs, scale, zero_point):
     x = torch.tensor(xs)
-    point = None if fmt.symmetric else int(min(max(zero_point, fmt.min_finite), fmt.max_finite))
+    point = (
+        None
+        if fmt.symmetric
+        else int(min(max(zero_point, fmt.min_finite), fmt.max_finite))
+    )
     for rounding in DETERMINISTIC:
         actual = round_tensor(x, fmt, scale=scale, zero_point=point, rounding=rounding)
         expected = [
@@ -112,14 +126,18 @@ def test_blocks_are_oracle(fmt, xs):
         expected = [
             v
             for i in range(0, 32, size)
-            for v in round_block_scalar(x[i : i + size].tolist(), ruled, tensor_amax=amax)
+            for v in round_block_scalar(
+                x[i : i + size].tolist(), ruled, tensor_amax=amax
+            )
         ]
         np.testing.assert_array_equal(round_tensor(x, fmt, scale_rule=rule), expected)
 
 
 @settings(max_examples=60, deadline=None)
 @given(xs=st.lists(finite, min_size=6, max_size=6))
-@pytest.mark.parametrize("fmt", [f for f in ELEMENTS if f.execution], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "fmt", [f for f in ELEMENTS if f.execution], ids=lambda f: f.name
+)
 def test_chosen_scales_are_good(fmt, xs):
     """Zero stays zero, nothing is out of range by more than half a quantum, and the result is finite."""
     x = torch.tensor([*xs, 0.0, 0.0]).reshape(4, 2)
@@ -139,4 +157,7 @@ def test_chosen_scales_are_good(fmt, xs):
             # half a step for the code; fp32's division, product and scale each round by 2**-24 of up to 2**8 steps,
             # and an asymmetric zero point by another half step
             steps = (x - rounded).abs().double() / qparams.scale.double()
-            assert float(steps.max()) <= (0.5 if fmt.symmetric else 1.0) + 2**8 * 4 * 2.0**-24
+            assert (
+                float(steps.max())
+                <= (0.5 if fmt.symmetric else 1.0) + 2**8 * 4 * 2.0**-24
+            )

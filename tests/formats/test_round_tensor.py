@@ -21,7 +21,9 @@ def test_stochastic_rounding_keeps_the_mean(name):
         (-2.0 - 0.9 * _gap(name, 2.0), -2.0, -2.0 - _gap(name, 2.0)),
     ]:
         x = torch.full((n,), value)
-        rounded = round_tensor(x, name, rounding=Rounding.STOCHASTIC, generator=generator)
+        rounded = round_tensor(
+            x, name, rounding=Rounding.STOCHASTIC, generator=generator
+        )
         r = (x[0].item() - low) / (high - low)
         hits = int((rounded == high).sum())
         assert hits + int((rounded == low).sum()) == n
@@ -33,14 +35,20 @@ def _gap(name: str, value: float) -> float:
 
 
 def test_stochastic_rounding_leaves_values_and_repeats_with_the_generator():
-    values = torch.tensor([v for v in all_values(FORMATS["fp8_e5m2"]) if not math.isnan(v)])
+    values = torch.tensor(
+        [v for v in all_values(FORMATS["fp8_e5m2"]) if not math.isnan(v)]
+    )
     np.testing.assert_array_equal(
-        round_tensor(values, "fp8_e5m2", rounding=Rounding.STOCHASTIC, saturate=False), values
+        round_tensor(values, "fp8_e5m2", rounding=Rounding.STOCHASTIC, saturate=False),
+        values,
     )
     x = torch.randn(100, generator=torch.Generator().manual_seed(3))
     one, two = (
         round_tensor(
-            x, "bf16", rounding=Rounding.STOCHASTIC, generator=torch.Generator().manual_seed(4)
+            x,
+            "bf16",
+            rounding=Rounding.STOCHASTIC,
+            generator=torch.Generator().manual_seed(4),
         )
         for _ in range(2)
     )
@@ -64,7 +72,9 @@ def test_nan_stays_nan_even_where_there_is_none(name):
     assert math.isnan(round_scalar(math.nan, FORMATS[name]))
     x = torch.full((32,), math.nan)
     x[0] = 1.0
-    rounded = round_tensor(x, name, **({"scale": 1.0} if FORMATS[name].one_quantum == 1 else {}))
+    rounded = round_tensor(
+        x, name, **({"scale": 1.0} if FORMATS[name].one_quantum == 1 else {})
+    )
     assert rounded.isnan().tolist() == [False] + [True] * 31
 
 
@@ -116,7 +126,9 @@ def test_inf_becomes_the_largest_value_of_the_carrier_when_it_must_saturate():
     assert round_tensor(x, "fp32").tolist() == x.tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
 def test_only_floating_point_tensors_are_rounded(dtype):
     with pytest.raises(FormatError) as caught:
         round_tensor(torch.zeros(2, 3).to(dtype), "bf16")

@@ -62,11 +62,16 @@ def neighbourhoods(fmt, count: int | None = None) -> torch.Tensor:
     fractions = torch.tensor([0, 0.1, 0.25, 0.5, 0.75, 0.9], dtype=torch.float64)
     exact = (low[:, None] + gap[:, None] * fractions).float()
     middle = exact[:, 3]
-    nearly = torch.stack([torch.nextafter(middle, torch.tensor(s * math.inf)) for s in (-1, 1)], 1)
-    out = torch.tensor(
-        [s * last * f for s in (1, -1) for f in (1, 1.01, 1.5, 4, 1000)], dtype=torch.float64
+    nearly = torch.stack(
+        [torch.nextafter(middle, torch.tensor(s * math.inf)) for s in (-1, 1)], 1
     )
-    return torch.cat([exact.flatten(), nearly.flatten(), out.float(), torch.tensor(SPECIALS)])
+    out = torch.tensor(
+        [s * last * f for s in (1, -1) for f in (1, 1.01, 1.5, 4, 1000)],
+        dtype=torch.float64,
+    )
+    return torch.cat(
+        [exact.flatten(), nearly.flatten(), out.float(), torch.tensor(SPECIALS)]
+    )
 
 
 def assert_same(actual, expected, x=None) -> None:
@@ -76,7 +81,9 @@ def assert_same(actual, expected, x=None) -> None:
     equal |= np.isnan(actual) & np.isnan(expected)
     wrong = np.flatnonzero(~equal)[:5]
     source = actual if x is None else np.asarray(x, np.float64)
-    assert not wrong.size, [(float(source[i]), float(actual[i]), float(expected[i])) for i in wrong]
+    assert not wrong.size, [
+        (float(source[i]), float(actual[i]), float(expected[i])) for i in wrong
+    ]
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
@@ -91,7 +98,9 @@ def test_nearest_even_is_that_of_ml_dtypes(name):
         None if not fmt.has_nan else False
     )  # ml_dtypes saturates only where there is neither Inf nor NaN
     assert_same(round_tensor(x, fmt, saturate=saturate), expected, x)
-    assert_same([round_scalar(v, fmt, saturate=saturate) for v in x.tolist()], expected, x)
+    assert_same(
+        [round_scalar(v, fmt, saturate=saturate) for v in x.tolist()], expected, x
+    )
 
 
 @pytest.mark.parametrize("rounding", GFLOAT_MODES)
@@ -102,14 +111,22 @@ def test_each_mode_is_that_of_gfloat(name, rounding):
     x = x[~x.isnan()]
     for saturate in [True, False] if fmt.has_nan else [True]:
         expected = [
-            gfloat.round_float(info, v, GFLOAT_MODES[rounding], saturate) for v in x.tolist()
+            gfloat.round_float(info, v, GFLOAT_MODES[rounding], saturate)
+            for v in x.tolist()
         ]
-        assert_same(round_tensor(x, fmt, rounding=rounding, saturate=saturate), expected, x)
         assert_same(
-            round_tensor(x.double(), fmt, rounding=rounding, saturate=saturate), expected, x
+            round_tensor(x, fmt, rounding=rounding, saturate=saturate), expected, x
         )
         assert_same(
-            [round_scalar(v, fmt, rounding=rounding, saturate=saturate) for v in x.tolist()],
+            round_tensor(x.double(), fmt, rounding=rounding, saturate=saturate),
+            expected,
+            x,
+        )
+        assert_same(
+            [
+                round_scalar(v, fmt, rounding=rounding, saturate=saturate)
+                for v in x.tolist()
+            ],
             expected,
             x,
         )
@@ -126,7 +143,9 @@ def test_nearest_even_is_that_of_torch(name):
     assert_same(round_tensor(x, fmt)[inside], expected[inside], x[inside])
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", ml_dtypes.bfloat16), ("fp16", np.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", ml_dtypes.bfloat16), ("fp16", np.float16)]
+)
 def test_16_bit_formats(name, dtype):
     fmt = FORMATS[name]
     x = neighbourhoods(fmt)  # every code, and eight points around each
@@ -137,7 +156,9 @@ def test_16_bit_formats(name, dtype):
     assert_same(round_tensor(x.double(), fmt), expected, x)
     some = torch.cat([x[::211], x[-21:]])
     assert_same(
-        [round_scalar(v, fmt) for v in some.tolist()], np.r_[expected[::211], expected[-21:]], some
+        [round_scalar(v, fmt) for v in some.tolist()],
+        np.r_[expected[::211], expected[-21:]],
+        some,
     )
     clipped = np.where(
         np.isnan(x.numpy()), np.nan, np.clip(expected, fmt.min_finite, fmt.max_finite)
@@ -158,23 +179,37 @@ def test_every_16_bit_input(name, carrier):
 def test_fp64_is_rounded_once():
     """Just above a midpoint of the target, by less than fp32 can tell: via fp32 it would be a tie."""
     x = torch.tensor(
-        [1 + 2**-8 + 2**-40, 1 + 2**-11 + 2**-40, 1 + 2**-4 + 2**-40, 1 + 2**-24 + 2**-50],
+        [
+            1 + 2**-8 + 2**-40,
+            1 + 2**-11 + 2**-40,
+            1 + 2**-4 + 2**-40,
+            1 + 2**-24 + 2**-50,
+        ],
         dtype=torch.float64,
     )
     for i, (name, up) in enumerate(
         [("bf16", 2**-7), ("fp16", 2**-10), ("fp8_e4m3fn", 2**-3), ("fp32", 2**-23)]
     ):
-        assert round_tensor(x[i], name).item() == 1 + up == round_scalar(x[i].item(), FORMATS[name])
+        assert (
+            round_tensor(x[i], name).item()
+            == 1 + up
+            == round_scalar(x[i].item(), FORMATS[name])
+        )
 
 
 def test_fp32_from_fp64_is_that_of_numpy():
     x = torch.cat(
-        [torch.tensor(SPECIALS), torch.tensor([2.0**-150, 3.4028235677973366e38, 1e300, 1e-60])]
+        [
+            torch.tensor(SPECIALS),
+            torch.tensor([2.0**-150, 3.4028235677973366e38, 1e300, 1e-60]),
+        ]
     ).double()
     x = torch.cat(
         [
             x,
-            torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            torch.randn(
+                2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+            )
             * 1e-38,
         ]
     )
@@ -187,18 +222,35 @@ def test_fp32_from_fp64_is_that_of_numpy():
 @pytest.mark.parametrize("rounding", GFLOAT_MODES)
 def test_tf32_is_that_of_gfloat(rounding):
     info = gfloat.FormatInfo(
-        "tf32", 19, 11, bias=127, is_signed=True, domain=gfloat.Domain.Extended, has_nz=True, num_high_nans=2**10 - 1,
-        has_subnormals=True, is_twos_complement=False,
-    )  # fmt: skip
+        "tf32",
+        19,
+        11,
+        bias=127,
+        is_signed=True,
+        domain=gfloat.Domain.Extended,
+        has_nz=True,
+        num_high_nans=2**10 - 1,
+        has_subnormals=True,
+        is_twos_complement=False,
+    )
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(400, generator=g) * 2.0 ** torch.randint(-150, 127, (400,), generator=g)
+    x = torch.randn(400, generator=g) * 2.0 ** torch.randint(
+        -150, 127, (400,), generator=g
+    )
     x = torch.cat(
-        [x, torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 3.4028235e38, 3.4e38, *SPECIALS[:4]])]
+        [
+            x,
+            torch.tensor(
+                [1 + 2**-11, 1 + 3 * 2**-11, 3.4028235e38, 3.4e38, *SPECIALS[:4]]
+            ),
+        ]
     )
     expected = [gfloat.round_float(info, v, GFLOAT_MODES[rounding]) for v in x.tolist()]
     assert_same(round_tensor(x, "tf32", rounding=rounding), expected, x)
     assert_same(
-        [round_scalar(v, FORMATS["tf32"], rounding=rounding) for v in x.tolist()], expected, x
+        [round_scalar(v, FORMATS["tf32"], rounding=rounding) for v in x.tolist()],
+        expected,
+        x,
     )
 
 
@@ -235,7 +287,9 @@ def test_hif8_against_a_search_among_the_published_values():
         math.inf,
         -math.inf,
     ]
-    assert round_tensor(torch.tensor([40960.0, -math.inf]), "hif8", saturate=True).tolist() == [
+    assert round_tensor(
+        torch.tensor([40960.0, -math.inf]), "hif8", saturate=True
+    ).tolist() == [
         32768,
         -32768,
     ]
@@ -247,7 +301,11 @@ def test_e8m0_is_that_of_ml_dtypes():
     inside = (x >= 2.0**-126) | x.isnan()
     expected = x[inside].numpy().astype(ml_dtypes.float8_e8m0fnu).astype(np.float64)
     assert_same(round_tensor(x[inside], "e8m0"), expected, x[inside])
-    assert_same([round_scalar(v, FORMATS["e8m0"]) for v in x[inside].tolist()], expected, x[inside])
+    assert_same(
+        [round_scalar(v, FORMATS["e8m0"]) for v in x[inside].tolist()],
+        expected,
+        x[inside],
+    )
 
 
 def test_e8m0_has_no_zero_and_no_sign():
@@ -261,7 +319,10 @@ def test_e8m0_has_no_zero_and_no_sign():
 def test_integers_are_numpy_rint_and_clip(name):
     fmt = FORMATS[name]
     x = neighbourhoods(fmt)
-    expected = np.clip(np.rint(x.numpy().astype(np.float64)), fmt.min_finite, fmt.max_finite) + 0.0
+    expected = (
+        np.clip(np.rint(x.numpy().astype(np.float64)), fmt.min_finite, fmt.max_finite)
+        + 0.0
+    )
     assert_same([round_scalar(v, fmt) for v in x.tolist()], expected, x)
     np.testing.assert_array_equal(round_tensor(x, fmt, scale=1.0), expected)
 
@@ -273,7 +334,10 @@ def test_directed_integers_by_search(name, rounding):
     values = sorted(v for v in all_values(fmt) if v >= 0)
     x = neighbourhoods(fmt)
     x = x[~x.isnan()]
-    lower = [math.copysign(values[bisect.bisect_right(values, abs(v)) - 1], v) for v in x.tolist()]
+    lower = [
+        math.copysign(values[bisect.bisect_right(values, abs(v)) - 1], v)
+        for v in x.tolist()
+    ]
     expected = (
         [nearest_away(v, values) for v in x.tolist()]
         if rounding is Rounding.NEAREST_AWAY
@@ -284,7 +348,9 @@ def test_directed_integers_by_search(name, rounding):
 
 
 def test_binary_is_the_sign_and_zero_is_plus():
-    x = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 0.3, -7.0, math.inf, -math.inf, math.nan])
+    x = torch.tensor(
+        [0.0, -0.0, 1e-40, -1e-40, 0.3, -7.0, math.inf, -math.inf, math.nan]
+    )
     expected = [1, 1, 1, -1, 1, -1, 1, -1, math.nan]
     assert_same(round_tensor(x, "binary", scale=1.0), expected)
     assert_same([round_scalar(v, FORMATS["binary"]) for v in x.tolist()], expected)

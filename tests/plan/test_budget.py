@@ -16,7 +16,9 @@ from roundoff.plan.budget import Budget, Term, absorbed, decibels, keeps, power
 
 
 def term(values, *, pooled=False, part="output", sources=()):
-    return Term(part, 0, tuple(sources), pooled, 0, np.asarray(values, dtype=np.float64))
+    return Term(
+        part, 0, tuple(sources), pooled, 0, np.asarray(values, dtype=np.float64)
+    )
 
 
 def test_projections_are_added_then_squared_averaged_over_probes_and_summed_over_samples():
@@ -34,14 +36,23 @@ def test_a_pooled_projection_is_the_sum_over_its_batch():
     # two batches: their probes are independent, so the cross term takes the sums of both
     two = [[3, 1], [1, 1]]
     assert power([term(two, pooled=True)])[0] == (9 + 1) / 2 + (1 + 1) / 2
-    assert power([term(a), term(two, pooled=True)])[0] == 15 + 6 + 2 * (4 * 3 + 2 * 7) / 2
+    assert (
+        power([term(a), term(two, pooled=True)])[0] == 15 + 6 + 2 * (4 * 3 + 2 * 7) / 2
+    )
 
 
 def test_nothing_is_no_noise_and_infinity_is_all():
     assert power([]) == (0.0, 0.0)
     assert power([term([[np.inf, 1.0]])])[0] == math.inf
-    assert power([term([[np.inf]]), term([[-np.inf]])])[0] == math.inf  # not a number otherwise
-    assert power([term([[1.0], [-1.0]], pooled=True), term([[-1.0], [1.0]], pooled=True)])[0] == 0.0
+    assert (
+        power([term([[np.inf]]), term([[-np.inf]])])[0] == math.inf
+    )  # not a number otherwise
+    assert (
+        power([term([[1.0], [-1.0]], pooled=True), term([[-1.0], [1.0]], pooled=True)])[
+            0
+        ]
+        == 0.0
+    )
 
 
 def test_the_standard_error_of_one_sample_comes_from_its_probes():
@@ -67,11 +78,14 @@ def test_any_mixture_of_pooled_and_single_terms_is_unbiased(seed):
     pooled = term((signs * b).sum((1, 2))[:, None], pooled=True)
     scale = float((a**2).sum() + (b**2).sum())
     assert power(single)[0] == pytest.approx(exact, abs=0.05 * scale)
-    assert power([single[0], pooled])[0] == pytest.approx(exact, abs=0.05 * math.sqrt(3) * scale)
+    assert power([single[0], pooled])[0] == pytest.approx(
+        exact, abs=0.05 * math.sqrt(3) * scale
+    )
 
 
 @pytest.mark.parametrize(
-    ("noise", "db"), [(1.0, 0.0), (1e-4, 40.0), (100.0, -20.0), (0.0, None), (math.inf, None)]
+    ("noise", "db"),
+    [(1.0, 0.0), (1e-4, 40.0), (100.0, -20.0), (0.0, None), (math.inf, None)],
 )
 def test_decibels(noise, db):
     assert decibels(noise) == (None if db is None else pytest.approx(db, abs=1e-12))
@@ -120,11 +134,20 @@ def small(made):
     new = made(["bf16", "int8"], probes=2, batch_samples=[1, 1])
     new.site("a/linear", params=["a.weight"]).site("b/linear", params=["b.weight"])
     new.site(
-        "/add", "elementwise", refused={"int8": "no int8 arithmetic for elementwise operators"}
+        "/add",
+        "elementwise",
+        refused={"int8": "no int8 arithmetic for elementwise operators"},
     )
-    new.term("a/linear", "bf16", "activation", [[e, 0], [-e, 0]])  # 1e-4, all in the first batch
     new.term(
-        "a/linear", "bf16", "weight", [[0, 2 * e], [0, 2 * e]], operand=1, sources=["a.weight"]
+        "a/linear", "bf16", "activation", [[e, 0], [-e, 0]]
+    )  # 1e-4, all in the first batch
+    new.term(
+        "a/linear",
+        "bf16",
+        "weight",
+        [[0, 2 * e], [0, 2 * e]],
+        operand=1,
+        sources=["a.weight"],
     )  # 4e-4
     new.term("a/linear", "bf16", "output", [[0, 0], [0, 0]])
     new.term(
@@ -143,7 +166,9 @@ def small(made):
     new.term(
         "b/linear", "int8", "weight", [[e, e], [e, -e]], operand=1, sources=["b.weight"]
     )  # 2e-4
-    new.term("/add", "bf16", "activation", [[0, 0], [0, 0]], sources=["a/linear", "b/linear"])
+    new.term(
+        "/add", "bf16", "activation", [[0, 0], [0, 0]], sources=["a/linear", "b/linear"]
+    )
     return new.budget()
 
 
@@ -151,7 +176,9 @@ def test_the_table(small):
     rows = {(r["site"], r["format"]): r for r in small.table.to_dicts()}
     assert len(rows) == 5
     b = rows["b/linear", "bf16"]
-    assert b["noise"] == pytest.approx(10e-4, rel=1e-6)  # the projections are kept in fp32
+    assert b["noise"] == pytest.approx(
+        10e-4, rel=1e-6
+    )  # the projections are kept in fp32
     assert b["sqnr_db"] == pytest.approx(30.0, abs=1e-5)
     assert b["activation_db"] == pytest.approx(-10 * math.log10(9e-4), abs=1e-5)
     assert b["output_db"] == pytest.approx(40.0, abs=1e-5)
@@ -166,41 +193,57 @@ def test_the_table(small):
     lost = rows["a/linear", "int8"]
     assert (lost["noise"], lost["sqnr_db"], lost["share"]) == (math.inf, None, 1.0)
     assert lost["note"] == "overflow: 3 elements"
-    assert (rows["/add", "bf16"]["note"], rows["/add", "bf16"]["share"]) == ("exact", 0.0)
+    assert (rows["/add", "bf16"]["note"], rows["/add", "bf16"]["share"]) == (
+        "exact",
+        0.0,
+    )
     assert small.table["noise"].to_list() == sorted(small.table["noise"], reverse=True)
 
 
 def test_parameters(small):
-    rows = {(r["parameter"], r["format"]): r["noise"] for r in small.parameters.to_dicts()}
+    rows = {
+        (r["parameter"], r["format"]): r["noise"] for r in small.parameters.to_dicts()
+    }
     assert rows == {
-        ("a.weight", "bf16"): pytest.approx(4e-4, rel=1e-6), ("a.weight", "int8"): math.inf,
+        ("a.weight", "bf16"): pytest.approx(4e-4, rel=1e-6),
+        ("a.weight", "int8"): math.inf,
         ("b.weight", "int8"): pytest.approx(2e-4, rel=1e-6),
-    }  # fmt: skip
+    }
 
 
 def test_predictions(small):
     assert small.predict({}).db == small.predict({}).additive_db == math.inf
-    assert small.predict({"b/linear": "bf16"}).additive == pytest.approx(10e-4, rel=1e-6)
-    # with a in bf16, its result is a bf16 number: casting b's operand changes nothing
-    assert small.predict({"a/linear": "bf16", "b/linear": "bf16"}).additive == pytest.approx(
-        6e-4, rel=1e-6
+    assert small.predict({"b/linear": "bf16"}).additive == pytest.approx(
+        10e-4, rel=1e-6
     )
+    # with a in bf16, its result is a bf16 number: casting b's operand changes nothing
+    assert small.predict(
+        {"a/linear": "bf16", "b/linear": "bf16"}
+    ).additive == pytest.approx(6e-4, rel=1e-6)
     assert small.predict({"a/linear": "int8"}).db == -math.inf
-    assert small.predict({"/add": "int8", "unknown/site": "bf16"}).noise == 0.0  # no such rows
+    assert (
+        small.predict({"/add": "int8", "unknown/site": "bf16"}).noise == 0.0
+    )  # no such rows
 
 
 def test_predictions_of_one_batch(small):
     """Relative to the power of that batch, which is half of the whole here."""
     formats = {"a/linear": "bf16", "b/linear": "bf16"}
-    assert small.predict(formats, batch=0).additive == pytest.approx(1e-4 / 0.5, rel=1e-6)
-    assert small.predict(formats, batch=1).additive == pytest.approx((4e-4 + 1e-4) / 0.5, rel=1e-6)
+    assert small.predict(formats, batch=0).additive == pytest.approx(
+        1e-4 / 0.5, rel=1e-6
+    )
+    assert small.predict(formats, batch=1).additive == pytest.approx(
+        (4e-4 + 1e-4) / 0.5, rel=1e-6
+    )
 
 
 def test_correlations_count_where_they_stand_out(made):
     """Errors that are one and the same add as amplitudes (4 times the power), opposite ones cancel, independent ones add
     as powers. 4000 probes of one sample; the shrinkage takes the share stderr^2 / cross^2 of a cross term, 1e-3 here."""
     generator = np.random.default_rng(0)
-    one, other = generator.choice([-1.0, 1.0], (2, 4000, 6)) @ generator.standard_normal(6)
+    one, other = generator.choice(
+        [-1.0, 1.0], (2, 4000, 6)
+    ) @ generator.standard_normal(6)
     new = made(["bf16"], probes=4000, batch_samples=[1])
     for name, values in (("x/a", one), ("x/b", one), ("x/c", -one), ("x/d", other)):
         new.site(name).term(name, "bf16", "output", values)
@@ -251,7 +294,9 @@ def broken(tmp_path, small, how):
     return path
 
 
-@pytest.mark.parametrize("how", ["missing", "text", "empty", "cut", "other parquet", "folder"])
+@pytest.mark.parametrize(
+    "how", ["missing", "text", "empty", "cut", "other parquet", "folder"]
+)
 def test_a_file_that_is_no_budget(tmp_path, small, how):
     path = broken(tmp_path, small, how)
     with pytest.raises(PlanError) as error:

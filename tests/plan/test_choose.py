@@ -23,13 +23,27 @@ def chain(made, seed, *, tied=False):
     column = itertools.count()
     new = made(FORMATS, probes=2, batch_samples=[len(sources) * 3])
     for site, made_by in sources.items():
-        params = {"m/a": ["w.a"], "m/b": ["w.b"], "m/c": ["w.a" if tied else "w.c"], "m/d": []}[
-            site
-        ]
-        refused = {"int8": "no int8 arithmetic for elementwise operators"} if site == "m/d" else {}
+        params = {
+            "m/a": ["w.a"],
+            "m/b": ["w.b"],
+            "m/c": ["w.a" if tied else "w.c"],
+            "m/d": [],
+        }[site]
+        refused = (
+            {"int8": "no int8 arithmetic for elementwise operators"}
+            if site == "m/d"
+            else {}
+        )
         kind = "elementwise" if site == "m/d" else "linear"
         elements = float(generator.integers(1, 50)) * 1e5
-        new.site(site, kind, params=params, refused=refused, elements=elements, macs=elements * 10)
+        new.site(
+            site,
+            kind,
+            params=params,
+            refused=refused,
+            elements=elements,
+            macs=elements * 10,
+        )
         for part in parts:
             place = next(column)
             for fmt in FORMATS:
@@ -39,8 +53,18 @@ def chain(made, seed, *, tied=False):
                 values[:, place] = 10.0 ** generator.uniform(-3.0, -1.5) * (
                     3.0 if fmt == "int8" else 1.0
                 )
-                new.term(site, fmt, part, values, operand=int(part == "weight"),
-                         sources=made_by if part == "activation" else params if part == "weight" else [])  # fmt: skip
+                new.term(
+                    site,
+                    fmt,
+                    part,
+                    values,
+                    operand=int(part == "weight"),
+                    sources=made_by
+                    if part == "activation"
+                    else params
+                    if part == "weight"
+                    else [],
+                )
     return new.budget()
 
 
@@ -48,7 +72,9 @@ def assignments(budget, *, tied=False):
     """Every choice of formats that the rules allow, with its cost and the power predicted for it."""
     task = Problem(budget)
     sites = [s["site"] for s in budget.sites]
-    options = [["fp32", *(f for f in FORMATS if f not in s["refused"])] for s in budget.sites]
+    options = [
+        ["fp32", *(f for f in FORMATS if f not in s["refused"])] for s in budget.sites
+    ]
     for formats in itertools.product(*options):
         chosen = dict(zip(sites, formats, strict=True))
         if tied and chosen["m/a"] != chosen["m/c"]:
@@ -78,7 +104,11 @@ def test_the_most_exact_plan_for_a_cost_is_the_most_exact_of_all(made, seed):
     low, high = min(c for c, _, _ in every), max(c for c, _, _ in every)
     for share in (0.0, 0.2, 0.5, 0.8):
         money = low + share * (high - low)
-        best = min(prediction.noise for cost, prediction, _ in every if cost <= money * (1 + 1e-12))
+        best = min(
+            prediction.noise
+            for cost, prediction, _ in every
+            if cost <= money * (1 + 1e-12)
+        )
         plan = budget.plan(max_cost=money * (1 + 1e-12))
         assert plan.about["cost"] <= money * (1 + 1e-9)
         chosen = plan.formats([s["site"] for s in budget.sites])
@@ -97,7 +127,9 @@ def test_what_the_plan_says_of_itself(made):
     # elements read, weights and elements written at 4 bytes each, in 1e6 bytes
     sizes = [s["sizes"] for s in budget.sites]
     fp32 = sum(
-        4 * (z["activation_elements"] + z["weight_elements"] + z["output_elements"]) / 1e6
+        4
+        * (z["activation_elements"] + z["weight_elements"] + z["output_elements"])
+        / 1e6
         for z in sizes
     )
     assert about["cost_fp32"] == pytest.approx(fp32, rel=1e-12)
@@ -119,15 +151,21 @@ def test_pins_and_what_is_allowed(made):
     budget = chain(made, 1)
     sites = [s["site"] for s in budget.sites]
     assert budget.plan(10, pin={"m/b": "fp32"}).format_of("m/b") == "fp32"
-    assert budget.plan(0, pin={"m/*": "fp16"}).formats(sites) == dict.fromkeys(sites, "fp16")
-    allowed = budget.plan(0, allow={"w.b": ["bf16"], "m/*": ["fp32", "fp16"]}).formats(sites)
+    assert budget.plan(0, pin={"m/*": "fp16"}).formats(sites) == dict.fromkeys(
+        sites, "fp16"
+    )
+    allowed = budget.plan(0, allow={"w.b": ["bf16"], "m/*": ["fp32", "fp16"]}).formats(
+        sites
+    )
     assert (
         allowed["m/b"] == "bf16"
     )  # by the name of its parameter; the first pattern that matches counts
     assert set(allowed.values()) <= {"bf16", "fp16"}
     pinned = budget.plan(0, pin={"m/b": "float32"}, allow={"m/b": ["bf16"]})
     assert pinned.format_of("m/b") == "fp32"  # pins go first
-    assert budget.plan(0, formats=["bfloat16"]).formats(sites) == dict.fromkeys(sites, "bf16")
+    assert budget.plan(0, formats=["bfloat16"]).formats(sites) == dict.fromkeys(
+        sites, "bf16"
+    )
     assert budget.plan(0, formats=[]).rules == ()
 
 
@@ -144,9 +182,9 @@ def test_sites_that_share_a_parameter_are_one_decision(made):
 
 def test_sites_tied_through_another_one(made):
     new = made(["bf16"])
-    new.site("x/a", params=["p"]).site("x/b", params=["q"]).site("x/c", params=["p", "q"]).site(
-        "x/d"
-    )
+    new.site("x/a", params=["p"]).site("x/b", params=["q"]).site(
+        "x/c", params=["p", "q"]
+    ).site("x/d")
     for site in ("x/a", "x/b", "x/c", "x/d"):
         new.term(site, "bf16", "output", [[0.1, 0.0], [0.1, 0.0]])
     groups = Problem(new.budget()).groups
@@ -173,17 +211,41 @@ def test_sites_without_a_path_stay(made):
         ({}, PlanError, ["one aim is needed", "got: none"]),
         ({"target": 3, "max_cost": 1}, PlanError, ["target and max_cost"]),
         ({"target": "much"}, PlanError, ["not a target", "'much'"]),
-        ({"target": 3, "pin": {"n/*": "bf16"}}, PatternError, ["'n/*' matches no site", "7 site names"]),
-        ({"target": 3, "allow": {"w.z": ["bf16"]}}, PatternError, ["'w.z' matches no site", "w.a"]),
+        (
+            {"target": 3, "pin": {"n/*": "bf16"}},
+            PatternError,
+            ["'n/*' matches no site", "7 site names"],
+        ),
+        (
+            {"target": 3, "allow": {"w.z": ["bf16"]}},
+            PatternError,
+            ["'w.z' matches no site", "w.a"],
+        ),
         ({"target": 3, "pin": {"m/a": "bf61"}}, FormatError, ["did you mean bf16"]),
-        ({"target": 3, "pin": {"m/d": "int8"}}, PlanError, ["m/d cannot run in int8", "no int8 arithmetic for elementwise"]),
-        ({"target": 3, "formats": ["bf16", "int4"]}, PlanError, ["did not measure int4", "bf16, fp16, int8"]),
-        ({"target": 3, "cost": "euro"}, PlanError, ["unknown cost model", "bytes, bitops, seconds"]),
+        (
+            {"target": 3, "pin": {"m/d": "int8"}},
+            PlanError,
+            ["m/d cannot run in int8", "no int8 arithmetic for elementwise"],
+        ),
+        (
+            {"target": 3, "formats": ["bf16", "int4"]},
+            PlanError,
+            ["did not measure int4", "bf16, fp16, int8"],
+        ),
+        (
+            {"target": 3, "cost": "euro"},
+            PlanError,
+            ["unknown cost model", "bytes, bitops, seconds"],
+        ),
         ({"target": 3, "cost": "seconds"}, PlanError, ["needs a table of seconds"]),
         ({"metric_drop": "1%"}, PlanError, ["the budget has no metric"]),
-        ({"max_cost": 1e-9}, InfeasibleError, ["no choice of formats", "a cost of at most"]),
+        (
+            {"max_cost": 1e-9},
+            InfeasibleError,
+            ["no choice of formats", "a cost of at most"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(made, arguments, error, words):
     with pytest.raises(error) as caught:
         chain(made, 0).plan(**arguments)
@@ -202,7 +264,9 @@ def test_an_unreachable_target_names_the_pins_in_the_way(made):
 
 
 def test_a_drop_of_the_metric_becomes_a_target(made):
-    levels = [{"db": float(db), "mean": min(1.0, 0.5 + db / 80), "std": 0.0} for db in LEVELS]
+    levels = [
+        {"db": float(db), "mean": min(1.0, 0.5 + db / 80), "std": 0.0} for db in LEVELS
+    ]
     curve = {"name": "accuracy", "reference": 1.0, "levels": levels}
     budget = chain(made, 0)
     scored = type(budget)(budget.terms, budget.sites, budget.about | {"metric": curve})
@@ -230,20 +294,30 @@ def test_errors_that_add_up_are_planned_for(made):
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (2000, 1)) * 0.1
     new = made(["bf16"], probes=2000, batch_samples=[1])
     new.site("x/a").site("x/b", elements=2e6)
-    budget = new.term("x/a", "bf16", "output", signs).term("x/b", "bf16", "output", signs).budget()
+    budget = (
+        new.term("x/a", "bf16", "output", signs)
+        .term("x/b", "bf16", "output", signs)
+        .budget()
+    )
     single = -10 * math.log10(0.01)
     assert budget.predict({"x/a": "bf16", "x/b": "bf16"}).db == pytest.approx(
         single - 6.02, abs=0.02
     )
-    assert budget.plan(single - 4.5).formats(["x/a", "x/b"]) == {"x/b": "bf16"}  # the larger one
+    assert budget.plan(single - 4.5).formats(["x/a", "x/b"]) == {
+        "x/b": "bf16"
+    }  # the larger one
     assert len(budget.plan(single - 6.1).formats(["x/a", "x/b"])) == 2
 
 
 def test_storage_counts_each_parameter_once(made):
     """A table of 100 rows that is also the head, of which a batch looks up few, and a layer that is called twice."""
     new = made(["int8"])
-    new.site("m/embedding", "embedding", params=["table"], elements=5.0).site("m/linear", params=["w", "b"], elements=7.0)
-    new.site("m/linear#1", params=["w", "b"], elements=7.0).site("m/head", params=["table"], elements=9.0)
+    new.site("m/embedding", "embedding", params=["table"], elements=5.0).site(
+        "m/linear", params=["w", "b"], elements=7.0
+    )
+    new.site("m/linear#1", params=["w", "b"], elements=7.0).site(
+        "m/head", params=["table"], elements=9.0
+    )
     for site in ("m/embedding", "m/linear", "m/linear#1", "m/head"):
         new.term(site, "int8", "weight", [[1e-3, 0], [1e-3, 0]], sources=["table"])
     budget = new.budget(parameters={"table": 800, "w": 64, "b": 8})
@@ -251,8 +325,12 @@ def test_storage_counts_each_parameter_once(made):
     every = dict.fromkeys(("m/embedding", "m/linear", "m/linear#1", "m/head"), "int8")
     assert task.cost_of({}) == pytest.approx((800 + 72) * 4 / 1e6, rel=1e-12)
     assert task.cost_of(every) == pytest.approx((800 + 72) / 1e6, rel=1e-12)
-    assert task.cost_of({"m/linear": "int8", "m/linear#1": "int8"}) == pytest.approx((800 * 4 + 72) / 1e6, rel=1e-12)
+    assert task.cost_of({"m/linear": "int8", "m/linear#1": "int8"}) == pytest.approx(
+        (800 * 4 + 72) / 1e6, rel=1e-12
+    )
     assert task.plan(every, asked=None).about["unit"] == "MB of parameters"
-    with pytest.raises(PlanError, match="does not say how large parameters are") as error:
+    with pytest.raises(
+        PlanError, match="does not say how large parameters are"
+    ) as error:
         Problem(new.budget(), "storage")
     assert error.value.do == "measure it again"

@@ -57,10 +57,15 @@ def budget(workload: ro.Workload) -> ro.Budget:
 @pytest.fixture(scope="module")
 def scored(workload: ro.Workload) -> ro.Budget:
     def metric(outputs: list, reference: list) -> float:
-        return agreement([{"logits": o} for o in outputs], [{"logits": r} for r in reference])
+        return agreement(
+            [{"logits": o} for o in outputs], [{"logits": r} for r in reference]
+        )
 
     logits = ro.Workload(
-        workload.model, workload.batches, forward=lambda m, b: m(b)["logits"], metric=metric
+        workload.model,
+        workload.batches,
+        forward=lambda m, b: m(b)["logits"],
+        metric=metric,
     )
     return ro.budget(logits, ALL)
 
@@ -116,7 +121,9 @@ def test_cheapest_of_all(budget: ro.Budget) -> None:
 
 
 def test_constraints(budget: ro.Budget) -> None:
-    plan = budget.plan(30, pin={"*/layer_norm": "fp32"}, allow={"first.weight": ["bf16", "fp16"]})
+    plan = budget.plan(
+        30, pin={"*/layer_norm": "fp32"}, allow={"first.weight": ["bf16", "fp16"]}
+    )
     assert plan.format_of("norm/layer_norm") == "fp32"
     assert plan.format_of("first/linear") in ("bf16", "fp16", "fp32")
     assert plan.format_of("embed/embedding") == plan.format_of("/matmul")
@@ -147,7 +154,9 @@ def test_at_a_given_cost(budget: ro.Budget) -> None:
 
 @pytest.mark.parametrize("target", [20, 35, 50])
 @pytest.mark.parametrize("cost", ["bytes", "bitops"])
-def test_verified(workload: ro.Workload, budget: ro.Budget, target: float, cost: str) -> None:
+def test_verified(
+    workload: ro.Workload, budget: ro.Budget, target: float, cost: str
+) -> None:
     plan = budget.plan(target, cost=cost)
     proof = ro.verify(workload, plan, budget=budget, native=False)
     assert proof.met
@@ -159,7 +168,9 @@ def test_verified(workload: ro.Workload, budget: ro.Budget, target: float, cost:
     assert len(proof.rounds) <= 3
 
 
-def test_mended_where_the_prediction_is_wrong(workload: ro.Workload, budget: ro.Budget) -> None:
+def test_mended_where_the_prediction_is_wrong(
+    workload: ro.Workload, budget: ro.Budget
+) -> None:
     """A budget whose errors are ten times too small predicts 20 dB too much; verify finds a plan that holds."""
     import polars as pl
 
@@ -189,7 +200,10 @@ def test_save_and_load(budget: ro.Budget, tmp_path: Path) -> None:
     budget.save(tmp_path / "b.parquet")
     loaded = ro.Budget.load(tmp_path / "b.parquet")
     assert loaded.terms.equals(budget.terms)
-    assert (loaded.sites, loaded.about) == (budget.sites, json.loads(json.dumps(budget.about)))
+    assert (loaded.sites, loaded.about) == (
+        budget.sites,
+        json.loads(json.dumps(budget.about)),
+    )
     assert loaded.plan(30).rules == budget.plan(30).rules
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(PlanError, match="not a readable budget"):

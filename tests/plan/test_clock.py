@@ -30,11 +30,17 @@ def test_measure_small():
     state = torch.get_rng_state()
     start = time.perf_counter()
     table = measure_seconds(["bf16", "int8", "mxfp4"], budget=0.2, sizes=["small"])
-    assert time.perf_counter() - start < 10  # a budget, not a bar: one round takes about 5 ms
+    assert (
+        time.perf_counter() - start < 10
+    )  # a budget, not a bar: one round takes about 5 ms
     assert torch.equal(torch.get_rng_state(), state)
     rows = {(row.kind, row.format): row for row in table.rows}
     floats = {(kind, fmt) for kind in SHAPES for fmt in ("fp32", "bf16")}
-    narrow = {(kind, fmt) for kind in ("linear", "matmul", "conv") for fmt in ("int8", "mxfp4")}
+    narrow = {
+        (kind, fmt)
+        for kind in ("linear", "matmul", "conv")
+        for fmt in ("int8", "mxfp4")
+    }
     assert set(rows) == floats | narrow  # narrow formats run no elementwise work
     assert all(
         math.isfinite(row.seconds) and row.seconds > 0 and row.size == "small"

@@ -18,8 +18,12 @@ ADD = Work("elementwise", 0.0, 2000.0, 0.0, 1000.0)
 
 def test_units():
     assert UNITS == {
-        "bytes": "MB", "bitops": "Gbitops", "seconds": "ms", "operators": "operators", "storage": "MB of parameters",
-    }  # fmt: skip
+        "bytes": "MB",
+        "bitops": "Gbitops",
+        "seconds": "ms",
+        "operators": "operators",
+        "storage": "MB of parameters",
+    }
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,11 @@ def test_units():
     ],
 )
 def test_bytes_of_a_linear(fmt, activation_bits, weight_bits, output_bits):
-    bits = 128 * 256 * activation_bits + (512 * 256 + 512) * weight_bits + 128 * 512 * output_bits
+    bits = (
+        128 * 256 * activation_bits
+        + (512 * 256 + 512) * weight_bits
+        + 128 * 512 * output_bits
+    )
     assert cost(LINEAR, parse_format(fmt), "bytes") == bits / 8 / 1e6
 
 
@@ -49,8 +57,18 @@ def test_bytes_of_elementwise_work():
 def test_storage():
     """The parameters alone, in their format: values of the call, its output and work without weights cost nothing."""
     # groups of 64 share a scale of 32 bits, blocks of 32 one of 8
-    for fmt, bits in (("fp32", 32), ("bf16", 16), ("int8", 8), ("w4a8", 4), ("mxfp4", 4.25), ("w4g64", 4.5)):
-        assert cost(LINEAR, parse_format(fmt), "storage") == (512 * 256 + 512) * bits / 8 / 1e6
+    for fmt, bits in (
+        ("fp32", 32),
+        ("bf16", 16),
+        ("int8", 8),
+        ("w4a8", 4),
+        ("mxfp4", 4.25),
+        ("w4g64", 4.5),
+    ):
+        assert (
+            cost(LINEAR, parse_format(fmt), "storage")
+            == (512 * 256 + 512) * bits / 8 / 1e6
+        )
         assert cost(ADD, parse_format(fmt), "storage") == 0
 
 
@@ -68,7 +86,9 @@ def test_bitops():
     assert cost(ADD, parse_format("bf16"), "bitops") == 2000 * 16 / 1e9
     lookup = Work("embedding", 0.0, 128.0, 128.0 * 256, 128.0 * 256)
     assert cost(lookup, parse_format("fp32"), "bitops") == 0.0
-    assert cost(lookup, parse_format("bf16"), "bytes") == (128 + 2 * 128 * 256) * 2 / 1e6
+    assert (
+        cost(lookup, parse_format("bf16"), "bytes") == (128 + 2 * 128 * 256) * 2 / 1e6
+    )
 
 
 @pytest.mark.parametrize("model", ["bytes", "bitops"])
@@ -89,7 +109,9 @@ def test_seconds():
     assert cost(LINEAR, parse_format("int8"), "seconds", table=table) == pytest.approx(
         16777216 * 1e-11 * 1e3
     )
-    small = Work("rnn", 1e6, 1e3, 1e6, 1e3)  # costed as linear, and as small has no row, by "any"
+    small = Work(
+        "rnn", 1e6, 1e3, 1e6, 1e3
+    )  # costed as linear, and as small has no row, by "any"
     assert cost(small, parse_format("int8"), "seconds", table=table) == pytest.approx(
         1e6 * 4e-11 * 1e3
     )
@@ -128,10 +150,18 @@ def test_errors(work, fmt, model, message):
 
 def test_missing_row_says_which_and_what_is_there():
     table = SecondsTable(
-        [SecondsRow("linear", "bf16", "large", 1e-12), SecondsRow("conv", "bf16", "any", 1e-12)]
+        [
+            SecondsRow("linear", "bf16", "large", 1e-12),
+            SecondsRow("conv", "bf16", "any", 1e-12),
+        ]
     )
     with pytest.raises(PlanError) as caught:
-        cost(Work("rnn", 1e6, 1.0, 1.0, 1.0), parse_format("bf16"), "seconds", table=table)
+        cost(
+            Work("rnn", 1e6, 1.0, 1.0, 1.0),
+            parse_format("bf16"),
+            "seconds",
+            table=table,
+        )
     assert str(caught.value) == (
         "rnn in bf16: the table of seconds has no row for a call\n"
         "  expected: kind 'rnn' or 'linear', size 'small' or 'any'\n"

@@ -13,18 +13,45 @@ from roundoff import Workload, diagnose
 from roundoff.errors import PlanError
 from roundoff.report import strict
 
-ROW = {"rank", "site", "operator", "kind", "format", "sqnr_db", "stderr_db", "share", "activation_db", "weight_db",
-       "output_db", "chosen", "note"}  # fmt: skip
-RESULT = {"target_db", "predicted_db", "measured_db", "native_db", "native_note", "metric_name", "metric_reference",
-          "metric_predicted", "metric_predicted_std", "metric_measured", "met"}  # fmt: skip
+ROW = {
+    "rank",
+    "site",
+    "operator",
+    "kind",
+    "format",
+    "sqnr_db",
+    "stderr_db",
+    "share",
+    "activation_db",
+    "weight_db",
+    "output_db",
+    "chosen",
+    "note",
+}
+RESULT = {
+    "target_db",
+    "predicted_db",
+    "measured_db",
+    "native_db",
+    "native_note",
+    "metric_name",
+    "metric_reference",
+    "metric_predicted",
+    "metric_predicted_std",
+    "metric_measured",
+    "met",
+}
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.first, self.norm, self.head = (
-            nn.Embedding(20, 12), nn.Linear(12, 24), nn.LayerNorm(24), nn.Linear(24, 5),
-        )  # fmt: skip
+            nn.Embedding(20, 12),
+            nn.Linear(12, 24),
+            nn.LayerNorm(24),
+            nn.Linear(24, 5),
+        )
         self.drop = nn.Dropout(0.2)
 
     def forward(self, ids):
@@ -45,7 +72,10 @@ def accuracy(outputs, reference):
 def workload():
     torch.manual_seed(0)
     return Workload(
-        Net(), [torch.randint(0, 20, (40, 6)) for _ in range(2)], metric=accuracy, name="toy"
+        Net(),
+        [torch.randint(0, 20, (40, 6)) for _ in range(2)],
+        metric=accuracy,
+        name="toy",
     )
 
 
@@ -75,13 +105,28 @@ def test_the_summary_is_plain_data(found):
 def test_the_keys(found):
     summary = found.summary
     assert set(summary) == {
-        "version", "workload", "formats", "probes", "samples", "environment", "target", "coverage", "ranking", "plan",
-        "rounds", "result", "pareto", "scatter", "seconds",
-    }  # fmt: skip
+        "version",
+        "workload",
+        "formats",
+        "probes",
+        "samples",
+        "environment",
+        "target",
+        "coverage",
+        "ranking",
+        "plan",
+        "rounds",
+        "result",
+        "pareto",
+        "scatter",
+        "seconds",
+    }
     assert (summary["formats"], summary["samples"]) == (["bf16", "fp16", "int8"], 80)
     assert all(set(row) == {"name", "value", "note"} for row in summary["environment"])
     assert summary["target"] == {"asked": "40dB", "sqnr_db": 40.0, "note": ""}
-    assert {"calls", "sites", "params", "excluded", "no_path"} <= set(summary["coverage"])
+    assert {"calls", "sites", "params", "excluded", "no_path"} <= set(
+        summary["coverage"]
+    )
     assert all(
         {"reason", "operator", "count", "examples"} <= set(e)
         for e in summary["coverage"]["excluded"]
@@ -96,14 +141,27 @@ def test_the_keys(found):
         "lowest",
         "lowest_format",
     }
-    assert all(set(row) == {"round", "predicted_db", "measured_db", "additive_db", "metric_predicted", "metric_measured",
-                            "action"} for row in summary["rounds"])  # fmt: skip
+    assert all(
+        set(row)
+        == {
+            "round",
+            "predicted_db",
+            "measured_db",
+            "additive_db",
+            "metric_predicted",
+            "metric_measured",
+            "action",
+        }
+        for row in summary["rounds"]
+    )
     assert set(summary["result"]) == RESULT
     assert all(
-        set(p) == {"target_db", "predicted_db", "cost", "relative_cost"} for p in summary["pareto"]
+        set(p) == {"target_db", "predicted_db", "cost", "relative_cost"}
+        for p in summary["pareto"]
     )
     assert all(
-        set(p) == {"site", "format", "predicted_db", "measured_db"} for p in summary["scatter"]
+        set(p) == {"site", "format", "predicted_db", "measured_db"}
+        for p in summary["scatter"]
     )
     assert set(summary["seconds"]) == {"budget", "plan", "verify"}
     assert all(s > 0 for s in summary["seconds"].values())
@@ -115,7 +173,9 @@ def test_the_ranking(found):
     db = [math.inf if r["sqnr_db"] is None else r["sqnr_db"] for r in rows]
     assert db == sorted(db)
     for fmt in ("bf16", "fp16", "int8"):
-        assert sum(r["share"] for r in rows if r["format"] == fmt) == pytest.approx(1.0, rel=1e-9)
+        assert sum(r["share"] for r in rows if r["format"] == fmt) == pytest.approx(
+            1.0, rel=1e-9
+        )
     formats = found.plan.formats([s["site"] for s in found.budget.sites])
     assert all(r["chosen"] == formats.get(r["site"], "fp32") for r in rows)
 
@@ -123,7 +183,9 @@ def test_the_ranking(found):
 def test_the_coverage(found):
     coverage = found.summary["coverage"]
     assert coverage["sites"] == len(found.budget.sites) == 8
-    assert coverage["params"] == 7  # the embedding's weight, and weight and bias of three more
+    assert (
+        coverage["params"] == 7
+    )  # the embedding's weight, and weight and bias of three more
     # the part after argmax is not what is measured
     assert [line.split(":")[0] for line in coverage["no_path"]] == ["/softmax", "/mul"]
     excluded = {(e["operator"], e["reason"]) for e in coverage["excluded"]}
@@ -177,9 +239,14 @@ def test_a_target_that_leaves_nothing_rounded(workload):
 
 
 def test_a_metric_drop(workload):
-    scores = Workload(workload.model, workload.batches, forward=lambda m, b: m(b)["scores"],
-                      metric=lambda outputs, reference: accuracy([{"scores": o} for o in outputs],
-                                                                 [{"scores": r} for r in reference]))  # fmt: skip
+    scores = Workload(
+        workload.model,
+        workload.batches,
+        forward=lambda m, b: m(b)["scores"],
+        metric=lambda outputs, reference: accuracy(
+            [{"scores": o} for o in outputs], [{"scores": r} for r in reference]
+        ),
+    )
     found = diagnose(scores, ["bf16", "int8"], metric_drop="5%")
     summary = found.summary
     assert summary["target"]["asked"] == "5%"
@@ -236,7 +303,11 @@ def test_the_model_is_left_as_it_was(workload):
 def test_progress_names_each_stage(workload):
     seen = []
     diagnose(
-        workload, ["bf16"], target=30, part="scores", progress=lambda name, *_: seen.append(name)
+        workload,
+        ["bf16"],
+        target=30,
+        part="scores",
+        progress=lambda name, *_: seen.append(name),
     )
     names = list(dict.fromkeys(seen))
     assert names[0] == "budget"

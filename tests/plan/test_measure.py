@@ -17,7 +17,11 @@ from roundoff.plan.rounded import noise, run_batches
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.drop, self.last = nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)
+        self.first, self.drop, self.last = (
+            nn.Linear(4, 6),
+            nn.Dropout(0.5),
+            nn.Linear(6, 3),
+        )
 
     def forward(self, x):
         h = self.drop(torch.relu(self.first(x)).view(-1, 6))
@@ -42,7 +46,9 @@ def workload():
 )
 def test_the_number_of_probes_makes_256_projections(samples, batches, probes):
     """Between 2 and 16, rounded up: ceil(256 / (samples a batch * batches))."""
-    found = budget(Workload(nn.Linear(2, 2), [torch.randn(samples, 2)] * batches), ["bf16"])
+    found = budget(
+        Workload(nn.Linear(2, 2), [torch.randn(samples, 2)] * batches), ["bf16"]
+    )
     assert found.about["probes"] == probes
 
 
@@ -53,7 +59,9 @@ def test_probes_as_asked(workload):
 
 
 def test_formats_by_any_name_once_and_in_order():
-    assert [f.name for f in parse_formats(["bfloat16", "int8", "bf16", "fp32", "float16"])] == [
+    assert [
+        f.name for f in parse_formats(["bfloat16", "int8", "bf16", "fp32", "float16"])
+    ] == [
         "bf16",
         "int8",
         "fp16",
@@ -73,17 +81,25 @@ def test_no_formats_give_sites_without_rows(workload):
 def test_what_is_kept_about_the_run(workload):
     found = budget(workload, ["bf16", "int8"], seed=7)
     about = found.about
-    assert (about["workload"], about["formats"], about["seed"]) == ("net", ["bf16", "int8"], 7)
+    assert (about["workload"], about["formats"], about["seed"]) == (
+        "net",
+        ["bf16", "int8"],
+        7,
+    )
     assert (about["samples"], about["batch_samples"]) == (8, [5, 3])
     assert sum(about["batch_signal"]) == pytest.approx(1.0, rel=1e-12)
     assert sum(about["sample_signal"]) == pytest.approx(1.0, rel=1e-12)
-    assert about["target"] == {"name": "output", "tensors": {"z": [3, 3], "aux.h": [3, 6]}}
+    assert about["target"] == {
+        "name": "output",
+        "tensors": {"z": [3, 3], "aux.h": [3, 6]},
+    }
     # a pass makes 3 sites, and a view, a dropout and an argmax that are none
     assert about["calls"] == 6
     assert {(e["operator"], e["reason"], e["count"]) for e in about["excluded"]} == {
-        ("view", "moves values, rounds nothing", 1), ("dropout", "moves values, rounds nothing", 1),
+        ("view", "moves values, rounds nothing", 1),
+        ("dropout", "moves values, rounds nothing", 1),
         ("argmax", "integer or boolean result", 1),
-    }  # fmt: skip
+    }
     with torch.no_grad():
         outputs = [workload.model.eval()(batch) for batch in workload.batches]
     signal = sum(
@@ -115,8 +131,10 @@ def test_a_part_of_the_output(workload):
     found = budget(workload, ["bf16"], target="aux.h")
     assert found.about["target"] == {"name": "aux.h", "tensors": {"aux.h": [3, 6]}}
     assert {s["site"]: s["no_path"] is None for s in found.sites} == {
-        "first/linear": True, "/relu": True, "last/linear": False,
-    }  # fmt: skip
+        "first/linear": True,
+        "/relu": True,
+        "last/linear": False,
+    }
     with pytest.raises(WorkloadError, match="no part named 'y'"):
         budget(workload, ["bf16"], target="y")
 
@@ -124,15 +142,21 @@ def test_a_part_of_the_output(workload):
 def test_a_site_as_the_target(workload):
     found = budget(workload, ["bf16"], target="first/linear", probes=200)
     assert {s["site"]: s["no_path"] is None for s in found.sites} == {
-        "first/linear": True, "/relu": False, "last/linear": False,
-    }  # fmt: skip
+        "first/linear": True,
+        "/relu": False,
+        "last/linear": False,
+    }
     x, w, b = (
         torch.cat(workload.batches),
         workload.model.first.weight.detach(),
         workload.model.first.bias.detach(),
     )
     exact = x @ w.T + b
-    low = (x.bfloat16().float() @ w.bfloat16().float().T + b.bfloat16().float()).bfloat16().float()
+    low = (
+        (x.bfloat16().float() @ w.bfloat16().float().T + b.bfloat16().float())
+        .bfloat16()
+        .float()
+    )
     expected = float((low - exact).square().sum() / exact.square().sum())
     # the Jacobian is the identity: 1600 products of relative variance at most 2, 4 sigma is 14 %
     assert found.table["noise"][0] == pytest.approx(expected, rel=0.14)
@@ -166,7 +190,11 @@ def test_the_loss_as_the_target(workload):
     chosen = {s["site"]: "bf16" for s in found.sites if not s["no_path"]}
     reference = run_batches(workload, target="loss").targets
     assert set(reference[0]) == {"loss"}
-    assert 0 < noise(run_batches(workload, chosen, target="loss").targets, reference) < 1e-3
+    assert (
+        0
+        < noise(run_batches(workload, chosen, target="loss").targets, reference)
+        < 1e-3
+    )
     with pytest.raises(WorkloadError, match="the workload has none"):
         budget(Workload(workload.model, workload.batches), ["bf16"], target="loss")
 
@@ -207,14 +235,19 @@ def test_a_site_that_some_batches_do_not_call():
     torch.manual_seed(0)
     workload = Workload(Sometimes(), [torch.randn(n, 4) for n in (4, 2, 5)])
     found = budget(workload, ["bf16"], probes=100)
-    assert {s["site"]: s["batches"] for s in found.sites} == {"linear/linear": 2, "/sin": 3}
+    assert {s["site"]: s["batches"] for s in found.sites} == {
+        "linear/linear": 2,
+        "/sin": 3,
+    }
     reference = run_batches(workload).targets
     for site in ("linear/linear", "/sin"):
         single = noise(run_batches(workload, {site: "bf16"}).targets, reference)
         (row,) = [r for r in found.table.to_dicts() if r["site"] == site]
         # at least 900 products: 4 sigma of sqrt(2 / 900), and the second order of relative errors of 2**-8
         assert row["noise"] == pytest.approx(single, rel=4 * math.sqrt(2 / 900) + 0.01)
-    per_batch = [found.predict({"linear/linear": "bf16"}, batch=i).noise for i in range(3)]
+    per_batch = [
+        found.predict({"linear/linear": "bf16"}, batch=i).noise for i in range(3)
+    ]
     assert per_batch[1] == 0.0
     assert min(per_batch[0], per_batch[2]) > 0
 
@@ -243,7 +276,9 @@ def test_an_operand_that_is_already_in_the_format_is_counted_once():
     found = budget(workload, ["bf16"], probes=64)
     everywhere = {s["site"]: "bf16" for s in found.sites}
     assert len(everywhere) == 5
-    measured = noise(run_batches(workload, everywhere).targets, run_batches(workload).targets)
+    measured = noise(
+        run_batches(workload, everywhere).targets, run_batches(workload).targets
+    )
     predicted = found.predict(everywhere)
     # 4096 products: 4 sigma of sqrt(2 / 4096) = 9 %, and relative errors of 2**-8 in the second order
     assert predicted.noise == pytest.approx(measured, rel=0.1)

@@ -19,13 +19,21 @@ SITES = ["encoder.0/linear", "encoder.0/softmax", "encoder.1/linear", "head/line
 # what TOML can hold: any character but surrogates
 texts = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 values = st.one_of(
-    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), texts,
-    st.lists(texts, max_size=3), st.dictionaries(texts, st.floats(-1e6, 1e6), max_size=2),
-)  # fmt: skip
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    texts,
+    st.lists(texts, max_size=3),
+    st.dictionaries(texts, st.floats(-1e6, 1e6), max_size=2),
+)
 plans = st.builds(
-    lambda rules, default, about: Plan(tuple(Rule(f, tuple(s)) for f, s in rules), default, about),
+    lambda rules, default, about: Plan(
+        tuple(Rule(f, tuple(s)) for f, s in rules), default, about
+    ),
     st.lists(
-        st.tuples(st.sampled_from(sorted(FORMATS)), st.lists(texts, min_size=1, max_size=3)),
+        st.tuples(
+            st.sampled_from(sorted(FORMATS)), st.lists(texts, min_size=1, max_size=3)
+        ),
         max_size=4,
     ),
     st.sampled_from(["fp32", "bf16"]),
@@ -43,7 +51,8 @@ def test_any_plan_comes_back_from_its_file(tmp_path_factory, plan, suffix):
 
 def test_the_files_are_ordinary_toml_and_json(tmp_path):
     plan = Plan.from_formats(
-        {"a/linear": "bf16", "b/linear": "int8", "c/add": "fp32"}, {"target_db": 40.0, "note": None}
+        {"a/linear": "bf16", "b/linear": "int8", "c/add": "fp32"},
+        {"target_db": 40.0, "note": None},
     )
     for name, read in (("p.toml", tomllib.loads), ("p.json", json.loads)):
         plan.save(tmp_path / name)
@@ -51,7 +60,9 @@ def test_the_files_are_ordinary_toml_and_json(tmp_path):
         assert data["schema"] == 1
         assert data["default"] == "fp32"
         assert data["about"]["target_db"] == 40.0
-        assert data["about"].get("note") is None  # TOML has no null: the key is left out
+        assert (
+            data["about"].get("note") is None
+        )  # TOML has no null: the key is left out
         assert data["rule"] == [
             {"format": "bf16", "sites": ["a/linear"]},
             {"format": "int8", "sites": ["b/linear"]},
@@ -59,10 +70,15 @@ def test_the_files_are_ordinary_toml_and_json(tmp_path):
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from([*SITES, "*", "*/linear", "encoder.*", "head/*"]),
-                       st.sampled_from(["fp32", "bf16", "int8"])), max_size=5),
+    st.lists(
+        st.tuples(
+            st.sampled_from([*SITES, "*", "*/linear", "encoder.*", "head/*"]),
+            st.sampled_from(["fp32", "bf16", "int8"]),
+        ),
+        max_size=5,
+    ),
     st.sampled_from(["fp32", "bf16"]),
-)  # fmt: skip
+)
 def test_the_first_rule_wins(rules, default):
     """Against the definition: go through the rules in order and take the first whose pattern matches."""
     plan = Plan(tuple(Rule(fmt, (pattern,)) for pattern, fmt in rules), default)
@@ -76,7 +92,10 @@ def test_the_first_rule_wins(rules, default):
 
 def test_rules_with_many_patterns_keep_their_order():
     plan = Plan((Rule("fp32", ("*/softmax", "head/*")), Rule("bf16", ("*",))))
-    assert plan.formats(SITES) == {"encoder.0/linear": "bf16", "encoder.1/linear": "bf16"}
+    assert plan.formats(SITES) == {
+        "encoder.0/linear": "bf16",
+        "encoder.1/linear": "bf16",
+    }
 
 
 def test_other_names_of_formats_are_known():
@@ -89,7 +108,9 @@ def test_other_names_of_formats_are_known():
 def test_a_plan_of_another_model_says_what_it_misses():
     plan = Plan(
         (
-            Rule("bf16", ("encoder.0/linear", *(f"lost.{i}/linear" for i in range(12)))),
+            Rule(
+                "bf16", ("encoder.0/linear", *(f"lost.{i}/linear" for i in range(12)))
+            ),
             Rule("int8", ("gone*",)),
         )
     )
@@ -127,15 +148,31 @@ def test_unknown_formats_are_refused_when_the_plan_is_made():
         ("p.toml", "", "got: schema = None"),
         ("p.toml", 'schema = 1\nkind = "quantization record"', "a quantization record"),
         ("p.json", "[1]", "got: list"),
-        ("p.toml", 'schema = 1\n[[rule]]\nformat = "bf16"', "a rule is incomplete: 'sites'"),
-        ("p.toml", 'schema = 1\n[[rule]]\nsites = ["*"]', "a rule is incomplete: 'format'"),
+        (
+            "p.toml",
+            'schema = 1\n[[rule]]\nformat = "bf16"',
+            "a rule is incomplete: 'sites'",
+        ),
+        (
+            "p.toml",
+            'schema = 1\n[[rule]]\nsites = ["*"]',
+            "a rule is incomplete: 'format'",
+        ),
         (
             "p.toml",
             'schema = 1\n[[rule]]\nformat = "bf16"\nsites = "*/linear"',
             "sites is '*/linear', no list",
         ),
-        ("p.toml", 'schema = 1\n[rule]\nformat = "bf16"\nsites = ["*"]', "a rule is incomplete"),
-        ("p.toml", 'schema = 1\n[[rule]]\nformat = "bf61"\nsites = ["*"]', "unknown format"),
+        (
+            "p.toml",
+            'schema = 1\n[rule]\nformat = "bf16"\nsites = ["*"]',
+            "a rule is incomplete",
+        ),
+        (
+            "p.toml",
+            'schema = 1\n[[rule]]\nformat = "bf61"\nsites = ["*"]',
+            "unknown format",
+        ),
         ("p.toml", b"\xff\xfe", "not a readable plan"),
     ],
 )
@@ -160,7 +197,9 @@ def test_saving_where_one_may_not(tmp_path):
 
 
 def test_a_plan_over_autocast_is_read_back(tmp_path):
-    plan = Plan((Rule("fp32", ("*/softmax",)), Rule("follow", ("*/add",))), autocast="bf16")
+    plan = Plan(
+        (Rule("fp32", ("*/softmax",)), Rule("follow", ("*/add",))), autocast="bf16"
+    )
     for name in ("plan.toml", "plan.json"):
         plan.save(tmp_path / name)
         assert Plan.load(tmp_path / name) == plan
@@ -175,11 +214,23 @@ def test_a_plan_over_autocast_is_read_back(tmp_path):
 
 
 def test_class_patterns_become_paths():
-    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2), torch.nn.LayerNorm(8))
-    plan = Plan((Rule("fp32", ("class:LayerNorm",)), Rule("bf16", ("class:MultiheadAttention/linear",))))
+    model = torch.nn.Sequential(
+        torch.nn.TransformerEncoderLayer(8, 2), torch.nn.LayerNorm(8)
+    )
+    plan = Plan(
+        (
+            Rule("fp32", ("class:LayerNorm",)),
+            Rule("bf16", ("class:MultiheadAttention/linear",)),
+        )
+    )
     found = plan.for_model(model)
-    assert [found.format_of(s) for s in ("1/layer_norm", "0.norm1/layer_norm", "0/add")] == ["fp32"] * 3
-    assert [found.format_of(f"0.self_attn/linear{n}") for n in ("", "#1")] == ["bf16", "bf16"]
+    assert [
+        found.format_of(s) for s in ("1/layer_norm", "0.norm1/layer_norm", "0/add")
+    ] == ["fp32"] * 3
+    assert [found.format_of(f"0.self_attn/linear{n}") for n in ("", "#1")] == [
+        "bf16",
+        "bf16",
+    ]
     assert found.format_of("0/linear") == "fp32"
     with pytest.raises(PlanError, match="such as LayerNorm"):
         Plan((Rule("fp32", ("class:LayrNorm",)),)).for_model(model)

@@ -18,9 +18,15 @@ ABOUT = st.dictionaries(
 
 
 @given(
-    rules=st.lists(st.tuples(st.sampled_from(["bf16", "int8", "mxfp4"]), st.lists(NAMES, max_size=3)), max_size=4),
-    about=ABOUT, suffix=st.sampled_from([".toml", ".json"]),
-)  # fmt: skip
+    rules=st.lists(
+        st.tuples(
+            st.sampled_from(["bf16", "int8", "mxfp4"]), st.lists(NAMES, max_size=3)
+        ),
+        max_size=4,
+    ),
+    about=ABOUT,
+    suffix=st.sampled_from([".toml", ".json"]),
+)
 def test_round_trip(
     tmp_path_factory: pytest.TempPathFactory, rules: list, about: dict, suffix: str
 ) -> None:
@@ -36,7 +42,9 @@ def test_round_trip(
 
 
 def test_the_first_rule_that_names_a_site_decides() -> None:
-    plan = Plan((Rule("fp16", ("a/linear",)), Rule("bf16", ("a/*",)), Rule("int8", ("*",))))
+    plan = Plan(
+        (Rule("fp16", ("a/linear",)), Rule("bf16", ("a/*",)), Rule("int8", ("*",)))
+    )
     assert plan.formats(["a/linear", "a/add", "b/add"]) == {
         "a/linear": "fp16",
         "a/add": "bf16",
@@ -50,7 +58,10 @@ def test_the_first_rule_that_names_a_site_decides() -> None:
         ("schema = 2\n", ["schema = 1", "schema = 2"]),
         ("not a plan", ["not a readable plan"]),
         ('schema = 1\n[[rule]]\nformat = "bf16"\n', ["incomplete", "sites"]),
-        ('schema = 1\n[[rule]]\nformat = "bf61"\nsites = ["*"]\n', ["unknown format", "bf61"]),
+        (
+            'schema = 1\n[[rule]]\nformat = "bf61"\nsites = ["*"]\n',
+            ["unknown format", "bf61"],
+        ),
     ],
 )
 def test_broken_files(tmp_path: Path, text: str, words: list[str]) -> None:

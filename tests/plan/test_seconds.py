@@ -16,7 +16,9 @@ from roundoff.plan.seconds import (
 
 ROWS = (
     SecondsRow("linear", "fp32", "small", 2.5e-11),
-    SecondsRow("elementwise", "bf16", "any", 1e-10, 'a "quoted" note, with ünicode \\ and\ttab'),
+    SecondsRow(
+        "elementwise", "bf16", "any", 1e-10, 'a "quoted" note, with ünicode \\ and\ttab'
+    ),
 )
 
 
@@ -40,7 +42,12 @@ def test_toml_written_is_read_back(tmp_path):
             json.dumps(
                 {
                     "seconds": [
-                        {"kind": "linear", "format": "fp32", "size": "small", "seconds": 2.5e-11}
+                        {
+                            "kind": "linear",
+                            "format": "fp32",
+                            "size": "small",
+                            "seconds": 2.5e-11,
+                        }
                     ]
                 }
             ),
@@ -80,7 +87,12 @@ def test_three_notations(tmp_path, name, text):
             PlanError,
             "row 1: bad row\n  expected: kind, format, size",
         ),
-        ("t.csv", "kind,format,size,seconds\nlinear,fp32,any,1,2\n", PlanError, "row 1: bad row"),
+        (
+            "t.csv",
+            "kind,format,size,seconds\nlinear,fp32,any,1,2\n",
+            PlanError,
+            "row 1: bad row",
+        ),
         (
             "t.csv",
             "kind,format,size,seconds\nlinear,fp32,any,fast\n",

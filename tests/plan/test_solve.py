@@ -22,7 +22,8 @@ def every_plan(decisions, edges, *, pins=True):
     """All plans without overflow as (formats, noise, cost): the definition, written out a second
     time."""
     options = [
-        [c for c in d.choices if not pins or d.pinned in (None, c.format)] for d in decisions
+        [c for c in d.choices if not pins or d.pinned in (None, c.format)]
+        for d in decisions
     ]
     for picked in itertools.product(*options):
         formats = {d.name: c.format for d, c in zip(decisions, picked, strict=True)}
@@ -53,10 +54,14 @@ def problems(draw):
     names = [f"s{i}" for i in range(draw(st.integers(1, 4)))]
     decisions = []
     for name in names:
-        formats = draw(st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3, unique=True))
+        formats = draw(
+            st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3, unique=True)
+        )
         choices = tuple(Choice(f, draw(noises), draw(costs)) for f in formats)
         decisions.append(
-            Decision(name, choices, draw(st.sampled_from([None, None, None, formats[0]])))
+            Decision(
+                name, choices, draw(st.sampled_from([None, None, None, formats[0]]))
+            )
         )
     site, fmt = st.sampled_from(names), st.sampled_from(FORMATS)
     edges = draw(
@@ -153,7 +158,8 @@ def test_absorbed_rounding_is_free_and_makes_pairs():
     # Alone, bf16 in the consumer costs 0.02 > target; with a bf16 producer nothing is left to
     # round.
     decisions = [
-        Decision(n, (choice("fp32", 0.0, 4.0), choice("bf16", 0.005, 2.0))) for n in ("a", "b")
+        Decision(n, (choice("fp32", 0.0, 4.0), choice("bf16", 0.005, 2.0)))
+        for n in ("a", "b")
     ]
     edge = Edge("b", ("a",), "bf16", 0.02, frozenset({"bf16"}))
     both = solve(decisions, [edge], max_noise=0.011)
@@ -167,13 +173,17 @@ def test_absorbed_rounding_is_free_and_makes_pairs():
 
 def test_edge_waits_for_every_producer_and_is_paid_once():
     decisions = [
-        Decision(n, (choice("fp32", 0.0, 4.0), choice("bf16", 0.0, 2.0))) for n in ("a", "b")
+        Decision(n, (choice("fp32", 0.0, 4.0), choice("bf16", 0.0, 2.0)))
+        for n in ("a", "b")
     ]
     sink = Decision("sum", (choice("bf16", 0.0, 1.0),))
     edge = Edge("sum", ("a", "b"), "bf16", 0.25, frozenset({"bf16"}))
     assert solve([*decisions, sink], [edge], max_noise=1.0).noise == 0.0
     for pins in (("fp32", None), ("fp32", "fp32")):
-        held = [Decision(d.name, d.choices, pin) for d, pin in zip(decisions, pins, strict=True)]
+        held = [
+            Decision(d.name, d.choices, pin)
+            for d, pin in zip(decisions, pins, strict=True)
+        ]
         assert solve([*held, sink], [edge], max_noise=1.0).noise == 0.25
 
 
@@ -187,7 +197,8 @@ def test_edge_from_a_model_input_is_always_paid():
 @pytest.mark.parametrize("overflow", [math.inf, math.nan])
 def test_overflow_forbids(overflow):
     decisions = [
-        Decision(n, (choice("fp32", 0.0, 4.0), choice("fp16", 0.0, 2.0))) for n in ("a", "b")
+        Decision(n, (choice("fp32", 0.0, 4.0), choice("fp16", 0.0, 2.0)))
+        for n in ("a", "b")
     ]
     edge = Edge("b", ("a",), "fp16", overflow, frozenset({"fp16"}))
     held = [Decision("a", decisions[0].choices, pinned="fp32"), decisions[1]]
@@ -203,14 +214,20 @@ def test_empty_zero_and_all_pinned():
     assert solve([], max_cost=0.0).optimal
     exact = Decision("a", (choice("fp32", 0.0, 4.0), choice("bf16", 0.0, 0.0)))
     free = solve([exact], max_noise=0.0)
-    assert (free.formats, free.noise, free.cost, free.gap) == ({"a": "bf16"}, 0.0, 0.0, 0.0)
+    assert (free.formats, free.noise, free.cost, free.gap) == (
+        {"a": "bf16"},
+        0.0,
+        0.0,
+        0.0,
+    )
     held = solve([Decision("a", exact.choices, pinned="fp32")], max_noise=0.0)
     assert (held.formats, held.cost, held.optimal) == ({"a": "fp32"}, 4.0, True)
 
 
 def test_ties_on_cost_go_to_less_noise():
     same = Decision(
-        "a", (choice("int8", 1e-3, 1.0), choice("fp8", 1e-5, 1.0), choice("fp32", 0.0, 4.0))
+        "a",
+        (choice("int8", 1e-3, 1.0), choice("fp8", 1e-5, 1.0), choice("fp32", 0.0, 4.0)),
     )
     assert solve([same], max_noise=1.0).formats == {"a": "fp8"}
     assert solve([same], max_cost=1.0).formats == {"a": "fp8"}
@@ -223,7 +240,9 @@ def test_bound_holds_at_every_magnitude(exponent):
     unit = 10.0**exponent / 64.0
     wide, narrow = choice("fp32", 0.0, 4.0), choice("int8", unit, 1.0)
     target = math.fsum([unit] * 30)
-    solution = solve([Decision(f"s{i}", (wide, narrow)) for i in range(60)], max_noise=target)
+    solution = solve(
+        [Decision(f"s{i}", (wide, narrow)) for i in range(60)], max_noise=target
+    )
     assert solution.noise == target
     assert solution.cost == 30 * 4.0 + 30 * 1.0
     assert solution.optimal
@@ -255,7 +274,9 @@ def test_fifteen_decades_in_one_row():
         for k, p in enumerate(powers)
     ]
     solution = solve(decisions, max_noise=0.2)
-    assert solution.formats == {f"s{k}": "fp32" if k == 0 else "int8" for k in range(16)}
+    assert solution.formats == {
+        f"s{k}": "fp32" if k == 0 else "int8" for k in range(16)
+    }
     tight = solve(
         decisions, max_noise=math.fsum(powers[1:-1])
     )  # less by 1e-15 than all of them: one must stay wide
@@ -265,8 +286,14 @@ def test_fifteen_decades_in_one_row():
 
 def test_infeasible_message_names_the_pin():
     decisions = [
-        Decision("embed", (choice("fp32", 0.0, 4.0), choice("int8", 1e-3, 1.0)), pinned="int8"),
-        Decision("head", (choice("fp32", 0.0, 4.0), choice("int8", 1e-5, 1.0)), pinned="int8"),
+        Decision(
+            "embed",
+            (choice("fp32", 0.0, 4.0), choice("int8", 1e-3, 1.0)),
+            pinned="int8",
+        ),
+        Decision(
+            "head", (choice("fp32", 0.0, 4.0), choice("int8", 1e-5, 1.0)), pinned="int8"
+        ),
         Decision("body", (choice("fp32", 0.0, 4.0), choice("int8", 1e-5, 1.0))),
     ]
     with pytest.raises(InfeasibleError) as caught:
@@ -285,7 +312,9 @@ def test_infeasible_message_names_the_pin():
 
 def test_infeasible_message_names_pins_that_help_only_together():
     decisions = [
-        Decision(name, (choice("fp32", 0.0, 4.0), choice("int8", 1e-3, 1.0)), pinned="int8")
+        Decision(
+            name, (choice("fp32", 0.0, 4.0), choice("int8", 1e-3, 1.0)), pinned="int8"
+        )
         for name in ("a", "b")
     ]
     with pytest.raises(
@@ -298,7 +327,8 @@ def test_infeasible_message_names_pins_that_help_only_together():
 def test_infeasible_without_help_from_pins():
     narrow = Decision("a", (choice("int8", 1e-3, 1.0),), pinned="int8")
     with pytest.raises(
-        InfeasibleError, match=r"got: 30\.00 dB at best\n  do: offer wider formats, or ask"
+        InfeasibleError,
+        match=r"got: 30\.00 dB at best\n  do: offer wider formats, or ask",
     ) as caught:
         solve([narrow], max_noise=1e-4)
     assert caught.value.pinned == []
@@ -306,14 +336,17 @@ def test_infeasible_without_help_from_pins():
         solve([narrow], max_noise=0.0)
     overflow = Decision("a", (choice("fp16", math.inf, 1.0),))
     with pytest.raises(
-        InfeasibleError, match="got: an overflow in every plan\n  do: offer wider formats$"
+        InfeasibleError,
+        match="got: an overflow in every plan\n  do: offer wider formats$",
     ) as caught:
         solve([overflow], max_noise=1.0)
     assert caught.value.best_db == -math.inf
 
 
 def test_infeasible_cost_names_the_pin_and_the_cheapest():
-    a = Decision("a", (choice("fp32", 0.0, 4.0), choice("int8", 1e-3, 1.0)), pinned="fp32")
+    a = Decision(
+        "a", (choice("fp32", 0.0, 4.0), choice("int8", 1e-3, 1.0)), pinned="fp32"
+    )
     with pytest.raises(
         InfeasibleError, match="got: 4 at least\n  do: unpin a, or allow a cost of 4$"
     ) as caught:
@@ -358,7 +391,12 @@ A = Decision("a", (Choice("fp32", 0.0, 1.0),))
             {"max_noise": 1.0},
             "b: an edge names no decision",
         ),
-        ([A], [Edge("a", ("c",), "fp32", 0.0, frozenset())], {"max_noise": 1.0}, "got: c"),
+        (
+            [A],
+            [Edge("a", ("c",), "fp32", 0.0, frozenset())],
+            {"max_noise": 1.0},
+            "got: c",
+        ),
         (
             [A],
             [Edge("a", (), "fp32", -1.0, frozenset())],
@@ -375,7 +413,10 @@ def test_bad_input_is_refused(decisions, edges, bounds, message):
 def large(seed, count=400):
     """Noise over nine decades and sizes over four, as in a network with embeddings and biases."""
     rng = np.random.default_rng(seed)
-    formats, bits = ("fp32", "bf16", "fp16", "int8", "fp8", "int4"), np.array([32, 16, 16, 8, 8, 4])
+    formats, bits = (
+        ("fp32", "bf16", "fp16", "int8", "fp8", "int4"),
+        np.array([32, 16, 16, 8, 8, 4]),
+    )
     noise = (
         10 ** rng.uniform(-8, -3, (count, 1))
         * 2.0 ** -(bits - 4.0)
@@ -423,7 +464,13 @@ def test_large_with_edges_is_solved_or_reports_its_gap():
         producer = f"s{rng.integers(0, consumer)}"
         amount = float(noise[consumer, fmt])
         edges.append(
-            Edge(f"s{consumer}", (producer,), formats[fmt], amount, frozenset({formats[fmt]}))
+            Edge(
+                f"s{consumer}",
+                (producer,),
+                formats[fmt],
+                amount,
+                frozenset({formats[fmt]}),
+            )
         )
     solution = solve(decisions, edges, max_noise=1e-3)
     assert solution.noise <= 1e-3

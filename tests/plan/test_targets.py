@@ -42,7 +42,20 @@ def test_targets(value, db):
 
 @pytest.mark.parametrize(
     "value",
-    ["", "dB", "40%", "40 db dB", "forty", "1e2x", "nan", math.nan, math.inf, "4O", None, True],
+    [
+        "",
+        "dB",
+        "40%",
+        "40 db dB",
+        "forty",
+        "1e2x",
+        "nan",
+        math.nan,
+        math.inf,
+        "4O",
+        None,
+        True,
+    ],
 )
 def test_what_is_no_target(value):
     with pytest.raises(PlanError) as error:
@@ -75,7 +88,9 @@ def test_drops(value, drop):
     assert parse_drop(value) == pytest.approx(drop, rel=1e-15)
 
 
-@pytest.mark.parametrize("value", ["-1%", -0.1, "half", "", "%", "1dB", math.nan, math.inf, None])
+@pytest.mark.parametrize(
+    "value", ["-1%", -0.1, "half", "", "%", "1dB", math.nan, math.inf, None]
+)
 def test_what_is_no_drop(value):
     with pytest.raises(PlanError) as error:
         parse_drop(value)
@@ -83,7 +98,10 @@ def test_what_is_no_drop(value):
 
 
 def curve(means, reference=1.0, std=0.0):
-    levels = [{"db": float(db), "mean": m, "std": std} for db, m in zip(LEVELS, means, strict=True)]
+    levels = [
+        {"db": float(db), "mean": m, "std": std}
+        for db, m in zip(LEVELS, means, strict=True)
+    ]
     return {"name": "accuracy", "reference": reference, "levels": levels}
 
 
@@ -122,7 +140,9 @@ def test_a_metric_that_no_noise_moves():
 def test_a_metric_that_the_least_noise_moves():
     with pytest.raises(PlanError) as error:
         drop_to_db(curve([0.5] * len(LEVELS)), 0.01)
-    assert f"even noise at {LEVELS[-1]} dB moves the metric by more than 0.01" in str(error.value)
+    assert f"even noise at {LEVELS[-1]} dB moves the metric by more than 0.01" in str(
+        error.value
+    )
     assert "accuracy 1, 0.5 at 70 dB" in str(error.value)
 
 
@@ -151,7 +171,9 @@ def test_the_curve_between_and_beyond_its_levels():
 
 def error_metric(outputs, reference):
     """Minus the relative noise power: at 10 dB, -0.1."""
-    error = sum(float((o - r).square().sum()) for o, r in zip(outputs, reference, strict=True))
+    error = sum(
+        float((o - r).square().sum()) for o, r in zip(outputs, reference, strict=True)
+    )
     return -error / sum(float(r.square().sum()) for r in reference)
 
 
@@ -159,7 +181,9 @@ def error_metric(outputs, reference):
 def measured():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 40))
-    workload = Workload(model, [torch.randn(30, 8), torch.randn(10, 8)], metric=error_metric)
+    workload = Workload(
+        model, [torch.randn(30, 8), torch.randn(10, 8)], metric=error_metric
+    )
     return workload, budget(workload, ["bf16", "int8"])
 
 
@@ -171,7 +195,9 @@ def test_the_noise_of_each_level_has_that_level_s_power(measured):
     assert found["reference"] == 0.0
     assert [level["db"] for level in found["levels"]] == [float(db) for db in LEVELS]
     for level in found["levels"]:
-        assert level["mean"] == pytest.approx(-(10 ** (-level["db"] / 10)), rel=4 * 0.05)
+        assert level["mean"] == pytest.approx(
+            -(10 ** (-level["db"] / 10)), rel=4 * 0.05
+        )
         assert 0 < level["std"] < 0.4 * abs(level["mean"])
 
 
@@ -179,9 +205,13 @@ def test_the_curve_does_not_run_the_model_and_keeps_its_seed(measured):
     workload, found = measured
     with torch.no_grad():
         outputs = [workload.model(batch) for batch in workload.batches]
-    handle = workload.model.register_forward_hook(lambda *_: pytest.fail("the model was run"))
+    handle = workload.model.register_forward_hook(
+        lambda *_: pytest.fail("the model was run")
+    )
     state = torch.get_rng_state()
-    first, again, other = (metric_curve(workload, outputs, found, seed=s) for s in (0, 0, 1))
+    first, again, other = (
+        metric_curve(workload, outputs, found, seed=s) for s in (0, 0, 1)
+    )
     handle.remove()
     assert first == again != other
     assert torch.equal(torch.get_rng_state(), state)
@@ -189,7 +219,9 @@ def test_the_curve_does_not_run_the_model_and_keeps_its_seed(measured):
 
 def test_better_outputs_score_better(measured):
     means = [level["mean"] for level in measured[1].about["metric"]["levels"]]
-    assert means == sorted(means)  # 4 dB a level: a factor of 2.5, against a spread of 10 %
+    assert means == sorted(
+        means
+    )  # 4 dB a level: a factor of 2.5, against a spread of 10 %
 
 
 def test_noise_is_shared_among_samples_as_the_budget_found_it(made):
@@ -204,19 +236,25 @@ def test_noise_is_shared_among_samples_as_the_budget_found_it(made):
 
     output = torch.ones(2, 500)
     metric_curve(
-        Workload(nn.Identity(), [output], metric=metric), [output], new.budget(signal=1000.0)
+        Workload(nn.Identity(), [output], metric=metric),
+        [output],
+        new.budget(signal=1000.0),
     )
     assert all(first == 0.0 for first, _ in seen)
     # 10**-0.2 of a signal of 1000 in 500 elements: sigma of a draw 2 sqrt(2 / 500) = 6 %, of four 3 %
-    assert sum(second for _, second in seen[1 : 1 + REPEATS]) / REPEATS == pytest.approx(
-        631.0, rel=0.13
-    )
+    assert sum(
+        second for _, second in seen[1 : 1 + REPEATS]
+    ) / REPEATS == pytest.approx(631.0, rel=0.13)
 
 
 def test_integers_and_structure_of_the_output_are_kept(made):
     new = made(["bf16"], probes=2, batch_samples=[2]).site("/sin")
     new.term("/sin", "bf16", "output", [[0.1, 0.1], [0.1, 0.1]])
-    output = {"logits": torch.ones(2, 4), "ids": torch.arange(2), "deep": (torch.ones(3),)}
+    output = {
+        "logits": torch.ones(2, 4),
+        "ids": torch.arange(2),
+        "deep": (torch.ones(3),),
+    }
 
     def metric(outputs, reference):
         assert outputs[0].keys() == output.keys()

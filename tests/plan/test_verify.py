@@ -35,7 +35,9 @@ def workload():
 
 def closeness(outputs, reference):
     """1 - relative error in norm, so 0.9 at 20 dB and 0.99 at 40 dB."""
-    error = sum(float((o - r).square().sum()) for o, r in zip(outputs, reference, strict=True))
+    error = sum(
+        float((o - r).square().sum()) for o, r in zip(outputs, reference, strict=True)
+    )
     return 1 - math.sqrt(error / sum(float(r.square().sum()) for r in reference))
 
 
@@ -56,13 +58,19 @@ def test_bf16_is_measured_as_torch_computes_it(workload):
     found = verify(workload, plan)
     low = copy.deepcopy(workload.model).bfloat16()
     with torch.no_grad():
-        pairs = [(low(x.bfloat16()).float(), workload.model(x)) for x in workload.batches]
+        pairs = [
+            (low(x.bfloat16()).float(), workload.model(x)) for x in workload.batches
+        ]
     real = sum(float((a - b).double().square().sum()) for a, b in pairs)
-    exact = -10 * math.log10(real / sum(float(b.double().square().sum()) for _, b in pairs))
+    exact = -10 * math.log10(
+        real / sum(float(b.double().square().sum()) for _, b in pairs)
+    )
     assert found.native_db == pytest.approx(
         exact, abs=1e-6
     )  # each call cast on its own: the same numbers
-    assert found.native_note == "10 calls with real casts, 0 simulated"  # 5 in each of 2 batches
+    assert (
+        found.native_note == "10 calls with real casts, 0 simulated"
+    )  # 5 in each of 2 batches
     # simulated: GELU and tanh are computed in fp32 and rounded in both, sums accumulate in another order
     assert found.last.measured_db == pytest.approx(exact, abs=0.3)
 
@@ -74,7 +82,8 @@ def test_what_cannot_run_natively_is_simulated_and_said(workload):
     assert scaled.native_db is None
     assert "no site of this plan has native arithmetic" in scaled.native_note
     assert (
-        verify(workload, Plan((Rule("bf16", ("*",)),)), native=False).native_note == "not asked for"
+        verify(workload, Plan((Rule("bf16", ("*",)),)), native=False).native_note
+        == "not asked for"
     )
 
 
@@ -161,20 +170,28 @@ def test_coarse_formats_are_linearised_again(seed):
 def test_the_plan_that_stands_is_the_best_tried(workload, measured):
     """A budget that makes light of every error by 30 dB, and a pin that rules the target out in truth."""
     light = pl.col("projections").list.eval(pl.element() * 0.03)
-    flattered = type(measured)(measured.terms.with_columns(light), measured.sites, measured.about)
+    flattered = type(measured)(
+        measured.terms.with_columns(light), measured.sites, measured.about
+    )
     pin = {"0/linear": "int8"}
     plan = flattered.plan(50, pin=pin)
-    proof = verify(workload, plan, budget=flattered, problem=lambda b: Problem(b, pin=pin))
+    proof = verify(
+        workload, plan, budget=flattered, problem=lambda b: Problem(b, pin=pin)
+    )
     assert not proof.met
     assert proof.last.measured_db == max(r.measured_db for r in proof.rounds)
-    assert "no plan reaches 50.0 dB" in proof.rounds[-1].action or len(proof.rounds) == 3
+    assert (
+        "no plan reaches 50.0 dB" in proof.rounds[-1].action or len(proof.rounds) == 3
+    )
     assert proof.plan.format_of("0/linear") == "int8"
 
 
 def test_the_loss_as_the_target(workload):
     """Its operators are sites too, in the budget and when the plan is run."""
     lossy = Workload(
-        workload.model, workload.batches, loss=lambda output, batch: output.square().mean()
+        workload.model,
+        workload.batches,
+        loss=lambda output, batch: output.square().mean(),
     )
     found = budget(lossy, ["bf16", "int8"], target="loss")
     proof = verify(lossy, found.plan(30), budget=found)
@@ -182,8 +199,14 @@ def test_the_loss_as_the_target(workload):
     assert {"/square", "/mean"} <= {s["site"] for s in found.sites}
     sites = [s["site"] for s in found.sites]
     assert proof.last.measured_db == pytest.approx(
-        -10 * math.log10(noise(run_batches(lossy, proof.plan.formats(sites), target="loss").targets,
-                               run_batches(lossy, target="loss").targets)))  # fmt: skip
+        -10
+        * math.log10(
+            noise(
+                run_batches(lossy, proof.plan.formats(sites), target="loss").targets,
+                run_batches(lossy, target="loss").targets,
+            )
+        )
+    )
 
 
 def test_a_plan_of_another_model(workload):
@@ -208,14 +231,22 @@ def test_an_overflowing_plan_is_lost_and_stays_json():
     proof = verify(workload, Plan((Rule("fp16", ("*",)),)), budget=found, target=30.0)
     assert not proof.met
     assert proof.last.measured_db == -math.inf
-    assert proof.last.action == "the rounded model overflows: no linearisation exists around it"
+    assert (
+        proof.last.action
+        == "the rounded model overflows: no linearisation exists around it"
+    )
     assert len(proof.rounds) == 1
     json.dumps(strict(proof.summary()), allow_nan=False)
 
 
 def test_progress_is_told(workload, measured):
     seen = []
-    verify(workload, measured.plan(30), budget=measured, progress=lambda *step: seen.append(step))
+    verify(
+        workload,
+        measured.plan(30),
+        budget=measured,
+        progress=lambda *step: seen.append(step),
+    )
     names = list(dict.fromkeys(name for name, _, _ in seen))
     assert names[:2] == ["reference", "verify 1"]
     assert names[-1] == "verify natively"

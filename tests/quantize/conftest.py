@@ -26,7 +26,13 @@ def laid(model, batches, formats="int8", **options):
     if not isinstance(formats, Mapping):
         formats = dict.fromkeys(graph.nodes, formats)
     formats = {site: parse_format(fmt) for site, fmt in formats.items()}
-    return QuantizedModel(workload.model, scheme(graph, formats, Options(**options)), graph), workload, graph
+    return (
+        QuantizedModel(
+            workload.model, scheme(graph, formats, Options(**options)), graph
+        ),
+        workload,
+        graph,
+    )
 
 
 def calibrated(model, batches, formats="int8", how=PLAIN, **options):

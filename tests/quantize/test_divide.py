@@ -25,10 +25,18 @@ class Block(nn.Module):
 
     def __init__(self, width=16):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
         self.last = nn.Linear(width, 8)
         with torch.no_grad():
-            self.norm.weight[3], self.norm.weight[7], self.norm.bias[5] = 30.0, 12.0, -20.0
+            self.norm.weight[3], self.norm.weight[7], self.norm.bias[5] = (
+                30.0,
+                12.0,
+                -20.0,
+            )
             self.down.weight[:, 4] *= 20.0
             self.last.weight[:, [3, 5, 7]] *= 0.1
 
@@ -45,14 +53,19 @@ def block():
 
 def data(*shape, count=2):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("activation", ["tensor", "token", "group:8"])
 @pytest.mark.parametrize("weight", ["format", "group:8"])
 def test_the_function_stays_and_the_output_gains(laid, block, activation, weight):
     batches = data(8, 6, 16)
-    model, workload, graph = laid(block, batches, "int8", activation=activation, weight=weight, bias=False)
+    model, workload, graph = laid(
+        block, batches, "int8", activation=activation, weight=weight, bias=False
+    )
     want, before = block(batches[0]).detach(), simulated_db(model, workload, batches)
     gain = divide_(model, graph, workload, importance(model, workload, batches))
     with torch.no_grad(), model.through(Unquantized()):
@@ -71,49 +84,89 @@ def test_the_function_stays_and_the_output_gains(laid, block, activation, weight
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_noise_by_hand(shared, stored, symmetric):
     random = np.random.default_rng(0)
-    x, w, logs = random.normal(size=(7, 6)) + 0.3, random.normal(size=(4, 6)), random.normal(size=6) / 3
+    x, w, logs = (
+        random.normal(size=(7, 6)) + 0.3,
+        random.normal(size=(4, 6)),
+        random.normal(size=6) / 3,
+    )
     a, g, s = random.random(6), random.random(4), np.exp(logs)
-    values = Quantizer("x", integer(8, symmetric=symmetric), Operand(0, "activation", -1, -1, frozenset()), shared)
-    weights = Quantizer("w", integer(4), Operand(1, "weight", 1, 0, frozenset()), stored)
-    problem = _Problem(torch.tensor(x), values, torch.tensor(a), [(torch.tensor(w), weights, torch.tensor(g))])
+    values = Quantizer(
+        "x",
+        integer(8, symmetric=symmetric),
+        Operand(0, "activation", -1, -1, frozenset()),
+        shared,
+    )
+    weights = Quantizer(
+        "w", integer(4), Operand(1, "weight", 1, 0, frozenset()), stored
+    )
+    problem = _Problem(
+        torch.tensor(x),
+        values,
+        torch.tensor(a),
+        [(torch.tensor(w), weights, torch.tensor(g))],
+    )
 
     def step(part):
         low, high = min(part.min(), 0.0), max(part.max(), 0.0)
         return max(-low, high) / 127 if symmetric else (high - low) / 255
 
-    total, groups = 0.0, [slice(0, 3), slice(3, 6)] if isinstance(shared, PerGroup) else [slice(0, 6)]
+    total, groups = (
+        0.0,
+        [slice(0, 3), slice(3, 6)] if isinstance(shared, PerGroup) else [slice(0, 6)],
+    )
     for part in groups:
-        rows = [(x / s)[:, part]] if isinstance(shared, PerTensor) else [row[part] for row in x / s]
+        rows = (
+            [(x / s)[:, part]]
+            if isinstance(shared, PerTensor)
+            else [row[part] for row in x / s]
+        )
         total += np.mean([step(row) ** 2 for row in rows]) * (a * s**2)[part].sum()
-    groups = [slice(0, 3), slice(3, 6)] if isinstance(stored, PerGroup) else [slice(0, 6)]
+    groups = (
+        [slice(0, 3), slice(3, 6)] if isinstance(stored, PerGroup) else [slice(0, 6)]
+    )
     power = (x**2).mean(0) / s**2
     for o in range(4):
         for part in groups:
             whole = isinstance(stored, PerTensor)
             largest = np.abs(w * s).max() if whole else np.abs((w * s)[o, part]).max()
             total += GAMMA * g[o] * (largest / 7) ** 2 * power[part].sum()
-    assert float(problem.noise([torch.tensor(logs)])) == pytest.approx(total / 12, rel=1e-12)
+    assert float(problem.noise([torch.tensor(logs)])) == pytest.approx(
+        total / 12, rel=1e-12
+    )
 
 
 def test_what_is_left(laid, block):
     batches = data(4, 6, 16)
-    model, workload, graph = laid(block, batches, "w8", bias=False)  # no value is quantized, so none can be divided
+    model, workload, graph = laid(
+        block, batches, "w8", bias=False
+    )  # no value is quantized, so none can be divided
     known = importance(model, workload, batches)
     gain = divide_(model, graph, workload, known)
     assert math.isnan(gain.db)
     assert gain.note == "no value is divided"
     assert not model.factors
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3)).double().eval()
+    net = (
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+        .double()
+        .eval()
+    )
     images = data(4, 2, 4, 4)
-    model, workload, graph = laid(net, images, {"0/conv2d": "int8", "2/linear": "fp8_e4m3fn"})
-    assert divide_(model, graph, workload, importance(model, workload, images)).note == "no value is divided"
+    model, workload, graph = laid(
+        net, images, {"0/conv2d": "int8", "2/linear": "fp8_e4m3fn"}
+    )
+    assert (
+        divide_(model, graph, workload, importance(model, workload, images)).note
+        == "no value is divided"
+    )
 
 
 def test_the_pipeline_divides_where_asked(block):
     batches = data(8, 6, 16)
     steps = {}
     for divide in (False, True):
-        found = ro.quantize(block, "int8", batches, options=Options(activation="token", divide=divide))
+        found = ro.quantize(
+            block, "int8", batches, options=Options(activation="token", divide=divide)
+        )
         steps[divide] = found.steps
     assert [step.name for step in steps[False]] == ["mse, gptq"]
     assert [step.name for step in steps[True]] == ["divide", "mse, gptq"]

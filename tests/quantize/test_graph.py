@@ -15,7 +15,9 @@ def graph_of(model, *batches):
 
 
 def reads(graph):
-    return {site: [use.value for use in node.uses] for site, node in graph.nodes.items()}
+    return {
+        site: [use.value for use in node.uses] for site, node in graph.nodes.items()
+    }
 
 
 def test_values_are_named_by_their_makers_and_weights_by_their_parameters(Model):
@@ -23,7 +25,9 @@ def test_values_are_named_by_their_makers_and_weights_by_their_parameters(Model)
         y = self.a(x)
         return self.b(y.relu().view(-1, 4)) + y
 
-    graph = graph_of(Model(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 4)), torch.ones(2, 3))
+    graph = graph_of(
+        Model(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 4)), torch.ones(2, 3)
+    )
     assert reads(graph) == {
         "a/linear": ["a/linear:0", "a.weight", "a.bias"],
         "/relu": ["a/linear"],
@@ -39,14 +43,21 @@ def test_values_are_named_by_their_makers_and_weights_by_their_parameters(Model)
 
 
 def test_cat_has_all_its_parts_names(Model):
-    net = Model(lambda s, x: s.c(torch.cat([s.a(x), s.b(x)], 1)), a=nn.Linear(3, 2), b=nn.Linear(3, 2), c=nn.Linear(4, 1))
+    net = Model(
+        lambda s, x: s.c(torch.cat([s.a(x), s.b(x)], 1)),
+        a=nn.Linear(3, 2),
+        b=nn.Linear(3, 2),
+        c=nn.Linear(4, 1),
+    )
     graph = graph_of(net, torch.ones(2, 3))
     assert reads(graph)["c/linear"][0] == "a/linear b/linear"
     assert [n.site for n in graph.readers("a/linear")] == ["c/linear"]
 
 
 def test_a_module_used_twice_has_two_sites_and_one_weight(Model):
-    graph = graph_of(Model(lambda s, x: s.a(s.a(x)), a=nn.Linear(3, 3)), torch.ones(2, 3))
+    graph = graph_of(
+        Model(lambda s, x: s.a(s.a(x)), a=nn.Linear(3, 3)), torch.ones(2, 3)
+    )
     assert reads(graph) == {
         "a/linear": ["a/linear:0", "a.weight", "a.bias"],
         "a/linear#1": ["a/linear", "a.weight", "a.bias"],
@@ -62,7 +73,10 @@ def test_origins_of_weights(Model):
 
     parts = {n: nn.Parameter(torch.randn(4, 4)) for n in "wvg"}
     graph = graph_of(Model(forward, kept=torch.randn(4, 4), **parts), torch.ones(2, 4))
-    found = [graph.nodes[s].use(1).origin for s in ("/linear", "/linear#1", "/linear#2", "/linear#3")]
+    found = [
+        graph.nodes[s].use(1).origin
+        for s in ("/linear", "/linear#1", "/linear#2", "/linear#3")
+    ]
     assert found == ["parameter", "made", "made", "made"]
     assert graph.made == {"/mul"}
     assert graph.nodes["/linear"].use(0).origin == "data"
@@ -89,7 +103,9 @@ def test_in_place_calls_make_new_values(Model):
         y.relu_()
         return self.a(y)
 
-    graph = graph_of(Model(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3)), torch.ones(2, 3))
+    graph = graph_of(
+        Model(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3)), torch.ones(2, 3)
+    )
     assert reads(graph)["/relu"] == ["/add"]
     assert reads(graph)["a/linear#1"][0] == "/relu"
 
@@ -111,7 +127,9 @@ def test_groups_of_convolutions(layer, x, groups):
 
 def test_groups_of_a_call_with_keywords(Model):
     """The last number among the settings is the stride here."""
-    net = Model(lambda s, x: F.conv2d(x, s.w, stride=2), w=nn.Parameter(torch.ones(4, 3, 1, 1)))
+    net = Model(
+        lambda s, x: F.conv2d(x, s.w, stride=2), w=nn.Parameter(torch.ones(4, 3, 1, 1))
+    )
     (node,) = graph_of(net, torch.ones(1, 3, 4, 4)).nodes.values()
     assert node.groups == 1
 
@@ -132,16 +150,24 @@ def test_an_argument_in_another_place_is_a_change(Model):
     """The same values, but the bias comes by name and so in another place."""
 
     def forward(self, x):
-        return F.linear(x, self.w, self.b) if x.sum() > 0 else F.linear(x, bias=self.b, weight=self.w)
+        return (
+            F.linear(x, self.w, self.b)
+            if x.sum() > 0
+            else F.linear(x, bias=self.b, weight=self.w)
+        )
 
-    net = Model(forward, w=nn.Parameter(torch.ones(2, 2)), b=nn.Parameter(torch.ones(2)))
+    net = Model(
+        forward, w=nn.Parameter(torch.ones(2, 2)), b=nn.Parameter(torch.ones(2))
+    )
     assert graph_of(net, torch.ones(1, 2), -torch.ones(1, 2)).changing == {"/linear"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_hides_operators_is_listed():
     net = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
-    assert graph_of(net, torch.ones(1, 2)).hidden == [("0/forward", "TorchScript hides its operators")]
+    assert graph_of(net, torch.ones(1, 2)).hidden == [
+        ("0/forward", "TorchScript hides its operators")
+    ]
     assert graph_of(nn.Linear(2, 2), torch.ones(1, 2).view(1, 2)).hidden == []
 
 
@@ -161,7 +187,9 @@ def test_errors():
         def forward(self, x):
             return x.long().sum()
 
-    with pytest.raises(QuantizationError, match="no operator of this model can be seen"):
+    with pytest.raises(
+        QuantizationError, match="no operator of this model can be seen"
+    ):
         graph_of(Numbers(), torch.ones(2))
     with pytest.raises(QuantizationError, match="no calibration data"):
         trace(Workload(nn.Linear(2, 2), [torch.ones(1, 2)]), [])

@@ -18,21 +18,31 @@ def jacobian_power(after, values):
     """Sum over outputs of the squared Jacobian of ``after`` at each sample: [samples, *value] in float64."""
     found = []
     for value in values.double():
-        jacobian = torch.autograd.functional.jacobian(lambda v: after(v[None])[0], value)
-        found.append(jacobian.square().flatten(0, jacobian.ndim - value.ndim - 1).sum(0))
+        jacobian = torch.autograd.functional.jacobian(
+            lambda v: after(v[None])[0], value
+        )
+        found.append(
+            jacobian.square().flatten(0, jacobian.ndim - value.ndim - 1).sum(0)
+        )
     return torch.stack(found)
 
 
 def test_powers_are_unbiased(laid):
     """For signs v, (vᵀJ)² has the mean |j|² and the variance 2 (|j|⁴ - Σ j_o⁴) ≤ 2 |j|⁴; all are independent."""
     torch.manual_seed(0)
-    net, probes = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh()), 400
+    net, probes = (
+        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh()),
+        400,
+    )
     model, workload, _ = laid(net, data(3, 4))
     found = importance(model, workload, workload.batches, probes=probes, gradients=2)
     exact = net.double()
     x = torch.cat(workload.batches)
     hidden = exact[:2](x.double()).detach()
-    for name, after, values in (("0/linear:0", exact, x), ("1/tanh", exact[2:], hidden)):
+    for name, after, values in (
+        ("0/linear:0", exact, x),
+        ("1/tanh", exact[2:], hidden),
+    ):
         each = jacobian_power(after, values)
         sigma = (2 * each.square() / probes).sum(0).sqrt()
         known = found.values[name]
@@ -40,7 +50,9 @@ def test_powers_are_unbiased(laid):
         assert known.power.shape == values.shape[1:]
         off = (known.power.double() / probes - each.sum(0)).abs() / sigma
         assert float(off.max()) < 5  # sigma, over 10 numbers
-        assert float((known.power.double() / probes / each.sum(0)).mean()) == pytest.approx(1, abs=0.1)
+        assert float(
+            (known.power.double() / probes / each.sum(0)).mean()
+        ) == pytest.approx(1, abs=0.1)
 
 
 def test_powers_of_results_and_channels_of_convolutions(laid):
@@ -48,17 +60,26 @@ def test_powers_of_results_and_channels_of_convolutions(laid):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 1, 2))
     batches = data(4, 2, 4, 4)
-    model, workload, _ = laid(net, batches, {"0/conv2d": "int8", "2/conv2d": "int8"}, elementwise=False)
+    model, workload, _ = laid(
+        net, batches, {"0/conv2d": "int8", "2/conv2d": "int8"}, elementwise=False
+    )
     found = importance(model, workload, batches, gradients=1)
     exact = net.double()
     x = batches[0].double()
     made = exact[0](x).detach()
     want = jacobian_power(exact[1:], made).sum(0)
     known = found.results["0/conv2d"]
-    assert torch.allclose(known.power.double(), want, rtol=1e-4, atol=1e-9)  # fp32 products of three layers
+    assert torch.allclose(
+        known.power.double(), want, rtol=1e-4, atol=1e-9
+    )  # fp32 products of three layers
     assert torch.allclose(known.channel.double(), want.sum((1, 2)), rtol=1e-4)
-    assert torch.allclose(known.square.double() / known.samples, made.square().mean((0, 2, 3)), rtol=1e-5)
-    assert torch.allclose(known.low.double(), made.amin((0, 2, 3)).minimum(exact[0](batches[1].double()).amin((0, 2, 3))))
+    assert torch.allclose(
+        known.square.double() / known.samples, made.square().mean((0, 2, 3)), rtol=1e-5
+    )
+    assert torch.allclose(
+        known.low.double(),
+        made.amin((0, 2, 3)).minimum(exact[0](batches[1].double()).amin((0, 2, 3))),
+    )
     assert set(found.values) == {"0/conv2d:0", "1/tanh"}
     assert found.values["1/tanh"].channel.shape == (3,)
 
@@ -66,7 +87,9 @@ def test_powers_of_results_and_channels_of_convolutions(laid):
 def test_channels_lie_where_the_reader_contracts(laid):
     """The channels of a sequence for a Conv1d are axis 1, of one for a Linear the last."""
     net = nn.Sequential(nn.Conv1d(2, 3, 1), nn.ReLU(), nn.Linear(5, 4))
-    model, workload, _ = laid(net, data(4, 2, 5), {"0/conv1d": "int8", "2/linear": "int8"})
+    model, workload, _ = laid(
+        net, data(4, 2, 5), {"0/conv1d": "int8", "2/linear": "int8"}
+    )
     found = importance(model, workload, workload.batches)
     assert len(found.values["0/conv1d:0"].channel) == 2
     assert len(found.results["0/conv1d"].channel) == 3
@@ -108,11 +131,17 @@ def test_in_place_operators_and_two_readers(laid, Model):
 
     torch.manual_seed(0)
     net = Model(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2), c=nn.Linear(4, 2))
-    model, workload, _ = laid(net, data(6, 3), dict.fromkeys(("a/linear", "b/linear", "c/linear"), "int8"))
+    model, workload, _ = laid(
+        net, data(6, 3), dict.fromkeys(("a/linear", "b/linear", "c/linear"), "int8")
+    )
     found = importance(model, workload, workload.batches[:1])
     y = net.a(workload.batches[0]).relu().detach()
-    want = jacobian_power(lambda v: (net.double().b(v) + net.c(v)).relu().sum(1, keepdim=True), y)
-    assert torch.allclose(found.values["/relu"].power.double(), want.sum(0), rtol=1e-4, atol=1e-9)
+    want = jacobian_power(
+        lambda v: (net.double().b(v) + net.c(v)).relu().sum(1, keepdim=True), y
+    )
+    assert torch.allclose(
+        found.values["/relu"].power.double(), want.sum(0), rtol=1e-4, atol=1e-9
+    )
 
 
 def test_gradients_through_in_place_residuals(laid, calibrated, Model):
@@ -126,8 +155,15 @@ def test_gradients_through_in_place_residuals(laid, calibrated, Model):
         return z.sigmoid_()
 
     torch.manual_seed(0)
-    net = Model(forward, a=nn.Conv2d(2, 3, 1), b=nn.Conv2d(3, 3, 1), c=nn.Conv2d(3, 2, 1))
-    plain = Model(lambda s, x: s.c((s.a(x) + s.b(s.a(x))).relu()).clamp(-1, 1).sigmoid(), a=net.a, b=net.b, c=net.c)
+    net = Model(
+        forward, a=nn.Conv2d(2, 3, 1), b=nn.Conv2d(3, 3, 1), c=nn.Conv2d(3, 2, 1)
+    )
+    plain = Model(
+        lambda s, x: s.c((s.a(x) + s.b(s.a(x))).relu()).clamp(-1, 1).sigmoid(),
+        a=net.a,
+        b=net.b,
+        c=net.c,
+    )
     found = []
     for each in (net, plain):
         model, workload, _ = laid(each, data(3, 2, 4, 4))
@@ -141,7 +177,9 @@ def test_gradients_through_in_place_residuals(laid, calibrated, Model):
 
 
 def test_a_batch_without_gradients_counts_for_ranges(laid, Model):
-    net = Model(lambda s, x: s.a(x) if x.sum() > 0 else s.a(x).detach(), a=nn.Linear(3, 2))
+    net = Model(
+        lambda s, x: s.a(x) if x.sum() > 0 else s.a(x).detach(), a=nn.Linear(3, 2)
+    )
     batches = [-torch.ones(4, 3), torch.ones(4, 3)]
     model, workload, _ = laid(net, batches)
     assert importance(model, workload, batches).values["a/linear:0"].samples == 4
@@ -149,8 +187,13 @@ def test_a_batch_without_gradients_counts_for_ranges(laid, Model):
 
 def test_nothing_is_left_behind(laid):
     torch.manual_seed(0)
-    model, workload, _ = laid(nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 1)), data(4, 3))
-    state, before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    model, workload, _ = laid(
+        nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 1)), data(4, 3)
+    )
+    state, before = (
+        torch.get_rng_state(),
+        {k: v.clone() for k, v in model.state_dict().items()},
+    )
     model.model[0].weight.grad = torch.ones(3, 3)
     importance(model, workload, workload.batches)
     assert torch.equal(torch.get_rng_state(), state)
@@ -161,7 +204,11 @@ def test_nothing_is_left_behind(laid):
 
 
 def test_no_gradient(laid, Model):
-    model, workload, _ = laid(Model(lambda s, x: s.a(x).detach(), a=nn.Linear(3, 3)), data(4, 3))
-    with pytest.raises(QuantizationError, match="no gradient reaches the output") as error:
+    model, workload, _ = laid(
+        Model(lambda s, x: s.a(x).detach(), a=nn.Linear(3, 3)), data(4, 3)
+    )
+    with pytest.raises(
+        QuantizationError, match="no gradient reaches the output"
+    ) as error:
         importance(model, workload, workload.batches)
     assert error.value.do == "choose an observer that needs none: mse"

@@ -37,7 +37,9 @@ def value(x, quantizer):
 @pytest.fixture(name="small")
 def _small(calibrated):
     torch.manual_seed(0)
-    return calibrated(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), data(5, 4), "int4")
+    return calibrated(
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), data(5, 4), "int4"
+    )
 
 
 def test_a_residual_net_by_hand(calibrated, Model):
@@ -51,21 +53,43 @@ def test_a_residual_net_by_hand(calibrated, Model):
         return self.c(z)
 
     torch.manual_seed(0)
-    net = Model(forward, a=nn.Conv2d(2, 3, 3, padding=1), b=nn.Conv2d(3, 3, 1), c=nn.Conv2d(3, 2, 1))
+    net = Model(
+        forward,
+        a=nn.Conv2d(2, 3, 3, padding=1),
+        b=nn.Conv2d(3, 3, 1),
+        c=nn.Conv2d(3, 2, 1),
+    )
     formats = dict.fromkeys(("a/conv2d", "b/conv2d", "c/conv2d"), "int8")
     model, x = calibrated(net, data(4, 2, 5, 5), formats), data(2, 2, 5, 5, seed=1)[0]
     q = dict(model.named())
 
     def conv(name, x, read, padding=0):
-        weight, bias = getattr(model.model, name).weight, getattr(model.model, name).bias
+        weight, bias = (
+            getattr(model.model, name).weight,
+            getattr(model.model, name).bias,
+        )
         step = q[read].scale.flatten() * q[f"{name}.weight"].scale.flatten()
-        return F.conv2d(value(x, q[read]), value(weight, q[f"{name}.weight"]), (bias / step).round() * step, padding=padding)
+        return F.conv2d(
+            value(x, q[read]),
+            value(weight, q[f"{name}.weight"]),
+            (bias / step).round() * step,
+            padding=padding,
+        )
 
     with torch.no_grad():
         y = conv("a", x, "a/conv2d:0", padding=1).relu()
         z = value(conv("b", y, "/relu"), q["b/conv2d"]) + value(y, q["/relu"])
         want = value(conv("c", z.clamp(0, 2), "/clamp"), q["c/conv2d"])
-    assert set(q) == {"a.weight", "b.weight", "c.weight", "a/conv2d:0", "/relu", "b/conv2d", "/clamp", "c/conv2d"}
+    assert set(q) == {
+        "a.weight",
+        "b.weight",
+        "c.weight",
+        "a/conv2d:0",
+        "/relu",
+        "b/conv2d",
+        "/clamp",
+        "c/conv2d",
+    }
     assert torch.equal(model(x), want)
 
 
@@ -79,7 +103,10 @@ def test_a_write_through_a_view_is_seen(calibrated, Model):
         return before + self.a(y)
 
     torch.manual_seed(0)
-    model, x = calibrated(Model(forward, a=nn.Linear(4, 3)), data(5, 4)), data(2, 4, seed=1)[0]
+    model, x = (
+        calibrated(Model(forward, a=nn.Linear(4, 3)), data(5, 4)),
+        data(2, 4, seed=1)[0],
+    )
     held = dict(model.named())
     weight, bias = model.model.a.weight, model.model.a.bias
     y, cut = x.relu(), x.relu() * torch.tensor([0.0, 0.0, 1.0, 1.0])
@@ -124,7 +151,9 @@ def test_inputs_of_any_kind(calibrated, Model):
 
 def test_the_users_model_is_untouched(calibrated):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)).train()
+    net = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)
+    ).train()
     net[0].register_forward_hook(lambda *_: None)
     net[0].weight.grad = torch.ones_like(net[0].weight)
     before = {k: v.clone() for k, v in net.state_dict().items()}
@@ -148,14 +177,20 @@ def test_no_hooks_stay(small):
 
 
 def test_state_dict_goes_into_a_fresh_one(small, laid):
-    fresh, *_ = laid(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), data(5, 4), "int4")
+    fresh, *_ = laid(
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), data(5, 4), "int4"
+    )
     x = data(2, 4, seed=1)[0]
-    with pytest.raises(QuantizationError, match="0/linear:0: this value has no scale") as error:
+    with pytest.raises(
+        QuantizationError, match="0/linear:0: this value has no scale"
+    ) as error:
         fresh(x)
     assert error.value.got == "one that saw no data"
     assert fresh.load_state_dict(small.state_dict()).missing_keys == []
     assert torch.equal(fresh(x), small(x))
-    shorter = {k: v for k, v in small.state_dict().items() if not k.endswith("relu.scale")}
+    shorter = {
+        k: v for k, v in small.state_dict().items() if not k.endswith("relu.scale")
+    }
     with pytest.raises(RuntimeError, match="Missing key"):
         fresh.load_state_dict(shorter)
 
@@ -163,7 +198,12 @@ def test_state_dict_goes_into_a_fresh_one(small, laid):
 @pytest.mark.parametrize("fmt", ["int4", "w4g2", "mxfp4", "bf16"])
 def test_copies_and_files(calibrated, fmt):
     torch.manual_seed(0)
-    model, x = calibrated(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), data(5, 4), fmt), data(2, 4)[0]
+    model, x = (
+        calibrated(
+            nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), data(5, 4), fmt
+        ),
+        data(2, 4)[0],
+    )
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -221,7 +261,9 @@ def test_autocast_regions(small):
 
 def test_compiled_it_computes_the_same(small, Model):
     x = data(2, 4)[0]
-    outer = torch.compile(Model(lambda s, x: s.inner(x * 2).relu(), inner=small), backend="eager")
+    outer = torch.compile(
+        Model(lambda s, x: s.inner(x * 2).relu(), inner=small), backend="eager"
+    )
     with torch.no_grad():
         assert torch.equal(outer(x), small(x * 2).relu())
 
@@ -238,7 +280,9 @@ def test_dynamic_quantizers_take_empty_batches(calibrated):
     assert model(torch.ones(0, 4)).shape == (0, 2)
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(1, 1), nn.Conv2d(1, 1, 1), nn.Linear(1, 1, bias=False)])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(1, 1), nn.Conv2d(1, 1, 1), nn.Linear(1, 1, bias=False)]
+)
 def test_weights_of_one_element(calibrated, layer):
     """The scale is |w| / 127, so the weight comes back as it was, up to a rounding of the product."""
     shape = (3, 1, 1, 1) if isinstance(layer, nn.Conv2d) else (3, 1)
@@ -256,9 +300,16 @@ def test_a_model_without_parameters(calibrated, Model):
 
 def test_a_call_that_calibration_did_not_see_warns_once(calibrated, Model):
     torch.manual_seed(0)
-    net = Model(lambda s, x, more=False: s.b(s.a(x)) if more else s.a(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    net = Model(
+        lambda s, x, more=False: s.b(s.a(x)) if more else s.a(x),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 4),
+    )
     model, x = calibrated(net, data(2, 4)), data(2, 4)[0]
-    with pytest.warns(RuntimeWarning, match="b/linear was never called while the model was calibrated: it runs in fp32"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="b/linear was never called while the model was calibrated: it runs in fp32",
+    ):
         found = model(x, more=True)
     assert torch.equal(found, net.b(model(x)))
     with warnings.catch_warnings():
@@ -294,13 +345,19 @@ def test_constant_values_and_tiny_weights_are_reported(calibrated, Model):
         "/mul": "1 of 1 range zero: scale 1",
         "a.weight": "1 of 4 ranges zero: scale 1; 1 of 4 ranges too small: the scale would be below 1.18e-38 and is that",
     }
-    assert {e.name: e.scale[0] for e in model.record().entries if e.kind == "activation"} == {"/mul": 1.0}
+    assert {
+        e.name: e.scale[0] for e in model.record().entries if e.kind == "activation"
+    } == {"/mul": 1.0}
 
 
 def test_sites_that_calibration_never_reaches(calibrated, Model):
     """Traced on both batches, calibrated on one: the other branch's calls are rows."""
     torch.manual_seed(0)
-    net = Model(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+    net = Model(
+        lambda s, x: s.a(x) if x.sum() > 0 else s.b(x),
+        a=nn.Linear(4, 2),
+        b=nn.Linear(4, 2),
+    )
     up, down = torch.ones(2, 4), -torch.ones(2, 4)
     model = calibrated(net, [up, down])
     assert rows(model)["a/linear"] == rows(model)["b/linear"] == ("int8", "")
@@ -360,7 +417,12 @@ def test_a_model_that_cannot_be_copied():
 
 def test_the_record_says_what_is_dynamic(calibrated):
     model = calibrated(nn.Linear(4, 2), data(2, 4), activation="token")
-    found = {e.name: (e.granularity, e.dynamic, len(e.scale)) for e in model.record().entries}
-    assert found == {"/linear:0": ("per_token", True, 0), "weight": ("per_axis(0)", False, 2)}
+    found = {
+        e.name: (e.granularity, e.dynamic, len(e.scale)) for e in model.record().entries
+    }
+    assert found == {
+        "/linear:0": ("per_token", True, 0),
+        "weight": ("per_axis(0)", False, 2),
+    }
     grouped = calibrated(nn.Linear(4, 2), data(2, 4), "w4g2").record().entries
     assert [(e.granularity, len(e.scale)) for e in grouped] == [("per_group(2, 1)", 4)]

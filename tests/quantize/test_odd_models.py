@@ -24,7 +24,10 @@ def rows(model):
 
 def sqnr(model, net, batches):
     with torch.no_grad():
-        exact, found = torch.cat([net(x) for x in batches]), torch.cat([model(x) for x in batches])
+        exact, found = (
+            torch.cat([net(x) for x in batches]),
+            torch.cat([model(x) for x in batches]),
+        )
     return 10 * float((exact.square().sum() / (exact - found).square().sum()).log10())
 
 
@@ -48,38 +51,110 @@ def positions(self, x):
     return self.a(x) + self.p(torch.arange(x.shape[1])) @ self.w
 
 
-CONVS = {"a": lambda: nn.Conv2d(2, 4, 3), "b": lambda: nn.Conv2d(4, 4, 1), "c": lambda: nn.Conv2d(4, 2, 1)}
+CONVS = {
+    "a": lambda: nn.Conv2d(2, 4, 3),
+    "b": lambda: nn.Conv2d(4, 4, 1),
+    "c": lambda: nn.Conv2d(4, 2, 1),
+}
 KINDS = {
-    "in place": (lambda M: M(in_place, **{k: f() for k, f in CONVS.items()}), (4, 2, 6, 6)),
+    "in place": (
+        lambda M: M(in_place, **{k: f() for k, f in CONVS.items()}),
+        (4, 2, 6, 6),
+    ),
     "concatenation": (
-        lambda M: M(inception, a=nn.Conv2d(2, 3, 3), b=nn.Conv2d(2, 1, 3), c=nn.Conv2d(4, 2, 1)), (4, 2, 6, 6)),
+        lambda M: M(
+            inception, a=nn.Conv2d(2, 3, 3), b=nn.Conv2d(2, 1, 3), c=nn.Conv2d(4, 2, 1)
+        ),
+        (4, 2, 6, 6),
+    ),
     "depthwise and transposed": (
-        lambda _: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.ReLU6(), nn.ConvTranspose2d(4, 6, 3, groups=2)),
-        (4, 4, 6, 6)),
+        lambda _: nn.Sequential(
+            nn.Conv2d(4, 4, 3, groups=4),
+            nn.ReLU6(),
+            nn.ConvTranspose2d(4, 6, 3, groups=2),
+        ),
+        (4, 4, 6, 6),
+    ),
     "folded": (
-        lambda _: nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 1)), (4, 2, 6)),
-    "recurrent": (lambda M: M(lambda s, x: s.b(s.a(x)[0]), a=nn.LSTM(8, 6, batch_first=True), b=nn.Linear(6, 3)), (4, 5, 8)),
+        lambda _: nn.Sequential(
+            nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 1)
+        ),
+        (4, 2, 6),
+    ),
+    "recurrent": (
+        lambda M: M(
+            lambda s, x: s.b(s.a(x)[0]),
+            a=nn.LSTM(8, 6, batch_first=True),
+            b=nn.Linear(6, 3),
+        ),
+        (4, 5, 8),
+    ),
     "cells": (lambda M: M(lambda s, x: s.a(x)[0], a=nn.LSTMCell(8, 6)), (4, 8)),
-    "attention": (lambda _: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (4, 5, 8)),
-    "tokens first": (lambda M: M(tokens_first, a=nn.Linear(8, 8), b=nn.Linear(8, 3)), (4, 5, 8)),
+    "attention": (
+        lambda _: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        (4, 5, 8),
+    ),
+    "tokens first": (
+        lambda M: M(tokens_first, a=nn.Linear(8, 8), b=nn.Linear(8, 3)),
+        (4, 5, 8),
+    ),
     "positions": (
-        lambda M: M(positions, a=nn.Linear(8, 4), p=nn.Embedding(5, 8), w=nn.Parameter(torch.randn(8, 4))), (4, 5, 8)),
+        lambda M: M(
+            positions,
+            a=nn.Linear(8, 4),
+            p=nn.Embedding(5, 8),
+            w=nn.Parameter(torch.randn(8, 4)),
+        ),
+        (4, 5, 8),
+    ),
     "batch statistics": (
-        lambda M: M(lambda s, x: F.batch_norm(s.a(x), None, None, training=True), a=nn.Linear(8, 3)), (6, 8)),
-    "one number": (lambda M: M(lambda s, x: s.a(x).sum().view(1), a=nn.Linear(8, 3)), (6, 8)),
+        lambda M: M(
+            lambda s, x: F.batch_norm(s.a(x), None, None, training=True),
+            a=nn.Linear(8, 3),
+        ),
+        (6, 8),
+    ),
+    "one number": (
+        lambda M: M(lambda s, x: s.a(x).sum().view(1), a=nn.Linear(8, 3)),
+        (6, 8),
+    ),
     "bilinear": (lambda M: M(lambda s, x: s.a(x, x), a=nn.Bilinear(8, 8, 3)), (6, 8)),
-    "einsum": (lambda M: M(lambda s, x: torch.einsum("bi,oi->bo", x, s.w), w=nn.Parameter(torch.randn(3, 8))), (6, 8)),
-    "weight first": (lambda M: M(lambda s, x: (s.w @ x.t()).t(), w=nn.Parameter(torch.randn(3, 8))), (6, 8)),
+    "einsum": (
+        lambda M: M(
+            lambda s, x: torch.einsum("bi,oi->bo", x, s.w),
+            w=nn.Parameter(torch.randn(3, 8)),
+        ),
+        (6, 8),
+    ),
+    "weight first": (
+        lambda M: M(lambda s, x: (s.w @ x.t()).t(), w=nn.Parameter(torch.randn(3, 8))),
+        (6, 8),
+    ),
     "first and later": (
-        lambda M: M(lambda s, x: s.b(s.a(100 * s.a(x).relu())), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), (16, 8)),
+        lambda M: M(
+            lambda s, x: s.b(s.a(100 * s.a(x).relu())),
+            a=nn.Linear(8, 8),
+            b=nn.Linear(8, 3),
+        ),
+        (16, 8),
+    ),
     "depthwise, first and later": (
-        lambda M: M(lambda s, x: s.b(s.a(9 * s.a(x).relu())), a=nn.Conv1d(4, 4, 3, groups=4, padding=1),
-                    b=nn.Conv1d(4, 2, 1)), (16, 4, 8)),
+        lambda M: M(
+            lambda s, x: s.b(s.a(9 * s.a(x).relu())),
+            a=nn.Conv1d(4, 4, 3, groups=4, padding=1),
+            b=nn.Conv1d(4, 2, 1),
+        ),
+        (16, 4, 8),
+    ),
     "twice": (lambda M: M(lambda s, x: s.a(10 * s.a(x)), a=nn.Linear(8, 8)), (6, 8)),
     "one element": (lambda _: nn.Linear(1, 1), (6, 1)),
     "two weights, one made": (
-        lambda _: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 3)), (6, 8)),
-}  # fmt: skip
+        lambda _: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 3)
+        ),
+        (6, 8),
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -96,12 +171,19 @@ def test_it_works_and_the_model_stays(Model, kind, fmt):
     assert sqnr(model, net, batches) > {"int8": 24, "w4a8": 10, "mxfp8_e4m3": 15}[fmt]
     assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
     assert not any(m.training for m in net.modules())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in [*net.modules(), *model.modules()])
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks
+        for m in [*net.modules(), *model.modules()]
+    )
 
 
 def test_a_branch_that_the_first_batch_does_not_take(Model):
     torch.manual_seed(0)
-    net = Model(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+    net = Model(
+        lambda s, x: s.a(x) if x.sum() > 0 else s.b(x),
+        a=nn.Linear(4, 2),
+        b=nn.Linear(4, 2),
+    )
     up, down = torch.rand(3, 4), -torch.rand(3, 4)
     model = ro.quantize(net, "int8", [up, down])
     assert rows(model)["a/linear"] == rows(model)["b/linear"] == ("int8", "")
@@ -112,19 +194,41 @@ def test_what_one_format_cannot_do_is_a_row(Model):
     def forward(self, x):
         return self.last(F.linear(F.linear(x, self.kept), self.turned.t()))
 
-    net = Model(forward, kept=torch.randn(4, 4), turned=nn.Parameter(torch.randn(4, 4)), last=nn.Linear(4, 2))
+    net = Model(
+        forward,
+        kept=torch.randn(4, 4),
+        turned=nn.Parameter(torch.randn(4, 4)),
+        last=nn.Linear(4, 2),
+    )
     found = rows(ro.quantize(net, "int8", data(6, 4)))
     assert found["/linear"][1].startswith("/linear:1 is no parameter: a buffer")
     assert found["/linear#1"][1].startswith("turned is no parameter: a buffer, a view")
     assert found["last/linear"] == ("int8", "")
 
 
-@pytest.mark.parametrize("options", [{"activation": "token"}, {"dynamic": True}, {"weight": "group:4"}, {"symmetric": True},
-                                     {"activation": "group:4"}, {"activation": "channel"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "token"},
+        {"dynamic": True},
+        {"weight": "group:4"},
+        {"symmetric": True},
+        {"activation": "group:4"},
+        {"activation": "channel"},
+    ],
+)
 def test_options(options):
     torch.manual_seed(0)
-    net, batches = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), data(16, 8)
-    assert sqnr(ro.quantize(net, "int8", batches, options=Options(**options)), net, batches) > 30
+    net, batches = (
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)),
+        data(16, 8),
+    )
+    assert (
+        sqnr(
+            ro.quantize(net, "int8", batches, options=Options(**options)), net, batches
+        )
+        > 30
+    )
 
 
 def test_bad_data():
@@ -133,7 +237,10 @@ def test_bad_data():
         ro.quantize(net, "int8", [])
     bad = data(3, 4)
     bad[1][2, 1] = torch.nan
-    with pytest.raises(QuantizationError, match=r"batch 1, float32\[3, 4\]: 1 of 12 values of the calibration data are NaN"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"batch 1, float32\[3, 4\]: 1 of 12 values of the calibration data are NaN",
+    ):
         ro.quantize(net, "int8", bad)
 
 
@@ -168,8 +275,12 @@ def test_which_kinds_run_in_which_formats(kind, weight, fmt, reason):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_in_half_precision_are_refused(dtype):
-    with pytest.raises(QuantizationError, match="weight: the model's weights are no fp32") as error:
-        ro.quantize(nn.Linear(4, 2).to(dtype), "int8", [x.to(dtype) for x in data(3, 4)])
+    with pytest.raises(
+        QuantizationError, match="weight: the model's weights are no fp32"
+    ) as error:
+        ro.quantize(
+            nn.Linear(4, 2).to(dtype), "int8", [x.to(dtype) for x in data(3, 4)]
+        )
     assert error.value.got == str(dtype).removeprefix("torch.")
 
 
@@ -178,7 +289,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(value):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with torch.no_grad():
         net[1].weight[0, 2] = value
-    with pytest.raises(QuantizationError, match=r"1\.weight: 1 of 8 weights are NaN or Inf"):
+    with pytest.raises(
+        QuantizationError, match=r"1\.weight: 1 of 8 weights are NaN or Inf"
+    ):
         ro.quantize(net, "int8", data(3, 4))
 
 
@@ -188,7 +301,9 @@ def test_weights_too_small_for_a_scale_are_noted():
     with torch.no_grad():
         net[2].weight.mul_(1e-42)
     model = ro.quantize(net, "int8", data(3, 4))
-    assert model.notes == {"2.weight": "2 of 2 ranges too small: the scale would be below 1.18e-38 and is that"}
+    assert model.notes == {
+        "2.weight": "2 of 2 ranges too small: the scale would be below 1.18e-38 and is that"
+    }
 
 
 def test_calls_that_share_no_channels_leave_nothing_to_rescale(Model):
@@ -196,16 +311,27 @@ def test_calls_that_share_no_channels_leave_nothing_to_rescale(Model):
     parts = {name: nn.Linear(4, 4) for name in "abo"}
     net = Model(lambda s, x: s.o(s.a(x) if x.mean() > 0 else s.b(x)), **parts)
     model = ro.quantize(net, "int8", [torch.rand(3, 4), -torch.rand(3, 4)])
-    assert model.steps[0].note == "no channel that can be rescaled costs the output anything"
+    assert (
+        model.steps[0].note
+        == "no channel that can be rescaled costs the output anything"
+    )
 
 
 def test_channels_whose_rescaling_changes_the_model_are_left(monkeypatch):
     """A safety net: nothing that it is needed for is known."""
     from roundoff.quantize.repair import spread
 
-    net, batches = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), data(16, 4)
+    net, batches = (
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
+        data(16, 4),
+    )
     kept = ro.quantize(net, "int8", batches, spread=False)
-    monkeypatch.setattr(spread, "rescale_", lambda model, *_, **__: model[0].weight.data.mul_(2.0))
+    monkeypatch.setattr(
+        spread, "rescale_", lambda model, *_, **__: model[0].weight.data.mul_(2.0)
+    )
     model = ro.quantize(net, "int8", batches)
-    assert (model.steps[0].name, model.steps[0].note) == ("spread", "undone: it changed what the model computes")
+    assert (model.steps[0].name, model.steps[0].note) == (
+        "spread",
+        "undone: it changed what the model computes",
+    )
     assert torch.equal(model(batches[0]), kept(batches[0]))

@@ -37,7 +37,9 @@ from roundoff.quantize.record import (
 
 #: names as torch and users make them: any character, quotes, newlines and delete included
 NAMES = st.text(min_size=1, max_size=12)
-POSITIVE32 = st.integers(1, 0x7F7FFFFF).map(lambda bits: float(np.uint32(bits).view(np.float32)))
+POSITIVE32 = st.integers(1, 0x7F7FFFFF).map(
+    lambda bits: float(np.uint32(bits).view(np.float32))
+)
 
 
 def model() -> nn.Module:
@@ -49,15 +51,41 @@ def record(**changes: object) -> Record:
     given = {
         "model": fingerprint(model(), values=True),
         "entries": (
-            Entry("0.weight", "weight", "int8", "per_axis(0)", (0.5, 0.1, 2.0**-149), None, ("0/conv2d",), "arq"),
-            Entry("1/relu", "activation", "int8_asym", "per_tensor", (0.1,), (-128,), ("2/conv2d",), "ifmr"),
+            Entry(
+                "0.weight",
+                "weight",
+                "int8",
+                "per_axis(0)",
+                (0.5, 0.1, 2.0**-149),
+                None,
+                ("0/conv2d",),
+                "arq",
+            ),
+            Entry(
+                "1/relu",
+                "activation",
+                "int8_asym",
+                "per_tensor",
+                (0.1,),
+                (-128,),
+                ("2/conv2d",),
+                "ifmr",
+            ),
             Entry("0/conv2d:0", "activation", "int8", "per_token", dynamic=True),
             Entry("2.weight", "weight", "mxfp4", "per_tensor"),
         ),
         "skipped": (("/add", "neither operand is quantized"),),
-        "steps": (Step("fold", math.inf, 41.25), Step("bias correction", 41.25, 43.0, "2 layers")),
+        "steps": (
+            Step("fold", math.inf, 41.25),
+            Step("bias correction", 41.25, 43.0, "2 layers"),
+        ),
         "balance": {"0.weight": (0.5, 2.0)},
-        "about": {"target": "38dB", "evaluations": 4, "formats": ["int8", "int4"], "nested": {"a": True}},
+        "about": {
+            "target": "38dB",
+            "evaluations": 4,
+            "formats": ["int8", "int4"],
+            "nested": {"a": True},
+        },
     }
     return Record(**{**given, **changes})  # type: ignore[arg-type]
 
@@ -69,12 +97,21 @@ def test_a_record_is_read_back_as_it_was_written(tmp_path):
 
 @settings(max_examples=30, deadline=None)
 @given(NAMES, st.lists(POSITIVE32, min_size=1, max_size=5), NAMES, NAMES)
-def test_any_name_and_every_positive_float32_scale_survive(tmp_path_factory, name, scales, site, key):
+def test_any_name_and_every_positive_float32_scale_survive(
+    tmp_path_factory, name, scales, site, key
+):
     path = tmp_path_factory.mktemp("r") / "record.toml"
     entry = Entry(name, "weight", "int4", "per_axis(0)", tuple(scales), sites=(site,))
     if any("\ud800" <= c <= "\udfff" for c in name + site + key):
         return  # TOML has no surrogates
-    written = Record(Fingerprint({key: (2, 3)}, "x"), (entry,), ((site, key),), (), {name: tuple(scales)}, {key: scales})
+    written = Record(
+        Fingerprint({key: (2, 3)}, "x"),
+        (entry,),
+        ((site, key),),
+        (),
+        {name: tuple(scales)},
+        {key: scales},
+    )
     written.save(path)
     read = Record.load(path)
     assert read == written
@@ -85,12 +122,18 @@ def test_any_name_and_every_positive_float32_scale_survive(tmp_path_factory, nam
 
 def test_lists_and_numbers_of_numpy_are_taken_as_tuples_and_plain_numbers(tmp_path):
     scales, points = [np.float32(0.1), np.float64(2)], [np.int64(3), 4]
-    entry = Entry("w", "weight", "int8_asym", "per_axis(0)", scales, points, ["a/linear"])
+    entry = Entry(
+        "w", "weight", "int8_asym", "per_axis(0)", scales, points, ["a/linear"]
+    )
     about = {"none": None, "deep": {"none": None, "x": np.float64(0.1)}}
     Record(Fingerprint(), (entry,), about=about).save(tmp_path / "r.toml")
     read = Record.load(tmp_path / "r.toml")
     assert read.entries == (entry,)
-    assert (entry.scale, entry.zero_point, entry.sites) == ((float(np.float32(0.1)), 2.0), (3, 4), ("a/linear",))
+    assert (entry.scale, entry.zero_point, entry.sites) == (
+        (float(np.float32(0.1)), 2.0),
+        (3, 4),
+        ("a/linear",),
+    )
     assert read.about == {"deep": {"x": 0.1}}
 
 
@@ -106,16 +149,35 @@ def test_the_file_is_toml_with_a_line_that_says_the_formula(tmp_path):
     assert "real = scale * (code - zero_point)" in text.splitlines()[0]
     data = tomllib.loads(text)
     assert data["entry"][1] == {
-        "name": "1/relu", "kind": "activation", "format": "int8_asym", "granularity": "per_tensor", "scale": [0.1],
-        "zero_point": [-128], "sites": ["2/conv2d"], "observer": "ifmr",
-    }  # fmt: skip
+        "name": "1/relu",
+        "kind": "activation",
+        "format": "int8_asym",
+        "granularity": "per_tensor",
+        "scale": [0.1],
+        "zero_point": [-128],
+        "sites": ["2/conv2d"],
+        "observer": "ifmr",
+    }
     assert data["step"][0]["before"] == math.inf
 
 
 @pytest.mark.parametrize(
-    "name", ["int8", "int8_asym", "int4", "int2_asym", "int8_full", "int6", "int16_asym", "int4_asym_narrow"]
+    "name",
+    [
+        "int8",
+        "int8_asym",
+        "int4",
+        "int2_asym",
+        "int8_full",
+        "int6",
+        "int16_asym",
+        "int4_asym_narrow",
+    ],
 )
-@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis(0), PerAxis(-1), PerGroup(2), PerToken(), PerBlock((3, 2))])
+@pytest.mark.parametrize(
+    "granularity",
+    [PerTensor(), PerAxis(0), PerAxis(-1), PerGroup(2), PerToken(), PerBlock((3, 2))],
+)
 def test_qparams_that_went_through_an_entry_round_as_before(name, granularity):
     fmt = format_named(name)
     torch.manual_seed(1)
@@ -131,7 +193,11 @@ def test_formats_by_name_are_those_of_the_formats_package_or_integers_of_any_wid
     assert format_named("int8") is parse_format("int8")
     assert format_named("fp8_e4m3fn") is parse_format("fp8_e4m3fn")
     assert format_named("int6") == integer(6)
-    for fmt in (integer(3, symmetric=False), integer(8, narrow_range=False), integer(5, symmetric=False, narrow_range=True)):
+    for fmt in (
+        integer(3, symmetric=False),
+        integer(8, narrow_range=False),
+        integer(5, symmetric=False, narrow_range=True),
+    ):
         assert format_named(fmt.name) == fmt
     with pytest.raises(QuantizationError, match="unknown format") as caught:
         format_named("int8x", "record, w")
@@ -141,14 +207,35 @@ def test_formats_by_name_are_those_of_the_formats_package_or_integers_of_any_wid
 
 
 @pytest.mark.parametrize(
-    "granularity", [PerTensor(), PerToken(), PerAxis(0), PerAxis(-1), PerGroup(32), PerGroup(3, axis=0), PerBlock((128, 1))]
+    "granularity",
+    [
+        PerTensor(),
+        PerToken(),
+        PerAxis(0),
+        PerAxis(-1),
+        PerGroup(32),
+        PerGroup(3, axis=0),
+        PerBlock((128, 1)),
+    ],
 )
 def test_a_granularity_comes_back_from_its_name(granularity):
     assert granularity_named(granularity_name(granularity)) == granularity
 
 
-@pytest.mark.parametrize("text", ["", "per_axis", "per_axis()", "per_axis(0, 1)", "per_group(1,2,3)", "per_tensor(0)",
-                                  "per_row(1)", "per_axis(--1)", "per_axis(0"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "per_axis",
+        "per_axis()",
+        "per_axis(0, 1)",
+        "per_group(1,2,3)",
+        "per_tensor(0)",
+        "per_row(1)",
+        "per_axis(--1)",
+        "per_axis(0",
+    ],
+)
 def test_other_granularities_are_refused(text):
     with pytest.raises(QuantizationError, match="no such granularity"):
         granularity_named(text)
@@ -169,11 +256,20 @@ def test_other_granularities_are_refused(text):
         ({"dynamic": True}, "a dynamic entry has no scale"),
         ({"zero_point": (0, 0)}, "as many zero points as scales"),
         ({"zero_point": (200,)}, "a zero point is no code of int8"),
-        ({"zero_point": (0,), "format": "fp8_e4m3fn"}, "a zero point needs an integer format"),
+        (
+            {"zero_point": (0,), "format": "fp8_e4m3fn"},
+            "a zero point needs an integer format",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_entry_that_cannot_be_is_refused_where_it_is_made(given, message):
-    fields = {"name": "w", "kind": "weight", "format": "int8", "granularity": "per_tensor", "scale": (1.0,)}
+    fields = {
+        "name": "w",
+        "kind": "weight",
+        "format": "int8",
+        "granularity": "per_tensor",
+        "scale": (1.0,),
+    }
     with pytest.raises(QuantizationError, match=message) as caught:
         Entry(**{**fields, **given})
     assert caught.value.where == "record, w"
@@ -181,10 +277,18 @@ def test_an_entry_that_cannot_be_is_refused_where_it_is_made(given, message):
 
 def test_qparams_of_an_entry_that_do_not_fit_the_tensor_are_refused():
     entry = Entry("w", "weight", "int8", "per_axis(0)", (1.0, 2.0))
-    with pytest.raises(QuantizationError, match="the scales do not fit this tensor") as caught:
+    with pytest.raises(
+        QuantizationError, match="the scales do not fit this tensor"
+    ) as caught:
         entry.qparams((3, 2))
-    assert (caught.value.expected, caught.value.got) == ("3: per_axis(0) of shape (3, 2)", "2 scales")
-    with pytest.raises(QuantizationError, match="does not fit this tensor: size 4 does not divide axis 1"):
+    assert (caught.value.expected, caught.value.got) == (
+        "3: per_axis(0) of shape (3, 2)",
+        "2 scales",
+    )
+    with pytest.raises(
+        QuantizationError,
+        match="does not fit this tensor: size 4 does not divide axis 1",
+    ):
         Entry("w", "weight", "int8", "per_group(4, -1)", (1.0, 2.0)).qparams((1, 6))
     with pytest.raises(QuantizationError, match="this entry has no scale"):
         Entry("w", "activation", "int8", "per_token", dynamic=True).qparams((3, 2))
@@ -205,7 +309,9 @@ def test_an_entry_is_found_by_its_name_or_the_nearest_are_shown():
 
 def test_the_record_of_this_model_is_accepted_and_of_others_refused_with_the_parameters():
     record().check(model())
-    other = nn.Sequential(nn.Conv2d(2, 3, 5), nn.ReLU(), nn.Identity(), nn.Conv2d(3, 4, 1))
+    other = nn.Sequential(
+        nn.Conv2d(2, 3, 5), nn.ReLU(), nn.Identity(), nn.Conv2d(3, 4, 1)
+    )
     with pytest.raises(QuantizationError) as caught:
         record().check(other)
     assert str(caught.value).splitlines()[:5] == [
@@ -233,7 +339,10 @@ def test_without_a_fingerprint_the_entries_are_compared_with_the_parameters():
     )
     with pytest.raises(QuantizationError) as caught:
         Record(Fingerprint(), entries).check(model())
-    assert "0.weight: the scales do not fit this tensor, shape (3, 2, 3, 3), 2 scales" in str(caught.value)
+    assert (
+        "0.weight: the scales do not fit this tensor, shape (3, 2, 3, 3), 2 scales"
+        in str(caught.value)
+    )
     assert "9.weight: an entry without a parameter" in str(caught.value)
     Record(Fingerprint(), entries[:0]).check(model())
 
@@ -254,7 +363,11 @@ def test_tied_parameters_have_both_names_and_buffers_count_as_values():
 def test_values_of_low_precision_and_empty_weights_are_hashed():
     net = nn.Linear(2, 2).to(torch.bfloat16)
     net.register_buffer("none", torch.zeros(0))
-    assert fingerprint(net, values=True).values == fingerprint(net, values=True).values != ""
+    assert (
+        fingerprint(net, values=True).values
+        == fingerprint(net, values=True).values
+        != ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,9 +376,18 @@ def test_values_of_low_precision_and_empty_weights_are_hashed():
         ("schema = ", "not a readable record"),
         ("schema = 99", "not a quantization record of this version"),
         ('schema = 1\ndefault = "fp32"', "not a quantization record of this version"),
-        ('schema = 1\nkind = "quantization record"\n[[entry]]\nname = "w"', "the record is incomplete: KeyError: 'kind'"),
-        ('schema = 1\nkind = "quantization record"\nskipped = [["a"]]', "the record is incomplete: ValueError"),
-        ('schema = 1\nkind = "quantization record"\nmodel = 3', "the record is incomplete: AttributeError"),
+        (
+            'schema = 1\nkind = "quantization record"\n[[entry]]\nname = "w"',
+            "the record is incomplete: KeyError: 'kind'",
+        ),
+        (
+            'schema = 1\nkind = "quantization record"\nskipped = [["a"]]',
+            "the record is incomplete: ValueError",
+        ),
+        (
+            'schema = 1\nkind = "quantization record"\nmodel = 3',
+            "the record is incomplete: AttributeError",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, text, message):

@@ -35,7 +35,9 @@ def blocks(x, fmt, axis):
     missing = -x.shape[axis] % fmt.block_size
     shape = list(x.shape)
     shape[axis] = missing
-    return round_tensor(torch.cat([x, x.new_zeros(shape)], axis), fmt, axis=axis).narrow(axis, 0, x.shape[axis])
+    return round_tensor(
+        torch.cat([x, x.new_zeros(shape)], axis), fmt, axis=axis
+    ).narrow(axis, 0, x.shape[axis])
 
 
 def on_grid(x, seen, fmt, granularity):
@@ -43,7 +45,17 @@ def on_grid(x, seen, fmt, granularity):
     return fake_quantize(x, choose_qparams(seen, fmt, granularity), fmt)
 
 
-INTEGERS = ["int8", "int4", "int2", "int8_asym", "int4_asym", "int2_asym", "w4a8", "w2a4", "w3a6"]
+INTEGERS = [
+    "int8",
+    "int4",
+    "int2",
+    "int8_asym",
+    "int4_asym",
+    "int2_asym",
+    "w4a8",
+    "w2a4",
+    "w3a6",
+]
 FLOATS = ["fp8_e4m3fn", "fp8_e5m2", "fp4", "fp6_e3m2", "hif8", "fp8_e4m3fnuz"]
 
 
@@ -55,13 +67,18 @@ def test_static_per_tensor_values_and_per_channel_weights(calibrated, fmt, symme
     model = calibrated(layer, batches, fmt, symmetric=symmetric)
     fmt = parse_format(fmt)
     own = fmt.of_activations
-    if own.one_quantum == 1.0 and (own.symmetric or own is not fmt):  # integers are asymmetric unless asked otherwise
+    if own.one_quantum == 1.0 and (
+        own.symmetric or own is not fmt
+    ):  # integers are asymmetric unless asked otherwise
         own = integer(own.width, symmetric=symmetric)
     weight = on_grid(layer.weight, layer.weight, fmt, PerAxis(0))
     value = on_grid(x, torch.cat(batches), own, PerTensor())
     bias = layer.bias.detach()
     if fmt.one_quantum == 1.0:
-        step = choose_qparams(torch.cat(batches), own).scale * choose_qparams(layer.weight, fmt, PerAxis(0)).scale
+        step = (
+            choose_qparams(torch.cat(batches), own).scale
+            * choose_qparams(layer.weight, fmt, PerAxis(0)).scale
+        )
         bias = (bias / step.flatten()).round() * step.flatten()
     assert torch.equal(model(x), F.linear(value, weight, bias))
 
@@ -78,19 +95,37 @@ def test_static_per_tensor_values_and_per_channel_weights(calibrated, fmt, symme
 )
 def test_granularities(calibrated, fmt, weight, activation, dynamic):
     torch.manual_seed(0)
-    layer, batches, x = nn.Linear(8, 5, bias=False), data(3, 2, 8), data(4, 2, 8, seed=1)[0]
-    model = calibrated(layer, batches, fmt, weight=weight, activation=activation, dynamic=dynamic)
+    layer, batches, x = (
+        nn.Linear(8, 5, bias=False),
+        data(3, 2, 8),
+        data(4, 2, 8, seed=1)[0],
+    )
+    model = calibrated(
+        layer, batches, fmt, weight=weight, activation=activation, dynamic=dynamic
+    )
     fmt = parse_format(fmt)
     own = integer(8, symmetric=False) if fmt.one_quantum == 1.0 else fmt
-    shared = {"tensor": PerTensor(), "channel": PerAxis(0), "group:4": PerGroup(4), "group:16": PerGroup(8)}[weight]
+    shared = {
+        "tensor": PerTensor(),
+        "channel": PerAxis(0),
+        "group:4": PerGroup(4),
+        "group:16": PerGroup(8),
+    }[weight]
     held = on_grid(layer.weight, layer.weight, fmt, shared)
-    granularity = {"tensor": PerTensor(), "channel": PerAxis(2), "token": PerToken(), "group:2": PerGroup(2)}[activation]
+    granularity = {
+        "tensor": PerTensor(),
+        "channel": PerAxis(2),
+        "token": PerToken(),
+        "group:2": PerGroup(2),
+    }[activation]
     seen = x if dynamic or activation in ("token", "group:2") else torch.cat(batches)
     assert torch.equal(model(x), F.linear(on_grid(x, seen, own, granularity), held))
     assert rows(model) == {"/linear": (fmt.name, "")}
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp6_e3m2", "mxfp8_e4m3", "mxint8", "nvfp4"])
+@pytest.mark.parametrize(
+    "fmt", ["mxfp4", "mxfp6_e3m2", "mxfp8_e4m3", "mxint8", "nvfp4"]
+)
 @pytest.mark.parametrize("features", [32, 40, 7])
 def test_blocks_lie_along_the_contracted_axis(calibrated, fmt, features):
     torch.manual_seed(0)
@@ -98,10 +133,16 @@ def test_blocks_lie_along_the_contracted_axis(calibrated, fmt, features):
     model = calibrated(layer, data(6, features), fmt)
     fmt = parse_format(fmt)
     assert isinstance(fmt, BlockFormat)
-    assert torch.equal(model(x), F.linear(blocks(x, fmt, 1), blocks(layer.weight.detach(), fmt, 1), layer.bias))
+    assert torch.equal(
+        model(x),
+        F.linear(blocks(x, fmt, 1), blocks(layer.weight.detach(), fmt, 1), layer.bias),
+    )
     conv, x = nn.Conv2d(3, 4, 2), data(2, 3, 5, 5, seed=1)[0]
     model = calibrated(conv, data(6, 3, 5, 5), fmt)
-    assert torch.equal(model(x), F.conv2d(blocks(x, fmt, 1), blocks(conv.weight.detach(), fmt, 1), conv.bias))
+    assert torch.equal(
+        model(x),
+        F.conv2d(blocks(x, fmt, 1), blocks(conv.weight.detach(), fmt, 1), conv.bias),
+    )
 
 
 @pytest.mark.parametrize("fmt", ["w4", "w8", "w4g4", "w4g64", "ternary", "binary"])
@@ -110,21 +151,35 @@ def test_weights_alone(calibrated, fmt):
     layer, x = nn.Linear(8, 5), data(4, 8, seed=1)[0]
     model = calibrated(layer, data(6, 8), fmt)
     fmt = parse_format(fmt)
-    granularity = PerGroup(min(fmt.group_size, 8)) if fmt.execution.weight == "group" else PerAxis(0)
-    assert torch.equal(model(x), F.linear(x, on_grid(layer.weight, layer.weight, fmt, granularity), layer.bias))
+    granularity = (
+        PerGroup(min(fmt.group_size, 8))
+        if fmt.execution.weight == "group"
+        else PerAxis(0)
+    )
+    assert torch.equal(
+        model(x),
+        F.linear(x, on_grid(layer.weight, layer.weight, fmt, granularity), layer.bias),
+    )
     assert [name for name, _ in model.named()] == ["weight"]
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp16", "tf32", "fp64"])
 def test_casts_execute_beside_quantized_sites(calibrated, fmt):
     torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), data(4, 8, seed=1)[0]
+    net, x = (
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
+        data(4, 8, seed=1)[0],
+    )
     batches = data(6, 8)
     model = calibrated(net, batches, {"0/linear": fmt, "2/linear": "int8"}, bias=False)
     found = parse_format(fmt)
 
     def first(x):
-        y = F.linear(round_tensor(x, found), round_tensor(net[0].weight, found), _bias(net[0].bias, found))
+        y = F.linear(
+            round_tensor(x, found),
+            round_tensor(net[0].weight, found),
+            _bias(net[0].bias, found),
+        )
         return round_tensor(y, found) if found.execution.output else y
 
     hidden = first(x).relu()
@@ -147,7 +202,12 @@ def _bias(bias, fmt):
         (nn.Conv2d(4, 4, 3, groups=4, padding="same"), (4, 7, 7), 0, 1),
         (nn.Conv3d(2, 3, 2), (2, 4, 4, 4), 0, 1),
         (nn.ConvTranspose1d(4, 6, 3), (4, 7), 1, 1),
-        (nn.ConvTranspose2d(4, 6, 3, groups=2, stride=2, output_padding=1), (4, 5, 5), 1, 2),
+        (
+            nn.ConvTranspose2d(4, 6, 3, groups=2, stride=2, output_padding=1),
+            (4, 5, 5),
+            1,
+            2,
+        ),
     ],
 )
 def test_convolutions(calibrated, layer, shape, axis, repeat):
@@ -165,8 +225,12 @@ def test_convolutions(calibrated, layer, shape, axis, repeat):
         inside = layer(value)
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)
-        written = model.quantizer("/" + type(layer).__name__.lower().replace("transpose", "_transpose"))
-        assert torch.equal(model(x), written(inside))  # integer convolutions write codes
+        written = model.quantizer(
+            "/" + type(layer).__name__.lower().replace("transpose", "_transpose")
+        )
+        assert torch.equal(
+            model(x), written(inside)
+        )  # integer convolutions write codes
 
 
 def test_groups_that_do_not_divide_are_refused(laid):
@@ -177,12 +241,21 @@ def test_groups_that_do_not_divide_are_refused(laid):
         "1/linear": ("fp32", "1.weight of shape (4, 6): size 4 does not divide axis 1"),
     }
     model, *_ = laid(net, data(2, 8), "int8", activation="group:4")
-    assert rows(model)["1/linear"] == ("fp32", "0/linear of shape (2, 6): size 4 does not divide axis 1")
-    with pytest.raises(QuantizationError, match=r"0.weight of shape \(6, 8\): size 5 does not divide axis 1"):
+    assert rows(model)["1/linear"] == (
+        "fp32",
+        "0/linear of shape (2, 6): size 4 does not divide axis 1",
+    )
+    with pytest.raises(
+        QuantizationError,
+        match=r"0.weight of shape \(6, 8\): size 5 does not divide axis 1",
+    ):
         laid(net, data(2, 8), "w4g5")
 
 
-@pytest.mark.parametrize(("option", "given"), [("activation", "row"), ("weight", "group:0"), ("weight", "token")])
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [("activation", "row"), ("weight", "group:0"), ("weight", "token")],
+)
 def test_unknown_granularity(option, given):
     with pytest.raises(QuantizationError, match="unknown granularity") as error:
         Options(**{option: given})
@@ -203,7 +276,11 @@ def test_two_readers_in_different_formats(laid, Model):
 def test_one_reader_quantized_one_not(calibrated, Model):
     """The one in fp32 reads the exact value, also in the artefact: Q/DQ stands before the other alone."""
     torch.manual_seed(0)
-    net = Model(lambda s, x: (y := x.relu(), s.a(y), s.b(y))[1:], a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+    net = Model(
+        lambda s, x: (y := x.relu(), s.a(y), s.b(y))[1:],
+        a=nn.Linear(4, 2),
+        b=nn.Linear(4, 2),
+    )
     batches = data(3, 4)
     model = calibrated(net, batches, {"a/linear": "int4"})
     found, exact = model(batches[0])
@@ -218,12 +295,21 @@ def test_cat_of_two_convolutions(calibrated, Model):
     def forward(self, x):
         return self.c(torch.cat([self.a(x), self.b(x)], 1))
 
-    net = Model(forward, a=nn.Conv2d(2, 3, 1), b=nn.Conv2d(2, 1, 1), c=nn.Conv2d(4, 2, 1))
+    net = Model(
+        forward, a=nn.Conv2d(2, 3, 1), b=nn.Conv2d(2, 1, 1), c=nn.Conv2d(4, 2, 1)
+    )
     with torch.no_grad():
         net.b.weight.mul_(30)
     model = calibrated(net, data(3, 2, 4, 4))
     scales = {n: float(q.scale) for n, q in model.named() if not q.weight}
-    assert set(scales) == {"a/conv2d:0", "b/conv2d:0", "a/conv2d", "b/conv2d", "a/conv2d b/conv2d", "c/conv2d"}
+    assert set(scales) == {
+        "a/conv2d:0",
+        "b/conv2d:0",
+        "a/conv2d",
+        "b/conv2d",
+        "a/conv2d b/conv2d",
+        "c/conv2d",
+    }
     assert scales["b/conv2d"] > 5 * scales["a/conv2d"]
     # the joined value has at least the range of both (its own rounding may add half a step of the wider)
     assert scales["a/conv2d b/conv2d"] == pytest.approx(scales["b/conv2d"], rel=0.2)
@@ -231,7 +317,9 @@ def test_cat_of_two_convolutions(calibrated, Model):
 
 def test_a_module_used_twice_has_a_scale_for_each_call(calibrated, Model):
     torch.manual_seed(0)
-    model = calibrated(Model(lambda s, x: s.a(s.a(x).mul(100.0)), a=nn.Linear(4, 4)), data(5, 4))
+    model = calibrated(
+        Model(lambda s, x: s.a(s.a(x).mul(100.0)), a=nn.Linear(4, 4)), data(5, 4)
+    )
     assert rows(model) == {
         "a/linear": ("int8", ""),
         "/mul": ("fp32", "no int8 arithmetic for elementwise operators"),
@@ -255,7 +343,12 @@ def test_parts_of_a_value_have_scales_of_their_own(calibrated, Model):
         net.qkv.weight[8:].mul_(50)
     model = calibrated(net, data(3, 5, 4))
     site = "/scaled_dot_product_attention"
-    assert {n for n, q in model.named() if not q.weight} == {"qkv/linear:0", f"{site}:0", "/mul", f"{site}:2"}
+    assert {n for n, q in model.named() if not q.weight} == {
+        "qkv/linear:0",
+        f"{site}:0",
+        "/mul",
+        f"{site}:2",
+    }
     assert model.quantizer(f"{site}:2").scale > 10 * model.quantizer(f"{site}:0").scale
 
 
@@ -296,7 +389,10 @@ def test_a_tied_weight_along_two_axes(laid, Model):
     model, *_ = laid(net, data(3, 4))
     assert rows(model)["/matmul"] == ("int8", "")
     assert rows(model)["/linear"][0] == "fp32"
-    assert "w is stored once, as /matmul reads it: int8, PerAxis(axis=1)" in rows(model)["/linear"][1]
+    assert (
+        "w is stored once, as /matmul reads it: int8, PerAxis(axis=1)"
+        in rows(model)["/linear"][1]
+    )
     model, *_ = laid(net, data(3, 4), weight="tensor")
     assert rows(model) == {"/matmul": ("int8", ""), "/linear": ("int8", "")}
 
@@ -308,8 +404,14 @@ def test_a_tied_weight_along_two_axes(laid, Model):
         (lambda s, x: x @ s.w.view(4, 3), {"w": nn.Parameter(torch.ones(12))}),
         (lambda s, x: F.linear(x, s.w), {"w": torch.ones(3, 4)}),
         (lambda s, x: F.linear(x, s.w[:3]), {"w": torch.ones(5, 4)}),
-        (lambda s, x: F.linear(x, s.w * s.g), {"w": nn.Parameter(torch.ones(3, 4)), "g": nn.Parameter(torch.ones(3, 1))}),
-        (lambda s, x: F.linear(x, torch.cat([s.w, s.w])), {"w": nn.Parameter(torch.ones(3, 4))}),
+        (
+            lambda s, x: F.linear(x, s.w * s.g),
+            {"w": nn.Parameter(torch.ones(3, 4)), "g": nn.Parameter(torch.ones(3, 1))},
+        ),
+        (
+            lambda s, x: F.linear(x, torch.cat([s.w, s.w])),
+            {"w": nn.Parameter(torch.ones(3, 4))},
+        ),
     ],
     ids=["transposed", "view", "buffer", "part of a buffer", "product", "cat"],
 )
@@ -317,13 +419,20 @@ def test_weights_that_are_no_parameters_are_refused(laid, Model, forward, parts)
     net = nn.Sequential(Model(forward, **parts), nn.LazyLinear(2))
     net(data(2, 4)[0])
     model, *_ = laid(net, data(2, 4))
-    format, reason = next(v for k, v in rows(model).items() if "linear" in k or "matmul" in k)
+    format, reason = next(
+        v for k, v in rows(model).items() if "linear" in k or "matmul" in k
+    )
     assert format == "fp32"
-    assert reason.endswith("is no parameter: a buffer, a view, or made of parameters in the forward pass")
+    assert reason.endswith(
+        "is no parameter: a buffer, a view, or made of parameters in the forward pass"
+    )
     assert rows(model)["1/linear"] == ("int8", "")
 
 
-@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize(
+    "norm",
+    [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm],
+)
 def test_parametrized_weights_are_refused(calibrated, norm):
     """What they are computed from keeps its values."""
     torch.manual_seed(0)
@@ -337,8 +446,14 @@ def test_parametrized_weights_are_refused(calibrated, norm):
 
 
 def test_what_another_weight_is_made_of_keeps_its_values(laid, Model):
-    net = Model(lambda s, x: F.linear(F.linear(x, s.w), s.w * 2), w=nn.Parameter(torch.ones(4, 4)))
-    with pytest.raises(QuantizationError, match="w is stored once, and /mul reads a view of it or makes another weight"):
+    net = Model(
+        lambda s, x: F.linear(F.linear(x, s.w), s.w * 2),
+        w=nn.Parameter(torch.ones(4, 4)),
+    )
+    with pytest.raises(
+        QuantizationError,
+        match="w is stored once, and /mul reads a view of it or makes another weight",
+    ):
         laid(net, data(3, 4))
 
 
@@ -348,39 +463,75 @@ def test_adds_and_pools_between_convolutions_work_on_codes(laid, Model):
         z = self.b(y) + y
         return self.c(F.max_pool2d(z, 2))
 
-    net = Model(forward, a=nn.Conv2d(1, 2, 1), b=nn.Conv2d(2, 2, 1), c=nn.Conv2d(2, 1, 1))
+    net = Model(
+        forward, a=nn.Conv2d(1, 2, 1), b=nn.Conv2d(2, 2, 1), c=nn.Conv2d(2, 1, 1)
+    )
     pictures = data(2, 1, 4, 4)
     formats = dict.fromkeys(("a/conv2d", "b/conv2d", "c/conv2d"), "int8")
     model, *_ = laid(net, pictures, formats)
     found = {site: fmt for site, (fmt, _) in rows(model).items()}
-    assert found == {"a/conv2d": "int8", "/relu": "fp32", "b/conv2d": "int8", "/add": "codes", "/max_pool2d": "codes",
-                     "c/conv2d": "int8"}  # fmt: skip
+    assert found == {
+        "a/conv2d": "int8",
+        "/relu": "fp32",
+        "b/conv2d": "int8",
+        "/add": "codes",
+        "/max_pool2d": "codes",
+        "c/conv2d": "int8",
+    }
     assert {n for n, q in model.named() if not q.weight} == {
-        "a/conv2d:0", "/relu", "b/conv2d", "/add", "/max_pool2d", "c/conv2d",
-    }  # fmt: skip
+        "a/conv2d:0",
+        "/relu",
+        "b/conv2d",
+        "/add",
+        "/max_pool2d",
+        "c/conv2d",
+    }
     assert model.quantizer("/add").operand.reduce == 1
     model, *_ = laid(net, pictures, formats, elementwise=False)
-    assert {n for n, q in model.named() if not q.weight} == {"a/conv2d:0", "/relu", "/max_pool2d"}
-    model, *_ = laid(net, pictures, formats, dynamic=True)  # dynamic kernels leave floats
-    assert {n for n, q in model.named() if not q.weight} == {"a/conv2d:0", "/relu", "/max_pool2d"}
+    assert {n for n, q in model.named() if not q.weight} == {
+        "a/conv2d:0",
+        "/relu",
+        "/max_pool2d",
+    }
+    model, *_ = laid(
+        net, pictures, formats, dynamic=True
+    )  # dynamic kernels leave floats
+    assert {n for n, q in model.named() if not q.weight} == {
+        "a/conv2d:0",
+        "/relu",
+        "/max_pool2d",
+    }
     assert all(q.dynamic for _, q in model.named() if not q.weight)
 
 
 def test_a_product_with_a_number_is_no_join(laid, Model):
     net = Model(lambda s, x: s.b(s.a(x) * 3.0), a=nn.Linear(2, 2), b=nn.Linear(2, 2))
-    assert rows(laid(net, data(2, 2), {"a/linear": "int8", "b/linear": "int8"})[0])["/mul"] == ("fp32", "")
+    assert rows(laid(net, data(2, 2), {"a/linear": "int8", "b/linear": "int8"})[0])[
+        "/mul"
+    ] == ("fp32", "")
 
 
 def test_branches_become_rows(laid, Model):
-    net = Model(lambda s, x: s.b(s.a(x.relu() if x.sum() > 0 else x.abs())), a=nn.Linear(2, 2), b=nn.Linear(2, 2))
+    net = Model(
+        lambda s, x: s.b(s.a(x.relu() if x.sum() > 0 else x.abs())),
+        a=nn.Linear(2, 2),
+        b=nn.Linear(2, 2),
+    )
     model, *_ = laid(net, [torch.ones(1, 2), -torch.ones(1, 2)])
-    assert rows(model)["a/linear"] == ("fp32", "reads other values from batch to batch: the model branches on its data")
+    assert rows(model)["a/linear"] == (
+        "fp32",
+        "reads other values from batch to batch: the model branches on its data",
+    )
     assert rows(model)["b/linear"] == ("int8", "")
 
 
 def test_reasons(laid):
-    net = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.LayerNorm(4), nn.Linear(4, 2))
-    model, *_ = laid(net, data(2, 4), {"0/linear": "int8", "1/softmax": "int8", "3/linear": "fp32"})
+    net = nn.Sequential(
+        nn.Linear(4, 4), nn.Softmax(-1), nn.LayerNorm(4), nn.Linear(4, 2)
+    )
+    model, *_ = laid(
+        net, data(2, 4), {"0/linear": "int8", "1/softmax": "int8", "3/linear": "fp32"}
+    )
     assert rows(model) == {
         "0/linear": ("int8", ""),
         "1/softmax": ("fp32", "no int8 arithmetic for softmax operators"),
@@ -403,7 +554,9 @@ def test_kv_cache_per_token(calibrated, Model, fmt):
     model = calibrated(net, [parts], {}, kv_cache=fmt)
     found = parse_format(fmt)
     q, k, v = parts
-    want = F.scaled_dot_product_attention(q, on_grid(k, k, found, PerToken()), on_grid(v, v, found, PerToken()))
+    want = F.scaled_dot_product_attention(
+        q, on_grid(k, k, found, PerToken()), on_grid(v, v, found, PerToken())
+    )
     assert torch.equal(model(*parts), want)
     assert rows(model) == {site: (f"keys and values in {fmt}", "")}
 

@@ -34,13 +34,17 @@ def rounded(laid, model, batches, how=NEAREST, formats="int8", **options):
 
 
 def on_grid(x, fmt, granularity=None, seen=None):
-    return fake_quantize(x, choose_qparams(x if seen is None else seen, fmt, granularity), fmt)
+    return fake_quantize(
+        x, choose_qparams(x if seen is None else seen, fmt, granularity), fmt
+    )
 
 
 def test_it_is_the_naive_calibration_layer_by_layer(laid):
     """Scale of each value from what the quantized layers before it give; weights to nearest."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    net = nn.Sequential(
+        nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
+    )
     batches = data(5, 4, count=3)
     model, gains = rounded(laid, net, batches, formats="int4", bias=False)
     x, fmt, own = torch.cat(batches), integer(4), integer(4, symmetric=False)
@@ -63,7 +67,12 @@ def test_it_is_the_naive_calibration_layer_by_layer(laid):
 def test_observers_see_what_arrives(laid, observer):
     torch.manual_seed(0)
     batches = data(5, 4)
-    model, _ = rounded(laid, nn.Linear(4, 2), batches, Rounding(observer=observer, weights="nearest", bias=False))
+    model, _ = rounded(
+        laid,
+        nn.Linear(4, 2),
+        batches,
+        Rounding(observer=observer, weights="nearest", bias=False),
+    )
     own = make_observer(observer)
     own.see(torch.cat(batches))
     assert torch.equal(model.quantizer("/linear:0").scale, own.qparams(ASYM).scale)
@@ -77,11 +86,20 @@ def test_biases_take_up_the_mean_error(laid):
     how = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=True)
     model, _ = rounded(laid, layer, batches, how, "int2", bias=False)
     x = torch.cat(batches)
-    weight, value = on_grid(layer.weight, integer(2), PerAxis(0)), on_grid(x, integer(2, symmetric=False))
-    shift = (F.linear(x, layer.weight) - F.linear(value, weight)).double().mean(0).detach()
+    weight, value = (
+        on_grid(layer.weight, integer(2), PerAxis(0)),
+        on_grid(x, integer(2, symmetric=False)),
+    )
+    shift = (
+        (F.linear(x, layer.weight) - F.linear(value, weight)).double().mean(0).detach()
+    )
     assert float(shift.abs().max()) > 0.01
-    assert torch.allclose(model.model.bias.double(), layer.bias.double() + shift, atol=1e-6)  # sums of 12 numbers near 1
-    assert torch.allclose((model(x) - layer(x)).mean(0).detach(), torch.zeros(3), atol=1e-6)
+    assert torch.allclose(
+        model.model.bias.double(), layer.bias.double() + shift, atol=1e-6
+    )  # sums of 12 numbers near 1
+    assert torch.allclose(
+        (model(x) - layer(x)).mean(0).detach(), torch.zeros(3), atol=1e-6
+    )
 
 
 def test_biases_of_convolutions_and_of_integer_sums(laid):
@@ -92,7 +110,10 @@ def test_biases_of_convolutions_and_of_integer_sums(laid):
     model, _ = rounded(laid, layer, batches, how, "int4", elementwise=False)
     x = torch.cat(batches)
     off = (model(x) - layer(x)).mean((0, 2, 3)).abs()
-    step = model.quantizer("/conv2d:0").scale.flatten() * model.quantizer("weight").scale.flatten()
+    step = (
+        model.quantizer("/conv2d:0").scale.flatten()
+        * model.quantizer("weight").scale.flatten()
+    )
     assert (off <= step * 0.5 + 1e-6).all()
     assert (off > 0).any()
 
@@ -101,21 +122,50 @@ def test_biases_of_convolutions_and_of_integer_sums(laid):
     ("net", "shape"),
     [
         (nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4)), (16, 8)),
-        (nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.ReLU6(), nn.Conv2d(6, 4, 2, stride=2)), (6, 3, 7, 7)),
-        (nn.Sequential(nn.ConvTranspose2d(4, 6, 2, groups=2), nn.ReLU(), nn.Conv2d(6, 2, 1)), (6, 4, 4, 4)),
+        (
+            nn.Sequential(
+                nn.Conv2d(3, 6, 3, groups=3), nn.ReLU6(), nn.Conv2d(6, 4, 2, stride=2)
+            ),
+            (6, 3, 7, 7),
+        ),
+        (
+            nn.Sequential(
+                nn.ConvTranspose2d(4, 6, 2, groups=2), nn.ReLU(), nn.Conv2d(6, 2, 1)
+            ),
+            (6, 4, 4, 4),
+        ),
     ],
 )
-@pytest.mark.parametrize(("fmt", "weight"), [("int8", "format"), ("int4", "format"), ("int4", "tensor"), ("w2", "format"),
-                                             ("w4g4", "format"), ("fp4", "format"), ("ternary", "format")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fmt", "weight"),
+    [
+        ("int8", "format"),
+        ("int4", "format"),
+        ("int4", "tensor"),
+        ("w2", "format"),
+        ("w4g4", "format"),
+        ("fp4", "format"),
+        ("ternary", "format"),
+    ],
+)
 def test_gptq_never_loses_to_nearest_in_a_layer(laid, net, shape, fmt, weight):
     """Each layer's own loss, as its gain says, and by hand that of the first layer where its inputs are exact: with rounded
     ones the loss that is promised is the one on the half of the data that corrections are judged on."""
     torch.manual_seed(0)
     net, batches = copy.deepcopy(net), data(*shape)
     options = {"bias": False, "weight": weight}
-    model, gains = rounded(laid, net, batches, Rounding(observer="minmax", scales="minmax", bias=False), fmt, **options)
+    model, gains = rounded(
+        laid,
+        net,
+        batches,
+        Rounding(observer="minmax", scales="minmax", bias=False),
+        fmt,
+        **options,
+    )
     plain, _ = rounded(laid, net, batches, NEAREST, fmt, **options)
-    assert [g.name for g in gains] == [n for n in ("0.weight", "2.weight") if n in model.weight_names()]
+    assert [g.name for g in gains] == [
+        n for n in ("0.weight", "2.weight") if n in model.weight_names()
+    ]
     assert all(g.after_db >= g.before_db - 1e-6 for g in gains)
     if any(n.endswith(":0") for n, _ in model.named()):
         return
@@ -131,12 +181,18 @@ def test_gptq_never_loses_to_nearest_in_a_layer(laid, net, shape, fmt, weight):
 
 def test_gptq_helps_the_network(laid):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    net = nn.Sequential(
+        nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
     mix = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
     batches = [x @ mix for x in data(64, 16)]
     test = data(64, 16, seed=1)[0] @ mix
     errors = []
-    for how in (NEAREST, Rounding(observer="minmax", bias=False), Rounding(observer="mse")):
+    for how in (
+        NEAREST,
+        Rounding(observer="minmax", bias=False),
+        Rounding(observer="mse"),
+    ):
         model, _ = rounded(laid, net, batches, how, "w3a8")
         errors.append(float((model(test) - net(test)).detach().square().sum()))
     assert errors[1] < errors[0] / 2
@@ -147,15 +203,26 @@ def test_gptq_helps_the_network(laid):
 def test_zeros_stay_where_they_are_asked_to(laid, zeros):
     """Half of the weights of each kind of layer are 0; the layers' gains show that the others still make up for rounding."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2), nn.Flatten(), nn.Linear(64, 4))
+    net = nn.Sequential(
+        nn.Conv2d(4, 8, 3, groups=2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 2),
+        nn.Flatten(),
+        nn.Linear(64, 4),
+    )
     pruned = {}
     with torch.no_grad():
         for name, weight in net.named_parameters():
             if weight.ndim > 1:
                 pruned[name] = torch.rand(weight.shape) < 0.5
                 weight.masked_fill_(pruned[name], 0.0)
-    model, gains = rounded(laid, net, data(8, 4, 5, 5), Rounding(keep_zeros=zeros), "int4")
-    moved = sum(int((model.model.get_parameter(n)[mask] != 0).sum()) for n, mask in pruned.items())
+    model, gains = rounded(
+        laid, net, data(8, 4, 5, 5), Rounding(keep_zeros=zeros), "int4"
+    )
+    moved = sum(
+        int((model.model.get_parameter(n)[mask] != 0).sum())
+        for n, mask in pruned.items()
+    )
     assert (moved == 0) == zeros
     assert len(gains) == 3
     assert all(g.after_db >= g.before_db - 1e-6 for g in gains)
@@ -167,7 +234,9 @@ def test_weights_lie_on_their_grids_and_stay(laid):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
     for fmt in ("int8", "int4", "w4g4", "fp8_e4m3fn", "ternary", "binary"):
-        model, _ = rounded(laid, net, data(4, 3, 4, 4), Rounding(observer="minmax"), fmt)
+        model, _ = rounded(
+            laid, net, data(4, 3, 4, 4), Rounding(observer="minmax"), fmt
+        )
         for name, quantizer in model.named():
             if quantizer.weight:
                 weight = model.model.get_parameter(name)
@@ -193,12 +262,28 @@ def linear_models(Model):
     a, b = nn.Linear(4, 6), nn.Linear(6, 3)
     return {
         "plain": Model(lambda s, x: s.b(s.a(x).relu()), a=a, b=b),
-        "tokens first": Model(lambda s, x: s.b(s.a(x.transpose(0, 1)).relu()).transpose(0, 1), a=a, b=b),
-        "merged": Model(lambda s, x: s.b(s.a(x.reshape(-1, 4)).relu()).view(*x.shape[:2], 3), a=a, b=b),
-        "merged, tokens first": Model(
-            lambda s, x: s.b(s.a(x.transpose(0, 1).reshape(-1, 4)).relu()).view(x.shape[1], -1, 3).transpose(0, 1), a=a, b=b
+        "tokens first": Model(
+            lambda s, x: s.b(s.a(x.transpose(0, 1)).relu()).transpose(0, 1), a=a, b=b
         ),
-        "flattened": Model(lambda s, x: torch.stack([s.b(s.a(t).relu()) for t in x.unbind(1)], 1), a=a, b=b),
+        "merged": Model(
+            lambda s, x: s.b(s.a(x.reshape(-1, 4)).relu()).view(*x.shape[:2], 3),
+            a=a,
+            b=b,
+        ),
+        "merged, tokens first": Model(
+            lambda s, x: (
+                s.b(s.a(x.transpose(0, 1).reshape(-1, 4)).relu())
+                .view(x.shape[1], -1, 3)
+                .transpose(0, 1)
+            ),
+            a=a,
+            b=b,
+        ),
+        "flattened": Model(
+            lambda s, x: torch.stack([s.b(s.a(t).relu()) for t in x.unbind(1)], 1),
+            a=a,
+            b=b,
+        ),
     }
 
 
@@ -211,7 +296,10 @@ def test_samples_are_found_wherever_they_lie(laid, Model, name):
     found, _ = rounded(laid, nets[name], batches, NEAREST, "int4")
     scales = [[q.scale for _, q in m.named() if not q.weight] for m in (plain, found)]
     assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(*scales, strict=True))
-    for part in ("a", "b"):  # GPTQ's second moments are sums in another order: weights near a tie may differ
+    for part in (
+        "a",
+        "b",
+    ):  # GPTQ's second moments are sums in another order: weights near a tie may differ
         a, b = (getattr(m.model, part).weight for m in (plain, found))
         assert float(((a - b).abs() > 1e-6).float().mean()) <= 0.1
 
@@ -220,7 +308,10 @@ def test_samples_are_found_wherever_they_lie(laid, Model, name):
 @pytest.mark.parametrize(
     ("make", "site"),
     [
-        (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "self_attn/linear"),
+        (
+            lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+            "self_attn/linear",
+        ),
         (lambda: nn.LSTM(8, 6, batch_first=True), "/lstm"),
         (lambda: nn.GRU(8, 6, 2, batch_first=True, bidirectional=True), "/gru"),
     ],
@@ -242,13 +333,20 @@ def test_layers_of_torch(laid, make, site):
 def test_matrices_of_products_are_rounded_by_gptq_too(laid, Model):
     """GPT-2's layers are addmm(bias, x, weight)."""
     torch.manual_seed(0)
-    net = Model(lambda s, x: torch.addmm(s.b, x, s.w), w=nn.Parameter(torch.randn(8, 4)), b=nn.Parameter(torch.randn(4)))
+    net = Model(
+        lambda s, x: torch.addmm(s.b, x, s.w),
+        w=nn.Parameter(torch.randn(8, 4)),
+        b=nn.Parameter(torch.randn(4)),
+    )
     twin = nn.Linear(8, 4)
     with torch.no_grad():
         twin.weight.copy_(net.w.t())
         twin.bias.copy_(net.b)
     batches = data(16, 8)
-    (model, gains), (other, _) = (rounded(laid, n, batches, Rounding(observer="minmax"), "w3") for n in (net, twin))
+    (model, gains), (other, _) = (
+        rounded(laid, n, batches, Rounding(observer="minmax"), "w3")
+        for n in (net, twin)
+    )
     assert [g.name for g in gains] == ["w"]
     assert torch.allclose(model.model.w, other.model.weight.t(), atol=1e-6)
     assert torch.allclose(model.model.b, other.model.bias, atol=1e-6)
@@ -275,40 +373,65 @@ def test_batches_of_other_shapes_are_seen_together(laid, Model):
     batches = [data(2, 5, 4)[0], 3 * data(2, 7, 4, seed=1)[0]]
     model, _ = rounded(laid, net, batches)
     want = choose_qparams(torch.cat([x.flatten() for x in batches]), ASYM)
-    assert torch.equal(model.quantizer("a/linear:0").scale.flatten(), want.scale.flatten())
+    assert torch.equal(
+        model.quantizer("a/linear:0").scale.flatten(), want.scale.flatten()
+    )
 
 
 def test_batches_of_other_ranks_correct_one_bias(laid):
     torch.manual_seed(0)
     batches = [data(2, 5, 4)[0], data(6, 4, seed=1)[0]]
     layer = nn.Linear(4, 3)
-    model, _ = rounded(laid, layer, batches, Rounding(observer="minmax"), "int2", bias=False)
+    model, _ = rounded(
+        laid, layer, batches, Rounding(observer="minmax"), "int2", bias=False
+    )
     lost = torch.cat([(layer(x) - model(x)).reshape(-1, 3) for x in batches]).detach()
-    assert torch.allclose(lost.mean(0), torch.zeros(3), atol=1e-6)  # sums of 16 numbers near 1
+    assert torch.allclose(
+        lost.mean(0), torch.zeros(3), atol=1e-6
+    )  # sums of 16 numbers near 1
 
 
 def test_both_branches_are_calibrated(laid, Model):
     torch.manual_seed(0)
-    net = Model(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+    net = Model(
+        lambda s, x: s.a(x) if x.sum() > 0 else s.b(x),
+        a=nn.Linear(4, 2),
+        b=nn.Linear(4, 2),
+    )
     up, down = torch.rand(3, 4), -5 * torch.rand(3, 4)
     model, _ = rounded(laid, net, [up, down])
-    assert torch.equal(model.quantizer("a/linear:0").scale.flatten(), choose_qparams(up, ASYM).scale.flatten())
-    assert torch.equal(model.quantizer("b/linear:0").scale.flatten(), choose_qparams(down, ASYM).scale.flatten())
+    assert torch.equal(
+        model.quantizer("a/linear:0").scale.flatten(),
+        choose_qparams(up, ASYM).scale.flatten(),
+    )
+    assert torch.equal(
+        model.quantizer("b/linear:0").scale.flatten(),
+        choose_qparams(down, ASYM).scale.flatten(),
+    )
     assert {r.format for r in model.rows if r.site.endswith("linear")} == {"int8"}
 
 
 def test_a_branch_that_no_batch_takes_is_a_row(laid, Model):
     torch.manual_seed(0)
-    net = Model(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+    net = Model(
+        lambda s, x: s.a(x) if x.sum() > 0 else s.b(x),
+        a=nn.Linear(4, 2),
+        b=nn.Linear(4, 2),
+    )
     up, down = torch.rand(3, 4), -torch.rand(3, 4)
     model, workload, _ = laid(net, [up, down])
     round_in_order_(model, workload, [up], NEAREST)
-    assert {r.site: (r.format, r.reason) for r in model.rows}["b/linear"] == ("fp32", "calibration never reached it")
+    assert {r.site: (r.format, r.reason) for r in model.rows}["b/linear"] == (
+        "fp32",
+        "calibration never reached it",
+    )
     assert torch.equal(model(down), net.b(down))
 
 
 MIXING = {
-    "batch statistics": lambda s, x: F.batch_norm(s.b(s.a(x)), None, None, training=True),
+    "batch statistics": lambda s, x: F.batch_norm(
+        s.b(s.a(x)), None, None, training=True
+    ),
     "mean": lambda s, x: (y := s.b(s.a(x))) - y.mean(0),
     "roll": lambda s, x: s.b(s.a(x)).roll(1, 0),
     "one number": lambda s, x: s.b(s.a(x)).sum(),
@@ -319,13 +442,18 @@ MIXING = {
 def test_models_that_mix_samples_get_their_own_batches(laid, Model, name):
     """What arrives at a layer is what the model computes for each batch: ranges by hand, from batches of their own."""
     torch.manual_seed(0)
-    net, batches = Model(MIXING[name], a=nn.Linear(4, 4), b=nn.Linear(4, 3)), data(5, 4, count=3)
+    net, batches = (
+        Model(MIXING[name], a=nn.Linear(4, 4), b=nn.Linear(4, 3)),
+        data(5, 4, count=3),
+    )
     model, _ = rounded(laid, net, batches, bias=False)
     x = torch.cat(batches)
     weight = on_grid(net.a.weight, integer(8), PerAxis(0))
     hidden = F.linear(on_grid(x, ASYM), weight, net.a.bias)
     want = choose_qparams(hidden, ASYM)
-    assert torch.allclose(model.quantizer("a/linear").scale.flatten(), want.scale.flatten(), rtol=1e-5)
+    assert torch.allclose(
+        model.quantizer("a/linear").scale.flatten(), want.scale.flatten(), rtol=1e-5
+    )
 
 
 def test_statistics_before_a_layer_are_those_of_each_batch(laid, Model):
@@ -333,7 +461,9 @@ def test_statistics_before_a_layer_are_those_of_each_batch(laid, Model):
     batches = [x + 10 * i for i, x in enumerate(data(5, 4, count=3))]
     model, _ = rounded(laid, net, batches)
     want = choose_qparams(torch.cat([x - x.mean(0) for x in batches]), ASYM)
-    assert torch.allclose(model.quantizer("/sub").scale.flatten(), want.scale.flatten(), rtol=1e-6)
+    assert torch.allclose(
+        model.quantizer("/sub").scale.flatten(), want.scale.flatten(), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("when", ["first layer", "last layer"])
@@ -347,7 +477,10 @@ def test_an_error_in_the_middle_leaves_everything_as_it_was(laid, Model, when):
 
     net = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3))
     model, workload, _ = laid(net, data(5, 4), "int4")
-    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    before, state = (
+        {k: v.clone() for k, v in model.state_dict().items()},
+        torch.get_rng_state(),
+    )
     with pytest.raises(QuantizationError, match=r"/log.* values are NaN or Inf"):
         round_in_order_(model, workload, workload.batches, Rounding(observer="minmax"))
     after = model.state_dict()
@@ -362,12 +495,17 @@ def test_an_error_in_the_middle_leaves_everything_as_it_was(laid, Model, when):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_data_is_named_and_nothing_changes(laid, Model, bad):
     torch.manual_seed(0)
-    net = Model(lambda s, x: s.b(s.a(x[0]).relu() + x[1]), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    net = Model(
+        lambda s, x: s.b(s.a(x[0]).relu() + x[1]), a=nn.Linear(4, 4), b=nn.Linear(4, 4)
+    )
     batches = [((torch.ones(n, 4), torch.ones(n, 4)),) for n in (2, 3, 4)]
     batches[2][0][1][1, 3] = bad
     model, workload, _ = laid(net, batches, "int8")
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(QuantizationError, match=r"/add, first in batch 2: 1 of 36 values are NaN or Inf"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"/add, first in batch 2: 1 of 36 values are NaN or Inf",
+    ):
         round_in_order_(model, workload, workload.batches, Rounding(observer="minmax"))
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -389,7 +527,9 @@ def test_other_errors(laid):
 
 def test_the_model_keeps_its_mode_and_random_state(laid):
     torch.manual_seed(0)
-    model, workload, _ = laid(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)), data(8, 4))
+    model, workload, _ = laid(
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)), data(8, 4)
+    )
     model.model.train()
     state = torch.get_rng_state()
     round_in_order_(model, workload, workload.batches, Rounding(observer="minmax"))
@@ -405,7 +545,9 @@ def test_again_gives_the_same(laid):
     round_in_order_(model, workload, [5 * x for x in workload.batches], NEAREST)
     round_in_order_(model, workload, workload.batches, NEAREST)
     want = choose_qparams(torch.cat(data(8, 4)), ASYM)
-    assert torch.equal(model.quantizer("/linear:0").scale.flatten(), want.scale.flatten())
+    assert torch.equal(
+        model.quantizer("/linear:0").scale.flatten(), want.scale.flatten()
+    )
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "mxfp4", "int8"])
@@ -419,9 +561,18 @@ def test_in_place_calls_in_a_cast(laid, Model, fmt):
         y += x
         return self.b(y)
 
-    model, _ = rounded(laid, Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 2)), data(8, 4), formats={
-        "a/linear": fmt, "/relu": "bf16", "/add": "bf16", "b/linear": "int8"})  # fmt: skip
-    assert {r.site: r.format for r in model.rows} == {"a/linear": fmt, "/relu": "bf16", "/add": "bf16", "b/linear": "int8"}
+    model, _ = rounded(
+        laid,
+        Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 2)),
+        data(8, 4),
+        formats={"a/linear": fmt, "/relu": "bf16", "/add": "bf16", "b/linear": "int8"},
+    )
+    assert {r.site: r.format for r in model.rows} == {
+        "a/linear": fmt,
+        "/relu": "bf16",
+        "/add": "bf16",
+        "b/linear": "int8",
+    }
 
 
 # -- the two halves
@@ -429,7 +580,9 @@ def test_in_place_calls_in_a_cast(laid, Model, fmt):
 
 def test_stack():
     a, b = {"x": torch.ones(2, 3), "mask": None}, {"x": torch.zeros(1, 3), "mask": None}
-    assert torch.equal(stack([a, b])["x"], torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3]))
+    assert torch.equal(
+        stack([a, b])["x"], torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3])
+    )
     assert stack([torch.ones(2, 3), torch.ones(2, 4)]) is None
     assert stack([torch.ones(2, 3), (torch.ones(2, 3),)]) is None
     shared, x = torch.eye(3), torch.ones(2, 3)
@@ -446,20 +599,42 @@ def test_stack():
 @torch.no_grad()
 def test_batches_are_joined_where_that_changes_nothing(Model):
     def groups(forward, batches, **most):
-        return in_stacks(Workload(Model(forward, a=nn.Linear(4, 4)), batches), batches, **most)
+        return in_stacks(
+            Workload(Model(forward, a=nn.Linear(4, 4)), batches), batches, **most
+        )
 
-    batches = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 4)]
+    batches = [
+        torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 4)
+    ]
     assert groups(lambda s, x: s.a(x), batches) == [[0, 1, 2]]
     assert groups(lambda s, x: s.a(x), batches, most=5) == [[0, 1], [2]]
     assert groups(lambda s, x: s.a(x), batches, most=6) == [[0, 1], [2]]
-    assert groups(lambda s, x: s.a(x), batches, most=1) == [[0], [1], [2]]  # a batch is never split
-    assert groups(lambda s, x: (s.a(x), x.mean()), batches) == [[0, 1, 2]]  # a number for all is not compared
-    for mixing in (lambda s, x: x - x.mean(0), lambda s, x: x.roll(1, 0), lambda s, x: x.sum(), lambda s, x: x.t(),
-                   lambda s, x: torch.full((len(x), 1), len(x)) * 1.0):  # fmt: skip
+    assert groups(lambda s, x: s.a(x), batches, most=1) == [
+        [0],
+        [1],
+        [2],
+    ]  # a batch is never split
+    assert groups(lambda s, x: (s.a(x), x.mean()), batches) == [
+        [0, 1, 2]
+    ]  # a number for all is not compared
+    for mixing in (
+        lambda s, x: x - x.mean(0),
+        lambda s, x: x.roll(1, 0),
+        lambda s, x: x.sum(),
+        lambda s, x: x.t(),
+        lambda s, x: torch.full((len(x), 1), len(x)) * 1.0,
+    ):
         assert groups(mixing, batches) == [[0], [1], [2]]
-    assert groups(lambda s, x: x.view(-1, 2), [batches[0], torch.ones(2, 3, 4), batches[1]]) == [[0], [1], [2]]
-    assert groups(lambda s, x: s.a(x), [batches[0], torch.ones(2, 3, 4), batches[1]]) == [[0, 2], [1]]
-    assert groups(lambda s, x: x[:2] if len(x) < 4 else 1 / 0, batches[:2]) == [[0], [1]]  # only takes batches so long
+    assert groups(
+        lambda s, x: x.view(-1, 2), [batches[0], torch.ones(2, 3, 4), batches[1]]
+    ) == [[0], [1], [2]]
+    assert groups(
+        lambda s, x: s.a(x), [batches[0], torch.ones(2, 3, 4), batches[1]]
+    ) == [[0, 2], [1]]
+    assert groups(lambda s, x: x[:2] if len(x) < 4 else 1 / 0, batches[:2]) == [
+        [0],
+        [1],
+    ]  # only takes batches so long
 
 
 def test_large_values_are_not_joined(Model, monkeypatch):
@@ -471,9 +646,16 @@ def test_large_values_are_not_joined(Model, monkeypatch):
         return s.b(s.a(x).relu())
 
     torch.manual_seed(0)
-    model, batches = Model(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), [torch.randn(4, 4) for _ in range(6)]
+    model, batches = (
+        Model(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)),
+        [torch.randn(4, 4) for _ in range(6)],
+    )
     found, plain = [], Rounding(observer="minmax", weights="nearest", bias=False)
-    for joined, stacks in ((2**24, [24]), (8 * 8 * 4, [8, 8, 8]), (1, [4] * 6)):  # the largest value: 8 numbers of fp32
+    for joined, stacks in (
+        (2**24, [24]),
+        (8 * 8 * 4, [8, 8, 8]),
+        (1, [4] * 6),
+    ):  # the largest value: 8 numbers of fp32
         monkeypatch.setattr("roundoff.quantize.sequential.JOINED", joined)
         calls.clear()
         found.append(ro.quantize(model, "int8", batches, rounding=plain))
@@ -482,7 +664,9 @@ def test_large_values_are_not_joined(Model, monkeypatch):
     for other in found[1:]:
         for (name, a), (_, b) in zip(found[0].named(), other.named(), strict=True):
             # extremes of sums of 8 products, in batches of other lengths: kernels may add in another order
-            torch.testing.assert_close(a.scale, b.scale, rtol=8 * 2**-23, atol=0, msg=name)
+            torch.testing.assert_close(
+                a.scale, b.scale, rtol=8 * 2**-23, atol=0, msg=name
+            )
 
 
 # -- runs in step

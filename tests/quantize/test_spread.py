@@ -23,7 +23,9 @@ def data(*shape, count=2, seed=0):
 def prepared(laid, net, batches, formats="int8", **options):
     if isinstance(formats, str):
         model, workload, graph = laid(net, batches)
-        formats = {s: formats for s, n in graph.nodes.items() if n.kind in ("conv", "linear")}
+        formats = {
+            s: formats for s, n in graph.nodes.items() if n.kind in ("conv", "linear")
+        }
     model, workload, graph = laid(net, batches, formats, **options)
     return model, workload, graph, importance(model, workload, workload.batches)
 
@@ -36,17 +38,27 @@ def skewed(net, exponents, first, second):
         shape = [-1] + [1] * (net[first].weight.ndim - 1)
         net[first].weight.mul_(factors.view(shape))
         net[first].bias.mul_(factors)
-        net[second].weight.div_(factors.view([1, -1] + [1] * (net[second].weight.ndim - 2)))
+        net[second].weight.div_(
+            factors.view([1, -1] + [1] * (net[second].weight.ndim - 2))
+        )
     return net
 
 
 def convolutions(clip=None):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 6, 3), clip or nn.ReLU(), nn.Conv2d(6, 5, 3), clip or nn.ReLU(), nn.Flatten(),
-                         nn.Linear(5 * 4, 3))  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3),
+        clip or nn.ReLU(),
+        nn.Conv2d(6, 5, 3),
+        clip or nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(5 * 4, 3),
+    )
 
 
-@pytest.mark.parametrize("make", [convolutions, lambda: convolutions(nn.LeakyReLU(0.1))])
+@pytest.mark.parametrize(
+    "make", [convolutions, lambda: convolutions(nn.LeakyReLU(0.1))]
+)
 def test_the_function_stays_and_the_predicted_noise_falls(laid, make):
     net = skewed(make(), torch.tensor([3.0, -2.0, 0.0, 1.0, -3.0, 2.0]), 0, 2)
     model, workload, graph, weights = prepared(laid, net, data(4, 2, 6, 6))
@@ -56,7 +68,10 @@ def test_the_function_stays_and_the_predicted_noise_falls(laid, make):
     x = data(4, 2, 6, 6, seed=1)[0]
     exact, found = net(x), model.model(x)
     # each product of a sum is scaled and scaled back, with two roundings a weight, and summed anew: 54 terms at most
-    assert float((found - exact).detach().norm() / exact.detach().norm()) < (2 + 54**0.5) * 3 * 2**-24
+    assert (
+        float((found - exact).detach().norm() / exact.detach().norm())
+        < (2 + 54**0.5) * 3 * 2**-24
+    )
     assert not torch.equal(model.model[0].weight, net[0].weight)
 
 
@@ -64,7 +79,9 @@ def test_relu6_is_the_same_on_the_calibration_data(laid):
     """Channels that reach 6 keep their scale, others grow until they nearly do."""
     net = convolutions(nn.ReLU6())
     with torch.no_grad():
-        net[0].weight.mul_(torch.tensor([9.0, 1.0, 0.1, 0.01, 3.0, 0.5]).view(6, 1, 1, 1))
+        net[0].weight.mul_(
+            torch.tensor([9.0, 1.0, 0.1, 0.01, 3.0, 0.5]).view(6, 1, 1, 1)
+        )
     batches = data(4, 2, 6, 6, count=3)
     model, workload, graph, weights = prepared(laid, net, batches)
     gain = spread_(model, graph, workload, weights)
@@ -86,7 +103,9 @@ def test_skewed_channels_end_at_the_same_scales(laid):
     They start elsewhere and stop before it: what the channels cost agrees within 0.3 dB, and their sizes within 20 %.
     """
     net = convolutions()
-    exponents = torch.empty(6).uniform_(-3, 3, generator=torch.Generator().manual_seed(5))
+    exponents = torch.empty(6).uniform_(
+        -3, 3, generator=torch.Generator().manual_seed(5)
+    )
     batches, found, ends = data(8, 2, 6, 6), [], []
     for start in (net, skewed(net, exponents, 0, 2)):
         model, workload, graph, weights = prepared(laid, start, batches)
@@ -99,7 +118,13 @@ def test_skewed_channels_end_at_the_same_scales(laid):
 
 def problem(laid, net, batches, formats="int8"):
     model, workload, graph, weights = prepared(laid, net, batches, formats)
-    groups = [g for g in groups_of(followed(model.model, workload.batches[:1], None).labels, "rescale") if g.consumers]
+    groups = [
+        g
+        for g in groups_of(
+            followed(model.model, workload.batches[:1], None).labels, "rescale"
+        )
+        if g.consumers
+    ]
     groups = [g for g in groups if g.producers and g.pinned is None]
     return spread._Problem(model, graph, weights, groups, 0.3), weights
 
@@ -115,7 +140,9 @@ def test_the_sum_by_hand(laid):
         s = np.exp(log)
         total = 0.0
         known = weights.values["1/relu"]
-        a, high, low = (getattr(known, n).double().numpy() for n in ("channel", "high", "low"))
+        a, high, low = (
+            getattr(known, n).double().numpy() for n in ("channel", "high", "low")
+        )
 
         def norm(x):
             return (np.maximum(x, 1e-9) ** spread.NORM).mean() ** (1 / spread.NORM)
@@ -129,25 +156,45 @@ def test_the_sum_by_hand(laid):
         first = np.abs(net[0].weight.detach().double().numpy()).max(1) / 127
         inputs = weights.values["0/linear:0"]
         made = weights.results["0/linear"].channel.double().numpy()
-        total += 0.3 * (made * first**2 / 12).sum() * (inputs.square.double().numpy() / inputs.samples).sum()
+        total += (
+            0.3
+            * (made * first**2 / 12).sum()
+            * (inputs.square.double().numpy() / inputs.samples).sum()
+        )
         return total
 
     ours = torch.tensor(log, dtype=torch.float32, requires_grad=True)
     (found,) = [solver.noise([ours])]
-    constant = noise(log) - float(found.detach())  # weights and values that no scale stands at may be left out
+    constant = noise(log) - float(
+        found.detach()
+    )  # weights and values that no scale stands at may be left out
     other = np.array([-0.5, 0.1, 0.4, 0.0])
     again = float(solver.noise([torch.tensor(other, dtype=torch.float32)]))
-    assert noise(other) - again == pytest.approx(constant, rel=1e-3, abs=1e-5 * noise(log))
+    assert noise(other) - again == pytest.approx(
+        constant, rel=1e-3, abs=1e-5 * noise(log)
+    )
     found.backward()
     each = [(noise(log + 1e-5 * e) - noise(log - 1e-5 * e)) / 2e-5 for e in np.eye(4)]
-    assert torch.allclose(ours.grad.double(), torch.tensor(each), rtol=1e-3, atol=1e-4 * float(np.abs(each).max()))
+    assert torch.allclose(
+        ours.grad.double(),
+        torch.tensor(each),
+        rtol=1e-3,
+        atol=1e-4 * float(np.abs(each).max()),
+    )
 
 
 @pytest.mark.parametrize(
     ("layers", "batch"),
     [
         ((nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(), nn.Conv2d(4, 2, 1)), (4, 4, 5, 5)),
-        ((nn.ConvTranspose2d(4, 6, 2, groups=2, stride=2), nn.ReLU(), nn.Conv2d(6, 4, 1, groups=2)), (4, 4, 3, 3)),
+        (
+            (
+                nn.ConvTranspose2d(4, 6, 2, groups=2, stride=2),
+                nn.ReLU(),
+                nn.Conv2d(6, 4, 1, groups=2),
+            ),
+            (4, 4, 3, 3),
+        ),
         ((nn.Conv1d(3, 4, 2), nn.ReLU(), nn.Conv1d(4, 2, 2)), (4, 3, 6)),
         ((nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)), (4, 2, 3, 3)),
     ],
@@ -159,7 +206,11 @@ def test_all_kinds_of_layers(laid, layers, batch):
     with torch.no_grad():
         axis = 1 if isinstance(net[0], nn.ConvTranspose2d) else 0
         count = net[0].weight.shape[axis]
-        net[0].weight.mul_(torch.logspace(-1, 1, count).view([-1 if i == axis else 1 for i in range(net[0].weight.ndim)]))
+        net[0].weight.mul_(
+            torch.logspace(-1, 1, count).view(
+                [-1 if i == axis else 1 for i in range(net[0].weight.ndim)]
+            )
+        )
     model, workload, graph, weights = prepared(laid, net, data(*batch))
     gain = spread_(model, graph, workload, weights)
     assert gain.db > 0
@@ -175,7 +226,9 @@ def test_residual_channels_share_one_scale(laid, Model):
         return self.c(F.relu(y + self.b(y)))
 
     torch.manual_seed(0)
-    net = Model(forward, a=nn.Conv2d(2, 4, 1), b=nn.Conv2d(4, 4, 1), c=nn.Conv2d(4, 2, 1))
+    net = Model(
+        forward, a=nn.Conv2d(2, 4, 1), b=nn.Conv2d(4, 4, 1), c=nn.Conv2d(4, 2, 1)
+    )
     with torch.no_grad():
         net.a.weight[0].mul_(20)
     model, workload, graph, weights = prepared(laid, net, data(4, 2, 4, 4))
@@ -183,7 +236,9 @@ def test_residual_channels_share_one_scale(laid, Model):
     x = data(4, 2, 4, 4, seed=1)[0]
     assert torch.allclose(model.model(x), net(x), rtol=1e-4, atol=1e-5)
     ratios = (model.model.a.weight / net.a.weight).detach()[:, 0, 0, 0]
-    assert torch.allclose(ratios, (net.c.weight / model.model.c.weight).detach()[0, :, 0, 0], rtol=1e-4)
+    assert torch.allclose(
+        ratios, (net.c.weight / model.model.c.weight).detach()[0, :, 0, 0], rtol=1e-4
+    )
 
 
 def test_nothing_to_rescale(laid):
@@ -217,15 +272,25 @@ def test_dead_channels_and_constant_values(laid):
 def test_the_prediction_is_the_signal_to_noise_ratio_of_the_output(laid):
     """Against noise of the sums' own kind put into a linear network: uniform in each step of values and weights."""
     torch.manual_seed(0)
-    net, batches = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 5)), data(400, 6, count=2)
+    net, batches = (
+        nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 5)),
+        data(400, 6, count=2),
+    )
     model, workload, graph, weights = prepared(laid, net, batches)
     gain = spread_(model, graph, workload, weights, gamma=1.0, steps=1)
-    x, (first, second) = torch.cat(batches).double(), (m.double() for m in copy.deepcopy(net))
+    x, (first, second) = (
+        torch.cat(batches).double(),
+        (m.double() for m in copy.deepcopy(net)),
+    )
     hidden = first(x).detach()
     generator = torch.Generator().manual_seed(1)
 
     def shake(value, step):
-        return value + (torch.rand(value.shape, generator=generator, dtype=torch.float64) - 0.5) * step
+        return (
+            value
+            + (torch.rand(value.shape, generator=generator, dtype=torch.float64) - 0.5)
+            * step
+        )
 
     def extent(ends):
         return ends.pow(spread.NORM).mean().pow(1 / spread.NORM)
@@ -234,7 +299,17 @@ def test_the_prediction_is_the_signal_to_noise_ratio_of_the_output(laid):
     exact, noise = second(hidden), 0.0
     for _ in range(20):
         weight = shake(second.weight, second.weight.abs().amax(1, keepdim=True) / 127)
-        noise += float((F.linear(shake(hidden, step), weight, second.bias) - exact).detach().square().sum()) / 20
+        noise += (
+            float(
+                (F.linear(shake(hidden, step), weight, second.bias) - exact)
+                .detach()
+                .square()
+                .sum()
+            )
+            / 20
+        )
     # only the value and the weight that read channels which can be rescaled are in the sums; uniform noise has variance
     # step²/12; 5 outputs of 800 samples, but 80 weights shaken 20 times: within a tenth, 0.4 dB
-    assert gain.before_db == pytest.approx(10 * math.log10(float(exact.detach().square().sum()) / noise), abs=0.5)
+    assert gain.before_db == pytest.approx(
+        10 * math.log10(float(exact.detach().square().sum()) / noise), abs=0.5
+    )

@@ -25,7 +25,9 @@ INT8 = parse_format("int8")
 
 
 def ids(*shape, seed=0, vocabulary=40):
-    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, vocabulary, shape, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def logits(model, batch):
@@ -40,8 +42,15 @@ def hidden(model, batch):
 def gpt2():
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=40, n_positions=24, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=40,
+        n_positions=24,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return transformers.GPT2LMHeadModel(config).eval()
 
 
@@ -49,9 +58,14 @@ def gpt2():
 def bert():
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        max_position_embeddings=24, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=24,
+        attn_implementation="eager",
+    )
     return transformers.BertModel(config, add_pooling_layer=False).eval()
 
 
@@ -67,11 +81,19 @@ def db(found, exact):
 def test_gpt2_of_several_lengths(gpt2, fmt):
     batches = [ids(3, 12), ids(2, 20, seed=1), ids(3, 12, seed=2)]
     before = copy.deepcopy(gpt2.state_dict())
-    skip = ["transformer.wte/*", "transformer.wpe/*", "lm_head/*"] if fmt.startswith("w") else []
+    skip = (
+        ["transformer.wte/*", "transformer.wpe/*", "lm_head/*"]
+        if fmt.startswith("w")
+        else []
+    )
     found = ro.quantize(gpt2, fmt, batches, forward=logits, skip=skip)
     assert all(torch.equal(before[k], v) for k, v in gpt2.state_dict().items())
     names = found.weight_names()
-    assert {f"transformer.h.{i}.{n}.weight" for i in (0, 1) for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")} < set(names)
+    assert {
+        f"transformer.h.{i}.{n}.weight"
+        for i in (0, 1)
+        for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")
+    } < set(names)
     for name in names:  # on its grid: rounded again it stays
         weight, quantizer = found.model.get_parameter(name), found.quantizer(name)
         assert torch.equal(quantizer(weight), weight)
@@ -111,11 +133,18 @@ def test_bert_with_masks_and_lengths(bert):
         return (out * batch["attention_mask"][..., None]).sum(1)
 
     batches = [batch(4, 9, 0), batch(3, 14, 1)]
-    for options in (Options(), Options(activation="token"), Options(dynamic=True), Options(weight="group:16")):
+    for options in (
+        Options(),
+        Options(activation="token"),
+        Options(dynamic=True),
+        Options(weight="group:16"),
+    ):
         found = ro.quantize(bert, "int8", batches, forward=forward, options=options)
         other = batch(4, 11, 5)
         with torch.no_grad():
-            assert db(forward(found, other), forward(bert, other)) > 28  # 12 linears of int8, 38 dB and more each
+            assert (
+                db(forward(found, other), forward(bert, other)) > 28
+            )  # 12 linears of int8, 38 dB and more each
     linears = [r for r in found.rows if r.site.endswith("/linear")]
     assert len(linears) == 12
     assert {r.format for r in linears} == {"int8"}
@@ -134,7 +163,9 @@ def test_support_of_a_correction():
     scaled = [(0.81 * a.T @ a / 4000, 0.9 * a.T @ a / 4000) for a in x]
     assert 0.97 < float(supported(weight, scaled)) <= 1
     few = x[:, :20]
-    noise = [((b := a + 0.3 * torch.randn_like(a)).T @ b / 20, a.T @ b / 20) for a in few]
+    noise = [
+        ((b := a + 0.3 * torch.randn_like(a)).T @ b / 20, a.T @ b / 20) for a in few
+    ]
     assert 0 <= float(supported(weight, noise)) < 0.9
 
 
@@ -149,17 +180,28 @@ class Attention(nn.Module):
         self.written, self.all = written, nn.Linear(16, 48)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.all(x).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.all(x).chunk(3, -1)
+        )
         if not self.written:
             mixed = F.scaled_dot_product_attention(q, k, v)
         else:
-            mixed = F.dropout(torch.softmax(q @ k.transpose(-1, -2) / 8**0.5 + 0.0, -1), 0.1, False) @ v
+            mixed = (
+                F.dropout(
+                    torch.softmax(q @ k.transpose(-1, -2) / 8**0.5 + 0.0, -1),
+                    0.1,
+                    False,
+                )
+                @ v
+            )
         return mixed.transpose(1, 2).flatten(2)
 
 
 def by_hand(net, x, kept):
     q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in net.all(x).chunk(3, -1))
-    return F.scaled_dot_product_attention(q, kept(k), kept(v)).transpose(1, 2).flatten(2)
+    return (
+        F.scaled_dot_product_attention(q, kept(k), kept(v)).transpose(1, 2).flatten(2)
+    )
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -176,7 +218,10 @@ def test_keys_and_values_are_kept_token_by_token(laid, written, fmt):
     assert len(list(model.named())) == 2
     # the same arithmetic in another order: 16 decimals, and none is near a tie
     assert torch.allclose(model(x), by_hand(net, x, kept), rtol=1e-12, atol=1e-12)
-    assert db(model(x).detach(), net(x).detach()) > {"int8": 38, "int4": 15, "fp8_e4m3fn": 25}[fmt]
+    assert (
+        db(model(x).detach(), net(x).detach())
+        > {"int8": 38, "int4": 15, "fp8_e4m3fn": 25}[fmt]
+    )
 
 
 def test_keys_by_channel_are_calibrated(calibrated):
@@ -201,8 +246,18 @@ def test_what_is_no_attention(laid):
 def test_generation_with_a_cache(gpt2):
     """A cache holds what was made; read through the quantizers it gives what the whole sequence gives."""
     batches, start = [ids(4, 20, seed=i) for i in range(2)], ids(2, 6, seed=9)
-    found = ro.quantize(gpt2, {"transformer.h.*.c_*/*": "w8"}, batches, forward=logits, options=Options(kv_cache="int8"))
-    greedy = {"max_new_tokens": 10, "do_sample": False, "attention_mask": torch.ones_like(start)}
+    found = ro.quantize(
+        gpt2,
+        {"transformer.h.*.c_*/*": "w8"},
+        batches,
+        forward=logits,
+        options=Options(kv_cache="int8"),
+    )
+    greedy = {
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(start),
+    }
     with found.quantized() as model:
         cached = model.generate(start, use_cache=True, **greedy)
         plain = model.generate(start, use_cache=False, **greedy)
@@ -210,7 +265,9 @@ def test_generation_with_a_cache(gpt2):
     exact = gpt2.generate(start, **greedy)
     assert float((cached == exact).double().mean()) > 0.8
     with torch.no_grad():
-        assert torch.equal(found.model(input_ids=start).logits, found.model(start).logits)  # as before, unquantized
+        assert torch.equal(
+            found.model(input_ids=start).logits, found.model(start).logits
+        )  # as before, unquantized
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in found.modules())
 
 
@@ -226,10 +283,14 @@ def test_the_block_is_left_after_an_error(gpt2):
 # -- checkpoints
 
 
-@pytest.mark.parametrize(("fmt", "bits"), [("w4g16", 4), ("w4", 4), ("w8", 8), ("w3g32", 4), ("w2g16", 2)])
+@pytest.mark.parametrize(
+    ("fmt", "bits"), [("w4g16", 4), ("w4", 4), ("w8", 8), ("w3g32", 4), ("w2g16", 2)]
+)
 def test_a_checkpoint_comes_back(gpt2, tmp_path, fmt, bits):
     skip = ["transformer.wte/*", "transformer.wpe/*", "lm_head/*"]
-    found = ro.quantize(gpt2, fmt, [ids(3, 12)], forward=logits, rounding=NEAREST, skip=skip)
+    found = ro.quantize(
+        gpt2, fmt, [ids(3, 12)], forward=logits, rounding=NEAREST, skip=skip
+    )
     sizes = write_checkpoint(found, tmp_path)
     count = sum(found.model.get_parameter(n).numel() for n in found.weight_names())
     assert sizes.weights == count * bits // 8
@@ -241,11 +302,20 @@ def test_a_checkpoint_comes_back(gpt2, tmp_path, fmt, bits):
         assert torch.equal(logits(fresh, ids(2, 9)), logits(found, ids(2, 9)))
     read = read_compressed(tmp_path)
     assert read.config["model_type"] == "gpt2"
-    assert read.tensors["transformer.h.0.attn.c_attn.weight"][0].shape == (96, 32)  # (out, in), as the format has it
+    assert read.tensors["transformer.h.0.attn.c_attn.weight"][0].shape == (
+        96,
+        32,
+    )  # (out, in), as the format has it
 
 
 def test_a_checkpoint_of_linear_layers_with_inputs(bert, tmp_path):
-    found = ro.quantize(bert, "int8", [ids(3, 12)], forward=hidden, options=Options(activation="token", symmetric=True))
+    found = ro.quantize(
+        bert,
+        "int8",
+        [ids(3, 12)],
+        forward=hidden,
+        options=Options(activation="token", symmetric=True),
+    )
     write_checkpoint(found, tmp_path)
     read = read_compressed(tmp_path)
     name = "encoder.layer.0.intermediate.dense.weight"
@@ -261,7 +331,9 @@ def test_what_a_checkpoint_cannot_hold(gpt2, tmp_path):
     blocks = ro.quantize(gpt2, "mxfp4", [ids(3, 12)], forward=logits, skip=skip)
     with pytest.raises(QuantizationError, match="no codes of its own"):
         write_checkpoint(blocks, tmp_path)
-    found = ro.quantize(gpt2, "w4", [ids(3, 12)], forward=logits, rounding=NEAREST, skip=skip)
+    found = ro.quantize(
+        gpt2, "w4", [ids(3, 12)], forward=logits, rounding=NEAREST, skip=skip
+    )
     found.divide_("x", torch.ones(32), [])
     with pytest.raises(QuantizationError, match="divisions"):
         write_checkpoint(found, tmp_path)
@@ -272,5 +344,3 @@ def test_what_a_checkpoint_cannot_hold(gpt2, tmp_path):
     with pytest.raises(QuantizationError, match="another model"):
         load_checkpoint_(other, tmp_path)
     assert torch.equal(other.weight, before)
-
-

@@ -19,8 +19,16 @@ from roundoff.workload import Workload
 def skewed(seed=0):
     """conv, BatchNorm, ReLU twice, with channels whose sizes differ by 64, and a head."""
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1),
-                        nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))  # fmt: skip
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 4),
+    )
     with torch.no_grad():
         factors = 2.0 ** torch.linspace(-3, 3, 8)
         net[1].weight.mul_(factors)
@@ -63,7 +71,13 @@ def test_its_weights_are_those_before_rounding(balance):
     """Rounded to nearest, a weight of the quantized model is half a step from the twin's at most; the outputs are equal."""
     net, batches = skewed(), data()
     workload = Workload(net, batches)
-    how = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False, balance=balance)
+    how = Rounding(
+        observer="minmax",
+        weights="nearest",
+        scales="minmax",
+        bias=False,
+        balance=balance,
+    )
     made = ro.quantize(workload, "int8", rounding=how)
     twin = unrounded(made, workload)
     assert made.moves
@@ -71,16 +85,27 @@ def test_its_weights_are_those_before_rounding(balance):
     moved = 0
     for name, quantizer in made.named():
         if quantizer.weight:
-            exact, rounded = twin.get_parameter(name).double(), made.model.get_parameter(name).double()
-            if name not in made.record().balance:  # else the weight has taken factors that its input is divided by
+            exact, rounded = (
+                twin.get_parameter(name).double(),
+                made.model.get_parameter(name).double(),
+            )
+            if (
+                name not in made.record().balance
+            ):  # else the weight has taken factors that its input is divided by
                 # the scale is rounded to fp32 once, the code times the scale as well
-                assert ((exact - rounded).abs() <= quantizer.scale.double() * (0.5 + 2**-16)).all()
-            moved += not torch.allclose(exact, copy.deepcopy(net).get_parameter(name).double(), rtol=1e-3)
+                assert (
+                    (exact - rounded).abs() <= quantizer.scale.double() * (0.5 + 2**-16)
+                ).all()
+            moved += not torch.allclose(
+                exact, copy.deepcopy(net).get_parameter(name).double(), rtol=1e-3
+            )
     assert moved >= 2
     with torch.no_grad():
         x = batches[0]
         # three layers of sums in fp32 with other factors
-        assert torch.allclose(twin(x), net(x), rtol=1e-4, atol=1e-4 * float(net(x).abs().max()))
+        assert torch.allclose(
+            twin(x), net(x), rtol=1e-4, atol=1e-4 * float(net(x).abs().max())
+        )
     before = {k: v.clone() for k, v in net.state_dict().items()}
     unrounded(made, workload)
     assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
@@ -100,7 +125,9 @@ def test_sites_have_the_plain_sqnr_against_it():
     # noise of step² / 12 with steps of 1/255 of a range is 50 dB below a value of that size, and not all of them are
     assert all(db > 35 for db, _ in found.values())
     user = outputs(net, batches[0])["2/relu"]
-    assert (exact["2/relu"] - user).square().sum() > user.square().sum() / 100  # the channels are others: 20 dB at best
+    assert (
+        (exact["2/relu"] - user).square().sum() > user.square().sum() / 100
+    )  # the channels are others: 20 dB at best
     assert {row["share"] for row in site_rows(made, Ask())} == {None}
 
 

@@ -6,7 +6,13 @@ import math
 
 import pytest
 
-from roundoff.report.answer import agreement, answer, totals, totals_sentence, worst_sentences
+from roundoff.report.answer import (
+    agreement,
+    answer,
+    totals,
+    totals_sentence,
+    worst_sentences,
+)
 
 
 def row(site, fmt, sqnr, share):
@@ -15,13 +21,20 @@ def row(site, fmt, sqnr, share):
 
 def test_total_of_a_format_is_the_sum_of_its_noise_powers():
     # 1e-3 + 3e-3 = 4e-3
-    rows = [row("a", "int8", 30.0, 0.25), row("b", "int8", -10 * math.log10(3e-3), 0.75), row("c", "bf16", None, 0.0)]
+    rows = [
+        row("a", "int8", 30.0, 0.25),
+        row("b", "int8", -10 * math.log10(3e-3), 0.75),
+        row("c", "bf16", None, 0.0),
+    ]
     int8, bf16, fp16 = totals({"formats": ["int8", "bf16", "fp16"], "ranking": rows})
     # a handful of float64 operations on numbers near 24
     assert int8.sqnr_db == pytest.approx(-10 * math.log10(4e-3), abs=1e-12)
     assert [r["site"] for r in int8.rows] == ["b", "a"]
     assert (bf16.text, fp16.rows) == ("exact", [])
-    assert totals_sentence([int8, bf16, fp16]) == "With every site in one format: int8 24.0 dB, bf16 exact."
+    assert (
+        totals_sentence([int8, bf16, fp16])
+        == "With every site in one format: int8 24.0 dB, bf16 exact."
+    )
 
 
 def test_a_lost_site_makes_its_format_not_finite_but_leaves_the_rest_known():
@@ -35,13 +48,22 @@ def test_a_lost_site_makes_its_format_not_finite_but_leaves_the_rest_known():
 
 
 def test_more_lost_sites_than_are_named():
-    lost = totals({"formats": ["fp16"], "ranking": [row(name, "fp16", None, 1.0) for name in "abcde"]})
-    assert worst_sentences(lost) == ["The result is not finite with a in fp16, b in fp16 and c in fp16, and 2 more."]
+    lost = totals(
+        {
+            "formats": ["fp16"],
+            "ranking": [row(name, "fp16", None, 1.0) for name in "abcde"],
+        }
+    )
+    assert worst_sentences(lost) == [
+        "The result is not finite with a in fp16, b in fp16 and c in fp16, and 2 more."
+    ]
 
 
 def test_nothing_but_exact_sites():
     exact = totals({"formats": ["fp64"], "ranking": [row("a", "fp64", None, 0.0)]})
-    assert worst_sentences(exact) == ["Rounding changes no site in any of these formats."]
+    assert worst_sentences(exact) == [
+        "Rounding changes no site in any of these formats."
+    ]
 
 
 def test_a_plan_that_changes_nothing(summary):

@@ -15,34 +15,88 @@ from roundoff.report.bench_text import as_text, print_bench
 
 
 def judged(verdict=None, difference=None, half=0.02, mean=1.5):
-    interval = {} if difference is None else {"low": difference - half, "high": difference + half, "could_see": half}
-    return {"mean": mean, "spread": 0.1, "seeds": [1.4, 1.6], "verdict": verdict,
-            "reason": "0.2 of the spread between seeds",
-            "difference": difference, "noise": 0.1, "low": None, "high": None, "could_see": None} | interval  # fmt: skip
+    interval = (
+        {}
+        if difference is None
+        else {"low": difference - half, "high": difference + half, "could_see": half}
+    )
+    return {
+        "mean": mean,
+        "spread": 0.1,
+        "seeds": [1.4, 1.6],
+        "verdict": verdict,
+        "reason": "0.2 of the spread between seeds",
+        "difference": difference,
+        "noise": 0.1,
+        "low": None,
+        "high": None,
+        "could_see": None,
+    } | interval
 
 
 def ratios(median):
-    return median and {"median": median, "low": median - 0.1, "high": median + 0.1, "rounds": 10}
+    return median and {
+        "median": median,
+        "low": median - 0.1,
+        "high": median + 0.1,
+        "rounds": 10,
+    }
 
 
 def row(name, verdict=None, speed=1.0, **changes):
-    memory = {"parameters": 1 << 20, "gradients": 1 << 20, "optimizer": 2 << 20, "saved": 4 << 20, "total": 8 << 20}
+    memory = {
+        "parameters": 1 << 20,
+        "gradients": 1 << 20,
+        "optimizer": 2 << 20,
+        "saved": 4 << 20,
+        "total": 8 << 20,
+    }
     return {
-        "config": name, "format": "fp32", "failed": None, "notes": [], "findings": [], "seen": None, "memory": memory,
-        "scale": None, "scaled": False, "skips": 0, "nonfinite": None, "speed": ratios(speed), "cpu": ratios(speed),
-        "seconds": 0.1, "loss": judged(verdict, 0.01 if verdict else None), "metric": None, "worse": False,
+        "config": name,
+        "format": "fp32",
+        "failed": None,
+        "notes": [],
+        "findings": [],
+        "seen": None,
+        "memory": memory,
+        "scale": None,
+        "scaled": False,
+        "skips": 0,
+        "nonfinite": None,
+        "speed": ratios(speed),
+        "cpu": ratios(speed),
+        "seconds": 0.1,
+        "loss": judged(verdict, 0.01 if verdict else None),
+        "metric": None,
+        "worse": False,
         "verdict": verdict,
-    } | changes  # fmt: skip
+    } | changes
 
 
 def data(*rows, **changes):
     rows = rows or (row("fp32"), row("bf16", "no difference seen", 1.4))
-    curves = {r["config"]: [] if r["failed"] else [[2.0, 1.5, 1.2, 1.1], [2.2, 1.4, 1.3, 1.0]] for r in rows}
+    curves = {
+        r["config"]: [] if r["failed"] else [[2.0, 1.5, 1.2, 1.1], [2.2, 1.4, 1.3, 1.0]]
+        for r in rows
+    }
     return {
-        "workload": "small", "reference": rows[0]["config"], "steps": 4, "seeds": [0, 1], "weights": "drawn anew",
-        "device": "cpu", "threads": 2, "batches": 4, "held_out": 0, "metric": None, "warm": 2, "tail": 1,
-        "memory_is": "counted", "notes": [], "rows": list(rows), "curves": curves,
-    } | changes  # fmt: skip
+        "workload": "small",
+        "reference": rows[0]["config"],
+        "steps": 4,
+        "seeds": [0, 1],
+        "weights": "drawn anew",
+        "device": "cpu",
+        "threads": 2,
+        "batches": 4,
+        "held_out": 0,
+        "metric": None,
+        "warm": 2,
+        "tail": 1,
+        "memory_is": "counted",
+        "notes": [],
+        "rows": list(rows),
+        "curves": curves,
+    } | changes
 
 
 def test_the_answer_of_one_that_gains():
@@ -54,10 +108,18 @@ def test_the_answer_of_one_that_gains():
 
 def test_the_answer_names_every_outcome():
     bad = row("fp16", "different", 0.1, worse=True, skips=3)
-    said = " ".join(bench_answer.answer(data(
-        row("fp32"), bad, row("a", "undecided", 0.9), row("b", "different", 0.9), row("c", failed="no compiler", speed=None),
-        notes=["batch 1 of the workload holds NaN or Inf"],
-    )))  # fmt: skip
+    said = " ".join(
+        bench_answer.answer(
+            data(
+                row("fp32"),
+                bad,
+                row("a", "undecided", 0.9),
+                row("b", "different", 0.9),
+                row("c", failed="no compiler", speed=None),
+                notes=["batch 1 of the workload holds NaN or Inf"],
+            )
+        )
+    )
     assert said == (
         "fp16 ends worse than fp32, by more than 2 seeds explain. b ends better than fp32, by more than 2 seeds explain. "
         "Whether a trains like fp32 is undecided with 2 seeds. c could not be trained. None is clearly faster than fp32. "
@@ -83,13 +145,18 @@ def test_columns_that_fit(width):
     print_bench(data(), Console(width=width, file=page))
     text = page.getvalue()
     assert max(map(len, text.splitlines())) <= max(width, 72)
-    assert ("by CPU time" in text.split("configuration")[1].splitlines()[0]) == (width >= 100)
+    assert ("by CPU time" in text.split("configuration")[1].splitlines()[0]) == (
+        width >= 100
+    )
     assert "1.40×" in text
 
 
 def test_the_text_says_what_could_have_been_seen():
     text = as_text(data())
-    assert "loss +0.01 [-0.01, +0.03]: no difference seen: 0.2 of the spread between seeds (0.02 would have been" in text
+    assert (
+        "loss +0.01 [-0.01, +0.03]: no difference seen: 0.2 of the spread between seeds (0.02 would have been"
+        in text
+    )
     assert "Weights: drawn anew. Memory is counted." in text
 
 
@@ -123,7 +190,9 @@ def test_the_page_is_the_same_from_json():
 
 def test_curves_by_hand():
     assert bench_chart.running([1.0] * 10) == [1.0] * 10
-    values = [float(i) for i in range(100)]  # windows of 3: the mean of a line is the line, but at its ends
+    values = [
+        float(i) for i in range(100)
+    ]  # windows of 3: the mean of a line is the line, but at its ends
     assert bench_chart.running(values)[1:-1] == values[1:-1]
     assert bench_chart.mean_of([[1.0, 2.0], [3.0, None]]) == [2.0, None]
     assert bench_chart.noise_of([[1.0, 2.0], [3.0, None]]) == [math.sqrt(2), None]
@@ -133,5 +202,10 @@ def test_curves_by_hand():
 def test_a_diverging_curve_does_not_press_the_others_flat():
     found = data(row("fp32"), row("bf16", "no difference seen"), row("d", "different"))
     found["curves"]["d"] = [[2.0, 1e3, 1e6, 1e9]] * 2
-    ticks = [float(t) for t in re.findall(r'class="tick y"[^>]*>([-\d.e+]+)<', str(bench_chart.curves(found)))]
+    ticks = [
+        float(t)
+        for t in re.findall(
+            r'class="tick y"[^>]*>([-\d.e+]+)<', str(bench_chart.curves(found))
+        )
+    ]
     assert max(ticks) < 10

@@ -26,7 +26,9 @@ def axis(root, name):
     position = "x" if name == "x" else "y"
     ticks = [t for t in root.iter("text") if t.get("class") == f"tick {name}"]
     lift = 0 if name == "x" else 4  # labels stand 4 below their line
-    value = [float(t.text.rstrip("%")) / (100 if t.text.endswith("%") else 1) for t in ticks]
+    value = [
+        float(t.text.rstrip("%")) / (100 if t.text.endswith("%") else 1) for t in ticks
+    ]
     place = [float(t.get(position)) - lift for t in ticks]
     slope = (place[-1] - place[0]) / (value[-1] - value[0])
     for v, p in zip(value, place, strict=True):
@@ -48,7 +50,9 @@ def test_scatter_has_one_circle_for_each_row_where_its_numbers_are(summary):
         assert float(dot.get("cy")) == pytest.approx(y(row["measured_db"]), abs=CLOSE)
         assert dot.get("class") == f"dot c{summary['formats'].index(row['format'])}"
         title = dot.find("title").text
-        assert title.startswith(f"{row['site']} in {row['format']}: {row['predicted_db']:.1f} dB predicted")
+        assert title.startswith(
+            f"{row['site']} in {row['format']}: {row['predicted_db']:.1f} dB predicted"
+        )
 
 
 def test_diagonal_and_band_are_where_prediction_is_right_within_one_decibel(summary):
@@ -57,24 +61,42 @@ def test_diagonal_and_band_are_where_prediction_is_right_within_one_decibel(summ
     (line,) = [n for n in root.iter("line") if n.get("class") == "diagonal"]
     value = 31.0  # inside the axes; a point with equal numbers is on the line
     x1, y1, x2, y2 = (float(line.get(name)) for name in ("x1", "y1", "x2", "y2"))
-    assert y1 + (x(value) - x1) / (x2 - x1) * (y2 - y1) == pytest.approx(y(value), abs=CLOSE)
+    assert y1 + (x(value) - x1) / (x2 - x1) * (y2 - y1) == pytest.approx(
+        y(value), abs=CLOSE
+    )
     (band,) = root.iter("polygon")
-    corners = [tuple(map(float, corner.split(","))) for corner in band.get("points").split()]
+    corners = [
+        tuple(map(float, corner.split(","))) for corner in band.get("points").split()
+    ]
     # corners in decibels, by the inverse of the axes
     unit_x, unit_y = x(1) - x(0), y(1) - y(0)
-    differences = sorted(round((py - y(0)) / unit_y - (px - x(0)) / unit_x, 2) for px, py in corners)
+    differences = sorted(
+        round((py - y(0)) / unit_y - (px - x(0)) / unit_x, 2) for px, py in corners
+    )
     assert differences == pytest.approx([-1, -1, 0, 0, 1, 1], abs=0.01)
 
 
 def test_scatter_leaves_out_what_has_no_place(summary):
-    rows = [r | {"measured_db": v} for r, v in zip(summary["scatter"], [None, math.inf, math.nan, 30.0], strict=False)]
+    rows = [
+        r | {"measured_db": v}
+        for r, v in zip(
+            summary["scatter"], [None, math.inf, math.nan, 30.0], strict=False
+        )
+    ]
     assert len(circles(parse(scatter(rows, summary["formats"])), "dot")) == 1
     assert scatter(rows[:3], summary["formats"]) == scatter([], []) == ""
 
 
 def test_scatter_of_one_point_has_axes(summary):
-    root = parse(scatter([{"site": "a", "format": "other", "predicted_db": 5.0, "measured_db": 5.0}], []))
-    assert axis(root, "x")(5.0) == pytest.approx(float(circles(root, "dot")[0].get("cx")), abs=CLOSE)
+    root = parse(
+        scatter(
+            [{"site": "a", "format": "other", "predicted_db": 5.0, "measured_db": 5.0}],
+            [],
+        )
+    )
+    assert axis(root, "x")(5.0) == pytest.approx(
+        float(circles(root, "dot")[0].get("cx")), abs=CLOSE
+    )
 
 
 def test_pareto_points_target_and_plan_are_where_their_numbers_are(summary):
@@ -83,13 +105,21 @@ def test_pareto_points_target_and_plan_are_where_their_numbers_are(summary):
     knots = circles(root, "knot")
     assert len(knots) == len(summary["pareto"])
     for knot, point in zip(knots, summary["pareto"], strict=True):
-        assert float(knot.get("cx")) == pytest.approx(x(point["predicted_db"]), abs=CLOSE)
-        assert float(knot.get("cy")) == pytest.approx(y(point["relative_cost"]), abs=CLOSE)
+        assert float(knot.get("cx")) == pytest.approx(
+            x(point["predicted_db"]), abs=CLOSE
+        )
+        assert float(knot.get("cy")) == pytest.approx(
+            y(point["relative_cost"]), abs=CLOSE
+        )
     (plan,) = circles(root, "chosen")
     assert float(plan.get("cx")) == pytest.approx(x(31.05), abs=CLOSE)
     assert float(plan.get("cy")) == pytest.approx(y(31.4159 / 88.75), abs=CLOSE)
     (target,) = [n for n in root.iter("line") if n.get("class") == "target"]
-    assert float(target.get("x1")) == float(target.get("x2")) == pytest.approx(x(30.0), abs=CLOSE)
+    assert (
+        float(target.get("x1"))
+        == float(target.get("x2"))
+        == pytest.approx(x(30.0), abs=CLOSE)
+    )
 
 
 @pytest.mark.parametrize("chosen", [None, math.inf])
@@ -102,17 +132,24 @@ def test_pareto_marks_no_plan_without_a_finite_prediction(summary, chosen):
 
 def test_bars_are_as_long_as_the_shares_and_split_like_the_parts(summary):
     (int8,) = [t for t in totals(summary) if t.format == "int8"]
-    rows = sorted((r for r in summary["ranking"] if r["format"] == "int8"), key=lambda r: -r["share"])[:7]
+    rows = sorted(
+        (r for r in summary["ranking"] if r["format"] == "int8"),
+        key=lambda r: -r["share"],
+    )[:7]
     bars = list(parse(share_bars(int8, summary["formats"], set(), top=7)).iter("g"))
     assert len(bars) == 7
     lengths = [sum(float(r.get("width")) for r in bar.iter("rect")) for bar in bars]
     for bar, row, length in zip(bars, rows, lengths, strict=True):
         # at most three rectangles, each rounded to 0.005, in either bar
-        assert length / lengths[0] == pytest.approx(row["share"] / rows[0]["share"], abs=0.03 / lengths[0])
+        assert length / lengths[0] == pytest.approx(
+            row["share"] / rows[0]["share"], abs=0.03 / lengths[0]
+        )
         pieces = {r.get("class"): float(r.get("width")) for r in bar.iter("rect")}
         powers = {p: 10 ** (-row[f"{p}_db"] / 10) for p in pieces}
         for part, piece in pieces.items():
-            assert piece == pytest.approx(length * powers[part] / sum(powers.values()), abs=0.02)
+            assert piece == pytest.approx(
+                length * powers[part] / sum(powers.values()), abs=0.02
+            )
         assert bar.find("title").text.startswith(f"{row['site']}: ")
 
 
@@ -121,7 +158,9 @@ def test_a_lost_site_has_a_bar_of_its_own_kind(summary):
     first = next(parse(share_bars(fp16, summary["formats"], set())).iter("g"))
     assert [r.get("class") for r in first.iter("rect")] == ["lost"]
     assert [t.text for t in first.iter("text")][-1] == "lost"
-    assert first.find("title").text.startswith("<script>alert('x')&amp;</script>/linear: ")
+    assert first.find("title").text.startswith(
+        "<script>alert('x')&amp;</script>/linear: "
+    )
 
 
 def test_the_page_has_bars_for_each_format(summary):
@@ -133,7 +172,9 @@ def test_the_page_has_bars_for_each_format(summary):
 def test_ticks_enclose_the_range_in_steps_of_1_2_or_5(low, span, count):
     high = low + span
     ticks = nice_ticks(low, high, count)
-    slack = 1e-9 * max(abs(low), abs(high))  # of the floor and ceiling of a quotient of floats
+    slack = 1e-9 * max(
+        abs(low), abs(high)
+    )  # of the floor and ceiling of a quotient of floats
     assert ticks[0] <= low + slack
     assert ticks[-1] >= high - slack
     # a step is within a factor sqrt(2.5) of the asked one, and both ends add less than one step

@@ -22,38 +22,101 @@ METRICS = ("cosine", "sqnr_db", "ulp_max", "max_abs")
 
 def culprit(**about):
     return {
-        "site": "block.0/layer_norm", "reference_site": "block.0/layer_norm", "module": "block.0", "operator": "layer_norm",
-        "phase": "forward", "line": "net.py:31", "reference_line": "net.py:31", "rank": 0, "step": 2, "record": 7, "call": 5,
-        "name": None, "error": 0.031, "own": 0.031, "inputs_error": 0.0, "tolerance": 2e-6, "contribution": 0.96,
-        "looks_like": "wrong constant", "evidence": "eps: 1e-05, here 0.001",
+        "site": "block.0/layer_norm",
+        "reference_site": "block.0/layer_norm",
+        "module": "block.0",
+        "operator": "layer_norm",
+        "phase": "forward",
+        "line": "net.py:31",
+        "reference_line": "net.py:31",
+        "rank": 0,
+        "step": 2,
+        "record": 7,
+        "call": 5,
+        "name": None,
+        "error": 0.031,
+        "own": 0.031,
+        "inputs_error": 0.0,
+        "tolerance": 2e-6,
+        "contribution": 0.96,
+        "looks_like": "wrong constant",
+        "evidence": "eps: 1e-05, here 0.001",
         "try": "compare this argument in the two programs",
-    } | about  # fmt: skip
+    } | about
 
 
 def row(**about):
     return {
-        "rank": 0, "step": 2, "phase": "forward", "site": "block.0/layer_norm", "reference_site": "block.0/layer_norm",
-        "place": 0, "name": None, "line": "net.py:31", "call": 5, "status": "matched", "reason": None, "dtype": "float32",
-        "reference_dtype": "float32", "shape": [4, 8], "error": 0.031, "tolerance": 2e-6, "own": 0.031, "cause": "own",
-        "origin": None, "contribution": 0.96, "verdict": "fail", **dict.fromkeys(METRICS),
-    } | about  # fmt: skip
+        "rank": 0,
+        "step": 2,
+        "phase": "forward",
+        "site": "block.0/layer_norm",
+        "reference_site": "block.0/layer_norm",
+        "place": 0,
+        "name": None,
+        "line": "net.py:31",
+        "call": 5,
+        "status": "matched",
+        "reason": None,
+        "dtype": "float32",
+        "reference_dtype": "float32",
+        "shape": [4, 8],
+        "error": 0.031,
+        "tolerance": 2e-6,
+        "own": 0.031,
+        "cause": "own",
+        "origin": None,
+        "contribution": 0.96,
+        "verdict": "fail",
+        **dict.fromkeys(METRICS),
+    } | about
 
 
 def data(**about):
     first = culprit()
     return {
-        "reference": "runs/a", "candidate": "runs/b", "damage": [], "notes": [], "limits": {}, "margin": 1.0,
+        "reference": "runs/a",
+        "candidate": "runs/b",
+        "damage": [],
+        "notes": [],
+        "limits": {},
+        "margin": 1.0,
         "agrees": False,
-        "verdicts": {"pass": 9, "fail": 3, "undecided": 1}, "divergence": first, "culprits": [first], "inherited": 2,
-        "coverage": {"rows": 13, "status": {"matched": 13}, "measured": 12, "equal": 8, "reasons": []}, "tensors": True,
-        "largest": {"site": "head/mm", "line": "net.py:40", "name": None, "call": 9, "error": 0.5}, "rows": [row()],
-        "steps": [2], "ranks": [0], "rows_total": 13,
-    } | about  # fmt: skip
+        "verdicts": {"pass": 9, "fail": 3, "undecided": 1},
+        "divergence": first,
+        "culprits": [first],
+        "inherited": 2,
+        "coverage": {
+            "rows": 13,
+            "status": {"matched": 13},
+            "measured": 12,
+            "equal": 8,
+            "reasons": [],
+        },
+        "tensors": True,
+        "largest": {
+            "site": "head/mm",
+            "line": "net.py:40",
+            "name": None,
+            "call": 9,
+            "error": 0.5,
+        },
+        "rows": [row()],
+        "steps": [2],
+        "ranks": [0],
+        "rows_total": 13,
+    } | about
 
 
 def agreed(**about):
     return data(
-        agrees=True, verdicts={"pass": 12, "undecided": 1}, divergence=None, culprits=[], inherited=0, rows=[], **about
+        agrees=True,
+        verdicts={"pass": 12, "undecided": 1},
+        divergence=None,
+        culprits=[],
+        inherited=0,
+        rows=[],
+        **about,
     )
 
 
@@ -73,7 +136,10 @@ def test_where_the_runs_part():
 @pytest.mark.parametrize(
     ("about", "words"),
     [
-        ({"error": math.inf}, "its output is not finite where the reference's is, or of another shape."),
+        (
+            {"error": math.inf},
+            "its output is not finite where the reference's is, or of another shape.",
+        ),
         ({"inputs_error": 1e-6}, "its inputs agree with the reference's, its"),
         ({"inputs_error": 0.5}, "its inputs are 5.0e-01 off already, its"),
         (
@@ -86,7 +152,10 @@ def test_where_the_runs_part():
         ),
         ({"reference_site": "b/rms"}, "In the reference this is b/rms (net.py:31)."),
         ({"tolerance": 0.0}, "its output is 3.1e-02 off."),
-        ({"looks_like": "gradient cut"}, "in the gradient that passes block.0/layer_norm (net.py:31), step 2: it is"),
+        (
+            {"looks_like": "gradient cut"},
+            "in the gradient that passes block.0/layer_norm (net.py:31), step 2: it is",
+        ),
     ],
 )
 def test_other_partings(about, words):
@@ -107,18 +176,40 @@ def test_agreement_equal_near_and_unknown():
         "The runs agree: 8 of 12 values are equal, and every difference is within what rounding explains "
         "(largest 5.0e-01 at head/mm (net.py:40))."
     )
-    every = {"rows": 13, "status": {"matched": 13}, "measured": 13, "equal": 13, "reasons": []}
-    assert answer(agreed(coverage=every))[0] == "The runs agree: all 13 values are equal, bit for bit."
+    every = {
+        "rows": 13,
+        "status": {"matched": 13},
+        "measured": 13,
+        "equal": 13,
+        "reasons": [],
+    }
+    assert (
+        answer(agreed(coverage=every))[0]
+        == "The runs agree: all 13 values are equal, bit for bit."
+    )
     assert (
         answer(agreed(coverage=every, tensors=False))[0]
         == "The runs agree: all 13 values are equal, by their statistics."
     )
-    none = {"rows": 13, "status": {"matched": 13}, "measured": 0, "equal": 0, "reasons": []}
+    none = {
+        "rows": 13,
+        "status": {"matched": 13},
+        "measured": 0,
+        "equal": 0,
+        "reasons": [],
+    }
     assert answer(agreed(coverage=none))[0].startswith("Nothing could be compared")
 
 
 def test_rounding_is_named_where_nothing_fails():
-    said = answer(agreed(rounding=[culprit(contribution=0.4), culprit(site="head/mm", line=None, contribution=0.25)]))
+    said = answer(
+        agreed(
+            rounding=[
+                culprit(contribution=0.4),
+                culprit(site="head/mm", line=None, contribution=0.25),
+            ]
+        )
+    )
     assert (
         "Most of what there is comes from the rounding of block.0/layer_norm (net.py:31) (40.0%) and head/mm (25.0%)."
         in said
@@ -126,38 +217,64 @@ def test_rounding_is_named_where_nothing_fails():
 
 
 def test_further_culprits_damage_notes_and_limits():
-    more = [culprit(site=f"m{i}/mm", record=20 + i, contribution=0.01, line=None) for i in range(5)]
-    said = " ".join(answer(data(culprits=[culprit(), *more], damage=["step000003: other bytes"], notes=["Only b has step 9"],
-                                limits={"cosine": 0.98}, first=row())))  # fmt: skip
+    more = [
+        culprit(site=f"m{i}/mm", record=20 + i, contribution=0.01, line=None)
+        for i in range(5)
+    ]
+    said = " ".join(
+        answer(
+            data(
+                culprits=[culprit(), *more],
+                damage=["step000003: other bytes"],
+                notes=["Only b has step 9"],
+                limits={"cosine": 0.98},
+                first=row(),
+            )
+        )
+    )
     one = "[1.0%, wrong constant]"
     for part in (
         "Asked for cosine at least 0.98: 3 of 12 values do not keep to it; the first is block.0/layer_norm (net.py:31). The",
         f"m0/mm {one}, m1/mm {one} and m2/mm {one} and 2 more make errors of their own too.",
-        "Damaged and left out: step000003: other bytes.", "Only b has step 9.",
-    ):  # fmt: skip
+        "Damaged and left out: step000003: other bytes.",
+        "Only b has step 9.",
+    ):
         assert part in said
 
 
 def test_a_margin_is_said():
     said = answer(data(agrees=True, verdicts={"pass": 12}, margin=50.0))
     assert (
-        said[0] == "Asked for at most 50 times what rounding explains: all 12 values that could be judged keep to it."
+        said[0]
+        == "Asked for at most 50 times what rounding explains: all 12 values that could be judged keep to it."
     )
     assert said[1].startswith("The runs part at block.0/layer_norm")
 
 
 def test_statistics_say_what_they_leave_open():
     kept = {"reference": "tensors", "candidate": "stats"}
-    assert "This is from statistics alone (the candidate did not keep tensors)." in " ".join(
-        answer(data(tensors=False, kept=kept))
+    assert (
+        "This is from statistics alone (the candidate did not keep tensors)."
+        in " ".join(answer(data(tensors=False, kept=kept)))
     )
     assert "statistics" not in " ".join(answer(data(tensors=True, kept=kept)))
 
 
 def test_coverage_counts_each_value_once():
-    status = {"matched": 8, "by use": 2, "only in reference": 1, "only in candidate": 3, "damaged": 1}
-    reasons = [{"reason": "sparse", "count": 2}, {"reason": "the reference has no such call", "count": 3}]
-    found = coverage({"coverage": {"rows": 15, "status": status, "measured": 10, "reasons": reasons}})
+    status = {
+        "matched": 8,
+        "by use": 2,
+        "only in reference": 1,
+        "only in candidate": 3,
+        "damaged": 1,
+    }
+    reasons = [
+        {"reason": "sparse", "count": 2},
+        {"reason": "the reference has no such call", "count": 3},
+    ]
+    found = coverage(
+        {"coverage": {"rows": 15, "status": status, "measured": 10, "reasons": reasons}}
+    )
     assert found == (
         "8 of 15 values have a counterpart by name or structure, 2 by use; 1 is only in the reference; 3 are only in the "
         "candidate; 1 step could not be read; 2 could not be measured: sparse."
@@ -168,11 +285,27 @@ def test_coverage_counts_each_value_once():
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
 def test_the_terminal_fits(width):
     out = io.StringIO()
-    print_comparison(data(rows=[row(), row(site="a.very.long.path." * 4 + "/mm", cause="inherited", origin="b/mm")]),
-                     Console(width=width, file=out), 5)  # fmt: skip
+    print_comparison(
+        data(
+            rows=[
+                row(),
+                row(
+                    site="a.very.long.path." * 4 + "/mm",
+                    cause="inherited",
+                    origin="b/mm",
+                ),
+            ]
+        ),
+        Console(width=width, file=out),
+        5,
+    )
     text = out.getvalue()
     assert width < 60 or max(len(line.rstrip()) for line in text.splitlines()) <= width
-    assert text.index("The runs part") < text.index("likeliest first") < text.index("Values, those")
+    assert (
+        text.index("The runs part")
+        < text.index("likeliest first")
+        < text.index("Values, those")
+    )
     assert "3.1e-02" in text.split("likeliest first")[1]
 
 
@@ -191,7 +324,12 @@ class Page(HTMLParser):
 
 def points(n):
     return [
-        row(at=i, error=10.0 ** -(i % 9), cause="own" if i == 3 else None, verdict="fail" if i > 2 else "pass")
+        row(
+            at=i,
+            error=10.0 ** -(i % 9),
+            cause="own" if i == 3 else None,
+            verdict="fail" if i > 2 else "pass",
+        )
         for i in range(n)
     ]
 
@@ -200,17 +338,35 @@ def test_the_page_stands_alone():
     evil = culprit(site="<script>alert(1)</script>/mm", evidence="a & b")
     page = Page(render(data(culprits=[evil], divergence=evil, points=points(20))))
     assert "<script>alert(1)</script>/mm" in page.words
-    assert [a for t, a in page.tags if t in ("script", "link", "img") and (a.get("src") or a.get("href"))] == []
+    assert [
+        a
+        for t, a in page.tags
+        if t in ("script", "link", "img") and (a.get("src") or a.get("href"))
+    ] == []
     assert sum(t == "circle" for t, _ in page.tags) == 20
     assert "None" not in page.words
     assert "nan" not in page.words.lower().split()
 
 
 def test_the_page_of_nothing_and_of_much():
-    bare = {"reference": "a", "candidate": "b", "verdicts": {}, "agrees": True, "culprits": [], "rows": [],
-            "coverage": {"rows": 0, "status": {}, "measured": 0, "equal": 0, "reasons": []}}  # fmt: skip
+    bare = {
+        "reference": "a",
+        "candidate": "b",
+        "verdicts": {},
+        "agrees": True,
+        "culprits": [],
+        "rows": [],
+        "coverage": {"rows": 0, "status": {}, "measured": 0, "equal": 0, "reasons": []},
+    }
     assert "Nothing could be compared" in render(bare)
-    rows = [row(error=math.inf, status="only in candidate", reference_site=None, reason="no such call")] * 2000
+    rows = [
+        row(
+            error=math.inf,
+            status="only in candidate",
+            reference_site=None,
+            reason="no such call",
+        )
+    ] * 2000
     assert render(data(rows=rows)).count("<tr data-format") == 2000
 
 
@@ -224,15 +380,29 @@ def test_write(tmp_path):
 
 
 def test_the_chart_orders_sizes_and_marks():
-    svg = str(error_chart([
-        row(at=0, error=0.0, cause=None, verdict="pass"), row(at=1, error=1e-6, cause=None, verdict="pass"),
-        row(at=2, error=1e-2), row(at=3, error=math.inf, cause="inherited"),
-    ], culprit()))  # fmt: skip
+    svg = str(
+        error_chart(
+            [
+                row(at=0, error=0.0, cause=None, verdict="pass"),
+                row(at=1, error=1e-6, cause=None, verdict="pass"),
+                row(at=2, error=1e-2),
+                row(at=3, error=math.inf, cause="inherited"),
+            ],
+            culprit(),
+        )
+    )
     dots = [
         (kind, float(x), float(y))
-        for kind, x, y in re.findall(r'<circle class="(\w+)" cx="([\d.]+)" cy="([\d.]+)"', svg)
+        for kind, x, y in re.findall(
+            r'<circle class="(\w+)" cx="([\d.]+)" cy="([\d.]+)"', svg
+        )
     ]
-    assert [kind for kind, _, _ in dots] == ["plain", "plain", "inherited", "own"]  # what matters is drawn last
+    assert [kind for kind, _, _ in dots] == [
+        "plain",
+        "plain",
+        "inherited",
+        "own",
+    ]  # what matters is drawn last
     equal, small, infinite, own = dots
     assert equal[1] < small[1] < own[1] < infinite[1]
     assert infinite[2] < own[2] < small[2] < equal[2]  # y grows downwards
@@ -241,9 +411,18 @@ def test_the_chart_orders_sizes_and_marks():
 
 
 def test_environments_that_differ_come_first():
-    one = [{"name": "torch", "value": "2.6", "note": ""}, {"name": "threads", "value": "1", "note": "sums"}]
-    other = [{"name": "torch", "value": "2.6", "note": ""}, {"name": "threads", "value": "2", "note": "sums"}]
-    assert [(e["name"], e["differs"]) for e in environment({"reference": one, "candidate": other})] == [
+    one = [
+        {"name": "torch", "value": "2.6", "note": ""},
+        {"name": "threads", "value": "1", "note": "sums"},
+    ]
+    other = [
+        {"name": "torch", "value": "2.6", "note": ""},
+        {"name": "threads", "value": "2", "note": "sums"},
+    ]
+    assert [
+        (e["name"], e["differs"])
+        for e in environment({"reference": one, "candidate": other})
+    ] == [
         ("threads", True),
         ("torch", False),
     ]
@@ -254,16 +433,42 @@ def test_environments_that_differ_come_first():
     [
         ({"error": None}, "a/mm could not be measured: no statistics on both sides."),
         ({"error": 0.0}, "a/mm is equal in both runs."),
-        ({"error": math.inf}, "a/mm is not finite where the reference is, or the reverse."),
-        ({"error": math.inf, "sides": {s: {"site": "a/mm", "shape": [n]} for s, n in (("reference", 2), ("candidate", 3))}},
-         "a/mm has another shape: 2 in the reference, 3 here."),
-        ({"sides": {"reference": None, "candidate": {"site": "a/mm"}}, "status": "only in candidate", "reason": "no such"},
-         "a/mm is only in candidate: no such."),
+        (
+            {"error": math.inf},
+            "a/mm is not finite where the reference is, or the reverse.",
+        ),
+        (
+            {
+                "error": math.inf,
+                "sides": {
+                    s: {"site": "a/mm", "shape": [n]}
+                    for s, n in (("reference", 2), ("candidate", 3))
+                },
+            },
+            "a/mm has another shape: 2 in the reference, 3 here.",
+        ),
+        (
+            {
+                "sides": {"reference": None, "candidate": {"site": "a/mm"}},
+                "status": "only in candidate",
+                "reason": "no such",
+            },
+            "a/mm is only in candidate: no such.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_sentences_of_diff(about, words):
     sides = {"reference": {"site": "a/mm"}, "candidate": {"site": "a/mm"}}
     assert (
-        sentence({"sides": sides, "error": 0.1, "tolerance": 1e-6, "status": "matched", "reason": None} | about)
+        sentence(
+            {
+                "sides": sides,
+                "error": 0.1,
+                "tolerance": 1e-6,
+                "status": "matched",
+                "reason": None,
+            }
+            | about
+        )
         == words
     )

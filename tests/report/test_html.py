@@ -21,7 +21,14 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
-        self.open, self.tags, self.attributes, self.text, self.rows, self.cell = [], [], [], [], [], None
+        self.open, self.tags, self.attributes, self.text, self.rows, self.cell = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            None,
+        )
         self.feed(text)
         self.close()
 
@@ -81,7 +88,11 @@ def test_the_table_has_every_row_with_its_numbers(summary, written):
         if row["sqnr_db"] is not None:
             assert sqnr == f"{row['sqnr_db']:.1f}"
             assert float(stderr) == pytest.approx(row["stderr_db"], abs=0.051)
-        for shown, key in ((activation, "activation_db"), (weight, "weight_db"), (output, "output_db")):
+        for shown, key in (
+            (activation, "activation_db"),
+            (weight, "weight_db"),
+            (output, "output_db"),
+        ):
             assert shown == ("–" if row[key] is None else f"{row[key]:.1f}")
         if 0.0005 < row["share"] < 0.9995:
             assert share == f"{100 * row['share']:.1f}%"
@@ -103,9 +114,19 @@ def test_nothing_comes_from_outside(summary, written):
     text, page = written(summary)
     assert not re.search(r"https?:|url\(|@import|//\w+\.\w", text)
     assert {value for _, name, value in page.attributes if name in ("src", "href")} <= {
-        "#noise", "#table", "#plan", "#proof", "#coverage", "#environment", "#reading"
-    }  # fmt: skip
-    (policy,) = [v for tag, n, v in page.attributes if tag == "meta" and n == "content" and v.startswith("default-src")]
+        "#noise",
+        "#table",
+        "#plan",
+        "#proof",
+        "#coverage",
+        "#environment",
+        "#reading",
+    }
+    (policy,) = [
+        v
+        for tag, n, v in page.attributes
+        if tag == "meta" and n == "content" and v.startswith("default-src")
+    ]
     assert policy.startswith("default-src 'none'")
     anchors = {value for _, name, value in page.attributes if name == "id"}
     assert {v[1:] for _, n, v in page.attributes if n == "href"} <= anchors
@@ -113,18 +134,35 @@ def test_nothing_comes_from_outside(summary, written):
 
 def test_the_answer_stands_first(summary, written):
     _, page = written(summary)
-    answer = "The plan meets the target: 31.3 dB measured, 31.1 dB predicted, 30.0 dB asked"
-    for part in (answer, "costs 31.42 MB, 35.4% of all-fp32", "spearman: 0.84255 measured, 0.84213 ± 0.001 predicted"):
+    answer = (
+        "The plan meets the target: 31.3 dB measured, 31.1 dB predicted, 30.0 dB asked"
+    )
+    for part in (
+        answer,
+        "costs 31.42 MB, 35.4% of all-fp32",
+        "spearman: 0.84255 measured, 0.84213 ± 0.001 predicted",
+    ):
         assert part in page.words
     assert page.words.index(answer) < page.words.index("Where the noise comes from")
 
 
 def test_rounds_coverage_and_environment_are_there(summary, written):
     _, page = written(summary)
-    assert ["1", "30.6 dB", "28.3 dB", "30.9 dB", "0.8412", "0.8377",
-            "linearised again around the rounded model, solved again"] in page.rows  # fmt: skip
+    assert [
+        "1",
+        "30.6 dB",
+        "28.3 dB",
+        "30.9 dB",
+        "0.8412",
+        "0.8377",
+        "linearised again around the rounded model, solved again",
+    ] in page.rows
     assert ["5", "argmax<int>", "not a site: integer result", ""] in page.rows
-    assert ["float32 matmul precision", "high", "fp32 products are computed in fewer bits"] in page.rows
+    assert [
+        "float32 matmul precision",
+        "high",
+        "fp32 products are computed in fewer bits",
+    ] in page.rows
     assert "pooler/tanh: its result is detached" in page.words
     assert ["all fp32", "88.75 MB", "100%"] in page.rows
 
@@ -135,9 +173,16 @@ def test_it_can_be_read_without_a_mouse_or_a_script(summary, written):
     assert page.tags.count("h1") == 1
     assert all(f"<label>{name} <" in text for name in ("Find", "Format"))
     assert page.tags.count("svg") == 6  # four formats, cost, scatter
-    assert sum((tag, name) == ("svg", "aria-label") for tag, name, _ in page.attributes) == 6
+    assert (
+        sum((tag, name) == ("svg", "aria-label") for tag, name, _ in page.attributes)
+        == 6
+    )
     assert page.attributes.count(("svg", "role", "img")) == 6
-    assert ("form", "hidden", None) in page.attributes  # controls without JavaScript would do nothing
+    assert (
+        "form",
+        "hidden",
+        None,
+    ) in page.attributes  # controls without JavaScript would do nothing
     assert "prefers-color-scheme: dark" in text
     assert "@media print" in text
 
@@ -176,6 +221,17 @@ def test_the_page_can_be_made_from_summary_json(which, request, written):
 
 
 def test_templates_are_part_of_the_package():
-    names = {file.name for file in (importlib.resources.files("roundoff.report") / "templates").iterdir()}
+    names = {
+        file.name
+        for file in (
+            importlib.resources.files("roundoff.report") / "templates"
+        ).iterdir()
+    }
     pages = {"report.html", "comparison.html", "bench.html", "quantize.html"}
-    assert names == pages | {"report.css", "comparison.css", "bench.css", "quantize.css", "report.js"}
+    assert names == pages | {
+        "report.css",
+        "comparison.css",
+        "bench.css",
+        "quantize.css",
+        "report.js",
+    }

@@ -9,7 +9,9 @@ import pytest
 from roundoff.report.names import elide
 
 PARTS = "self.query/linear self.key/linear self.value/linear self/matmul self/matmul#1 output.dense/linear".split()
-NAMES = [f"encoder.layer.{layer}.attention.{part}" for layer in range(12) for part in PARTS]
+NAMES = [
+    f"encoder.layer.{layer}.attention.{part}" for layer in range(12) for part in PARTS
+]
 
 
 def test_a_name_that_fits_stays():

@@ -15,18 +15,42 @@ from roundoff.store.sites import show
 
 
 def text(function, data, width, **options):
-    console = Console(width=width, file=io.StringIO(), highlight=False, force_terminal=False)
+    console = Console(
+        width=width, file=io.StringIO(), highlight=False, force_terminal=False
+    )
     function(data, console, **options)
     return console.file.getvalue()
 
 
 def row(record, operator, low, high, inputs=(), **about):
     return {
-        "rank": 0, "step": 0, "record": record, "call": record - 1, "operator": operator, "phase": "forward", "index": 0,
-        "module": "encoder.layer.0.[red]heads[/red]", "inputs": list(inputs), "dtype": "float16", "shape": [4],
-        "numel": 4, "min": low, "max": high, "mean": high, "l2": high, "std": 0.0, "nan": 0, "posinf": 0, "neginf": 0,
-        "zero": 0, "subnormal": 0, "exponent": 0, "exponents": [4], "sampled": 4, "line": "model/attention.py:123",
-    } | about  # fmt: skip
+        "rank": 0,
+        "step": 0,
+        "record": record,
+        "call": record - 1,
+        "operator": operator,
+        "phase": "forward",
+        "index": 0,
+        "module": "encoder.layer.0.[red]heads[/red]",
+        "inputs": list(inputs),
+        "dtype": "float16",
+        "shape": [4],
+        "numel": 4,
+        "min": low,
+        "max": high,
+        "mean": high,
+        "l2": high,
+        "std": 0.0,
+        "nan": 0,
+        "posinf": 0,
+        "neginf": 0,
+        "zero": 0,
+        "subnormal": 0,
+        "exponent": 0,
+        "exponents": [4],
+        "sampled": 4,
+        "line": "model/attention.py:123",
+    } | about
 
 
 def frame(*rows):
@@ -37,7 +61,9 @@ BAD = frame(
     row(0, "input", 1.0, 400.0, call=-1, line=None),
     row(1, "mul", 1.0, 60000.0, [0], posinf=2),
     row(2, "sub", 0.0, 1.0, [1, 1], nan=2),
-    row(3, "addcdiv_", None, None, [2], nan=4, name="encoder.weight", phase="optimizer"),
+    row(
+        3, "addcdiv_", None, None, [2], nan=4, name="encoder.weight", phase="optimizer"
+    ),
     row(4, "add", 0.0, 1.0, [0], phase="collective", name=None),
     row(5, "log", 0.0, 1.0, [0], neginf=1, rank=1),
     row(6, "clamp", 0.0, 1.0, [5], rank=1, step=1),
@@ -66,9 +92,14 @@ def test_no_line_of_overflow_is_wider(width):
 def test_the_answer_in_words():
     verdict, *rest = answer(overflow(BAD).to_dict())
     site = "encoder.layer.0.[red]heads[/red]"
-    assert verdict == f"2 +Inf of 4 values born at {site}/mul in the forward pass (model/attention.py:123), step 0."
+    assert (
+        verdict
+        == f"2 +Inf of 4 values born at {site}/mul in the forward pass (model/attention.py:123), step 0."
+    )
     assert rest[0] == "Mul of values up to 400 passes the largest float16, 6.55e+04."
-    assert rest[1].startswith(f"It passed into 2 tensors, the last one at {site}/addcdiv_ encoder.weight in the optimizer")
+    assert rest[1].startswith(
+        f"It passed into 2 tensors, the last one at {site}/addcdiv_ encoder.weight in the optimizer"
+    )
     assert rest[-1] == f"1 later birth: {site}/log."
     assert not any("removed" in sentence for sentence in rest)
 
@@ -79,11 +110,15 @@ def test_the_answer_when_all_is_well():
     assert near == (
         "1 site within 3 powers of two of overflow: the nearest, encoder.layer.0.[red]heads[/red]/mul, keeps 0.1 in float16."
     )
-    assert answer(overflow(frame(row(1, "mul", 1.0, 2.0))).to_dict())[1].startswith("Every site keeps more than 3 powers")
+    assert answer(overflow(frame(row(1, "mul", 1.0, 2.0))).to_dict())[1].startswith(
+        "Every site keeps more than 3 powers"
+    )
 
 
 def test_events_that_do_not_fit_are_counted_and_births_stay():
-    rows = [row(0, "exp", 1.0, 1.0, [], posinf=3)] + [row(i, "relu", 1.0, 1.0, [i - 1], posinf=3) for i in range(1, 9)]
+    rows = [row(0, "exp", 1.0, 1.0, [], posinf=3)] + [
+        row(i, "relu", 1.0, 1.0, [i - 1], posinf=3) for i in range(1, 9)
+    ]
     rows += [row(9, "clamp", 0.0, 1.0, [8])]
     shown = text(print_overflow, overflow(frame(*rows)).to_dict(), 140, limit=3)
     events = shown.split("in the order of calls")[1].split("Within")[0]
@@ -93,7 +128,9 @@ def test_events_that_do_not_fit_are_counted_and_births_stay():
 
 
 def test_histogram_shows_every_count():
-    lines = histogram([{"exponent": e, "count": n} for e, n in ((-2, 1), (-1, 0), (0, 100_000))])
+    lines = histogram(
+        [{"exponent": e, "count": n} for e, n in ((-2, 1), (-1, 0), (0, 100_000))]
+    )
     assert lines == ["2^0  " + "█" * 40 + " 100,000", "2^-1 0", "2^-2 ▏ 1"]
 
 

@@ -25,7 +25,9 @@ def test_a_finite_summary_comes_back_equal_with_its_keys_in_order(summary, tmp_p
     write_json(summary, tmp_path / "summary.json")
     back = read(tmp_path / "summary.json")
     assert back == summary
-    assert json.dumps(back) == json.dumps(summary)  # equality of dicts ignores the order of keys
+    assert json.dumps(back) == json.dumps(
+        summary
+    )  # equality of dicts ignores the order of keys
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
@@ -75,9 +77,14 @@ def test_an_interrupt_at_the_rename_leaves_the_old_file(write, tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(errno.ENOSPC, "No space left on device"), OutputError)],
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(errno.ENOSPC, "No space left on device"), OutputError),
+    ],
 )
-def test_an_error_in_the_middle_of_writing_leaves_no_file(write, tmp_path, monkeypatch, error, raised):
+def test_an_error_in_the_middle_of_writing_leaves_no_file(
+    write, tmp_path, monkeypatch, error, raised
+):
     def half(self, text, **options):
         with open(self, "w", encoding="utf-8") as file:
             file.write(text[: len(text) // 2])
@@ -95,10 +102,17 @@ def test_a_folder_that_cannot_be_says_where_and_what_to_do(write, tmp_path):
         write(tmp_path / "file" / "report")
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / 'file'}: ")
-    assert [line.split(":")[0] for line in text.splitlines()[1:]] == ["  expected", "  got", "  do"]
+    assert [line.split(":")[0] for line in text.splitlines()[1:]] == [
+        "  expected",
+        "  got",
+        "  do",
+    ]
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write to read-only folders")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0,
+    reason="root may write to read-only folders",
+)
 def test_a_read_only_folder(write, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(OutputError, match="Permission denied"):

@@ -9,12 +9,20 @@ import math
 import pytest
 from rich.console import Console
 
-from roundoff.report import print_plan, print_ranking, print_summary, print_verify, strict
+from roundoff.report import (
+    print_plan,
+    print_ranking,
+    print_summary,
+    print_verify,
+    strict,
+)
 from roundoff.report.answer import NO_SITES
 
 
 def show(function, data, width, **options):
-    console = Console(width=width, file=io.StringIO(), highlight=False, force_terminal=False)
+    console = Console(
+        width=width, file=io.StringIO(), highlight=False, force_terminal=False
+    )
     function(data, console, **options)
     return console.file.getvalue()
 
@@ -30,7 +38,11 @@ def test_no_line_is_wider_and_no_number_is_cut(summary, width):
     assert max(map(len, lines)) <= width
     for row in summary["ranking"][1:20]:
         start = (f"{row['rank']} ", f"{row['rank']}! ")
-        (line,) = [li for li in lines if li.lstrip().startswith(start) and row["format"] in li.split()]
+        (line,) = [
+            li
+            for li in lines
+            if li.lstrip().startswith(start) and row["format"] in li.split()
+        ]
         cells = line.split()
         assert f"{row['sqnr_db']:.1f}" in cells
         assert f"{100 * row['share']:.1f}%" in cells
@@ -52,7 +64,9 @@ def test_brackets_are_names_and_not_markup(summary):
     summary["ranking"] = [r for r in summary["ranking"] if r["site"].startswith("[")]
     for console in (80, 140):
         assert "[red]heads[/red].[0]/matmul#1" in show(print_summary, summary, console)
-    assert "[bias]/add: its result is not used by the output" in show(print_summary, summary, 80)
+    assert "[bias]/add: its result is not used by the output" in show(
+        print_summary, summary, 80
+    )
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -83,14 +97,28 @@ def test_everything_is_said(summary, width):
 
 def test_the_answer_comes_before_the_tables(summary):
     text = show(print_summary, summary, 100)
-    places = [text.index(p) for p in ("The plan meets", "Environment", "Ranking", "Plan:", "Verification", "Coverage")]
+    places = [
+        text.index(p)
+        for p in (
+            "The plan meets",
+            "Environment",
+            "Ranking",
+            "Plan:",
+            "Verification",
+            "Coverage",
+        )
+    ]
     assert places == sorted(places)
 
 
 @pytest.mark.parametrize("top", [1, 5, 240, 1000])
 def test_top_is_the_number_of_rows(summary, top):
     text = show(print_ranking, summary["ranking"], 140, top=top)
-    table = [line for line in text.splitlines() if line.lstrip(" 0123456789!") != line and not line.startswith("! ")]
+    table = [
+        line
+        for line in text.splitlines()
+        if line.lstrip(" 0123456789!") != line and not line.startswith("! ")
+    ]
     assert len([line for line in table if "/" in line]) == min(top, 240)
     rest = [line for line in text.splitlines() if line.endswith("below.")]
     expected = {1: "239 more rows below.", 5: "235 more rows below."}
@@ -110,7 +138,10 @@ def test_an_overflow_is_marked_in_its_row_and_spelled_out_below(summary):
     lines = show(print_ranking, summary["ranking"], 140).splitlines()
     (row,) = [line for line in lines if line.lstrip().startswith("1!")]
     assert "lost" in row.split()
-    assert "! 1: <script>alert('x')&amp;</script>/linear in fp16: overflow: 12 elements" in lines
+    assert (
+        "! 1: <script>alert('x')&amp;</script>/linear in fp16: overflow: 12 elements"
+        in lines
+    )
 
 
 def test_one_site_without_a_metric(one_site):
@@ -146,23 +177,37 @@ def test_plan_alone(summary):
     text = words(show(print_plan, summary["plan"], 80))
     assert "Predicted 30.6 dB, target 30.0 dB." in text
     assert "int8" in text
-    costs = summary["plan"] | {"target_db": None, "predicted_db": None, "note": "the budget allows no more"}
+    costs = summary["plan"] | {
+        "target_db": None,
+        "predicted_db": None,
+        "note": "the budget allows no more",
+    }
     text = words(show(print_plan, costs, 80))
     assert "Predicted" not in text
     assert "About the target: the budget allows no more." in text
 
 
 def test_verification_alone(summary):
-    unknown = dict.fromkeys(["predicted_db", "metric_predicted", "metric_predicted_std"])
+    unknown = dict.fromkeys(
+        ["predicted_db", "metric_predicted", "metric_predicted_std"]
+    )
     result = summary["result"] | unknown | {"met": False}
-    rounds = [r | {"predicted_db": None, "additive_db": None, "metric_predicted": None} for r in summary["rounds"][:1]]
+    rounds = [
+        r | {"predicted_db": None, "additive_db": None, "metric_predicted": None}
+        for r in summary["rounds"][:1]
+    ]
     text = words(show(print_verify, {"rounds": rounds, "result": result}, 80))
-    assert "Target missed: SQNR – dB predicted, 31.3 dB measured (target 30.0 dB)." in text
+    assert (
+        "Target missed: SQNR – dB predicted, 31.3 dB measured (target 30.0 dB)." in text
+    )
     assert "spearman: 0.84512 before rounding, – predicted, 0.84255 measured." in text
 
 
 def test_a_target_missed_by_the_metric_alone_says_so(summary):
     summary["result"] |= {"met": False, "metric_measured": 0.81}
     text = words(show(print_summary, summary, 120))
-    assert "The plan misses the target: 31.3 dB measured, 31.1 dB predicted, 30.0 dB asked" in text
+    assert (
+        "The plan misses the target: 31.3 dB measured, 31.1 dB predicted, 30.0 dB asked"
+        in text
+    )
     assert "but spearman falls to 0.81." in text

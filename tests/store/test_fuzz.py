@@ -50,7 +50,8 @@ def record(path: Path) -> None:
                     "operator": ["input", "mm", "relu", "gelu", "t"],
                     "place": [0, 0, 0, 0, 0],
                     "inputs": [None, [0], [1], [2], [0]],
-                    "shape": [list(tensor.shape) for tensor in TENSORS.values()] + [[3, 2]],
+                    "shape": [list(tensor.shape) for tensor in TENSORS.values()]
+                    + [[3, 2]],
                     "stride": [None, None, None, None, [1, 3]],
                     "offset": [None, None, None, None, 0],
                     "l2": [1.0, float("nan"), None, 0.0, 1.0],
@@ -73,7 +74,13 @@ def whole(tmp_path_factory) -> dict[Path, bytes]:
     path = tmp_path_factory.mktemp("run")
     record(path)
     assert load(path).verify() == []
-    return Files({file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()})
+    return Files(
+        {
+            file.relative_to(path): file.read_bytes()
+            for file in path.rglob("*")
+            if file.is_file()
+        }
+    )
 
 
 @contextmanager
@@ -90,7 +97,11 @@ def damaged(whole: dict[Path, bytes], name: str, data: bytes | None) -> Iterator
 
 
 def bits(tensor: torch.Tensor) -> tuple:
-    return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.contiguous().reshape(-1).view(torch.uint8).tolist(),
+    )
 
 
 WAYS: dict[str, Callable[[Run], object]] = {
@@ -123,7 +134,9 @@ def read(path: Path, file: Path) -> dict[str, object]:
                 errors.append(str(error))
     # the file, its folder where the file has lost something, or "run: rank 0, step 0, record 1"
     known = [str(path / file), f"{(path / file).parent}: ", f"{path}: rank 0"]
-    if file == FILES["checksums"]:  # a checksum with another digit looks as if its file had other bytes
+    if (
+        file == FILES["checksums"]
+    ):  # a checksum with another digit looks as if its file had other bytes
         known.append(f"{(path / file).parent}")
     assert [text for text in errors if not any(place in text for place in known)] == []
     return found
@@ -139,11 +152,20 @@ def check(whole: dict[Path, bytes], name: str, data: bytes | None) -> None:
         return
     assert "verify" in found
     bad = [str(each.relative_to(path)) for each in found["verify"]]
-    if name == "scalars" and "scalars" in found:  # whole lines at most, the last ones may be missing
-        assert found["scalars"].rows() == [(0, 0, "loss", 1.5), (0, 1, "loss", 1.5)][: found["scalars"].height]
+    if (
+        name == "scalars" and "scalars" in found
+    ):  # whole lines at most, the last ones may be missing
+        assert (
+            found["scalars"].rows()
+            == [(0, 0, "loss", 1.5), (0, 1, "loss", 1.5)][: found["scalars"].height]
+        )
     if name in ("ops", "tensors"):
         assert bad == [str(file)]  # by the checksum, whatever is wrong with it
-    if name in ("ops", "tensors", "about"):  # what comes back is what was written: never anything else
+    if name in (
+        "ops",
+        "tensors",
+        "about",
+    ):  # what comes back is what was written: never anything else
         for i, tensor in enumerate([*TENSORS.values(), TENSORS["0"].T]):
             back = found.get(f"record {i}")
             if back is not None:
@@ -159,7 +181,10 @@ def check(whole: dict[Path, bytes], name: str, data: bytes | None) -> None:
 @EACH
 def test_a_missing_file(whole, name):
     if name == "about":
-        with damaged(whole, name, None) as path, pytest.raises(RunError, match="no run here"):
+        with (
+            damaged(whole, name, None) as path,
+            pytest.raises(RunError, match="no run here"),
+        ):
             load(path)
     elif name == "scalars":  # no scalar may have been recorded
         with damaged(whole, name, None) as path:
@@ -185,7 +210,11 @@ def test_truncated(whole, name, part):
 
 @EACH
 @FUZZ
-@given(flips=st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), min_size=1, max_size=4))
+@given(
+    flips=st.lists(
+        st.tuples(st.floats(0, 1), st.integers(1, 255)), min_size=1, max_size=4
+    )
+)
 def test_flipped_bits(whole, name, flips):
     data = bytearray(whole[FILES[name]])
     for place, bits in flips:
@@ -194,15 +223,29 @@ def test_flipped_bits(whole, name, flips):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.just(10**400),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
 def places(value: object, at: tuple = ()) -> list[tuple]:
     """The paths to all values in a JSON document."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [at, *(found for key, part in inner for found in places(part, (*at, key)))]
 
 
@@ -220,7 +263,11 @@ def replaced(value, at: tuple, new: object):
 def test_another_value_in_the_json(whole, name, data):
     content = json.loads(whole[FILES[name]])
     at = data.draw(st.sampled_from(places(content)), label="at")
-    check(whole, name, json.dumps(replaced(content, at, data.draw(JSON, label="new"))).encode())
+    check(
+        whole,
+        name,
+        json.dumps(replaced(content, at, data.draw(JSON, label="new"))).encode(),
+    )
 
 
 @settings(FUZZ, max_examples=60)
@@ -234,7 +281,9 @@ def test_another_value_in_the_header_of_the_tensors(whole, data):
     at = data.draw(st.sampled_from(places(header)), label="at")
     header = replaced(header, at, data.draw(JSON, label="new"))
     with suppress(TypeError, KeyError):
-        header["__metadata__"]["roundoff"] = json.dumps(header["__metadata__"]["roundoff"])
+        header["__metadata__"]["roundoff"] = json.dumps(
+            header["__metadata__"]["roundoff"]
+        )
     text = json.dumps(header).encode()
     changed = len(text).to_bytes(8, "little") + text + raw[8 + size :]
     with damaged(whole, "tensors", changed) as path:
@@ -244,7 +293,9 @@ def test_another_value_in_the_header_of_the_tensors(whole, data):
         read(path, FILES["tensors"])
 
 
-@pytest.mark.parametrize("value", [None, "598", 598.0, True, {}, -1, "x" * 32, "A" * 32])
+@pytest.mark.parametrize(
+    "value", [None, "598", 598.0, True, {}, -1, "x" * 32, "A" * 32]
+)
 @pytest.mark.parametrize("key", ["bytes", "xxh3_128"])
 def test_an_entry_that_is_no_checksum(whole, key, value):
     content = json.loads(whole[FILES["checksums"]])
@@ -269,14 +320,20 @@ def test_another_type_of_a_column(whole, data):
         file = path / FILES["ops"]
         table = pl.read_parquet(file.read_bytes())
         empty = pl.Series(column, [None] * table.height, dtype=dtype)
-        (table.drop(column, strict=False) if dtype is None else table.with_columns(empty)).write_parquet(file)
+        (
+            table.drop(column, strict=False)
+            if dtype is None
+            else table.with_columns(empty)
+        ).write_parquet(file)
         sums = json.loads((path / FILES["checksums"]).read_text())
         sums["ops.parquet"] = checksum(path / FILES["ops"])
         (path / FILES["checksums"]).write_text(json.dumps(sums))
         read(path, FILES["ops"])
 
 
-SIZES = st.lists(st.none() | st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 7), max_size=3)
+SIZES = st.lists(
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 7), max_size=3
+)
 
 
 @settings(FUZZ, max_examples=150)
@@ -291,7 +348,13 @@ def test_rows_that_do_not_fit_their_tensors(shape, stride, offset, blob, about):
     with tempfile.TemporaryDirectory() as folder:
         with Writer(folder, about={"keep": about}) as writer:
             writer.add(0, "0", torch.arange(6.0))
-            rows = {"record": [0], "shape": [shape], "stride": [stride], "offset": [offset], "blob": [blob]}
+            rows = {
+                "record": [0],
+                "shape": [shape],
+                "stride": [stride],
+                "offset": [offset],
+                "blob": [blob],
+            }
             writer.write_step(0, rows)
         run = load(folder)
         with suppress(RunError):

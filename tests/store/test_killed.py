@@ -66,7 +66,9 @@ def check(path: Path, last: int) -> None:
         for key in range(4):
             back = run.tensor(record=key, step=step)
             assert torch.equal(back, torch.full((2000,), float(step * 10 + key)))
-    there = run.scalars.collect()["step"].to_list()  # perhaps with one of the step after
+    there = run.scalars.collect()[
+        "step"
+    ].to_list()  # perhaps with one of the step after
     assert there == list(range(len(there)))
     assert last + 1 <= len(there) <= last + 3
 

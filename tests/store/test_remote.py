@@ -40,13 +40,25 @@ def folder(tmp_path, monkeypatch):
     """A run of two ranks and two steps, two files of tensors in each step."""
     monkeypatch.setattr(stored.Chunks.__init__, "__defaults__", (64,))
     for rank in (0, 1):
-        with Writer(tmp_path / "a", rank=rank, about={"id": "x", "ranks": 2, "keep": "tensors"}) as writer:
+        with Writer(
+            tmp_path / "a", rank=rank, about={"id": "x", "ranks": 2, "keep": "tensors"}
+        ) as writer:
             for step in (0, 1):
-                blobs = [writer.add(step, str(i), value(rank, step, i)) for i in range(4)]
-                writer.write_step(step, {
-                    "record": [0, 1, 2, 3], "module": ["m"] * 4, "operator": ["relu"] * 4, "index": [0, 1, 2, 3],
-                    "phase": ["forward"] * 4, "blob": blobs, "l2": [1.0, 2.0, 3.0, 4.0],
-                })  # fmt: skip
+                blobs = [
+                    writer.add(step, str(i), value(rank, step, i)) for i in range(4)
+                ]
+                writer.write_step(
+                    step,
+                    {
+                        "record": [0, 1, 2, 3],
+                        "module": ["m"] * 4,
+                        "operator": ["relu"] * 4,
+                        "index": [0, 1, 2, 3],
+                        "phase": ["forward"] * 4,
+                        "blob": blobs,
+                        "l2": [1.0, 2.0, 3.0, 4.0],
+                    },
+                )
                 writer.scalar(step, "loss", 0.5 + rank)
     return tmp_path / "a"
 
@@ -73,8 +85,12 @@ def asked(monkeypatch):
 
         return asked
 
-    monkeypatch.setattr(MemoryFileSystem, "get_file", noting(MemoryFileSystem.get_file, ""))
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", noting(MemoryFileSystem.cat_file, "head of "))
+    monkeypatch.setattr(
+        MemoryFileSystem, "get_file", noting(MemoryFileSystem.get_file, "")
+    )
+    monkeypatch.setattr(
+        MemoryFileSystem, "cat_file", noting(MemoryFileSystem.cat_file, "head of ")
+    )
     return names
 
 
@@ -86,7 +102,9 @@ def test_a_run_at_a_url_is_the_run_in_the_folder(folder, there):
     for rank in (0, 1):
         for step in (0, 1):
             for i in range(4):
-                assert torch.equal(far.tensor(record=i, rank=rank, step=step), value(rank, step, i))
+                assert torch.equal(
+                    far.tensor(record=i, rank=rank, step=step), value(rank, step, i)
+                )
     assert far.verify() == []
     assert far.location == URL
     assert repr(far) == repr(near).replace(str(folder), URL)
@@ -96,7 +114,11 @@ def test_a_run_at_a_url_is_the_run_in_the_folder(folder, there):
 @pytest.mark.parametrize("step", [None, 0, 1, 7])
 def test_a_part_is_the_rows_of_its_rank_and_step(folder, there, rank, step):
     rows = load(folder).ops.collect().to_dicts()
-    kept = [row for row in rows if rank in (None, row["rank"]) and step in (None, row["step"])]
+    kept = [
+        row
+        for row in rows
+        if rank in (None, row["rank"]) and step in (None, row["step"])
+    ]
     expected = pl.DataFrame(kept, schema=OPS)
     for place in (folder, URL):
         assert_frame_equal(load(place).part(rank, step).collect(), expected)
@@ -120,7 +142,12 @@ def test_tensors_come_when_they_are_asked_for(there, asked):
     run = load(URL)
     run.ops.collect()
     run.scalars.collect()
-    assert sorted(set(asked)) == ["checksums.json", "ops.parquet", "run.json", "scalars.txt"]
+    assert sorted(set(asked)) == [
+        "checksums.json",
+        "ops.parquet",
+        "run.json",
+        "scalars.txt",
+    ]
     asked.clear()
     run.tensor(record=3, step=1)  # the headers of a step, and the one file that has it
     heads = ["head of tensors-000.safetensors", "head of tensors-001.safetensors"]
@@ -145,7 +172,9 @@ def test_a_lazy_frame_may_outlive_its_run(there):
     assert frame.select(pl.col("l2").sum()).collect().item() == 4 * (1 + 2 + 3 + 4)
 
 
-@pytest.mark.parametrize("name", ["ops.parquet", "checksums.json", "tensors-001.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["ops.parquet", "checksums.json", "tensors-001.safetensors"]
+)
 @pytest.mark.parametrize("how", ["cut", "changed", "missing"])
 def test_a_damaged_file_is_named_by_its_url(there, name, how):
     path = f"/runs/a/rank1/step000001/{name}"
@@ -154,7 +183,10 @@ def test_a_damaged_file_is_named_by_its_url(there, name, how):
         there.rm_file(path)
     else:
         # the last byte: of the values in a file of tensors, the magic number of a table, the brace of JSON
-        there.pipe_file(path, content[:-1] if how == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+        there.pipe_file(
+            path,
+            content[:-1] if how == "cut" else content[:-1] + bytes([content[-1] ^ 1]),
+        )
     run = load(URL)
     url = f"memory:/{path}"
     with pytest.raises(RunError) as error:
@@ -173,7 +205,9 @@ def test_headers_that_lie(there):
     content = there.cat_file(path)
     for head in (b"\xff" * 8, content[:8] + b"[" * 10, content[:8] + b"12" + b" " * 8):
         there.pipe_file(path, head + content[len(head) :])
-        with pytest.raises(RunError, match="the file is missing, damaged or cannot be read") as error:
+        with pytest.raises(
+            RunError, match="the file is missing, damaged or cannot be read"
+        ) as error:
             load(URL).tensor(record=0)
         assert error.value.where == f"memory:/{path}"
 
@@ -184,9 +218,12 @@ def test_what_is_no_run(there):
     there.pipe_file("/began/run.json", b'{"schema": 1}')
     there.pipe_file("/broken/run.json", b"{")
     for name, text in {
-        "other": "no run here", "later": "recorded by a later version", "began": "the run is empty",
-        "broken": "damaged", "nothing": "no such folder",
-    }.items():  # fmt: skip
+        "other": "no run here",
+        "later": "recorded by a later version",
+        "began": "the run is empty",
+        "broken": "damaged",
+        "nothing": "no such folder",
+    }.items():
         with pytest.raises(RunError, match=text) as error:
             load(f"memory://{name}")
         assert error.value.where.startswith(f"memory://{name}")
@@ -195,7 +232,12 @@ def test_what_is_no_run(there):
 
 def test_other_files_are_not_fetched(there, asked):
     step = "rank0/.step000002.partial/ops.parquet"
-    for name in ("big.bin", "rank0/notes.parquet", "deep/er/rank0/step000000/ops.parquet", step):
+    for name in (
+        "big.bin",
+        "rank0/notes.parquet",
+        "deep/er/rank0/step000000/ops.parquet",
+        step,
+    ):
         there.pipe_file(f"/runs/a/{name}", b"x")
     assert load(URL).steps == [0, 1]
     assert asked.count("ops.parquet") == 4
@@ -218,7 +260,9 @@ def test_a_server_that_refuses():
 
 
 def test_an_unknown_protocol():
-    with pytest.raises(RunError, match="nosuch://runs/a: this URL cannot be read") as error:
+    with pytest.raises(
+        RunError, match="nosuch://runs/a: this URL cannot be read"
+    ) as error:
         load("nosuch://runs/a")
     assert "Protocol not known: nosuch" in error.value.got
 
@@ -229,7 +273,9 @@ def test_a_protocol_without_its_library():
             raise ImportError("Install thingfs to access Thing")
 
     fsspec.register_implementation("thing", Lacking, clobber=True)
-    with pytest.raises(RunError, match="a library for this protocol is not installed") as error:
+    with pytest.raises(
+        RunError, match="a library for this protocol is not installed"
+    ) as error:
         load("thing://b/a?token=secret")
     assert error.value.where == "thing://b/a?token=***"
     assert "Install thingfs" in error.value.got
@@ -244,29 +290,62 @@ def test_dumps_of_msprobe(memory, tmp_path):
         memory.put(str(dump.parent), root, recursive=True)
         near = tmp_path / f"dump{index}" / "step3" / "rank1"
         shutil.copytree(dump.parent, near)
-        for url in (f"memory:/{root}", f"memory:/{root}/dump.json", f"memory://dump{index}"):
+        for url in (
+            f"memory:/{root}",
+            f"memory:/{root}/dump.json",
+            f"memory://dump{index}",
+        ):
             run = load(url)
             assert_frame_equal(run.ops.collect(), load(near).ops.collect())
-            for part in (run.part(), run.part(rank=run.ranks[0]), run.part(step=run.steps[0])):
+            for part in (
+                run.part(),
+                run.part(rank=run.ranks[0]),
+                run.part(step=run.steps[0]),
+            ):
                 assert_frame_equal(part.collect(), run.ops.collect())
             assert run.part(step=99).collect().is_empty()
             assert "/tmp" not in repr(run)
 
 
 def test_tensors_of_msprobe(memory, asked):
-    data = {"Functional.relu.0.forward": {"input_args": [], "input_kwargs": {}, "output": [{
-        "type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 2.0, "Min": 0.0, "Mean": 1.0,
-        "Norm": 5**0.5, "requires_grad": False, "data_name": "Functional.relu.0.forward.output.0.pt",
-    }]}}  # fmt: skip
-    dump = {"task": "tensor", "level": "L1", "framework": "pytorch", "dump_data_dir": None, "data": data}
+    data = {
+        "Functional.relu.0.forward": {
+            "input_args": [],
+            "input_kwargs": {},
+            "output": [
+                {
+                    "type": "torch.Tensor",
+                    "dtype": "torch.float32",
+                    "shape": [3],
+                    "Max": 2.0,
+                    "Min": 0.0,
+                    "Mean": 1.0,
+                    "Norm": 5**0.5,
+                    "requires_grad": False,
+                    "data_name": "Functional.relu.0.forward.output.0.pt",
+                }
+            ],
+        }
+    }
+    dump = {
+        "task": "tensor",
+        "level": "L1",
+        "framework": "pytorch",
+        "dump_data_dir": None,
+        "data": data,
+    }
     memory.pipe_file("/d/step0/rank0/dump.json", json.dumps(dump).encode())
-    with memory.open("/d/step0/rank0/dump_tensor_data/Functional.relu.0.forward.output.0.pt", "wb") as file:
+    with memory.open(
+        "/d/step0/rank0/dump_tensor_data/Functional.relu.0.forward.output.0.pt", "wb"
+    ) as file:
         torch.save(torch.arange(3.0), file)
     run = load("memory://d")
     assert asked == ["dump.json"]
     assert torch.equal(run.tensor(record=0), torch.arange(3.0))
     assert run.verify() == []
-    memory.rm_file("/d/step0/rank0/dump_tensor_data/Functional.relu.0.forward.output.0.pt")
+    memory.rm_file(
+        "/d/step0/rank0/dump_tensor_data/Functional.relu.0.forward.output.0.pt"
+    )
     (damage,) = load("memory://d").verify()
     assert damage.startswith("memory://d/step0/rank0/dump_tensor_data/")
 
@@ -276,7 +355,11 @@ def test_reports_at_urls(memory, tmp_path):
     assert memory.cat_file("/reports/a.html") == "é".encode()
     for place in (tmp_path / "a.html", f"file://{tmp_path}/b.html"):
         write_text(place, "é")
-    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes() == "é".encode()
+    assert (
+        (tmp_path / "a.html").read_bytes()
+        == (tmp_path / "b.html").read_bytes()
+        == "é".encode()
+    )
     with pytest.raises(KeyError), open_output("memory://reports/b.html") as temporary:
         temporary.write_text("half")
         raise KeyError
@@ -296,9 +379,17 @@ def test_a_report_that_cannot_be_sent():
 
 @pytest.mark.parametrize(
     ("text", "url"),
-    [("s3://b/k", True), ("simplecache::s3://b/k", True), ("file:///a", False), ("local:///a", False), ("a/b", False),
-     ("C:\\runs", False), ("/a://b", False), ("", False)],
-)  # fmt: skip
+    [
+        ("s3://b/k", True),
+        ("simplecache::s3://b/k", True),
+        ("file:///a", False),
+        ("local:///a", False),
+        ("a/b", False),
+        ("C:\\runs", False),
+        ("/a://b", False),
+        ("", False),
+    ],
+)
 def test_what_a_url_is(text, url):
     assert is_url(text) is url
 
@@ -308,7 +399,10 @@ def test_what_a_url_is(text, url):
     [
         ("s3://key:p@ss@host/run", "s3://***@host/run"),
         ("https://h/r?X-Sig=a/b%3D&n=2#top", "https://h/r?X-Sig=***&n=***"),
-        ("cannot open ftp://u:p@h/a and http://h/b?t=1 now", "cannot open ftp://***@h/a and http://h/b?t=*** now"),
+        (
+            "cannot open ftp://u:p@h/a and http://h/b?t=1 now",
+            "cannot open ftp://***@h/a and http://h/b?t=*** now",
+        ),
         ("memory://runs/a", "memory://runs/a"),
         ("s3://b/user@example/run", "s3://b/user@example/run"),
     ],

@@ -59,7 +59,9 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
 
 
 def test_files_are_plain_safetensors(tmp_path):
-    tmp_path = tmp_path / "step"  # pytest's own folder is closed to others whatever the umask
+    tmp_path = (
+        tmp_path / "step"
+    )  # pytest's own folder is closed to others whatever the umask
     tmp_path.mkdir()
     chunks = Chunks(tmp_path)
     chunks.add("7", torch.tensor([1.5, -0.0]))
@@ -86,7 +88,9 @@ def test_files_are_plain_safetensors(tmp_path):
 )
 def test_views_are_stored_as_what_they_show(tmp_path, view):
     shown = view(torch.arange(20.0).reshape(4, 5))
-    plain = torch.tensor(shown.detach().resolve_conj().resolve_neg().tolist(), dtype=shown.dtype)
+    plain = torch.tensor(
+        shown.detach().resolve_conj().resolve_neg().tolist(), dtype=shown.dtype
+    )
     assert content_hash(shown) == content_hash(plain)
     chunks = Chunks(tmp_path)
     chunks.add("a", shown)
@@ -104,7 +108,10 @@ def test_the_hash_is_that_of_dtype_shape_and_bytes():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(0, 2**16), st.integers(0, len(DTYPES) - 5), st.integers(0, 95), st.integers(0, 7)
+    st.integers(0, 2**16),
+    st.integers(0, len(DTYPES) - 5),
+    st.integers(0, 95),
+    st.integers(0, 7),
 )
 def test_one_changed_bit_changes_the_hash(seed, kind, place, bit):
     tensor = make(DTYPES[kind], (2, 3, 4), seed)
@@ -137,7 +144,9 @@ def test_content_is_stored_once_and_its_key_is_told(tmp_path):
     assert chunks.add("3", torch.arange(16.0)[:8]) == "0"
     assert chunks.add("4", first.reshape(2, 4)) == "4"
     chunks.finish()
-    assert sorted(key for path in tmp_path.iterdir() for key in TensorFile(path).keys) == ["0", "1", "4"]
+    assert sorted(
+        key for path in tmp_path.iterdir() for key in TensorFile(path).keys
+    ) == ["0", "1", "4"]
 
 
 def test_a_key_names_one_tensor(tmp_path):
@@ -170,7 +179,9 @@ def test_no_file_is_longer_than_the_limit_unless_one_tensor_is(tmp_path):
     chunks.finish()
     held = {}
     for path in sorted(tmp_path.iterdir()):
-        held[path.name] = sum(TensorFile(path).read(key).numel() for key in TensorFile(path).keys)
+        held[path.name] = sum(
+            TensorFile(path).read(key).numel() for key in TensorFile(path).keys
+        )
         assert checksum(path) == chunks.checksums[path.name]
     assert list(held.values()) == [800, 400, 5000, 1000, 1000, 3]
 
@@ -235,5 +246,7 @@ def test_a_flipped_bit_is_found(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedError, match="tensor '0' are not those that were written"):
+    with pytest.raises(
+        DamagedError, match="tensor '0' are not those that were written"
+    ):
         TensorFile(path).read("0")

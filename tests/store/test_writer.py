@@ -51,7 +51,9 @@ def test_rows_come_back_with_all_columns(tmp_path):
     }
     with Writer(tmp_path / "run", about={}) as writer:
         writer.write_step(4, rows)
-        writer.write_step(5, pl.DataFrame({"record": [0, 1]}, schema={"record": pl.Int8}))
+        writer.write_step(
+            5, pl.DataFrame({"record": [0, 1]}, schema={"record": pl.Int8})
+        )
     ops = load(tmp_path / "run").ops.collect()
     assert dict(ops.schema) == OPS
     first = ops.filter(pl.col("step") == 4)
@@ -64,7 +66,9 @@ def test_rows_come_back_with_all_columns(tmp_path):
     assert ops.filter(pl.col("step") == 5)["record"].to_list() == [0, 1]
 
 
-@pytest.mark.parametrize("rows", [{}, pl.DataFrame(), {"record": []}, pl.DataFrame(schema=OPS)])
+@pytest.mark.parametrize(
+    "rows", [{}, pl.DataFrame(), {"record": []}, pl.DataFrame(schema=OPS)]
+)
 def test_a_step_may_have_no_rows(tmp_path, rows):
     with Writer(tmp_path, about={}) as writer:
         writer.write_step(0, rows)
@@ -75,7 +79,9 @@ def test_a_step_may_have_no_rows(tmp_path, rows):
 
 def test_scalars_come_back(tmp_path):
     with record(tmp_path, 1) as writer:
-        for step, value in enumerate([1.5, math.nan, math.inf, -0.0, torch.tensor(2.0), 3]):
+        for step, value in enumerate(
+            [1.5, math.nan, math.inf, -0.0, torch.tensor(2.0), 3]
+        ):
             writer.scalar(step, "loss", value)
         writer.scalar(9, "lr", 1e-3)
     table = load(tmp_path).scalars.collect()
@@ -86,7 +92,11 @@ def test_scalars_come_back(tmp_path):
 
 
 def test_run_json_says_how_it_ended(tmp_path):
-    about = {"level": "op", "keep": "hash", "model": {"dtype": torch.float16, (1, 2): {3}}}
+    about = {
+        "level": "op",
+        "keep": "hash",
+        "model": {"dtype": torch.float16, (1, 2): {3}},
+    }
     writer = record(tmp_path / "run", about=about)
     during = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (during["schema"], during["complete"], during["level"]) == (1, False, "op")
@@ -102,7 +112,9 @@ def test_an_exception_in_the_training_leaves_an_incomplete_run(tmp_path):
         raise KeyError
     run = load(tmp_path)
     assert (run.about["complete"], run.steps) == (False, [0, 1])
-    assert repr(run) == f"Run({str(tmp_path)!r}, 2 steps: 0 to 1, 1 ranks, not complete)"
+    assert (
+        repr(run) == f"Run({str(tmp_path)!r}, 2 steps: 0 to 1, 1 ranks, not complete)"
+    )
     assert sorted(os.listdir(tmp_path / "rank0")) == ["step000000", "step000001"]
 
 
@@ -110,7 +122,9 @@ def test_a_step_written_again_replaces_the_earlier(tmp_path):
     with record(tmp_path) as writer:
         writer.write_step(1, {"record": [5], "operator": ["gelu"]})
     run = load(tmp_path)
-    assert run.ops.filter(pl.col("step") == 1).collect()["operator"].to_list() == ["gelu"]
+    assert run.ops.filter(pl.col("step") == 1).collect()["operator"].to_list() == [
+        "gelu"
+    ]
     assert run.verify() == []
     assert sorted(os.listdir(tmp_path / "rank0")) == ["step000000", "step000001"]
 
@@ -122,7 +136,10 @@ def test_steps_may_overlap(tmp_path):
         for step in (1, 0):
             writer.write_step(step, {"record": [0], "blob": ["0"]})
     run = load(tmp_path)
-    assert [run.tensor(record=0, step=step).tolist() for step in (0, 1)] == [[0, 0], [1, 1]]
+    assert [run.tensor(record=0, step=step).tolist() for step in (0, 1)] == [
+        [0, 0],
+        [1, 1],
+    ]
 
 
 def use(writer: Writer) -> None:
@@ -155,7 +172,9 @@ FAULTS = {
     "rename": lambda patch: patch.setattr(Path, "rename", full),
     "replace": lambda patch: patch.setattr(os, "replace", full),
     "folder": lambda patch: patch.setattr(Path, "mkdir", full),
-    "thread": lambda patch: patch.setattr(tensors_module.threading.Thread, "start", full),
+    "thread": lambda patch: patch.setattr(
+        tensors_module.threading.Thread, "start", full
+    ),
 }
 
 
@@ -171,7 +190,11 @@ def test_a_fault_stops_the_recording_with_one_warning(tmp_path, monkeypatch, fau
     text = str(warning.message)
     assert str(tmp_path) in text
     assert "the recording has stopped and training goes on" in text
-    assert "index out of bounds" in text if fault == "panic" else "No space left on device" in text
+    assert (
+        "index out of bounds" in text
+        if fault == "panic"
+        else "No space left on device" in text
+    )
     assert warning.filename == __file__  # the user's line, not one of ours
     assert writer.stopped
     run = load(tmp_path)
@@ -194,7 +217,10 @@ circle.append(circle)
         (lambda w: w.add(-1, "0", torch.ones(2)), "steps count from 0: -1"),
         (lambda w: w.write_step(5, {"recrod": [0]}), "no column recrod"),
         (lambda w: w.write_step(5, {"record": ["x"]}), "Int64"),
-        (lambda w: w.write_step(5, {"record": [1], "call": [1, 2]}), "height of column"),
+        (
+            lambda w: w.write_step(5, {"record": [1], "call": [1, 2]}),
+            "height of column",
+        ),
         (lambda w: w.write_step(5, pl.DataFrame({"record": ["x"]})), "record"),
         (lambda w: w.write_step(5, None), "NoneType"),
         (lambda w: w.scalar(5, "loss", torch.ones(2)), "one element"),

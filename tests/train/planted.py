@@ -42,25 +42,57 @@ PLANTS: dict[str, tuple[str, tuple[str, ...], Callable[[Tensor], Tensor]]] = {
     "square": ("forward", ("pow",), lambda x: (some(x) + 300.0).square()),
     "mul": ("forward", ("mul",), lambda x: (some(x) + 2.0) * 60000.0),
     "div": ("forward", ("div",), lambda x: (some(x) + 2.0) / 2e-5),
-    "matmul": ("forward", ("mm", "bmm", "addmm"), lambda x: big(some(x) + 2.0, 30000.0)),
-    "sum": ("forward", ("sum",), lambda x: x + (some(x) * 0 + 30000.0).sum(-1, keepdim=True)),
+    "matmul": (
+        "forward",
+        ("mm", "bmm", "addmm"),
+        lambda x: big(some(x) + 2.0, 30000.0),
+    ),
+    "sum": (
+        "forward",
+        ("sum",),
+        lambda x: x + (some(x) * 0 + 30000.0).sum(-1, keepdim=True),
+    ),
     "cast": ("forward", ("_to_copy",), lambda x: (x.float() * 0 + 1e6).to(H)),
     "log": ("forward", ("log",), lambda x: zero(x).log()),
     "reciprocal": ("forward", ("reciprocal",), lambda x: zero(x).reciprocal()),
-    "add": ("forward", ("add",), lambda x: (some(x) * 0 + 40000.0) + (some(x) * 0 + 40000.0)),
+    "add": (
+        "forward",
+        ("add",),
+        lambda x: (some(x) * 0 + 40000.0) + (some(x) * 0 + 40000.0),
+    ),
     "sqrt": ("forward", ("sqrt",), lambda x: (some(x) - 2.0).sqrt()),
     "cumsum": ("forward", ("cumsum",), lambda x: (some(x) * 0 + 30000.0).cumsum(-1)),
     "sqrt at 0": ("backward", ("div",), lambda x: zero(x).sqrt()),
     "pow at 0": ("backward", ("pow", "mul"), lambda x: zero(x).pow(0.3)),
-    "log behind where": ("backward", ("div", "mul"), lambda x: torch.where(x > 9.0, zero(x).log(), x * 0)),
-    "acos at 1": ("backward", ("rsqrt", "mul", "div"), lambda x: (zero(x) + 1.0).acos()),
-    "norm of zeros by hand": ("backward", ("div",), lambda x: x + zero(x).square().sum(-1, keepdim=True).sqrt()),
-    "mul back": ("backward", ("mul",), lambda x: (some(x) * 1e-6) * 60000.0 * 60000.0 * 1e-4),
+    "log behind where": (
+        "backward",
+        ("div", "mul"),
+        lambda x: torch.where(x > 9.0, zero(x).log(), x * 0),
+    ),
+    "acos at 1": (
+        "backward",
+        ("rsqrt", "mul", "div"),
+        lambda x: (zero(x) + 1.0).acos(),
+    ),
+    "norm of zeros by hand": (
+        "backward",
+        ("div",),
+        lambda x: x + zero(x).square().sum(-1, keepdim=True).sqrt(),
+    ),
+    "mul back": (
+        "backward",
+        ("mul",),
+        lambda x: (some(x) * 1e-6) * 60000.0 * 60000.0 * 1e-4,
+    ),
     "matmul back": ("backward", ("mm", "bmm"), lambda x: big(some(x) * 1e-4, 60000.0)),
     "custom function": ("backward", ("mul",), lambda x: _Amplify.apply(x)),
-    "cast back": ("backward", ("_to_copy",), lambda x: (some(x) * 1e-4).float() * 1e9 * 1e-6),
+    "cast back": (
+        "backward",
+        ("_to_copy",),
+        lambda x: (some(x) * 1e-4).float() * 1e9 * 1e-6,
+    ),
     "div back": ("backward", ("div",), lambda x: (some(x) * 1e-7 * 1e-2) / 1e-7 / 1e-2),
-}  # fmt: skip
+}
 
 
 def big(x: Tensor, factor: float) -> Tensor:
@@ -102,7 +134,11 @@ class Case:
     def names(self, site: str | None, phase: str | None) -> bool:
         """Whether a site, ``module/operator#n``, and a phase are those of the plant."""
         module, _, operator = (site or "").rpartition("/")
-        return module == self.path and operator.partition("#")[0] in self.operators and phase == self.phase
+        return (
+            module == self.path
+            and operator.partition("#")[0] in self.operators
+            and phase == self.phase
+        )
 
 
 def mlp(plant: nn.Module) -> tuple[nn.Module, Any]:
@@ -112,9 +148,14 @@ def mlp(plant: nn.Module) -> tuple[nn.Module, Any]:
 
 def cnn(plant: nn.Module) -> tuple[nn.Module, Any]:
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 4, 3), plant), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(4, 3),
-    )  # fmt: skip
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(4, 4, 3), plant),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
     return model, (torch.randn(2, 3, 8, 8),)
 
 
@@ -139,15 +180,29 @@ def lstm(plant: nn.Module) -> tuple[nn.Module, Any]:
 def transformer(plant: nn.Module) -> tuple[nn.Module, Any]:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
     layer.linear1 = nn.Sequential(layer.linear1, plant)  # type: ignore[assignment]
-    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), (torch.randn(2, 4, 16),)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), (
+        torch.randn(2, 4, 16),
+    )
 
 
 def gpt2(plant: nn.Module) -> tuple[nn.Module, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=31, n_positions=16, bos_token_id=0,
-                                       eos_token_id=0, loss_type="ForCausalLM"))  # fmt: skip
-    model.transformer.h[1].mlp.act = nn.Sequential(model.transformer.h[1].mlp.act, plant)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2,
+            n_embd=16,
+            n_head=2,
+            vocab_size=31,
+            n_positions=16,
+            bos_token_id=0,
+            eos_token_id=0,
+            loss_type="ForCausalLM",
+        )
+    )
+    model.transformer.h[1].mlp.act = nn.Sequential(
+        model.transformer.h[1].mlp.act, plant
+    )
     tokens = torch.randint(0, 31, (2, 6))
     return model, {"input_ids": tokens, "labels": tokens}
 
@@ -155,34 +210,68 @@ def gpt2(plant: nn.Module) -> tuple[nn.Module, Any]:
 def bert(plant: nn.Module) -> tuple[nn.Module, Any]:
     from transformers import BertConfig, BertForSequenceClassification
 
-    model = BertForSequenceClassification(BertConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32, vocab_size=31,
-        max_position_embeddings=16,
-    ))  # fmt: skip
+    model = BertForSequenceClassification(
+        BertConfig(
+            num_hidden_layers=2,
+            hidden_size=16,
+            num_attention_heads=2,
+            intermediate_size=32,
+            vocab_size=31,
+            max_position_embeddings=16,
+        )
+    )
     layer = model.bert.encoder.layer[0]
     layer.intermediate.dense = nn.Sequential(layer.intermediate.dense, plant)
-    return model, {"input_ids": torch.randint(0, 31, (2, 6)), "labels": torch.tensor([0, 1])}
+    return model, {
+        "input_ids": torch.randint(0, 31, (2, 6)),
+        "labels": torch.tensor([0, 1]),
+    }
 
 
 #: name -> (builder, path of the plant)
 MODELS: dict[str, tuple[Callable[[nn.Module], tuple[nn.Module, Any]], str]] = {
-    "mlp": (mlp, "2"), "cnn": (cnn, "3.1"), "lstm": (lstm, "plant"), "transformer": (transformer, "layers.0.linear1.1"),
-    "gpt2": (gpt2, "transformer.h.1.mlp.act.1"), "bert": (bert, "bert.encoder.layer.0.intermediate.dense.1"),
-}  # fmt: skip
+    "mlp": (mlp, "2"),
+    "cnn": (cnn, "3.1"),
+    "lstm": (lstm, "plant"),
+    "transformer": (transformer, "layers.0.linear1.1"),
+    "gpt2": (gpt2, "transformer.h.1.mlp.act.1"),
+    "bert": (bert, "bert.encoder.layer.0.intermediate.dense.1"),
+}
 
-CASES = [Case(*pair) for pair in (
-    ("mlp", "exp"), ("mlp", "matmul"), ("mlp", "sqrt at 0"), ("mlp", "mul back"), ("mlp", "custom function"),
-    ("cnn", "square"), ("cnn", "sum"), ("cnn", "cast"), ("cnn", "pow at 0"), ("cnn", "cast back"),
-    ("lstm", "reciprocal"), ("lstm", "log behind where"),
-    ("transformer", "add"), ("transformer", "matmul back"),
-    ("gpt2", "div"), ("gpt2", "norm of zeros by hand"),
-    ("gpt2", "sqrt"), ("bert", "log"), ("bert", "acos at 1"), ("bert", "div back"),
-)]  # fmt: skip
+CASES = [
+    Case(*pair)
+    for pair in (
+        ("mlp", "exp"),
+        ("mlp", "matmul"),
+        ("mlp", "sqrt at 0"),
+        ("mlp", "mul back"),
+        ("mlp", "custom function"),
+        ("cnn", "square"),
+        ("cnn", "sum"),
+        ("cnn", "cast"),
+        ("cnn", "pow at 0"),
+        ("cnn", "cast back"),
+        ("lstm", "reciprocal"),
+        ("lstm", "log behind where"),
+        ("transformer", "add"),
+        ("transformer", "matmul back"),
+        ("gpt2", "div"),
+        ("gpt2", "norm of zeros by hand"),
+        ("gpt2", "sqrt"),
+        ("bert", "log"),
+        ("bert", "acos at 1"),
+        ("bert", "div back"),
+    )
+]
 
 
-def build(case: Case | str, *, plant: bool = True) -> tuple[nn.Module, Callable[[], Tensor]]:
+def build(
+    case: Case | str, *, plant: bool = True
+) -> tuple[nn.Module, Callable[[], Tensor]]:
     """The model of a case, and what computes its loss; the same numbers each time."""
-    name, what = (case, "nothing") if isinstance(case, str) else (case.model, case.plant)
+    name, what = (
+        (case, "nothing") if isinstance(case, str) else (case.model, case.plant)
+    )
     torch.manual_seed(7)
     model, inputs = MODELS[name][0](Plant(what if plant else "nothing"))
     model.train()

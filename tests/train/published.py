@@ -14,7 +14,9 @@ def tensorflow(scale, every, decr_every, incr, decr, pattern):
         with np.errstate(over="ignore"):
             if not bad_step:
                 if good + 1 >= every:
-                    scale = scale * f32(incr) if np.isfinite(scale * f32(incr)) else scale
+                    scale = (
+                        scale * f32(incr) if np.isfinite(scale * f32(incr)) else scale
+                    )
                     good = bad = 0
                 else:
                     good += 1
@@ -39,5 +41,8 @@ def paddle(scale, every, decr_every, incr, decr, pattern):
             else:
                 bad, good = 0, good + 1
                 if good == every:
-                    scale, good = scale * f32(incr) if np.isfinite(scale * f32(incr)) else scale, 0
+                    scale, good = (
+                        scale * f32(incr) if np.isfinite(scale * f32(incr)) else scale,
+                        0,
+                    )
         yield float(scale), good, bad

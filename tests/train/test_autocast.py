@@ -46,7 +46,12 @@ def net() -> Net:
 
 TOKENS = torch.randint(0, 20, (4, 6), generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(0, 5, (24,), generator=torch.Generator().manual_seed(2))
-MIXED = Plan((Rule("fp32", ("op:softmax", "class:LayerNorm", "head/linear")), Rule("bf16", ("layer", "norm/*", "/matmul*"))))
+MIXED = Plan(
+    (
+        Rule("fp32", ("op:softmax", "class:LayerNorm", "head/linear")),
+        Rule("bf16", ("layer", "norm/*", "/matmul*")),
+    )
+)
 
 
 def step(model: nn.Module, *regions: object) -> list[torch.Tensor]:
@@ -69,8 +74,13 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 def test_a_format_is_torch_autocast_to_the_bit():
     model = net()
-    assert same(step(model, torch.autocast("cpu", BF16)), step(model, roundoff.autocast("bf16", model)))
-    assert same(step(model, torch.autocast("cpu", BF16)), step(model, roundoff.autocast("bf16")))
+    assert same(
+        step(model, torch.autocast("cpu", BF16)),
+        step(model, roundoff.autocast("bf16", model)),
+    )
+    assert same(
+        step(model, torch.autocast("cpu", BF16)), step(model, roundoff.autocast("bf16"))
+    )
     assert same(step(model), step(model, roundoff.autocast("fp32", model)))
 
 
@@ -102,7 +112,9 @@ def test_a_plan_is_the_casts_one_would_write():
     output.float().sum().backward()
     expected.float().sum().backward()
     for name in ("a.weight", "a.bias", "b.weight", "b.bias"):
-        assert torch.equal(plain.get_parameter(name).grad, written.get_parameter(name).grad)
+        assert torch.equal(
+            plain.get_parameter(name).grad, written.get_parameter(name).grad
+        )
 
 
 def test_the_record_says_what_ran():
@@ -114,15 +126,26 @@ def test_the_record_says_what_ran():
     assert same(recorded, step(model, roundoff.autocast(MIXED, model)))
     rows = {row["site"]: row for row in region.report.iter_rows(named=True)}
     linear = rows["layer.linear1/linear"]
-    assert (linear["rule"], linear["asked"], linear["inputs"], linear["ran"], linear["output"]) == (
-        "layer", "bf16", "fp32", "bf16", "bf16"
-    )  # fmt: skip
+    assert (
+        linear["rule"],
+        linear["asked"],
+        linear["inputs"],
+        linear["ran"],
+        linear["output"],
+    ) == ("layer", "bf16", "fp32", "bf16", "bf16")
     # input (4, 6, 8), weight (16, 8) and bias (16) are cast: 2 bytes each
     assert (linear["casts"], linear["cast_bytes"]) == (3, 2 * (4 * 6 * 8 + 16 * 8 + 16))
     assert (linear["backward"], linear["backward_casts"]) == ("bf16", 3)
     softmax = rows["/softmax"]
-    assert (softmax["rule"], softmax["ran"], softmax["backward"]) == ("op:softmax", "fp32", "fp32")
-    assert (rows["norm/batch_norm"]["ran"], rows["norm/batch_norm"]["output"]) == ("bf16", "bf16")
+    assert (softmax["rule"], softmax["ran"], softmax["backward"]) == (
+        "op:softmax",
+        "fp32",
+        "fp32",
+    )
+    assert (rows["norm/batch_norm"]["ran"], rows["norm/batch_norm"]["output"]) == (
+        "bf16",
+        "bf16",
+    )
     assert rows["table/embedding"]["asked"] == "fp32"
 
 
@@ -131,9 +154,20 @@ def test_operators_are_overridden_in_the_dispatcher():
 
     def dtypes() -> list[torch.dtype]:
         h = F.linear(x, weight)
-        return [h.dtype, h.softmax(-1).dtype, F.mse_loss(h, h * 0.5).dtype, F.cosine_similarity(h, h).dtype]
+        return [
+            h.dtype,
+            h.softmax(-1).dtype,
+            F.mse_loss(h, h * 0.5).dtype,
+            F.cosine_similarity(h, h).dtype,
+        ]
 
-    plan = Plan((Rule("fp32", ("op:softmax", "op:cosine_similarity")), Rule("bf16", ("op:mse_loss",))), autocast="bf16")
+    plan = Plan(
+        (
+            Rule("fp32", ("op:softmax", "op:cosine_similarity")),
+            Rule("bf16", ("op:mse_loss",)),
+        ),
+        autocast="bf16",
+    )
     with torch.autocast("cpu", BF16):
         builtin = dtypes()
     assert builtin == [BF16, BF16, FP32, BF16]
@@ -169,14 +203,22 @@ def test_following_and_the_lists_of_another_device():
         assert (x @ x).dtype == BF16
     with roundoff.autocast("bf16", policy="cuda"):
         h = x @ x
-        assert [h.dtype, h.softmax(-1).dtype, h.exp().dtype, F.layer_norm(h, (4,)).dtype] == [BF16, FP32, FP32, FP32]
+        assert [
+            h.dtype,
+            h.softmax(-1).dtype,
+            h.exp().dtype,
+            F.layer_norm(h, (4,)).dtype,
+        ] == [BF16, FP32, FP32, FP32]
         assert F.interpolate(h, scale_factor=2, mode="bilinear").dtype == FP32
         assert torch.addcmul(x, h, h).dtype == FP32
         assert F.gelu(h).dtype == BF16  # on neither list
     assert not _REGISTERED
 
 
-@pytest.mark.parametrize("plan", [MIXED, Plan((Rule("fp32", ("op:softmax", "op:layer_norm")),), autocast="bf16")])
+@pytest.mark.parametrize(
+    "plan",
+    [MIXED, Plan((Rule("fp32", ("op:softmax", "op:layer_norm")),), autocast="bf16")],
+)
 def test_compiled_code_has_the_same_casts(plan):
     torch._dynamo.reset()
     model = net()
@@ -185,7 +227,10 @@ def test_compiled_code_has_the_same_casts(plan):
     assert same(expected, step(compiled, roundoff.autocast(plan, compiled)))
     # another plan, and none, are not taken for this one
     other = Plan((Rule("bf16", ("head",)),))
-    assert same(step(model, roundoff.autocast(other, model)), step(compiled, roundoff.autocast(other, compiled)))
+    assert same(
+        step(model, roundoff.autocast(other, model)),
+        step(compiled, roundoff.autocast(other, compiled)),
+    )
     assert same(step(model), step(compiled))
     assert same(expected, step(compiled, roundoff.autocast(plan, compiled)))
 
@@ -197,14 +242,22 @@ def test_what_is_recomputed_is_cast_the_same(reentrant, record):
         def __init__(self, recompute: bool) -> None:
             super().__init__()
             torch.manual_seed(5)
-            self.parts, self.recompute = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), recompute
+            self.parts, self.recompute = (
+                nn.ModuleList(nn.Linear(6, 6) for _ in range(3)),
+                recompute,
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for part in self.parts:
+
                 def run(x: torch.Tensor, part: nn.Module = part) -> torch.Tensor:
                     return part(x).softmax(-1) * 3
 
-                x = checkpoint(run, x, use_reentrant=reentrant) if self.recompute else run(x)
+                x = (
+                    checkpoint(run, x, use_reentrant=reentrant)
+                    if self.recompute
+                    else run(x)
+                )
             return x
 
     # softmax#1 is in fp32 the second time too only if calls are counted from where they were
@@ -212,19 +265,28 @@ def test_what_is_recomputed_is_cast_the_same(reentrant, record):
     found = []
     for recompute in (False, True):
         model = Twice(recompute)
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(6), requires_grad=True)
+        x = torch.randn(
+            4, 6, generator=torch.Generator().manual_seed(6), requires_grad=True
+        )
         with roundoff.autocast(plan, model, record=record):
             y = model(x)
         y.float().square().sum().backward()
         found.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
     assert same(*found)
-    assert torch.utils.checkpoint.CheckpointFunction.apply.__qualname__ == "Function.apply"
-    assert torch.utils.checkpoint._checkpoint_without_reentrant_generator.__module__ == "torch.utils.checkpoint"
+    assert (
+        torch.utils.checkpoint.CheckpointFunction.apply.__qualname__ == "Function.apply"
+    )
+    assert (
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator.__module__
+        == "torch.utils.checkpoint"
+    )
 
 
 def test_threads_have_regions_of_their_own():
     model = net()
-    model.norm.momentum = 0.0  # the encoder layer in evaluation takes another way when a module has hooks
+    model.norm.momentum = (
+        0.0  # the encoder layer in evaluation takes another way when a module has hooks
+    )
     plans = [MIXED, Plan((Rule("bf16", ("head",)),)), Plan((), autocast="bf16"), None]
 
     def run(plan: Plan | None) -> torch.Tensor:
@@ -239,7 +301,9 @@ def test_threads_have_regions_of_their_own():
 
     def often(number: int) -> None:
         with torch.no_grad():
-            results[number] = all(torch.equal(run(plans[number]), expected[number]) for _ in range(20))
+            results[number] = all(
+                torch.equal(run(plans[number]), expected[number]) for _ in range(20)
+            )
 
     threads = [threading.Thread(target=often, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -266,7 +330,11 @@ def test_everything_is_undone_also_after_an_error():
     def run() -> torch.dtype:
         return model.layer.linear1(torch.randn(2, 8)).dtype
 
-    assert [run(), model.layer.linear1(torch.randn(2, 8)).dtype, run()] == [BF16, FP32, BF16]
+    assert [run(), model.layer.linear1(torch.randn(2, 8)).dtype, run()] == [
+        BF16,
+        FP32,
+        BF16,
+    ]
 
 
 def test_a_model_inside_wrappers_and_several_passes_in_one_region():
@@ -275,7 +343,9 @@ def test_a_model_inside_wrappers_and_several_passes_in_one_region():
     once = step(model, roundoff.autocast(MIXED, model))
     with roundoff.autocast(MIXED, wrapped):
         model(TOKENS)
-        again = F.cross_entropy(model(TOKENS).flatten(0, 1), LABELS)  # calls are counted anew
+        again = F.cross_entropy(
+            model(TOKENS).flatten(0, 1), LABELS
+        )  # calls are counted anew
     assert torch.equal(again.detach(), once[0])
 
 
@@ -283,6 +353,7 @@ def test_a_model_inside_wrappers_and_several_passes_in_one_region():
 def test_sites_have_the_names_of_the_budget(kind):
     """The light mode names what ``capture.calls`` names: every site of a budget is found."""
     if kind == "lstm":
+
         class Recurrent(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -297,16 +368,35 @@ def test_sites_have_the_names_of_the_budget(kind):
         model = nn.MultiheadAttention(8, 2)
         call = lambda m: m(*[torch.ones(3, 2, 8)] * 3)  # noqa: E731
     else:
-        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        transformers = pytest.importorskip(
+            "transformers", reason="transformers is not installed"
+        )
         if kind == "resnet":
-            config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic")
-            model, call = transformers.ResNetModel(config), lambda m: m(torch.ones(2, 3, 16, 16))
+            config = transformers.ResNetConfig(
+                embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic"
+            )
+            model, call = (
+                transformers.ResNetModel(config),
+                lambda m: m(torch.ones(2, 3, 16, 16)),
+            )
         else:
             names = {"gpt2": "GPT2", "bert": "Bert"}
-            sizes: dict[str, int] = {"vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+            sizes: dict[str, int] = {
+                "vocab_size": 50,
+                "n_positions": 16,
+                "n_embd": 8,
+                "n_layer": 1,
+                "n_head": 2,
+            }
             if kind == "bert":
-                sizes = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-                         "intermediate_size": 16, "max_position_embeddings": 16}  # fmt: skip
+                sizes = {
+                    "vocab_size": 50,
+                    "hidden_size": 8,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "intermediate_size": 16,
+                    "max_position_embeddings": 16,
+                }
             config = getattr(transformers, f"{names[kind]}Config")(**sizes)
             model = getattr(transformers, f"{names[kind]}Model")(config)
             call = lambda m: m(torch.arange(6).view(2, 3))  # noqa: E731
@@ -324,13 +414,18 @@ def test_sites_have_the_names_of_the_budget(kind):
 
 def test_what_goes_wrong():
     model = net()
-    with pytest.raises(PlanError, match=r"rule 1 of .* that this model has not: layr/linear\n.*such as layer"):
+    with pytest.raises(
+        PlanError,
+        match=r"rule 1 of .* that this model has not: layr/linear\n.*such as layer",
+    ):
         roundoff.autocast(Plan((Rule("fp32", ("layr/linear",)),)), model)
     with pytest.raises(PlanError, match="rule 1 .* layr"):
         roundoff.autocast(Plan((Rule("fp32", ("layr",)),)), model)
     with pytest.raises(PlanError, match="need the model: layer/add"):
         roundoff.autocast(Plan((Rule("fp32", ("layer/add",)),)))
-    with pytest.raises(PlanError, match="fp8_e4m3fn is simulated, which needs the model"):
+    with pytest.raises(
+        PlanError, match="fp8_e4m3fn is simulated, which needs the model"
+    ):
         roundoff.autocast("fp8_e4m3fn")
     with pytest.raises(PlanError, match="no autocast on such a device"):
         roundoff.autocast("bf16", device="meta")
@@ -346,15 +441,26 @@ def test_warnings():
     model = net()
     with pytest.warns(RuntimeWarning, match="16 to 32 times slower"):
         roundoff.autocast("fp16", model)
-    lost = roundoff.autocast(Plan((Rule("bf16", ("head/conv2d", "head/linear")),)), model)
-    with pytest.warns(RuntimeWarning, match="1 of the plan's patterns named no site in .*: head/conv2d"), lost:
+    lost = roundoff.autocast(
+        Plan((Rule("bf16", ("head/conv2d", "head/linear")),)), model
+    )
+    with (
+        pytest.warns(
+            RuntimeWarning,
+            match="1 of the plan's patterns named no site in .*: head/conv2d",
+        ),
+        lost,
+    ):
         model(TOKENS)
     with lost:  # said once
         model(TOKENS)
     outer, inner = Plan((Rule("fp32", ("head",)),)), Plan((Rule("bf16", ("head",)),))
     with (
         roundoff.autocast(outer, model),
-        pytest.warns(RuntimeWarning, match=r"inside head is to run in bf16 \(rule 1\), outside in fp32 \(head\); the inner"),
+        pytest.warns(
+            RuntimeWarning,
+            match=r"inside head is to run in bf16 \(rule 1\), outside in fp32 \(head\); the inner",
+        ),
         roundoff.autocast(inner, model),
     ):
         assert model(TOKENS).dtype == BF16
@@ -363,14 +469,34 @@ def test_warnings():
 def test_explain():
     model = net()
     region = roundoff.autocast(MIXED, model)
-    assert region.explain("head/linear") == "head/linear runs in fp32: rule 1, head/linear"
-    assert region.explain("layer.norm1/layer_norm") == "layer.norm1/layer_norm runs in fp32: rule 1, class:LayerNorm"
-    assert region.explain("layer.linear1/linear") == "layer.linear1/linear runs in bf16: rule 2, layer"
-    assert region.explain("table/embedding") == "table/embedding runs in fp32: no rule: the plan's default"
+    assert (
+        region.explain("head/linear") == "head/linear runs in fp32: rule 1, head/linear"
+    )
+    assert (
+        region.explain("layer.norm1/layer_norm")
+        == "layer.norm1/layer_norm runs in fp32: rule 1, class:LayerNorm"
+    )
+    assert (
+        region.explain("layer.linear1/linear")
+        == "layer.linear1/linear runs in bf16: rule 2, layer"
+    )
+    assert (
+        region.explain("table/embedding")
+        == "table/embedding runs in fp32: no rule: the plan's default"
+    )
     lists = roundoff.autocast("bf16", model)
-    assert lists.explain("head/linear") == "head/linear runs in bf16: no rule: autocast's own lists"
-    assert "runs in fp32: no rule" in roundoff.autocast("bf16", model, policy="cuda").explain("/softmax")
-    for site in ("head/linear", "layer.norm1/layer_norm", "table/embedding"):  # and that is what runs
+    assert (
+        lists.explain("head/linear")
+        == "head/linear runs in bf16: no rule: autocast's own lists"
+    )
+    assert "runs in fp32: no rule" in roundoff.autocast(
+        "bf16", model, policy="cuda"
+    ).explain("/softmax")
+    for site in (
+        "head/linear",
+        "layer.norm1/layer_norm",
+        "table/embedding",
+    ):  # and that is what runs
         assert region.rules.decide(site).format in region.explain(site)
 
 
@@ -381,7 +507,9 @@ def test_a_batch_may_be_several_forward_passes():
     def forward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch) - model(batch * 2)
 
-    workload = roundoff.Workload(model, [torch.randn(3, 4), torch.randn(3, 4)], forward=forward)
+    workload = roundoff.Workload(
+        model, [torch.randn(3, 4), torch.randn(3, 4)], forward=forward
+    )
     budget = roundoff.budget(workload, ["bf16"], probes=4)
     assert budget.about["forwards"] == 2
     assert "1/softmax#1" in {site["site"] for site in budget.sites}
@@ -392,7 +520,9 @@ def test_a_batch_may_be_several_forward_passes():
             for batch in workload.batches:  # both in one region
                 one, two = model(batch), model(batch * 2)
                 assert [one.dtype, two.dtype] == [FP32, BF16]
-    with roundoff.autocast(Plan(plan.rules), model) as region:  # a plan that says nothing counts from each pass
+    with roundoff.autocast(
+        Plan(plan.rules), model
+    ) as region:  # a plan that says nothing counts from each pass
         assert [model(batch).dtype, model(batch).dtype] == [FP32, FP32]
         region.rules.told = True
 
@@ -420,15 +550,23 @@ def test_tf32_on_cuda_is_allowed_for_one_call_and_its_backward():
 
         @staticmethod
         def backward(ctx, gradient):
-            seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+            seen.append(
+                (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+            )
             return gradient * 2
 
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     x = torch.ones(2, requires_grad=True)
     y = run_in(Watched.apply, "matmul", (x,), {}, "tf32", "cuda")
-    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    assert (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+    ) == before
     y.sum().backward()
     assert seen == [True, (True, True)]
-    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    assert (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+    ) == before
     assert Rules(Plan((), default="tf32"), net(), "cuda").simulated == []
     assert Rules(Plan((), default="tf32"), net(), "cpu").simulated == ["tf32"]

@@ -20,13 +20,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:fp16 on")
 
 generator = torch.Generator().manual_seed(0)
 DATA = [
-    (torch.randn(12, 6, generator=generator), torch.randint(0, 3, (12,), generator=generator))
+    (
+        torch.randn(12, 6, generator=generator),
+        torch.randint(0, 3, (12,), generator=generator),
+    )
     for _ in range(4)
 ]
 
 
 def model():
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3)
+    )
 
 
 def forward(model, batch):
@@ -42,11 +47,19 @@ def optimizer(model):
 
 
 def accuracy(outputs, batches):
-    return sum((o.argmax(-1) == b[1]).double().mean().item() for o, b in zip(outputs, batches, strict=True)) / len(outputs)
+    return sum(
+        (o.argmax(-1) == b[1]).double().mean().item()
+        for o, b in zip(outputs, batches, strict=True)
+    ) / len(outputs)
 
 
 def workload(**changes):
-    parts = {"forward": forward, "loss": loss, "optimizer": optimizer, "metric": accuracy} | changes
+    parts = {
+        "forward": forward,
+        "loss": loss,
+        "optimizer": optimizer,
+        "metric": accuracy,
+    } | changes
     return ro.Workload(parts.pop("model", model), parts.pop("batches", DATA), **parts)
 
 
@@ -55,8 +68,13 @@ def row(found, name):
 
 
 def test_losses_are_those_of_a_loop_written_out():
-    found = bench(workload(model=lambda: nn.Linear(6, 3)), ["fp32", "bf16"], steps=9, seeds=[5])
-    for name, around in (("fp32", torch.autocast("cpu", enabled=False)), ("bf16", torch.autocast("cpu", torch.bfloat16))):
+    found = bench(
+        workload(model=lambda: nn.Linear(6, 3)), ["fp32", "bf16"], steps=9, seeds=[5]
+    )
+    for name, around in (
+        ("fp32", torch.autocast("cpu", enabled=False)),
+        ("bf16", torch.autocast("cpu", torch.bfloat16)),
+    ):
         with torch.random.fork_rng():
             torch.manual_seed(5)
             net = nn.Linear(6, 3)
@@ -86,7 +104,9 @@ def test_the_same_configuration_twice_is_equal_also_with_dropout():
 
 def test_dropout_draws_are_those_of_the_reference_in_every_configuration():
     # fp64 rounds 2^29 times finer, so its losses agree to fp32's precision only where the same elements were dropped
-    found = bench(workload(), ["fp32", "fp64", "fp32+fused", "fp32+threads=2"], steps=6, seeds=1)
+    found = bench(
+        workload(), ["fp32", "fp64", "fp32+fused", "fp32+threads=2"], steps=6, seeds=1
+    )
     ours = found.summary["curves"]["fp32"][0]
     for name in ("fp64", "fp32+fused", "fp32+threads=2"):
         # 6 steps of some 200 products, each relative to 2^-24: 1e-5 leaves a factor of 100
@@ -95,9 +115,14 @@ def test_dropout_draws_are_those_of_the_reference_in_every_configuration():
 
 def test_parts_of_a_batch_give_the_gradient_of_the_whole():
     plain = workload(model=lambda: nn.Linear(6, 3))
-    found = bench(plain, ["fp32", "fp32+accumulate=3", "fp32+accumulate=5"], steps=6, seeds=1)
+    found = bench(
+        plain, ["fp32", "fp32+accumulate=3", "fp32+accumulate=5"], steps=6, seeds=1
+    )
     ours = found.summary["curves"]["fp32"][0]
-    for name in ("fp32+accumulate=3", "fp32+accumulate=5"):  # 12 in parts of 4, and of 3 and 2: weighted by their size
+    for name in (
+        "fp32+accumulate=3",
+        "fp32+accumulate=5",
+    ):  # 12 in parts of 4, and of 3 and 2: weighted by their size
         assert found.summary["curves"][name][0] == pytest.approx(ours, rel=1e-5)
 
 
@@ -110,35 +135,56 @@ def test_nothing_of_workload_and_process_changes(given):
     subject.model[0].weight.grad = torch.ones_like(subject.model[0].weight)
     modes = [module.training for module in subject.model.modules()]
     data = copy.deepcopy(DATA)
-    random, threads, dtype = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
+    random, threads, dtype = (
+        torch.get_rng_state(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+    )
     scaler = dict(vars(torch.amp.GradScaler))
 
     def by_hand(model, optimizer, batch):
         raise ValueError("no")
 
-    configs = ["fp64+channels_last", "fp16", "tf32+checkpoint", "bf16+weights=bf16+threads=1", "compile=eager", by_hand]
+    configs = [
+        "fp64+channels_last",
+        "fp16",
+        "tf32+checkpoint",
+        "bf16+weights=bf16+threads=1",
+        "compile=eager",
+        by_hand,
+    ]
     bench(subject, configs, steps=4, seeds=2)
-    assert all(torch.equal(value, before[name]) for name, value in subject.model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in subject.model.state_dict().items()
+    )
     assert torch.equal(subject.model[0].weight.grad, torch.ones(16, 6))
     assert [module.training for module in subject.model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random)
     assert (torch.get_num_threads(), torch.get_default_dtype()) == (threads, dtype)
     assert dict(vars(torch.amp.GradScaler)) == scaler
-    assert all(torch.equal(x, a) and torch.equal(y, b) for (x, y), (a, b) in zip(DATA, data, strict=True))
+    assert all(
+        torch.equal(x, a) and torch.equal(y, b)
+        for (x, y), (a, b) in zip(DATA, data, strict=True)
+    )
 
 
 def test_seeds_with_and_without_model():
     drawn = bench(workload(), ["fp32"], steps=3, seeds=2).summary
     assert drawn["weights"] == "drawn anew by model() under each seed"
     given = bench(workload(model=model()), ["fp32"], steps=3, seeds=2).summary
-    assert given["weights"].startswith("the same for every seed, which changes the order of the batches")
+    assert given["weights"].startswith(
+        "the same for every seed, which changes the order of the batches"
+    )
 
 
 def test_the_metric_is_of_what_is_held_out_in_eval_mode():
     seen = []
 
     def metric(outputs, batches, reference):
-        seen.append((len(batches), batches[0][0].shape[0], outputs[0].dtype, reference[0].dtype))
+        seen.append(
+            (len(batches), batches[0][0].shape[0], outputs[0].dtype, reference[0].dtype)
+        )
         return accuracy(outputs, batches)
 
     class Net(nn.Module):
@@ -151,8 +197,16 @@ def test_the_metric_is_of_what_is_held_out_in_eval_mode():
             return self.linear(x)
 
     held_out = [(torch.randn(5, 6), torch.zeros(5, dtype=torch.int64))]
-    found = bench(workload(model=Net, metric=metric, held_out=held_out), ["fp32", "bf16"], steps=3, seeds=1)
-    assert seen == [(1, 5, torch.float32, torch.float32), (1, 5, torch.bfloat16, torch.float32)]
+    found = bench(
+        workload(model=Net, metric=metric, held_out=held_out),
+        ["fp32", "bf16"],
+        steps=3,
+        seeds=1,
+    )
+    assert seen == [
+        (1, 5, torch.float32, torch.float32),
+        (1, 5, torch.bfloat16, torch.float32),
+    ]
     assert found.summary["held_out"] == 1
 
 
@@ -162,17 +216,27 @@ def test_a_plan_file(tmp_path):
     found = bench(workload(), ["fp32", plan, plan + "+checkpoint"], steps=4, seeds=1)
     assert [r["failed"] for r in found.rows] == [None] * 3
     assert found.rows[1]["seen"]["matrix"]["forward"] == {"bf16": 1, "fp32": 1}
-    assert found.summary["curves"][plan] == found.summary["curves"][plan + "+checkpoint"]
+    assert (
+        found.summary["curves"][plan] == found.summary["curves"][plan + "+checkpoint"]
+    )
 
 
 def test_what_fails_is_a_row_and_the_others_go_on():
     def by_hand(model, optimizer, batch):
         raise ValueError("not today")
 
-    found = bench(workload(), ["fp32", by_hand, "fp16+weights=fp16", "cuda:77", "bf16+accumulate=13"], steps=4, seeds=2)
+    found = bench(
+        workload(),
+        ["fp32", by_hand, "fp16+weights=fp16", "cuda:77", "bf16+accumulate=13"],
+        steps=4,
+        seeds=2,
+    )
     reasons = [r["failed"] for r in found.rows]
     assert reasons[0] is None
-    assert "a training step of by hand raised ValueError: ValueError: not today" in reasons[1]
+    assert (
+        "a training step of by hand raised ValueError: ValueError: not today"
+        in reasons[1]
+    )
     assert "float16" in reasons[2]
     assert "there is no device cuda:77 here" in reasons[3]
     assert "a batch cannot be cut into 13 parts" in reasons[4]
@@ -183,7 +247,9 @@ def test_what_fails_is_a_row_and_the_others_go_on():
 
 
 def test_an_operator_without_a_kernel_is_a_row():
-    recurrent = workload(model=lambda: nn.LSTM(6, 3), forward=lambda model, batch: model(batch[0])[0])
+    recurrent = workload(
+        model=lambda: nn.LSTM(6, 3), forward=lambda model, batch: model(batch[0])[0]
+    )
     try:
         with torch.autocast("cpu", torch.float16):
             nn.LSTM(6, 3)(DATA[0][0])
@@ -198,7 +264,11 @@ def test_an_operator_without_a_kernel_is_a_row():
 
 def test_everything_fails():
     with pytest.raises(ro.RoundoffError, match="raised RuntimeError"):
-        bench(workload(loss=lambda output, batch: output @ output), ["fp32", "bf16"], steps=3)
+        bench(
+            workload(loss=lambda output, batch: output @ output),
+            ["fp32", "bf16"],
+            steps=3,
+        )
 
 
 def test_the_first_fails():
@@ -211,14 +281,26 @@ def test_the_first_fails():
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"loss": None}, {}, "workload: loss missing\n  expected: a workload that says how it is trained\n"
-         "  do: define loss(output, batch)"),
-        ({"loss": None, "optimizer": None}, {}, "do: define loss(output, batch) and define optimizer(model)"),
-        ({}, {"steps": 2}, "expected: more than 2 steps, and seeds from 0 on, each once\n  got: steps=2, seeds=[0, 1, 2]"),
+        (
+            {"loss": None},
+            {},
+            "workload: loss missing\n  expected: a workload that says how it is trained\n"
+            "  do: define loss(output, batch)",
+        ),
+        (
+            {"loss": None, "optimizer": None},
+            {},
+            "do: define loss(output, batch) and define optimizer(model)",
+        ),
+        (
+            {},
+            {"steps": 2},
+            "expected: more than 2 steps, and seeds from 0 on, each once\n  got: steps=2, seeds=[0, 1, 2]",
+        ),
         ({}, {"seeds": []}, "seeds=[]"),
         ({}, {"seeds": [1, 1]}, "seeds=[1, 1]"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(changes, options, message):
     with pytest.raises(ro.RoundoffError) as caught:
         bench(workload(**changes), ["fp32"], **options)
@@ -227,11 +309,16 @@ def test_bad_input(changes, options, message):
 
 def test_nan_in_the_data():
     spoilt = [DATA[0], (DATA[1][0] * math.nan, DATA[1][1])]
-    found = bench(workload(batches=spoilt, metric=None), ["fp32", "bf16"], steps=4, seeds=2)
+    found = bench(
+        workload(batches=spoilt, metric=None), ["fp32", "bf16"], steps=4, seeds=2
+    )
     assert found.summary["notes"] == ["batch 1 of the workload holds NaN or Inf"]
     for r in found.rows:
         assert r["nonfinite"].startswith("loss nan at step ")
-    assert found.rows[1]["loss"]["reason"] == "the first configuration itself has no finite result"
+    assert (
+        found.rows[1]["loss"]["reason"]
+        == "the first configuration itself has no finite result"
+    )
     assert "Batch 1 of the workload holds NaN or Inf." in str(found)
     json.dumps(found.summary)
 
@@ -251,14 +338,21 @@ def test_one_that_diverges_is_worse():
 
 
 def test_the_loss_scale_skips_and_says_so():
-    found = bench(workload(), ["fp32", "fp16+scale=dynamic:1e9", "fp16", "fp16+scale=static:1e12"], steps=25, seeds=1)
+    found = bench(
+        workload(),
+        ["fp32", "fp16+scale=dynamic:1e9", "fp16", "fp16+scale=static:1e12"],
+        steps=25,
+        seeds=1,
+    )
     first = row(found, "fp16+scale=dynamic:1e9")
     # torch's rule halves at each skip, from 1e9 until no gradient overflows
     assert first["skips"] > 5
     assert first["scale"] == 1e9 / 2 ** first["skips"]
     assert first["memory"]["gradients"] == 4 * (6 * 16 + 16 + 16 * 3 + 3)
     assert row(found, "fp16")["skips"] == 0
-    assert row(found, "fp16+scale=static:1e12")["failed"].startswith("step 19 of seed 0: 20 steps in a row were skipped")
+    assert row(found, "fp16+scale=static:1e12")["failed"].startswith(
+        "step 19 of seed 0: 20 steps in a row were skipped"
+    )
 
 
 def test_fp16_on_a_cpu_warns():
@@ -267,7 +361,10 @@ def test_fp16_on_a_cpu_warns():
         found = bench(workload(), ["fp32", "fp16"], steps=3, seeds=1)
     if torch.cpu._is_amx_fp16_supported():
         pytest.skip("this CPU computes in fp16")
-    assert any("16 to 32 times slower" in str(w.message) and "bf16" in str(w.message) for w in caught)
+    assert any(
+        "16 to 32 times slower" in str(w.message) and "bf16" in str(w.message)
+        for w in caught
+    )
     assert "bf16 is what a CPU trains in" in row(found, "fp16")["notes"][0]
 
 
@@ -301,9 +398,11 @@ def test_what_a_step_by_hand_does_wrong():
     found = bench(adam, ["fp32", published, proper], steps=4, seeds=1)
     findings = row(found, "published")["findings"]
     assert [finding.split(":")[0].split(" that ")[0] for finding in findings] == [
-        "the GradScaler is made in every step", "optimizer.step() runs on gradients",
-        "scaler.update() is never called", "the inputs are cast to fp16 by hand",
-    ]  # fmt: skip
+        "the GradScaler is made in every step",
+        "optimizer.step() runs on gradients",
+        "scaler.update() is never called",
+        "the inputs are cast to fp16 by hand",
+    ]
     assert "65,536 times too large" in findings[1]
     assert row(found, "proper")["findings"] == []
     assert row(found, "fp32")["findings"] == []
@@ -313,7 +412,10 @@ def test_formats_of_the_matrix_work():
     found = bench(workload(), ["fp32", "bf16", "fp64"], steps=3, seeds=1)
     # two products forward; backward two for the weights and one for the hidden layer
     for name in ("fp32", "bf16", "fp64"):
-        assert row(found, name)["seen"]["matrix"] == {"forward": {name: 2}, "backward": {name: 3}}
+        assert row(found, name)["seen"]["matrix"] == {
+            "forward": {name: 2},
+            "backward": {name: 3},
+        }
     # forward: input, two weights, two biases, logits for the loss; backward: five gradients and that of the logits; hidden
     # activations stay in bf16
     assert row(found, "bf16")["seen"]["casts"] >= 10
@@ -336,7 +438,9 @@ def test_memory_is_counted():
     weights = 6 * 16 + 16 + 16 * 3 + 3
     ours = row(found, "fp32")["memory"]
     assert (ours["parameters"], ours["gradients"]) == (4 * weights, 4 * weights)
-    assert ours["optimizer"] == 8 * weights + 4 * 4  # two moments, and a step count in fp32 for each of four tensors
+    assert (
+        ours["optimizer"] == 8 * weights + 4 * 4
+    )  # two moments, and a step count in fp32 for each of four tensors
     assert ours["total"] == sum(value for key, value in ours.items() if key != "total")
     assert row(found, "fp64")["memory"]["parameters"] == 8 * weights
     assert row(found, "fp32+weights=bf16")["memory"]["parameters"] == 2 * weights
@@ -344,7 +448,12 @@ def test_memory_is_counted():
 
 def test_checkpointing_keeps_less_and_computes_the_same():
     def blocks():
-        return nn.ModuleList([nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 6)) for _ in range(4)])
+        return nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 6))
+                for _ in range(4)
+            ]
+        )
 
     deep = workload(model=blocks, forward=chain)
     found = bench(deep, ["fp32", "fp32+checkpoint"], steps=4, seeds=1)
@@ -361,5 +470,10 @@ def chain(model, batch):
 
 
 def test_ratios():
-    assert _ratios([1.0, 2.0, 3.0, math.nan]) == {"median": 2.0, "low": 1.0, "high": 3.0, "rounds": 3}
+    assert _ratios([1.0, 2.0, 3.0, math.nan]) == {
+        "median": 2.0,
+        "low": 1.0,
+        "high": 3.0,
+        "rounds": 3,
+    }
     assert _ratios([2.0])["low"] == 2.0

@@ -12,7 +12,15 @@ FORMATS = "expected: fp32, bf16, fp16, tf32, fp64 or a plan file"
 
 def parts(name):
     c = parse_config(name)
-    return c.format, c.backend, len(c.changes), c.optimizer, c.accumulate, c.scale, c.static
+    return (
+        c.format,
+        c.backend,
+        len(c.changes),
+        c.optimizer,
+        c.accumulate,
+        c.scale,
+        c.static,
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,7 +37,10 @@ def parts(name):
         ("bf16 + scale=dynamic", ("bf16", None, 0, {}, 1, 65536.0, False)),
         ("bf16+channels_last+weights=bf16", ("bf16", None, 2, {}, 1, None, False)),
         ("fp64", ("fp64", None, 1, {}, 1, None, False)),
-        ("fused+accumulate=4+checkpoint", ("fp32", None, 1, {"fused": True}, 4, None, False)),
+        (
+            "fused+accumulate=4+checkpoint",
+            ("fp32", None, 1, {"fused": True}, 4, None, False),
+        ),
         ("plans/mine.toml+channels_last", ("plan", None, 1, {}, 1, None, False)),
         ("ops_info.json", ("plan", None, 0, {}, 1, None, False)),
         ("bf16+cuda:1+threads=1", ("bf16", None, 1, {}, 1, None, False)),
@@ -48,14 +59,45 @@ def test_a_plan_whose_name_has_a_plus(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bf61", ["bf61: 'bf61' is no part of a configuration", FORMATS, "did you mean bf16"]),
-        ("bf16+chanels_last", ["'chanels_last' is no part of a configuration", "did you mean channels_last"]),
-        ("bf16+accumulate=0", ["'accumulate=0' is no part", "did you mean accumulate=2"]),
-        ("fp16+scale=static:-1", ["'scale=static:-1' is no part", "did you mean scale=static:1024"]),
+        (
+            "bf61",
+            [
+                "bf61: 'bf61' is no part of a configuration",
+                FORMATS,
+                "did you mean bf16",
+            ],
+        ),
+        (
+            "bf16+chanels_last",
+            [
+                "'chanels_last' is no part of a configuration",
+                "did you mean channels_last",
+            ],
+        ),
+        (
+            "bf16+accumulate=0",
+            ["'accumulate=0' is no part", "did you mean accumulate=2"],
+        ),
+        (
+            "fp16+scale=static:-1",
+            ["'scale=static:-1' is no part", "did you mean scale=static:1024"],
+        ),
         ("fp16+scale=nan", ["'scale=nan' is no part"]),
-        ("fp32+bf16", ["fp32+bf16: two formats in one configuration", "got: fp32, bf16"]),
-        ("int8", ["int8: torch cannot train in int8 by itself", "do: write a plan that simulates it"]),
-        ("compile=aot_eagre", ["torch.compile has no such backend", "did you mean aot_eager"]),
+        (
+            "fp32+bf16",
+            ["fp32+bf16: two formats in one configuration", "got: fp32, bf16"],
+        ),
+        (
+            "int8",
+            [
+                "int8: torch cannot train in int8 by itself",
+                "do: write a plan that simulates it",
+            ],
+        ),
+        (
+            "compile=aot_eagre",
+            ["torch.compile has no such backend", "did you mean aot_eager"],
+        ),
         ("threads=0", ["there is no such candidate"]),
         ("", ["'' is no part of a configuration"]),
     ],
@@ -73,21 +115,32 @@ def test_nothing_to_train():
 
 
 def test_the_same_twice_is_a_test_of_the_bench():
-    assert [c.name for c in parse_configs(["fp32", "fp32", "fp32"])] == ["fp32", "fp32 (2)", "fp32 (3)"]
+    assert [c.name for c in parse_configs(["fp32", "fp32", "fp32"])] == [
+        "fp32",
+        "fp32 (2)",
+        "fp32 (3)",
+    ]
 
 
 def test_a_step_by_hand():
     def as_published(model, optimizer, batch): ...
 
     config = parse_config(as_published)
-    assert (config.name, config.format, config.step) == ("as published", "by hand", as_published)
+    assert (config.name, config.format, config.step) == (
+        "as published",
+        "by hand",
+        as_published,
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("flag", ["fused", "foreach"])
 def test_an_optimizer_with_other_arguments(kind, flag):
     model = nn.Linear(3, 2)
-    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "weight_decay": 0.25}]
+    groups = [
+        {"params": [model.weight], "lr": 0.5},
+        {"params": [model.bias], "weight_decay": 0.25},
+    ]
     made = remade(kind(groups, lr=0.125, foreach=False), {flag: True})
     assert type(made) is kind
     assert [group["lr"] for group in made.param_groups] == [0.5, 0.125]

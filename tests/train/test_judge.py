@@ -11,12 +11,23 @@ from scipy import stats
 
 from roundoff.train.experiment.judge import judge
 
-numbers = st.lists(st.floats(-100, 100).map(lambda v: round(v, 3)), min_size=2, max_size=8)
+numbers = st.lists(
+    st.floats(-100, 100).map(lambda v: round(v, 3)), min_size=2, max_size=8
+)
 
 
-@pytest.mark.filterwarnings("ignore:Precision loss")  # of scipy, where all differences are nearly one
-@given(st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50)).map(lambda p: (round(p[0], 2), round(p[1], 2))),
-                min_size=2, max_size=9))  # fmt: skip
+@pytest.mark.filterwarnings(
+    "ignore:Precision loss"
+)  # of scipy, where all differences are nearly one
+@given(
+    st.lists(
+        st.tuples(st.floats(-50, 50), st.floats(-50, 50)).map(
+            lambda p: (round(p[0], 2), round(p[1], 2))
+        ),
+        min_size=2,
+        max_size=9,
+    )
+)
 def test_the_interval_is_students(pairs):
     reference, candidate = zip(*pairs, strict=True)
     found = judge(reference, candidate)
@@ -26,8 +37,12 @@ def test_the_interval_is_students(pairs):
     oracle = stats.ttest_rel(candidate, reference).confidence_interval(0.95)
     assert found.low == pytest.approx(oracle.low, rel=1e-9, abs=1e-9)
     assert found.high == pytest.approx(oracle.high, rel=1e-9, abs=1e-9)
-    assert found.could_see == pytest.approx((oracle.high - oracle.low) / 2, rel=1e-9, abs=1e-9)
-    assert found.noise == pytest.approx(statistics.stdev(reference), rel=1e-9, abs=1e-12)
+    assert found.could_see == pytest.approx(
+        (oracle.high - oracle.low) / 2, rel=1e-9, abs=1e-9
+    )
+    assert found.noise == pytest.approx(
+        statistics.stdev(reference), rel=1e-9, abs=1e-12
+    )
 
 
 @given(numbers, st.floats(0.001, 100))
@@ -40,7 +55,11 @@ def test_a_change_of_unit_changes_no_verdict(values, unit):
 @given(numbers)
 def test_equal_is_no_difference(values):
     found = judge(values, values)
-    assert (found.verdict, found.difference, found.could_see) == ("no difference seen", 0.0, 0.0)
+    assert (found.verdict, found.difference, found.could_see) == (
+        "no difference seen",
+        0.0,
+        0.0,
+    )
 
 
 def rate(shift, seeds, paired, trials=2000):
@@ -49,9 +68,20 @@ def rate(shift, seeds, paired, trials=2000):
     found = []
     for _ in range(trials):
         reference = [draw.gauss(2, 0.1) for _ in range(seeds)]
-        noise = [0.01 * draw.gauss(0, 1) if paired else draw.gauss(2, 0.1) - r for r in reference]
-        found.append(judge(reference, [r + shift * 0.1 + n for r, n in zip(reference, noise, strict=True)]).verdict)
-    return {verdict: found.count(verdict) / trials for verdict in ("different", "no difference seen", "undecided")}
+        noise = [
+            0.01 * draw.gauss(0, 1) if paired else draw.gauss(2, 0.1) - r
+            for r in reference
+        ]
+        found.append(
+            judge(
+                reference,
+                [r + shift * 0.1 + n for r, n in zip(reference, noise, strict=True)],
+            ).verdict
+        )
+    return {
+        verdict: found.count(verdict) / trials
+        for verdict in ("different", "no difference seen", "undecided")
+    }
 
 
 @pytest.mark.parametrize("paired", [True, False])
@@ -81,17 +111,41 @@ def test_a_real_difference_below_the_noise_is_none():
 @pytest.mark.parametrize(
     ("reference", "candidate", "verdict", "reason"),
     [
-        ([1.0, 2.0], [1.5, math.nan], "different", "it has no finite result where the first configuration has one"),
-        ([1.0, math.inf], [1.0, 2.0], "undecided", "the first configuration itself has no finite result"),
+        (
+            [1.0, 2.0],
+            [1.5, math.nan],
+            "different",
+            "it has no finite result where the first configuration has one",
+        ),
+        (
+            [1.0, math.inf],
+            [1.0, 2.0],
+            "undecided",
+            "the first configuration itself has no finite result",
+        ),
         ([], [], "undecided", "there are no pairs to compare"),
         ([1.0, 2.0], [1.0], "undecided", "there are no pairs to compare"),
-        ([1.0], [2.0], "undecided", "one seed tells nothing of the noise between seeds"),
+        (
+            [1.0],
+            [2.0],
+            "undecided",
+            "one seed tells nothing of the noise between seeds",
+        ),
         ([1.0], [1.0], "no difference seen", "equal for every seed"),
-        ([1.0, 1.0], [2.0, 2.1], "undecided", "the seed changes nothing here, so there is no noise to compare with"),
-        ([1.0, 1.1], [1.4, 1.0], "undecided",
-         "too few seeds: a difference of up to 47 times the spread between seeds may hide"),
+        (
+            [1.0, 1.0],
+            [2.0, 2.1],
+            "undecided",
+            "the seed changes nothing here, so there is no noise to compare with",
+        ),
+        (
+            [1.0, 1.1],
+            [1.4, 1.0],
+            "undecided",
+            "too few seeds: a difference of up to 47 times the spread between seeds may hide",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_judged(reference, candidate, verdict, reason):
     found = judge(reference, candidate)
     assert (found.verdict, found.reason) == (verdict, reason)

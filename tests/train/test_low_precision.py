@@ -26,7 +26,10 @@ OPTIMIZERS = {
 
 def parameters(dtype=BF16, n=40):
     torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(n, 3).to(dtype)), nn.Parameter(torch.randn(n).to(dtype))]
+    return [
+        nn.Parameter(torch.randn(n, 3).to(dtype)),
+        nn.Parameter(torch.randn(n).to(dtype)),
+    ]
 
 
 def gradients(step, of):
@@ -96,7 +99,9 @@ def test_kahan_is_the_published_algorithm():
         optimizer.step()
     w, c = kahan(start, updates)
     np.testing.assert_array_equal(weight.detach().float().numpy(), w)
-    np.testing.assert_array_equal(optimizer.state[weight]["compensation"].float().numpy(), c)
+    np.testing.assert_array_equal(
+        optimizer.state[weight]["compensation"].float().numpy(), c
+    )
 
 
 def test_stochastic_rounding_keeps_the_mean():
@@ -125,7 +130,11 @@ def test_specials_pass(method):
     assert weight[1:].tolist() == [math.inf, math.inf, 0.0]
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert weight[1:].tolist() == [math.inf, math.inf, -1.0]  # and Kahan's rest did not make it NaN
+    assert weight[1:].tolist() == [
+        math.inf,
+        math.inf,
+        -1.0,
+    ]  # and Kahan's rest did not make it NaN
 
 
 def regression(method, seed):
@@ -180,16 +189,23 @@ def test_share_of_weights_that_adamw_never_moves(rate):
         optimizer.step()
         same = weight.detach() == before
         never &= same
-        assert handle.unchanged.item() == pytest.approx((same & (weight.grad != 0)).float().mean().item(), abs=1e-3)
+        assert handle.unchanged.item() == pytest.approx(
+            (same & (weight.grad != 0)).float().mean().item(), abs=1e-3
+        )
     e = math.floor(math.log2(rate)) + 9
     share = math.erfc(2.0**e / math.sqrt(2))
-    assert abs(never.float().mean().item() - share) <= 4 * math.sqrt(share * (1 - share) / n) + 0.01
+    assert (
+        abs(never.float().mean().item() - share)
+        <= 4 * math.sqrt(share * (1 - share) / n) + 0.01
+    )
 
 
 def test_weights_without_an_update_do_not_count():
     table = nn.Parameter(torch.ones(10, 4, dtype=BF16))
     other = nn.Parameter(torch.ones(5, dtype=BF16))
-    optimizer = torch.optim.SGD([{"params": [table]}, {"params": [other], "lr": 2.0**-12}], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [{"params": [table]}, {"params": [other], "lr": 2.0**-12}], lr=1.0
+    )
     handle = round_updates_(optimizer, "nearest")
     table.grad, other.grad = torch.zeros_like(table), torch.ones_like(other)
     table.grad[0] = 1.0
@@ -201,10 +217,14 @@ def test_weights_without_an_update_do_not_count():
     assert handle.unchanged.item() == 0.0
 
 
-@pytest.mark.parametrize("watch", [watch_updates, lambda o, **k: round_updates_(o, "nearest", **k)])
+@pytest.mark.parametrize(
+    "watch", [watch_updates, lambda o, **k: round_updates_(o, "nearest", **k)]
+)
 def test_a_warning_once_when_updates_vanish(watch):
     weight, fine = nn.Parameter(torch.ones(8, dtype=BF16)), nn.Parameter(torch.ones(8))
-    optimizer = torch.optim.SGD([{"params": [fine], "lr": 0.1}, {"params": [weight]}], lr=1e-4)
+    optimizer = torch.optim.SGD(
+        [{"params": [fine], "lr": 0.1}, {"params": [weight]}], lr=1e-4
+    )
     watch(optimizer, patience=3)
 
     def step():
@@ -308,8 +328,12 @@ def test_parameters_are_the_same_objects_in_the_same_storage():
     optimizer.step()
     assert low.grad is gradient
     assert low.data_ptr() == storage
-    assert low.view_as(low).grad_fn.next_functions[0][0] is accumulator  # what DistributedDataParallel hooks
-    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, (low, high, frozen)))
+    assert (
+        low.view_as(low).grad_fn.next_functions[0][0] is accumulator
+    )  # what DistributedDataParallel hooks
+    assert list(map(id, optimizer.param_groups[0]["params"])) == list(
+        map(id, (low, high, frozen))
+    )
     assert set(optimizer.state) == {low, high}
     assert frozen.tolist() == [1, 1, 1]
 
@@ -336,12 +360,17 @@ def test_an_exception_in_step_leaves_weights_and_gradients(method):
     assert equal(weights, before)
     assert all(p.grad is g for p, g in zip(weights, kept, strict=True))
     assert set(optimizer.state) == set(weights)
-    assert all(("compensation" in s) == (method == "kahan") for s in optimizer.state.values())
+    assert all(
+        ("compensation" in s) == (method == "kahan") for s in optimizer.state.values()
+    )
     optimizer.fail = False
     run(optimizer, weights, 1, 2)
 
 
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.LBFGS(p, max_iter=4)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.LBFGS(p, max_iter=4)],
+)
 def test_a_closure_computes_with_the_weights_in_their_own_format(make):
     weight = nn.Parameter(torch.full((4,), 2.0, dtype=BF16))
     optimizer = make([weight])
@@ -402,7 +431,9 @@ def test_refused():
     assert str(caught.value) == (
         "round_updates_(method='kahn'): unknown method\n  expected: stochastic, kahan, nearest"
     )
-    with pytest.raises(OptimizerError, match="no parameter is in low precision") as caught:
+    with pytest.raises(
+        OptimizerError, match="no parameter is in low precision"
+    ) as caught:
         round_updates_(torch.optim.SGD(parameters(torch.float32), lr=0.1))
     assert "got: torch.float32" in str(caught.value)
     round_updates_(optimizer)

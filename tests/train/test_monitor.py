@@ -34,7 +34,11 @@ def train(model, steps=2, monitor=None, x=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
-        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)) if x is None else x
+        batch = (
+            torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            if x is None
+            else x
+        )
         model(batch).square().mean().backward()
         optimizer.step()
         if monitor is not None:
@@ -73,24 +77,34 @@ def agrees(found, x):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    dtype=st.sampled_from(DTYPES), size=st.sampled_from([1, 3, 100, 1024, 2048, 4095, 4096, 10_000, 20_480]),
-    special=st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 1e-40, 0.0]), max_size=3),
-    exponent=st.integers(-100, 60), offset=st.sampled_from([0.0, 1.0, -100.0]),
-)  # fmt: skip
+    dtype=st.sampled_from(DTYPES),
+    size=st.sampled_from([1, 3, 100, 1024, 2048, 4095, 4096, 10_000, 20_480]),
+    special=st.lists(
+        st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 1e-40, 0.0]), max_size=3
+    ),
+    exponent=st.integers(-100, 60),
+    offset=st.sampled_from([0.0, 1.0, -100.0]),
+)
 def test_a_summary_is_that_of_numpy(dtype, size, special, exponent, offset):
     torch.manual_seed(size)
     x = ((torch.randn(size, dtype=torch.float64) + offset) * 2.0**exponent).to(dtype)
-    x[: min(size, len(special))] = torch.tensor(special[:size], dtype=torch.float64).to(dtype)
+    x[: min(size, len(special))] = torch.tensor(special[:size], dtype=torch.float64).to(
+        dtype
+    )
     agrees(summary(x), x)
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        lambda x: x.t(), lambda x: x[:, ::3], lambda x: x[::2], lambda x: x.expand(3, *x.shape),
-        lambda x: x.view(4, 16, 8, 16).to(memory_format=torch.channels_last), lambda x: x.view(64, 128)[:, 64:],
+        lambda x: x.t(),
+        lambda x: x[:, ::3],
+        lambda x: x[::2],
+        lambda x: x.expand(3, *x.shape),
+        lambda x: x.view(4, 16, 8, 16).to(memory_format=torch.channels_last),
+        lambda x: x.view(64, 128)[:, 64:],
     ],
-)  # fmt: skip
+)
 def test_any_layout(shape):
     x = shape(torch.randn(64, 128))
     agrees(summary(x), x.contiguous())
@@ -103,17 +117,24 @@ def test_special_tensors():
     assert summary(torch.empty(3, device="meta")) is None
     x = torch.randn(8, 8).to(torch.float8_e4m3fn)
     agrees(summary(x), x.float())
-    low, high, mean, norm, bad = summary(torch.full((4096,), 3e38))  # squares beyond fp32, and the sum too
+    low, high, mean, norm, bad = summary(
+        torch.full((4096,), 3e38)
+    )  # squares beyond fp32, and the sum too
     assert (low, high, bad) == (x32 := float(np.float32(3e38)), x32, 0)
     assert mean == pytest.approx(x32)
     assert norm == pytest.approx(64 * x32)
 
 
-@pytest.mark.parametrize(("x", "finite"), [([1.0, -2.0], True), ([1.0, math.inf], False), ([math.nan, 1.0], False)])
+@pytest.mark.parametrize(
+    ("x", "finite"),
+    [([1.0, -2.0], True), ([1.0, math.inf], False), ([math.nan, 1.0], False)],
+)
 def test_other_devices_keep_four_numbers(x, finite):
     values = torch.stack(reduced(torch.tensor(x))).tolist()
     expected = (-2.0, 1.0, -0.5, pytest.approx(math.sqrt(5)), 0)
-    assert fetched(values, 2) == (expected if finite else (None, None, None, None, None))
+    assert fetched(values, 2) == (
+        expected if finite else (None, None, None, None, None)
+    )
 
 
 # -- what it sees ----------------------------------------------------------------------------------------------------
@@ -133,11 +154,16 @@ def test_outputs_and_gradients():
     seen = [(r["phase"], r["module"], r["kind"]) for r in rows(monitor)]
     forward = [("0", "Linear"), ("1", "ReLU"), ("2", "Linear"), ("", "Sequential")]
     backward = [("2", "Linear"), ("", "Sequential"), ("1", "ReLU"), ("0", "Linear")]
-    assert seen == [("forward", *r) for r in forward] + [("backward", *r) for r in backward]
+    assert seen == [("forward", *r) for r in forward] + [
+        ("backward", *r) for r in backward
+    ]
     for path, tensor in (("0", a), ("1", b), ("2", c), ("", c)):
         for phase, value in (("forward", tensor), ("backward", tensor.grad)):
             (row,) = rows(monitor, module=path, phase=phase)
-            agrees(tuple(row[k] for k in ("min", "max", "mean", "norm", "non_finite")), value)
+            agrees(
+                tuple(row[k] for k in ("min", "max", "mean", "norm", "non_finite")),
+                value,
+            )
             assert row["numel"] == value.numel()
             assert row["finite"] is True
 
@@ -154,10 +180,13 @@ def test_steps_are_a_ring_and_every_nth():
 @pytest.mark.parametrize(
     ("modules", "paths"),
     [
-        ("0", {"0"}), (("0", "2"), {"0", "2"}), ("class:Linear", {"0", "2"}), ("*", {"", "0", "1", "2"}),
+        ("0", {"0"}),
+        (("0", "2"), {"0", "2"}),
+        ("class:Linear", {"0", "2"}),
+        ("*", {"", "0", "1", "2"}),
         ((), {"", "0", "1", "2"}),
     ],
-)  # fmt: skip
+)
 def test_modules_by_pattern(modules, paths):
     model = mlp()
     with Monitor(model, modules=modules, gradients=False) as monitor:
@@ -197,7 +226,11 @@ class Poison(torch.autograd.Function):
 class Bad(nn.Module):
     def __init__(self, where):
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.first, self.second, self.third = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 2),
+        )
         self.where = where
 
     def forward(self, x):
@@ -213,11 +246,20 @@ def test_the_first_that_is_not_finite():
         monitor.step()
     bad = monitor.first_bad
     assert str(bad) == "the output of second (Linear), 12 of 12 elements"
-    assert (bad.step, bad.module, bad.phase, bad.non_finite, bad.numel) == (0, "second", "forward", 12, 12)
+    assert (bad.step, bad.module, bad.phase, bad.non_finite, bad.numel) == (
+        0,
+        "second",
+        "forward",
+        12,
+        12,
+    )
     with Monitor(Bad("backward")) as monitor:
         monitor.model(torch.ones(3, 4)).sum().backward()
         monitor.step()
-    assert str(monitor.first_bad) == "the gradient at the output of first (Linear), 2 of 12 elements"
+    assert (
+        str(monitor.first_bad)
+        == "the gradient at the output of first (Linear), 2 of 12 elements"
+    )
 
 
 def test_only_the_latest_step_counts():
@@ -237,8 +279,17 @@ def test_a_module_called_twice_and_several_outputs():
     with Monitor(lstm) as monitor:
         for _ in range(2):
             lstm(torch.randn(4, 2, 3))[0].sum().backward()
-    seen = [(r["call"], r["output"], r["numel"]) for r in rows(monitor, phase="forward")]
-    assert seen == [(0, 0, 40), (0, 1, 10), (0, 2, 10), (1, 0, 40), (1, 1, 10), (1, 2, 10)]
+    seen = [
+        (r["call"], r["output"], r["numel"]) for r in rows(monitor, phase="forward")
+    ]
+    assert seen == [
+        (0, 0, 40),
+        (0, 1, 10),
+        (0, 2, 10),
+        (1, 0, 40),
+        (1, 1, 10),
+        (1, 2, 10),
+    ]
     assert [r["call"] for r in rows(monitor, phase="backward")] == [0, 1]
 
 
@@ -276,7 +327,12 @@ def test_activation_checkpointing(reentrant):
     with Monitor(model) as monitor:
         checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
     assert [r["module"] for r in rows(monitor, phase="forward")] == ["0", "1", "2", ""]
-    assert sorted(r["module"] for r in rows(monitor, phase="backward")) == ["", "0", "1", "2"]
+    assert sorted(r["module"] for r in rows(monitor, phase="backward")) == [
+        "",
+        "0",
+        "1",
+        "2",
+    ]
 
 
 def test_modules_of_a_second_model():
@@ -284,7 +340,16 @@ def test_modules_of_a_second_model():
     with Monitor(first) as monitor:
         monitor.add(second, "critic")
         second(first(torch.randn(2, 4)).repeat(1, 2)).sum().backward()
-    assert set(monitor.table["module"]) == {"", "0", "1", "2", "critic", "critic.0", "critic.1", "critic.2"}
+    assert set(monitor.table["module"]) == {
+        "",
+        "0",
+        "1",
+        "2",
+        "critic",
+        "critic.0",
+        "critic.1",
+        "critic.2",
+    }
 
 
 # -- what the program notices ----------------------------------------------------------------------------------------
@@ -306,7 +371,10 @@ def test_the_numbers_of_a_training_do_not_change():
 
 
 def hooks(model):
-    return [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]
+    return [
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in model.modules()
+    ]
 
 
 def test_everything_is_removed_also_after_an_exception():
@@ -380,7 +448,9 @@ def compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, while it compiles
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning"
+)  # torch's own, while it compiles
 def test_compiled_without_a_break(compiled):
     model, twin, x = Residual(), Residual(), torch.randn(2, 3, 5, 5)
     twin.load_state_dict(model.state_dict())
@@ -395,11 +465,16 @@ def test_compiled_without_a_break(compiled):
     assert not counters["stats"]  # nothing is compiled again
     same = eager.table.drop("non_finite").sort("step", "phase", "module")
     found = monitor.table.drop("non_finite").sort("step", "phase", "module")
-    assert found.drop("min", "max", "mean", "norm").equals(same.drop("min", "max", "mean", "norm"))
+    assert found.drop("min", "max", "mean", "norm").equals(
+        same.drop("min", "max", "mean", "norm")
+    )
     for name in ("min", "max", "mean", "norm"):
         # other kernels, other last bits: 75 terms an element at most
         assert np.allclose(found[name], same[name], rtol=1e-4, atol=1e-5)
-    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5)
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
     assert sum(hooks(model)) == sum(hooks(fast)) == 0
 
 
@@ -426,6 +501,8 @@ def test_compiled_before(compiled):
             if monitor.number:
                 monitor.step()  # said once
                 continue
-            with pytest.warns(RuntimeWarning, match="torch.compile had compiled it before"):
+            with pytest.warns(
+                RuntimeWarning, match="torch.compile had compiled it before"
+            ):
                 monitor.step()
     assert monitor.table.height == 0

@@ -19,7 +19,9 @@ from .conftest import Planted
 
 
 def bits(*models):
-    return [p.detach().clone().view(torch.int32) for m in models for p in m.parameters()]
+    return [
+        p.detach().clone().view(torch.int32) for m in models for p in m.parameters()
+    ]
 
 
 def same(left, right):
@@ -30,14 +32,28 @@ def micro_batches(seed, count):
     return torch.randn(count, 6, 4, generator=torch.Generator().manual_seed(seed))
 
 
-step_plans = st.lists(st.tuples(st.sampled_from([1.0, 1.0, math.inf, math.nan, -math.inf]), st.integers(1, 3)), min_size=1,
-                      max_size=25)  # fmt: skip
+step_plans = st.lists(
+    st.tuples(
+        st.sampled_from([1.0, 1.0, math.inf, math.nan, -math.inf]), st.integers(1, 3)
+    ),
+    min_size=1,
+    max_size=25,
+)
 
 
 @settings(max_examples=25, deadline=None)
-@given(plan=step_plans, clip=st.sampled_from([None, 0.1, 1e6]), interval=st.integers(1, 4),
-       make=st.sampled_from([lambda p: torch.optim.SGD(p, 0.1, 0.9), lambda p: torch.optim.AdamW(p, 0.01),
-                             lambda p: torch.optim.AdamW(p, 0.01, fused=True)]))  # fmt: skip
+@given(
+    plan=step_plans,
+    clip=st.sampled_from([None, 0.1, 1e6]),
+    interval=st.integers(1, 4),
+    make=st.sampled_from(
+        [
+            lambda p: torch.optim.SGD(p, 0.1, 0.9),
+            lambda p: torch.optim.AdamW(p, 0.01),
+            lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+        ]
+    ),
+)
 def test_scales_and_weights_are_those_of_torch(plan, clip, interval, make):
     """One optimizer, gradients accumulated over some micro-batches, NaN and Inf planted in the gradients."""
     theirs, ours = Planted(), Planted()
@@ -60,18 +76,26 @@ def test_scales_and_weights_are_those_of_torch(plan, clip, interval, make):
         assert bool(scaler.skipped) == (not math.isfinite(plant))
         assert scaler.get_scale() == reference.get_scale()
         assert same(bits(theirs), bits(ours))
-    assert scaler.state_dict()["_growth_tracker"] == reference.state_dict()["_growth_tracker"]
+    assert (
+        scaler.state_dict()["_growth_tracker"]
+        == reference.state_dict()["_growth_tracker"]
+    )
 
 
 @settings(max_examples=20, deadline=None)
-@given(pattern=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=15))
+@given(
+    pattern=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=15)
+)
 def test_several_optimizers_step_all_or_none(pattern):
     """torch steps the one whose gradients are finite; the scale moves alike."""
     models = Planted(0), Planted(1)
     theirs = Planted(0), Planted(1)
     ours = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     reference = [torch.optim.SGD(m.parameters(), lr=0.1) for m in theirs]
-    scaler, torchs = ro.LossScaler(growth_interval=2), torch.amp.GradScaler("cpu", growth_interval=2)
+    scaler, torchs = (
+        ro.LossScaler(growth_interval=2),
+        torch.amp.GradScaler("cpu", growth_interval=2),
+    )
     x = micro_batches(3, 1)[0]
     for bad in pattern:
         before, apart = bits(*models), False
@@ -90,7 +114,10 @@ def test_several_optimizers_step_all_or_none(pattern):
         for twin, old, b in zip(theirs, twins, bad, strict=True):
             apart |= same(bits(twin), old) != b
         assert not apart  # torch: each for itself
-        assert [same(bits(m), old) for m, old in zip(models, (before[:4], before[4:]), strict=True)] == [any(bad)] * 2
+        assert [
+            same(bits(m), old)
+            for m, old in zip(models, (before[:4], before[4:]), strict=True)
+        ] == [any(bad)] * 2
 
 
 def test_the_clip_is_that_of_all_unscaled_gradients_together():
@@ -124,7 +151,11 @@ def test_saturated_gradients_count_as_overflow_when_asked(saturates):
     """A device that saturates gives 65504 where another gives Inf."""
     weight = nn.Parameter(torch.tensor([1.0, 1.0]))
     scaler = ro.LossScaler(init_scale=2.0, saturation="fp16" if saturates else None)
-    for largest, expected in [(65504.0, saturates), (-65504.0, saturates), (65472.0, False)]:  # 65472 precedes 65504
+    for largest, expected in [
+        (65504.0, saturates),
+        (-65504.0, saturates),
+        (65472.0, False),
+    ]:  # 65472 precedes 65504
         weight.grad = None
         scaler._state = None
         scaler.backward((weight * torch.tensor([largest / 2, 1.0])).sum())
@@ -195,9 +226,15 @@ def test_a_checkpoint_moves_between_torch_and_here(first):
     straight = ro.LossScaler(growth_interval=3)
     train(straight, whole, torch.optim.SGD(whole.parameters(), lr=0.1), PLAN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scalers = [ro.LossScaler(growth_interval=3), torch.amp.GradScaler("cpu", growth_interval=9)]
+    scalers = [
+        ro.LossScaler(growth_interval=3),
+        torch.amp.GradScaler("cpu", growth_interval=9),
+    ]
     if first == "torch":
-        scalers = [torch.amp.GradScaler("cpu", growth_interval=3), ro.LossScaler(growth_interval=9)]
+        scalers = [
+            torch.amp.GradScaler("cpu", growth_interval=3),
+            ro.LossScaler(growth_interval=9),
+        ]
     train(scalers[0], model, optimizer, PLAN[:4], torchs=first == "torch")
     scalers[1].load_state_dict(scalers[0].state_dict())
     train(scalers[1], model, optimizer, PLAN[4:], torchs=first != "torch")
@@ -206,10 +243,19 @@ def test_a_checkpoint_moves_between_torch_and_here(first):
     assert scalers[1].state_dict()["growth_interval"] == 3
 
 
-@pytest.mark.parametrize("rule", [
-    {"rule": "static", "init_scale": 8.0}, {"growth_interval": 2},
-    {"rule": "exponential", "init_loss_scale": 64.0, "incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"rule": "static", "init_scale": 8.0},
+        {"growth_interval": 2},
+        {
+            "rule": "exponential",
+            "init_loss_scale": 64.0,
+            "incr_every_n_steps": 3,
+            "decr_every_n_nan_or_inf": 2,
+        },
+    ],
+)
 def test_a_checkpoint_in_the_middle_changes_nothing(rule, tmp_path):
     whole, model = Planted(), Planted()
     straight = ro.LossScaler(**rule)
@@ -241,7 +287,9 @@ def test_twenty_skips_at_the_floor_stop_with_a_diagnosis():
     with pytest.raises(StuckError) as error:
         scaler.step(optimizer)
     message = str(error.value)
-    assert message.startswith("loss scale 1: 20 steps in a row were skipped and the scale cannot go lower")
+    assert message.startswith(
+        "loss scale 1: 20 steps in a row were skipped and the scale cannot go lower"
+    )
     assert "second.bias" in message
     assert scaler.get_scale() == 1.0
     assert same(bits(model), before)
@@ -259,7 +307,9 @@ def test_a_good_step_in_between_keeps_it_going():
     scaler = ro.LossScaler(rule="static", init_scale=2.0, patience=3)
     for plant in [math.inf, math.inf, 1.0, math.inf, math.inf, 1.0]:
         optimizer.zero_grad()
-        scaler.backward(weight.sum() if plant == 1.0 else (weight - 1).sqrt().sum())  # the derivative of sqrt at 0
+        scaler.backward(
+            weight.sum() if plant == 1.0 else (weight - 1).sqrt().sum()
+        )  # the derivative of sqrt at 0
         scaler.step(optimizer)
     assert scaler.steps == 6
 
@@ -272,7 +322,11 @@ def test_nan_in_the_data_skips_and_does_not_lower_the_scale():
     x = micro_batches(0, 1)[0].clone()
     x[2, 1] = math.nan
     expected = r"\[nan-loss\]: the loss itself was NaN or Inf before it was scaled"
-    for told in (pytest.warns(RuntimeWarning, match=expected), nullcontext(), nullcontext()):  # once
+    for told in (
+        pytest.warns(RuntimeWarning, match=expected),
+        nullcontext(),
+        nullcontext(),
+    ):  # once
         optimizer.zero_grad()
         scaler.backward(model(x).square().mean())
         with told:
@@ -300,8 +354,9 @@ def test_nan_losses_without_end_stop():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = ro.LossScaler(patience=2)
     for expected in (
-        pytest.warns(RuntimeWarning, match="nan-loss"), pytest.raises(StuckError, match="the loss itself is NaN or Inf"),
-    ):  # fmt: skip
+        pytest.warns(RuntimeWarning, match="nan-loss"),
+        pytest.raises(StuckError, match="the loss itself is NaN or Inf"),
+    ):
         optimizer.zero_grad()
         scaler.backward(model(torch.full((2, 4), math.nan)).mean())
         with expected:
@@ -337,14 +392,19 @@ def test_unscale_lets_one_look_and_step_does_not_do_it_again():
     assert torch.equal(model.first.weight.grad, seen * 2)
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD]
+)
 def test_an_optimizer_that_takes_found_inf_skips_by_itself(make):
     """The way of a GPU, without asking the device: torch's fused optimizers leave weights and state alone."""
     from roundoff.train.scaling.scaled import takes_found_inf
     from roundoff.train.scaling.scaler import _step
 
     model, twin = Planted(), Planted()
-    optimizer, plain = make(model.parameters(), lr=0.1, fused=True), make(twin.parameters(), lr=0.1)
+    optimizer, plain = (
+        make(model.parameters(), lr=0.1, fused=True),
+        make(twin.parameters(), lr=0.1),
+    )
     assert takes_found_inf(optimizer)
     assert not takes_found_inf(plain)
     x = micro_batches(0, 1)[0]
@@ -369,7 +429,9 @@ def test_fused_sgd_with_momentum_is_not_trusted_with_found_inf():
 
     model = Planted()
     assert takes_found_inf(torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
-    assert not takes_found_inf(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True))
+    assert not takes_found_inf(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    )
 
 
 @pytest.mark.gpu
@@ -378,7 +440,10 @@ def test_on_a_gpu_nothing_waits_and_torch_is_matched():
     model, twin = Planted().cuda(), Planted().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     reference = torch.optim.AdamW(twin.parameters(), lr=0.1, fused=True)
-    scaler, torchs = ro.LossScaler(growth_interval=2), torch.amp.GradScaler("cuda", growth_interval=2)
+    scaler, torchs = (
+        ro.LossScaler(growth_interval=2),
+        torch.amp.GradScaler("cuda", growth_interval=2),
+    )
     x = micro_batches(0, 1)[0].cuda()
     for plant in (1.0, math.inf, 1.0, 1.0, math.nan, 1.0):
         for net, opt in ((model, optimizer), (twin, reference)):

@@ -12,7 +12,11 @@ from roundoff.plan.plan import Plan, Rule
 from roundoff.train.casts.simulate import gradient_format
 
 G = torch.Generator().manual_seed(0)
-X, W, B = torch.randn(6, 4, generator=G), torch.randn(3, 4, generator=G), torch.randn(3, generator=G)
+X, W, B = (
+    torch.randn(6, 4, generator=G),
+    torch.randn(3, 4, generator=G),
+    torch.randn(3, generator=G),
+)
 SEED = torch.randn(6, 3, generator=G)
 
 
@@ -24,7 +28,9 @@ def linear() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2", "hif8", "int8", "int4", "tf32"])
+@pytest.mark.parametrize(
+    "name", ["fp8_e4m3fn", "fp8_e5m2", "hif8", "int8", "int4", "tf32"]
+)
 def test_a_linear_layer_forward_and_backward(name):
     """y = Q(x) Q(w)' + b;  dx = Q'(dy) Q(w),  dw = Q'(dy)' Q(x),  db = sum Q'(dy): Q rounds values, Q' gradients."""
     fmt = FORMATS[name]
@@ -32,13 +38,25 @@ def test_a_linear_layer_forward_and_backward(name):
     with roundoff.autocast(name, model):
         y = model(x)
     y.backward(SEED)
-    scaled = name != "tf32"  # tf32 is a plain cast; the others have a scale per tensor, weights one per channel
-    qx = round_tensor(X, fmt, granularity=PerTensor()) if scaled else round_tensor(X, fmt)
-    qw = round_tensor(W, fmt, granularity=PerAxis(0)) if scaled else round_tensor(W, fmt)
+    scaled = (
+        name != "tf32"
+    )  # tf32 is a plain cast; the others have a scale per tensor, weights one per channel
+    qx = (
+        round_tensor(X, fmt, granularity=PerTensor())
+        if scaled
+        else round_tensor(X, fmt)
+    )
+    qw = (
+        round_tensor(W, fmt, granularity=PerAxis(0)) if scaled else round_tensor(W, fmt)
+    )
     back = {"fp8_e4m3fn": "fp8_e5m2", "int8": None, "int4": None}.get(name, name)
     dy = SEED
     if back is not None:
-        dy = round_tensor(SEED, FORMATS[back], granularity=PerTensor()) if scaled else round_tensor(SEED, FORMATS[back])
+        dy = (
+            round_tensor(SEED, FORMATS[back], granularity=PerTensor())
+            if scaled
+            else round_tensor(SEED, FORMATS[back])
+        )
         assert not torch.equal(dy, SEED)
     # the same products in another order of additions: 8 roundings of at most eps/2 on sums of at most 6 terms
     close = {"rtol": 8 * 2**-24, "atol": 8 * 2**-24 * 12}
@@ -49,17 +67,28 @@ def test_a_linear_layer_forward_and_backward(name):
 
 
 def test_gradients_have_the_format_that_goes_with_the_values():
-    expected = {"fp8_e4m3fn": "fp8_e5m2", "fp8_e5m2": "fp8_e5m2", "bf16": "bf16", "tf32": "tf32", "hif8": "hif8"}
+    expected = {
+        "fp8_e4m3fn": "fp8_e5m2",
+        "fp8_e5m2": "fp8_e5m2",
+        "bf16": "bf16",
+        "tf32": "tf32",
+        "hif8": "hif8",
+    }
     for name, back in expected.items():
         found = gradient_format(FORMATS[name])
         assert found is not None
         assert found.name == back
-    assert all(gradient_format(FORMATS[name]) is None for name in ("int8", "int4", "mxfp4", "nvfp4", "ternary"))
+    assert all(
+        gradient_format(FORMATS[name]) is None
+        for name in ("int8", "int4", "mxfp4", "nvfp4", "ternary")
+    )
 
 
 def test_one_site_is_simulated_beside_others_in_real_formats():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)
+    )
     plan = Plan((Rule("fp8_e4m3fn", ("2",)), Rule("bf16", ("*",))))
     region = roundoff.autocast(plan, model, record=True)
     with region:
@@ -67,10 +96,15 @@ def test_one_site_is_simulated_beside_others_in_real_formats():
     y.float().sum().backward()
     rows = {row["site"]: row for row in region.report.iter_rows(named=True)}
     assert rows["2/linear"]["note"] == "fp8_e4m3fn simulated"
-    assert (rows["2/linear"]["inputs"], rows["2/linear"]["output"]) == ("bf16 + fp32", "fp32")
+    assert (rows["2/linear"]["inputs"], rows["2/linear"]["output"]) == (
+        "bf16 + fp32",
+        "fp32",
+    )
     assert [rows[f"{i}/linear"]["ran"] for i in (0, 4)] == ["bf16", "bf16"]
     assert (rows["3/gelu"]["ran"], rows["3/gelu"]["backward"]) == ("bf16", "bf16")
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    assert all(
+        p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3fn", "int8", "tf32"])
@@ -79,7 +113,9 @@ def test_an_operator_may_write_over_what_a_simulated_one_gave(name):
     gradients = []
     for inplace in (True, False):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=inplace), nn.Linear(4, 2))
+        model = nn.Sequential(
+            nn.Linear(4, 4), nn.ReLU(inplace=inplace), nn.Linear(4, 2)
+        )
         with roundoff.autocast(name, model):
             y = model(X)
         y.sum().backward()

@@ -66,12 +66,18 @@ def test_the_first_gradient_is_the_first_that_autograd_finishes(model):
 def state_of(model, optimizer=None):
     """Everything that a repeat could change."""
     return [
-        *(p.detach().clone() for p in model.parameters()), *(b.clone() for b in model.buffers()), torch.get_rng_state(),
-        torch.tensor([m.training for m in model.modules()]), torch.tensor(np.random.get_state()[1].astype(np.int64)),
-        torch.tensor(random.getstate()[1]), torch.tensor(torch.is_autocast_enabled("cpu")),
-        torch.tensor([len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]),
+        *(p.detach().clone() for p in model.parameters()),
+        *(b.clone() for b in model.buffers()),
+        torch.get_rng_state(),
+        torch.tensor([m.training for m in model.modules()]),
+        torch.tensor(np.random.get_state()[1].astype(np.int64)),
+        torch.tensor(random.getstate()[1]),
+        torch.tensor(torch.is_autocast_enabled("cpu")),
+        torch.tensor(
+            [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        ),
         torch.tensor([len(p._backward_hooks or ()) for p in model.parameters()]),
-    ]  # fmt: skip
+    ]
 
 
 class Everything(nn.Module):
@@ -79,16 +85,25 @@ class Everything(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.drop = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.first, self.norm, self.drop = (
+            nn.Linear(4, 6),
+            nn.BatchNorm1d(6),
+            nn.Dropout(0.5),
+        )
         self.plant, self.last = Plant("square"), nn.Linear(6, 2)
         self.register_buffer("calls", torch.zeros(()))
         self.seen = []
         self.fail = False
 
     def forward(self, x):
-        if self.fail and torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+        if (
+            self.fail
+            and torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+        ):
             raise OSError("only once")
-        h = self.drop(self.norm(self.first(x))) * float(1 + np.random.rand() + random.random())
+        h = self.drop(self.norm(self.first(x))) * float(
+            1 + np.random.rand() + random.random()
+        )
         h = h * (1.0 + self.calls)
         self.calls += 1
         self.seen.append(h.detach().clone())
@@ -119,15 +134,23 @@ def test_the_step_runs_again_as_it_was_and_everything_is_restored(fail):
         gradients = [p.grad for p in model.parameters()]
         before = state_of(model)
         scaler.step(optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(before, state_of(model), strict=True))
-        assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(before, state_of(model), strict=True)
+        )
+        assert all(
+            p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)
+        )
         if fail:
-            assert scaler.last_skip.notes == ("the step could not be run again: OSError: only once",)
+            assert scaler.last_skip.notes == (
+                "the step could not be run again: OSError: only once",
+            )
             assert scaler.last_skip.gradient == "last.weight"
     if not fail:
         assert scaler.last_skip.origin == "plant/pow"
         assert len(model.seen) == 2
-        assert torch.equal(*model.seen)  # the same dropout, statistics, random numbers and buffer
+        assert torch.equal(
+            *model.seen
+        )  # the same dropout, statistics, random numbers and buffer
 
 
 @pytest.mark.filterwarnings("ignore:roundoff loss scaler .nan-loss")
@@ -153,7 +176,11 @@ class WithLoss(nn.Module):
 
     def __init__(self, plant="nothing"):
         super().__init__()
-        self.body, self.plant, self.head = nn.Linear(4, 5), Plant(plant), nn.Linear(5, 3)
+        self.body, self.plant, self.head = (
+            nn.Linear(4, 5),
+            Plant(plant),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, x):
         logits = self.head(self.plant(self.body(x)))
@@ -172,7 +199,11 @@ def test_a_model_that_gives_its_loss(auxiliary):
             return out["loss"] + (out["logits"].float().mean() if auxiliary else 0.0)
 
     skip = one_step(model, loss).last_skip
-    assert (skip.origin, skip.phase, skip.gradient) == ("plant/div", "backward", "body.weight")
+    assert (skip.origin, skip.phase, skip.gradient) == (
+        "plant/div",
+        "backward",
+        "body.weight",
+    )
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -189,7 +220,9 @@ def test_the_gradient_of_one_output_does_not_count_what_came_through_another(out
     (call,) = steps.calls
     gradients = origin._from_outside(model, call)
     made, _, _ = origin._forward(model, call)
-    found = torch.autograd.grad([made[p] for p in gradients], list(model.parameters()), list(gradients.values()))
+    found = torch.autograd.grad(
+        [made[p] for p in gradients], list(model.parameters()), list(gradients.values())
+    )
     for one, other in zip(found, expected, strict=True):
         # the gradient of the logits is a difference of two float32 numbers: a few roundings of 2**-24 relative to its parts
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -200,10 +233,22 @@ def test_what_is_born_in_the_loss_is_named_there():
     model = nn.Linear(4, 4)
     x = torch.zeros(2, 4)
     nn.init.zeros_(model.bias)
-    skip = one_step(model, lambda: model(x).square().sum().sqrt() + 1.0).last_skip  # the derivative of sqrt at 0
-    assert (skip.phase, skip.origin, skip.loss_finite, skip.born) == ("loss", "sqrt", True, False)
-    assert skip.notes == ("the loss, from its end: AddBackward0 <- SqrtBackward0 <- SumBackward0 <- PowBackward0",)
-    assert "the gradient that SqrtBackward0 gives back is the first that is not finite" in skip.cause
+    skip = one_step(
+        model, lambda: model(x).square().sum().sqrt() + 1.0
+    ).last_skip  # the derivative of sqrt at 0
+    assert (skip.phase, skip.origin, skip.loss_finite, skip.born) == (
+        "loss",
+        "sqrt",
+        True,
+        False,
+    )
+    assert skip.notes == (
+        "the loss, from its end: AddBackward0 <- SqrtBackward0 <- SumBackward0 <- PowBackward0",
+    )
+    assert (
+        "the gradient that SqrtBackward0 gives back is the first that is not finite"
+        in skip.cause
+    )
 
 
 def test_the_gradient_of_the_loss_has_no_room_in_fp16():
@@ -239,7 +284,9 @@ def test_without_a_model_the_graph_still_names_parameter_and_node():
     assert skip.gradient == "parameter 3 of optimizer 0, SGD"
     assert (skip.made_by, skip.operator, skip.born) == ("AddmmBackward0", "addmm", None)
     assert skip.notes == ("LossScaler(model) would name the operator that made it",)
-    assert skip.to_dict()["notes"] == ["LossScaler(model) would name the operator that made it"]
+    assert skip.to_dict()["notes"] == [
+        "LossScaler(model) would name the operator that made it"
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:roundoff loss scaler .nan-loss")
@@ -272,7 +319,9 @@ def test_inputs_changed_in_place_are_noticed():
     scaler.backward(y.sum())
     x.mul_(2.0)
     scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert "inputs were changed in place since the forward pass" in scaler.last_skip.notes
+    assert (
+        "inputs were changed in place since the forward pass" in scaler.last_skip.notes
+    )
 
 
 @pytest.mark.filterwarnings("ignore:roundoff loss scaler .nan-loss")
@@ -344,7 +393,12 @@ def test_a_compiled_model_runs_uncompiled_for_its_report():
     assert scaler.last_skip.origin == "2/exp"
     scaler = ro.LossScaler(model, init_scale=SCALE)  # not what is called
     with torch.autocast("cpu", dtype=H):
-        loss = torch.compile(model, backend="eager", fullgraph=True)(torch.randn(6, 8)).float().square().mean()
+        loss = (
+            torch.compile(model, backend="eager", fullgraph=True)(torch.randn(6, 8))
+            .float()
+            .square()
+            .mean()
+        )
     scaler.backward(loss)
     scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert scaler.last_skip.gradient == "3.weight"
@@ -355,14 +409,18 @@ def test_every_model_is_used():
     assert len(CASES) == 20
 
 
-@pytest.mark.filterwarnings("ignore:roundoff loss scaler .nan-loss", "ignore:fp16 on this CPU")
+@pytest.mark.filterwarnings(
+    "ignore:roundoff loss scaler .nan-loss", "ignore:fp16 on this CPU"
+)
 def test_a_region_of_roundoffs_autocast_is_entered_again():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     plan = ro.Plan((Rule("fp32", ("0/linear",)),), autocast="fp16")
     scaler = ro.LossScaler(model, init_scale=2.0**8)
     with ro.autocast(plan, model, device="cpu"):
-        loss = model(torch.full((2, 4), 1e5)).float().mean()  # beyond float16, which only the second layer runs in
+        loss = (
+            model(torch.full((2, 4), 1e5)).float().mean()
+        )  # beyond float16, which only the second layer runs in
     scaler.backward(loss)
     scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert scaler.last_skip.origin.startswith("1/")

@@ -64,7 +64,13 @@ def tuned(tmp_path_factory):
 def test_at_most_five_runs_and_the_plan_is_better(tuned):
     found, work = tuned
     by = {run.name: run for run in found.runs}
-    assert [run.name for run in found.runs] == ["fp32", "autocast", "equal", "more", "cheapest"]
+    assert [run.name for run in found.runs] == [
+        "fp32",
+        "autocast",
+        "equal",
+        "more",
+        "cheapest",
+    ]
     assert found.met
     assert by["equal"].measured_db > by["autocast"].measured_db
     assert by["equal"].cost <= by["autocast"].cost
@@ -74,8 +80,12 @@ def test_at_most_five_runs_and_the_plan_is_better(tuned):
         # 32 projections of each site: 1.1 dB; doubled
         assert run.predicted_db == pytest.approx(run.measured_db, abs=2.2)
         assert [step for step, _ in run.along] == [3, 5]
-        assert all(20 < value < 70 for _, value in run.along)  # later the gradients are smaller, and their errors are not
-        assert run.losses[0] == pytest.approx(by["fp32"].losses[0], rel=2**-8)  # a few roundings of 2**-9
+        assert all(
+            20 < value < 70 for _, value in run.along
+        )  # later the gradients are smaller, and their errors are not
+        assert run.losses[0] == pytest.approx(
+            by["fp32"].losses[0], rel=2**-8
+        )  # a few roundings of 2**-9
     assert by["fp32"].losses[-1] < by["fp32"].losses[0]
     assert found.operators == 6
     # what is said of a run is what a run gives
@@ -91,7 +101,13 @@ def test_the_baseline_is_the_lists_of_the_device(work):
         gradients_of(work, handler, batches=1)
         chosen[device] = {s for s in handler.chosen if s in handler.sites}
     # torch's documentation: on CUDA layer_norm and softmax autocast to float32; a CPU leaves them alone
-    assert chosen["cpu"] == {"0/linear", "1/gelu", "2/layer_norm", "3/linear", "4/softmax"}
+    assert chosen["cpu"] == {
+        "0/linear",
+        "1/gelu",
+        "2/layer_norm",
+        "3/linear",
+        "4/softmax",
+    }
     assert chosen["cuda"] == {"0/linear", "1/gelu", "3/linear"}
 
 
@@ -117,7 +133,16 @@ def test_the_plan_can_be_written_and_read(tuned, tmp_path):
 
 
 def test_a_plan_obeys_its_pins(work):
-    found = ro.tune(work, ["bf16"], device="cuda", steps=1, probes=4, runs=3, batches=1, pin={"4/softmax": "bf16"})
+    found = ro.tune(
+        work,
+        ["bf16"],
+        device="cuda",
+        steps=1,
+        probes=4,
+        runs=3,
+        batches=1,
+        pin={"4/softmax": "bf16"},
+    )
     assert len(found.runs) == 3
     assert found.runs[-1].formats["4/softmax"] == "bf16"
 
@@ -126,17 +151,33 @@ def test_matrix_products_in_fp32_are_said(tuned):
     """By bytes a product in fp32 may be paid for by something else; that is slower where products take the time."""
     found, work = tuned
     product = next(s["site"] for s in found.budget.sites if s["kind"] == "linear")
-    options = {"device": "cuda", "steps": 1, "runs": 3, "budget": found.budget, "aim": "more", "extra": 1.0}
+    options = {
+        "device": "cuda",
+        "steps": 1,
+        "runs": 3,
+        "budget": found.budget,
+        "aim": "more",
+        "extra": 1.0,
+    }
     said = f"1 matrix product in fp32 that autocast runs in bf16 ({product} ...)"
-    others = {s["site"]: "bf16" for s in found.budget.sites if s["kind"] == "linear" and s["site"] != product}
+    others = {
+        s["site"]: "bf16"
+        for s in found.budget.sites
+        if s["kind"] == "linear" and s["site"] != product
+    }
     options["pin"] = {product: "fp32", **others}
-    by = {cost: ro.tune(work, ["bf16"], cost=cost, **options) for cost in ("bytes", "bitops")}
+    by = {
+        cost: ro.tune(work, ["bf16"], cost=cost, **options)
+        for cost in ("bytes", "bitops")
+    }
     assert any(said in note and "--cost bitops" in note for note in by["bytes"].notes)
     assert not any("matrix product" in note for note in by["bitops"].notes)
 
 
 def test_fewer_operators_in_fp32_at_lower_error(work):
-    found = ro.tune(work, ["bf16"], device="cuda", steps=1, probes=16, runs=3, cost="operators")
+    found = ro.tune(
+        work, ["bf16"], device="cuda", steps=1, probes=16, runs=3, cost="operators"
+    )
     base, plan = found.runs[1:]
     assert plan.fp32_operators <= base.fp32_operators
     assert plan.cost == plan.fp32_operators
@@ -149,13 +190,24 @@ def test_the_loss_scale_of_fp16_falls_until_nothing_overflows(work):
     work.loss = lambda output, batch: 100 * scaled(output, batch)
     found = ro.tune(work, ["fp16"], device="cpu", steps=1, probes=4, runs=3, batches=1)
     assert found.about["loss_scale"] in (65536.0 / 4**k for k in range(1, 9))
-    assert any("16 to 32 times slower" in note and "bf16" in note for note in found.notes)
+    assert any(
+        "16 to 32 times slower" in note and "bf16" in note for note in found.notes
+    )
     assert all(math.isfinite(run.measured_db) for run in found.runs[1:])
 
 
 def test_a_budget_may_be_used_again(tuned):
     found, work = tuned
-    again = ro.tune(work, ["bf16"], device="cuda", steps=1, runs=3, budget=found.budget, aim="more", extra=0.1)
+    again = ro.tune(
+        work,
+        ["bf16"],
+        device="cuda",
+        steps=1,
+        runs=3,
+        budget=found.budget,
+        aim="more",
+        extra=0.1,
+    )
     assert again.budget is found.budget
     assert again.runs[-1].name == "more"
     assert again.runs[-1].cost <= 1.1 * again.runs[1].cost * (1 + 1e-6)
@@ -240,18 +292,25 @@ def test_bad_workloads(work):
     with pytest.raises(WorkloadError, match="the workload has no loss"):
         ro.tune(work, ["bf16"])
     work.loss = lambda output, batch: output.sum() * math.inf
-    with pytest.raises(NonFiniteError, match="the loss before any rounding is not finite"):
+    with pytest.raises(
+        NonFiniteError, match="the loss before any rounding is not finite"
+    ):
         ro.tune(work, ["bf16"], probes=2, batches=1)
     work.model.requires_grad_(False)
     with pytest.raises(WorkloadError, match="no trainable parameters"):
         ro.tune(work, ["bf16"])
 
 
-def test_where_autocast_is_the_best_there_is_the_exit_code_says_so(tmp_path, monkeypatch, capsys):
+def test_where_autocast_is_the_best_there_is_the_exit_code_says_so(
+    tmp_path, monkeypatch, capsys
+):
     """One linear layer: autocast runs all there is in bf16, and no plan of equal cost differs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "110")
-    source = SOURCE[: SOURCE.index("    return torch.nn.Seq")] + "    return torch.nn.Linear(8, 4)\n"
+    source = (
+        SOURCE[: SOURCE.index("    return torch.nn.Seq")]
+        + "    return torch.nn.Linear(8, 4)\n"
+    )
     (tmp_path / "one.py").write_text(source + SOURCE[SOURCE.index("\ndef draw") :])
     assert main("tune one.py --steps 2 --probes 4 --batches 1".split()) == 1
     out = capsys.readouterr().out
@@ -266,7 +325,14 @@ def test_command(tmp_path, monkeypatch, capsys):
     arguments = "tune net.py --formats bf16 --device cuda --steps 2 --probes 16 --loss -o out.toml"
     assert main(arguments.split()) == 0
     shown = capsys.readouterr().out
-    for word in ("autocast (bf16, cuda lists)", "Pareto", "grad.", "0/linear", "gradients and loss", "Written to out.toml"):
+    for word in (
+        "autocast (bf16, cuda lists)",
+        "Pareto",
+        "grad.",
+        "0/linear",
+        "gradients and loss",
+        "Written to out.toml",
+    ):
         assert word in shown
     assert main([*arguments.split(), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -285,12 +351,21 @@ def test_a_plan_that_misses_is_mended_within_the_runs(work, monkeypatch):
 
     def spoilt(self, aim, extra, shift=0.0):
         calls.append(aim)
-        return dict.fromkeys(self.problem.info, "bf16") if aim == "equal" and calls.count("equal") == 1 else plan(
-            self, aim, extra, shift)  # fmt: skip
+        return (
+            dict.fromkeys(self.problem.info, "bf16")
+            if aim == "equal" and calls.count("equal") == 1
+            else plan(self, aim, extra, shift)
+        )
 
     monkeypatch.setattr(Search, "plan", spoilt)
     found = ro.tune(work, ["bf16"], device="cuda", steps=1, probes=16)
-    assert [run.name for run in found.runs] == ["fp32", "autocast", "equal", "mended", "more"]
+    assert [run.name for run in found.runs] == [
+        "fp32",
+        "autocast",
+        "equal",
+        "mended",
+        "more",
+    ]
     assert found.met
     assert found.plan.about["measured_db"] == pytest.approx(found.runs[3].measured_db)
 
@@ -305,7 +380,10 @@ def test_a_tied_weight_has_one_format():
         def forward(self, x):
             return torch.tanh(self.table(x)) @ self.table.weight.T
 
-    data = [torch.randint(0, 16, (32,), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    data = [
+        torch.randint(0, 16, (32,), generator=torch.Generator().manual_seed(i))
+        for i in range(2)
+    ]
     work = ro.Workload(Tied(), data, loss=nn.functional.cross_entropy)
     found = ro.tune(work, ["bf16"], device="cuda", steps=1, probes=4, runs=3)
     formats = found.runs[-1].formats

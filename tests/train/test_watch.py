@@ -16,7 +16,10 @@ import torch
 import typer
 from rich.console import Console
 from torch.nn.modules import module as hooks
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 from roundoff.capture.program import ScriptError
 from roundoff.cli.app import app, main
@@ -79,7 +82,10 @@ def watch(write):
             watch_script(["train.py"], events.append, **options)
         finally:
             run.rows = [event.to_dict() for event in events]
-        return {kind: [row for row in run.rows if row["event"] == kind] for kind in ("step", "not finite", "warning", "end")}
+        return {
+            kind: [row for row in run.rows if row["event"] == kind]
+            for kind in ("step", "not finite", "warning", "end")
+        }
 
     return run
 
@@ -100,15 +106,28 @@ def test_steps_of_a_plain_training(watch, capsys):
             print(loss.item(), nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
             opt.step()
     """)
-    printed = [tuple(map(float, line.split())) for line in capsys.readouterr().out.splitlines()]
+    printed = [
+        tuple(map(float, line.split())) for line in capsys.readouterr().out.splitlines()
+    ]
     assert [r["loss"] for r in found["step"]] == [loss for loss, _ in printed]
-    assert [r["gradient_norm"] for r in found["step"]] == pytest.approx([norm for _, norm in printed])
+    assert [r["gradient_norm"] for r in found["step"]] == pytest.approx(
+        [norm for _, norm in printed]
+    )
     assert [r["step"] for r in found["step"]] == [0, 1, 2]
     assert found["step"][0] | {"loss": 0, "gradient_norm": 0} == {
-        "event": "step", "step": 0, "loss": 0, "loss_scale": None, "gradient_norm": 0, "non_finite": 0.0, "skipped": False,
-        "skips": 0, "lr": 0.01,
-    }  # fmt: skip
-    assert found["end"] == [{"event": "end", "steps": 3, "skips": 0, "loss_scale": None, "trouble": None}]
+        "event": "step",
+        "step": 0,
+        "loss": 0,
+        "loss_scale": None,
+        "gradient_norm": 0,
+        "non_finite": 0.0,
+        "skipped": False,
+        "skips": 0,
+        "lr": 0.01,
+    }
+    assert found["end"] == [
+        {"event": "end", "steps": 3, "skips": 0, "loss_scale": None, "trouble": None}
+    ]
     assert not found["warning"] + found["not finite"]
 
 
@@ -119,7 +138,11 @@ def test_skips_of_a_scaler_with_their_reason(watch, capsys, kind):
         "unscaled": "scaler.scale(loss).backward(); scaler.unscale_(opt); scaler.step(opt); scaler.update()",
         "ours": "scaler.backward(loss); scaler.step(opt)",
     }[kind]
-    made = "roundoff.LossScaler(bad_loss='lower')" if kind == "ours" else "torch.amp.GradScaler('cpu')"
+    made = (
+        "roundoff.LossScaler(bad_loss='lower')"
+        if kind == "ours"
+        else "torch.amp.GradScaler('cpu')"
+    )
     with pytest.warns(RuntimeWarning) if kind == "ours" else _nothing():
         found = watch(f"""
             import roundoff
@@ -132,19 +155,38 @@ def test_skips_of_a_scaler_with_their_reason(watch, capsys, kind):
         """)
     printed = [float(line) for line in capsys.readouterr().out.splitlines()]
     assert [r["loss"] for r in found["step"]] == pytest.approx(printed, nan_ok=True)
-    assert [r["loss_scale"] for r in found["step"]] == [2.0**15, 2.0**15, 2.0**15, 2.0**14, 2.0**14]
+    assert [r["loss_scale"] for r in found["step"]] == [
+        2.0**15,
+        2.0**15,
+        2.0**15,
+        2.0**14,
+        2.0**14,
+    ]
     assert [r["skipped"] for r in found["step"]] == [True, False, False, True, False]
     assert [r["skips"] for r in found["step"]] == [1, 1, 1, 2, 2]
     assert found["step"][1]["gradient_norm"] < 100  # unscaled
     assert found["step"][0]["gradient_norm"] is None
     assert found["step"][0]["non_finite"] == 1
-    for row, step, scale in zip(found["not finite"], (0, 3), (2.0**16, 2.0**15), strict=True):
+    for row, step, scale in zip(
+        found["not finite"], (0, 3), (2.0**16, 2.0**15), strict=True
+    ):
         assert (row["step"], row["scale"], row["skipped"]) == (step, scale, True)
         assert row["first"].startswith("the output of b (Linear)")
-        assert (row["gradient"], row["made_by"], row["origin"], row["born"]) == ("b.bias", "b/sum", "/exp", False)
+        assert (row["gradient"], row["made_by"], row["origin"], row["born"]) == (
+            "b.bias",
+            "b/sum",
+            "/exp",
+            False,
+        )
         assert (row["phase"], row["line"]) == ("forward", "train.py:12")
         assert row["advice"] == "subtract the maximum first (logsumexp, softmax)"
-    assert found["end"][0] == {"event": "end", "steps": 5, "skips": 2, "loss_scale": 2.0**14, "trouble": None}
+    assert found["end"][0] == {
+        "event": "end",
+        "steps": 5,
+        "skips": 2,
+        "loss_scale": 2.0**14,
+        "trouble": None,
+    }
     assert not found["warning"]
 
 
@@ -159,9 +201,19 @@ class _nothing:
 def test_without_a_scaler_the_weights_take_it(watch):
     found = watch(PLAIN.format(steps=3, bad=(1,)))
     first, second = found["not finite"]
-    assert (first["step"], first["scale"], first["skipped"], first["origin"]) == (1, None, False, "/exp")
-    assert (second["phase"], second["first"]) == ("weights", "the output of a (Linear), 48 of 48 elements")
-    trouble = "the gradients of the last 2 steps were not finite, and the weights took them"
+    assert (first["step"], first["scale"], first["skipped"], first["origin"]) == (
+        1,
+        None,
+        False,
+        "/exp",
+    )
+    assert (second["phase"], second["first"]) == (
+        "weights",
+        "the output of a (Linear), 48 of 48 elements",
+    )
+    trouble = (
+        "the gradients of the last 2 steps were not finite, and the weights took them"
+    )
     assert found["end"][0]["trouble"] == trouble
 
 
@@ -172,7 +224,8 @@ def test_only_so_many_are_run_again(watch):
 
 
 def test_accumulation_two_optimizers_and_two_models(watch):
-    found = watch("""
+    found = watch(
+        """
         critic = nn.Sequential(nn.Linear(2, 1))
         second = torch.optim.SGD(critic.parameters(), lr=0.5)
         for i in range(3):
@@ -180,9 +233,13 @@ def test_accumulation_two_optimizers_and_two_models(watch):
             for part in range(2):
                 (critic(model(torch.randn(6, 4))).mean() * (math.inf if i == 1 else 1.0)).backward()
             opt.step(), second.step()
-    """, explain=0)  # fmt: skip
+    """,
+        explain=0,
+    )
     assert len(found["step"]) == 3
-    assert found["not finite"][0]["first"].startswith("the gradient at the output of Sequential.0")
+    assert found["not finite"][0]["first"].startswith(
+        "the gradient at the output of Sequential.0"
+    )
 
 
 def test_a_closure_is_seen_with_its_gradients(watch):
@@ -202,7 +259,9 @@ def test_a_closure_is_seen_with_its_gradients(watch):
     assert not found["warning"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, while it compiles
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning"
+)  # torch's own, while it compiles
 def test_a_compiled_model(watch):
     fast = """
 fast = torch.compile(model, backend="aot_eager")
@@ -228,10 +287,13 @@ for i in range(3):
 """
 FAULTS = {
     "scaler-in-loop": IN_LOOP.format(then="scaler.step(opt); scaler.update()"),
-    "scaler-not-stepped": scaled().replace("scaler.step(opt)", "opt.step()").replace("scaler.update()", ""),
+    "scaler-not-stepped": scaled()
+    .replace("scaler.step(opt)", "opt.step()")
+    .replace("scaler.update()", ""),
     "scaler-not-updated": IN_LOOP.format(then="scaler.step(opt)"),
     "clip-before-unscale": scaled().replace(
-        "scaler.step(opt)", "nn.utils.clip_grad_norm_(model.parameters(), 1.0); scaler.step(opt)"
+        "scaler.step(opt)",
+        "nn.utils.clip_grad_norm_(model.parameters(), 1.0); scaler.step(opt)",
     ),
     "schedule-on-skip": "schedule = torch.optim.lr_scheduler.StepLR(opt, 1)\n"
     + scaled(5, (3,)).replace("scaler.update()", "scaler.update(); schedule.step()"),
@@ -243,7 +305,8 @@ FAULTS = {
     "fp16-on-cpu": "def loss_of(i, bad):\n    with torch.autocast('cpu', dtype=torch.float16):\n"
     "        return model(torch.randn(6, 4)).float().square().mean()\n" + scaled(2),
     "adam-eps": "model.half()\nopt = torch.optim.Adam(model.parameters())\n"
-    "def loss_of(i, bad): return model(torch.randn(6, 4).half()).float().square().mean()\n" + PLAIN.format(steps=1, bad=()),
+    "def loss_of(i, bad): return model(torch.randn(6, 4).half()).float().square().mean()\n"
+    + PLAIN.format(steps=1, bad=()),
 }
 
 
@@ -251,11 +314,15 @@ def test_every_rule_has_a_fault():
     assert set(FAULTS) == set(RULES)
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the very fault
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler.step"
+)  # the very fault
 @pytest.mark.parametrize("rule", FAULTS)
 def test_faults_of_a_loop(watch, rule):
     found = watch(FAULTS[rule], explain=0)
-    also = {"scaler-not-updated": {"scaler-in-loop"}, "scaler-not-stepped": set()}.get(rule, set())
+    also = {"scaler-not-updated": {"scaler-in-loop"}, "scaler-not-stepped": set()}.get(
+        rule, set()
+    )
     assert {row["rule"] for row in found["warning"]} == {rule} | also
     (text,) = [row["text"] for row in found["warning"] if row["rule"] == rule]
     assert "{" not in text
@@ -264,7 +331,10 @@ def test_faults_of_a_loop(watch, rule):
 def test_the_published_wrong_loop(watch):
     """A scaler made inside the loop, never stepped and never updated."""
     found = watch(IN_LOOP.format(then="opt.step()"))
-    assert [row["rule"] for row in found["warning"]] == ["scaler-not-stepped", "scaler-in-loop"]
+    assert [row["rule"] for row in found["warning"]] == [
+        "scaler-not-stepped",
+        "scaler-in-loop",
+    ]
     assert len(found["step"]) == 3
 
 
@@ -295,7 +365,9 @@ def test_a_loop_that_is_right_hears_nothing(watch):
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [scaled(6, (0, 3)), PLAIN.format(steps=6, bad=()), RIGHT])
+@pytest.mark.parametrize(
+    "text", [scaled(6, (0, 3)), PLAIN.format(steps=6, bad=()), RIGHT]
+)
 def test_the_numbers_are_those_of_the_script_alone(watch, write, capsys, text):
     text += "\nprint([p.tolist() for p in model.parameters()], torch.rand(3).tolist(), opt.state_dict()['state'])\n"
     write(text)
@@ -307,21 +379,35 @@ def test_the_numbers_are_those_of_the_script_alone(watch, write, capsys, text):
 
 def everything():
     return (
-        [getattr(torch.amp.GradScaler, n) for n in ("__init__", "scale", "step", "update")], LossScaler.step,
-        torch.optim.Optimizer.__init__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_,
-        torch.nn.utils.clip_grad.clip_grad_value_, torch.optim.lr_scheduler.LRScheduler.step, list(sys.path), sys.argv,
-        len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks), dict(hooks._global_forward_hooks),
+        [
+            getattr(torch.amp.GradScaler, n)
+            for n in ("__init__", "scale", "step", "update")
+        ],
+        LossScaler.step,
+        torch.optim.Optimizer.__init__,
+        torch.autograd.backward,
+        torch.nn.utils.clip_grad_norm_,
+        torch.nn.utils.clip_grad.clip_grad_value_,
+        torch.optim.lr_scheduler.LRScheduler.step,
+        list(sys.path),
+        sys.argv,
+        len(_global_optimizer_pre_hooks),
+        len(_global_optimizer_post_hooks),
+        dict(hooks._global_forward_hooks),
         dict(hooks._global_forward_pre_hooks),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("end", ["", "1 / 0", "sys.exit(3)"])
 def test_nothing_is_left_behind(watch, capsys, end):
     before = everything()
-    text = scaled(2) + f"""
+    text = (
+        scaled(2)
+        + f"""
 import atexit, gc
 {end}
 """
+    )
     if end:
         with pytest.raises(ScriptError) as caught:
             watch(text)
@@ -335,7 +421,9 @@ def test_hooks_are_gone_from_the_model(watch, monkeypatch):
     kept = []
     monkeypatch.setattr(torch, "_kept_by_a_test", kept, raising=False)
     watch(scaled(2) + "torch._kept_by_a_test.append(model)\n")
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in kept[0].modules())
+    assert all(
+        not m._forward_hooks and not m._forward_pre_hooks for m in kept[0].modules()
+    )
 
 
 def test_stop_on_nan(watch, monkeypatch):
@@ -344,7 +432,10 @@ def test_stop_on_nan(watch, monkeypatch):
     keep = "torch._kept_by_a_test.append(model)\n"
     found = watch(keep + PLAIN.format(steps=9, bad=(2,)), stop_on_nan=True)
     assert [r["step"] for r in found["step"]] == [0, 1, 2]
-    assert found["end"][0]["trouble"] == "stopped before the weights took gradients that are not finite"
+    assert (
+        found["end"][0]["trouble"]
+        == "stopped before the weights took gradients that are not finite"
+    )
     assert all(bool(p.isfinite().all()) for p in kept[0].parameters())
     found = watch(scaled(9, (2,)), stop_on_nan=True)
     assert found["end"][0]["trouble"] == "stopped at a loss that is not finite"
@@ -352,7 +443,10 @@ def test_stop_on_nan(watch, monkeypatch):
 
 
 def test_overflow_of_scaled_gradients_is_no_reason_to_stop(watch):
-    found = watch(scaled(3, scale=2.0**127).replace("loss_of(i, ())", "loss_of(i) * 1e6"), stop_on_nan=True)
+    found = watch(
+        scaled(3, scale=2.0**127).replace("loss_of(i, ())", "loss_of(i) * 1e6"),
+        stop_on_nan=True,
+    )
     assert found["end"][0]["steps"] == 3
     assert found["step"][0]["skipped"]
     assert math.isfinite(found["step"][0]["loss"])
@@ -382,7 +476,11 @@ def test_what_it_prints(write, capsys):
     ]
     assert lines[1].startswith("  first not finite: the output of b (Linear), ")
     assert lines[4].startswith("  exp of values up to ")
-    assert [line.split("  ")[0] for line in lines[6:9]] == ["step 0", "step 10", "step 20"]
+    assert [line.split("  ")[0] for line in lines[6:9]] == [
+        "step 0",
+        "step 10",
+        "step 20",
+    ]
     assert lines[9:] == ["25 steps, 1 skip, loss scale 32768: it ended well"]
 
 
@@ -390,7 +488,13 @@ def test_json_is_a_line_for_each_event(write, capsys):
     write(scaled(3, (1,)) + "print('mine')\n")
     code, out, err = cli(capsys, "--json")
     rows = [json.loads(line) for line in out.splitlines()]
-    assert [row["event"] for row in rows] == ["step", "not finite", "step", "step", "end"]
+    assert [row["event"] for row in rows] == [
+        "step",
+        "not finite",
+        "step",
+        "step",
+        "end",
+    ]
     assert (code, err) == (0, "mine\n")
     assert rows[2]["loss"] is None  # NaN is no JSON
     assert rows[2]["non_finite"] == 1
@@ -399,12 +503,26 @@ def test_json_is_a_line_for_each_event(write, capsys):
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        (PLAIN.format(steps=3, bad=(2,)), 1, "the gradients of the last 1 steps were not finite"),
-        (PLAIN.format(steps=3, bad=(1,)).replace("    opt.step()", "    if i != 1: opt.step()"), 0, "it ended well"),
+        (
+            PLAIN.format(steps=3, bad=(2,)),
+            1,
+            "the gradients of the last 1 steps were not finite",
+        ),
+        (
+            PLAIN.format(steps=3, bad=(1,)).replace(
+                "    opt.step()", "    if i != 1: opt.step()"
+            ),
+            0,
+            "it ended well",
+        ),
         (scaled(30, tuple(range(30)), 256.0), 1, "the loss scale collapsed to 2.3841"),
         (scaled(30, tuple(range(4, 30)), 2.0**60), 1, "the last 26 steps were skipped"),
         (scaled(3, (1,)), 0, "it ended well"),
-        (scaled(1) + "1 / 0", 2, "the script failed\n  got: ZeroDivisionError\n  do: 1 steps were seen by then"),
+        (
+            scaled(1) + "1 / 0",
+            2,
+            "the script failed\n  got: ZeroDivisionError\n  do: 1 steps were seen by then",
+        ),
         (scaled(1) + "sys.exit(3)", 2, "exit code 3"),
         (scaled(1) + "sys.exit(0)", 0, "it ended well"),
         ("loss_of(0)", 2, "no step ended in this script"),
@@ -429,7 +547,9 @@ def test_a_scaler_that_gives_up_is_trouble(write, capsys):
     """)
     code, _, err = cli(capsys, "--explain", "0")
     assert code == 1
-    assert "the loss scaler gave up: 4 steps in a row were skipped" in err.splitlines()[-1]
+    assert (
+        "the loss scaler gave up: 4 steps in a row were skipped" in err.splitlines()[-1]
+    )
 
 
 def test_no_script(tmp_path, monkeypatch, capsys):
@@ -437,13 +557,18 @@ def test_no_script(tmp_path, monkeypatch, capsys):
     with pytest.raises(RunError, match="roundoff watch -- train.py"):
         watch_script(["train.py"], print)
     assert main(["watch", "--", "torchrun", "train.py"]) == 2
-    assert "torchrun --nproc-per-node 2 -m roundoff watch -- train.py" in capsys.readouterr().err
+    assert (
+        "torchrun --nproc-per-node 2 -m roundoff watch -- train.py"
+        in capsys.readouterr().err
+    )
 
 
 def test_on_a_terminal_one_line_is_refreshed(watch):
     watch(scaled(12, (3,)))
     out = io.StringIO()
-    with _text(Console(file=out, force_terminal=True, width=120, highlight=False), 10) as say:
+    with _text(
+        Console(file=out, force_terminal=True, width=120, highlight=False), 10
+    ) as say:
         from roundoff.train.watching.events import Step, Trouble
 
         for step in range(30):
@@ -451,15 +576,25 @@ def test_on_a_terminal_one_line_is_refreshed(watch):
         say(Trouble(30, 8.0, True, "the output of b (Linear)"))
         say(Trouble(31, 8.0, True, "the output of b (Linear)"))
     text = out.getvalue()
-    assert text.count("first not finite: the output of b (Linear)") == 1  # the same again is one line
+    assert (
+        text.count("first not finite: the output of b (Linear)") == 1
+    )  # the same again is one line
     assert "step 31 skipped at loss scale 8" in text
     assert text.count("step 5 ") == 0  # faster than it is refreshed
 
 
 def test_the_docs_name_every_option_and_rule():
     docs = Path(__file__).parents[2] / "docs"
-    section = (docs / "cli.md").read_text().split("## roundoff watch ")[1].split("\n## ")[0]
-    options = {p.name for p in typer.main.get_command(app).commands["watch"].params if p.name != "script"}
-    assert {f"--{name.replace('_', '-')}" for name in options} <= set(re.findall(r"--[a-z-]+", section))
+    section = (
+        (docs / "cli.md").read_text().split("## roundoff watch ")[1].split("\n## ")[0]
+    )
+    options = {
+        p.name
+        for p in typer.main.get_command(app).commands["watch"].params
+        if p.name != "script"
+    }
+    assert {f"--{name.replace('_', '-')}" for name in options} <= set(
+        re.findall(r"--[a-z-]+", section)
+    )
     pages = [page.read_text() for page in docs.rglob("*.md")]
     assert all(any(f"| `{rule}` |" in page for page in pages) for rule in RULES)

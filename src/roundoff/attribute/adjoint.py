@@ -50,13 +50,22 @@ class SiteInfo:
     tied: tuple[str, ...] = ()
 
 
-def describe(call: Call, outputs: list[Tensor], sites: dict[str, SiteInfo], formats: Sequence[Format]) -> SiteInfo:
+def describe(
+    call: Call,
+    outputs: list[Tensor],
+    sites: dict[str, SiteInfo],
+    formats: Sequence[Format],
+) -> SiteInfo:
     """What ``sites`` keeps of the site of a call, with this call's sizes added."""
     name = str(call.site)
     info = sites.get(name)
     if info is None:
-        named = set().union(*(o.sources for o in call.operands if o.role != "activation"))
-        params = tuple(sorted(n for n in named if n and "/" not in n))  # a bias may be computed
+        named = set().union(
+            *(o.sources for o in call.operands if o.role != "activation")
+        )
+        params = tuple(
+            sorted(n for n in named if n and "/" not in n)
+        )  # a bias may be computed
         refused = {f.name: why for f in formats if (why := runs(call, f)) is not None}
         info = SiteInfo(name, call.operator.name, call.kind, params, {}, refused)
         sites[name] = info
@@ -94,7 +103,9 @@ class Probe:
     listening: bool = False
     kept_bytes: int = 0
     largest: int = 1
-    _held: dict[int, list[weakref.ref[_Held]]] = field(default_factory=lambda: defaultdict(list))
+    _held: dict[int, list[weakref.ref[_Held]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def before_write(self, tensor: Tensor) -> None:
         """Copy what is held of this storage before it changes."""
@@ -113,18 +124,25 @@ class Probe:
         try:
             exact = call.run()
         except RuntimeError:  # numpy() or a result of integers: refused to what has a gradient, fine in the plain model
-            exact = call.run([t.detach() if isinstance(t, Tensor) else t for t in call.leaves])
+            exact = call.run(
+                [t.detach() if isinstance(t, Tensor) else t for t in call.leaves]
+            )
         outputs = float_tensors(exact)
         if not outputs:
             return exact
         info = describe(call, outputs, self.sites, self.formats)
         written = [t.numel() * t.element_size() for t in outputs]
-        self.kept_bytes, self.largest = self.kept_bytes + sum(written), max(self.largest, *written)
+        self.kept_bytes, self.largest = (
+            self.kept_bytes + sum(written),
+            max(self.largest, *written),
+        )
         if not torch.is_grad_enabled():
             info.no_path = "computed under torch.no_grad"
             return exact
         leaves = [before, *call.leaves[1:]] if before is not None else list(call.leaves)
-        held = [self._hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        held = [
+            self._hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
         kept = dataclasses.replace(call, leaves=held)
         result, reference = self._attach(exact, kept, chosen)
         if str(call.site) == self.wanted and self.found is None:
@@ -142,7 +160,9 @@ class Probe:
 
     def _attach(self, exact: Any, kept: Call, chosen: Format | None) -> tuple[Any, Any]:
         """The result with a gradient path, executed in the chosen format (straight through), and the reference."""
-        reference = tree_map(lambda t: self._hold(t) if isinstance(t, Tensor) else t, exact)
+        reference = tree_map(
+            lambda t: self._hold(t) if isinstance(t, Tensor) else t, exact
+        )
         inplace = kept.operator.inplace
         if chosen is not None and runs(kept, chosen) is None:
             with torch.no_grad():
@@ -154,7 +174,9 @@ class Probe:
                 rounded = execute(call, chosen)
             if inplace:
                 self.before_write(exact)
-                exact.data.copy_(rounded)  # .data: the gradient formula may have kept this tensor
+                exact.data.copy_(
+                    rounded
+                )  # .data: the gradient formula may have kept this tensor
                 return self._anchored(exact, inplace), reference
             flat, spec = tree_flatten(exact)
             pairs = zip(flat, tree_flatten(rounded)[0], strict=True)
@@ -165,7 +187,11 @@ class Probe:
 
     def _anchored(self, result: Any, inplace: bool) -> Any:
         def anchored(t: Any) -> Any:
-            if not isinstance(t, Tensor) or not t.is_floating_point() or t.requires_grad:
+            if (
+                not isinstance(t, Tensor)
+                or not t.is_floating_point()
+                or t.requires_grad
+            ):
                 return t
             # adding -0.0 changes no value, not even the sign of a zero
             anchor = self.anchor.to(t.device, t.dtype)
@@ -174,18 +200,24 @@ class Probe:
         return tree_map(anchored, result)
 
     def _hook(self, kept: Call, reference: Any, place: int, gradient: Tensor) -> None:
-        if not self.listening:  # the model itself asks for gradients in its forward pass
+        if (
+            not self.listening
+        ):  # the model itself asks for gradients in its forward pass
             return
         hand_over(gradient, functools.partial(self._measure, kept, reference, place))
 
-    def _measure(self, kept: Call, reference: Any, place: int, gradients: Tensor) -> None:
+    def _measure(
+        self, kept: Call, reference: Any, place: int, gradients: Tensor
+    ) -> None:
         name = str(kept.site)
         self.reached.add(name)
         call = _open(kept)
         exact = tree_map(lambda t: t.tensor if isinstance(t, _Held) else t, reference)
         if self.keep is not None:  # the last probe is the masked one
             if (name, place) not in self.axes:
-                self.axes[name, place] = sample_axis(gradients[-1], self.samples, self.keep)
+                self.axes[name, place] = sample_axis(
+                    gradients[-1], self.samples, self.keep
+                )
             gradients = gradients[:-1]
         if not len(gradients):
             return
@@ -199,13 +231,18 @@ class Probe:
             for step in steps(call, fmt, exact):
                 now = float_tensors(step.result)[place]
                 operand = -1 if step.operand is None else step.operand.leaf
-                sources = () if step.operand is None else tuple(sorted(step.operand.sources))
+                sources = (
+                    () if step.operand is None else tuple(sorted(step.operand.sources))
+                )
                 key = TermKey(name, fmt.name, step.part, operand, sources)
-                values, overflow = project(probes, arrange(now - last, axis, self.samples))
+                values, overflow = project(
+                    probes, arrange(now - last, axis, self.samples)
+                )
                 self.terms.add(key, place, values, overflow)
                 last = now
         if self.release and len(float_tensors(exact)) == 1:
             kept.leaves = []  # the last that holds the operands
+
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
@@ -213,7 +250,10 @@ def _is_float(value: Any) -> bool:
 
 def _open(kept: Call) -> Call:
     return dataclasses.replace(
-        kept, leaves=[leaf.tensor if isinstance(leaf, _Held) else leaf for leaf in kept.leaves]
+        kept,
+        leaves=[
+            leaf.tensor if isinstance(leaf, _Held) else leaf for leaf in kept.leaves
+        ],
     )
 
 
@@ -239,7 +279,9 @@ def measure_batch(
     mode.begin()
     with torch.enable_grad(), mode, warnings.catch_warnings():
         # the plain model takes numbers out of its tensors without a warning
-        warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad=True")
+        warnings.filterwarnings(
+            "ignore", message="Converting a tensor with requires_grad=True"
+        )
         targets = forward()
     check()
     probe.listening = True
@@ -264,7 +306,13 @@ def measure_batch(
         probe.release = number + 1 == len(chunks)
         if probe.keep is not None:
             chunk = tuple(torch.cat([v, m]) for v, m in zip(chunk, masked, strict=True))
-        backward(targets, probe.anchor, list(chunk), batched=batched, keep_graph=not probe.release)
+        backward(
+            targets,
+            probe.anchor,
+            list(chunk),
+            batched=batched,
+            keep_graph=not probe.release,
+        )
         probe.keep = None
     return values
 
@@ -278,7 +326,9 @@ def _together(probe: Probe, parameters: int) -> int:
 
 
 def _signs(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    signs = torch.randint(0, 2, (count, *like.shape), generator=generator, dtype=torch.int8)
+    signs = torch.randint(
+        0, 2, (count, *like.shape), generator=generator, dtype=torch.int8
+    )
     return signs.to(like.device, like.dtype).mul_(2).sub_(1)
 
 

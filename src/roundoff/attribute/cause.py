@@ -24,9 +24,19 @@ _DIVISIONS = frozenset(
 _MOMENTS = frozenset(
     "mean var std var_mean std_mean nanmean native_batch_norm native_layer_norm".split()
 )
-_LOSSES = frozenset("nll_loss nll_loss_forward nll_loss2d_forward cross_entropy".split())
-_DOMAINS = {"acos": "[-1, 1]", "asin": "[-1, 1]", "atanh": "(-1, 1)", "acosh": "[1, Inf)", "sqrt": "[0, Inf)",
-            "lgamma": "positive numbers", "erfinv": "[-1, 1]", "logit": "[0, 1]"}  # fmt: skip
+_LOSSES = frozenset(
+    "nll_loss nll_loss_forward nll_loss2d_forward cross_entropy".split()
+)
+_DOMAINS = {
+    "acos": "[-1, 1]",
+    "asin": "[-1, 1]",
+    "atanh": "(-1, 1)",
+    "acosh": "[1, Inf)",
+    "sqrt": "[0, Inf)",
+    "lgamma": "positive numbers",
+    "erfinv": "[-1, 1]",
+    "logit": "[0, 1]",
+}
 #: What to try where a gradient has no room in float16.
 LOWER_SCALE = "a lower loss scale (torch.amp.GradScaler finds one and skips this step), or bfloat16"
 _CASTS = frozenset("_to_copy to copy type_as".split())
@@ -38,14 +48,18 @@ def cause(row: Row, inputs: Sequence[Row]) -> tuple[str, str]:
     Inputs without statistics count as unknown. The text says only what the numbers show; where no rule applies, it says
     which operator it was.
     """
-    name = row["operator"].strip("_") if row["operator"] not in _CASTS else row["operator"]
+    name = (
+        row["operator"].strip("_") if row["operator"] not in _CASTS else row["operator"]
+    )
     largest = LARGEST.get(row["dtype"])
     most = max((_magnitude(i) for i in inputs), default=0.0)
     zeros = any(i["zero"] for i in inputs)
     negative = any(i["min"] is not None and i["min"] < 0 for i in inputs)
     infinite, nan = bool(row["posinf"] or row["neginf"]), bool(row["nan"])
     limit = (
-        f"the largest {row['dtype']}, {largest:.4g}" if largest else f"the range of {row['dtype']}"
+        f"the largest {row['dtype']}, {largest:.4g}"
+        if largest
+        else f"the range of {row['dtype']}"
     )
     if any(i.get("neginf") for i in inputs) and nan:
         return (
@@ -111,9 +125,7 @@ def cause(row: Row, inputs: Sequence[Row]) -> tuple[str, str]:
 
 def _smaller(row: Row) -> str:
     if row["dtype"] in ("float32", "float64"):
-        return (
-            "scale the values down before this operator: its result has no room in any usual format"
-        )
+        return "scale the values down before this operator: its result has no room in any usual format"
     if row["phase"] == "backward" and row["dtype"] == "float16":
         return LOWER_SCALE
     return "run this operator in bfloat16 or float32, or scale its inputs down"

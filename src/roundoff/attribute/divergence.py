@@ -81,12 +81,19 @@ class Divergence:
             for record in row["inputs"] or ():
                 readers.setdefault(record, []).append(row["record"])
         gone = {
-            r for r, f in self.findings.items()
-            if f.cause == OWN and self.theirs[r]["phase"] == "backward" and (f.read is not None or r not in self.exact)
+            r
+            for r, f in self.findings.items()
+            if f.cause == OWN
+            and self.theirs[r]["phase"] == "backward"
+            and (f.read is not None or r not in self.exact)
             and self._ends(r, readers)
-        }  # fmt: skip
+        }
         for finding in self.findings.values():
-            if finding.record in gone or finding.cause == INHERITED and finding.origin in gone:
+            if (
+                finding.record in gone
+                or finding.cause == INHERITED
+                and finding.origin in gone
+            ):
                 finding.cause = finding.origin = None
 
     def _ends(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
@@ -96,7 +103,11 @@ class Divergence:
             reader = waiting.pop(0)
             finding = self.findings.get(reader)
             if finding is not None and finding.error is not None and reader > record:
-                fair = [e for r, e in finding.sources if r not in tainted and self.findings[r].cause is None]
+                fair = [
+                    e
+                    for r, e in finding.sources
+                    if r not in tainted and self.findings[r].cause is None
+                ]
                 others = max(fair, default=0.0)
                 if finding.error <= max(2 * others, EQUAL_INPUTS * finding.tolerance):
                     continue
@@ -112,14 +123,22 @@ class Divergence:
         measured = self.replay is not None and row["call"] >= 0
         tolerance = bound.tolerance if measured else bound.tolerance * bound.condition
         finding = Finding(record, found.error, tolerance=tolerance, gain=bound.gain)
-        if found.error is None or found.equal or base(row["operator"]) in EMPTY or opaque(row):
+        if (
+            found.error is None
+            or found.equal
+            or base(row["operator"]) in EMPTY
+            or opaque(row)
+        ):
             finding.own = None if found.error is None else 0.0
             return finding
         read, region = self._read(row, twin)
         finding.region = region
         # a gradient that was there, without a counterpart: of a compiled backward pass, whose calls nobody sees
         sources = (self.theirs[r] for r in region)
-        finding.unknown |= any(r["phase"] == "backward" and r["call"] < 0 and not r["inputs"] for r in sources)
+        finding.unknown |= any(
+            r["phase"] == "backward" and r["call"] < 0 and not r["inputs"]
+            for r in sources
+        )
         wrong = None
         for ours, theirs in read:
             there = self.distance(ours, theirs)
@@ -154,7 +173,11 @@ class Divergence:
         """What the row's call read, with what the reference has for it, and the rows without counterpart in between."""
         found: list[tuple[int, int]] = []
         region: list[int] = []
-        aligned = self.slots(twin, row) if row["record"] in self.exact and row["call"] >= 0 else ()
+        aligned = (
+            self.slots(twin, row)
+            if row["record"] in self.exact and row["call"] >= 0
+            else ()
+        )
         if aligned:
             waiting = []
             for ours, theirs in aligned:
@@ -163,7 +186,9 @@ class Divergence:
                 else:
                     waiting.append(theirs)
         else:
-            waiting = list(values_read(row, 1) if row["call"] >= 0 else row["inputs"] or ())
+            waiting = list(
+                values_read(row, 1) if row["call"] >= 0 else row["inputs"] or ()
+            )
         seen: set[int] = set()
         while waiting:
             record = waiting.pop()
@@ -177,13 +202,22 @@ class Divergence:
                 waiting += self.theirs[record]["inputs"] or ()
         return found, sorted(region)
 
-    def _wrong_input(self, ours: int, theirs: int, there: Distance, tolerance: float) -> bool:
+    def _wrong_input(
+        self, ours: int, theirs: int, there: Distance, tolerance: float
+    ) -> bool:
         """Whether the candidate reads a value that is right in itself, and not the one the reference reads here."""
         proper = self.counterpart.get(theirs)
-        if proper is None or proper == ours or there.error is None or there.error <= tolerance:
+        if (
+            proper is None
+            or proper == ours
+            or there.error is None
+            or there.error <= tolerance
+        ):
             return False
         itself = self.distance(proper, theirs)
-        return itself.error is not None and (itself.equal or itself.error * 8 < there.error)
+        return itself.error is not None and (
+            itself.equal or itself.error * 8 < there.error
+        )
 
     def _blame(self, finding: Finding, wrong: tuple[int, int]) -> None:
         """Something else is read: an operator was left out before it, or it is another tensor."""
@@ -219,44 +253,70 @@ class Divergence:
 
     def _alone(self, finding: Finding) -> bool:
         """Whether the inputs agree: exactly, where only statistics tell, since those of noise agree nearly."""
-        return not finding.unknown and finding.inputs <= (finding.tolerance / 8 if self.replay else 0.0)
+        return not finding.unknown and finding.inputs <= (
+            finding.tolerance / 8 if self.replay else 0.0
+        )
 
     def _beyond(self, finding: Finding, error: float) -> bool:
         """Whether an error is more than what the inputs bring; of inputs that are all noise nothing can be said."""
-        inputs = max(finding.inputs, self.least) if self.replay is None else finding.inputs
-        return finding.inputs < NOISE and error > GAIN * finding.gain * inputs + finding.tolerance
+        inputs = (
+            max(finding.inputs, self.least) if self.replay is None else finding.inputs
+        )
+        return (
+            finding.inputs < NOISE
+            and error > GAIN * finding.gain * inputs + finding.tolerance
+        )
 
     def _judge(self, finding: Finding, row: Row, twin: Row) -> None:
         error = finding.error or 0.0
         again = None
         if self.replay is not None and row["call"] >= 0:
             again = finding.replayed = self.replay(
-                twin, row, row["record"] in self.exact, not finding.inputs and not finding.unknown
+                twin,
+                row,
+                row["record"] in self.exact,
+                not finding.inputs and not finding.unknown,
             )
         if again is not None and again.reason is None:
             finding.own = again.own
             if again.at_fault:
                 finding.cause, finding.origin = OWN, finding.record
                 return
-            if again.region_excess is not None or again.semantic is not None and not finding.region:
+            if (
+                again.region_excess is not None
+                or again.semantic is not None
+                and not finding.region
+            ):
                 return  # the same call on the same inputs does give this: what differs came in with them
         alone = self._alone(finding)
         if row["call"] < 0 and not row["inputs"]:
             alone = error > 4 * finding.inputs + finding.tolerance
-        if error > finding.tolerance and (alone or self._beyond(finding, error) or self._inserted(finding, row, twin)):
+        if error > finding.tolerance and (
+            alone or self._beyond(finding, error) or self._inserted(finding, row, twin)
+        ):
             finding.cause, finding.own, finding.origin = OWN, error, finding.record
 
     def _inserted(self, finding: Finding, row: Row, twin: Row) -> bool:
         """Whether an operator that the reference lacks changes a value which the reference hands on as it is."""
         if row["record"] in self.exact or row["call"] < 0:
             return False
-        same = [s for s, _ in finding.sources if self._root(self.counterpart[s]) == self._root(twin["record"])]
+        same = [
+            s
+            for s, _ in finding.sources
+            if self._root(self.counterpart[s]) == self._root(twin["record"])
+        ]
         moved = [self.apart(source, row["record"]).error for source in same]
-        return any(m is not None and m > EQUAL_INPUTS * finding.tolerance for m in moved)
+        return any(
+            m is not None and m > EQUAL_INPUTS * finding.tolerance for m in moved
+        )
 
     def _root(self, record: int) -> int:
         row = self.ours[record]
-        while base(row["operator"]) in HANDS_ON and len(row["inputs"] or ()) == 1 and row["inputs"][0] in self.ours:
+        while (
+            base(row["operator"]) in HANDS_ON
+            and len(row["inputs"] or ()) == 1
+            and row["inputs"][0] in self.ours
+        ):
             row = self.ours[row["inputs"][0]]
         return int(row["record"])
 
@@ -281,6 +341,8 @@ def _difference(error: float, inputs: float) -> float:
     """What of an error cannot have come in, where errors add like independent ones: sqrt(error^2 - inputs^2)."""
     if math.isinf(error):
         return 0.0 if math.isinf(inputs) else math.inf
-    return math.sqrt(max(0.0, error * error - inputs * inputs)) if math.isfinite(inputs) else 0.0
-
-
+    return (
+        math.sqrt(max(0.0, error * error - inputs * inputs))
+        if math.isfinite(inputs)
+        else 0.0
+    )

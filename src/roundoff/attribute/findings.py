@@ -19,7 +19,9 @@ class Distance:
 
     error: float | None
     equal: bool = False
-    masked: bool = False  # additive masks of different size, whose distance means nothing
+    masked: bool = (
+        False  # additive masks of different size, whose distance means nothing
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Finding:
     sources: list[tuple[int, float]] = field(default_factory=list)
 
 
-def contributions(findings: Mapping[int, Finding], read: Mapping[int, Sequence[int]]) -> dict[int, float]:
+def contributions(
+    findings: Mapping[int, Finding], read: Mapping[int, Sequence[int]]
+) -> dict[int, float]:
     """The share of each row's own error in the error of what the step ends with (rows that nothing reads).
 
     ``read`` are the candidate records that each record's call reads. From the last row back, the weight of a row stays
@@ -79,9 +83,19 @@ def contributions(findings: Mapping[int, Finding], read: Mapping[int, Sequence[i
             continue
         finding = findings[record]
         own = _square(finding.own)
-        sources = [(source, _square(error)) for source, error in finding.sources if source in weight]
+        sources = [
+            (source, _square(error))
+            for source, error in finding.sources
+            if source in weight
+        ]
         total = sum(size for _, size in sources)
-        kept = 1.0 if finding.cause == OWN or not total else own / (own + total) if own else 0.0
+        kept = (
+            1.0
+            if finding.cause == OWN or not total
+            else own / (own + total)
+            if own
+            else 0.0
+        )
         share[record] += mine * kept * (finding.own != 0)
         for source, size in sources:
             weight[source] += mine * (1.0 - kept) * size / total if total else 0.0

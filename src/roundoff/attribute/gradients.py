@@ -60,7 +60,9 @@ class Edges:
     loss: Terms = field(default_factory=Terms)
     reached: set[str] = field(default_factory=set)
     ends: list[Tensor] = field(default_factory=list)
-    users: dict[str, list[tuple[Use, int]]] = field(default_factory=lambda: defaultdict(list))
+    users: dict[str, list[tuple[Use, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     phase: str = ""
 
     def before_write(self, tensor: Tensor) -> None:
@@ -73,10 +75,14 @@ class Edges:
         use = Use(call, str(call.site))
         leaves = list(call.leaves)
         for operand in call.operands:
-            leaves[operand.leaf] = use.operands[operand.leaf] = self._edge(leaves[operand.leaf])
+            leaves[operand.leaf] = use.operands[operand.leaf] = self._edge(
+                leaves[operand.leaf]
+            )
         drawn = torch.get_rng_state() if call.kind in ("attention", "rnn") else None
         if len(call.operands) == 1:
-            use.bend = self.kinks.derivative(call, leaves[call.operands[0].leaf].detach())
+            use.bend = self.kinks.derivative(
+                call, leaves[call.operands[0].leaf].detach()
+            )
         result = call.again(leaves)
         outputs = float_tensors(result)
         if not outputs:
@@ -90,9 +96,13 @@ class Edges:
             for source in operand.sources:
                 self.users[source].append((use, operand.leaf))
         count = iter(range(len(outputs)))
-        result = tree_map(lambda t: self._output(use, next(count), t) if floating(t) else t, result)
+        result = tree_map(
+            lambda t: self._output(use, next(count), t) if floating(t) else t, result
+        )
         self.uses.append(use)
-        use.call = Call(call.site, call.operator, call.func, [], [], call.operands)  # the arguments are not needed
+        use.call = Call(
+            call.site, call.operator, call.func, [], [], call.operands
+        )  # the arguments are not needed
         if not call.operator.inplace:
             return result
         return call.leaves[0].copy_(float_tensors(result)[0])
@@ -108,7 +118,11 @@ class Edges:
         """An operator that writes in place keeps the format of the tensor it writes into."""
         if not call.operator.inplace or info.tied:
             return
-        info.tied = tuple(sorted(s for o in call.operands if o.leaf == 0 for s in o.sources if "/" in s))
+        info.tied = tuple(
+            sorted(
+                s for o in call.operands if o.leaf == 0 for s in o.sources if "/" in s
+            )
+        )
         if not info.tied:
             reason = "writes in place into a tensor that no site made"
             info.refused |= {f.name: reason for f in self.formats}
@@ -138,19 +152,27 @@ class Edges:
             if use.bend is not None and spot[0] == OPERAND:
                 x, received = use.operands[spot[1]], use.gradients[OUTPUT, 0].detach()
                 gradient = gradient + (received * use.bend) * (x - x.detach())
-            if use.name in self.cut and spot[0] == OPERAND or not gradient.requires_grad:
+            if (
+                use.name in self.cut
+                and spot[0] == OPERAND
+                or not gradient.requires_grad
+            ):
                 edge = gradient.detach().requires_grad_()
                 self.ends.append(edge)
             else:
                 edge = gradient.view_as(gradient)
             use.edges[spot] = edge
-            edge.register_hook(functools.partial(self._project, use, use.backward, spot))  # type: ignore[no-untyped-call]
+            edge.register_hook(
+                functools.partial(self._project, use, use.backward, spot)
+            )  # type: ignore[no-untyped-call]
             return edge
         if self.phase == "probe":
             self._project(use, use.forward, spot, gradient)
         return None
 
-    def _project(self, use: Use, errors: dict[Spot, list[Error]], spot: Spot, adjoint: Tensor) -> None:
+    def _project(
+        self, use: Use, errors: dict[Spot, list[Error]], spot: Spot, adjoint: Tensor
+    ) -> None:
         if self.phase != "probe":
             return
         self.reached.add(use.name)
@@ -172,8 +194,16 @@ class Edges:
                 exact = call.leaves[operand.leaf].detach()
                 leaves[operand.leaf] = round_operand(exact, operand, fmt)
                 part = "activation" if operand.role == "activation" else "weight"
-                key = TermKey(use.name, fmt.name, part, operand.leaf, tuple(sorted(operand.sources)))
-                use.forward[OPERAND, operand.leaf].append(Error(key, 0, leaves[operand.leaf] - exact))
+                key = TermKey(
+                    use.name,
+                    fmt.name,
+                    part,
+                    operand.leaf,
+                    tuple(sorted(operand.sources)),
+                )
+                use.forward[OPERAND, operand.leaf].append(
+                    Error(key, 0, leaves[operand.leaf] - exact)
+                )
             if not rule.output:
                 continue
             if drawn is not None:
@@ -182,11 +212,15 @@ class Edges:
                 again = float_tensors(call.again(leaves))
             for place, values in enumerate(again):
                 key = TermKey(use.name, fmt.name, "output", -1, ())
-                use.forward[OUTPUT, place].append(Error(key, place, round_output(values, fmt) - values))
+                use.forward[OUTPUT, place].append(
+                    Error(key, place, round_output(values, fmt) - values)
+                )
         if after is not None:
             torch.set_rng_state(after)
 
-    def first_pass(self, loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
+    def first_pass(
+        self, loss: Tensor, weights: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """The gradients of the weights, with a graph of their own; the errors of the loss and of all gradients follow."""
         self.phase = "backward"
         found = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
@@ -199,7 +233,11 @@ class Edges:
         return list(found)
 
     def _backward_errors(self, use: Use) -> None:
-        received = {place: use.gradients[OUTPUT, place] for place in use.outputs if (OUTPUT, place) in use.gradients}
+        received = {
+            place: use.gradients[OUTPUT, place]
+            for place in use.outputs
+            if (OUTPUT, place) in use.gradients
+        }
         users = self._users(use)
         for fmt in self.formats:
             rule = fmt.execution
@@ -211,7 +249,9 @@ class Edges:
                 rounded[place] = round_gradient(exact, fmt, written=False)
                 if rounded[place] is not exact:
                     key = TermKey(use.name, fmt.name, "gradient", -1, users)
-                    use.backward[OUTPUT, place].append(Error(key, place, rounded[place] - exact))
+                    use.backward[OUTPUT, place].append(
+                        Error(key, place, rounded[place] - exact)
+                    )
             if not rule.output:
                 continue
             for leaf, gradient in self._written(use, rounded).items():
@@ -222,20 +262,34 @@ class Edges:
     def _written(self, use: Use, received: dict[int, Tensor]) -> dict[int, Tensor]:
         """The operand gradients that follow from the rounded output gradients: an addition only passes them on, and then
         rounds nothing more. A contraction mixes many; whether its inputs are rounded says nothing of its results."""
-        plain = {leaf: use.gradients[OPERAND, leaf].detach() for leaf in use.operands if (OPERAND, leaf) in use.gradients}
+        plain = {
+            leaf: use.gradients[OPERAND, leaf].detach()
+            for leaf in use.operands
+            if (OPERAND, leaf) in use.gradients
+        }
         if not plain or use.call.kind in MATRIX_KINDS or use.name in self.cut:
             return plain
         places = list(received)
         found: tuple[Tensor | None, ...] = torch.autograd.grad(
-            [use.outputs[p] for p in places], [use.operands[leaf] for leaf in plain], [received[p] for p in places],
-            retain_graph=True, allow_unused=True,
-        )  # fmt: skip
-        return {leaf: plain[leaf] if g is None else g for leaf, g in zip(plain, found, strict=True)}
+            [use.outputs[p] for p in places],
+            [use.operands[leaf] for leaf in plain],
+            [received[p] for p in places],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return {
+            leaf: plain[leaf] if g is None else g
+            for leaf, g in zip(plain, found, strict=True)
+        }
 
     def _users(self, use: Use) -> tuple[str, ...]:
         """The calls that use the output, where each element's gradient comes from one of them: then it arrives in the
         format that they write. Sums of absolute values and of squares agree only if no two gradients meet."""
-        users = [(u, leaf) for u, leaf in self.users.get(use.name, ()) if (OPERAND, leaf) in u.gradients]
+        users = [
+            (u, leaf)
+            for u, leaf in self.users.get(use.name, ())
+            if (OPERAND, leaf) in u.gradients
+        ]
         parts = [u.gradients[OPERAND, leaf].detach() for u, leaf in users]
         whole = [g.detach() for (kind, _), g in use.gradients.items() if kind == OUTPUT]
         for power in (1, 2):
@@ -244,11 +298,22 @@ class Edges:
                 return ()
         return tuple(sorted({u.name for u, _ in users}))
 
-    def probe(self, gradients: Sequence[Tensor], signs: Sequence[Tensor], weights: Iterable[Tensor]) -> None:
+    def probe(
+        self,
+        gradients: Sequence[Tensor],
+        signs: Sequence[Tensor],
+        weights: Iterable[Tensor],
+    ) -> None:
         """Send one sign vector back through both passes; every error is projected where it was made."""
         self.phase = "probe"
         try:
-            torch.autograd.grad(gradients, [*weights, *self.ends], signs, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(
+                gradients,
+                [*weights, *self.ends],
+                signs,
+                retain_graph=True,
+                allow_unused=True,
+            )
         finally:
             self.phase = ""
 
@@ -256,22 +321,35 @@ class Edges:
         """The sites whose backward has no derivative, and what autograd says of it; after ``first_pass``."""
         found = {}
         for use in self.uses:
-            sent = [g for (kind, _), g in use.gradients.items() if kind == OPERAND and g.requires_grad]
+            sent = [
+                g
+                for (kind, _), g in use.gradients.items()
+                if kind == OPERAND and g.requires_grad
+            ]
             came = [edge for (kind, _), edge in use.edges.items() if kind == OUTPUT]
             if not sent or not came or use.name in self.cut:
                 continue
             try:
                 ones = [torch.ones_like(g) for g in sent]
-                torch.autograd.grad(sent, came, ones, retain_graph=True, allow_unused=True)
+                torch.autograd.grad(
+                    sent, came, ones, retain_graph=True, allow_unused=True
+                )
             except RuntimeError as error:
                 found[use.name] = str(error).splitlines()[0]
         return found
 
 
 def measure_gradients(
-    mode: CallMode, edges: Edges, forward: Callable[[], Tensor], weights: Sequence[Tensor], *,
-    check: Callable[[Tensor], None], probes: int, generator: torch.Generator, scale: float = 1.0,
-) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    mode: CallMode,
+    edges: Edges,
+    forward: Callable[[], Tensor],
+    weights: Sequence[Tensor],
+    *,
+    check: Callable[[Tensor], None],
+    probes: int,
+    generator: torch.Generator,
+    scale: float = 1.0,
+) -> tuple[Tensor, list[Tensor | None]]:
     """One forward, one backward and ``probes`` double backward passes of one batch; fills ``edges.terms`` (projections of
     the gradients' errors) and ``edges.loss`` (the exact first-order change of the loss). Returns loss and gradients.
 

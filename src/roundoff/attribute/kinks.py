@@ -21,9 +21,12 @@ from roundoff.capture.calls import Call
 
 #: (where, how far) the derivative jumps, by operator. leaky_relu's slope below zero is small.
 JUMPS: Mapping[str, tuple[tuple[float, float], ...]] = {
-    "relu": ((0.0, 1.0),), "leaky_relu": ((0.0, 1.0),), "relu6": ((0.0, 1.0), (6.0, -1.0)), "abs": ((0.0, 2.0),),
+    "relu": ((0.0, 1.0),),
+    "leaky_relu": ((0.0, 1.0),),
+    "relu6": ((0.0, 1.0), (6.0, -1.0)),
+    "abs": ((0.0, 2.0),),
     "hardtanh": ((-1.0, 1.0), (1.0, -1.0)),
-}  # fmt: skip
+}
 #: Share of the elements in the window, and the least number of them: few would say little of the density.
 SHARE, LEAST = 0.05, 64
 
@@ -38,7 +41,9 @@ class Kinks:
     def seen(self, call: Call) -> None:
         """Keep the input of a call in the rounded model."""
         if call.operator.name in JUMPS:
-            self.moved[str(call.site)] = call.leaves[call.operands[0].leaf].detach().clone()
+            self.moved[str(call.site)] = (
+                call.leaves[call.operands[0].leaf].detach().clone()
+            )
 
     def derivative(self, call: Call, exact: Tensor) -> Tensor | None:
         """The smeared derivative of this operator's derivative at each element of its input; None where nothing jumps."""
@@ -55,6 +60,10 @@ class Kinks:
             absolute = float(error[inside].double().mean())
             square = float(error[inside].double().square().mean())
             if square > 0 and math.isfinite(square) and float(width) > 0:
-                found += inside * (jump * math.sqrt(absolute / (2 * float(width) * square)))
-        signs = torch.randint(0, 2, exact.shape, generator=self.generator, dtype=torch.int8)
+                found += inside * (
+                    jump * math.sqrt(absolute / (2 * float(width) * square))
+                )
+        signs = torch.randint(
+            0, 2, exact.shape, generator=self.generator, dtype=torch.int8
+        )
         return found * signs.to(exact.device, exact.dtype).mul_(2).sub_(1)

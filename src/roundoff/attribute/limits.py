@@ -41,7 +41,8 @@ def limits(fmt: str | Format) -> Limits:
     if isinstance(fmt, BlockFormat) or fmt.one_quantum is not None or not fmt.has_zero:
         raise FormatError(
             f"{fmt.name} is only used with a scale, so values neither overflow nor underflow in it by themselves",
-            expected="a floating-point format, such as " + ", ".join(plain_formats()[:6]),
+            expected="a floating-point format, such as "
+            + ", ".join(plain_formats()[:6]),
             got=fmt.name,
         )
     away = fmt.rounding is Rounding.NEAREST_AWAY
@@ -71,5 +72,7 @@ def plain_formats() -> list[str]:
 LARGEST: dict[str, float] = {
     fmt.torch_name: fmt.max_finite
     for fmt in FORMATS.values()
-    if fmt.torch_name is not None and not isinstance(fmt, BlockFormat) and fmt.one_quantum is None
+    if fmt.torch_name is not None
+    and not isinstance(fmt, BlockFormat)
+    and fmt.one_quantum is None
 }

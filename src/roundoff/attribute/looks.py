@@ -22,7 +22,12 @@ from roundoff.errors import RunError
 Row = Mapping[str, Any]
 
 #: What says how a value that was there before anything ran was loaded or made.
-OF_VALUES = ("wrong axis or layout", "constant factor", "constant offset", "corrupted elements")
+OF_VALUES = (
+    "wrong axis or layout",
+    "constant factor",
+    "constant offset",
+    "corrupted elements",
+)
 
 
 @dataclass(frozen=True)
@@ -60,25 +65,49 @@ ADVICE = {
 
 
 def looks_like(
-    finding: Finding, row: Row, twin: Row, *, expected: Tensor | None, actual: Tensor | None, missing: Row | None,
-    cut: Row | None, ours: Mapping[int, Row], theirs: Mapping[int, Row], counterpart: Mapping[int, int],
-) -> Looks:  # fmt: skip
+    finding: Finding,
+    row: Row,
+    twin: Row,
+    *,
+    expected: Tensor | None,
+    actual: Tensor | None,
+    missing: Row | None,
+    cut: Row | None,
+    ours: Mapping[int, Row],
+    theirs: Mapping[int, Row],
+    counterpart: Mapping[int, int],
+) -> Looks:
     """The first description that fits a row which made an error itself.
 
     ``expected`` and ``actual`` are what it should have given on its inputs, and what it gave; None where nothing was kept.
     ``counterpart`` has the reference record of each candidate record. Unknown statistics (None) count as no NaN and no Inf.
     """
     if cut is not None:
-        here = "only the reference detaches" if cut is missing else "the reference does not detach"
-        return Looks("gradient cut", f"{here} at {cut['site']}{_at(cut)}", ADVICE["gradient cut"])
-    label, evidence = _label(finding, row, twin, expected, actual, missing, ours, theirs, counterpart)
+        here = (
+            "only the reference detaches"
+            if cut is missing
+            else "the reference does not detach"
+        )
+        return Looks(
+            "gradient cut", f"{here} at {cut['site']}{_at(cut)}", ADVICE["gradient cut"]
+        )
+    label, evidence = _label(
+        finding, row, twin, expected, actual, missing, ours, theirs, counterpart
+    )
     return Looks(label, evidence, ADVICE[label])
 
 
 def _label(
-    finding: Finding, row: Row, twin: Row, expected: Tensor | None, actual: Tensor | None, missing: Row | None,
-    ours: Mapping[int, Row], theirs: Mapping[int, Row], counterpart: Mapping[int, int],
-) -> tuple[str, str]:  # fmt: skip
+    finding: Finding,
+    row: Row,
+    twin: Row,
+    expected: Tensor | None,
+    actual: Tensor | None,
+    missing: Row | None,
+    ours: Mapping[int, Row],
+    theirs: Mapping[int, Row],
+    counterpart: Mapping[int, int],
+) -> tuple[str, str]:
     again = finding.replayed
     if missing is not None:
         what = f"{missing['site']}{_at(missing)} is in the reference only, and its result is not read here"
@@ -86,30 +115,55 @@ def _label(
     if finding.read is not None:
         there, here = ours[finding.read[0]], theirs[finding.read[1]]
         what = f"reads {here['site']}{_at(here)} where the reference reads {there['site']}{_at(there)}"
-        return ("stale or shared buffer" if _overwritten(finding.read, theirs, counterpart) else "other input"), what
-    if finding.arguments and (again is None or again.semantic is None or again.semantic > SAME):
+        return (
+            "stale or shared buffer"
+            if _overwritten(finding.read, theirs, counterpart)
+            else "other input"
+        ), what
+    if finding.arguments and (
+        again is None or again.semantic is None or again.semantic > SAME
+    ):
         return "wrong constant", "; ".join(finding.arguments)
-    if again is not None and (again.semantic or 0.0) > SAME and row["operator"] != twin["operator"]:
-        return "other operator", f"{row['operator']} where the reference has {twin['operator']}"
+    if (
+        again is not None
+        and (again.semantic or 0.0) > SAME
+        and row["operator"] != twin["operator"]
+    ):
+        return (
+            "other operator",
+            f"{row['operator']} where the reference has {twin['operator']}",
+        )
     specials = _specials(row, twin)
     if specials is not None:
         return specials
     if row["call"] < 0 and not row["inputs"]:
-        found = None if actual is None or expected is None else structure(expected, actual, _unit(row["dtype"]))
+        found = (
+            None
+            if actual is None or expected is None
+            else structure(expected, actual, _unit(row["dtype"]))
+        )
         if found is not None and found[0] in OF_VALUES:
             return found
-        return _narrow(row, twin) or _before(row, twin, "" if found is None else f": {found[1]}")
+        return _narrow(row, twin) or _before(
+            row, twin, "" if found is None else f": {found[1]}"
+        )
     if row["shape"] != twin["shape"] and row["operator"] == twin["operator"]:
         return "other shape", f"{row['shape']} where the reference has {twin['shape']}"
     if row["operator"] == twin["operator"] and _draws(row):
-        return "noise", f"{row['operator']} draws random numbers: other ones than in the reference"
+        return (
+            "noise",
+            f"{row['operator']} draws random numbers: other ones than in the reference",
+        )
     narrow = _narrow(row, twin) or _narrow_region(finding, row, twin, theirs)
     other = row["operator"] != twin["operator"] or bool(finding.region)
     if other and row["numel"] == 1:  # one value has no structure
         return narrow or _other(finding, row, twin, ours, theirs, counterpart)
     if actual is not None and expected is not None:
         found = structure(expected, actual, _unit(row["dtype"]))
-        if found is None and (few := fewer_digits(expected, actual, _unit(row["dtype"]))) is not None:
+        if (
+            found is None
+            and (few := fewer_digits(expected, actual, _unit(row["dtype"]))) is not None
+        ):
             found = "narrower format", f"every value is one of {few}, in {row['dtype']}"
         if found is not None:
             return found
@@ -130,11 +184,19 @@ def _at(row: Row) -> str:
 
 
 def _usual(expected: Tensor | None, actual: Tensor | None) -> str:
-    usual = None if expected is None or actual is None else usual_error(expected, actual)
-    return "" if usual is None else f"; half of the values that differ are off by more than {100 * usual:.2g} %"
+    usual = (
+        None if expected is None or actual is None else usual_error(expected, actual)
+    )
+    return (
+        ""
+        if usual is None
+        else f"; half of the values that differ are off by more than {100 * usual:.2g} %"
+    )
 
 
-def _overwritten(read: tuple[int, int], theirs: Mapping[int, Row], counterpart: Mapping[int, int]) -> bool:
+def _overwritten(
+    read: tuple[int, int], theirs: Mapping[int, Row], counterpart: Mapping[int, int]
+) -> bool:
     """Whether what is read was written in place over what the reference reads, or is from before the step."""
     proper, record = read
     seen: set[int] = set()
@@ -151,7 +213,9 @@ def _overwritten(read: tuple[int, int], theirs: Mapping[int, Row], counterpart: 
 
 def _draws(row: Row) -> bool:
     try:
-        return torch.Tag.nondeterministic_seeded in overload_of(row["overload"] or "").tags
+        return (
+            torch.Tag.nondeterministic_seeded in overload_of(row["overload"] or "").tags
+        )
     except RunError:
         return False
 
@@ -159,37 +223,64 @@ def _draws(row: Row) -> bool:
 def _before(row: Row, twin: Row, seen: str) -> tuple[str, str]:
     """A value that was there before anything ran."""
     if twin["call"] >= 0:
-        return "stale or shared buffer", f"left from before, where the reference makes it by {twin['site']}{_at(twin)}"
+        return (
+            "stale or shared buffer",
+            f"left from before, where the reference makes it by {twin['site']}{_at(twin)}",
+        )
     if row["operator"] == "buffer":
-        return "stale or shared buffer", f"a buffer that differs before anything ran{seen}"
+        return (
+            "stale or shared buffer",
+            f"a buffer that differs before anything ran{seen}",
+        )
     return "other values", f"it differs before anything ran{seen}"
 
 
 def _other(
-    finding: Finding, row: Row, twin: Row, ours: Mapping[int, Row], theirs: Mapping[int, Row],
+    finding: Finding,
+    row: Row,
+    twin: Row,
+    ours: Mapping[int, Row],
+    theirs: Mapping[int, Row],
     counterpart: Mapping[int, int],
-) -> tuple[str, str]:  # fmt: skip
+) -> tuple[str, str]:
     """An operator in the place of another one, or one that works on what the reference hands on as it is."""
     if twin["call"] < 0:
         name = twin["name"] or twin["site"]
-        return "extra operator", f"{row['operator']} changes {name}, which the reference leaves as it is"
+        return (
+            "extra operator",
+            f"{row['operator']} changes {name}, which the reference leaves as it is",
+        )
     same, made = {twin["record"]}, twin
-    while made["operator"] in HANDS_ON and len(made["inputs"] or ()) == 1 and made["inputs"][0] in ours:
+    while (
+        made["operator"] in HANDS_ON
+        and len(made["inputs"] or ()) == 1
+        and made["inputs"][0] in ours
+    ):
         made = ours[made["inputs"][0]]
         same.add(made["record"])
     for record in [row["record"], *finding.region]:
-        if any(counterpart.get(read) in same for read in theirs[record]["inputs"] or ()):
+        if any(
+            counterpart.get(read) in same for read in theirs[record]["inputs"] or ()
+        ):
             what = f"{row['operator']} works on what the reference's {twin['operator']} hands on as it is"
             return "extra operator", what
-    return "other operator", f"{row['operator']} where the reference has {twin['operator']}"
+    return (
+        "other operator",
+        f"{row['operator']} where the reference has {twin['operator']}",
+    )
 
 
-def _narrow_region(finding: Finding, row: Row, twin: Row, theirs: Mapping[int, Row]) -> tuple[str, str] | None:
+def _narrow_region(
+    finding: Finding, row: Row, twin: Row, theirs: Mapping[int, Row]
+) -> tuple[str, str] | None:
     """What leads here was computed in fewer digits than the result has."""
     for record in finding.region:
         inner = theirs[record]
         if _unit(inner["dtype"]) > max(_unit(row["dtype"]), _unit(twin["dtype"])) > 0:
-            return "narrower format", f"{inner['site']}{_at(inner)} is in {inner['dtype']}, the result in {row['dtype']}"
+            return (
+                "narrower format",
+                f"{inner['site']}{_at(inner)} is in {inner['dtype']}, the result in {row['dtype']}",
+            )
     return None
 
 
@@ -200,23 +291,46 @@ def _specials(row: Row, twin: Row) -> tuple[str, str] | None:
     more = {name: (a, b) for name, (a, b) in counts.items() if a != b}
     if not more:
         return None
-    text = ", ".join(f"{b:,} {name} where the reference has {a:,}" for name, (a, b) in more.items())
+    text = ", ".join(
+        f"{b:,} {name} where the reference has {a:,}" for name, (a, b) in more.items()
+    )
     if any(b > a for name, (a, b) in more.items() if name != "NaN"):
         return "overflow", f"{text}, in {row['dtype']}"
     if more.get("NaN", (0, 0))[1] > more.get("NaN", (0, 0))[0]:
         return "NaN", text
     if row["operator"] != twin["operator"]:
-        return "other operator", f"{row['operator']} where the reference has {twin['operator']}: {text}"
+        return (
+            "other operator",
+            f"{row['operator']} where the reference has {twin['operator']}: {text}",
+        )
     return "wrong constant", text
 
 
 def _narrow(row: Row, twin: Row) -> tuple[str, str] | None:
-    one, other = getattr(torch, twin["dtype"] or "", None), getattr(torch, row["dtype"] or "", None)
-    if not isinstance(one, torch.dtype) or not isinstance(other, torch.dtype) or one == other:
+    one, other = (
+        getattr(torch, twin["dtype"] or "", None),
+        getattr(torch, row["dtype"] or "", None),
+    )
+    if (
+        not isinstance(one, torch.dtype)
+        or not isinstance(other, torch.dtype)
+        or one == other
+    ):
         return None
-    if one.is_floating_point and other.is_floating_point and torch.finfo(other).eps > torch.finfo(one).eps:
-        return "narrower format", f"{row['dtype']} where the reference has {twin['dtype']}"
-    if other.itemsize < one.itemsize and not one.is_floating_point and not other.is_floating_point:
+    if (
+        one.is_floating_point
+        and other.is_floating_point
+        and torch.finfo(other).eps > torch.finfo(one).eps
+    ):
+        return (
+            "narrower format",
+            f"{row['dtype']} where the reference has {twin['dtype']}",
+        )
+    if (
+        other.itemsize < one.itemsize
+        and not one.is_floating_point
+        and not other.is_floating_point
+    ):
         return "overflow", f"{row['dtype']} where the reference has {twin['dtype']}"
     return None
 

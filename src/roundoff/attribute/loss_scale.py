@@ -78,8 +78,9 @@ def recommend(
     target = parse_format(fmt)
     backward = ops.filter(pl.col("phase") == "backward")
     about: dict[str, Any] = {
-        "recorded": max(recorded.values(), default=None), "overflowed": len({step for _, step in lost})
-    }  # fmt: skip
+        "recorded": max(recorded.values(), default=None),
+        "overflowed": len({step for _, step in lost}),
+    }
     own = _after_the_seed(floating(backward))
     if not own.height:
         why = "the run has no backward pass with finite floating-point values"
@@ -91,7 +92,9 @@ def recommend(
     at = int(gradients.argmax())
     largest = float(gradients[at])
     if not largest:
-        return LossScale(target.name, margin, None, note="every gradient is zero", **about)
+        return LossScale(
+            target.name, margin, None, note="every gradient is zero", **about
+        )
     scale = power_below(target.max_finite * 2.0**-margin, largest)
     note = ""
     used = [recorded[place] for place in lost if place in recorded]
@@ -106,9 +109,20 @@ def recommend(
     now = histograms.together(histograms.fates(target.name, 1.0 / scales)["zero"])
     then = histograms.together(histograms.fates(target.name, scale / scales)["zero"])
     return LossScale(
-        target.name, margin, scale, largest, str(own["site"][at]), int(own["step"][at]), now["share"], now["stderr"],
-        then["share"], then["stderr"], own.height, note=note, **about,
-    )  # fmt: skip
+        target.name,
+        margin,
+        scale,
+        largest,
+        str(own["site"][at]),
+        int(own["step"][at]),
+        now["share"],
+        now["stderr"],
+        then["share"],
+        then["stderr"],
+        own.height,
+        note=note,
+        **about,
+    )
 
 
 def power_below(limit: float, value: float) -> float:

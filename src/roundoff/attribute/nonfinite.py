@@ -15,14 +15,23 @@ from itertools import groupby
 from typing import Any
 
 from roundoff.attribute.limits import LARGEST
-from roundoff.attribute.roles import EMPTY, MASKS, SELECT, base, values_read, written_input
+from roundoff.attribute.roles import (
+    EMPTY,
+    MASKS,
+    SELECT,
+    base,
+    values_read,
+    written_input,
+)
 
 Row = Mapping[str, Any]
 #: rank, step, record: one tensor value of a run
 Key = tuple[int, int, int]
 
 #: What finite masks are made of, in these dtypes or before a cast to them.
-LOWEST = frozenset(-LARGEST[dtype] for dtype in ("float16", "bfloat16", "float32", "float64"))
+LOWEST = frozenset(
+    -LARGEST[dtype] for dtype in ("float16", "bfloat16", "float32", "float64")
+)
 BORN = ("birth", "arrived")
 
 
@@ -58,7 +67,9 @@ def is_bad(row: Row) -> bool | None:
 class Step:
     """One step of one rank, read once; ``events`` are its events in order, ``states`` its records that matter."""
 
-    def __init__(self, rows: Sequence[Row], memory: Memory, allow: Callable[[str], bool]) -> None:
+    def __init__(
+        self, rows: Sequence[Row], memory: Memory, allow: Callable[[str], bool]
+    ) -> None:
         self.rows = {row["record"]: row for row in rows}
         self.states: dict[int, State] = {}
         self.events: list[dict[str, Any]] = []
@@ -70,10 +81,16 @@ class Step:
         for call, group in groupby(ordered, key=lambda row: row["call"]):
             every = list(group)
             # a tool that records no data flow has rows of inputs instead
-            leaves = every if call < 0 else [row for row in every if row["role"] == "input"]
+            leaves = (
+                every if call < 0 else [row for row in every if row["role"] == "input"]
+            )
             for row in leaves:
                 self._leaf(row)
-            if outputs := [] if call < 0 else [row for row in every if row["role"] != "input"]:
+            if (
+                outputs := []
+                if call < 0
+                else [row for row in every if row["role"] != "input"]
+            ):
                 self._call(outputs)
         self._remember(ordered)
 
@@ -85,15 +102,25 @@ class Step:
         if bad is None:
             self.states[row["record"]] = State(bad=None)
         if row["inputs"]:  # other memory of a tensor that is known
-            self._roots[row["record"]] = self._roots.get(row["inputs"][0], row["inputs"][0])
+            self._roots[row["record"]] = self._roots.get(
+                row["inputs"][0], row["inputs"][0]
+            )
         if not bad:
             return
-        known = [i for i in row["inputs"] or () if i in self.states and self.states[i].bad]
+        known = [
+            i for i in row["inputs"] or () if i in self.states and self.states[i].bad
+        ]
         if known:
             self.states[row["record"]] = self.states[known[0]]
             return
-        if row["role"] == "input" and (state := self._like.get((row["dtype"], *(row["shape"] or ())))) is not None:
-            self.states[row["record"]] = state  # the last of this type and shape is the likely one
+        if (
+            row["role"] == "input"
+            and (state := self._like.get((row["dtype"], *(row["shape"] or ()))))
+            is not None
+        ):
+            self.states[row["record"]] = (
+                state  # the last of this type and shape is the likely one
+            )
             return
         carried = self._memory.named.get(row["name"] or "")
         if carried is None and row["name"] is None and row["phase"] == "optimizer":
@@ -110,7 +137,12 @@ class Step:
         self.states[row["record"]] = State(True, allowed, bool(allowed), origin)
         kind = "arrived" if carried is None else "carried"
         self._event(
-            row, kind, allowed, None, origin, "came over from an earlier step" if carried else ""
+            row,
+            kind,
+            allowed,
+            None,
+            origin,
+            "came over from an earlier step" if carried else "",
         )
 
     def _call(self, outputs: list[Row]) -> None:
@@ -173,9 +205,13 @@ class Step:
             state = self.states[worst]
             self._unallow_empty(state)
             if state.allowed == "mask" and not only_minus:
-                self._birth(row, "", worst, f"made of the -inf of a mask ({self.site(worst)})")
+                self._birth(
+                    row, "", worst, f"made of the -inf of a mask ({self.site(worst)})"
+                )
                 return
-            self.states[row["record"]] = State(True, state.allowed, masked, state.origin)
+            self.states[row["record"]] = State(
+                True, state.allowed, masked, state.origin
+            )
             if row["view_of"] is None:
                 self._event(row, "propagation", state.allowed, worst, state.origin)
         elif only_minus and (masked or self._writes_mask(row, inputs)):
@@ -184,7 +220,9 @@ class Step:
             self._birth(row, "empty", None, "memory that nothing was written to yet")
         else:
             unknown = [
-                i for i in inputs if i not in self.rows or self._bad(i, row["record"]) is None
+                i
+                for i in inputs
+                if i not in self.rows or self._bad(i, row["record"]) is None
             ]
             note = (
                 "inputs without statistics: " + ", ".join(map(self.site, unknown))
@@ -192,9 +230,13 @@ class Step:
                 else ""
             )
             earlier = [
-                s.origin for i in unknown if (s := self.states.get(i)) and s.origin is not None
+                s.origin
+                for i in unknown
+                if (s := self.states.get(i)) and s.origin is not None
             ]
-            if earlier:  # what went in could not be read, but what went into that was not finite
+            if (
+                earlier
+            ):  # what went in could not be read, but what went into that was not finite
                 self.states[row["record"]] = State(True, origin=earlier[0])
                 self._event(row, "propagation", "", unknown[0], earlier[0], note)
             else:
@@ -203,7 +245,9 @@ class Step:
     def _birth(self, row: Row, allowed: str, source: int | None, note: str) -> None:
         if self._allow(row["site"]):
             allowed = "pattern"
-        self.states[row["record"]] = State(True, allowed, allowed == "mask", self.key(row))
+        self.states[row["record"]] = State(
+            True, allowed, allowed == "mask", self.key(row)
+        )
         self._event(row, "birth", allowed, source, self.key(row), note)
 
     def _unallow_empty(self, state: State) -> None:
@@ -223,10 +267,14 @@ class Step:
             return False
         # a factor within [-1, 1] cannot make a finite one overflow: the -inf is a constant's
         return any(
-            i in self.rows and self.rows[i]["max"] is not None
-            and (self.rows[i]["dtype"] == "bool" or (self.rows[i]["min"] >= -1 and self.rows[i]["max"] <= 1))
+            i in self.rows
+            and self.rows[i]["max"] is not None
+            and (
+                self.rows[i]["dtype"] == "bool"
+                or (self.rows[i]["min"] >= -1 and self.rows[i]["max"] <= 1)
+            )
             for i in inputs
-        )  # fmt: skip
+        )
 
     def _maybe_masked(self, row: Row, inputs: Iterable[int]) -> None:
         """A finite mask: the lowest value of the dtype instead of -inf."""
@@ -266,7 +314,10 @@ class Step:
         """The record to follow: one that isn't allowed before one that is, then the earliest birth."""
         return min(
             records,
-            key=lambda r: (self.states[r].allowed != "", self.states[r].origin or (0, 0, 0)),
+            key=lambda r: (
+                self.states[r].allowed != "",
+                self.states[r].origin or (0, 0, 0),
+            ),
         )
 
     def _remember(self, ordered: Sequence[Row]) -> None:
@@ -281,7 +332,11 @@ class Step:
                 self._memory.state = origin
 
     def site(self, record: int) -> str:
-        return str(self.rows[record]["site"]) if record in self.rows else f"record {record}"
+        return (
+            str(self.rows[record]["site"])
+            if record in self.rows
+            else f"record {record}"
+        )
 
     def _event(
         self,
@@ -292,8 +347,24 @@ class Step:
         origin: Key | None,
         note: str = "",
     ) -> None:
-        columns = ("rank", "step", "record", "call", "phase", "site", "operator", "line", "dtype", "numel", "group",
-                   "place", "name", "nan", "posinf", "neginf")  # fmt: skip
+        columns = (
+            "rank",
+            "step",
+            "record",
+            "call",
+            "phase",
+            "site",
+            "operator",
+            "line",
+            "dtype",
+            "numel",
+            "group",
+            "place",
+            "name",
+            "nan",
+            "posinf",
+            "neginf",
+        )
         self.events.append(
             {c: row[c] for c in columns}
             | {

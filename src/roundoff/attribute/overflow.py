@@ -29,13 +29,45 @@ from roundoff.store.schema import OPS, site_name
 
 FORMATS = ("fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")
 
-_COLUMNS: dict[str, Any] = {key: OPS[key] for key in (
-    "rank", "step", "record", "call", "phase", "module", "operator", "index", "place", "role", "overload", "name", "line",
-    "recomputed", "inputs", "view_of", "inplace", "dtype", "shape", "numel", "min", "max", "nan", "posinf", "neginf", "zero",
-    "exponent", "exponents", "group", "reason",
-)}  # fmt: skip
+_COLUMNS: dict[str, Any] = {
+    key: OPS[key]
+    for key in (
+        "rank",
+        "step",
+        "record",
+        "call",
+        "phase",
+        "module",
+        "operator",
+        "index",
+        "place",
+        "role",
+        "overload",
+        "name",
+        "line",
+        "recomputed",
+        "inputs",
+        "view_of",
+        "inplace",
+        "dtype",
+        "shape",
+        "numel",
+        "min",
+        "max",
+        "nan",
+        "posinf",
+        "neginf",
+        "zero",
+        "exponent",
+        "exponents",
+        "group",
+        "reason",
+    )
+}
 #: What a checkpoint computes again in the backward pass are activations.
-_OF_THE_FORWARD = pl.when("recomputed").then(pl.lit("forward")).otherwise("phase").alias("phase")
+_OF_THE_FORWARD = (
+    pl.when("recomputed").then(pl.lit("forward")).otherwise("phase").alias("phase")
+)
 _DEFAULTS = {
     "rank": 0,
     "step": 0,
@@ -49,13 +81,31 @@ _DEFAULTS = {
 _COUNTS = ("nan", "posinf", "neginf", "zero")
 
 EVENT_SCHEMA: dict[str, Any] = {
-    "kind": pl.Utf8, "allowed": pl.Boolean, **{key: _COLUMNS[key] for key in ("rank", "step", "record", "call", "phase")},
-    "site": pl.Utf8, "place": pl.Int64, "operator": pl.Utf8, "name": pl.Utf8, "line": pl.Utf8, "dtype": pl.Utf8,
-    "numel": pl.Int64, "nan": pl.Int64, "posinf": pl.Int64, "neginf": pl.Int64, "source": pl.Int64,
-    "source_site": pl.Utf8, "origin_rank": pl.Int32, "origin_step": pl.Int64, "origin": pl.Int64,
-    "origin_site": pl.Utf8, "reached": pl.Int64, "deaths": pl.Int64, "cause": pl.Utf8, "advice": pl.Utf8,
+    "kind": pl.Utf8,
+    "allowed": pl.Boolean,
+    **{key: _COLUMNS[key] for key in ("rank", "step", "record", "call", "phase")},
+    "site": pl.Utf8,
+    "place": pl.Int64,
+    "operator": pl.Utf8,
+    "name": pl.Utf8,
+    "line": pl.Utf8,
+    "dtype": pl.Utf8,
+    "numel": pl.Int64,
+    "nan": pl.Int64,
+    "posinf": pl.Int64,
+    "neginf": pl.Int64,
+    "source": pl.Int64,
+    "source_site": pl.Utf8,
+    "origin_rank": pl.Int32,
+    "origin_step": pl.Int64,
+    "origin": pl.Int64,
+    "origin_site": pl.Utf8,
+    "reached": pl.Int64,
+    "deaths": pl.Int64,
+    "cause": pl.Utf8,
+    "advice": pl.Utf8,
     "note": pl.Utf8,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -87,10 +137,15 @@ class Overflow:
     def to_dict(self) -> dict[str, Any]:
         """Plain data: tables as lists of dicts."""
         return {
-            "first": self.first, "events": self.events.to_dicts(), "margins": self.margins.to_dicts(),
-            "formats": self.formats.to_dicts(), "loss_scale": self.loss_scale.to_dict(), "within": self.within,
-            "tensors": self.tensors, "unknown": self.unknown,
-        }  # fmt: skip
+            "first": self.first,
+            "events": self.events.to_dicts(),
+            "margins": self.margins.to_dicts(),
+            "formats": self.formats.to_dicts(),
+            "loss_scale": self.loss_scale.to_dict(),
+            "within": self.within,
+            "tensors": self.tensors,
+            "unknown": self.unknown,
+        }
 
 
 def overflow(
@@ -124,7 +179,9 @@ def overflow(
     rows = prepare(ops)
     events, masked = _follow(rows, allow)
     key = {c: _COLUMNS[c] for c in ("rank", "step", "record")}
-    masks = pl.DataFrame(masked, schema=key, orient="row").with_columns(masked=pl.lit(True))
+    masks = pl.DataFrame(masked, schema=key, orient="row").with_columns(
+        masked=pl.lit(True)
+    )
     marked = rows.join(masks, on=list(key), how="left", maintain_order="left")
     marked = marked.with_columns(pl.col("masked").fill_null(False))
     table = pl.DataFrame(events, schema=EVENT_SCHEMA)
@@ -132,7 +189,9 @@ def overflow(
     return Overflow(
         events=table,
         margins=margins(marked, within=within),
-        formats=format_shares(marked.filter(~pl.col("masked")).with_columns(_OF_THE_FORWARD), names),
+        formats=format_shares(
+            marked.filter(~pl.col("masked")).with_columns(_OF_THE_FORWARD), names
+        ),
         first=born.row(0, named=True) if born.height else None,
         loss_scale=recommend(
             rows.filter(pl.col("phase") == "backward", ~pl.col("recomputed")),
@@ -143,7 +202,9 @@ def overflow(
         ),
         within=within,
         tensors=rows["dtype"].count(),
-        unknown=rows.filter(pl.col("nan").is_null() & pl.col("dtype").is_not_null()).height,
+        unknown=rows.filter(
+            pl.col("nan").is_null() & pl.col("dtype").is_not_null()
+        ).height,
     )
 
 
@@ -152,23 +213,39 @@ def prepare(ops: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame:
     lazy = ops.lazy()
     there = lazy.collect_schema().names()
     columns = [
-        (pl.col(key).cast(dtype) if key in there else pl.lit(None, dtype=dtype).alias(key))
+        (
+            pl.col(key).cast(dtype)
+            if key in there
+            else pl.lit(None, dtype=dtype).alias(key)
+        )
         for key, dtype in _COLUMNS.items()
     ]
-    rows = lazy.select(columns).with_columns(pl.col(k).fill_null(v) for k, v in _DEFAULTS.items())
+    rows = lazy.select(columns).with_columns(
+        pl.col(k).fill_null(v) for k, v in _DEFAULTS.items()
+    )
     measured = pl.col("min").is_not_null()
     rows = rows.with_columns(
-        pl.when(pl.any_horizontal(measured, *(pl.col(c).is_not_null() for c in _COUNTS)))
-        .then(pl.col(key).fill_null(0)).otherwise(pl.col(key)) for key in _COUNTS
-    )  # fmt: skip
+        pl.when(
+            pl.any_horizontal(measured, *(pl.col(c).is_not_null() for c in _COUNTS))
+        )
+        .then(pl.col(key).fill_null(0))
+        .otherwise(pl.col(key))
+        for key in _COUNTS
+    )
     rows = rows.with_columns(site_name())
     return rows.sort("step", "rank", "record", maintain_order=True).collect()
 
 
-def _follow(rows: pl.DataFrame, allow: Sequence[str]) -> tuple[list[dict[str, Any]], list[Key]]:
+def _follow(
+    rows: pl.DataFrame, allow: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[Key]]:
     """Events in order, and the records whose largest negative values are a mask's."""
-    lowest = pl.col("dtype").replace_strict(LARGEST, default=None, return_dtype=pl.Float64)
-    suspect = (pl.sum_horizontal("nan", "posinf", "neginf") > 0) | (pl.col("min") == -lowest)
+    lowest = pl.col("dtype").replace_strict(
+        LARGEST, default=None, return_dtype=pl.Float64
+    )
+    suspect = (pl.sum_horizontal("nan", "posinf", "neginf") > 0) | (
+        pl.col("min") == -lowest
+    )
     suspect = suspect.fill_null(False).alias("suspect")
     steps = rows.group_by("step", "rank").agg(suspect.any()).sort("step", "rank")
     memory: dict[int, Memory] = {}
@@ -178,7 +255,9 @@ def _follow(rows: pl.DataFrame, allow: Sequence[str]) -> tuple[list[dict[str, An
         if not suspected:
             memory.pop(rank, None)  # every value was finite again
             continue
-        here = rows.filter((pl.col("step") == step) & (pl.col("rank") == rank)).to_dicts()
+        here = rows.filter(
+            (pl.col("step") == step) & (pl.col("rank") == rank)
+        ).to_dicts()
         read = Step(
             here,
             memory.setdefault(rank, Memory()),
@@ -192,7 +271,11 @@ def _follow(rows: pl.DataFrame, allow: Sequence[str]) -> tuple[list[dict[str, An
                 event["cause"], event["advice"] = cause(row, inputs)
             elif event["kind"] == "arrived":
                 event["line"] = next(
-                    (r["line"] for r in here if row["record"] in (r["inputs"] or ()) and r["line"]),
+                    (
+                        r["line"]
+                        for r in here
+                        if row["record"] in (r["inputs"] or ()) and r["line"]
+                    ),
                     None,
                 )
                 event["cause"] = "not finite before the step began"
@@ -210,7 +293,9 @@ def _receive(events: list[dict[str, Any]]) -> None:
     senders: dict[tuple[int, str, int], list[dict[str, Any]]] = {}
     for event in events:
         if event["group"] is not None and event["kind"] in ("propagation", "death"):
-            senders.setdefault((event["step"], event["site"], event["place"]), []).append(event)
+            senders.setdefault(
+                (event["step"], event["site"], event["place"]), []
+            ).append(event)
     moved: dict[Key, Key] = {}
     for event in events:
         if event["group"] is not None and event["kind"] == "birth":
@@ -219,7 +304,10 @@ def _receive(events: list[dict[str, Any]]) -> None:
                 if str(sent["rank"]) in group and sent["rank"] != event["rank"]:
                     moved[event["origin"]] = sent["origin"]
                     event.update(
-                        kind="received", note=f"from rank {sent['rank']}", cause=None, advice=None
+                        kind="received",
+                        note=f"from rank {sent['rank']}",
+                        cause=None,
+                        advice=None,
                     )
                     break
     for event in events:
@@ -229,7 +317,9 @@ def _receive(events: list[dict[str, Any]]) -> None:
 
 def _count(events: list[dict[str, Any]]) -> None:
     """Each birth's reach and deaths; origins as columns."""
-    births = {(e["rank"], e["step"], e["record"]): e for e in events if e["kind"] in BORN}
+    births = {
+        (e["rank"], e["step"], e["record"]): e for e in events if e["kind"] in BORN
+    }
     for event in events:
         birth = births.get(event["origin"])
         origin = event["origin"] or (None, None, None)
@@ -245,7 +335,11 @@ def _count(events: list[dict[str, Any]]) -> None:
 
 def _lost(events: pl.DataFrame) -> set[tuple[int, int]]:
     """Each (rank, step) whose gradients are not finite, and not meant to be."""
-    here = ~pl.col("allowed") & (pl.col("phase") == "backward") & (pl.col("kind") != "death")
+    here = (
+        ~pl.col("allowed")
+        & (pl.col("phase") == "backward")
+        & (pl.col("kind") != "death")
+    )
     return set(events.filter(here).select("rank", "step").iter_rows())
 
 
@@ -256,9 +350,15 @@ def _recorded_scales(
     if scalars is None:
         return {}
     found = (
-        scalars.lazy().filter((pl.col("name") == "loss_scale") & (pl.col("value") > 0)).collect()
+        scalars.lazy()
+        .filter((pl.col("name") == "loss_scale") & (pl.col("value") > 0))
+        .collect()
     )
     if "rank" in found.columns:
-        return {(r, s): v for r, s, v in found.select("rank", "step", "value").iter_rows()}
+        return {
+            (r, s): v for r, s, v in found.select("rank", "step", "value").iter_rows()
+        }
     ranks = rows["rank"].unique().to_list()
-    return {(r, s): v for s, v in found.select("step", "value").iter_rows() for r in ranks}
+    return {
+        (r, s): v for s, v in found.select("step", "value").iter_rows() for r in ranks
+    }

@@ -54,7 +54,9 @@ def on_output(tensor: Tensor, hook: Callback, *, written: bool) -> None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return
     # where each element of the view lies in the flattened gradient of the tensor that is viewed
-    places = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64, device=base.device)
+    places = torch.empty_strided(
+        base.shape, base.stride(), dtype=torch.int64, device=base.device
+    )
     places.copy_(torch.arange(base.numel(), device=base.device).view(base.shape))
     offset = tensor.storage_offset() - base.storage_offset()
     index = places.as_strided(tensor.shape, tensor.stride(), offset)

@@ -27,10 +27,18 @@ from roundoff.formats import parse_format
 Floats = npt.NDArray[np.float64]
 FATES = ("overflow", "subnormal", "zero")
 FORMAT_SCHEMA = {
-    "phase": pl.Utf8, "format": pl.Utf8, "fate": pl.Utf8, "share": pl.Float64, "stderr": pl.Float64,
-    "low": pl.Float64, "high": pl.Float64, "values": pl.Int64, "tensors": pl.Int64, "site": pl.Utf8,
+    "phase": pl.Utf8,
+    "format": pl.Utf8,
+    "fate": pl.Utf8,
+    "share": pl.Float64,
+    "stderr": pl.Float64,
+    "low": pl.Float64,
+    "high": pl.Float64,
+    "values": pl.Int64,
+    "tensors": pl.Int64,
+    "site": pl.Utf8,
     "site_share": pl.Float64,
-}  # fmt: skip
+}
 
 
 def floating(ops: pl.DataFrame) -> pl.DataFrame:
@@ -44,7 +52,9 @@ def floating(ops: pl.DataFrame) -> pl.DataFrame:
         & pl.col("max").is_not_null(),
         ~pl.col("operator").str.strip_chars_end("_").is_in(list(EMPTY)),
     )
-    return own.with_columns(amax=pl.max_horizontal(pl.col("max").abs(), pl.col("min").abs()))
+    return own.with_columns(
+        amax=pl.max_horizontal(pl.col("max").abs(), pl.col("min").abs())
+    )
 
 
 def margins(ops: pl.DataFrame, *, within: float = 3.0) -> pl.DataFrame:
@@ -61,7 +71,9 @@ def margins(ops: pl.DataFrame, *, within: float = 3.0) -> pl.DataFrame:
     largest = pl.col("dtype").replace_strict(LARGEST, return_dtype=pl.Float64)
     own = own.with_columns(
         largest=largest,
-        amax=pl.when("masked").then(pl.col("max").clip(lower_bound=0.0)).otherwise("amax"),
+        amax=pl.when("masked")
+        .then(pl.col("max").clip(lower_bound=0.0))
+        .otherwise("amax"),
         infinite=(pl.col("posinf") > 0) | ((pl.col("neginf") > 0) & ~pl.col("masked")),
     )
     nearest = pl.col("amax").arg_max()
@@ -76,7 +88,9 @@ def margins(ops: pl.DataFrame, *, within: float = 3.0) -> pl.DataFrame:
         step=pl.col("step").get(nearest),
         record=pl.col("record").get(nearest),
     )
-    margin = pl.when(pl.col("amax") > 0).then(pl.col("largest").log(2) - pl.col("amax").log(2))
+    margin = pl.when(pl.col("amax") > 0).then(
+        pl.col("largest").log(2) - pl.col("amax").log(2)
+    )
     return (
         table.with_columns(margin=margin)
         .with_columns(latent=(pl.col("margin") <= within).fill_null(False))
@@ -114,7 +128,9 @@ class Histograms:
         self._exponent = (flat["exponent"] + flat["step"]).to_numpy().astype(np.int64)
         self.sampled = np.bincount(self._row, self._count, minlength=own.height)
 
-    def beyond(self, bound: float | Floats, *, tie: bool, below: bool = False) -> Shares:
+    def beyond(
+        self, bound: float | Floats, *, tie: bool, below: bool = False
+    ) -> Shares:
         """The shares of magnitudes above a bound (of all rows, or one each), of it too if ``tie``; or ``below`` it."""
         limit = np.broadcast_to(np.asarray(bound, dtype=np.float64), self.size.shape)
         cut = limit[self._row]
@@ -133,19 +149,24 @@ class Histograms:
 
         def share(part: Floats) -> Floats:
             return np.asarray(
-                np.bincount(self._row, part * self._count, minlength=self.size.size) / count
+                np.bincount(self._row, part * self._count, minlength=self.size.size)
+                / count
             )
 
         estimate, low, high = share(above), share(surely), share(possibly)
         unsampled = (self.sampled == 0) & (self.size > 0)
         high[unsampled] = 1.0
-        rest = np.clip((self.size - self.sampled) / np.maximum(self.size - 1.0, 1.0), 0.0, 1.0)
+        rest = np.clip(
+            (self.size - self.sampled) / np.maximum(self.size - 1.0, 1.0), 0.0, 1.0
+        )
         variance = estimate * (1.0 - estimate) / count * rest
         variance[unsampled] = 0.25
         least = 1.0 / np.maximum(self.size, 1.0)
         over = (self.amax > limit) | ((self.amax == limit) & open_tie)
         if not below:
-            estimate = np.where(over & (self.size > 0), np.maximum(estimate, least), estimate)
+            estimate = np.where(
+                over & (self.size > 0), np.maximum(estimate, least), estimate
+            )
             low = np.where(over & (self.size > 0), np.maximum(low, least), low)
         else:
             estimate = np.where(over, np.minimum(estimate, 1.0 - least), estimate)
@@ -159,9 +180,11 @@ class Histograms:
         zero = self.beyond(ends.zero / scale, tie=ends.zero_tie, below=True)
         low = self.beyond(ends.normal / scale, tie=False, below=True)
         subnormal = Shares(
-            np.maximum(low.share - zero.share, 0.0), np.maximum(low.low - zero.high, 0.0),
-            np.clip(low.high - zero.low, 0.0, 1.0), low.variance + zero.variance,
-        )  # fmt: skip
+            np.maximum(low.share - zero.share, 0.0),
+            np.maximum(low.low - zero.high, 0.0),
+            np.clip(low.high - zero.low, 0.0, 1.0),
+            low.variance + zero.variance,
+        )
         over = self.beyond(ends.overflow / scale, tie=ends.overflow_tie)
         return {"overflow": over, "subnormal": subnormal, "zero": zero}
 
@@ -172,7 +195,9 @@ class Histograms:
         weight = self.size if which is None else np.where(which, self.size, 0.0)
         total = weight.sum()
         if not total:
-            return dict.fromkeys(("share", "stderr", "low", "high", "site", "site_share"))
+            return dict.fromkeys(
+                ("share", "stderr", "low", "high", "site", "site_share")
+            )
         lost = np.where(weight > 0, shares.share, 0.0)
         worst = int(lost.argmax())
         mean = {
@@ -196,8 +221,13 @@ def format_shares(ops: pl.DataFrame, formats: Sequence[str]) -> pl.DataFrame:
         fates = histograms.fates(fmt.name)
         for phase in phases:
             here = (own["phase"] == phase).to_numpy()
-            size = {"values": int(histograms.size[here].sum()), "tensors": int(here.sum())}
+            size = {
+                "values": int(histograms.size[here].sum()),
+                "tensors": int(here.sum()),
+            }
             for fate in FATES:
                 found = histograms.together(fates[fate], here)
-                rows.append({"phase": phase, "format": fmt.name, "fate": fate} | found | size)
+                rows.append(
+                    {"phase": phase, "format": fmt.name, "fate": fate} | found | size
+                )
     return pl.DataFrame(rows, schema=FORMAT_SCHEMA)

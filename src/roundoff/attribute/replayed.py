@@ -35,7 +35,10 @@ _RECORDS = re.compile(r'\{"record":(\d+)\}')
 #: What does not change the numbers of a call.
 _PLACES = frozenset(("dtype", "device", "layout", "memory_format", "slice"))
 #: What additive masks are filled with, in whatever format.
-_LARGEST = [torch.finfo(d).max for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+_LARGEST = [
+    torch.finfo(d).max
+    for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+]
 _LOWEST = [-value for value in _LARGEST]
 
 
@@ -60,9 +63,12 @@ class Replayed:
     @property
     def at_fault(self) -> bool:
         """Whether this call itself makes an error that is not rounding."""
-        return (self.semantic or 0.0) > SAME or (self.excess or 0.0) > 1.0 or (self.reference_excess or 0.0) > 1.0 or (
-            self.region_excess or 0.0
-        ) > 1.0
+        return (
+            (self.semantic or 0.0) > SAME
+            or (self.excess or 0.0) > 1.0
+            or (self.reference_excess or 0.0) > 1.0
+            or (self.region_excess or 0.0) > 1.0
+        )
 
     @property
     def own(self) -> float | None:
@@ -72,10 +78,20 @@ class Replayed:
 
 
 def replayed(
-    row: Row, *, first: Row, first_twin: Row, tensors: Tensors, unit: float, least: float, aligned: bool = True,
-    reference: Tensor | None = None, region: Region | None = None,
-    fits: Callable[[int, int], bool] = lambda _a, _b: True, terms: float = 1.0, runs: Runs | None = None,
-) -> Replayed:  # fmt: skip
+    row: Row,
+    *,
+    first: Row,
+    first_twin: Row,
+    tensors: Tensors,
+    unit: float,
+    least: float,
+    aligned: bool = True,
+    reference: Tensor | None = None,
+    region: Region | None = None,
+    fits: Callable[[int, int], bool] = lambda _a, _b: True,
+    terms: float = 1.0,
+    runs: Runs | None = None,
+) -> Replayed:
     """Run the call of ``row`` again, and that of its counterpart on the same inputs where they are aligned.
 
     Args:
@@ -109,14 +125,23 @@ def replayed(
     except Unable as error:
         return Replayed(reason=str(error))
     actual = tensors[row["record"]]
-    kernel, excess, allowed = _kernel(first, row, actual, again, tensors, unit, least, terms, runs)
+    kernel, excess, allowed = _kernel(
+        first, row, actual, again, tensors, unit, least, terms, runs
+    )
     beside = None if reference is None else _excess(reference, again, *allowed)
     if not aligned or first_twin["arguments"] is None or first_twin["overload"] is None:
         return Replayed(None, kernel, excess, beside, None, again)
     try:
         text = _with_inputs(first_twin["arguments"], first["arguments"], fits)
-        theirs = again if text == first["arguments"] and first_twin["overload"] == first["overload"] else at(
-            runs.of(first_twin["overload"], text, tensors, torch.float64), row["place"])  # fmt: skip
+        theirs = (
+            again
+            if text == first["arguments"]
+            and first_twin["overload"] == first["overload"]
+            else at(
+                runs.of(first_twin["overload"], text, tensors, torch.float64),
+                row["place"],
+            )
+        )
     except Unable:
         return Replayed(None, kernel, excess, beside, None, again)
     if theirs.shape != again.shape:
@@ -124,7 +149,9 @@ def replayed(
     return Replayed(_relative(again, theirs), kernel, excess, beside, None, theirs)
 
 
-def _of_region(region: Region, actual: Tensor, unit: float, least: float) -> Replayed | None:
+def _of_region(
+    region: Region, actual: Tensor, unit: float, least: float
+) -> Replayed | None:
     try:
         exact, plain = region(torch.float64), region(torch.float32)
     except Unable:
@@ -134,13 +161,26 @@ def _of_region(region: Region, actual: Tensor, unit: float, least: float) -> Rep
     [rounded] = own_error([plain], [exact])
     if rounded is None:
         return None
-    allowed = _allowed(rounded if math.isfinite(rounded.l2) else None, exact, unit, least)
-    return Replayed(None, _relative(actual, exact), None, None, _excess(actual, exact, *allowed), exact)
+    allowed = _allowed(
+        rounded if math.isfinite(rounded.l2) else None, exact, unit, least
+    )
+    return Replayed(
+        None,
+        _relative(actual, exact),
+        None,
+        None,
+        _excess(actual, exact, *allowed),
+        exact,
+    )
 
 
 def differences(one: Row, other: Row) -> tuple[str, ...]:
     """The arguments, tensors and formats apart, that differ between two calls: ``eps: 1e-05, here 0.001``."""
-    if one["arguments"] is None or other["arguments"] is None or one["arguments"] == other["arguments"]:
+    if (
+        one["arguments"] is None
+        or other["arguments"] is None
+        or one["arguments"] == other["arguments"]
+    ):
         return ()
     try:
         first, second = _constants(one), _constants(other)
@@ -159,7 +199,11 @@ def _constants(row: Row) -> dict[str, Any]:
     names = [a.name for a in schema]
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     given |= dict(zip(names, positional, strict=False)) | by_name
-    return {name: value for name, value in ((n, _plain(v)) for n, v in given.items()) if value is not _Skip}
+    return {
+        name: value
+        for name, value in ((n, _plain(v)) for n, v in given.items())
+        if value is not _Skip
+    }
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -177,7 +221,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         [kind] = value
         return _Skip if kind == "record" or kind in _PLACES else value[kind]
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+    if isinstance(
+        value, (torch.dtype, torch.device, torch.layout, torch.memory_format)
+    ):
         return _Skip
     if isinstance(value, (list, tuple)):
         plain = [_plain(v) for v in value]
@@ -202,14 +248,24 @@ def _with_inputs(text: str, other: str, fits: Callable[[int, int], bool]) -> str
 
 
 def _kernel(
-    first: Row, row: Row, actual: Tensor, again: Tensor, tensors: Tensors, unit: float, least: float, terms: float,
+    first: Row,
+    row: Row,
+    actual: Tensor,
+    again: Tensor,
+    tensors: Tensors,
+    unit: float,
+    least: float,
+    terms: float,
     runs: Runs,
 ) -> tuple[float | None, float | None, tuple[float, float]]:
     """The relative error of the actual result, the same in units of what rounding explains, and that: l2 and largest."""
     rounded = None
     if unit and actual.is_floating_point():
         try:
-            plain = at(runs.of(first["overload"], first["arguments"], tensors, torch.float32), row["place"])
+            plain = at(
+                runs.of(first["overload"], first["arguments"], tensors, torch.float32),
+                row["place"],
+            )
             [rounded] = own_error([plain], [again])
         except Unable:
             pass
@@ -219,11 +275,19 @@ def _kernel(
     return _relative(actual, again), _excess(actual, again, *allowed), allowed
 
 
-def _allowed(rounded: OwnError | None, exact: Tensor, unit: float, least: float) -> tuple[float, float]:
+def _allowed(
+    rounded: OwnError | None, exact: Tensor, unit: float, least: float
+) -> tuple[float, float]:
     """What rounding explains, l2 and largest: ``rounded`` is the error of fp32 on the same inputs."""
     scale = MARGIN * unit / 2.0**-24
-    honest, most = (0.0, 0.0) if rounded is None else (scale * rounded.l2, scale * rounded.max)
-    size = exact.abs() if exact.is_complex() or exact.is_floating_point() else exact.to(torch.float64).abs()
+    honest, most = (
+        (0.0, 0.0) if rounded is None else (scale * rounded.l2, scale * rounded.max)
+    )
+    size = (
+        exact.abs()
+        if exact.is_complex() or exact.is_floating_point()
+        else exact.to(torch.float64).abs()
+    )
     size = size.masked_fill(~size.isfinite(), 0)
     amax = float(size.max()) if size.numel() else 0.0
     root = math.sqrt(max(1, exact.numel()))

@@ -16,7 +16,12 @@ from roundoff.errors import RunError
 Row = Mapping[str, Any]
 
 #: Refused by ``run_again`` since they round nothing; they are run as they are.
-_EXACT = ("a view rounds nothing", "a cast that rounds nothing", "already runs in", "makes ")
+_EXACT = (
+    "a view rounds nothing",
+    "a cast that rounds nothing",
+    "already runs in",
+    "makes ",
+)
 #: Calls of the reference that are run one after the other to say what the candidate's operators should have given together.
 DEEPEST = 12
 #: Calls whose results are kept: a call and its counterpart, each in two formats.
@@ -42,12 +47,16 @@ class Runs:
     def __init__(self) -> None:
         self._done: dict[tuple[str, str, torch.dtype], list[Tensor | None]] = {}
 
-    def of(self, overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype) -> list[Tensor | None]:
+    def of(
+        self, overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype
+    ) -> list[Tensor | None]:
         """What the call gives in a format. Of the last few calls it is kept."""
         key = overload, arguments, dtype
         found = self._done.get(key)
         if found is None:
-            found = call(overload, arguments, lambda record: stored(tensors, record), dtype)
+            found = call(
+                overload, arguments, lambda record: stored(tensors, record), dtype
+            )
             while len(self._done) >= KEPT:
                 self._done.pop(next(iter(self._done)))
             self._done[key] = found
@@ -71,7 +80,9 @@ def call(
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise Unable(f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]) from error
+            raise Unable(
+                f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]
+            ) from error
     return list(made(func, args, kwargs, result))
 
 
@@ -95,10 +106,19 @@ class Expected:
     """
 
     def __init__(
-        self, rows: Mapping[int, Row], first: Mapping[int, Row], holders: Mapping[int, int], tensors: Tensors,
+        self,
+        rows: Mapping[int, Row],
+        first: Mapping[int, Row],
+        holders: Mapping[int, int],
+        tensors: Tensors,
         fits: Callable[[int, int], bool],
-    ) -> None:  # fmt: skip
-        self._rows, self._first, self._holders, self._tensors = rows, first, holders, tensors
+    ) -> None:
+        self._rows, self._first, self._holders, self._tensors = (
+            rows,
+            first,
+            holders,
+            tensors,
+        )
         self._fits = fits
 
     def region(self, record: int, without: int) -> Region:
@@ -115,7 +135,12 @@ class Expected:
     def _run(self, record: int, dtype: torch.dtype, without: int, depth: int) -> Tensor:
         row = self._rows[record]
         first = self._first.get(row["call"])
-        if not depth or first is None or first["arguments"] is None or first["overload"] is None:
+        if (
+            not depth
+            or first is None
+            or first["arguments"] is None
+            or first["overload"] is None
+        ):
             raise Unable("what it is made of was not recorded")
 
         def value(of: int) -> Tensor:
@@ -128,4 +153,6 @@ class Expected:
                 raise Unable("one of its inputs was not recorded")
             return self._run(of, dtype, without, depth - 1)
 
-        return at(call(first["overload"], first["arguments"], value, dtype), row["place"])
+        return at(
+            call(first["overload"], first["arguments"], value, dtype), row["place"]
+        )

@@ -32,9 +32,16 @@ EMPTY = frozenset(
 )
 #: Inputs of which only the shape is read.
 SHAPE_ONLY = {
-    "nll_loss_backward": 1, "nll_loss2d_backward": 1, "max_pool2d_with_indices_backward": 1, "expand_as": 1, "view_as": 1,
-    "type_as": 1, "_adaptive_avg_pool2d_backward": 1, "avg_pool2d_backward": 1, "reflection_pad2d_backward": 1,
-}  # fmt: skip
+    "nll_loss_backward": 1,
+    "nll_loss2d_backward": 1,
+    "max_pool2d_with_indices_backward": 1,
+    "expand_as": 1,
+    "view_as": 1,
+    "type_as": 1,
+    "_adaptive_avg_pool2d_backward": 1,
+    "avg_pool2d_backward": 1,
+    "reflection_pad2d_backward": 1,
+}
 
 
 def base(operator: str) -> str:
@@ -62,8 +69,14 @@ def written_input(row: Row, outputs: int) -> int | None:
     operator = row["operator"]
     if (row["overload"] or "").endswith("out"):
         index = len(inputs) - outputs + row["place"]
-    elif operator.startswith(("_foreach_", "_fused_")):  # a row has the inputs of its own place in the lists
-        index = row["place"] * (len(inputs) - 1) // outputs if operator.startswith("_fused_") else 0
+    elif operator.startswith(
+        ("_foreach_", "_fused_")
+    ):  # a row has the inputs of its own place in the lists
+        index = (
+            row["place"] * (len(inputs) - 1) // outputs
+            if operator.startswith("_fused_")
+            else 0
+        )
     else:
         index = row["place"]
     return int(inputs[index]) if 0 <= index < len(inputs) else int(inputs[0])

@@ -58,14 +58,23 @@ def usual_error(expected: Tensor, actual: Tensor) -> float | None:
     if seen is None or not seen.count:
         return None
     known = seen.differ & (seen.want != 0)
-    return float((seen.off[known] / seen.want[known]).abs().median()) if bool(known.any()) else None
+    return (
+        float((seen.off[known] / seen.want[known]).abs().median())
+        if bool(known.any())
+        else None
+    )
 
 
 def fewer_digits(expected: Tensor, actual: Tensor, unit: float) -> str | None:
     """The format whose numbers all values are, where those expected are not: ``bfloat16``, ``float16``."""
     want, got = _flat(expected), _flat(actual)
     for dtype in (torch.bfloat16, torch.float16):
-        if want is None or got is None or unit >= torch.finfo(dtype).eps / 2 or not bool(got.any()):
+        if (
+            want is None
+            or got is None
+            or unit >= torch.finfo(dtype).eps / 2
+            or not bool(got.any())
+        ):
             continue
         if _among(got, dtype) and not _among(want, dtype):
             return str(dtype).removeprefix("torch.")
@@ -95,8 +104,13 @@ class _Seen:
         """The place of an element, as the tensor is indexed."""
         if self.want.dim() == 0:
             return "[]"
-        place = [int(i) for i in torch.unravel_index(torch.tensor(flat), self.want.shape)]
-        found = {axis: i * self.step.get(axis, 1) for axis, i in zip(self.order, place, strict=False)}
+        place = [
+            int(i) for i in torch.unravel_index(torch.tensor(flat), self.want.shape)
+        ]
+        found = {
+            axis: i * self.step.get(axis, 1)
+            for axis, i in zip(self.order, place, strict=False)
+        }
         return "[" + ", ".join(str(found[axis]) for axis in sorted(found)) + "]"
 
     def axes(self) -> list[tuple[int, Tensor, Tensor, Tensor]]:
@@ -106,7 +120,10 @@ class _Seen:
         for place, axis in enumerate(self.order):
             length = self.want.shape[place]
             if 1 < length <= self.want.numel() // 4:
-                rows = [t.movedim(place, 0).reshape(length, -1) for t in (self.want, self.got, self.differ)]
+                rows = [
+                    t.movedim(place, 0).reshape(length, -1)
+                    for t in (self.want, self.got, self.differ)
+                ]
                 found.append((axis, rows[0], rows[1], rows[2]))
         return found
 
@@ -136,12 +153,25 @@ def _seen(expected: Tensor, actual: Tensor, unit: float) -> _Seen | None:
     order = tuple(sorted(range(got.dim()), key=lambda a: (-strides[a], a)))
     want, got = want.permute(order), got.permute(order)
     fine = want.isfinite() & got.isfinite()
-    want, got = torch.where(fine, want, 0.0).contiguous(), torch.where(fine, got, 0.0).contiguous()
+    want, got = (
+        torch.where(fine, want, 0.0).contiguous(),
+        torch.where(fine, got, 0.0).contiguous(),
+    )
     off = got - want
     size = off.abs()
     rounding = 4 * unit * want.abs() + unit * float(want.abs().max()) / 16
     differ = size > rounding.clamp(min=SMALL * float(size.max()))
-    return _Seen(want, got, off, differ, int(differ.sum()), unit, order[: actual.dim()], step, bool(step))
+    return _Seen(
+        want,
+        got,
+        off,
+        differ,
+        int(differ.sum()),
+        unit,
+        order[: actual.dim()],
+        step,
+        bool(step),
+    )
 
 
 def _partly(seen: _Seen) -> Found | None:
@@ -157,14 +187,24 @@ def _partly(seen: _Seen) -> Found | None:
     if float(values.max()) == float(values.min()):
         held = "one constant" if bool(values.any()) else "zero"
     if first and seen.count >= 0.8 * (size - first):
-        return "partly written output", f"{seen.count:,} of {size:,} elements are {held}, from {seen.index(first)} on"
+        return (
+            "partly written output",
+            f"{seen.count:,} of {size:,} elements are {held}, from {seen.index(first)} on",
+        )
     for axis, _, _, differ in seen.axes():
         hit, length = differ.any(1).nonzero()[:, 0], len(differ)
         last = int(hit[-1]) == length - 1 and len(hit) == length - int(hit[0])
-        if last and len(hit) <= length // 2 and seen.count >= 0.8 * len(hit) * differ.shape[1]:
+        if (
+            last
+            and len(hit) <= length // 2
+            and seen.count >= 0.8 * len(hit) * differ.shape[1]
+        ):
             step = seen.step.get(axis, 1)
             start = int(hit[0]) * step
-            return "partly written output", f"elements are {held} from {start} of axis {axis} ({length * step} long) on"
+            return (
+                "partly written output",
+                f"elements are {held} from {start} of axis {axis} ({length * step} long) on",
+            )
     return None
 
 
@@ -172,7 +212,9 @@ def _stands_out(seen: _Seen) -> bool:
     """Whether what differs is far beyond what the other elements are off by."""
     size = seen.off.abs()
     others = size[~seen.differ]
-    return not len(others) or float(size[seen.differ].max()) > APART * float(others.max())
+    return not len(others) or float(size[seen.differ].max()) > APART * float(
+        others.max()
+    )
 
 
 def _clipped(seen: _Seen) -> Found | None:
@@ -182,12 +224,20 @@ def _clipped(seen: _Seen) -> Found | None:
         return None
     if bool((seen.want[seen.differ].abs() < size).any()):
         return None
-    return "overflow", f"{len(size):,} values stand at ±{float(size.max()):.6g} and should be larger: saturated"
+    return (
+        "overflow",
+        f"{len(size):,} values stand at ±{float(size.max()):.6g} and should be larger: saturated",
+    )
 
 
 def _few(seen: _Seen) -> Found | None:
     size = seen.got.numel()
-    if seen.part or seen.count > max(4, size // 1000) or size < 16 or not _stands_out(seen):
+    if (
+        seen.part
+        or seen.count > max(4, size // 1000)
+        or size < 16
+        or not _stands_out(seen)
+    ):
         return None
     first = int(seen.differ.reshape(-1).nonzero()[0, 0])
     want, got = (float(t.reshape(-1)[first]) for t in (seen.want, seen.got))
@@ -202,10 +252,17 @@ def _permuted(seen: _Seen) -> Found | None:
     a, b = seen.want.reshape(-1).sort().values, seen.got.reshape(-1).sort().values
     scale = float(a.abs().max())
     most, moved = float((a - b).abs().max()), float(seen.off.abs().max())
-    if not scale or most > 1e-3 * scale or moved < 0.05 * scale or float((a - b).norm()) > 0.02 * float(seen.off.norm()):
+    if (
+        not scale
+        or most > 1e-3 * scale
+        or moved < 0.05 * scale
+        or float((a - b).norm()) > 0.02 * float(seen.off.norm())
+    ):
         return None
     if len(seen.order) == seen.want.dim():
-        return "wrong axis or layout", _turned(seen, scale) or _reordered(seen, scale) or "the same values in other places"
+        return "wrong axis or layout", _turned(seen, scale) or _reordered(
+            seen, scale
+        ) or "the same values in other places"
     return "wrong axis or layout", "the same values in other places"
 
 
@@ -214,7 +271,12 @@ def _turned(seen: _Seen, scale: float) -> str | None:
     want, got = seen.want.permute(back), seen.got.permute(back)
     for first in range(want.dim()):
         for second in range(first + 1, want.dim()):
-            if torch.allclose(want.transpose(first, second).reshape(got.shape), got, rtol=1e-3, atol=1e-3 * scale):
+            if torch.allclose(
+                want.transpose(first, second).reshape(got.shape),
+                got,
+                rtol=1e-3,
+                atol=1e-3 * scale,
+            ):
                 return f"axes {first} and {second} of {list(got.shape)} are exchanged"
     return None
 
@@ -236,7 +298,11 @@ def _scaled(seen: _Seen) -> Found | None:
     ratio = _fraction(factor, max(seen.unit, 2.0**-24))
     rest = got - factor * want
     # of a single value everything is a factor: only a ratio of small numbers says something
-    if factor and float(rest @ rest) < FIT * total and (len(want) > 1 or (ratio and seen.unit < 2.0**-12)):
+    if (
+        factor
+        and float(rest @ rest) < FIT * total
+        and (len(want) > 1 or (ratio and seen.unit < 2.0**-12))
+    ):
         return "constant factor", f"{factor:.6g}{ratio} times what it should be"
     shift = float(off.mean())
     rest = off - shift
@@ -247,7 +313,11 @@ def _scaled(seen: _Seen) -> Found | None:
 
 def _fraction(factor: float, unit: float) -> str:
     near = Fraction(factor).limit_denominator(DENOMINATOR)
-    if near.denominator == 1 or abs(near.numerator) > DENOMINATOR or abs(float(near) - factor) > 8 * unit * abs(factor):
+    if (
+        near.denominator == 1
+        or abs(near.numerator) > DENOMINATOR
+        or abs(float(near) - factor) > 8 * unit * abs(factor)
+    ):
         return ""
     return f" ({near})"
 
@@ -260,9 +330,14 @@ def _by_axis(seen: _Seen) -> Found | None:
             continue
         square = (want * want).sum(1)
         factor = torch.where(square > 0, (want * got).sum(1) / square, 1.0)
-        if float(((got - factor[:, None] * want) ** 2).sum()) < FIT * total and bool(factor.all()):
+        if float(((got - factor[:, None] * want) ** 2).sum()) < FIT * total and bool(
+            factor.all()
+        ):
             ends = f"{float(factor.min()):.6g} to {float(factor.max()):.6g}"
-            return "constant factor", f"each index of axis {axis} by its own: {ends} times what it should be"
+            return (
+                "constant factor",
+                f"each index of axis {axis} by its own: {ends} times what it should be",
+            )
         shift = (got - want).mean(1)
         if float(((got - want - shift[:, None]) ** 2).sum()) < FIT * total:
             ends = f"{float(shift.min()):+.4g} to {float(shift.max()):+.4g}"
@@ -274,7 +349,11 @@ def _slices(seen: _Seen) -> Found | None:
     """Some indices of an axis are wrong, the others right: what they hold may be what others should."""
     for axis, want, got, differ in seen.axes():
         hit = differ.any(1).nonzero()[:, 0]
-        if len(hit) > len(want) / 2 or seen.count < MOST * len(hit) * want.shape[1] or len(hit) > SLICES:
+        if (
+            len(hit) > len(want) / 2
+            or seen.count < MOST * len(hit) * want.shape[1]
+            or len(hit) > SLICES
+        ):
             continue
         step = seen.step.get(axis, 1)
         near = torch.full((len(hit),), torch.inf)
@@ -285,7 +364,15 @@ def _slices(seen: _Seen) -> Found | None:
         if bool((near <= 1e-3 * got[hit].norm(dim=1)).all()) and bool(got[hit].any()):
             one, other = int(hit[0]) * step, int(place[0]) * step
             more = f", and {len(hit) - 1} more like it" if len(hit) > 1 else ""
-            return "stale or shared buffer", f"index {one} of axis {axis} holds what index {other} should{more}"
-        named = ", ".join(str(int(h) * step) for h in hit[:4]) + (", ..." if len(hit) > 4 else "")
-        return "corrupted elements", f"{len(hit)} of {len(want) * step} indices of axis {axis} are wrong: {named}"
+            return (
+                "stale or shared buffer",
+                f"index {one} of axis {axis} holds what index {other} should{more}",
+            )
+        named = ", ".join(str(int(h) * step) for h in hit[:4]) + (
+            ", ..." if len(hit) > 4 else ""
+        )
+        return (
+            "corrupted elements",
+            f"{len(hit)} of {len(want) * step} indices of axis {axis} are wrong: {named}",
+        )
     return None

@@ -56,7 +56,9 @@ def target_tensors(output: Any, target: str | None) -> dict[str, Tensor]:
     if target is None:
         return found
     chosen = {
-        name: t for name, t in found.items() if name == target or name.startswith(target + ".")
+        name: t
+        for name, t in found.items()
+        if name == target or name.startswith(target + ".")
     }
     if not chosen:
         raise WorkloadError(

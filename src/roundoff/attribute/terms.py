@@ -35,7 +35,9 @@ class Terms:
 
     def add(self, key: TermKey, place: int, values: Tensor, overflow: int) -> None:
         """Keep the projections ``(K, S)`` of one more pass on the operator's output number ``place``."""
-        self._passes.setdefault(key, {}).setdefault(place, []).append(self._keep(values))
+        self._passes.setdefault(key, {}).setdefault(place, []).append(
+            self._keep(values)
+        )
         # the same errors in every pass: those that some probe of this pass looks at
         if overflow:
             seen = self._overflow.setdefault(key, {})
@@ -49,7 +51,9 @@ class Terms:
         """float64 of shape ``(K, S)``, or ``(K, 1)`` where the samples could not be told apart; the outputs of one
         operator are added up."""
         return {
-            key: _joined([[self._array(p) for p in passes] for passes in places.values()])
+            key: _joined(
+                [[self._array(p) for p in passes] for passes in places.values()]
+            )
             for key, places in self._passes.items()
         }
 
@@ -67,11 +71,15 @@ class Terms:
 
     def _array(self, place: _Slice) -> np.ndarray:
         block, start, probes, samples = place
-        return self._blocks[block][start : start + probes * samples].reshape(probes, samples)
+        return self._blocks[block][start : start + probes * samples].reshape(
+            probes, samples
+        )
 
 
 def _joined(places: list[list[np.ndarray]]) -> np.ndarray:
-    parts = [passes[0] if len(passes) == 1 else np.concatenate(passes) for passes in places]
+    parts = [
+        passes[0] if len(passes) == 1 else np.concatenate(passes) for passes in places
+    ]
     if any(part.shape[1] == 1 for part in parts):
         parts = [part.sum(1, keepdims=True) for part in parts]
     return np.sum(parts, axis=0) if len(parts) > 1 else parts[0]
@@ -83,7 +91,9 @@ def by_sample(gradients: Tensor, axis: tuple[int, int] | None, samples: int) -> 
     count = gradients.shape[0]
     if axis is None:
         return gradients.reshape(count, 1, -1).permute(1, 2, 0)
-    return gradients.movedim(axis[0] + 1, 1).reshape(count, samples, -1).permute(1, 2, 0)
+    return (
+        gradients.movedim(axis[0] + 1, 1).reshape(count, samples, -1).permute(1, 2, 0)
+    )
 
 
 def arrange(error: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor:

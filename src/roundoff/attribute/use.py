@@ -56,7 +56,11 @@ def rerunnable(call: Call) -> list[Any]:
     """The arguments with copies of what the operator keeps for itself (running statistics): a second run writes them."""
     own = {o.leaf for o in call.operands}
     return [
-        x.clone() if floating(x) and i not in own and call.kind == "normalization" else x.detach() if floating(x) else x
+        x.clone()
+        if floating(x) and i not in own and call.kind == "normalization"
+        else x.detach()
+        if floating(x)
+        else x
         for i, x in enumerate(call.leaves)
     ]
 

@@ -42,16 +42,27 @@ EXACT_ARGUMENTS = frozenset("state_steps found_inf grad_scale inv_scale lr".spli
 _OFF = frozenset("half_to_float pin_memory".split())
 #: Results that a kernel leaves uninitialised in part.
 _PARTIAL = {("aten::_ctc_loss", 1)}
-_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_LAYOUTS = (
+    torch.strided,
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 Result = Tensor | None
 
 
 def run_again(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *,
-    dtype: torch.dtype | None = torch.float64, device: torch.device | str | None = None,
-) -> list[Result] | Reason:  # fmt: skip
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    device: torch.device | str | None = None,
+) -> list[Result] | Reason:
     """What the call makes (in the order of ``made``) when run in ``dtype`` and on ``device``, or why it cannot be.
 
     Floating-point tensors and ``dtype`` arguments become ``dtype``, complex ones the complex format of that width;
@@ -67,19 +78,29 @@ def run_again(
         try:
             bound = _bind(func, args, kwargs)
             refuse(func, {name: value for name, (_, value) in bound.items()})
-            results = _run(func, bound, args, kwargs, _Target(dtype, None if device is None else torch.device(device)))
+            results = _run(
+                func,
+                bound,
+                args,
+                kwargs,
+                _Target(dtype, None if device is None else torch.device(device)),
+            )
         except Refusal as refusal:
             return Reason(str(refusal))
         except Exception as error:  # noqa: BLE001 - a custom operator may raise anything, and training must go on
             where = " ".join(_name(v) for v in (dtype, device) if v is not None)
             first = next(iter(str(error).strip().splitlines()), "")
-            return Reason(f"cannot run in {where}: {type(error).__name__}: {first}"[:300])
+            return Reason(
+                f"cannot run in {where}: {type(error).__name__}: {first}"[:300]
+            )
         if before is not None and not torch.equal(before, _random_state()):
             return Reason("draws random numbers")
         return results
 
 
-def made(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
+def made(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> list[Tensor]:
     """The tensors a call makes: the arguments it writes, in the order of its schema, then the new ones it returns.
 
     Running statistics that batch normalisation writes without saying so in its schema are not among them.
@@ -108,14 +129,27 @@ class _Target:
         return self.dtype if dtype.is_floating_point or self.widen else dtype
 
 
-def _run(func: OpOverload, bound: Mapping[str, tuple[Any, Any]], args: Sequence[Any], kwargs: Mapping[str, Any],
-         target: _Target) -> list[Result]:  # fmt: skip
+def _run(
+    func: OpOverload,
+    bound: Mapping[str, tuple[Any, Any]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: _Target,
+) -> list[Result]:
     results, changed, tensors = _once(func, bound, args, kwargs, target)
-    short = [t for t in results if t is not None and target.dtype is not None and t.dtype.is_floating_point
-             and not holds(t.dtype, target.dtype)]  # fmt: skip
+    short = [
+        t
+        for t in results
+        if t is not None
+        and target.dtype is not None
+        and t.dtype.is_floating_point
+        and not holds(t.dtype, target.dtype)
+    ]
     if short and not tensors and "dtype" in (a.name for a in func._schema.arguments):
         # a factory that would take the default format
-        results, *_ = _once(func, bound, args, {**kwargs, "dtype": target.dtype}, target)
+        results, *_ = _once(
+            func, bound, args, {**kwargs, "dtype": target.dtype}, target
+        )
     elif short:  # integers alone give the default format: 1 / 3, mean, sqrt
         results, *_ = _once(func, bound, args, kwargs, replace(target, widen=True))
     elif target.device is None and target.dtype is not None and not changed:
@@ -123,31 +157,45 @@ def _run(func: OpOverload, bound: Mapping[str, tuple[Any, Any]], args: Sequence[
         if floating and any(t.dim() for t in floating):
             raise Refusal(f"already runs in {_name(target.dtype)}")
     if target.dtype is not None:
-        for name in {t.dtype for t in short} & {t.dtype for t in results if t is not None}:
+        for name in {t.dtype for t in short} & {
+            t.dtype for t in results if t is not None
+        }:
             raise Refusal(f"makes {_name(name)} of any input")
     return results
 
 
-def _once(func: OpOverload, bound: Mapping[str, tuple[Any, Any]], args: Sequence[Any], kwargs: Mapping[str, Any],
-          target: _Target) -> tuple[list[Result], bool, list[Tensor]]:  # fmt: skip
+def _once(
+    func: OpOverload,
+    bound: Mapping[str, tuple[Any, Any]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: _Target,
+) -> tuple[list[Result], bool, list[Tensor]]:
     """Results of one run on copies, whether any format was changed for it, and the tensors given."""
     copy = _Copies(target)
     schema = func._schema.arguments
     positional = [copy.value(a, v) for a, v in zip(schema, args, strict=False)]
-    by_name = {a.name: copy.value(a, kwargs[a.name]) for a in schema if a.name in kwargs}
+    by_name = {
+        a.name: copy.value(a, kwargs[a.name]) for a in schema if a.name in kwargs
+    }
     copies = {a.name: (a, v) for a, v in zip(schema, positional, strict=False)}
     copies |= {a.name: (a, by_name[a.name]) for a in schema if a.name in by_name}
     stand_in = STAND_INS.get(func._schema.name)
     if stand_in is not None and (target.dtype is torch.float64 or copy.moved):
         given = {a.name: a.default_value for a in schema if a.has_default_value()}
-        results = stand_in(**given | {name: value for name, (_, value) in copies.items()})
+        results = stand_in(
+            **given | {name: value for name, (_, value) in copies.items()}
+        )
         if results is not None:
             return results, copy.changed, copy.tensors
     result = func(*positional, **by_name)
     if not bound and not func._schema.returns:
         raise Refusal("returns no tensor")
     results = _made(func, copies, result)
-    results = [None if (func._schema.name, place) in _PARTIAL else t for place, t in enumerate(results)]
+    results = [
+        None if (func._schema.name, place) in _PARTIAL else t
+        for place, t in enumerate(results)
+    ]
     return results, copy.changed, copy.tensors
 
 
@@ -181,13 +229,20 @@ class _Copies:
             self.tensors.append(tensor)
             plain = _readable(tensor)
             floating = plain.is_floating_point() or plain.is_complex()
-            keep = argument.name in EXACT_ARGUMENTS or not (floating or (self.target.widen and not _written(argument)))
+            keep = argument.name in EXACT_ARGUMENTS or not (
+                floating or (self.target.widen and not _written(argument))
+            )
             dtype = plain.dtype if keep else self.target.of(plain.dtype)
             self.changed |= dtype is not plain.dtype
-            self.moved |= self.target.device is not None and self.target.device.type != plain.device.type
+            self.moved |= (
+                self.target.device is not None
+                and self.target.device.type != plain.device.type
+            )
             # floating-point tensors are always copied: kernels such as batch normalisation write undeclared arguments
             copy = floating or _written(argument)
-            found = self._done[id(tensor)] = plain.to(self.target.device or plain.device, dtype, copy=copy)
+            found = self._done[id(tensor)] = plain.to(
+                self.target.device or plain.device, dtype, copy=copy
+            )
         return found
 
 
@@ -203,24 +258,32 @@ def _readable(tensor: Tensor) -> Tensor:
         raise Refusal("runs on quantized tensors")
     if tensor.layout not in _LAYOUTS:
         raise Refusal(f"values in layout {_name(tensor.layout)} cannot be read")
-    if tensor._is_zerotensor():  # autograd's zeros without memory, which kernels must not see
+    if (
+        tensor._is_zerotensor()
+    ):  # autograd's zeros without memory, which kernels must not see
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor
 
 
-def _bind(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _bind(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     schema = func._schema.arguments
     bound = {a.name: (a, v) for a, v in zip(schema, args, strict=False)}
     return bound | {a.name: (a, kwargs[a.name]) for a in schema if a.name in kwargs}
 
 
-def _made(func: OpOverload, bound: Mapping[str, tuple[Any, Any]], result: Any) -> list[Result]:
+def _made(
+    func: OpOverload, bound: Mapping[str, tuple[Any, Any]], result: Any
+) -> list[Result]:
     found: list[Result] = []
     for argument, value in bound.values():
         if _written(argument):
             found += _tensors(value)
     returns = func._schema.returns
-    for declared, value in zip(returns, [result] if len(returns) == 1 else result or (), strict=True):
+    for declared, value in zip(
+        returns, [result] if len(returns) == 1 else result or (), strict=True
+    ):
         if not _written(declared):
             found += _tensors(value)
     return found
@@ -233,7 +296,11 @@ def _written(argument: Any) -> bool:
 def _tensors(value: Any) -> list[Result]:
     if isinstance(value, Tensor):
         return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
+    return (
+        [t for v in value for t in _tensors(v)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
 
 
 @contextmanager
@@ -247,7 +314,8 @@ def apart(func: OpOverload | None = None) -> Iterator[None]:
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
         stack.enter_context(torch._C._DisableAutocast())
         if func is not None and not _native(func):
-            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+            in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            devices = range(torch.cuda.device_count()) if in_use else []
             stack.enter_context(torch.random.fork_rng(devices))
         yield
 

@@ -26,37 +26,56 @@ from torch._ops import OpOverload
 from roundoff.errors import RunError
 
 #: torch's constants that kernels take, each written by its name in ``torch``.
-_CONSTANTS: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_CONSTANTS: dict[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
 
 
 class _Unknown(Exception):  # noqa: N818 - never leaves this module
     """A value that cannot be written."""
 
 
-def describe(args: Sequence[Any], kwargs: Mapping[str, Any], record_of: Callable[[Tensor], int | None]) -> str | None:
+def describe(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    record_of: Callable[[Tensor], int | None],
+) -> str | None:
     """The arguments as JSON, or None where one cannot be written: a generator, an object, a tensor without a record.
 
     Numbers are written exactly, NaN and infinities included; symbolic numbers by the value they have here.
     """
     try:
-        parts = [_write(value, record_of) for value in args], {k: _write(v, record_of) for k, v in kwargs.items()}
+        parts = (
+            [_write(value, record_of) for value in args],
+            {k: _write(v, record_of) for k, v in kwargs.items()},
+        )
     except _Unknown:
         return None
     return json.dumps(parts, allow_nan=False, separators=(",", ":"))
 
 
-def restore(text: str, tensor_of: Callable[[int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def restore(
+    text: str, tensor_of: Callable[[int], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that ``describe`` has written. Raises ``RunError`` for any other text."""
     try:
         args, kwargs = json.loads(text)
         for value in (*args, *kwargs.values()):
-            _read(value, int)  # all of it is checked before the first tensor is asked for
+            _read(
+                value, int
+            )  # all of it is checked before the first tensor is asked for
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(
-            "the recorded arguments of a call cannot be read", expected="what capture writes",
-            got=f"{type(error).__name__}: {error}", do="record the run again with this version of roundoff",
-        ) from error  # fmt: skip
-    return tuple(_read(v, tensor_of) for v in args), {k: _read(v, tensor_of) for k, v in kwargs.items()}
+            "the recorded arguments of a call cannot be read",
+            expected="what capture writes",
+            got=f"{type(error).__name__}: {error}",
+            do="record the run again with this version of roundoff",
+        ) from error
+    return tuple(_read(v, tensor_of) for v in args), {
+        k: _read(v, tensor_of) for k, v in kwargs.items()
+    }
 
 
 def overload_of(name: str) -> OpOverload:
@@ -78,11 +97,14 @@ def overload_of(name: str) -> OpOverload:
     known = space == "aten"
     raise RunError(
         "torch does not know this operator",
-        expected=f"an operator of torch {torch.__version__}" if known else "a registered custom operator",
+        expected=f"an operator of torch {torch.__version__}"
+        if known
+        else "a registered custom operator",
         got=name,
-        do="use the version of torch that recorded the run" if known
+        do="use the version of torch that recorded the run"
+        if known
         else f"import the library that registers {space!r} first",
-    )  # fmt: skip
+    )
 
 
 def _write(value: Any, record_of: Callable[[Tensor], int | None]) -> Any:
@@ -101,7 +123,9 @@ def _write(value: Any, record_of: Callable[[Tensor], int | None]) -> Any:
         number = float(value)
         return number if math.isfinite(number) else {"float": str(number)}
     if isinstance(value, complex):
-        return {"complex": [_write(value.real, record_of), _write(value.imag, record_of)]}
+        return {
+            "complex": [_write(value.real, record_of), _write(value.imag, record_of)]
+        }
     if isinstance(value, tuple):
         return {"tuple": [_write(v, record_of) for v in value]}
     if isinstance(value, list):
@@ -109,7 +133,11 @@ def _write(value: Any, record_of: Callable[[Tensor], int | None]) -> Any:
     if isinstance(value, torch.device):
         return {"device": str(value)}
     if isinstance(value, slice):
-        return {"slice": [_write(v, record_of) for v in (value.start, value.stop, value.step)]}
+        return {
+            "slice": [
+                _write(v, record_of) for v in (value.start, value.stop, value.step)
+            ]
+        }
     for kind, cls in _CONSTANTS.items():
         if isinstance(value, cls):
             return {kind: str(value).removeprefix("torch.")}

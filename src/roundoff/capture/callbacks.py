@@ -19,13 +19,15 @@ def transformers_callback(path: str | os.PathLike[str], **options: Any) -> Any:
     base = _library("transformers").TrainerCallback
 
     class RoundoffCallback(_Recording, base):  # type: ignore[misc, valid-type]
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+        def on_train_begin(
+            self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+        ) -> None:
             self.begin(model)
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.step()
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.end(None)
 
     return RoundoffCallback(path, options)
@@ -45,15 +47,19 @@ def lightning_callback(path: str | os.PathLike[str], **options: Any) -> Any:
             self.stepped = trainer.global_step
             self.begin(pl_module)
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, *_: Any, **__: Any
+        ) -> None:
             if trainer.global_step != self.stepped:
                 self.stepped = trainer.global_step
                 self.step()
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             self.end(None)
 
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        def on_exception(
+            self, trainer: Any, pl_module: Any, exception: BaseException
+        ) -> None:
             self.end(exception)
 
     return RoundoffCallback(path, options)
@@ -88,7 +94,13 @@ class _Recording:
 def _library(*names: str) -> Any:
     for name in names:
         try:
-            return importlib.import_module(f"{name}.pytorch" if name == "lightning" else name)
+            return importlib.import_module(
+                f"{name}.pytorch" if name == "lightning" else name
+            )
         except ImportError:
             continue
-    raise RunError(f"{names[0]} is not installed", expected=" or ".join(names), do=f"pip install {names[0]}")
+    raise RunError(
+        f"{names[0]} is not installed",
+        expected=" or ".join(names),
+        do=f"pip install {names[0]}",
+    )

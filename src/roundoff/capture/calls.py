@@ -23,7 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundoff.capture.operators import CREATES, EXACT, MOVES, RANDOM, Operator, einsum_axes
+from roundoff.capture.operators import (
+    CREATES,
+    EXACT,
+    MOVES,
+    RANDOM,
+    Operator,
+    einsum_axes,
+)
 from roundoff.site import Site
 
 
@@ -61,7 +68,9 @@ class Call:
         """See ``Operator.kind``."""
         return self.operator.kind
 
-    def arguments(self, leaves: list[Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(
+        self, leaves: list[Any] | None = None
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments with ``leaves`` in their places (the call's own when None)."""
         leaves = self.leaves if leaves is None else leaves
         args: list[Any] = []
@@ -176,25 +185,40 @@ class CallMode(TorchFunctionMode):
             self.calls += 1
             for tensor in outputs:
                 self._made(tensor, frozenset((str(call.site),)), operator.inplace)
-        elif tensors := [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]:
+        elif tensors := [
+            leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)
+        ]:
             reason = (
-                "complex numbers" if any(map(_is_complex, tensors)) else "integer or boolean result"
+                "complex numbers"
+                if any(map(_is_complex, tensors))
+                else "integer or boolean result"
             )
             self._exclude(operator.name, reason)
         return result
 
-    def _call(self, func: Callable[..., Any], operator: Operator, args: Any, kwargs: Any) -> Call:
+    def _call(
+        self, func: Callable[..., Any], operator: Operator, args: Any, kwargs: Any
+    ) -> Call:
         module = self.path[-1] if self.path else ""
         index = self.counts[module, operator.name]
         self.counts[module, operator.name] += 1
         leaves: list[Any] = []
         layout: list[tuple[str | int, TreeSpec, int]] = []
         operands: list[Operand] = []
-        named = {spec.name: spec for spec in operator.spec.operands} if operator.spec else {}
+        named = (
+            {spec.name: spec for spec in operator.spec.operands}
+            if operator.spec
+            else {}
+        )
         # a packed sequence brings its batch sizes as a second argument
         shift = int(operator.kind == "rnn" and len(args) > 1 and _is_integer(args[1]))
-        placed = {spec.index + shift * (spec.index > 0): spec for spec in named.values()}
-        for key, value in [*enumerate(args), *((k, v) for k, v in kwargs.items() if k != "out")]:
+        placed = {
+            spec.index + shift * (spec.index > 0): spec for spec in named.values()
+        }
+        for key, value in [
+            *enumerate(args),
+            *((k, v) for k, v in kwargs.items() if k != "out"),
+        ]:
             flat, spec = tree_flatten(value)
             layout.append((key, spec, len(flat)))
             entry = placed.get(key) if isinstance(key, int) else named.get(key)
@@ -212,9 +236,13 @@ class CallMode(TorchFunctionMode):
                     role = "weight" if weight else "activation"
                     operands.append(Operand(place, role, reduce, channel, sources))
                 elif entry is not None:
-                    bias = entry.bias or (weight and leaf.ndim < 2 and entry.name == "params")
+                    bias = entry.bias or (
+                        weight and leaf.ndim < 2 and entry.name == "params"
+                    )
                     role = "bias" if bias else "weight" if weight else "activation"
-                    operands.append(Operand(place, role, entry.reduce, entry.channel, sources))
+                    operands.append(
+                        Operand(place, role, entry.reduce, entry.channel, sources)
+                    )
                 elif operator.spec is None:
                     # running statistics stay in the format they are kept in; a 0-dim tensor is a scalar factor
                     kept = operator.kind == "normalization" and key in (
@@ -250,7 +278,9 @@ class CallMode(TorchFunctionMode):
             self._sources[tensor] = sources
         base = tensor._base
         if inplace and base is not None and id(base) not in self._params:
-            self._sources[base] = self._sources_of(base) | sources  # written through a view
+            self._sources[base] = (
+                self._sources_of(base) | sources
+            )  # written through a view
 
     def passed_on(
         self,
@@ -262,7 +292,9 @@ class CallMode(TorchFunctionMode):
         kwargs: Any,
     ) -> None:
         """``func`` has run and is not a site, for ``reason``: where its result's values come from."""
-        sources = frozenset() if operator.name in EXACT else self._sources_of((args, kwargs))
+        sources = (
+            frozenset() if operator.name in EXACT else self._sources_of((args, kwargs))
+        )
         outputs = float_tensors(result)
         for tensor in outputs:
             drawn = reason == "random" or operator.name in CREATES - EXACT
@@ -282,7 +314,9 @@ class CallMode(TorchFunctionMode):
 
 @contextmanager
 def watch(
-    model: nn.Module, handler: Handler, kind: Callable[[nn.Module, Handler], CallMode] | None = None
+    model: nn.Module,
+    handler: Handler,
+    kind: Callable[[nn.Module, Handler], CallMode] | None = None,
 ) -> Iterator[CallMode]:
     """Follow the module path of ``model`` and give each call to ``handler`` while the mode that this yields is
     entered. Hooks are removed on exit, also after an exception. Compiled regions run uncompiled meanwhile.
@@ -303,11 +337,16 @@ def watch(
         with stance:
             for path, module in model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
-                    if not any(path.startswith(outer + "." if outer else "") for outer in mode.scripted):
+                    if not any(
+                        path.startswith(outer + "." if outer else "")
+                        for outer in mode.scripted
+                    ):
                         mode.scripted.append(path)
                     continue
                 handles.append(
-                    module.register_forward_pre_hook(functools.partial(enter, path), prepend=True)
+                    module.register_forward_pre_hook(
+                        functools.partial(enter, path), prepend=True
+                    )
                 )
                 handles.append(module.register_forward_hook(leave, always_call=True))
             yield mode
@@ -324,7 +363,9 @@ def float_tensors(value: Any) -> list[Tensor]:
 
 
 def _autocast(leaves: list[Any]) -> tuple[str, torch.dtype] | None:
-    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+    device = next(
+        (leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu"
+    )
     if not torch.is_autocast_enabled(device):
         return None
     return device, torch.get_autocast_dtype(device)
@@ -352,7 +393,9 @@ def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
     """Why this call is not a site, or None. Dropout is a copy when it is off and random when it is on."""
     if operator.name.endswith("dropout"):
         probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+        training = kwargs.get(
+            "training", kwargs.get("train", args[2] if len(args) > 2 else True)
+        )
         return "random" if training and probability else "moves values, rounds nothing"
     if operator.name in MOVES:
         return "moves values, rounds nothing"
@@ -368,7 +411,9 @@ def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
         for leaf in tree_flatten(args)[0]
     ):
         return "sparse or nested tensor"
-    if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_flatten(args)[0]):
+    if any(
+        isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_flatten(args)[0]
+    ):
         return "complex numbers"
     return None
 
@@ -385,7 +430,11 @@ def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
         "torch.functional",
     ):
         return None
-    no = {name: _never for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    no = {
+        name: _never
+        for name in func.__code__.co_names
+        if name.startswith("has_torch_function")
+    }
     if not no:  # a dispatcher between two such functions (max_pool2d with and without indices): one operator
         return None
     twin = types.FunctionType(

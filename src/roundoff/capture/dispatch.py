@@ -22,12 +22,19 @@ from roundoff.capture.paths import Paths
 from roundoff.capture.plain import tensors_in
 from roundoff.capture.recorder import Recorder, Source
 
-_COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+_COLLECTIVE = (
+    "c10d",
+    "_c10d_functional",
+    "c10d_functional",
+    "_c10d_functional_autograd",
+)
 #: These write running statistics (arguments 3 and 4) without saying so in their schema.
 BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 try:
     _frames: Any = torch._C._dynamo.eval_frame
-    _SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+    _SKIP = _frames._FrameExecStrategy(
+        _frames._FrameAction.SKIP, _frames._FrameAction.SKIP
+    )
 except AttributeError:  # torch before 2.7
     _SKIP = None
 
@@ -63,14 +70,24 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands each call to ``recorder`` once it has run. ``beside`` (the shadow) runs first and sees the arguments."""
 
     def __init__(
-        self, recorder: Recorder, paths: Paths, *, failed: Callable[[Exception], None],
-        beside: Callable[[Any, Any, Any], Any] | None = None, arguments: Callable[..., str | None] | None = None,
+        self,
+        recorder: Recorder,
+        paths: Paths,
+        *,
+        failed: Callable[[Exception], None],
+        beside: Callable[[Any, Any, Any], Any] | None = None,
+        arguments: Callable[..., str | None] | None = None,
         wanted: Callable[[str], bool] | None = None,
         noise: Callable[[Any, Any, Any], Callable[[Any], None] | None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.paths = recorder, paths
-        self.failed, self.beside, self.arguments, self.wanted = failed, beside, arguments, wanted
+        self.failed, self.beside, self.arguments, self.wanted = (
+            failed,
+            beside,
+            arguments,
+            wanted,
+        )
         self.noise = noise
         self.active = True
         self.between = False  # in a step that is not recorded, but whose results ``noise`` perturbs
@@ -95,10 +112,16 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self._made_by.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not self.active or func.namespace == "profiler" or torch._C._is_tracing():
-            if self.between and func.namespace != "profiler" and not torch._C._is_tracing():
+            if (
+                self.between
+                and func.namespace != "profiler"
+                and not torch._C._is_tracing()
+            ):
                 return self._perturbed(func, args, kwargs)
             return func(*args, **kwargs)  # sizes are part of what torch.jit traces
         beside = inputs = source = operator = None
@@ -106,16 +129,28 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operator = Operator.of(func)
             source = self._source(operator)
             # Of what was compiled, the boundary is recorded.
-            if source.line is not COMPILED and (self.wanted is None or self.wanted(f"{source.module}/{operator.name}")):
+            if source.line is not COMPILED and (
+                self.wanted is None or self.wanted(f"{source.module}/{operator.name}")
+            ):
                 record_of = self.recorder.record_of
-                inputs = [record_of(t, source) for t in tensors_in(args, kwargs.values())]
-                text = None if self.arguments is None else self.arguments(args, kwargs, self.recorder.known)
+                inputs = [
+                    record_of(t, source) for t in tensors_in(args, kwargs.values())
+                ]
+                text = (
+                    None
+                    if self.arguments is None
+                    else self.arguments(args, kwargs, self.recorder.known)
+                )
                 if self.beside is not None:
                     beside = self.beside(func, args, kwargs)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program that is recorded)
             self.failed(error)
             return func(*args, **kwargs)
-        result = func(*args, **kwargs) if self.noise is None else self._perturbed(func, args, kwargs)
+        result = (
+            func(*args, **kwargs)
+            if self.noise is None
+            else self._perturbed(func, args, kwargs)
+        )
         if inputs is None or not self.active:
             if operator.written:
                 for tensor in tensors_in(args, kwargs.values()):
@@ -143,35 +178,75 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _record(
-        self, operator: Any, source: Any, inputs: list[int], text: str | None, args: Any, kwargs: Any,
-        result: Any, beside: Any,
-    ) -> None:  # fmt: skip
+        self,
+        operator: Any,
+        source: Any,
+        inputs: list[int],
+        text: str | None,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        beside: Any,
+    ) -> None:
         self.seen[operator.overload] += 1
         written: list[Tensor] = []
         if operator.collective:
             if not finished(operator.name, result):
                 for tensor in tensors_in((args, result)):
                     self.recorder.changed(tensor)
-                self.recorder.call(source, operator.name, operator.overload, inputs, [], group=group_of(args, kwargs),
-                                   reason="it had not finished when it was recorded")  # fmt: skip
+                self.recorder.call(
+                    source,
+                    operator.name,
+                    operator.overload,
+                    inputs,
+                    [],
+                    group=group_of(args, kwargs),
+                    reason="it had not finished when it was recorded",
+                )
                 return
-            if operator.name.startswith("c10d::") and operator.name.endswith("_") and args:
+            if (
+                operator.name.startswith("c10d::")
+                and operator.name.endswith("_")
+                and args
+            ):
                 written = tensors_in((args[0],))  # which its schema does not say
         for place in operator.written:
-            value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            value = (
+                kwargs.get(place)
+                if isinstance(place, str)
+                else args[place]
+                if place < len(args)
+                else None
+            )
             written += tensors_in((value,))
         outputs = tensors_in((result,))
         if written and outputs:
             same = {id(t) for t in written}
             outputs = [t for t in outputs if id(t) not in same]
-        changed = tensors_in(args[3:5]) if operator.name in BATCH_NORM and args[5] else ()
+        changed = (
+            tensors_in(args[3:5]) if operator.name in BATCH_NORM and args[5] else ()
+        )
         group = group_of(args, kwargs) if operator.collective else None
         records = self.recorder.call(
-            source, operator.name, operator.overload, inputs, outputs, written=written, changed=changed,
-            arguments=text, group=group, each=_by_place(inputs, (*args, *kwargs.values())) if operator.each else None,
-        )  # fmt: skip
+            source,
+            operator.name,
+            operator.overload,
+            inputs,
+            outputs,
+            written=written,
+            changed=changed,
+            arguments=text,
+            group=group,
+            each=_by_place(inputs, (*args, *kwargs.values()))
+            if operator.each
+            else None,
+        )
         if beside is not None:
-            beside([*written, *outputs], records[: len(written) + len(outputs)], self.recorder.own)
+            beside(
+                [*written, *outputs],
+                records[: len(written) + len(outputs)],
+                self.recorder.own,
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -198,23 +273,41 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def triton(self, name: str, tensors: Sequence[Tensor]) -> None:
         """A kernel has been launched on these; which of them it wrote is not known, so all have rows."""
-        if not self.active or _get_current_dispatch_mode() is not self:  # inside an operator, which has a row
+        if (
+            not self.active or _get_current_dispatch_mode() is not self
+        ):  # inside an operator, which has a row
             return
         try:
-            phase = "backward" if torch._C._current_graph_task_id() != -1 else self.phase
+            phase = (
+                "backward" if torch._C._current_graph_task_id() != -1 else self.phase
+            )
             source = Source(phase, self.paths.current(), user_line(3))
             if self.wanted is None or self.wanted(f"{source.module}/triton::{name}"):
                 with torch.no_grad(), self.paused():
                     records = [self.recorder.record_of(t, source) for t in tensors]
-                    self.recorder.call(source, f"triton::{name}", None, records, [], written=tensors,
-                                       reason="a Triton kernel: which arguments it writes is not known")  # fmt: skip
+                    self.recorder.call(
+                        source,
+                        f"triton::{name}",
+                        None,
+                        records,
+                        [],
+                        written=tensors,
+                        reason="a Triton kernel: which arguments it writes is not known",
+                    )
         except Exception as error:  # noqa: BLE001
             self.failed(error)
 
     def _boundary(self, source: Source, module: Any, inputs: Any, output: Any) -> None:
-        records = [self.recorder.record_of(t, source) for t in tensors_in((tree_leaves(inputs),))]
+        records = [
+            self.recorder.record_of(t, source)
+            for t in tensors_in((tree_leaves(inputs),))
+        ]
         outputs = tensors_in((tree_leaves(output),))
-        for tensor in (*outputs, *tensors_in((tree_leaves(inputs),)), *module.buffers()):
+        for tensor in (
+            *outputs,
+            *tensors_in((tree_leaves(inputs),)),
+            *module.buffers(),
+        ):
             self.recorder.changed(tensor)
         reason = "compiled: its operators are not seen, --eager runs them uncompiled"
         self.recorder.call(source, "compiled", None, records, outputs, reason=reason)
@@ -225,7 +318,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase = "collective" if operator.collective else self.phase
         source = Source(phase, self.paths.current(), user_line(3))
         sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        if sequence != self._sequence:  # the call below made a node of the graph: its backward belongs to it
+        if (
+            sequence != self._sequence
+        ):  # the call below made a node of the graph: its backward belongs to it
             self._made_by[sequence - 1] = source
             self._sequence = sequence
         return source
@@ -276,4 +371,7 @@ def _by_place(inputs: list[int], values: Sequence[Any]) -> list[list[int]]:
             alone += part
         elif part:
             lists.append(part)
-    return [[part[i] for part in lists if i < len(part)] + alone for i in range(max(map(len, lists), default=0))]
+    return [
+        [part[i] for part in lists if i < len(part)] + alone
+        for i in range(max(map(len, lists), default=0))
+    ]

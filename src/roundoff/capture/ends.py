@@ -24,7 +24,9 @@ class Ends:
         self.end = end
         self.made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.waiting = False  # a scaler has stepped: the step is over when that has been updated
+        self.waiting = (
+            False  # a scaler has stepped: the step is over when that has been updated
+        )
         self.twice = False
         self.rate = math.nan
 
@@ -73,7 +75,9 @@ _LISTENING: list[Ends] = []
 
 
 @contextmanager
-def whole_step(optimizers: Iterable[torch.optim.Optimizer], scale: Callable[[], float]) -> Iterator[None]:
+def whole_step(
+    optimizers: Iterable[torch.optim.Optimizer], scale: Callable[[], float]
+) -> Iterator[None]:
     """Around a step of all ``optimizers`` by one scaler, taken or skipped: it ends when this is left."""
     for ends in _LISTENING:
         ends.waiting = True
@@ -85,7 +89,9 @@ def whole_step(optimizers: Iterable[torch.optim.Optimizer], scale: Callable[[], 
             ends.look(loss_scale=scale())
     finally:
         for ends in _LISTENING:
-            ends.waiting = False  # other optimizers may step without a scaler, and end the step
+            ends.waiting = (
+                False  # other optimizers may step without a scaler, and end the step
+            )
 
 
 @contextmanager
@@ -102,7 +108,9 @@ def ends_of_steps(ends: Ends, *, whole: bool = True) -> Iterator[None]:
             ends.look()  # where the last step's scaler was not updated
         return original(scaler, *args, **kwargs)
 
-    def step(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(
+        original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
         ends.waiting = True
@@ -122,9 +130,11 @@ def ends_of_steps(ends: Ends, *, whole: bool = True) -> Iterator[None]:
         _LISTENING.append(ends)
     try:
         with patched(
-            (torch.optim.Optimizer, "__init__", init), (scaler, "scale", scale), (scaler, "step", step),
+            (torch.optim.Optimizer, "__init__", init),
+            (scaler, "scale", scale),
+            (scaler, "step", step),
             (scaler, "update", update),
-        ):  # fmt: skip
+        ):
             yield
     finally:
         hook.remove()

@@ -26,12 +26,22 @@ def environment(model: nn.Module | None = None) -> list[dict[str, str]]:
         f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "vector width orders the sums",
     )
-    row("threads", torch.get_num_threads(), "another number splits reductions at other places")
+    row(
+        "threads",
+        torch.get_num_threads(),
+        "another number splits reductions at other places",
+    )
     precision = torch.get_float32_matmul_precision()
     fewer = "" if precision == "highest" else "fp32 products are computed in fewer bits"
     row("float32 matmul precision", precision, fewer)
-    row("oneDNN", "on" if bool(getattr(torch.backends.mkldnn, "enabled", False)) else "off")
-    row("deterministic algorithms", "on" if torch.are_deterministic_algorithms_enabled() else "off")
+    row(
+        "oneDNN",
+        "on" if bool(getattr(torch.backends.mkldnn, "enabled", False)) else "off",
+    )
+    row(
+        "deterministic algorithms",
+        "on" if torch.are_deterministic_algorithms_enabled() else "off",
+    )
     tiny = torch.tensor(1e-30) * torch.tensor(1e-10)
     row("subnormals", "kept" if bool(tiny) else "flushed to zero")
     row("default dtype", str(torch.get_default_dtype()).removeprefix("torch."))
@@ -48,14 +58,16 @@ def environment(model: nn.Module | None = None) -> list[dict[str, str]]:
         )
     if model is not None:
         kinds = Counter(
-            f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}" for p in model.parameters()
+            f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}"
+            for p in model.parameters()
         )
         note = ""
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
             note = "the reference itself is low precision: load the model in fp32 to measure against exact numbers"
         row(
             "parameters",
-            ", ".join(f"{n} tensors {kind}" for kind, n in kinds.most_common()) or "none",
+            ", ".join(f"{n} tensors {kind}" for kind, n in kinds.most_common())
+            or "none",
             note,
         )
         row(

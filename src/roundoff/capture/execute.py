@@ -86,22 +86,35 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
                 yield Step("activation", operand, result)
     if rule.weight is not None:
         weights = [
-            o for o in call.operands if o.role == "weight" or (o.role == "bias" and rule.bias)
+            o
+            for o in call.operands
+            if o.role == "weight" or (o.role == "bias" and rule.bias)
         ]
         if looked_up:
             for operand in call.operands:
                 result = tree_map(
-                    lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows, result
+                    lambda rows: round_rows(rows, fmt) if _rounds(rows) else rows,
+                    result,
                 )
-                yield Step("weight" if operand.role == "weight" else "activation", operand, result)
+                yield Step(
+                    "weight" if operand.role == "weight" else "activation",
+                    operand,
+                    result,
+                )
         else:
             for operand in weights:
                 exact = leaves[operand.leaf]
                 leaves[operand.leaf] = round_operand(exact, operand, fmt)
                 # under autocast the bias is rounded on the way
-                if operand.role == "bias" and call.operator.name in _ADDS_BIAS and not call.autocast:
+                if (
+                    operand.role == "bias"
+                    and call.operator.name in _ADDS_BIAS
+                    and not call.autocast
+                ):
                     shift = leaves[operand.leaf] - exact
-                    after = 0 if call.kind == "linear" else int(call.operator.name[4])  # axes after the channels
+                    after = (
+                        0 if call.kind == "linear" else int(call.operator.name[4])
+                    )  # axes after the channels
                     result = result + shift.view(-1, *[1] * after)
                 else:
                     result = call.again(leaves)
@@ -110,7 +123,11 @@ def steps(call: Call, fmt: Format, reference: Any) -> Iterator[Step]:
         yield Step("output", None, round_output(result, fmt))
 
 
-def execute(call: Call, fmt: Format, through: Callable[[Tensor, Tensor], Tensor] = lambda _, rounded: rounded) -> Any:
+def execute(
+    call: Call,
+    fmt: Format,
+    through: Callable[[Tensor, Tensor], Tensor] = lambda _, rounded: rounded,
+) -> Any:
     """The call's result when executed in ``fmt`` (an in-place operator writes, as it would).
 
     ``through(exact, rounded)`` gives the tensor that is used for a rounded one: training passes gradients through it.
@@ -119,7 +136,12 @@ def execute(call: Call, fmt: Format, through: Callable[[Tensor, Tensor], Tensor]
     if rule is None:
         return call.run()
     if _looks_up(call, fmt):
-        return tree_map(lambda rows: through(rows, round_rows(rows, fmt)) if _rounds(rows) else rows, call.run())
+        return tree_map(
+            lambda rows: (
+                through(rows, round_rows(rows, fmt)) if _rounds(rows) else rows
+            ),
+            call.run(),
+        )
     leaves = list(call.leaves)
     for operand in call.operands:
         how = rule.activation if operand.role == "activation" else rule.weight
@@ -136,20 +158,32 @@ def execute(call: Call, fmt: Format, through: Callable[[Tensor, Tensor], Tensor]
     if call.operator.inplace:
         with torch.no_grad():
             return result.copy_(round_output(result, fmt))
-    return tree_map(lambda t: through(t, round_tensor(t.detach(), fmt)) if _rounds(t) else t, result)
+    return tree_map(
+        lambda t: through(t, round_tensor(t.detach(), fmt)) if _rounds(t) else t, result
+    )
 
 
 def _looks_up(call: Call, fmt: Format) -> bool:
     """Whether rounding the rows that were looked up gives the same values as rounding the table: each row has its own
     scale, or none."""
     rule = fmt.execution
-    return rule is not None and call.operator.name == "embedding" and rule.weight not in (None, "tensor")
+    return (
+        rule is not None
+        and call.operator.name == "embedding"
+        and rule.weight not in (None, "tensor")
+    )
 
 
 def round_operand(x: Tensor, operand: Operand, fmt: Format) -> Tensor:
     """``x`` rounded the way ``fmt`` rounds this operand: a plain cast, or scaled per tensor, channel or block."""
     rule = fmt.execution
-    how = None if rule is None else rule.activation if operand.role == "activation" else rule.weight
+    how = (
+        None
+        if rule is None
+        else rule.activation
+        if operand.role == "activation"
+        else rule.weight
+    )
     if how is None or x.numel() == 0:
         return x
     if operand.role == "activation":
@@ -164,7 +198,9 @@ def round_operand(x: Tensor, operand: Operand, fmt: Format) -> Tensor:
     elif how == "token" and x.ndim > 1:
         granularity = PerToken()
     elif how in ("block", "group"):
-        return _round_blocks(x, fmt, operand.reduce if -x.ndim <= operand.reduce < x.ndim else -1)
+        return _round_blocks(
+            x, fmt, operand.reduce if -x.ndim <= operand.reduce < x.ndim else -1
+        )
     return round_tensor(x, fmt, granularity=granularity)
 
 
@@ -194,7 +230,16 @@ def gradient_format(fmt: Format) -> Format | None:
     beside = {"fp8_e4m3fn": "fp8_e5m2", "fp8_e4m3fnuz": "fp8_e5m2fnuz"}
     if fmt.name in beside:
         return FORMATS[beside[fmt.name]]
-    own = fmt.name in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8_e5m2", "fp8_e5m2fnuz", "hif8")
+    own = fmt.name in (
+        "fp64",
+        "fp32",
+        "tf32",
+        "bf16",
+        "fp16",
+        "fp8_e5m2",
+        "fp8_e5m2fnuz",
+        "hif8",
+    )
     return fmt if own else None
 
 
@@ -205,7 +250,12 @@ def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:
     rounds outputs (bf16, not tf32 or fp8). Formats without one for gradients leave them alone: straight through.
     """
     rule, wanted = fmt.execution, gradient_format(fmt)
-    if rule is None or wanted is None or gradient.numel() == 0 or (written and not rule.output):
+    if (
+        rule is None
+        or wanted is None
+        or gradient.numel() == 0
+        or (written and not rule.output)
+    ):
         return gradient
     if rule.activation == "tensor":
         return round_tensor(gradient.detach(), wanted, granularity=PerTensor())

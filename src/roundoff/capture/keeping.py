@@ -50,6 +50,8 @@ class Keeper:
         found = self._positions.get(count)
         if found is None:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + count)
-            found = torch.randint(0, count, (SAMPLE,), generator=generator).sort().values
+            found = (
+                torch.randint(0, count, (SAMPLE,), generator=generator).sort().values
+            )
             self._positions[count] = found
         return found

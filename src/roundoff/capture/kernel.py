@@ -47,11 +47,18 @@ def sums(x: Tensor) -> Tensor:
     a, b, c, d = x.to(torch.float32).view(x.shape[0], 4, -1).unbind(1)
     low = torch.minimum(torch.minimum(a, b), torch.minimum(c, d))
     high = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
-    nearest = torch.minimum(torch.minimum(a.abs(), b.abs()), torch.minimum(c.abs(), d.abs()))
-    return torch.stack([
-        low.amin(1).amin(), high.amax(1).amax(), ((a + b) + (c + d)).sum(1).sum(),
-        ((a * a + b * b) + (c * c + d * d)).sum(1).sum(), nearest.amin(1).amin(),
-    ])  # fmt: skip
+    nearest = torch.minimum(
+        torch.minimum(a.abs(), b.abs()), torch.minimum(c.abs(), d.abs())
+    )
+    return torch.stack(
+        [
+            low.amin(1).amin(),
+            high.amax(1).amax(),
+            ((a + b) + (c + d)).sum(1).sum(),
+            ((a * a + b * b) + (c * c + d * d)).sum(1).sum(),
+            nearest.amin(1).amin(),
+        ]
+    )
 
 
 def counts(x: Tensor) -> Tensor:
@@ -59,7 +66,9 @@ def counts(x: Tensor) -> Tensor:
     smallest = torch.finfo(x.dtype).tiny
     wide = x.to(torch.float32)
     zeros = (wide == 0).to(torch.float32).sum(1)
-    return torch.stack([zeros.sum(), (wide.abs() < smallest).to(torch.float32).sum(1).sum()])
+    return torch.stack(
+        [zeros.sum(), (wide.abs() < smallest).to(torch.float32).sum(1).sum()]
+    )
 
 
 def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -71,27 +80,45 @@ def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     finite = size < math.inf
     y = torch.where(finite, (wide - shift) * scale, 0.0)
     marks = (
-        finite, wide != wide, wide == math.inf, wide == -math.inf, wide == 0, (size < smallest) & (wide != 0),
-    )  # fmt: skip
+        finite,
+        wide != wide,
+        wide == math.inf,
+        wide == -math.inf,
+        wide == 0,
+        (size < smallest) & (wide != 0),
+    )
     low = torch.where(finite, wide, math.inf).amin(1).amin()
     high = torch.where(finite, wide, -math.inf).amax(1).amax()
-    return torch.stack([
-        low, high, y.sum(1).sum(), (y * y).sum(1).sum(), *(m.to(torch.float32).sum(1).sum() for m in marks)
-    ])  # fmt: skip
+    return torch.stack(
+        [
+            low,
+            high,
+            y.sum(1).sum(),
+            (y * y).sum(1).sum(),
+            *(m.to(torch.float32).sum(1).sum() for m in marks),
+        ]
+    )
 
 
 def errors(x: Tensor, reference: Tensor) -> Tensor:
     """``[max of |x - reference|, sum of its squares, max of |reference|, sum of its squares]`` of two tensors of shape
     ``(rows, n)``, n a multiple of 4, in fp64; not finite where one of them is not."""
-    quarters, true = x.to(torch.float64).view(x.shape[0], 4, -1), reference.view(x.shape[0], 4, -1)
+    quarters, true = (
+        x.to(torch.float64).view(x.shape[0], 4, -1),
+        reference.view(x.shape[0], 4, -1),
+    )
     a, b, c, d = (quarters - true).abs().unbind(1)
     e, f, g, h = true.abs().unbind(1)
     most = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
     size = torch.maximum(torch.maximum(e, f), torch.maximum(g, h))
-    return torch.stack([
-        most.amax(1).amax(), ((a * a + b * b) + (c * c + d * d)).sum(1).sum(),
-        size.amax(1).amax(), ((e * e + f * f) + (g * g + h * h)).sum(1).sum(),
-    ])  # fmt: skip
+    return torch.stack(
+        [
+            most.amax(1).amax(),
+            ((a * a + b * b) + (c * c + d * d)).sum(1).sum(),
+            size.amax(1).amax(),
+            ((e * e + f * f) + (g * g + h * h)).sum(1).sum(),
+        ]
+    )
 
 
 Compiled = Callable[[list[Tensor]], list[Tensor]]
@@ -114,10 +141,19 @@ def compiled(name: str, dtype: torch.dtype) -> Compiled | None:
         found = run(list(inputs))[0]
     except (RuntimeError, AttributeError, OSError):
         return None
-    return run if torch.allclose(found, KERNELS[name].function(*inputs), rtol=1e-4) else None
+    return (
+        run
+        if torch.allclose(found, KERNELS[name].function(*inputs), rtol=1e-4)
+        else None
+    )
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {"sums": sums, "counts": counts, "masked_sums": masked_sums, "errors": errors}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sums": sums,
+    "counts": counts,
+    "masked_sums": masked_sums,
+    "errors": errors,
+}
 
 
 class Kernel(NamedTuple):
@@ -134,7 +170,9 @@ class Kernel(NamedTuple):
 def _package(name: str, dtype: torch.dtype) -> Path:
     """A file of its own for each torch, processor and version of the function, in the user's cache folder."""
     kernel = KERNELS[name]
-    source = "".join(inspect.getsource(f) for f in (kernel.function, *kernel.helpers)).encode()
+    source = "".join(
+        inspect.getsource(f) for f in (kernel.function, *kernel.helpers)
+    ).encode()
     machine = f"{torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {dtype}"
     machine += " on torch's threads" if kernel.threads else ""
     key = hashlib.sha256(source + machine.encode()).hexdigest()[:16]
@@ -144,24 +182,41 @@ def _package(name: str, dtype: torch.dtype) -> Path:
 
 def _build(path: Path, name: str, dtype: torch.dtype) -> bool:
     failed = path.with_suffix(".failed")
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    compiler = os.environ.get("CXX") or (
+        "clang++" if sys.platform == "darwin" else "g++"
+    )
     if failed.exists() or shutil.which(compiler) is None:
         return False  # at once, in every process
-    words = [str(path), name, str(dtype).removeprefix("torch."), KERNELS[name].function.__module__]
+    words = [
+        str(path),
+        name,
+        str(dtype).removeprefix("torch."),
+        KERNELS[name].function.__module__,
+    ]
     # the program under capture may have changed what Python imports, or be one of several processes that build
-    log.warning("compiling %s of %s, once on this machine (some 10 seconds)", name, words[2])
-    paths = os.pathsep.join(p for p in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")) if p)
+    log.warning(
+        "compiling %s of %s, once on this machine (some 10 seconds)", name, words[2]
+    )
+    paths = os.pathsep.join(
+        p for p in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")) if p
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         done = subprocess.run(
             [sys.executable, "-m", "roundoff.capture.kernel", *words],
-            capture_output=True, check=False, timeout=300, env=os.environ | {"PYTHONPATH": paths},
-        )  # fmt: skip
+            capture_output=True,
+            check=False,
+            timeout=300,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
     except (OSError, subprocess.SubprocessError):
         return False
     if done.returncode == 0 and path.exists():
         return True
-    log.warning("it could not be compiled, so torch's own operators do it; delete %s to try again", failed)
+    log.warning(
+        "it could not be compiled, so torch's own operators do it; delete %s to try again",
+        failed,
+    )
     with contextlib.suppress(OSError):
         failed.write_bytes(done.stderr)
     return False
@@ -181,10 +236,12 @@ KERNELS: dict[str, Kernel] = {
     "sums": Kernel(sums, lambda dtype, rows: [probe(dtype, rows)]),
     "counts": Kernel(counts, lambda dtype, rows: [probe(dtype, rows)]),
     "masked_sums": Kernel(
-        masked_sums, lambda dtype, rows: [probe(dtype, rows), torch.tensor(1.0), torch.tensor(0.5)]
+        masked_sums,
+        lambda dtype, rows: [probe(dtype, rows), torch.tensor(1.0), torch.tensor(0.5)],
     ),
     "errors": Kernel(
-        errors, lambda dtype, rows: [probe(dtype, rows), probe(torch.float64, rows) * 1.125]
+        errors,
+        lambda dtype, rows: [probe(dtype, rows), probe(torch.float64, rows) * 1.125],
     ),
 }
 
@@ -204,7 +261,11 @@ def _compile(path: str, name: str, dtype: str) -> None:
     partial = f"{path}.{os.getpid()}.pt2"
     # the number of threads is asked for in each call, or is one; and all in one loop, however long its body
     threads = {"cpp.dynamic_threads": True} if kernel.threads else {"cpp.threads": 1}
-    whole = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000} if kernel.helpers else {}
+    whole = (
+        {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
+        if kernel.helpers
+        else {}
+    )
     torch._inductor.aoti_compile_and_package(
         program, package_path=partial, inductor_configs=threads | whole
     )
@@ -214,5 +275,7 @@ def _compile(path: str, name: str, dtype: str) -> None:
 if __name__ == "__main__":
     import torch._inductor
 
-    importlib.import_module(sys.argv[4])  # adds its kernels to those of the module that it imports, not of this script
+    importlib.import_module(
+        sys.argv[4]
+    )  # adds its kernels to those of the module that it imports, not of this script
     importlib.import_module("roundoff.capture.kernel")._compile(*sys.argv[1:4])

@@ -33,7 +33,9 @@ def user_line(depth: int = 2) -> str | None:
                 return COMPILED
             if name.startswith(_OURS) and not name.startswith(_RECORDING):
                 return None  # who called roundoff has not written the call
-            skip = _skipped[code] = name.startswith((_OURS, _TORCH, "<")) or "/importlib/" in name
+            skip = _skipped[code] = (
+                name.startswith((_OURS, _TORCH, "<")) or "/importlib/" in name
+            )
         if not skip:
             key = (code, frame.f_lineno)
             line = _lines.get(key)

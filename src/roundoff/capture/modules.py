@@ -32,7 +32,11 @@ class ModuleRecording:
     """Listens to ``Paths`` and writes a row for each output of each module, and for the gradient that comes back to it."""
 
     def __init__(
-        self, paths: Paths, *, failed: Callable[[Exception], None], wanted: Callable[[str], bool] | None = None
+        self,
+        paths: Paths,
+        *,
+        failed: Callable[[Exception], None],
+        wanted: Callable[[str], bool] | None = None,
     ) -> None:
         self.paths, self.failed, self.wanted = paths, failed, wanted
         self.recorder: Recorder | None = None
@@ -49,7 +53,11 @@ class ModuleRecording:
         """The hook of every module's forward."""
         recorder = self.recorder
         kind = type(module).__name__
-        if recorder is None or torch._C._is_tracing() or (self.wanted is not None and not self.wanted(f"{path}/{kind}")):
+        if (
+            recorder is None
+            or torch._C._is_tracing()
+            or (self.wanted is not None and not self.wanted(f"{path}/{kind}"))
+        ):
             return
         try:
             source = Source("forward", path, None)
@@ -59,15 +67,34 @@ class ModuleRecording:
                 made = recorder.call(source, kind, None, records, outputs)
             for place, (tensor, record) in enumerate(zip(outputs, made, strict=True)):
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._gradient, recorder, path, kind, place, record))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(
+                        functools.partial(
+                            self._gradient, recorder, path, kind, place, record
+                        )
+                    )  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)
 
-    def _gradient(self, recorder: Recorder, path: str, kind: str, place: int, record: int, gradient: Tensor) -> None:
+    def _gradient(
+        self,
+        recorder: Recorder,
+        path: str,
+        kind: str,
+        place: int,
+        record: int,
+        gradient: Tensor,
+    ) -> None:
         if recorder is not self.recorder:
             return
         try:
             with _apart():
-                recorder.call(Source("backward", path, None), kind, None, [record], [gradient], place=place)
+                recorder.call(
+                    Source("backward", path, None),
+                    kind,
+                    None,
+                    [record],
+                    [gradient],
+                    place=place,
+                )
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)

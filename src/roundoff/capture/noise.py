@@ -48,12 +48,20 @@ EXACT = frozenset(
     _unsafe_index _unsafe_masked_index _unsafe_view""".split()
 )
 #: These add to what is there where they are told to, and store otherwise.
-_STORES = {"index_put": "accumulate", "_index_put_impl": "accumulate", "put": "accumulate", "scatter": "reduce"}
+_STORES = {
+    "index_put": "accumulate",
+    "_index_put_impl": "accumulate",
+    "put": "accumulate",
+    "scatter": "reduce",
+}
 #: Exact for many elements: those where fp64 gives the same.
-OFTEN = frozenset(
-    """add sub rsub mul div true_divide square sum native_dropout_backward copy
+OFTEN = (
+    frozenset(
+        """add sub rsub mul div true_divide square sum native_dropout_backward copy
     _amp_foreach_non_finite_check_and_unscale""".split()
-) | CASTS
+    )
+    | CASTS
+)
 #: Formats of scales and packed pairs, without a sign bit in front; no operator rounds to them.
 _UNSIGNED = ("torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,16 +81,24 @@ class Noise:
         self.seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Perturb | None:
+    def of(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Perturb | None:
         """What is to be called with the result of a call that is about to run; None for one that rounds nothing."""
         if not isinstance(func, OpOverload) or not _rounds(func, args, kwargs):
             return None
         exact = run_again(func, args, kwargs) if _base(func) in OFTEN else None
-        left = [a for n in EXACT_ARGUMENTS for a in _flat(_named(func, args, kwargs).get(n))]
+        left = [
+            a for n in EXACT_ARGUMENTS for a in _flat(_named(func, args, kwargs).get(n))
+        ]
 
         def perturb(result: Any) -> None:
             tensors = made(func, args, kwargs, result)
-            known = exact if isinstance(exact, list) and len(exact) == len(tensors) else [None] * len(tensors)
+            known = (
+                exact
+                if isinstance(exact, list) and len(exact) == len(tensors)
+                else [None] * len(tensors)
+            )
             if func._schema.name.partition("::")[2] in BATCH_NORM and args[5]:
                 tensors += _flat(args[3:5])
                 known += [None, None]
@@ -97,21 +113,36 @@ class Noise:
         """Move the elements of ``tensor``, of any shape and layout, in place; elements equal to those of ``exact`` (fp64,
         of the same shape) stay. Integers, booleans and tensors without readable values stay altogether."""
         values, _ = plain(tensor)
-        if values is None or not values.numel() or not (values.is_floating_point() or values.is_complex()):
+        if (
+            values is None
+            or not values.numel()
+            or not (values.is_floating_point() or values.is_complex())
+        ):
             return
-        if exact is not None and (exact.shape != values.shape or exact.device != values.device):
+        if exact is not None and (
+            exact.shape != values.shape or exact.device != values.device
+        ):
             exact = None
         if str(values.dtype) in _UNSIGNED:
             return
         if values.is_complex():
             values = torch.view_as_real(values.conj() if values.is_conj() else values)
             exact = None if exact is None else torch.view_as_real(exact.resolve_conj())
-        if any(stride == 0 and size > 1 for stride, size in zip(values.stride(), values.shape, strict=True)):
+        if any(
+            stride == 0 and size > 1
+            for stride, size in zip(values.stride(), values.shape, strict=True)
+        ):
             return  # one element in several places: what the call has made is the smaller tensor behind it
         flat = in_memory_order(values)
-        same = None if exact is None or exact.stride() != values.stride() else in_memory_order(exact)
+        same = (
+            None
+            if exact is None or exact.stride() != values.stride()
+            else in_memory_order(exact)
+        )
         dense = None
-        if flat is None or (exact is not None and same is None):  # in row-major order, from a copy where it has gaps
+        if flat is None or (
+            exact is not None and same is None
+        ):  # in row-major order, from a copy where it has gaps
             dense = values.contiguous()
             flat, same = dense.view(-1), None if exact is None else exact.reshape(-1)
         generator = self._generator(values.device)
@@ -135,7 +166,9 @@ def _move_(flat: Tensor, exact: Tensor | None, generator: torch.Generator) -> No
     # a byte has four pairs of bits, and the difference of the two bits of a pair is 0, 0, 1 or -1
     words = torch.empty(-(-len(flat) // 32), dtype=torch.int64, device=flat.device)
     drawn = words.random_(-(2**63), None, generator=generator).view(torch.int8)
-    pairs = torch.stack([drawn >> shift for shift in (0, 2, 4, 6)]).view(-1)[: len(flat)]
+    pairs = torch.stack([drawn >> shift for shift in (0, 2, 4, 6)]).view(-1)[
+        : len(flat)
+    ]
     step = (pairs & 1) - ((pairs >> 1) & 1)
     magnitude = bits & torch.iinfo(integer).max
     one, largest = (_code(value, dtype) for value in (1.0, torch.finfo(dtype).max))
@@ -147,7 +180,12 @@ def _move_(flat: Tensor, exact: Tensor | None, generator: torch.Generator) -> No
 
 
 def _code(value: float, dtype: torch.dtype) -> int:
-    return int(torch.tensor(value, dtype=torch.float64).to(dtype).view(_BITS[dtype.itemsize]).item())
+    return int(
+        torch.tensor(value, dtype=torch.float64)
+        .to(dtype)
+        .view(_BITS[dtype.itemsize])
+        .item()
+    )
 
 
 def _rounds(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -163,7 +201,12 @@ def _rounds(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         source, target = values.get("src", values.get("self")), values["self"]
         a, b = _flat(source)[:1], _flat(target)[:1]
         to = values.get("dtype") or (b[0].dtype if b else None)
-        if not a or to is None or not a[0].is_floating_point() or (to.is_floating_point and holds(to, a[0].dtype)):
+        if (
+            not a
+            or to is None
+            or not a[0].is_floating_point()
+            or (to.is_floating_point and holds(to, a[0].dtype))
+        ):
             return False
     if name not in NOT_UNIQUE and name not in OPAQUE:
         try:
@@ -173,8 +216,12 @@ def _rounds(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return True
 
 
-def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+def _named(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        a.name: v for a, v in zip(func._schema.arguments, args, strict=False)
+    } | dict(kwargs)
 
 
 def _base(func: OpOverload) -> str:
@@ -186,4 +233,6 @@ def _base(func: OpOverload) -> str:
 def _flat(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [t for v in value for t in _flat(v)] if isinstance(value, (list, tuple)) else []
+    return (
+        [t for v in value for t in _flat(v)] if isinstance(value, (list, tuple)) else []
+    )

@@ -94,15 +94,30 @@ def _conv(dimensions: int, transposed: bool = False) -> OperatorSpec:
 
 
 _MATMUL = _spec("matmul", (0, "input", -1, -2), (1, "other", -2, -1))
-_ADD_MATMUL = _spec("matmul", (0, "input", 0, 0, True), (1, "mat1", -1, -2), (2, "mat2", -2, -1))
+_ADD_MATMUL = _spec(
+    "matmul", (0, "input", 0, 0, True), (1, "mat1", -1, -2), (2, "mat2", -2, -1)
+)
 _RNN = _spec("rnn", (0, "input", -1), (1, "hx", -1), (2, "params", 1, 0))
-_RNN_CELL = _spec("rnn", (0, "input", -1), (1, "hx", -1), (2, "w_ih", 1, 0), (3, "w_hh", 1, 0),
-                  (4, "b_ih", 0, 0, True), (5, "b_hh", 0, 0, True))  # fmt: skip
+_RNN_CELL = _spec(
+    "rnn",
+    (0, "input", -1),
+    (1, "hx", -1),
+    (2, "w_ih", 1, 0),
+    (3, "w_hh", 1, 0),
+    (4, "b_ih", 0, 0, True),
+    (5, "b_hh", 0, 0, True),
+)
 
 CONTRACTING: dict[str, OperatorSpec] = {
-    "linear": _spec("linear", (0, "input", -1), (1, "weight", 1, 0), (2, "bias", 0, 0, True)),
+    "linear": _spec(
+        "linear", (0, "input", -1), (1, "weight", 1, 0), (2, "bias", 0, 0, True)
+    ),
     "bilinear": _spec(
-        "linear", (0, "input1", -1), (1, "input2", -1), (2, "weight", 1, 0), (3, "bias", 0, 0, True)
+        "linear",
+        (0, "input1", -1),
+        (1, "input2", -1),
+        (2, "weight", 1, 0),
+        (3, "bias", 0, 0, True),
     ),
     **{f"conv{d}d": _conv(d) for d in (1, 2, 3)},
     **{f"conv_transpose{d}d": _conv(d, transposed=True) for d in (1, 2, 3)},
@@ -115,7 +130,9 @@ CONTRACTING: dict[str, OperatorSpec] = {
     "embedding": _spec("embedding", (0, "weight", 1, 0)),
     "embedding_bag": _spec("embedding", (0, "weight", 1, 0)),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _RNN),
-    **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _RNN_CELL),
+    **dict.fromkeys(
+        ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _RNN_CELL
+    ),
 }
 
 #: The kinds that a format limited to "matrix" operators can run.
@@ -123,10 +140,20 @@ MATRIX_KINDS = frozenset({"linear", "matmul", "conv", "attention", "rnn", "embed
 
 _DUNDER = re.compile(r"^__i?(?P<name>\w+?)__$")
 _RENAMED = {
-    "truediv": "div", "rtruediv": "rdiv", "rdiv": "rdiv", "radd": "add", "rmul": "mul", "rpow": "rpow",
-    "rsub": "rsub", "isub": "sub", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
+    "truediv": "div",
+    "rtruediv": "rdiv",
+    "rdiv": "rdiv",
+    "radd": "add",
+    "rmul": "mul",
+    "rpow": "rpow",
+    "rsub": "rsub",
+    "isub": "sub",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
     "floordiv": "floor_divide",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -152,7 +179,9 @@ class Operator:
         dunder = _DUNDER.match(raw)
         if dunder:
             inplace = (
-                raw.startswith("__i") and raw[2:-2] not in ("index", "int") or raw == "__setitem__"
+                raw.startswith("__i")
+                and raw[2:-2] not in ("index", "int")
+                or raw == "__setitem__"
             )
             name = dunder["name"] if inplace or not raw.startswith("__i") else raw[2:-2]
             return cls(_RENAMED.get(name, name), inplace)
@@ -196,7 +225,11 @@ def einsum_axes(equation: str, operand: int) -> tuple[int, int]:
     labels = terms[operand]
     others = "".join(terms[:operand] + terms[operand + 1 :])
     front = labels.find(".")
-    axes = {c: i if i < front else i - len(labels) for i, c in enumerate(labels) if c.isalpha()}
+    axes = {
+        c: i if i < front else i - len(labels)
+        for i, c in enumerate(labels)
+        if c.isalpha()
+    }
     summed = [axis for c, axis in axes.items() if c not in right]
     kept = [axis for c, axis in axes.items() if c in right]
     own = [axis for c, axis in axes.items() if c in right and c not in others]

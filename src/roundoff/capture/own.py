@@ -43,11 +43,16 @@ def shadow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compare
     """
     again = run_again(func, args, kwargs)
 
-    def compare(tensors: Sequence[Tensor], records: Sequence[int], own: dict[int, Own]) -> None:
+    def compare(
+        tensors: Sequence[Tensor], records: Sequence[int], own: dict[int, Own]
+    ) -> None:
         if isinstance(again, Reason):
             found: list[Own] = [(None, None, again.text)] * len(records)
         else:
-            found = [(None, None, NOT_COMPARED) if e is None else (e.l2, e.max, None) for e in own_error(tensors, again)]
+            found = [
+                (None, None, NOT_COMPARED) if e is None else (e.l2, e.max, None)
+                for e in own_error(tensors, again)
+            ]
         for record, entry in zip(records, found, strict=False):
             if record >= 0:
                 own.setdefault(record, entry)
@@ -87,14 +92,19 @@ def _one(actual: Tensor | None, reference: Tensor | None) -> OwnError | None:
         return found
     try:
         x, y = _wide(actual), _wide(reference)
-    except (RuntimeError, NotImplementedError):  # packed formats, and layouts without a dense form
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # packed formats, and layouts without a dense form
         return None
     difference = (x - y).abs_() if not x.is_complex() else (x - y).abs()
     size = y.abs()
     largest, most = torch.stack([difference.max(), size.max()]).tolist()
     if not math.isfinite(largest + most):
         same = (x == y) | (x.isnan() & y.isnan())
-        difference = difference.masked_fill_(same, 0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        difference = difference.masked_fill_(same, 0.0).nan_to_num_(
+            nan=torch.inf, posinf=torch.inf
+        )
         size = size.masked_fill_(~y.isfinite(), 0.0)
         largest, most = torch.stack([difference.max(), size.max()]).tolist()
     return OwnError(_norm(difference, largest), largest, _norm(size, most))
@@ -102,9 +112,17 @@ def _one(actual: Tensor | None, reference: Tensor | None) -> OwnError | None:
 
 def _at_once(actual: Tensor, reference: Tensor) -> OwnError | None:
     """In one pass over both; None where they are small, lie apart, or hold what that cannot add up."""
-    if actual.dtype not in COMPILED or reference.dtype is not torch.float64 or actual.device.type != "cpu":
+    if (
+        actual.dtype not in COMPILED
+        or reference.dtype is not torch.float64
+        or actual.device.type != "cpu"
+    ):
         return None
-    if actual.numel() < 16 * ROW or actual.layout is not torch.strided or actual.stride() != reference.stride():
+    if (
+        actual.numel() < 16 * ROW
+        or actual.layout is not torch.strided
+        or actual.stride() != reference.stride()
+    ):
         return None
     run = compiled("errors", actual.dtype)
     x, y = in_memory_order(actual), in_memory_order(reference)
@@ -115,11 +133,21 @@ def _at_once(actual: Tensor, reference: Tensor) -> OwnError | None:
     if whole < len(x):
         left, true = x[whole:].double(), y[whole:]
         off = left - true
-        parts.append(torch.stack([off.abs().amax(), off @ off, true.abs().amax(), true @ true]).tolist())
+        parts.append(
+            torch.stack(
+                [off.abs().amax(), off @ off, true.abs().amax(), true @ true]
+            ).tolist()
+        )
     largest, most = max(p[0] for p in parts), max(p[2] for p in parts)
-    if not all(value == 0 or 1e-140 < value < 1e140 for value in (largest, most)):  # also NaN
+    if not all(
+        value == 0 or 1e-140 < value < 1e140 for value in (largest, most)
+    ):  # also NaN
         return None
-    return OwnError(math.sqrt(sum(p[1] for p in parts)), largest, math.sqrt(sum(p[3] for p in parts)))
+    return OwnError(
+        math.sqrt(sum(p[1] for p in parts)),
+        largest,
+        math.sqrt(sum(p[3] for p in parts)),
+    )
 
 
 def _norm(values: Tensor, largest: float) -> float:
@@ -134,7 +162,9 @@ def _norm(values: Tensor, largest: float) -> float:
 def _wide(tensor: Tensor) -> Tensor:
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     if dense.is_conj() or dense.is_neg():
-        dense = dense.clone()  # below autograd, arithmetic does not look at these bits; copying does
+        dense = (
+            dense.clone()
+        )  # below autograd, arithmetic does not look at these bits; copying does
     if dense._is_zerotensor():
         dense = torch.zeros(dense.shape, dtype=dense.dtype, device=dense.device)
     wide: Tensor = dense.to(torch.complex128 if dense.is_complex() else torch.float64)

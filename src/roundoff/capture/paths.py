@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 #: Wrappers that are transparent: a site has one name with and without them.
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_flat_param)(?=\.|$)")
+_WRAPPERS = re.compile(
+    r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_flat_param)(?=\.|$)"
+)
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
 
 
@@ -29,7 +34,9 @@ class Paths:
         self.listeners: list[Callable[[nn.Module, str, Any, Any], None]] = []
         #: told of each module that is called outside of all others for the first time, with what stands before its paths
         self.found: list[Callable[[nn.Module, str], None]] = []
-        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = (
+            weakref.WeakKeyDictionary()
+        )
         if model is not None:
             self._add(model)
 
@@ -54,10 +61,15 @@ class Paths:
         parallel = type(root).__name__ in _PARALLEL
         for path, module in root.named_modules():
             self._paths.setdefault(module, _joined(prefix, _clean(path, parallel)))
-        tensors: Iterator[tuple[str, Tensor]] = iter([*root.named_parameters(), *root.named_buffers()])
+        tensors: Iterator[tuple[str, Tensor]] = iter(
+            [*root.named_parameters(), *root.named_buffers()]
+        )
         for name, tensor in tensors:
             if self.name_of(tensor) is None:
-                self._names[id(tensor)] = weakref.ref(tensor), _joined(prefix, _clean(name, parallel))
+                self._names[id(tensor)] = (
+                    weakref.ref(tensor),
+                    _joined(prefix, _clean(name, parallel)),
+                )
         return prefix
 
     def _enter(self, module: nn.Module, _: Any) -> None:
@@ -121,7 +133,10 @@ def _clean(path: str, parallel: bool) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without torch's warning that global hooks run once more around a compiled module: that is its boundary."""
-    warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+    warnings.filterwarnings(
+        "ignore",
+        message="Using `torch.compile\\(module\\)` when there are global hooks",
+    )
     entry = warnings.filters[0]
     try:
         yield

@@ -32,22 +32,43 @@ def plain(tensor: Tensor) -> tuple[Tensor | None, str | None]:
             if tensor.is_meta:
                 return None, "a meta tensor has no values"
             if tensor.is_quantized or tensor.is_nested:
-                return (tensor.dequantize() if tensor.is_quantized else tensor.values().detach()), None
+                return (
+                    tensor.dequantize()
+                    if tensor.is_quantized
+                    else tensor.values().detach()
+                ), None
             if not tensor.data_ptr() and tensor.numel():
                 if tensor._is_zerotensor():  # autograd's zeros without memory
-                    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device), None
+                    return torch.zeros(
+                        tensor.shape, dtype=tensor.dtype, device=tensor.device
+                    ), None
                 return None, "its memory was freed"
             return tensor, None
         if layout is torch.sparse_coo:
             return tensor._values(), None
-        if layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        if layout in (
+            torch.sparse_csr,
+            torch.sparse_csc,
+            torch.sparse_bsr,
+            torch.sparse_bsc,
+        ):
             return tensor.values(), None
-        return None, f"values in layout {str(layout).removeprefix('torch.')} cannot be read"
+        return (
+            None,
+            f"values in layout {str(layout).removeprefix('torch.')} cannot be read",
+        )
     for attribute in ("_local_tensor", "_values"):
         inner = getattr(tensor, attribute, None)
         if type(inner) is Tensor:
-            return (inner, None) if inner.device.type != "meta" else (None, "a meta tensor has no values")
-    if not hasattr(kind, "__torch_dispatch__") or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
+            return (
+                (inner, None)
+                if inner.device.type != "meta"
+                else (None, "a meta tensor has no values")
+            )
+    if (
+        not hasattr(kind, "__torch_dispatch__")
+        or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    ):
         return tensor.as_subclass(Tensor), None  # a subclass with plain memory
     return None, f"values inside {kind.__name__} cannot be read"
 
@@ -72,4 +93,18 @@ def tensors_in(*groups: Any) -> list[Tensor]:
 
 
 #: Told apart by their type alone, which is faster than ``isinstance``.
-_KINDS = frozenset({Tensor, Parameter, list, tuple, int, float, bool, str, type(None), torch.dtype, torch.device})
+_KINDS = frozenset(
+    {
+        Tensor,
+        Parameter,
+        list,
+        tuple,
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+    }
+)

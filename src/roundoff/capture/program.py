@@ -33,13 +33,26 @@ def words_of(command: Sequence[str], verb: str) -> list[str]:
     said = " ".join(command)
     name = Path(words[0]).name if words else ""
     module = words[1] if words[:1] == ["-m"] and len(words) > 1 else ""
-    if name in ("torchrun", "accelerate", "deepspeed") or module.startswith(("torch.distributed.", "accelerate.commands")):
-        raise RunError("a launcher's processes are not seen from outside", where=said,
-                       expected="the launcher around roundoff, so that each process looks at its own part",
-                       do=f"torchrun --nproc-per-node 2 -m roundoff {verb} -- train.py --epochs 1")  # fmt: skip
-    if not words or (words[0] == "-m" and not module) or (words[0] != "-m" and not Path(words[0]).is_file()):
-        raise RunError("no script to run", expected="a Python file and its arguments, or -m and a module, after --",
-                       got=said or "nothing", do=f"roundoff {verb} -- train.py --epochs 1")  # fmt: skip
+    if name in ("torchrun", "accelerate", "deepspeed") or module.startswith(
+        ("torch.distributed.", "accelerate.commands")
+    ):
+        raise RunError(
+            "a launcher's processes are not seen from outside",
+            where=said,
+            expected="the launcher around roundoff, so that each process looks at its own part",
+            do=f"torchrun --nproc-per-node 2 -m roundoff {verb} -- train.py --epochs 1",
+        )
+    if (
+        not words
+        or (words[0] == "-m" and not module)
+        or (words[0] != "-m" and not Path(words[0]).is_file())
+    ):
+        raise RunError(
+            "no script to run",
+            expected="a Python file and its arguments, or -m and a module, after --",
+            got=said or "nothing",
+            do=f"roundoff {verb} -- train.py --epochs 1",
+        )
     return words
 
 
@@ -77,7 +90,9 @@ def _as_main(words: list[str]) -> Iterator[None]:
     argv, path = sys.argv, list(sys.path)
     main = sys.modules.get("__main__")
     sys.argv = words[1:] if words[0] == "-m" else words
-    sys.path.insert(0, os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent))
+    sys.path.insert(
+        0, os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+    )
     try:
         yield
     finally:
@@ -90,7 +105,8 @@ def _below(error: BaseException) -> Any:
     """The traceback from the script's own first frame on; None for a script that does not parse."""
     trace = error.__traceback__
     while trace is not None and (
-        trace.tb_frame.f_code.co_filename == __file__ or "runpy" in trace.tb_frame.f_code.co_filename
+        trace.tb_frame.f_code.co_filename == __file__
+        or "runpy" in trace.tb_frame.f_code.co_filename
     ):
         trace = trace.tb_next
     return trace

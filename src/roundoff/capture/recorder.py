@@ -17,10 +17,36 @@ Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 Keep = Callable[[int, Tensor], dict[str, Any]]
 
 FIELDS = (
-    "record", "call", "phase", "module", "operator", "index", "recomputed", "place", "overload", "name", "line", "inputs",
-    "arguments", "view_of", "inplace", "dtype", "shape", "stride", "offset", "device", "layout", "numel", "group", "reason",
-)  # fmt: skip
-_DTYPES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    "record",
+    "call",
+    "phase",
+    "module",
+    "operator",
+    "index",
+    "recomputed",
+    "place",
+    "overload",
+    "name",
+    "line",
+    "inputs",
+    "arguments",
+    "view_of",
+    "inplace",
+    "dtype",
+    "shape",
+    "stride",
+    "offset",
+    "device",
+    "layout",
+    "numel",
+    "group",
+    "reason",
+)
+_DTYPES = {
+    d: str(d).removeprefix("torch.")
+    for d in vars(torch).values()
+    if isinstance(d, torch.dtype)
+}
 
 
 class Source:
@@ -28,7 +54,9 @@ class Source:
 
     __slots__ = ("again", "line", "module", "phase")
 
-    def __init__(self, phase: str, module: str, line: str | None, again: bool = False) -> None:
+    def __init__(
+        self, phase: str, module: str, line: str | None, again: bool = False
+    ) -> None:
         self.phase, self.module, self.line, self.again = phase, module, line, again
 
 
@@ -36,10 +64,21 @@ class _Memory:
     """What is known of one storage: the record of each view of it, and the record that views are now views of, with the
     elements ``start`` to ``end`` of the storage that it covers."""
 
-    __slots__ = ("alive", "base", "elements", "end", "latest", "records", "start", "version")
+    __slots__ = (
+        "alive",
+        "base",
+        "elements",
+        "end",
+        "latest",
+        "records",
+        "start",
+        "version",
+    )
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.alive = storage._weak_ref()  # keeps the address from being given to another storage
+        self.alive = (
+            storage._weak_ref()
+        )  # keeps the address from being given to another storage
         self.records: dict[Any, int] = {}
         self.base: Geometry | None = None  # of the latest
         self.elements: dict[Any, int] | None = None
@@ -55,7 +94,11 @@ class Recorder:
     """Rows of the step that runs now. ``name_of`` gives the names of parameters and buffers."""
 
     def __init__(
-        self, keep: Keep | None = None, *, name_of: Callable[[Tensor], str | None] = lambda _: None, versions: bool = False
+        self,
+        keep: Keep | None = None,
+        *,
+        name_of: Callable[[Tensor], str | None] = lambda _: None,
+        versions: bool = False,
     ) -> None:
         self.keep = keep
         self.versions = versions
@@ -98,16 +141,33 @@ class Recorder:
         if record is None:
             source = Source("backward", name.rpartition(".")[0], None)
             value, _ = plain(gradient)
-            memory = None if value is None else self._memory.get(value.untyped_storage()._cdata)
-            written = [memory.latest] if memory is not None and memory.latest >= 0 else []  # in place, through a view
+            memory = (
+                None
+                if value is None
+                else self._memory.get(value.untyped_storage()._cdata)
+            )
+            written = (
+                [memory.latest] if memory is not None and memory.latest >= 0 else []
+            )  # in place, through a view
             (record,) = self.call(source, "gradient", None, written, (gradient,))
         self.gradients[record] = f"{name}.grad"
 
     def call(
-        self, source: Source, operator: str, overload: str | None, inputs: Sequence[int], outputs: Sequence[Tensor],
-        *, written: Sequence[Tensor] = (), changed: Sequence[Tensor] = (), arguments: str | None = None,
-        group: str | None = None, reason: str | None = None, place: int = 0, each: Sequence[list[int]] | None = None,
-    ) -> list[int]:  # fmt: skip
+        self,
+        source: Source,
+        operator: str,
+        overload: str | None,
+        inputs: Sequence[int],
+        outputs: Sequence[Tensor],
+        *,
+        written: Sequence[Tensor] = (),
+        changed: Sequence[Tensor] = (),
+        arguments: str | None = None,
+        group: str | None = None,
+        reason: str | None = None,
+        place: int = 0,
+        each: Sequence[list[int]] | None = None,
+    ) -> list[int]:
         """One row for each tensor that a call has written, made, or ``changed`` without saying so; gives their records.
         ``each``: the inputs of each place, where they differ. The arguments stand in the first row."""
         number = self.calls
@@ -123,43 +183,100 @@ class Recorder:
             inplace = number not in made
             here = each[number % len(each)] if each else listed
             records.append(
-                self._row(tensor, head, place + number, overload, source.line, here, arguments, inplace, group, reason)
+                self._row(
+                    tensor,
+                    head,
+                    place + number,
+                    overload,
+                    source.line,
+                    here,
+                    arguments,
+                    inplace,
+                    group,
+                    reason,
+                )
             )
             arguments = None
         if not records:
             record = len(self.rows)
-            self.rows.append((
-                record, *head, 0, overload, None, source.line, listed, arguments, None, False, None, None, None, None,
-                None, None, None, group, reason or "no tensor among its results",
-            ))  # fmt: skip
+            self.rows.append(
+                (
+                    record,
+                    *head,
+                    0,
+                    overload,
+                    None,
+                    source.line,
+                    listed,
+                    arguments,
+                    None,
+                    False,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    group,
+                    reason or "no tensor among its results",
+                )
+            )
         return records
 
     def _before(self, tensor: Tensor, source: Source) -> int:
         name = self.name_of(tensor)
-        operator = "input" if name is None else "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-        if name is None and type(tensor.grad_fn).__name__.startswith("CompiledFunction"):
+        operator = (
+            "input"
+            if name is None
+            else "parameter"
+            if isinstance(tensor, torch.nn.Parameter)
+            else "buffer"
+        )
+        if name is None and type(tensor.grad_fn).__name__.startswith(
+            "CompiledFunction"
+        ):
             operator = "compiled"  # the boundary of a compiled region
         value, _ = plain(tensor)
-        memory = None if value is None else self._memory.get(value.untyped_storage()._cdata)
+        memory = (
+            None if value is None else self._memory.get(value.untyped_storage()._cdata)
+        )
         inputs: list[int] = []
         if memory is not None and memory.latest >= 0 and name is None:
-            operator, inputs = "alias", [memory.latest]  # another view of memory that a call has written
+            operator, inputs = (
+                "alias",
+                [memory.latest],
+            )  # another view of memory that a call has written
         key = ("", "", operator)
         head = (-1, source.phase, "", operator, self._counts[key], False)
         self._counts[key] += 1
-        return self._row(tensor, head, 0, None, source.line, inputs, None, False, None, None)
+        return self._row(
+            tensor, head, 0, None, source.line, inputs, None, False, None, None
+        )
 
     def _row(
-        self, tensor: Tensor, head: tuple[Any, ...], place: int, overload: str | None, line: str | None,
-        inputs: list[int], arguments: str | None, inplace: bool, group: str | None, reason: str | None,
-    ) -> int:  # fmt: skip
+        self,
+        tensor: Tensor,
+        head: tuple[Any, ...],
+        place: int,
+        overload: str | None,
+        line: str | None,
+        inputs: list[int],
+        arguments: str | None,
+        inplace: bool,
+        group: str | None,
+        reason: str | None,
+    ) -> int:
         tensor = bare(tensor)
         value, why = plain(tensor)
         record = len(self.rows)
         view_of = stride = offset = None
         if value is None:
             reason = reason or why
-            self._unread[id(tensor)] = (record, tensor)  # held, so that no other tensor gets its id
+            self._unread[id(tensor)] = (
+                record,
+                tensor,
+            )  # held, so that no other tensor gets its id
         else:
             storage = value.untyped_storage()
             memory = self._memory.get(storage._cdata)
@@ -180,23 +297,49 @@ class Recorder:
                 if not value.is_contiguous() and in_memory_order(value) is None:
                     memory.end, stride = start, value.contiguous().stride()
             offset = start - memory.start
-            if value is not tensor and (tensor.is_nested or value.shape != tensor.shape):
+            if value is not tensor and (
+                tensor.is_nested or value.shape != tensor.shape
+            ):
                 stride = None  # values inside it: stored ones, a shard
             self._read(record, value, view_of, memory)
-        self.rows.append((
-            record, *head, place, overload, self.name_of(tensor), line, inputs, arguments, view_of, inplace,
-            tensor.dtype, None if tensor.is_nested else tuple(tensor.shape), stride, offset, tensor.device, tensor.layout,
-            tensor.numel(), group, reason,
-        ))  # fmt: skip
+        self.rows.append(
+            (
+                record,
+                *head,
+                place,
+                overload,
+                self.name_of(tensor),
+                line,
+                inputs,
+                arguments,
+                view_of,
+                inplace,
+                tensor.dtype,
+                None if tensor.is_nested else tuple(tensor.shape),
+                stride,
+                offset,
+                tensor.device,
+                tensor.layout,
+                tensor.numel(),
+                group,
+                reason,
+            )
+        )
         return record
 
-    def _read(self, record: int, value: Tensor, view_of: int | None, memory: _Memory) -> None:
+    def _read(
+        self, record: int, value: Tensor, view_of: int | None, memory: _Memory
+    ) -> None:
         if view_of is not None:
             if memory.elements is None:
-                memory.elements = {} if memory.base is None else {_elements(*memory.base): view_of}
+                memory.elements = (
+                    {} if memory.base is None else {_elements(*memory.base): view_of}
+                )
             elements = _elements(*_geometry(value))
             twin = memory.elements.get(elements) if elements else None
-            if twin is not None:  # the same elements in another order: the same statistics
+            if (
+                twin is not None
+            ):  # the same elements in another order: the same statistics
                 self.same[record] = twin
                 if self.keep is not None and (kept := self.kept.get(view_of)):
                     self.kept[record] = kept
@@ -215,22 +358,31 @@ class Recorder:
         """All columns of the step, statistics included."""
         found, histograms = self.statistics.finish()
         columns: dict[str, list[Any]] = {
-            name: list(values) for name, values in zip(FIELDS, zip(*self.rows, strict=True), strict=True)
+            name: list(values)
+            for name, values in zip(FIELDS, zip(*self.rows, strict=True), strict=True)
         }
         columns["dtype"] = [d and _DTYPES.get(d, str(d)) for d in columns["dtype"]]
         columns["shape"] = [s and list(s) if s != () else [] for s in columns["shape"]]
         columns["stride"] = [None if s is None else list(s) for s in columns["stride"]]
         columns["device"] = [d and str(d) for d in columns["device"]]
-        columns["layout"] = [v and str(v).removeprefix("torch.") for v in columns["layout"]]
-        columns["name"] = [self.gradients.get(r, n) for r, n in enumerate(columns["name"])]
+        columns["layout"] = [
+            v and str(v).removeprefix("torch.") for v in columns["layout"]
+        ]
+        columns["name"] = [
+            self.gradients.get(r, n) for r, n in enumerate(columns["name"])
+        ]
         order = [self._root(r) for r in range(len(self.rows))]
         for i, name in enumerate(COLUMNS):
-            columns[name] = [row[i] if (row := found.get(r)) is not None else None for r in order]
+            columns[name] = [
+                row[i] if (row := found.get(r)) is not None else None for r in order
+            ]
         shapes = [histograms.get(r, (None, None, None)) for r in order]
         for i, name in enumerate(("exponent", "exponents", "sampled")):
             columns[name] = [h[i] for h in shapes]
         for name in ("hash", "blob"):
-            columns[name] = [self.kept.get(r, {}).get(name) for r in range(len(self.rows))]
+            columns[name] = [
+                self.kept.get(r, {}).get(name) for r in range(len(self.rows))
+            ]
         own = [self.own.get(r, (None, None, None)) for r in range(len(self.rows))]
         for i, name in enumerate(("own_l2", "own_max", "own_reason")):
             columns[name] = [o[i] for o in own]
@@ -250,10 +402,14 @@ def _end(value: Tensor) -> int:
     return int(value.storage_offset()) + (1 + last if value.numel() else 0)
 
 
-def _elements(offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> tuple[Any, ...] | None:
+def _elements(
+    offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> tuple[Any, ...] | None:
     """Which elements of the storage these are, in whatever order; None where one appears twice."""
     merged: list[tuple[int, int]] = []
-    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+    for stride, size in sorted(
+        (s, n) for s, n in zip(strides, shape, strict=True) if n != 1
+    ):
         if not stride:
             return None
         if merged and merged[-1][0] * merged[-1][1] == stride:

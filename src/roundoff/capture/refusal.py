@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-_COLLECTIVES = frozenset("c10d c10d_functional _c10d_functional _c10d_functional_autograd symm_mem _dtensor".split())
+_COLLECTIVES = frozenset(
+    "c10d c10d_functional _c10d_functional _c10d_functional_autograd symm_mem _dtensor".split()
+)
 _QUANTIZED = frozenset("quantized _quantized quantized_decomposed".split())
 UNINITIALISED = frozenset(
     """empty empty_like empty_strided empty_permuted new_empty new_empty_strided empty_quantized resize resize_
@@ -68,10 +70,14 @@ def refuse(func: OpOverload, values: Mapping[str, Any]) -> None:
     if name in CASTS:
         _refuse_cast(values)
     elif torch.Tag.inplace_view in func.tags or any(
-        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        r.alias_info is not None and not r.alias_info.is_write
+        for r in func._schema.returns
     ):
         raise Refusal("a view rounds nothing")
-    if not any("Tensor" in str(r.type) for r in func._schema.returns) and not func._schema.is_mutable:
+    if (
+        not any("Tensor" in str(r.type) for r in func._schema.returns)
+        and not func._schema.is_mutable
+    ):
         raise Refusal("returns no tensor")
 
 
@@ -94,13 +100,18 @@ def _random(func: OpOverload, name: str, values: Mapping[str, Any]) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return values.get("generator") is not None
-    declared = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    declared = {
+        a.name: a.default_value for a in func._schema.arguments if a.has_default_value()
+    }
     given = declared | dict(values)
     if "dropout_p" in given:
         return False
     if given.get("train", given.get("training")) is False:
         return False
-    return given.get("dropout" if "dropout" in given else "p" if "dropout" in name else "") != 0
+    return (
+        given.get("dropout" if "dropout" in given else "p" if "dropout" in name else "")
+        != 0
+    )
 
 
 def _refuse_cast(values: Mapping[str, Any]) -> None:
@@ -108,9 +119,19 @@ def _refuse_cast(values: Mapping[str, Any]) -> None:
     if not isinstance(source, Tensor):
         return
     other = values.get("other")  # to.other takes the format of a tensor
-    target = values.get("dtype") or (other.dtype if isinstance(other, Tensor) else source.dtype)
+    target = values.get("dtype") or (
+        other.dtype if isinstance(other, Tensor) else source.dtype
+    )
     if target is source.dtype or (
-        (source.is_floating_point() and target.is_floating_point and holds(target, source.dtype))
-        or (source.is_complex() and target.is_complex and holds(target.to_real(), source.dtype.to_real()))
+        (
+            source.is_floating_point()
+            and target.is_floating_point
+            and holds(target, source.dtype)
+        )
+        or (
+            source.is_complex()
+            and target.is_complex
+            and holds(target.to_real(), source.dtype.to_real())
+        )
     ):
         raise Refusal("a cast that rounds nothing")

@@ -26,16 +26,30 @@ Row = Mapping[str, Any]
 
 #: The columns of ``replay``'s result.
 COLUMNS: dict[str, Any] = {
-    "rank": pl.Int32, "step": pl.Int64, "record": pl.Int64, "phase": pl.String, "site": pl.String,
-    "overload": pl.String, "place": pl.Int64, "own_l2": pl.Float64, "own_max": pl.Float64, "sqnr_db": pl.Float64,
+    "rank": pl.Int32,
+    "step": pl.Int64,
+    "record": pl.Int64,
+    "phase": pl.String,
+    "site": pl.String,
+    "overload": pl.String,
+    "place": pl.Int64,
+    "own_l2": pl.Float64,
+    "own_max": pl.Float64,
+    "sqnr_db": pl.Float64,
     "reason": pl.String,
-}  # fmt: skip
+}
 
 
 def replay(
-    run: Run, *, site: str | None = None, phase: str | None = None, device: str = "cpu", dtype: str = "fp64",
-    rank: int = 0, step: int | None = None,
-) -> pl.DataFrame:  # fmt: skip
+    run: Run,
+    *,
+    site: str | None = None,
+    phase: str | None = None,
+    device: str = "cpu",
+    dtype: str = "fp64",
+    rank: int = 0,
+    step: int | None = None,
+) -> pl.DataFrame:
     """Each recorded call once more on the inputs it had, against the result it gave then; a row for each output.
 
     ``own_l2`` and ``own_max`` are of |recorded - again|, ``sqnr_db`` is 20 log10(l2 of again / own_l2): infinite where
@@ -73,7 +87,10 @@ def _replay_step(
 ) -> Iterator[tuple[Row, Row]]:
     rank, step = rows["rank"][0], rows["step"][0]
     stored = run.ops.filter((pl.col("rank") == rank) & (pl.col("step") == step))
-    known = {row["record"]: row for row in stored.select(*_NEEDED, site_name()).collect().iter_rows(named=True)}
+    known = {
+        row["record"]: row
+        for row in stored.select(*_NEEDED, site_name()).collect().iter_rows(named=True)
+    }
 
     def tensor_of(record: int) -> Tensor:
         row = known.get(record)
@@ -82,7 +99,9 @@ def _replay_step(
             why = f" ({row['reason']})" if row is not None and row["reason"] else ""
             raise _NotStored(f"{name} is not stored{why}")
         if row["stride"] is None:
-            raise _NotStored(f"{row['name'] or row['site']} is stored as the values inside it alone")
+            raise _NotStored(
+                f"{row['name'] or row['site']} is stored as the values inside it alone"
+            )
         return run.tensor(record=record, rank=rank, step=step)
 
     for call in rows.partition_by("call", maintain_order=True):
@@ -96,7 +115,10 @@ def _replay_step(
 
 
 def _call_again(
-    row: Row, tensor_of: Callable[[int], Tensor], dtype: torch.dtype | None, device: torch.device
+    row: Row,
+    tensor_of: Callable[[int], Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> list[Any] | Reason:
     if row["overload"] is None:
         return Reason("not an operator with a schema")
@@ -110,7 +132,9 @@ def _call_again(
     return run_again(func, args, kwargs, dtype=dtype, device=device)
 
 
-def _result(row: Row, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]) -> Row:
+def _result(
+    row: Row, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]
+) -> Row:
     if isinstance(again, Reason):
         return _reason(again.text)
     try:
@@ -121,7 +145,12 @@ def _result(row: Row, again: list[Any] | Reason, tensor_of: Callable[[int], Tens
     [error] = own_error([actual], [again[place] if place < len(again) else None])
     if error is None:
         return _reason(NOT_COMPARED)
-    return {"own_l2": error.l2, "own_max": error.max, "sqnr_db": sqnr_db(error), "reason": None}
+    return {
+        "own_l2": error.l2,
+        "own_max": error.max,
+        "sqnr_db": sqnr_db(error),
+        "reason": None,
+    }
 
 
 def sqnr_db(error: OwnError) -> float:
@@ -148,27 +177,44 @@ class _NotStored(Exception):  # noqa: N818 - becomes the reason of a row
 _NEEDED = ("record", "blob", "stride", "name", "reason")
 
 
-def _chosen(run: Run, site: str | None, phase: str | None, rank: int, step: int | None) -> pl.DataFrame:
+def _chosen(
+    run: Run, site: str | None, phase: str | None, rank: int, step: int | None
+) -> pl.DataFrame:
     """The calls to run again, with their ``site``."""
     where = {"rank": (rank, run.ranks), "step": (step, run.steps)}
     for name, (asked, there) in where.items():
         if asked is not None and asked not in there:
-            raise RunError(f"the run has no {name} {asked}", where=str(run.path), got=str(asked),
-                           expected=", ".join(map(str, there)) or f"a run with a {name}")  # fmt: skip
+            raise RunError(
+                f"the run has no {name} {asked}",
+                where=str(run.path),
+                got=str(asked),
+                expected=", ".join(map(str, there)) or f"a run with a {name}",
+            )
     rows = run.ops.filter(pl.col("rank") == rank)
     if step is not None:
         rows = rows.filter(pl.col("step") == step)
     every = rows.collect()
-    if every["blob"].null_count() == every.height or run.about.get("keep", "tensors") != "tensors":
-        raise RunError("the run has no tensors to run an operator on", where=str(run.path),
-                       expected="a run recorded with keep tensors", got=f"keep {run.about.get('keep', 'stats')}",
-                       do="capture with --keep tensors")  # fmt: skip
+    if (
+        every["blob"].null_count() == every.height
+        or run.about.get("keep", "tensors") != "tensors"
+    ):
+        raise RunError(
+            "the run has no tensors to run an operator on",
+            where=str(run.path),
+            expected="a run recorded with keep tensors",
+            got=f"keep {run.about.get('keep', 'stats')}",
+            do="capture with --keep tensors",
+        )
     calls = every.filter(pl.col("call") >= 0)
     if phase is not None:
         phases = calls["phase"].unique(maintain_order=True).to_list()
         calls = calls.filter(pl.col("phase") == phase)
         if not calls.height:
-            raise RunError(f"the run has no phase {phase!r}", where=str(run.path), expected=", ".join(phases))
+            raise RunError(
+                f"the run has no phase {phase!r}",
+                where=str(run.path),
+                expected=", ".join(phases),
+            )
     calls = calls.with_columns(site_name())
     if site is not None:
         names = select(site, calls["site"].drop_nulls().unique(maintain_order=True))
@@ -179,8 +225,12 @@ def _chosen(run: Run, site: str | None, phase: str | None, rank: int, step: int 
 def _dtype(name: str) -> torch.dtype:
     found = parse_format(name).torch_dtype
     if found is None or not found.is_floating_point:
-        raise RunError("torch does not compute in this format", where="--dtype", got=name,
-                       expected="fp64, fp32, bf16, fp16 or same")  # fmt: skip
+        raise RunError(
+            "torch does not compute in this format",
+            where="--dtype",
+            got=name,
+            expected="fp64, fp32, bf16, fp16 or same",
+        )
     return found
 
 
@@ -189,6 +239,10 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RunError("this device cannot be used here", where="--device", expected="cpu, or a device of this machine",
-                       got=f"{name}: {str(error).splitlines()[0]}") from error  # fmt: skip
+        raise RunError(
+            "this device cannot be used here",
+            where="--device",
+            expected="cpu, or a device of this machine",
+            got=f"{name}: {str(error).splitlines()[0]}",
+        ) from error
     return device

@@ -15,9 +15,15 @@ SAMPLE = 512
 _BLOCK = 2**18
 #: What numpy reads of torch's formats.
 NUMPY = {
-    torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2", torch.int64: "<i8", torch.int32: "<i4",
-    torch.bool: "|b1", torch.uint8: "|u1", torch.int8: "|i1",
-}  # fmt: skip
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+    torch.float16: "<f2",
+    torch.int64: "<i8",
+    torch.int32: "<i4",
+    torch.bool: "|b1",
+    torch.uint8: "|u1",
+    torch.int8: "|i1",
+}
 
 
 @dataclass
@@ -33,7 +39,9 @@ class Slab:
         sizes = [-(-piece.numel() // every) for piece in pieces]
         size = sum(sizes)
         if self.used + size > _BLOCK:
-            self.blocks.append(torch.empty(_BLOCK, dtype=torch.float64, device=self.device))
+            self.blocks.append(
+                torch.empty(_BLOCK, dtype=torch.float64, device=self.device)
+            )
             self.used = 0
             if self.device.type == "cpu":
                 self.array = self.blocks[-1].numpy()
@@ -42,7 +50,9 @@ class Slab:
             for piece, count in zip(pieces, sizes, strict=True):
                 end = self.used + count
                 if self.device.type == "cpu" and piece.dtype in NUMPY:
-                    self.array[self.used : end] = np.asarray(Memory(piece, every, count))  # a third of torch's time
+                    self.array[self.used : end] = np.asarray(
+                        Memory(piece, every, count)
+                    )  # a third of torch's time
                 else:
                     self.blocks[-1][self.used : end].copy_(piece[::every])
                 self.used = end
@@ -56,22 +66,32 @@ class Memory:
 
     def __init__(self, flat: Tensor, every: int, size: int) -> None:
         self.__array_interface__ = {
-            "version": 3, "data": (flat.data_ptr(), True), "shape": (size,), "strides": (every * flat.element_size(),),
+            "version": 3,
+            "data": (flat.data_ptr(), True),
+            "shape": (size,),
+            "strides": (every * flat.element_size(),),
             "typestr": NUMPY[flat.dtype],
-        }  # fmt: skip
+        }
 
 
 Entry = tuple[int, int, int, bool, float]
 
 
-def histograms_of(values: np.ndarray, entries: Sequence[Entry]) -> dict[int, tuple[int, list[int], int]]:
+def histograms_of(
+    values: np.ndarray, entries: Sequence[Entry]
+) -> dict[int, tuple[int, list[int], int]]:
     """The biased exponent is in bits 52 to 62 of an fp64 number: 0 is zero (fp64 subnormals with it), 2047 not finite."""
     biased = (values.view(np.int64) >> 52).astype(np.int32) & 2047
     (used,) = np.nonzero(np.bincount(biased, minlength=2048)[1:2047])
     first, last = (int(used[0]) + 1, int(used[-1]) + 1) if len(used) else (1, 1)
     width = last - first + 3  # with a column at each end for what does not count
-    segment = np.repeat(np.arange(len(entries), dtype=np.int32) * width - (first - 1), [e[2] for e in entries])
-    counts = np.bincount(np.clip(biased, first - 1, last + 1) + segment, minlength=len(entries) * width)
+    segment = np.repeat(
+        np.arange(len(entries), dtype=np.int32) * width - (first - 1),
+        [e[2] for e in entries],
+    )
+    counts = np.bincount(
+        np.clip(biased, first - 1, last + 1) + segment, minlength=len(entries) * width
+    )
     counts = counts.reshape(-1, width)[:, 1:-1]
     width -= 2
     seen = counts.astype(np.bool_)
@@ -79,6 +99,12 @@ def histograms_of(values: np.ndarray, entries: Sequence[Entry]) -> dict[int, tup
     high = (width - seen[:, ::-1].argmax(axis=1)).tolist()
     some = counts.sum(axis=1).tolist()
     return {
-        entry[0]: (low[i] + first - 1023, counts[i, low[i] : high[i]].tolist(), entry[2]) if some[i] else (0, [], entry[2])
+        entry[0]: (
+            low[i] + first - 1023,
+            counts[i, low[i] : high[i]].tolist(),
+            entry[2],
+        )
+        if some[i]
+        else (0, [], entry[2])
         for i, entry in enumerate(entries)
     }

@@ -16,8 +16,15 @@ from roundoff.capture.session import Capture
 from roundoff.errors import RunError
 
 
-def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop: bool = False, whole: bool = False,
-                   of: str | None = None, **options: Any) -> Capture:  # fmt: skip
+def capture_script(
+    command: Sequence[str],
+    path: str | os.PathLike[str],
+    *,
+    stop: bool = False,
+    whole: bool = False,
+    of: str | None = None,
+    **options: Any,
+) -> Capture:
     """Run ``command`` (a script and its arguments, or ``-m`` and a module) and record its steps into ``path``.
 
     A step ends when every optimizer that the script has made has stepped, or one of them twice; with a ``GradScaler``,
@@ -28,7 +35,9 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
     then is kept.
     """
     words = words_of(command, "capture -o runs/a")
-    run = Capture(Path(path).absolute(), command=words, **options)  # absolute: the script may change the directory
+    run = Capture(
+        Path(path).absolute(), command=words, **options
+    )  # absolute: the script may change the directory
     run.of = of
     ended: list[int] = []
 
@@ -44,12 +53,19 @@ def capture_script(command: Sequence[str], path: str | os.PathLike[str], *, stop
     # knows, after Python has ended, aborts the process.
     gc.collect()
     if run.stopped is not None:
-        raise RunError("the recording stopped before its end, the script did not", where=str(run.path), got=run.stopped,
-                       do=_saved(run))  # fmt: skip
+        raise RunError(
+            "the recording stopped before its end, the script did not",
+            where=str(run.path),
+            got=run.stopped,
+            do=_saved(run),
+        )
     if not ended and not whole:
-        raise RunError("no step ended in this script, so all of it was recorded as one", where=" ".join(words),
-                       expected="a torch.optim optimizer that steps",
-                       do="give --whole for a script without training")  # fmt: skip
+        raise RunError(
+            "no step ended in this script, so all of it was recorded as one",
+            where=" ".join(words),
+            expected="a torch.optim optimizer that steps",
+            do="give --whole for a script without training",
+        )
     return run
 
 

@@ -65,20 +65,41 @@ class Capture:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], model: nn.Module | None = None, *, level: str = "op", keep: str = "stats",
-        steps: str | Sequence[int] | None = None, shadow: str | None = None, sites: Sequence[str] = (), seed: int = 0,
-        eager: bool = False, noise: int | None = None, overwrite: bool = False, command: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module | None = None,
+        *,
+        level: str = "op",
+        keep: str = "stats",
+        steps: str | Sequence[int] | None = None,
+        shadow: str | None = None,
+        sites: Sequence[str] = (),
+        seed: int = 0,
+        eager: bool = False,
+        noise: int | None = None,
+        overwrite: bool = False,
+        command: Sequence[str] = (),
+    ) -> None:
         _check("level", level, LEVELS)
         _check("keep", keep, KEEP)
         _check("shadow", shadow, (None, "fp64"))
         if shadow and level == "module":
-            raise RunError("a module has no fp64 twin", where="shadow", expected="level='op'", got="level='module'")
+            raise RunError(
+                "a module has no fp64 twin",
+                where="shadow",
+                expected="level='op'",
+                got="level='module'",
+            )
         if noise is not None:
             check_noise(noise, level)
         self.path, self.model, self.level, self.keep = Path(path), model, level, keep
         self.steps = Steps.parse(steps)
-        self.sites, self.seed, self.eager, self.overwrite = tuple(sites), seed, eager, overwrite
+        self.sites, self.seed, self.eager, self.overwrite = (
+            tuple(sites),
+            seed,
+            eager,
+            overwrite,
+        )
         self.shadow, self.noise, self.command = shadow, noise, list(command)
         self.of: str | None = None  # the id of the run that this one repeats
         self.number = 0
@@ -96,17 +117,41 @@ class Capture:
         return self
 
     def _enter(self, stack: ExitStack) -> None:
-        self.rank = torch.distributed.get_rank() if _distributed() else int(os.environ.get("RANK", "0"))
-        ranks = torch.distributed.get_world_size() if _distributed() else int(os.environ.get("WORLD_SIZE", "1"))
-        self.writer = Writer(self.path, rank=self.rank, overwrite=self.overwrite, about={
-            "ranks": ranks, "level": self.level, "keep": self.keep, "shadow": self.shadow, "steps": str(self.steps),
-            "sites": list(self.sites), "seed": self.seed, "noise": self.noise, "of": self.of,
-            "environment": environment(self.model),
-            "model": type(self.model).__name__ if self.model is not None else None, "command": self.command,
-            "framework": f"torch {torch.__version__}", **_identity(),
-        })  # fmt: skip
+        self.rank = (
+            torch.distributed.get_rank()
+            if _distributed()
+            else int(os.environ.get("RANK", "0"))
+        )
+        ranks = (
+            torch.distributed.get_world_size()
+            if _distributed()
+            else int(os.environ.get("WORLD_SIZE", "1"))
+        )
+        self.writer = Writer(
+            self.path,
+            rank=self.rank,
+            overwrite=self.overwrite,
+            about={
+                "ranks": ranks,
+                "level": self.level,
+                "keep": self.keep,
+                "shadow": self.shadow,
+                "steps": str(self.steps),
+                "sites": list(self.sites),
+                "seed": self.seed,
+                "noise": self.noise,
+                "of": self.of,
+                "environment": environment(self.model),
+                "model": type(self.model).__name__ if self.model is not None else None,
+                "command": self.command,
+                "framework": f"torch {torch.__version__}",
+                **_identity(),
+            },
+        )
         for kernel in ("sums", "counts"):
-            compiled(kernel, torch.float32)  # built now if it never was, not in the first step
+            compiled(
+                kernel, torch.float32
+            )  # built now if it never was, not in the first step
         if self.eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         self.paths = Paths(self.model)
@@ -121,40 +166,65 @@ class Capture:
         self.recorder = self._new_recorder()
         if self.level == "op":
             self._mode = OpMode(
-                self.recorder, self.paths, failed=self._failed,
-                beside=run_beside if self.shadow else None, arguments=describe if self.keep == "tensors" else None,
-                wanted=self._wanted if self.sites else None, noise=None if self.noise is None else Noise(self.noise).of,
-            )  # fmt: skip
+                self.recorder,
+                self.paths,
+                failed=self._failed,
+                beside=run_beside if self.shadow else None,
+                arguments=describe if self.keep == "tensors" else None,
+                wanted=self._wanted if self.sites else None,
+                noise=None if self.noise is None else Noise(self.noise).of,
+            )
             self.paths.listeners.append(self._mode.compiled)
             self._triton = TritonCalls(self._mode.triton)
             stack.callback(self._triton.remove)
         else:
-            self._modules = ModuleRecording(self.paths, failed=self._failed, wanted=self._wanted if self.sites else None)
+            self._modules = ModuleRecording(
+                self.paths,
+                failed=self._failed,
+                wanted=self._wanted if self.sites else None,
+            )
             self.paths.listeners.append(self._modules.listen)
         self._begin()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         unfinished = None
         try:
             self._off()
-            if self.recorder.rows and not self.stopped and (kind is not None or not self.number):
+            if (
+                self.recorder.rows
+                and not self.stopped
+                and (kind is not None or not self.number)
+            ):
                 unfinished = None if kind is None else self.number
                 self._write()  # what follows the last step, an evaluation maybe, is no step
         finally:
             self._stack.close()
             complete = kind is None and self.stopped is None
-            self.writer.close(complete=complete, coverage=self._coverage(), unfinished=unfinished)
+            self.writer.close(
+                complete=complete, coverage=self._coverage(), unfinished=unfinished
+            )
         if kind is None and not self.stopped:
             if self.sites and not self.matched:
                 raise RunError(
-                    "no call matches the sites to record", where=str(self.path), expected=" or ".join(self.sites),
-                    got="none of the calls of the recorded steps", do="'roundoff show' on a run without --sites lists them",
-                )  # fmt: skip
+                    "no call matches the sites to record",
+                    where=str(self.path),
+                    expected=" or ".join(self.sites),
+                    got="none of the calls of the recorded steps",
+                    do="'roundoff show' on a run without --sites lists them",
+                )
             if not self.recorded:
                 raise RunError(
-                    "nothing was recorded", where=str(self.path), expected=f"an operator call in steps {self.steps}",
-                    got=f"{self.number} steps", do="check the steps, and that the model runs inside the block",
-                )  # fmt: skip
+                    "nothing was recorded",
+                    where=str(self.path),
+                    expected=f"an operator call in steps {self.steps}",
+                    got=f"{self.number} steps",
+                    do="check the steps, and that the model runs inside the block",
+                )
 
     def step(self, **scalars: float | Tensor) -> None:
         """The end of a step; ``scalars`` (loss, loss_scale, grad_norm, lr) are stored with it."""
@@ -163,7 +233,11 @@ class Capture:
             self._write()
         if not self.stopped and self.number in self.steps:
             for name, value in scalars.items():
-                self.writer.scalar(self.number, name, value.detach() if isinstance(value, Tensor) else value)
+                self.writer.scalar(
+                    self.number,
+                    name,
+                    value.detach() if isinstance(value, Tensor) else value,
+                )
         self.number += 1
         self._begin()
 
@@ -174,7 +248,9 @@ class Capture:
 
     def _new_recorder(self) -> Recorder:
         keep = None if self.keep == "stats" else self.keeper.keep(self.number)
-        return Recorder(keep, name_of=self.paths.name_of, versions=self.level == "module")
+        return Recorder(
+            keep, name_of=self.paths.name_of, versions=self.level == "module"
+        )
 
     def _begin(self) -> None:
         self.recorder = self._new_recorder()
@@ -189,8 +265,12 @@ class Capture:
                 self._triton.install()
             self._mode.active, self._mode.between = chosen, not chosen
             if not self._on and _in_compile_wrapper():
-                self._failed(RuntimeError("the step before it ended inside of what torch.compile wraps, where a recording "
-                                          "cannot begin; record from step 0 on, or with eager"))  # fmt: skip
+                self._failed(
+                    RuntimeError(
+                        "the step before it ended inside of what torch.compile wraps, where a recording "
+                        "cannot begin; record from step 0 on, or with eager"
+                    )
+                )
             elif not self._on:
                 self._mode.__enter__()  # type: ignore[no-untyped-call]
                 self._on = True
@@ -201,7 +281,11 @@ class Capture:
             self._modules.end()
             return
         self._mode.active = self._mode.between = False
-        if self._on and _get_current_dispatch_mode() is self._mode and not _in_compile_wrapper():
+        if (
+            self._on
+            and _get_current_dispatch_mode() is self._mode
+            and not _in_compile_wrapper()
+        ):
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
 
@@ -223,7 +307,9 @@ class Capture:
             if self._mode is not None:
                 self._mode.active = self._mode.between = False
             where = f"{self.path} stopped in step {self.number}"
-            warn(f"roundoff: the recording in {where} ({self.stopped}); the program goes on")
+            warn(
+                f"roundoff: the recording in {where} ({self.stopped}); the program goes on"
+            )
 
     def _wanted(self, name: str) -> bool:
         return any(matches(pattern, name) for pattern in self.sites)
@@ -236,7 +322,9 @@ class Capture:
             self._name_gradients()
         self._mode.phase = "optimizer"
         # What a closure runs, as LBFGS and Lightning's optimizers do, is forward.
-        return tuple(map(self._forward, args)), {k: self._forward(v) for k, v in kwargs.items()}
+        return tuple(map(self._forward, args)), {
+            k: self._forward(v) for k, v in kwargs.items()
+        }
 
     def _forward(self, value: Any) -> Any:
         mode = self._mode
@@ -265,12 +353,19 @@ class Capture:
                 name = self.paths.name_of(parameter)
                 if name is None or not isinstance(parameter.grad, Tensor):
                     continue
-                if not self.sites or self._wanted(f"{name.rpartition('.')[0]}/gradient"):
+                if not self.sites or self._wanted(
+                    f"{name.rpartition('.')[0]}/gradient"
+                ):
                     self.recorder.named_gradient(name, parameter.grad)
 
     def _coverage(self) -> dict[str, Any]:
         seen = self._mode.seen if self._mode is not None else {}
-        return {"steps": self.recorded, "calls": sum(seen.values()), "operators": dict(seen), "stopped": self.stopped}
+        return {
+            "steps": self.recorded,
+            "calls": sum(seen.values()),
+            "operators": dict(seen),
+            "stopped": self.stopped,
+        }
 
 
 def _in_compile_wrapper() -> bool:
@@ -291,10 +386,18 @@ def _check(name: str, value: Any, allowed: Sequence[Any]) -> None:
 def check_noise(seed: Any, level: str) -> None:
     """Raise ``RunError`` where ``seed`` is none, or ``level`` has no results of operators to add noise to."""
     if type(seed) is not int or not 0 <= seed < 2**63:
-        raise RunError("no seed", where=f"noise={seed!r}", expected="a whole number from 0 on, or None for no noise")
+        raise RunError(
+            "no seed",
+            where=f"noise={seed!r}",
+            expected="a whole number from 0 on, or None for no noise",
+        )
     if level == "module":
-        raise RunError("noise is added to the results of operators", where="noise", expected="level='op'",
-                       got="level='module'")  # fmt: skip
+        raise RunError(
+            "noise is added to the results of operators",
+            where="noise",
+            expected="level='op'",
+            got="level='module'",
+        )
 
 
 def _identity() -> dict[str, str]:
@@ -302,7 +405,15 @@ def _identity() -> dict[str, str]:
     env = os.environ
     if int(env.get("WORLD_SIZE", "1")) < 2:
         return {}
-    parts = [env.get(n, "") for n in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")]
+    parts = [
+        env.get(n, "")
+        for n in (
+            "TORCHELASTIC_RUN_ID",
+            "TORCHELASTIC_RESTART_COUNT",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
+    ]
     if env.get("GROUP_WORLD_SIZE", "1") == "1":  # one machine: one parent process
         parts.append(str(os.getppid()))
     return {"id": "-".join(parts)}

@@ -16,8 +16,12 @@ def sizes(call: Call, outputs: list[Tensor]) -> dict[str, float]:
     ``output elements x contracted length``, the convention of ``torch.utils.flop_counter`` (which counts two
     operations each); zero for operators that contract nothing.
     """
-    activation = sum(_leaf(call, o.leaf).numel() for o in call.operands if o.role == "activation")
-    weight = sum(_leaf(call, o.leaf).numel() for o in call.operands if o.role != "activation")
+    activation = sum(
+        _leaf(call, o.leaf).numel() for o in call.operands if o.role == "activation"
+    )
+    weight = sum(
+        _leaf(call, o.leaf).numel() for o in call.operands if o.role != "activation"
+    )
     output = sum(t.numel() for t in outputs)
     if call.kind == "embedding":
         weight = min(weight, output)
@@ -39,7 +43,9 @@ def _macs(call: Call, output: Tensor) -> float:
     if call.operator.name == "einsum":
         inputs, _, result = call.leaves[0].replace(" ", "").partition("->")
         if "." in inputs or not result:
-            return output.numel() * _leaf(call, operands[0].leaf).shape[operands[0].reduce]
+            return (
+                output.numel() * _leaf(call, operands[0].leaf).shape[operands[0].reduce]
+            )
         extent: dict[str, int] = {}
         for labels, operand in zip(inputs.split(","), operands, strict=False):
             extent |= dict(zip(labels, _leaf(call, operand.leaf).shape, strict=False))
@@ -55,12 +61,16 @@ def _macs(call: Call, output: Tensor) -> float:
         return output.numel() * first.shape[operands[0].reduce]
     if call.kind == "conv":
         # every input position of a transposed convolution, every output position of another, meets each weight once
-        positions = (first if "transpose" in call.operator.name else output).numel() / second.shape[0]
+        positions = (
+            first if "transpose" in call.operator.name else output
+        ).numel() / second.shape[0]
         return positions * second.numel()
     if call.kind == "attention":
         scores = math.prod(first.shape[:-1]) * second.shape[-2]
         return scores * (first.shape[-1] + output.shape[-1])
     if call.kind == "rnn":
-        weights = sum(_leaf(call, o.leaf).numel() for o in operands if o.role == "weight")
+        weights = sum(
+            _leaf(call, o.leaf).numel() for o in operands if o.role == "weight"
+        )
         return weights * math.prod(first.shape[:-1])
     return 0

@@ -24,9 +24,15 @@ _LSTM = 2  # oneDNN's and cuDNN's number of the mode
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, attn_bias: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None, **_: Any,
-) -> Results:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_bias: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> Results:
     """softmax(scale q kᵀ + bias) v over the last two axes, and the log of each softmax's sum; a row that attends to
     nothing is 0. Fewer key heads than query heads are repeated, causal counts from the first position."""
     scores = _scores(query, _heads(key, query), attn_bias, is_causal, scale)
@@ -35,10 +41,20 @@ def attention(
 
 
 def attention_backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *, grad_out: Tensor | None = None,
-    grad_out_: Tensor | None = None, attn_bias: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None, grad_input_mask: list[bool] | None = None, **_: Any,
-) -> Results:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    grad_out: Tensor | None = None,
+    grad_out_: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    grad_input_mask: list[bool] | None = None,
+    **_: Any,
+) -> Results:
     """Gradients of query, key, value (and of the bias where ``grad_input_mask`` asks for it), from the output and the
     logarithms that the forward kernel has saved."""
     grad = grad_out if grad_out is not None else grad_out_
@@ -47,8 +63,12 @@ def attention_backward(
     bias = attn_bias if attn_bias is not None and attn_bias.numel() else None
     k, v = _heads(key, query), _heads(value, query)
     # the memory-efficient kernel pads the logarithms to whole blocks
-    weights = _weights(_scores(query, k, bias, is_causal, scale), logsumexp[..., : query.shape[-2]])
-    into = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))  # gradient at the scores
+    weights = _weights(
+        _scores(query, k, bias, is_causal, scale), logsumexp[..., : query.shape[-2]]
+    )
+    into = weights * (
+        grad @ v.mT - (grad * out).sum(-1, keepdim=True)
+    )  # gradient at the scores
     factor = _factor(query, scale)
     grads: Results = [
         factor * into @ k,
@@ -63,29 +83,58 @@ def attention_backward(
 
 
 def lstm(
-    input: Tensor, weight0: Tensor, weight1: Tensor, weight2: Tensor, weight3: Tensor, hx_: Tensor, cx_: Tensor,  # noqa: A002
-    reverse: bool, batch_sizes: list[int], mode: int, has_biases: bool, **_: Any,
-) -> Results:  # fmt: skip
+    input: Tensor,
+    weight0: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    weight3: Tensor,
+    hx_: Tensor,
+    cx_: Tensor,
+    reverse: bool,
+    batch_sizes: list[int],
+    mode: int,
+    has_biases: bool,
+    **_: Any,
+) -> Results:
     """One direction of one layer, ``input`` of shape (time, batch, features): output, last state, last cell state."""
     _only_lstm(mode, batch_sizes)
     bias = weight2 + weight3 if has_biases else None
     _gates, cells, states = _unroll(input, weight0, weight1, bias, hx_, cx_, reverse)
     hidden = states[1:]
-    return [torch.stack(hidden[::-1] if reverse else hidden), hidden[-1], cells[-1], None]
+    return [
+        torch.stack(hidden[::-1] if reverse else hidden),
+        hidden[-1],
+        cells[-1],
+        None,
+    ]
 
 
 def lstm_backward(
-    input: Tensor, weight1: Tensor, weight2: Tensor, weight3: Tensor, weight4: Tensor, hx_: Tensor, cx_tmp: Tensor,  # noqa: A002
-    grad_output: Tensor | None, grad_hy: Tensor | None, grad_cy: Tensor | None, reverse: bool, mode: int,
-    has_biases: bool, batch_sizes: list[int], **_: Any,
-) -> Results:  # fmt: skip
+    input: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    weight3: Tensor,
+    weight4: Tensor,
+    hx_: Tensor,
+    cx_tmp: Tensor,
+    grad_output: Tensor | None,
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    reverse: bool,
+    mode: int,
+    has_biases: bool,
+    batch_sizes: list[int],
+    **_: Any,
+) -> Results:
     """Gradients of input, both weights, both biases and both states. The gates are computed again, since the forward
     kernel's are in bytes that only oneDNN can read."""
     _only_lstm(mode, batch_sizes)
     bias = weight3 + weight4 if has_biases else None
     gates, cells, states = _unroll(input, weight1, weight2, bias, hx_, cx_tmp, reverse)
     grad_h = torch.zeros_like(hx_) if grad_hy is None else grad_hy.reshape(hx_.shape)
-    grad_c = torch.zeros_like(cx_tmp) if grad_cy is None else grad_cy.reshape(cx_tmp.shape)
+    grad_c = (
+        torch.zeros_like(cx_tmp) if grad_cy is None else grad_cy.reshape(cx_tmp.shape)
+    )
     steps = _order(input, reverse)
     grad_input = torch.empty_like(input)
     grad_ih, grad_hh = torch.zeros_like(weight1), torch.zeros_like(weight2)
@@ -97,8 +146,15 @@ def lstm_backward(
             grad_h = grad_h + grad_output[t]
         tanh = cells[n + 1].tanh()
         grad_c = grad_c + grad_h * o * (1 - tanh * tanh)
-        into = torch.cat([grad_c * g * i * (1 - i), grad_c * cells[n] * f * (1 - f), grad_c * i * (1 - g * g),
-                          grad_h * tanh * o * (1 - o)], -1)  # fmt: skip
+        into = torch.cat(
+            [
+                grad_c * g * i * (1 - i),
+                grad_c * cells[n] * f * (1 - f),
+                grad_c * i * (1 - g * g),
+                grad_h * tanh * o * (1 - o),
+            ],
+            -1,
+        )
         grad_input[t] = into @ weight1
         grad_ih += into.mT @ input[t]
         grad_hh += into.mT @ states[n]
@@ -108,7 +164,13 @@ def lstm_backward(
 
 
 def _unroll(
-    x: Tensor, ih: Tensor, hh: Tensor, bias: Tensor | None, hidden: Tensor, cell: Tensor, reverse: bool
+    x: Tensor,
+    ih: Tensor,
+    hh: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor,
+    cell: Tensor,
+    reverse: bool,
 ) -> tuple[list[Gates], list[Tensor], list[Tensor]]:
     """Gates of each step in the order they run, and all cell and hidden states, the first ones included."""
     gates: list[Gates] = []
@@ -132,17 +194,23 @@ def _only_lstm(mode: int, batch_sizes: list[int]) -> None:
         raise Refusal("a fused recurrent kernel in low precision alone")
 
 
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
     scores = _factor(query, scale) * query @ key.mT
     if bias is not None:
         scores = scores + bias
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf
+        )
     return scores
 
 
 def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
-    return (scores - logsumexp.unsqueeze(-1)).exp().masked_fill(scores == -torch.inf, 0.0)
+    return (
+        (scores - logsumexp.unsqueeze(-1)).exp().masked_fill(scores == -torch.inf, 0.0)
+    )
 
 
 def _factor(query: Tensor, scale: float | None) -> float:
@@ -150,13 +218,21 @@ def _factor(query: Tensor, scale: float | None) -> float:
 
 
 def _heads(key: Tensor, query: Tensor) -> Tensor:
-    return key if key.shape[-3] == query.shape[-3] else key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    return (
+        key
+        if key.shape[-3] == query.shape[-3]
+        else key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    )
 
 
 def _fold(grad: Tensor, key: Tensor) -> Tensor:
     """The gradient of heads that were repeated."""
     heads = key.shape[-3]
-    return grad if grad.shape[-3] == heads else torch.unflatten(grad, -3, (heads, -1)).sum(-3)
+    return (
+        grad
+        if grad.shape[-3] == heads
+        else torch.unflatten(grad, -3, (heads, -1)).sum(-3)
+    )
 
 
 def _forward(missing: int) -> Callable[..., Results]:

@@ -23,8 +23,30 @@ from roundoff.capture.samples import NUMPY, SAMPLE, Entry, Memory, Slab, histogr
 #: fp32 sums of squares lose precision below this magnitude, and overflow to infinity above 2**64.
 _TINY = 2.0**-50
 
-COLUMNS = ("min", "max", "mean", "l2", "std", "nan", "posinf", "neginf", "zero", "subnormal")
-Row = tuple[float | None, float | None, float | None, float | None, float | None, int, int, int, int, int]
+COLUMNS = (
+    "min",
+    "max",
+    "mean",
+    "l2",
+    "std",
+    "nan",
+    "posinf",
+    "neginf",
+    "zero",
+    "subnormal",
+)
+Row = tuple[
+    float | None,
+    float | None,
+    float | None,
+    float | None,
+    float | None,
+    int,
+    int,
+    int,
+    int,
+    int,
+]
 EMPTY: Row = (None, None, None, None, None, 0, 0, 0, 0, 0)
 
 
@@ -56,7 +78,14 @@ class Statistics:
         elif device.type == "cpu":
             self._rows[number] = measure(pieces)
         else:  # fetched once, after the step
-            self._later.append((number, torch.stack(_exact(torch.cat(pieces) if len(pieces) > 1 else pieces[0]))))
+            self._later.append(
+                (
+                    number,
+                    torch.stack(
+                        _exact(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+                    ),
+                )
+            )
         # taken last: the pass before has brought the memory near
         block, start, size = slab.keep(pieces, 1 if small else -(-count // SAMPLE))
         tiny = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
@@ -67,16 +96,32 @@ class Statistics:
         for number, values in self._later:
             self._rows[number] = _row([values.tolist()])
         histograms: dict[int, tuple[int, list[int], int]] = {}
-        fetched = {device: [b.cpu().numpy() for b in slab.blocks] for device, slab in self._slabs.items()}
-        by_block: dict[tuple[torch.device, int], list[tuple[int, int, int, bool, float]]] = {}
+        fetched = {
+            device: [b.cpu().numpy() for b in slab.blocks]
+            for device, slab in self._slabs.items()
+        }
+        by_block: dict[
+            tuple[torch.device, int], list[tuple[int, int, int, bool, float]]
+        ] = {}
         for number, device, block, start, size, small, tiny in self._samples:
-            by_block.setdefault((device, block), []).append((number, start, size, small, tiny))
+            by_block.setdefault((device, block), []).append(
+                (number, start, size, small, tiny)
+            )
         for (device, block), entries in by_block.items():
             stored = fetched[device][block]
-            histograms.update(histograms_of(stored[entries[0][1] : entries[-1][1] + entries[-1][2]], entries))
+            histograms.update(
+                histograms_of(
+                    stored[entries[0][1] : entries[-1][1] + entries[-1][2]], entries
+                )
+            )
             whole = [e for e in entries if e[3]]
             if whole:
-                self._rows.update(_small_rows(np.concatenate([stored[e[1] : e[1] + e[2]] for e in whole]), whole))
+                self._rows.update(
+                    _small_rows(
+                        np.concatenate([stored[e[1] : e[1] + e[2]] for e in whole]),
+                        whole,
+                    )
+                )
         return self._rows, histograms
 
 
@@ -99,9 +144,17 @@ def _small_rows(values: np.ndarray, entries: Sequence[Entry]) -> dict[int, Row]:
         columns = [
             np.minimum.reduceat(np.where(finite, values, np.inf), starts).tolist(),
             np.maximum.reduceat(np.where(finite, values, -np.inf), starts).tolist(),
-            mean.tolist(), np.sqrt(added(y * y)).tolist(), np.sqrt(added(spread) / np.maximum(n, 1)).tolist(),
-        ]  # fmt: skip
-    marks = (np.isnan(values), values == np.inf, values == -np.inf, zero, (np.abs(values) < tiny) & ~zero)
+            mean.tolist(),
+            np.sqrt(added(y * y)).tolist(),
+            np.sqrt(added(spread) / np.maximum(n, 1)).tolist(),
+        ]
+    marks = (
+        np.isnan(values),
+        values == np.inf,
+        values == -np.inf,
+        zero,
+        (np.abs(values) < tiny) & ~zero,
+    )
     counts = [added(mark.astype(np.int64)).tolist() for mark in marks]
     found: dict[int, Row] = {}
     for i, entry in enumerate(entries):
@@ -121,7 +174,9 @@ def in_memory_order(tensor: Tensor) -> Tensor | None:
 def _dense(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
     """How many elements lie beside each other, and stride and size of the axes that repeat such a block."""
     expected = 1
-    axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+    axes = sorted(
+        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1
+    )
     for place, (stride, size) in enumerate(axes):
         if stride != expected:
             return expected, axes[place:]
@@ -146,8 +201,18 @@ def measure(pieces: Sequence[Tensor]) -> Row:
     """The statistics of flat CPU tensors, taken together, now; none of them is empty."""
     dtype = pieces[0].dtype
     if dtype not in COMPILED:
-        exact = _integers if dtype in NUMPY and not dtype.is_floating_point else _exact_chunk
-        return _row([exact(chunk) for piece in pieces for chunk in torch.split(piece, CHUNK // 4)])  # fp64 copies of it
+        exact = (
+            _integers
+            if dtype in NUMPY and not dtype.is_floating_point
+            else _exact_chunk
+        )
+        return _row(
+            [
+                exact(chunk)
+                for piece in pieces
+                for chunk in torch.split(piece, CHUNK // 4)
+            ]
+        )  # fp64 copies of it
     row = _quick(pieces)
     return _masked(pieces) if row is None else row
 
@@ -157,29 +222,52 @@ def _parts(name: str, pieces: Sequence[Tensor], *numbers: Tensor) -> list[list[f
     function = FUNCTIONS[name]
     found = []
     for piece in pieces:
-        for part in (piece,) if piece.numel() <= LARGEST else torch.split(piece, LARGEST):
+        for part in (
+            (piece,) if piece.numel() <= LARGEST else torch.split(piece, LARGEST)
+        ):
             count = part.numel()
             rest = count % ROW
             if count >= 2 * ROW:
-                rows = part[: count - rest].view(-1, ROW) if rest else part.view(-1, ROW)
+                rows = (
+                    part[: count - rest].view(-1, ROW) if rest else part.view(-1, ROW)
+                )
                 run = compiled(name, part.dtype)
                 if run is None:
-                    found += [function(r, *numbers).tolist() for r in torch.split(rows, CHUNK // ROW)]
+                    found += [
+                        function(r, *numbers).tolist()
+                        for r in torch.split(rows, CHUNK // ROW)
+                    ]
                 else:
                     found.append(run([rows, *numbers])[0].tolist())
             else:
                 rest = count
             if rest:
                 left = part[count - rest :]
-                found.append(_tail(left) if name == "sums" else function(left.view(1, -1), *numbers).tolist())
+                found.append(
+                    _tail(left)
+                    if name == "sums"
+                    else function(left.view(1, -1), *numbers).tolist()
+                )
     return found
 
 
 def _tail(left: Tensor) -> list[float]:
     """``sums`` of a few elements, in fp64."""
-    with np.errstate(invalid="ignore"):  # also of the cast: memory not written yet may hold a signalling NaN
-        wide = np.asarray(Memory(left, 1, left.numel())).astype(np.float64) if left.dtype in NUMPY else left.double().numpy()
-        return [wide.min(), wide.max(), wide.sum(), (wide * wide).sum(), np.abs(wide).min()]
+    with np.errstate(
+        invalid="ignore"
+    ):  # also of the cast: memory not written yet may hold a signalling NaN
+        wide = (
+            np.asarray(Memory(left, 1, left.numel())).astype(np.float64)
+            if left.dtype in NUMPY
+            else left.double().numpy()
+        )
+        return [
+            wide.min(),
+            wide.max(),
+            wide.sum(),
+            (wide * wide).sum(),
+            np.abs(wide).min(),
+        ]
 
 
 def _quick(pieces: Sequence[Tensor]) -> Row | None:
@@ -202,9 +290,18 @@ def _quick(pieces: Sequence[Tensor]) -> Row | None:
         return None
     zeros = small = 0.0
     if nearest < torch.finfo(pieces[0].dtype).tiny:
-        zeros, small = (math.fsum(c) for c in zip(*_parts("counts", pieces), strict=True))
+        zeros, small = (
+            math.fsum(c) for c in zip(*_parts("counts", pieces), strict=True)
+        )
     marks = 0, 0, 0, int(zeros), int(small - zeros)
-    return (float(low), float(high), float(mean), math.sqrt(squares), math.sqrt(variance), *marks)
+    return (
+        float(low),
+        float(high),
+        float(mean),
+        math.sqrt(squares),
+        math.sqrt(variance),
+        *marks,
+    )
 
 
 def _masked(pieces: Sequence[Tensor]) -> Row:
@@ -225,13 +322,24 @@ def _masked(pieces: Sequence[Tensor]) -> Row:
     mean = total / finite / scale
     _, _, off, spread, *_ = run(mean, scale)
     variance = max(0.0, spread / finite - (off / finite) ** 2)
-    return (low, high, mean + off / finite / scale, math.sqrt(squares) / scale, math.sqrt(variance) / scale, *counts)  # type: ignore[return-value]
+    return (
+        low,
+        high,
+        mean + off / finite / scale,
+        math.sqrt(squares) / scale,
+        math.sqrt(variance) / scale,
+        *counts,
+    )  # type: ignore[return-value]
 
 
 def _exact(flat: Tensor) -> list[Tensor]:
     """Ten fp64 sums on the tensor's device: nothing waits for it."""
     tiny = torch.finfo(flat.dtype).tiny if flat.is_floating_point() else 0.0
-    wide = flat.to(torch.float32) if flat.element_size() == 1 and flat.is_floating_point() else flat
+    wide = (
+        flat.to(torch.float32)
+        if flat.element_size() == 1 and flat.is_floating_point()
+        else flat
+    )
     wide = wide.to(torch.float64)
     finite = wide.isfinite()
     y = torch.where(finite, wide, 0.0)
@@ -240,10 +348,18 @@ def _exact(flat: Tensor) -> list[Tensor]:
     spread = torch.where(finite, y - mean, 0.0).square().sum()
     zero = wide == 0
     return [
-        torch.where(finite, wide, math.inf).amin(), torch.where(finite, wide, -math.inf).amax(), mean,
-        y.square().sum(), spread, n.double(), wide.isnan().sum().double(), (wide == math.inf).sum().double(),
-        (wide == -math.inf).sum().double(), zero.sum().double(), ((wide.abs() < tiny) & ~zero).sum().double(),
-    ]  # fmt: skip
+        torch.where(finite, wide, math.inf).amin(),
+        torch.where(finite, wide, -math.inf).amax(),
+        mean,
+        y.square().sum(),
+        spread,
+        n.double(),
+        wide.isnan().sum().double(),
+        (wide == math.inf).sum().double(),
+        (wide == -math.inf).sum().double(),
+        zero.sum().double(),
+        ((wide.abs() < tiny) & ~zero).sum().double(),
+    ]
 
 
 def _exact_chunk(flat: Tensor) -> list[float]:
@@ -259,7 +375,19 @@ def _integers(flat: Tensor) -> list[float]:
     off = wide - mean
     zeros = len(wide) - np.count_nonzero(numbers)
     # no "@": the threads of numpy's BLAS would go on spinning beside torch's
-    return [numbers.min(), numbers.max(), mean, (wide * wide).sum(), (off * off).sum(), len(wide), 0, 0, 0, zeros, 0]
+    return [
+        numbers.min(),
+        numbers.max(),
+        mean,
+        (wide * wide).sum(),
+        (off * off).sum(),
+        len(wide),
+        0,
+        0,
+        0,
+        zeros,
+        0,
+    ]
 
 
 def _row(parts: list[list[Any]]) -> Row:

@@ -28,15 +28,23 @@ class Steps:
         ranges = []
         for part in text.split(","):
             found = _RANGE.fullmatch(part.strip())
-            first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+            first, last = (
+                (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+            )
             if first > last:
-                raise RunError("not a list of steps", where=f"steps {text!r}", got=part,
-                               expected="numbers and ranges: 0-1 or 3:5,100")  # fmt: skip
+                raise RunError(
+                    "not a list of steps",
+                    where=f"steps {text!r}",
+                    got=part,
+                    expected="numbers and ranges: 0-1 or 3:5,100",
+                )
             ranges.append((first, last))
         return Steps(tuple(ranges))
 
     def __contains__(self, number: object) -> bool:
-        return not self.ranges or any(isinstance(number, int) and a <= number <= b for a, b in self.ranges)
+        return not self.ranges or any(
+            isinstance(number, int) and a <= number <= b for a, b in self.ranges
+        )
 
     @property
     def last(self) -> float:
@@ -44,4 +52,6 @@ class Steps:
         return max((b for _, b in self.ranges), default=math.inf)
 
     def __str__(self) -> str:
-        return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in self.ranges) or "all"
+        return (
+            ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in self.ranges) or "all"
+        )

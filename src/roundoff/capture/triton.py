@@ -10,7 +10,10 @@ from typing import Any
 from torch import Tensor
 
 #: Where ``kernel[grid](...)`` ends up: compiled, and in Triton's interpreter.
-_LAUNCHERS = (("triton.runtime.jit", "JITFunction"), ("triton.runtime.interpreter", "InterpretedFunction"))
+_LAUNCHERS = (
+    ("triton.runtime.jit", "JITFunction"),
+    ("triton.runtime.interpreter", "InterpretedFunction"),
+)
 
 
 class TritonCalls:
@@ -40,7 +43,10 @@ class TritonCalls:
             result = run(kernel, *args, **kwargs)
             if not kwargs.get("warmup"):
                 name = getattr(getattr(kernel, "fn", kernel), "__name__", "kernel")
-                self.listen(name, [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)])
+                self.listen(
+                    name,
+                    [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)],
+                )
             return result
 
         return launch

@@ -34,7 +34,9 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 
 #: the base of all usage errors; typer brings a click of its own from 0.26 on
-_CLICK_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_CLICK_ERROR: Any = next(
+    c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"
+)
 
 app = typer.Typer(
     name="roundoff",

@@ -12,17 +12,32 @@ from roundoff.cli import options as o
 
 
 def command(
-    workload: Annotated[Path, typer.Argument(help="A Python file with model(), batches(), loss() and optimizer().")],
+    workload: Annotated[
+        Path,
+        typer.Argument(
+            help="A Python file with model(), batches(), loss() and optimizer()."
+        ),
+    ],
     configs: Annotated[
         str,
-        typer.Option("--configs", "-c", help="What to compare, separated by commas; the first is the reference. Parts "
-                     "joined by +: fp32, bf16, fp16, tf32, fp64 or a plan file; compile, channels_last, checkpoint, fused, "
-                     "weights=bf16, accumulate=N, scale=static:1024, threads=N, cuda."),
+        typer.Option(
+            "--configs",
+            "-c",
+            help="What to compare, separated by commas; the first is the reference. Parts "
+            "joined by +: fp32, bf16, fp16, tf32, fp64 or a plan file; compile, channels_last, checkpoint, fused, "
+            "weights=bf16, accumulate=N, scale=static:1024, threads=N, cuda.",
+        ),
     ] = "fp32,bf16",
-    steps: Annotated[int, typer.Option("--steps", min=3, help="Optimizer steps for each seed.")] = 200,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Seeds to train each configuration with.")] = 3,
+    steps: Annotated[
+        int, typer.Option("--steps", min=3, help="Optimizer steps for each seed.")
+    ] = 200,
+    seeds: Annotated[
+        int,
+        typer.Option("--seeds", min=1, help="Seeds to train each configuration with."),
+    ] = 3,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for report.html and summary.json.")
+        Path,
+        typer.Option("--output", "-o", help="Folder for report.html and summary.json."),
     ] = Path("out/bench"),
     json: o.Json = False,
 ) -> int:
@@ -31,7 +46,7 @@ def command(
 
     Writes report.html and summary.json into the output folder. The exit code is 1 when a configuration fails, or ends worse
     than the first by more than the seeds explain.
-    """  # fmt: skip
+    """
     import roundoff
     from roundoff.files import check_folder
     from roundoff.report import write_json
@@ -39,10 +54,16 @@ def command(
 
     folder = check_folder(output)
     with o.progress(json) as progress, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fp16 on (this|a) CPU", RuntimeWarning)  # stands among the notes
-        warnings.filterwarnings("ignore", ".*patterns named no site", RuntimeWarning)  # among the findings
+        warnings.filterwarnings(
+            "ignore", "fp16 on (this|a) CPU", RuntimeWarning
+        )  # stands among the notes
+        warnings.filterwarnings(
+            "ignore", ".*patterns named no site", RuntimeWarning
+        )  # among the findings
         loaded = roundoff.Workload.load(workload)
-        found = roundoff.bench(loaded, o.split(configs), steps=steps, seeds=seeds, progress=progress)
+        found = roundoff.bench(
+            loaded, o.split(configs), steps=steps, seeds=seeds, progress=progress
+        )
     found.report(folder / "report.html")
     write_json(found.summary, folder / "summary.json")
     if json:

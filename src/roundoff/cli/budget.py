@@ -11,7 +11,9 @@ from roundoff.cli import options as o
 
 
 def command(
-    workload: Annotated[Path, typer.Argument(help="A Python file with model() and batches().")],
+    workload: Annotated[
+        Path, typer.Argument(help="A Python file with model() and batches().")
+    ],
     formats: o.Formats = o.DEFAULT_FORMATS,
     of: o.Part = None,
     probes: o.Probes = None,
@@ -42,10 +44,16 @@ def command(
     rows = ranked(measured, {})
     if json:
         about = {
-            k: measured.about[k] for k in ("workload", "formats", "probes", "samples", "target")
+            k: measured.about[k]
+            for k in ("workload", "formats", "probes", "samples", "target")
         }
         o.print_json(
-            {**about, "coverage": coverage(measured), "ranking": rows, "output": str(output)}
+            {
+                **about,
+                "coverage": coverage(measured),
+                "ranking": rows,
+                "output": str(output),
+            }
         )
     else:
         console = o.console(False)

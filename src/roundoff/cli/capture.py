@@ -13,30 +13,68 @@ from roundoff.cli import options as o
 def command(
     script: Annotated[
         list[str],
-        typer.Argument(help="After --: a script and its arguments, or -m and a module.", metavar="-- SCRIPT [ARGS]..."),
+        typer.Argument(
+            help="After --: a script and its arguments, or -m and a module.",
+            metavar="-- SCRIPT [ARGS]...",
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the run; must not hold one yet.")],
-    steps: Annotated[str, typer.Option("--steps", help="Steps to record: 0-1, 3:5,100 or all.")] = "0-1",
-    level: Annotated[str, typer.Option("--level", help="op (every operator call) or module.")] = "op",
-    keep: Annotated[str, typer.Option("--keep", help="stats, or also tensors, sample or hash.")] = "stats",
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="The folder of the run; must not hold one yet."
+        ),
+    ],
+    steps: Annotated[
+        str, typer.Option("--steps", help="Steps to record: 0-1, 3:5,100 or all.")
+    ] = "0-1",
+    level: Annotated[
+        str, typer.Option("--level", help="op (every operator call) or module.")
+    ] = "op",
+    keep: Annotated[
+        str, typer.Option("--keep", help="stats, or also tensors, sample or hash.")
+    ] = "stats",
     shadow: Annotated[
-        str | None, typer.Option("--shadow", help="fp64: run every operator again in fp64 beside itself.")
+        str | None,
+        typer.Option(
+            "--shadow", help="fp64: run every operator again in fp64 beside itself."
+        ),
     ] = None,
     sites: Annotated[
-        list[str] | None, typer.Option("--site", help="Pattern module/operator of calls to record. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--site", help="Pattern module/operator of calls to record. Repeatable."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of --keep sample.")] = 0,
-    eager: Annotated[bool, typer.Option("--eager", help="Run what torch.compile compiled uncompiled.")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="End the script after the last of the steps.")] = False,
-    whole: Annotated[bool, typer.Option("--whole", help="Take the whole script for one step.")] = False,
+    eager: Annotated[
+        bool,
+        typer.Option("--eager", help="Run what torch.compile compiled uncompiled."),
+    ] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the script after the last of the steps.")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Take the whole script for one step.")
+    ] = False,
     noise: Annotated[
         int,
-        typer.Option("--noise", min=0, help="Record so many times more with random last bits: OUTPUT.noise1, ..."),
+        typer.Option(
+            "--noise",
+            min=0,
+            help="Record so many times more with random last bits: OUTPUT.noise1, ...",
+        ),
     ] = 0,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=0, help="Record so many times more, unchanged: OUTPUT.repeat1, ...")
+        int,
+        typer.Option(
+            "--repeats",
+            min=0,
+            help="Record so many times more, unchanged: OUTPUT.repeat1, ...",
+        ),
     ] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run in the folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a run in the folder.")
+    ] = False,
     json: o.Json = False,
 ) -> int:
     """Run a training script unchanged and record every operator call of its first steps."""
@@ -49,21 +87,38 @@ def command(
     from roundoff.store.sites import complete, coverage
 
     options: dict[str, Any] = {
-        "stop": stop, "whole": whole, "steps": None if steps == "all" else steps, "level": level, "keep": keep,
-        "shadow": shadow, "sites": sites or (), "seed": seed, "eager": eager, "overwrite": overwrite,
-    }  # fmt: skip
+        "stop": stop,
+        "whole": whole,
+        "steps": None if steps == "all" else steps,
+        "level": level,
+        "keep": keep,
+        "shadow": shadow,
+        "sites": sites or (),
+        "seed": seed,
+        "eager": eager,
+        "overwrite": overwrite,
+    }
     again = Repeats(output, noise, repeats, overwrite=overwrite, level=level)
     run = capture_script(script, output, **options)
     again.record(script, run.writer.about["id"], options)
-    if run.rank == 0:  # one of several processes speaks, of its own part: the others may still be writing theirs
+    if (
+        run.rank == 0
+    ):  # one of several processes speaks, of its own part: the others may still be writing theirs
         recorded = load(run.path)
         mine = complete(recorded.ops).filter(pl.col("rank") == run.rank)
-        found = coverage(mine.select("phase", "site", "dtype", "view_of", "nan", "posinf", "neginf", "reason").collect())
+        found = coverage(
+            mine.select(
+                "phase", "site", "dtype", "view_of", "nan", "posinf", "neginf", "reason"
+            ).collect()
+        )
         summary = {
-            "path": str(output), "steps": recorded.steps, "ranks": list(range(int(recorded.about["ranks"]))),
-            "coverage": {**recorded.about["coverage"], **found}, "noise": again.paths("noise"),
+            "path": str(output),
+            "steps": recorded.steps,
+            "ranks": list(range(int(recorded.about["ranks"]))),
+            "coverage": {**recorded.about["coverage"], **found},
+            "noise": again.paths("noise"),
             "repeats": again.paths("repeat"),
-        }  # fmt: skip
+        }
         if json:
             o.print_json(summary)
         else:

@@ -20,28 +20,64 @@ Advance = Callable[[int, int], None]
 
 def command(
     reference: Annotated[
-        str, typer.Argument(help="The run to trust, its folder or URL; or a saved comparison.", metavar="REF")
+        str,
+        typer.Argument(
+            help="The run to trust, its folder or URL; or a saved comparison.",
+            metavar="REF",
+        ),
     ],
-    candidate: Annotated[str | None, typer.Argument(help="The run to judge.", metavar="CAND")] = None,
-    cosine: Annotated[
-        float | None, typer.Option("--cosine", "-c", min=-1, max=1, help="Fail values below this cosine.")
+    candidate: Annotated[
+        str | None, typer.Argument(help="The run to judge.", metavar="CAND")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", "-l", min=1, help="Rows to list.")] = 10,
-    html: Annotated[str | None, typer.Option("--html", help="Write a report to this file or URL.")] = None,
-    engine: Annotated[str, typer.Option("--engine", help="local, ray, ray://host:port or ray:host:port.")] = "local",
+    cosine: Annotated[
+        float | None,
+        typer.Option(
+            "--cosine", "-c", min=-1, max=1, help="Fail values below this cosine."
+        ),
+    ] = None,
+    rows: Annotated[
+        int, typer.Option("--rows", "-l", min=1, help="Rows to list.")
+    ] = 10,
+    html: Annotated[
+        str | None, typer.Option("--html", help="Write a report to this file or URL.")
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option("--engine", help="local, ray, ray://host:port or ray:host:port."),
+    ] = "local",
     modules: Annotated[
-        str | None, typer.Option("--map", help='TOML file: lines "module.of.reference" = "module.of.candidate".')
+        str | None,
+        typer.Option(
+            "--map",
+            help='TOML file: lines "module.of.reference" = "module.of.candidate".',
+        ),
     ] = None,
     limit: Annotated[
         list[str] | None,
-        typer.Option("--limit", help="METRIC=VALUE: a limit instead of what rounding explains. Repeatable."),
+        typer.Option(
+            "--limit",
+            help="METRIC=VALUE: a limit instead of what rounding explains. Repeatable.",
+        ),
     ] = None,
-    margin: Annotated[float, typer.Option("--margin", min=0, help="Allow so many times what rounding explains.")] = 1.0,
+    margin: Annotated[
+        float,
+        typer.Option(
+            "--margin", min=0, help="Allow so many times what rounding explains."
+        ),
+    ] = 1.0,
     rank: Annotated[int | None, typer.Option("--rank", help="Only this rank.")] = None,
     step: Annotated[int | None, typer.Option("--step", help="Only this step.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Compare statistics alone, though tensors were kept.")] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Compare statistics alone, though tensors were kept."
+        ),
+    ] = False,
     save: Annotated[
-        str | None, typer.Option("--save", help="Keep the comparison in this folder, to judge it again.")
+        str | None,
+        typer.Option(
+            "--save", help="Keep the comparison in this folder, to judge it again."
+        ),
     ] = None,
     json: o.Json = False,
 ) -> int:
@@ -54,9 +90,19 @@ def command(
 
     limits = _limits(limit) | ({} if cosine is None else {"cosine": cosine})
     if candidate is None:
-        found = _saved(reference, given={"--map": modules, "--rank": rank, "--step": step, "--stats": stats or None})
+        found = _saved(
+            reference,
+            given={
+                "--map": modules,
+                "--rank": rank,
+                "--step": step,
+                "--stats": stats or None,
+            },
+        )
     else:
-        found = _compared(reference, candidate, engine, modules, rank, step, stats=stats, quiet=json)
+        found = _compared(
+            reference, candidate, engine, modules, rank, step, stats=stats, quiet=json
+        )
     found = found.judge(margin=margin, **limits)
     if save is not None:
         found.save(save)
@@ -65,9 +111,20 @@ def command(
     data = found.to_dict(rows)
     if json:
         keys = (
-            "reference", "candidate", "answer", "agrees", "verdicts", "limits", "margin", "divergence", "culprits",
-            "coverage", "damage", "notes", "rows",
-        )  # fmt: skip
+            "reference",
+            "candidate",
+            "answer",
+            "agrees",
+            "verdicts",
+            "limits",
+            "margin",
+            "divergence",
+            "culprits",
+            "coverage",
+            "damage",
+            "notes",
+            "rows",
+        )
         o.print_json({key: data.get(key) for key in keys})
     else:
         console = o.console(False)
@@ -79,28 +136,50 @@ def command(
 
 
 def _compared(
-    reference: str, candidate: str, engine: str, modules: str | None, rank: int | None, step: int | None, *,
-    stats: bool, quiet: bool,
-) -> Comparison:  # fmt: skip
+    reference: str,
+    candidate: str,
+    engine: str,
+    modules: str | None,
+    rank: int | None,
+    step: int | None,
+    *,
+    stats: bool,
+    quiet: bool,
+) -> Comparison:
     with _not_collected():
         from roundoff.compare.comparison import compare
         from roundoff.compare.modules import read_modules
 
     renamed = None if modules is None else read_modules(modules)
     with _progress(quiet) as progress:
-        return compare(reference=reference, candidate=candidate, modules=renamed, engine=engine, tensors=not stats,
-                       rank=rank, step=step, progress=progress)  # fmt: skip
+        return compare(
+            reference=reference,
+            candidate=candidate,
+            modules=renamed,
+            engine=engine,
+            tensors=not stats,
+            rank=rank,
+            step=step,
+            progress=progress,
+        )
 
 
 def _saved(path: str, given: dict[str, object]) -> Comparison:
     from roundoff.compare.comparison import Comparison, is_saved
 
     if not is_saved(path):
-        raise RunError("one run is not enough", where=path, expected="REF and CAND, or a folder that --save wrote",
-                       got="no candidate, and no saved comparison")  # fmt: skip
+        raise RunError(
+            "one run is not enough",
+            where=path,
+            expected="REF and CAND, or a folder that --save wrote",
+            got="no candidate, and no saved comparison",
+        )
     if wrong := [name for name, value in given.items() if value is not None]:
-        raise RunError("a saved comparison is only judged again", where=", ".join(wrong),
-                       do="give the two runs to compare them differently")  # fmt: skip
+        raise RunError(
+            "a saved comparison is only judged again",
+            where=", ".join(wrong),
+            do="give the two runs to compare them differently",
+        )
     return Comparison.load(path)
 
 
@@ -112,8 +191,12 @@ def _limits(options: list[str] | None) -> dict[str, float]:
         try:
             found[name.strip()] = float(value)
         except ValueError:
-            raise RunError("a limit needs a metric and a number", where="--limit",
-                           expected="METRIC=VALUE, such as max_abs=1e-3", got=repr(option)) from None  # fmt: skip
+            raise RunError(
+                "a limit needs a metric and a number",
+                where="--limit",
+                expected="METRIC=VALUE, such as max_abs=1e-3",
+                got=repr(option),
+            ) from None
     return found
 
 
@@ -134,4 +217,8 @@ def _not_collected() -> Iterator[None]:
 def _progress(quiet: bool) -> Iterator[Advance | None]:
     """A bar on standard error over the ranks, where there are several."""
     with o.progress(quiet) as shown:
-        yield None if shown is None else lambda done, every: shown("ranks", done, every) if every > 1 else None
+        yield (
+            None
+            if shown is None
+            else lambda done, every: shown("ranks", done, every) if every > 1 else None
+        )

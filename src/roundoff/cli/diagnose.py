@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    workload: Annotated[Path, typer.Argument(help="A Python file with model() and batches().")],
+    workload: Annotated[
+        Path, typer.Argument(help="A Python file with model() and batches().")
+    ],
     formats: o.Formats = o.DEFAULT_FORMATS,
     target: o.Target = None,
     metric_drop: o.MetricDrop = None,
@@ -27,19 +29,35 @@ def command(
     seed: o.Seed = 0,
     candidate: Annotated[
         str | None,
-        typer.Option("--candidate", "-c", help="What differs: bf16, fp16, compile, cuda (any device), channels_last, "
-                     "threads=N, mkldnn=off, float64, or another workload file."),
+        typer.Option(
+            "--candidate",
+            "-c",
+            help="What differs: bf16, fp16, compile, cuda (any device), channels_last, "
+            "threads=N, mkldnn=off, float64, or another workload file.",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare, a batch each.")] = 1,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Steps to compare, a batch each.")
+    ] = 1,
     noise: Annotated[
-        int, typer.Option("--noise", min=0, help="Record the reference N more times with random last bits.")
+        int,
+        typer.Option(
+            "--noise",
+            min=0,
+            help="Record the reference N more times with random last bits.",
+        ),
     ] = 0,
     backend: Annotated[
-        str | None, typer.Option("--backend", help="Backend of the candidate compile, such as aot_eager.")
+        str | None,
+        typer.Option(
+            "--backend", help="Backend of the candidate compile, such as aot_eager."
+        ),
     ] = None,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="Folder for the report, budget, plan and summary."),
+        typer.Option(
+            "--output", "-o", help="Folder for the report, budget, plan and summary."
+        ),
     ] = Path("out"),
     top: o.Top = 20,
     json: o.Json = False,
@@ -58,20 +76,38 @@ def command(
     from roundoff.report import print_summary, write_html, write_json
 
     if candidate is None and (noise or backend is not None or steps != 1):
-        raise RunError("only used with --candidate", where="--steps, --noise and --backend",
-                       do="say what the workload is compared with, such as --candidate bf16")  # fmt: skip
+        raise RunError(
+            "only used with --candidate",
+            where="--steps, --noise and --backend",
+            do="say what the workload is compared with, such as --candidate bf16",
+        )
     folder = check_folder(output)
     names = o.split(formats)
     table = o.cost_table(cost, cost_table, names)
     options: dict[str, Any] = {
-        "target": target, "metric_drop": metric_drop, "cost": cost, "cost_table": table, "pin": o.pairs(pin, "pin"),
-        "allow": o.allowed(allow), "part": of, "probes": probes, "seed": seed,
-    }  # fmt: skip
+        "target": target,
+        "metric_drop": metric_drop,
+        "cost": cost,
+        "cost_table": table,
+        "pin": o.pairs(pin, "pin"),
+        "allow": o.allowed(allow),
+        "part": of,
+        "probes": probes,
+        "seed": seed,
+    }
     with o.progress(json) as progress:
         loaded = roundoff.Workload.load(workload)
         if candidate is not None:
-            both = roundoff.diagnose(loaded, candidate=candidate, output=folder, steps=steps, noise=noise, backend=backend,
-                                     progress=progress, **options)  # fmt: skip
+            both = roundoff.diagnose(
+                loaded,
+                candidate=candidate,
+                output=folder,
+                steps=steps,
+                noise=noise,
+                backend=backend,
+                progress=progress,
+                **options,
+            )
         else:
             found = roundoff.diagnose(loaded, names, progress=progress, **options)
     if candidate is not None:

@@ -10,17 +10,40 @@ from roundoff.cli import options as o
 
 
 def command(
-    reference: Annotated[str, typer.Argument(help="The run to trust: its folder or URL.", metavar="REF")],
+    reference: Annotated[
+        str, typer.Argument(help="The run to trust: its folder or URL.", metavar="REF")
+    ],
     candidate: Annotated[str, typer.Argument(help="The run to judge.", metavar="CAND")],
-    site: Annotated[str, typer.Argument(help="A site of either run, or the name of a parameter or buffer.")],
-    phase: Annotated[str | None, typer.Option("--phase", help="Default: the first that has the site.")] = None,
-    place: Annotated[int | None, typer.Option("--place", help="Which output of the site. Default: its first.")] = None,
-    rank: Annotated[int | None, typer.Option("--rank", help="Default: the first of both runs.")] = None,
-    step: Annotated[int | None, typer.Option("--step", help="Default: the first of both runs.")] = None,
-    modules: Annotated[
-        str | None, typer.Option("--map", help='TOML file: lines "module.of.reference" = "module.of.candidate".')
+    site: Annotated[
+        str,
+        typer.Argument(
+            help="A site of either run, or the name of a parameter or buffer."
+        ),
+    ],
+    phase: Annotated[
+        str | None,
+        typer.Option("--phase", help="Default: the first that has the site."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Elements of each list.")] = 10,
+    place: Annotated[
+        int | None,
+        typer.Option("--place", help="Which output of the site. Default: its first."),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", help="Default: the first of both runs.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Default: the first of both runs.")
+    ] = None,
+    modules: Annotated[
+        str | None,
+        typer.Option(
+            "--map",
+            help='TOML file: lines "module.of.reference" = "module.of.candidate".',
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, help="Elements of each list.")
+    ] = 10,
     json: o.Json = False,
 ) -> int:
     """Show one site of two runs: arguments, statistics, metrics, histogram of the error, first and worst elements.
@@ -33,7 +56,15 @@ def command(
 
     renamed = None if modules is None else read_modules(modules)
     found = diff(
-        reference, candidate, site, phase=phase, place=place, rank=rank, step=step, limit=limit, modules=renamed
+        reference,
+        candidate,
+        site,
+        phase=phase,
+        place=place,
+        rank=rank,
+        step=step,
+        limit=limit,
+        modules=renamed,
     )
     if json:
         o.print_json(found)

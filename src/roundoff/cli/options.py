@@ -20,30 +20,46 @@ if TYPE_CHECKING:
     from roundoff.plan.measure import Progress
 
 Formats = Annotated[
-    str, typer.Option("--formats", "-f", help="Number formats to measure, separated by commas.")
+    str,
+    typer.Option(
+        "--formats", "-f", help="Number formats to measure, separated by commas."
+    ),
 ]
 Target = Annotated[
-    str | None, typer.Option("--target", "-t", help="Least SQNR of the output, such as 40dB.")
+    str | None,
+    typer.Option("--target", "-t", help="Least SQNR of the output, such as 40dB."),
 ]
 MetricDrop = Annotated[
     str | None,
-    typer.Option("--metric-drop", help="Most the metric may lose, such as 0.5% (of 1) or 0.005."),
+    typer.Option(
+        "--metric-drop", help="Most the metric may lose, such as 0.5% (of 1) or 0.005."
+    ),
 ]
 Cost = Annotated[
-    str, typer.Option("--cost", help="What to save: bytes moved, storage, bitops, seconds, or operators in fp32.")
+    str,
+    typer.Option(
+        "--cost",
+        help="What to save: bytes moved, storage, bitops, seconds, or operators in fp32.",
+    ),
 ]
 CostTable = Annotated[
     str | None,
-    typer.Option("--cost-table", help="Seconds per operation (TOML); measured here when left out."),
+    typer.Option(
+        "--cost-table",
+        help="Seconds per operation (TOML); measured here when left out.",
+    ),
 ]
 Pin = Annotated[
     list[str] | None,
-    typer.Option("--pin", help="PATTERN=FORMAT: these sites run in this format. Repeatable."),
+    typer.Option(
+        "--pin", help="PATTERN=FORMAT: these sites run in this format. Repeatable."
+    ),
 ]
 Allow = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow", help="PATTERN=FORMAT,FORMAT: these sites may use these formats. Repeatable."
+        "--allow",
+        help="PATTERN=FORMAT,FORMAT: these sites may use these formats. Repeatable.",
     ),
 ]
 Part = Annotated[
@@ -56,12 +72,18 @@ Part = Annotated[
 Probes = Annotated[
     int | None,
     typer.Option(
-        "--probes", min=1, help="Probe vectors a sample; chosen from the data when left out."
+        "--probes",
+        min=1,
+        help="Probe vectors a sample; chosen from the data when left out.",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the probe vectors.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Top = Annotated[int, typer.Option("--top", min=1, help="Rows of the ranked table to print.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+]
+Top = Annotated[
+    int, typer.Option("--top", min=1, help="Rows of the ranked table to print.")
+]
 
 DEFAULT_FORMATS = "bf16,fp16,fp8_e4m3fn,int8"
 
@@ -77,8 +99,12 @@ def pairs(options: list[str] | None, name: str) -> dict[str, str]:
     for option in options or []:
         pattern, mark, value = option.rpartition("=")
         if not mark or not pattern or not value:
-            raise PatternError(f"--{name} needs a pattern and a format", where=f"--{name}",
-                               expected="PATTERN=FORMAT, such as '*/softmax=fp32'", got=repr(option))  # fmt: skip
+            raise PatternError(
+                f"--{name} needs a pattern and a format",
+                where=f"--{name}",
+                expected="PATTERN=FORMAT, such as '*/softmax=fp32'",
+                got=repr(option),
+            )
         found[pattern] = value
     return found
 
@@ -125,7 +151,13 @@ def progress(quiet: bool) -> Iterator[Progress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     columns = (
         TextColumn("{task.description:>20}"),

@@ -15,28 +15,39 @@ def command(
     within: Annotated[
         float,
         typer.Option(
-            "--within", min=0, help="List sites within this many powers of two of overflow."
+            "--within",
+            min=0,
+            help="List sites within this many powers of two of overflow.",
         ),
     ] = 3.0,
     formats: Annotated[
-        str, typer.Option("--formats", "-f", help="What each of these formats would lose.")
+        str,
+        typer.Option("--formats", "-f", help="What each of these formats would lose."),
     ] = "fp16,bf16,fp8_e4m3fn,fp8_e5m2",
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            "--allow", help="PATTERN: NaN and Inf born at these sites are meant. Repeatable."
+            "--allow",
+            help="PATTERN: NaN and Inf born at these sites are meant. Repeatable.",
         ),
     ] = None,
     loss_format: Annotated[
-        str, typer.Option("--loss-format", help="Format of the gradients, for the loss scale.")
+        str,
+        typer.Option(
+            "--loss-format", help="Format of the gradients, for the loss scale."
+        ),
     ] = "fp16",
     margin: Annotated[
         float,
-        typer.Option("--margin", min=0, help="Powers of two that the loss scale leaves free."),
+        typer.Option(
+            "--margin", min=0, help="Powers of two that the loss scale leaves free."
+        ),
     ] = 1.0,
     rank: Annotated[int | None, typer.Option("--rank", help="Only this rank.")] = None,
     step: Annotated[int | None, typer.Option("--step", help="Only this step.")] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows of each table.")] = 20,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, help="Rows of each table.")
+    ] = 20,
     json: o.Json = False,
 ) -> int:
     """Say where NaN and Inf were born, what passed them on and what silently removed them; how near values are to
@@ -51,9 +62,14 @@ def command(
 
     loaded = load(run)
     found = overflow(
-        select_steps(loaded.ops, rank, step), loaded.scalars, within=within, formats=o.split(formats),
-        allow=allow or (), loss_format=loss_format, margin=margin,
-    )  # fmt: skip
+        select_steps(loaded.ops, rank, step),
+        loaded.scalars,
+        within=within,
+        formats=o.split(formats),
+        allow=allow or (),
+        loss_format=loss_format,
+        margin=margin,
+    )
     if json:
         o.print_json({"run": masked(run), **found.to_dict()})
     else:

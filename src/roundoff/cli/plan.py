@@ -15,10 +15,12 @@ def command(
     target: o.Target = None,
     metric_drop: o.MetricDrop = None,
     max_cost: Annotated[
-        float | None, typer.Option("--max-cost", help="Most the plan may cost (MB, Gbitops or ms).")
+        float | None,
+        typer.Option("--max-cost", help="Most the plan may cost (MB, Gbitops or ms)."),
     ] = None,
     formats: Annotated[
-        str | None, typer.Option("--formats", "-f", help="Only these of the measured formats.")
+        str | None,
+        typer.Option("--formats", "-f", help="Only these of the measured formats."),
     ] = None,
     cost: o.Cost = "bytes",
     cost_table: o.CostTable = None,
@@ -38,9 +40,15 @@ def command(
     names = None if formats is None else o.split(formats)
     table = o.cost_table(cost, cost_table, names or measured.about["formats"])
     chosen = measured.plan(
-        target, metric_drop=metric_drop, max_cost=max_cost, cost=cost, cost_table=table,
-        pin=o.pairs(pin, "pin"), allow=o.allowed(allow), formats=names,
-    )  # fmt: skip
+        target,
+        metric_drop=metric_drop,
+        max_cost=max_cost,
+        cost=cost,
+        cost_table=table,
+        pin=o.pairs(pin, "pin"),
+        allow=o.allowed(allow),
+        formats=names,
+    )
     chosen.save(output)
     summary = plan_summary(measured, chosen)
     if json:

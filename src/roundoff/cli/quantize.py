@@ -11,65 +11,158 @@ from roundoff.cli import options as o
 
 
 def command(
-    workload: Annotated[Path, typer.Argument(help="A Python file with model() and batches().")],
+    workload: Annotated[
+        Path, typer.Argument(help="A Python file with model() and batches().")
+    ],
     formats: Annotated[
-        str, typer.Option("--formats", "-f", help="Formats that may be used, separated by commas; several need a target.")
+        str,
+        typer.Option(
+            "--formats",
+            "-f",
+            help="Formats that may be used, separated by commas; several need a target.",
+        ),
     ] = "int8",
     target: Annotated[
-        str | None, typer.Option("--target", "-t", help="0.5%: at most so much less of the metric; 38dB: at least.")
+        str | None,
+        typer.Option(
+            "--target",
+            "-t",
+            help="0.5%: at most so much less of the metric; 38dB: at least.",
+        ),
     ] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="Instead, which site runs in which format.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Instead, which site runs in which format."),
+    ] = None,
     weights_only: Annotated[
-        str | None, typer.Option("--weights-only", help="Quantize weights alone, to int4, int8 or another width.")
+        str | None,
+        typer.Option(
+            "--weights-only",
+            help="Quantize weights alone, to int4, int8 or another width.",
+        ),
     ] = None,
     group: Annotated[
-        int | None, typer.Option("--group", min=1, help="Weights that share a scale, with --weights-only.")
+        int | None,
+        typer.Option(
+            "--group", min=1, help="Weights that share a scale, with --weights-only."
+        ),
     ] = None,
     method: Annotated[
         str,
-        typer.Option("--method", "--weights", help="Weights: gptq, nearest, awq, awq+gptq, smoothquant, dmq, ..."),
+        typer.Option(
+            "--method",
+            "--weights",
+            help="Weights: gptq, nearest, awq, awq+gptq, smoothquant, dmq, ...",
+        ),
     ] = "gptq",
     observer: Annotated[
-        str, typer.Option("--observer", help="Ranges of values: adjoint, minmax, mse, percentile, entropy, ifmr, hfmg ...")
+        str,
+        typer.Option(
+            "--observer",
+            help="Ranges of values: adjoint, minmax, mse, percentile, entropy, ifmr, hfmg ...",
+        ),
     ] = "adjoint",
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="Values without zero point.")] = False,
-    dynamic: Annotated[bool, typer.Option("--dynamic", help="Scales of values are chosen while the model runs.")] = False,
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric", help="Values without zero point.")
+    ] = False,
+    dynamic: Annotated[
+        bool,
+        typer.Option(
+            "--dynamic", help="Scales of values are chosen while the model runs."
+        ),
+    ] = False,
     granularity: Annotated[
-        str, typer.Option("--granularity", help="Values that share a scale: tensor, channel, token, group:SIZE.")
+        str,
+        typer.Option(
+            "--granularity",
+            help="Values that share a scale: tensor, channel, token, group:SIZE.",
+        ),
     ] = "tensor",
     weight_granularity: Annotated[
-        str, typer.Option("--weight-granularity", help="The same for weights; format: as each format has it.")
+        str,
+        typer.Option(
+            "--weight-granularity",
+            help="The same for weights; format: as each format has it.",
+        ),
     ] = "format",
     kv_cache: Annotated[
-        str, typer.Option("--kv-cache", help="Format of attention's keys and values: int8, int4:channel, fp8_e4m3fn ...")
+        str,
+        typer.Option(
+            "--kv-cache",
+            help="Format of attention's keys and values: int8, int4:channel, fp8_e4m3fn ...",
+        ),
     ] = "",
     divide: Annotated[
-        bool, typer.Option("--divide", help="Divide channels in front of linear layers by what the output loses.")
+        bool,
+        typer.Option(
+            "--divide",
+            help="Divide channels in front of linear layers by what the output loses.",
+        ),
     ] = False,
     skip: Annotated[
-        list[str] | None, typer.Option("--skip", help="PATTERN: these sites stay in fp32. Repeatable.")
+        list[str] | None,
+        typer.Option("--skip", help="PATTERN: these sites stay in fp32. Repeatable."),
     ] = None,
     pin: o.Pin = None,
-    config: Annotated[Path | None, typer.Option("--config", help="An AMCT configuration, .cfg or .json.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="An AMCT configuration, .cfg or .json."),
+    ] = None,
     cost: o.Cost = "bitops",
     samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Calibration samples, from the first batches on; 512 if left out.")
+        int | None,
+        typer.Option(
+            "--samples",
+            min=1,
+            help="Calibration samples, from the first batches on; 512 if left out.",
+        ),
     ] = None,
     prune: Annotated[
-        str, typer.Option("--prune", help="First remove weights: 2:4, channel:0.3 or magnitude:0.5.")
+        str,
+        typer.Option(
+            "--prune", help="First remove weights: 2:4, channel:0.3 or magnitude:0.5."
+        ),
     ] = "",
-    qat: Annotated[bool, typer.Option("--qat", help="Train with quantization afterwards; needs loss().")] = False,
+    qat: Annotated[
+        bool,
+        typer.Option("--qat", help="Train with quantization afterwards; needs loss()."),
+    ] = False,
     epochs: Annotated[
-        int | None, typer.Option("--epochs", min=1, help="Epochs of --qat and after --prune; 2 for --qat if left out.")
+        int | None,
+        typer.Option(
+            "--epochs",
+            min=1,
+            help="Epochs of --qat and after --prune; 2 for --qat if left out.",
+        ),
     ] = None,
-    lr: Annotated[float, typer.Option("--lr", help="Learning rate of the training (AdamW).")] = 1e-4,
-    distill: Annotated[bool, typer.Option("--distill", help="Train towards the fp32 model's output too.")] = False,
-    pareto: Annotated[bool, typer.Option("--pareto/--no-pareto", help="Measure the usual formats alone beside it.")] = True,
-    onnx: Annotated[bool, typer.Option("--onnx/--no-onnx", help="Export, and prove the file in ONNX Runtime.")] = True,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for all files; must be new or empty.")] = Path(
-        "out/quantized"
-    ),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
+    lr: Annotated[
+        float, typer.Option("--lr", help="Learning rate of the training (AdamW).")
+    ] = 1e-4,
+    distill: Annotated[
+        bool,
+        typer.Option("--distill", help="Train towards the fp32 model's output too."),
+    ] = False,
+    pareto: Annotated[
+        bool,
+        typer.Option(
+            "--pareto/--no-pareto", help="Measure the usual formats alone beside it."
+        ),
+    ] = True,
+    onnx: Annotated[
+        bool,
+        typer.Option(
+            "--onnx/--no-onnx", help="Export, and prove the file in ONNX Runtime."
+        ),
+    ] = True,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Folder for all files; must be new or empty."
+        ),
+    ] = Path("out/quantized"),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")
+    ] = False,
     top: o.Top = 10,
     json: o.Json = False,
 ) -> int:
@@ -86,13 +179,29 @@ def command(
     from roundoff.report.quantize_text import print_files, print_quantize
 
     options: dict[str, Any] = {
-        "formats": asked_formats(o.split(formats), weights_only, group), "target": target, "cost": cost,
-        "plan": None if plan is None else Plan.load(plan), "skip": tuple(skip or ()), "pin": o.pairs(pin, "pin"),
-        "options": Options(symmetric=symmetric, dynamic=dynamic, activation=granularity, weight=weight_granularity,
-                           kv_cache=kv_cache, divide=divide),
-        "rounding": rounding(observer, method), "prune": prune, "qat": qat, "lr": lr, "distill": distill,
-        "epochs": epochs or (2 if qat else 0), "tradeoff": pareto, "samples": samples,
-    }  # fmt: skip
+        "formats": asked_formats(o.split(formats), weights_only, group),
+        "target": target,
+        "cost": cost,
+        "plan": None if plan is None else Plan.load(plan),
+        "skip": tuple(skip or ()),
+        "pin": o.pairs(pin, "pin"),
+        "options": Options(
+            symmetric=symmetric,
+            dynamic=dynamic,
+            activation=granularity,
+            weight=weight_granularity,
+            kv_cache=kv_cache,
+            divide=divide,
+        ),
+        "rounding": rounding(observer, method),
+        "prune": prune,
+        "qat": qat,
+        "lr": lr,
+        "distill": distill,
+        "epochs": epochs or (2 if qat else 0),
+        "tradeoff": pareto,
+        "samples": samples,
+    }
     asked = Ask(**options)
     check_free(output, overwrite)
     with o.progress(json) as progress:
@@ -101,7 +210,9 @@ def command(
             from roundoff.export.artefact.amct import with_config
 
             asked = with_config(asked, config, loaded.model)
-        made, summary = deliver(loaded, asked, output, onnx=onnx, overwrite=overwrite, progress=progress)
+        made, summary = deliver(
+            loaded, asked, output, onnx=onnx, overwrite=overwrite, progress=progress
+        )
     if json:
         o.print_json(summary)
     else:

@@ -36,27 +36,37 @@ class Repeats:
     several processes and for noise at module level.
     """
 
-    def __init__(self, output: Path, noise: int, repeats: int, *, overwrite: bool, level: str) -> None:
+    def __init__(
+        self, output: Path, noise: int, repeats: int, *, overwrite: bool, level: str
+    ) -> None:
         from roundoff.capture.session import check_noise
         from roundoff.store.schema import ABOUT
         from roundoff.store.siblings import sibling
 
-        self.all = [Repeat(sibling(output, "noise", i), "noise", i) for i in range(1, noise + 1)]
-        self.all += [Repeat(sibling(output, "repeat", i), "repeat", None) for i in range(1, repeats + 1)]
+        self.all = [
+            Repeat(sibling(output, "noise", i), "noise", i) for i in range(1, noise + 1)
+        ]
+        self.all += [
+            Repeat(sibling(output, "repeat", i), "repeat", None)
+            for i in range(1, repeats + 1)
+        ]
         if noise:
             check_noise(noise, level)
         if self.all and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RunError(
-                "one of several processes cannot start the others again", where="--noise and --repeats",
+                "one of several processes cannot start the others again",
+                where="--noise and --repeats",
                 expected="a script in one process",
                 do="start the launcher once more for each, with roundoff.capture(..., noise=1) in the script",
-            )  # fmt: skip
+            )
         for path, _, _ in self.all if not overwrite else ():
             if (path / ABOUT).exists():
                 raise OutputError(
-                    "there is a run here already", where=str(path), expected="a folder that is free",
+                    "there is a run here already",
+                    where=str(path),
+                    expected="a folder that is free",
                     do="choose another place with -o, or say that it may be deleted: --overwrite",
-                )  # fmt: skip
+                )
         self._environment, self._folder = dict(os.environ), os.getcwd()
         self._path = [str(entry) for entry in sys.path]
 
@@ -67,17 +77,32 @@ class Repeats:
         """
         for number, (path, _, noise) in enumerate(self.all, 1):
             what = "again" if noise is None else f"with noise, seed {noise},"
-            print(f"roundoff: recording {what} in {path} ({number} of {len(self.all)})", file=sys.stderr, flush=True)
-            given = {"script": list(script), "path": str(path), "of": of, "options": {**options, "noise": noise}}
+            print(
+                f"roundoff: recording {what} in {path} ({number} of {len(self.all)})",
+                file=sys.stderr,
+                flush=True,
+            )
+            given = {
+                "script": list(script),
+                "path": str(path),
+                "of": of,
+                "options": {**options, "noise": noise},
+            }
             done = subprocess.run(
-                [sys.executable, "-c", _CHILD, json.dumps([self._path, given])], check=False,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=self._environment, cwd=self._folder,
-            )  # fmt: skip
+                [sys.executable, "-c", _CHILD, json.dumps([self._path, given])],
+                check=False,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=self._environment,
+                cwd=self._folder,
+            )
             if done.returncode:
                 raise RunError(
-                    "the script could not be recorded again", where=str(path), got=f"exit code {done.returncode}",
+                    "the script could not be recorded again",
+                    where=str(path),
+                    got=f"exit code {done.returncode}",
                     do="what it said stands above; the runs before this one are whole",
-                )  # fmt: skip
+                )
 
     def paths(self, kind: str) -> list[str]:
         """The folders of one kind."""

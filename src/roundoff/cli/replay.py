@@ -11,19 +11,34 @@ from roundoff.files import masked
 
 
 def command(
-    run: Annotated[str, typer.Argument(help="A run recorded with --keep tensors: its folder or URL.")],
+    run: Annotated[
+        str,
+        typer.Argument(help="A run recorded with --keep tensors: its folder or URL."),
+    ],
     site: Annotated[
-        str | None, typer.Option("--site", "-s", help="Only sites that match: 'encoder.*/softmax'.")
+        str | None,
+        typer.Option(
+            "--site", "-s", help="Only sites that match: 'encoder.*/softmax'."
+        ),
     ] = None,
     phase: Annotated[
         str | None, typer.Option("--phase", help="Only forward, backward or optimizer.")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, ...")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", help="Where to run: cpu, cuda, ...")
+    ] = "cpu",
     dtype: Annotated[
-        str, typer.Option("--dtype", help="The format to run in, or 'same' for the recorded one.")
+        str,
+        typer.Option(
+            "--dtype", help="The format to run in, or 'same' for the recorded one."
+        ),
     ] = "fp64",
-    rank: Annotated[int, typer.Option("--rank", help="The process of a run of several.")] = 0,
-    step: Annotated[int | None, typer.Option("--step", help="One step; all when left out.")] = None,
+    rank: Annotated[
+        int, typer.Option("--rank", help="The process of a run of several.")
+    ] = 0,
+    step: Annotated[
+        int | None, typer.Option("--step", help="One step; all when left out.")
+    ] = None,
     top: o.Top = 20,
     json: o.Json = False,
 ) -> int:
@@ -33,10 +48,18 @@ def command(
     from roundoff.store import load
 
     rows = replay(
-        load(run), site=site, phase=phase, device=device, dtype=dtype, rank=rank, step=step
+        load(run),
+        site=site,
+        phase=phase,
+        device=device,
+        dtype=dtype,
+        rank=rank,
+        step=step,
     ).to_dicts()
     if json:
-        o.print_json({"run": masked(run), "device": device, "dtype": dtype, "rows": rows})
+        o.print_json(
+            {"run": masked(run), "device": device, "dtype": dtype, "rows": rows}
+        )
     else:
         print_replay(rows, o.console(False), device=device, dtype=dtype, top=top)
     return 0

@@ -14,10 +14,15 @@ def command(
     run: Annotated[str, typer.Argument(help="The folder of a run, or its URL.")],
     site: Annotated[
         str | None,
-        typer.Argument(help="One site or parameter to show in full, or a glob over their names."),
+        typer.Argument(
+            help="One site or parameter to show in full, or a glob over their names."
+        ),
     ] = None,
     phase: Annotated[
-        str | None, typer.Option("--phase", help="Only forward, backward, optimizer or collective.")
+        str | None,
+        typer.Option(
+            "--phase", help="Only forward, backward, optimizer or collective."
+        ),
     ] = None,
     sort: Annotated[
         str,
@@ -26,9 +31,15 @@ def command(
             help="order, or largest first: nan, inf, max, mean, l2, std, zero, subnormal, size, own.",
         ),
     ] = "order",
-    rank: Annotated[int | None, typer.Option("--rank", help="Default: the first.")] = None,
-    step: Annotated[int | None, typer.Option("--step", help="Default: the last.")] = None,
-    views: Annotated[bool, typer.Option("--views", help="List views of tensors too.")] = False,
+    rank: Annotated[
+        int | None, typer.Option("--rank", help="Default: the first.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Default: the last.")
+    ] = None,
+    views: Annotated[
+        bool, typer.Option("--views", help="List views of tensors too.")
+    ] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to print.")] = 50,
     json: o.Json = False,
 ) -> int:
@@ -38,7 +49,9 @@ def command(
     from roundoff.store.sites import show
 
     recorded = load(run)
-    found = show(recorded.ops, site, phase=phase, rank=rank, step=step, sort=sort, views=views)
+    found = show(
+        recorded.ops, site, phase=phase, rank=rank, step=step, sort=sort, views=views
+    )
     if json:
         o.print_json({"run": masked(run), **found})
     else:

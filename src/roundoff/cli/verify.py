@@ -11,21 +11,29 @@ from roundoff.cli import options as o
 
 
 def command(
-    workload: Annotated[Path, typer.Argument(help="A Python file with model() and batches().")],
-    plan: Annotated[Path, typer.Argument(help="A plan written by roundoff plan or diagnose.")],
+    workload: Annotated[
+        Path, typer.Argument(help="A Python file with model() and batches().")
+    ],
+    plan: Annotated[
+        Path, typer.Argument(help="A plan written by roundoff plan or diagnose.")
+    ],
     budget: Annotated[
         Path | None,
         typer.Option(
-            "--budget", "-b", help="The budget of the plan: mends the plan where it misses."
+            "--budget",
+            "-b",
+            help="The budget of the plan: mends the plan where it misses.",
         ),
     ] = None,
     target: o.Target = None,
     metric_drop: o.MetricDrop = None,
     native: Annotated[
-        bool, typer.Option(help="Also run with real casts where this device has the format.")
+        bool,
+        typer.Option(help="Also run with real casts where this device has the format."),
     ] = True,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write the mended plan.")
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write the mended plan."),
     ] = None,
     json: o.Json = False,
 ) -> int:
@@ -38,10 +46,14 @@ def command(
     measured = None if budget is None else roundoff.Budget.load(budget)
     with o.progress(json) as progress:
         proof = roundoff.verify(
-            roundoff.Workload.load(workload), written, budget=measured,
+            roundoff.Workload.load(workload),
+            written,
+            budget=measured,
             target=None if target is None else parse_target(target),
-            metric_drop=None if metric_drop is None else parse_drop(metric_drop), native=native, progress=progress,
-        )  # fmt: skip
+            metric_drop=None if metric_drop is None else parse_drop(metric_drop),
+            native=native,
+            progress=progress,
+        )
     if output is not None:
         proof.plan.save(output)
     if json:

@@ -20,19 +20,40 @@ if TYPE_CHECKING:
 def command(
     script: Annotated[
         list[str],
-        typer.Argument(help="After --: a script and its arguments, or -m and a module.", metavar="-- SCRIPT [ARGS]..."),
+        typer.Argument(
+            help="After --: a script and its arguments, or -m and a module.",
+            metavar="-- SCRIPT [ARGS]...",
+        ),
     ],
-    every: Annotated[int, typer.Option("--every", min=1, help="Look at modules in each N-th step.")] = 1,
+    every: Annotated[
+        int, typer.Option("--every", min=1, help="Look at modules in each N-th step.")
+    ] = 1,
     explain: Annotated[
-        int, typer.Option("--explain", min=0, help="Run so many of the bad steps once more, to find the operator.")
+        int,
+        typer.Option(
+            "--explain",
+            min=0,
+            help="Run so many of the bad steps once more, to find the operator.",
+        ),
     ] = 3,
     lines: Annotated[
-        int, typer.Option("--lines", min=1, help="Not on a terminal: a line for each N-th step.")
+        int,
+        typer.Option(
+            "--lines", min=1, help="Not on a terminal: a line for each N-th step."
+        ),
     ] = 10,
     stop_on_nan: Annotated[
-        bool, typer.Option("--stop-on-nan", help="End the script before a NaN reaches the weights.")
+        bool,
+        typer.Option(
+            "--stop-on-nan", help="End the script before a NaN reaches the weights."
+        ),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each event on standard output.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="One JSON object a line for each event on standard output."
+        ),
+    ] = False,
 ) -> int:
     """Run a training script unchanged, and say what its loss, loss scale and gradients do, and why steps are skipped.
 
@@ -43,8 +64,12 @@ def command(
 
     from roundoff.train.watch import watch_script
 
-    with _json() if json else _text(Console(stderr=True, highlight=False), lines) as say:
-        end = watch_script(script, say, every=every, explain=explain, stop_on_nan=stop_on_nan)
+    with (
+        _json() if json else _text(Console(stderr=True, highlight=False), lines) as say
+    ):
+        end = watch_script(
+            script, say, every=every, explain=explain, stop_on_nan=stop_on_nan
+        )
     return 0 if end.trouble is None else 1
 
 
@@ -55,7 +80,11 @@ def _json() -> Iterator[Callable[[Event], None]]:
     out = sys.stdout
 
     def say(event: Event) -> None:
-        print(encoding.dumps(strict(event.to_dict()), allow_nan=False), file=out, flush=True)
+        print(
+            encoding.dumps(strict(event.to_dict()), allow_nan=False),
+            file=out,
+            flush=True,
+        )
 
     with contextlib.redirect_stdout(sys.stderr):
         yield say
@@ -96,5 +125,7 @@ def _text(console: Console, lines: int) -> Iterator[Callable[[Event], None]]:
     with contextlib.ExitStack() as stack:
         if console.is_terminal:
             terminal = sys.stdout.isatty()
-            live = stack.enter_context(Live(console=console, transient=True, redirect_stdout=terminal))
+            live = stack.enter_context(
+                Live(console=console, transient=True, redirect_stdout=terminal)
+            )
         yield lambda event: write(event.to_dict())

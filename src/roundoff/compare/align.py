@@ -24,7 +24,12 @@ from roundoff.compare.calls import TRANSPARENT, Call, calls_of, match_calls
 
 Row = Mapping[str, Any]
 
-MATCHED, BY_USE, REFERENCE_ONLY, CANDIDATE_ONLY = "matched", "by use", "only in reference", "only in candidate"
+MATCHED, BY_USE, REFERENCE_ONLY, CANDIDATE_ONLY = (
+    "matched",
+    "by use",
+    "only in reference",
+    "only in candidate",
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,11 @@ class Pair:
     reason: str | None = None
 
 
-def align(reference: Sequence[Row], candidate: Sequence[Row], modules: Mapping[str, str] | None = None) -> list[Pair]:
+def align(
+    reference: Sequence[Row],
+    candidate: Sequence[Row],
+    modules: Mapping[str, str] | None = None,
+) -> list[Pair]:
     """The pairs of one step's rows, in the order of the candidate's records, the reference's own ones after them.
 
     ``modules`` says how modules of the reference are called in the candidate (the longest prefix counts).
@@ -57,15 +66,25 @@ def align(reference: Sequence[Row], candidate: Sequence[Row], modules: Mapping[s
         for row in other.rows:
             if (twin := by_place.get(row["place"])) is not None:
                 add(twin, row, MATCHED, reason)
-    names = {rename(row["name"]): row for row in reference if row["call"] < 0 and row["name"]}
+    names = {
+        rename(row["name"]): row for row in reference if row["call"] < 0 and row["name"]
+    }
     for row in candidate:
         if row["call"] < 0 and row["name"] in names and row["record"] not in pairs:
             add(names[row["name"]], row, MATCHED)
     _last_values(reference, candidate, rename, pairs, add)
-    _by_use(matched, {r["record"]: r for r in reference}, {r["record"]: r for r in candidate}, pairs, add)
+    _by_use(
+        matched,
+        {r["record"]: r for r in reference},
+        {r["record"]: r for r in candidate},
+        pairs,
+        add,
+    )
     for row in candidate:
         if row["record"] not in pairs:
-            pairs[row["record"]] = Pair(None, row["record"], CANDIDATE_ONLY, _lonely(row, "reference"))
+            pairs[row["record"]] = Pair(
+                None, row["record"], CANDIDATE_ONLY, _lonely(row, "reference")
+            )
     found = [pairs[row["record"]] for row in candidate]
     found += [
         Pair(row["record"], None, REFERENCE_ONLY, _lonely(row, "candidate"))
@@ -96,42 +115,74 @@ def renaming(modules: Mapping[str, str]) -> Callable[[str], str]:
 
 def _plain(name: str) -> str:
     """Without what torch.compile puts into the path."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
+    return (
+        ".".join(part for part in name.split(".") if part != "_orig_mod")
+        if "_orig_mod" in name
+        else name
+    )
 
 
 def _by_use(
-    matched: Sequence[tuple[Call, Call, str | None]], ours: Mapping[int, Row], theirs: Mapping[int, Row],
-    pairs: Mapping[int, Pair], add: Callable[..., None],
-) -> None:  # fmt: skip
+    matched: Sequence[tuple[Call, Call, str | None]],
+    ours: Mapping[int, Row],
+    theirs: Mapping[int, Row],
+    pairs: Mapping[int, Pair],
+    add: Callable[..., None],
+) -> None:
     """Rows that two aligned calls read at the same place, and from there on what those are made of."""
     for one, other, _ in sorted(matched, key=lambda m: -m[1].record):
         for a, b in slots(one.rows, other.rows):
-            while a in ours and b in theirs and b not in pairs and ours[a]["shape"] == theirs[b]["shape"]:
+            while (
+                a in ours
+                and b in theirs
+                and b not in pairs
+                and ours[a]["shape"] == theirs[b]["shape"]
+            ):
                 row, twin = ours[a], theirs[b]
                 leaves = row["call"] < 0 and twin["call"] < 0
-                add(row, twin, *(MATCHED, None) if leaves else (BY_USE, "read at the same place"))
+                add(
+                    row,
+                    twin,
+                    *(MATCHED, None) if leaves else (BY_USE, "read at the same place"),
+                )
                 # what a cast or a view is made of has the same use as it
-                if twin["operator"] not in TRANSPARENT or len(twin["inputs"] or ()) != 1:
+                if (
+                    twin["operator"] not in TRANSPARENT
+                    or len(twin["inputs"] or ()) != 1
+                ):
                     break
                 b = twin["inputs"][0]
                 handed = theirs.get(b)
                 if handed is None:
                     break
-                if row["operator"] == twin["operator"] or handed["shape"] != row["shape"]:
-                    if row["operator"] not in TRANSPARENT or len(row["inputs"] or ()) != 1:
+                if (
+                    row["operator"] == twin["operator"]
+                    or handed["shape"] != row["shape"]
+                ):
+                    if (
+                        row["operator"] not in TRANSPARENT
+                        or len(row["inputs"] or ()) != 1
+                    ):
                         break
                     a = row["inputs"][0]
 
 
 def _last_values(
-    ours: Sequence[Row], theirs: Sequence[Row], rename: Callable[[str], str], pairs: Mapping[int, Pair],
+    ours: Sequence[Row],
+    theirs: Sequence[Row],
+    rename: Callable[[str], str],
+    pairs: Mapping[int, Pair],
     add: Callable[..., None],
-) -> None:  # fmt: skip
+) -> None:
     """What the step leaves in parameters, buffers and gradients, also where other calls wrote it."""
     last = {rename(row["name"]): row for row in ours if row["name"]}
     for row in {row["name"]: row for row in theirs if row["name"]}.values():
         twin = last.get(row["name"])
-        if twin is not None and row["record"] not in pairs and twin["shape"] == row["shape"]:
+        if (
+            twin is not None
+            and row["record"] not in pairs
+            and twin["shape"] == row["shape"]
+        ):
             add(twin, row, BY_USE, "the last value of this tensor")
 
 
@@ -142,7 +193,11 @@ def slots(ours: Sequence[Row], theirs: Sequence[Row]) -> list[tuple[int, int]]:
     for row in theirs:
         twin = by_place.get(row["place"])
         if twin is not None and len(twin["inputs"] or ()) == len(row["inputs"] or ()):
-            found.update(dict.fromkeys(zip(twin["inputs"] or (), row["inputs"] or (), strict=False)))
+            found.update(
+                dict.fromkeys(
+                    zip(twin["inputs"] or (), row["inputs"] or (), strict=False)
+                )
+            )
     return list(found)
 
 

@@ -25,7 +25,15 @@ from roundoff.compare.repeated import (
     sentences,
 )
 from roundoff.compare.shard import Settings, compare_rank
-from roundoff.compare.table import FAIL, TABLE, UNDECIDED, frame_of, judged, received, whole
+from roundoff.compare.table import (
+    FAIL,
+    TABLE,
+    UNDECIDED,
+    frame_of,
+    judged,
+    received,
+    whole,
+)
 from roundoff.engine import run_tasks
 from roundoff.errors import RunError
 from roundoff.files import is_url, local_path, masked, open_output, write_text
@@ -62,14 +70,25 @@ class Comparison:
     def rounding(self, n: int = 5) -> list[dict[str, Any]]:
         """The operators whose rounding makes most of the error at the end of the first step that differs, with the
         ``contribution`` (share) of each; those that make errors beyond rounding are not among them."""
-        made = pl.col("cause").is_null() & (pl.col("contribution") > 0) & ~pl.col("view") & (pl.col("call") >= 0)
+        made = (
+            pl.col("cause").is_null()
+            & (pl.col("contribution") > 0)
+            & ~pl.col("view")
+            & (pl.col("call") >= 0)
+        )
         rows = self.table.lazy().filter(made)
         first = rows.filter(pl.col("step") == pl.col("step").min())
         by = first.group_by("phase", "site", "reference_site", maintain_order=True).agg(
             pl.col("contribution").sum() / pl.col("rank").n_unique(),
-            pl.col("line", "step", "rank", "dtype", "record").first(), pl.col("own", "error").max(),
-        )  # fmt: skip
-        return by.top_k(n, by="contribution").sort("contribution", descending=True).collect().to_dicts()
+            pl.col("line", "step", "rank", "dtype", "record").first(),
+            pl.col("own", "error").max(),
+        )
+        return (
+            by.top_k(n, by="contribution")
+            .sort("contribution", descending=True)
+            .collect()
+            .to_dicts()
+        )
 
     @property
     def divergence(self) -> dict[str, Any] | None:
@@ -84,9 +103,12 @@ class Comparison:
         reasons = unknown.group_by(pl.col("reason").fill_null("unknown")).len("count")
         reasons = reasons.sort("count", "reason", descending=[True, False])
         return {
-            "rows": self.table.height, "status": counted, "measured": self.table.height - unknown.height,
-            "equal": int(self.table["equal"].sum() or 0), "reasons": reasons.to_dicts(),
-        }  # fmt: skip
+            "rows": self.table.height,
+            "status": counted,
+            "measured": self.table.height - unknown.height,
+            "equal": int(self.table["equal"].sum() or 0),
+            "reasons": reasons.to_dicts(),
+        }
 
     @property
     def verdicts(self) -> dict[str, int]:
@@ -105,35 +127,81 @@ class Comparison:
         what is above. Raises ``RunError`` for what is no metric.
         """
         table = judged(self.table.drop("verdict", strict=False), limits, margin)
-        return replace(self, table=table, about={**self.about, "limits": limits, "margin": margin})
+        return replace(
+            self, table=table, about={**self.about, "limits": limits, "margin": margin}
+        )
 
     def to_dict(self, limit: int = 20) -> dict[str, Any]:
         """The comparison as plain data, with the first ``limit`` rows to look at: those that fail, then the largest
         contributions."""
-        order = pl.col("verdict").replace_strict({FAIL: 0, UNDECIDED: 2}, default=1, return_dtype=pl.Int8)
-        keys = self.table.lazy().select(  # of millions of rows with many columns only these are sorted
-            order.alias("order"), "step", pl.col("contribution").fill_null(0), "rank", "record", "error",
-        ).with_row_index("at").filter(pl.col("error").is_not_null())  # fmt: skip
+        order = pl.col("verdict").replace_strict(
+            {FAIL: 0, UNDECIDED: 2}, default=1, return_dtype=pl.Int8
+        )
+        keys = (
+            self.table.lazy()
+            .select(  # of millions of rows with many columns only these are sorted
+                order.alias("order"),
+                "step",
+                pl.col("contribution").fill_null(0),
+                "rank",
+                "record",
+                "error",
+            )
+            .with_row_index("at")
+            .filter(pl.col("error").is_not_null())
+        )
         falling = [False, False, True, False, False]
-        first = keys.sort("order", "step", "contribution", "rank", "record", descending=falling).head(limit).collect()
-        return {"answer": self.answer, **self._summary(limit), "rows": self.table[first["at"]].to_dicts()}
+        first = (
+            keys.sort(
+                "order", "step", "contribution", "rank", "record", descending=falling
+            )
+            .head(limit)
+            .collect()
+        )
+        return {
+            "answer": self.answer,
+            **self._summary(limit),
+            "rows": self.table[first["at"]].to_dicts(),
+        }
 
     def _summary(self, limit: int | None) -> dict[str, Any]:
         """All but the rows: what the sentences are made from."""
         labels = self.table.lazy().select(*LABEL, "record", "verdict", "cause")
         failing = labels.filter(pl.col("verdict") == FAIL)
         apart = labels.filter(pl.col("error").is_finite() & (pl.col("error") > 0))
-        inherited = failing.filter(pl.col("cause") == INHERITED).select(pl.len()).collect().item()
+        inherited = (
+            failing.filter(pl.col("cause") == INHERITED)
+            .select(pl.len())
+            .collect()
+            .item()
+        )
         return {
-            **self.about, "agrees": self.agrees, "verdicts": self.verdicts, "divergence": self.divergence,
-            "culprits": self.culprits(limit), "rounding": self.rounding(limit or 5), "coverage": self.coverage,
+            **self.about,
+            "agrees": self.agrees,
+            "verdicts": self.verdicts,
+            "divergence": self.divergence,
+            "culprits": self.culprits(limit),
+            "rounding": self.rounding(limit or 5),
+            "coverage": self.coverage,
             "inherited": inherited,
-            "largest": next(iter(apart.top_k(1, by="error").select(LABEL).collect().to_dicts()), None),
-            "first": next(iter(failing.bottom_k(1, by=["step", "record"]).select(LABEL).collect().to_dicts()), None),
-            "tensors": bool(self.table["max_abs"].is_not_null().any()), "rows_total": self.table.height,
+            "largest": next(
+                iter(apart.top_k(1, by="error").select(LABEL).collect().to_dicts()),
+                None,
+            ),
+            "first": next(
+                iter(
+                    failing.bottom_k(1, by=["step", "record"])
+                    .select(LABEL)
+                    .collect()
+                    .to_dicts()
+                ),
+                None,
+            ),
+            "tensors": bool(self.table["max_abs"].is_not_null().any()),
+            "rows_total": self.table.height,
             "steps": self.table["step"].drop_nulls().unique().sort().to_list(),
             "ranks": self.table["rank"].drop_nulls().unique().sort().to_list(),
-        }  # fmt: skip
+        }
 
     @cached_property
     def answer(self) -> str:
@@ -152,14 +220,32 @@ class Comparison:
     def _points(self, most: int = 900) -> list[dict[str, Any]]:
         """The rows in the order of execution for a chart, of the rank where the runs part; where there are more than
         ``most``, of each stretch the row that failed worst."""
-        rank = (self.divergence or {}).get("rank", self.table["rank"].drop_nulls().min())
-        rows = self.table.select("record", "view", "tolerance", "cause", "verdict", *LABEL)
-        rows = rows.filter((pl.col("rank") == rank) & pl.col("error").is_not_null() & pl.col("view").not_())
+        rank = (self.divergence or {}).get(
+            "rank", self.table["rank"].drop_nulls().min()
+        )
+        rows = self.table.select(
+            "record", "view", "tolerance", "cause", "verdict", *LABEL
+        )
+        rows = rows.filter(
+            (pl.col("rank") == rank)
+            & pl.col("error").is_not_null()
+            & pl.col("view").not_()
+        )
         rows = rows.sort("step", "record").with_row_index("at")
         rows = rows.with_columns(stretch=pl.col("at") * most // max(rows.height, most))
-        worst = (pl.col("cause") == OWN).fill_null(False), pl.col("verdict") == FAIL, pl.col("error")
-        rows = rows.sort(*worst, descending=True).unique("stretch", keep="first", maintain_order=True)
-        return rows.sort("at").select("at", "tolerance", "cause", "verdict", *LABEL).to_dicts()
+        worst = (
+            (pl.col("cause") == OWN).fill_null(False),
+            pl.col("verdict") == FAIL,
+            pl.col("error"),
+        )
+        rows = rows.sort(*worst, descending=True).unique(
+            "stretch", keep="first", maintain_order=True
+        )
+        return (
+            rows.sort("at")
+            .select("at", "tolerance", "cause", "verdict", *LABEL)
+            .to_dicts()
+        )
 
     def save(self, path: str | Path) -> None:
         """Write ``comparison.parquet`` and ``comparison.json`` into a folder or under a URL, each whole or not at all.
@@ -169,7 +255,9 @@ class Comparison:
         with open_output(_within(path, TABLE_FILE)) as temporary:
             self.table.write_parquet(temporary)
         text = json.dumps({**self.about, "comparison": VERSION})
-        write_text(_within(path, ABOUT_FILE), text)  # last: a folder with it is a whole comparison
+        write_text(
+            _within(path, ABOUT_FILE), text
+        )  # last: a folder with it is a whole comparison
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
@@ -178,25 +266,49 @@ class Comparison:
         try:
             about = json.loads(_bytes(_within(path, ABOUT_FILE)))
             place = _within(path, TABLE_FILE)
-            table = pl.read_parquet(io.BytesIO(_bytes(place)) if is_url(path) else place)
+            table = pl.read_parquet(
+                io.BytesIO(_bytes(place)) if is_url(path) else place
+            )
         except FileNotFoundError as error:
-            raise RunError("no comparison is saved here", where=where, expected=f"{ABOUT_FILE} and {TABLE_FILE}",
-                           do="roundoff compare REFERENCE CANDIDATE --save DIR makes one") from error  # fmt: skip
+            raise RunError(
+                "no comparison is saved here",
+                where=where,
+                expected=f"{ABOUT_FILE} and {TABLE_FILE}",
+                do="roundoff compare REFERENCE CANDIDATE --save DIR makes one",
+            ) from error
         except Exception as error:  # noqa: BLE001 - json, polars and the library of a protocol raise many kinds
-            raise RunError("the saved comparison cannot be read", where=where, do="compare the two runs again",
-                           got=masked(f"{type(error).__name__}: {error}".partition("\n")[0])) from None  # fmt: skip
+            raise RunError(
+                "the saved comparison cannot be read",
+                where=where,
+                do="compare the two runs again",
+                got=masked(f"{type(error).__name__}: {error}".partition("\n")[0]),
+            ) from None
         version = about.pop("comparison", None) if isinstance(about, dict) else None
         if version != VERSION or {*TABLE, "verdict"} != {*table.columns}:
-            raise RunError("the saved comparison is of another version of roundoff", where=where,
-                           expected=f"version {VERSION}", got=f"version {version}",
-                           do="compare the two runs again")  # fmt: skip
+            raise RunError(
+                "the saved comparison is of another version of roundoff",
+                where=where,
+                expected=f"version {VERSION}",
+                got=f"version {version}",
+                do="compare the two runs again",
+            )
         return cls(table, about)
 
 
 VERSION = 1
 ABOUT_FILE, TABLE_FILE = "comparison.json", "comparison.parquet"
 #: What a row is called by.
-LABEL = ("site", "reference_site", "name", "call", "phase", "line", "rank", "step", "error")
+LABEL = (
+    "site",
+    "reference_site",
+    "name",
+    "call",
+    "phase",
+    "line",
+    "rank",
+    "step",
+    "error",
+)
 
 
 def is_saved(path: str | Path) -> bool:
@@ -208,7 +320,11 @@ def is_saved(path: str | Path) -> bool:
 
 
 def _within(folder: str | Path, name: str) -> str | Path:
-    return f"{str(folder).rstrip('/')}/{name}" if is_url(folder) else local_path(folder) / name
+    return (
+        f"{str(folder).rstrip('/')}/{name}"
+        if is_url(folder)
+        else local_path(folder) / name
+    )
 
 
 def _bytes(place: str | Path) -> bytes:
@@ -221,10 +337,17 @@ def _bytes(place: str | Path) -> bytes:
 
 
 def compare(
-    *, reference: str | Path | Run, candidate: str | Path | Run, modules: Mapping[str, str] | None = None,
-    engine: str = "local", tensors: bool = True, rank: int | None = None, step: int | None = None,
-    progress: Callable[[int, int], None] | None = None, **limits: float,
-) -> Comparison:  # fmt: skip
+    *,
+    reference: str | Path | Run,
+    candidate: str | Path | Run,
+    modules: Mapping[str, str] | None = None,
+    engine: str = "local",
+    tensors: bool = True,
+    rank: int | None = None,
+    step: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **limits: float,
+) -> Comparison:
     """Compare two recorded runs and name the operator at fault.
 
     Args:
@@ -241,7 +364,10 @@ def compare(
     Ranks and steps that only one run has are a row each. Raises ``RunError`` when a run cannot be read, when the two have
     no rank and step in common, and when ``modules`` names a module that its run does not have.
     """
-    ours, theirs = (run if isinstance(run, Run) else load(str(run)) for run in (reference, candidate))
+    ours, theirs = (
+        run if isinstance(run, Run) else load(str(run))
+        for run in (reference, candidate)
+    )
     near = {"reference": beside(ours), "candidate": beside(theirs)}
     floors = [
         floor_of(run, near[side]["noise"], near[side]["repeat"])
@@ -252,57 +378,105 @@ def compare(
     steps = common("step", ours.steps, theirs.steps, step)
     levels = [run.about.get("level") for run in (ours, theirs)]
     if levels[0] != levels[1] and None not in levels:
-        raise RunError("the two runs were not recorded at the same level", got=f"{levels[0]} and {levels[1]}",
-                       do="record both with the same --level: op sees every operator")  # fmt: skip
+        raise RunError(
+            "the two runs were not recorded at the same level",
+            got=f"{levels[0]} and {levels[1]}",
+            do="record both with the same --level: op sees every operator",
+        )
     if modules:
         check_modules(ours, theirs, ranks[0], steps[0], modules)
     given: Sequence[Any] = (ours, theirs)
     if engine != "local":
-        given = tuple(str(run.path if isinstance(run, Run) else run) for run in (reference, candidate))
-    found = run_tasks(compare_rank, [(*given, rank, steps, settings) for rank in ranks], engine=engine, progress=progress)
+        given = tuple(
+            str(run.path if isinstance(run, Run) else run)
+            for run in (reference, candidate)
+        )
+    found = run_tasks(
+        compare_rank,
+        [(*given, rank, steps, settings) for rank in ranks],
+        engine=engine,
+        progress=progress,
+    )
     lonely, notes = [], []
-    for noun, mine, other, asked in (("rank", ours.ranks, theirs.ranks, rank), ("step", ours.steps, theirs.steps, step)):
-        for side, here, there in (("reference", mine, other), ("candidate", other, mine)):
+    for noun, mine, other, asked in (
+        ("rank", ours.ranks, theirs.ranks, rank),
+        ("step", ours.steps, theirs.steps, step),
+    ):
+        for side, here, there in (
+            ("reference", mine, other),
+            ("candidate", other, mine),
+        ):
             extra = [n for n in here if n not in there and asked is None]
-            lonely += [{noun: n, "status": f"only in {side}", "reason": f"the other run has no {noun} {n}"} for n in extra]
+            lonely += [
+                {
+                    noun: n,
+                    "status": f"only in {side}",
+                    "reason": f"the other run has no {noun} {n}",
+                }
+                for n in extra
+            ]
             notes += [f"Only the {side} has {span(noun, extra)}"] if extra else []
     table = received(whole([*(frame for frame, _ in found), frame_of(lonely)]))
     calls = table["status"].filter(table["call"] >= 0)
     if len(calls) and not calls.is_in([MATCHED]).any():
-        raise RunError("the two runs have no operator in common", where=theirs.location,
-                       got=f"{len(calls):,} calls that only one of them has", expected="two runs of one model",
-                       do="where modules have other names, say so with --map")  # fmt: skip
+        raise RunError(
+            "the two runs have no operator in common",
+            where=theirs.location,
+            got=f"{len(calls):,} calls that only one of them has",
+            expected="two runs of one model",
+            do="where modules have other names, say so with --map",
+        )
     same = same_program(ours, theirs)
-    random = not_reproducible("reference", ours, near["reference"]["repeat"] or ([theirs] if same else []))
+    random = not_reproducible(
+        "reference", ours, near["reference"]["repeat"] or ([theirs] if same else [])
+    )
     random += not_reproducible("candidate", theirs, near["candidate"]["repeat"])
     table = mark(table, random)
     differs = bool(table.select((pl.col("error") > 0).any()).item())
     more = {side: sum(map(len, runs.values())) for side, runs in near.items()}
     runs = {"reference": ours, "candidate": theirs}
     about = {
-        **{side: run.location for side, run in runs.items()}, "damage": [line for _, lines in found for line in lines],
-        "notes": notes, "unstable": random, "repeats": sentences(random, more, same and differs),
-        "kept": {side: run.about.get("keep") or "tensors" for side, run in runs.items()},
-        "environment": {side: run.about.get("environment") or [] for side, run in runs.items()},
-    }  # fmt: skip
+        **{side: run.location for side, run in runs.items()},
+        "damage": [line for _, lines in found for line in lines],
+        "notes": notes,
+        "unstable": random,
+        "repeats": sentences(random, more, same and differs),
+        "kept": {
+            side: run.about.get("keep") or "tensors" for side, run in runs.items()
+        },
+        "environment": {
+            side: run.about.get("environment") or [] for side, run in runs.items()
+        },
+    }
     return Comparison(table, about).judge(**limits)
 
 
-def common(noun: str, ours: Sequence[int], theirs: Sequence[int], asked: int | None) -> list[int]:
+def common(
+    noun: str, ours: Sequence[int], theirs: Sequence[int], asked: int | None
+) -> list[int]:
     """What both runs have; of it only what was asked for."""
     both = [n for n in ours if n in theirs and asked in (None, n)]
     if not both:
         got = f"{span(noun, ours)} in the reference, {span(noun, theirs)} in the candidate"
-        what = "the two runs have" + (f" no {noun} in common" if asked is None else f" not both {noun} {asked}")
-        raise RunError(what, where=f"--{noun}" if asked is not None else None, got=got,
-                       do=f"record the same {noun}s of both")  # fmt: skip
+        what = "the two runs have" + (
+            f" no {noun} in common" if asked is None else f" not both {noun} {asked}"
+        )
+        raise RunError(
+            what,
+            where=f"--{noun}" if asked is not None else None,
+            got=got,
+            do=f"record the same {noun}s of both",
+        )
     return both
 
 
 def without_tensors(reference: Run, candidate: Run) -> str | None:
     """Why tensors cannot be compared, None where both runs kept them."""
-    lacking = [side for side, run in (("reference", reference), ("candidate", candidate))
-               if run.about.get("keep") not in ("tensors", None)]  # fmt: skip
+    lacking = [
+        side
+        for side, run in (("reference", reference), ("candidate", candidate))
+        if run.about.get("keep") not in ("tensors", None)
+    ]
     if not lacking:
         return None
     who = "neither run kept" if len(lacking) == 2 else f"the {lacking[0]} did not keep"

@@ -28,7 +28,11 @@ def culprits(rows: Sequence[Row]) -> list[dict[str, Any]]:
         known["steps"] |= {row["step"]}
         if row["step"] == known["step"] and row["rank"] == known["rank"]:
             known["contribution"] += row["contribution"] or 0.0
-            if row["record"] == known["record"] or (row["own"] or 0.0) <= known["own"] or row["call"] != known["call"]:
+            if (
+                row["record"] == known["record"]
+                or (row["own"] or 0.0) <= known["own"]
+                or row["call"] != known["call"]
+            ):
                 continue
             known |= {k: row[k] for k in ("looks_like", "evidence", "own")}
             known["try"] = row["advice"]
@@ -40,22 +44,45 @@ def culprits(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _weight(entry: Row) -> tuple[Any, ...]:
     # of integers and booleans no share can be told: they choose what runs
     chosen = (entry["dtype"] or "").startswith(("int", "uint", "bool"))
-    return entry["step"], entry["inputs_error"] > 0, not chosen, -entry["contribution"], entry["record"]
+    return (
+        entry["step"],
+        entry["inputs_error"] > 0,
+        not chosen,
+        -entry["contribution"],
+        entry["record"],
+    )
 
 
 def _entry(row: Row) -> dict[str, Any]:
     module, _, operator = (row["blamed"] or "").rpartition("/")
     return {
-        "site": row["blamed"], "reference_site": row["blamed_reference"], "module": module,
-        "operator": operator.partition("#")[0], "phase": row["blamed_phase"], "line": row["blamed_line"],
-        "reference_line": row["blamed_reference_line"], "rank": row["rank"], "step": row["step"], "record": row["record"],
-        "call": row["call"], "dtype": row["dtype"], "name": row["name"], "error": row["error"],
+        "site": row["blamed"],
+        "reference_site": row["blamed_reference"],
+        "module": module,
+        "operator": operator.partition("#")[0],
+        "phase": row["blamed_phase"],
+        "line": row["blamed_line"],
+        "reference_line": row["blamed_reference_line"],
+        "rank": row["rank"],
+        "step": row["step"],
+        "record": row["record"],
+        "call": row["call"],
+        "dtype": row["dtype"],
+        "name": row["name"],
+        "error": row["error"],
         "own": math.inf if row["own"] is None else row["own"],
-        "inputs_error": row["inputs_error"], "tolerance": row["tolerance"], "contribution": row["contribution"] or 0.0,
-        "looks_like": row["looks_like"], "evidence": row["evidence"], "try": row["advice"],
-        "semantic": row.get("semantic"), "kernel_excess": row.get("kernel_excess"),
-        "calls": 1, "ranks": {row["rank"]}, "steps": {row["step"]},
-    }  # fmt: skip
+        "inputs_error": row["inputs_error"],
+        "tolerance": row["tolerance"],
+        "contribution": row["contribution"] or 0.0,
+        "looks_like": row["looks_like"],
+        "evidence": row["evidence"],
+        "try": row["advice"],
+        "semantic": row.get("semantic"),
+        "kernel_excess": row.get("kernel_excess"),
+        "calls": 1,
+        "ranks": {row["rank"]},
+        "steps": {row["step"]},
+    }
 
 
 def _forward_of(row: Row, entries: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
@@ -64,8 +91,13 @@ def _forward_of(row: Row, entries: Iterable[dict[str, Any]]) -> dict[str, Any] |
         return None
     module, _, operator = (row["blamed"] or "").rpartition("/")
     for entry in entries:
-        if entry["phase"] != "forward" or (entry["rank"], entry["module"]) != (row["rank"], module):
+        if entry["phase"] != "forward" or (entry["rank"], entry["module"]) != (
+            row["rank"],
+            module,
+        ):
             continue
-        if operator.startswith(entry["operator"]) or (entry["line"] is not None and entry["line"] == row["blamed_line"]):
+        if operator.startswith(entry["operator"]) or (
+            entry["line"] is not None and entry["line"] == row["blamed_line"]
+        ):
             return entry
     return None

@@ -22,7 +22,11 @@ class Distances:
     """The distances of one step; every pair of tensors is read and measured once, whatever views of it there are."""
 
     def __init__(
-        self, ours: Mapping[int, Row], theirs: Mapping[int, Row], mine: StepTensors | None, other: StepTensors | None
+        self,
+        ours: Mapping[int, Row],
+        theirs: Mapping[int, Row],
+        mine: StepTensors | None,
+        other: StepTensors | None,
     ) -> None:
         self._ours, self._theirs = ours, theirs
         self._mine, self._other = mine, other
@@ -41,21 +45,38 @@ class Distances:
 
     def _measure(self, ours: int, theirs: int) -> tuple[Distance, Metrics | None]:
         one, other = self._ours[ours], self._theirs[theirs]
-        if self._mine is None or self._other is None or ours not in self._mine or theirs not in self._other:
+        if (
+            self._mine is None
+            or self._other is None
+            or ours not in self._mine
+            or theirs not in self._other
+        ):
             return of_statistics(one, other), None
         metrics = self._of_tensors(self._mine, self._other, ours, theirs)
         if one["shape"] != other["shape"]:
             return Distance(math.inf), metrics
-        return Distance(0.0, masked=True) if masked(one, other) else of_metrics(metrics), metrics
+        return Distance(0.0, masked=True) if masked(one, other) else of_metrics(
+            metrics
+        ), metrics
 
-    def _of_tensors(self, mine: StepTensors, other: StepTensors, ours: int, theirs: int) -> Metrics:
+    def _of_tensors(
+        self, mine: StepTensors, other: StepTensors, ours: int, theirs: int
+    ) -> Metrics:
         """The metrics; of tensors that lie in memory in the same way those of the memory, for all views of it at once."""
         dense = mine.dense(ours)
         alike = dense is not None and dense == other.dense(theirs)
-        key = (mine.key(ours), other.key(theirs)) if not alike else (self._ours[ours]["blob"], self._theirs[theirs]["blob"])
+        key = (
+            (mine.key(ours), other.key(theirs))
+            if not alike
+            else (self._ours[ours]["blob"], self._theirs[theirs]["blob"])
+        )
         metrics = self._metrics.get(key)
         if metrics is None:
-            one, two = (mine[ours], other[theirs]) if not alike else (mine.blob(ours).view(-1), other.blob(theirs).view(-1))
+            one, two = (
+                (mine[ours], other[theirs])
+                if not alike
+                else (mine.blob(ours).view(-1), other.blob(theirs).view(-1))
+            )
             metrics = self._metrics[key] = measure(one, two)
         if dense is None or not alike or metrics.worst_index is None:
             return metrics
@@ -65,7 +86,9 @@ class Distances:
 def _place(flat: int, shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     """The index of an element from its place in memory."""
     index = [0] * len(shape)
-    for step, axis in sorted(((s, a) for a, s in enumerate(stride) if shape[a] > 1), reverse=True):
+    for step, axis in sorted(
+        ((s, a) for a, s in enumerate(stride) if shape[a] > 1), reverse=True
+    ):
         index[axis], flat = divmod(flat, step)
     return index
 
@@ -74,7 +97,12 @@ def of_metrics(metrics: Metrics) -> Distance:
     """One number of the metrics: the relative l2 distance; infinite where NaN or Inf disagree, or only one is zero."""
     if metrics.numel == 0:
         return Distance(0.0, True)
-    special = metrics.nan_reference, metrics.nan_candidate, metrics.inf_reference, metrics.inf_candidate
+    special = (
+        metrics.nan_reference,
+        metrics.nan_candidate,
+        metrics.inf_reference,
+        metrics.inf_candidate,
+    )
     if any(special):
         return Distance(math.inf)
     if metrics.equal == 1.0:
@@ -98,7 +126,11 @@ def of_statistics(one: Row, other: Row) -> Distance:
     """
     if one["hash"] is not None and one["hash"] == other["hash"]:
         return Distance(0.0, True)
-    if one["shape"] != other["shape"] and one["shape"] is not None and other["shape"] is not None:
+    if (
+        one["shape"] != other["shape"]
+        and one["shape"] is not None
+        and other["shape"] is not None
+    ):
         return Distance(math.inf)
     if one["nan"] is None or other["nan"] is None:
         return Distance(None)
@@ -132,15 +164,23 @@ def _lowest(row: Row) -> float | None:
         return None
     if row["neginf"]:
         return -math.inf
-    return float(row["min"]) if row["min"] is not None and row["min"] <= 0.99 * torch.finfo(dtype).min else None
+    return (
+        float(row["min"])
+        if row["min"] is not None and row["min"] <= 0.99 * torch.finfo(dtype).min
+        else None
+    )
 
 
-def relative(one: Mapping[str, Any], other: Mapping[str, Any], largest: Callable[..., Any]) -> Any:
+def relative(
+    one: Mapping[str, Any], other: Mapping[str, Any], largest: Callable[..., Any]
+) -> Any:
     """The largest relative difference of the statistics; of numbers with ``max``, of arrays with what does it for them."""
     rms = one["l2"] / (one["numel"] - one["nan"] - one["posinf"] - one["neginf"]) ** 0.5
     amax = largest(abs(one["min"]), abs(one["max"]))
     return largest(
-        abs(one["l2"] - other["l2"]) / one["l2"], abs(one["mean"] - other["mean"]) / rms,
-        abs(one["std"] - other["std"]) / rms, abs(one["min"] - other["min"]) / amax,
+        abs(one["l2"] - other["l2"]) / one["l2"],
+        abs(one["mean"] - other["mean"]) / rms,
+        abs(one["std"] - other["std"]) / rms,
+        abs(one["min"] - other["min"]) / amax,
         abs(one["max"] - other["max"]) / amax,
-    )  # fmt: skip
+    )

@@ -38,13 +38,17 @@ def elements(reference: Tensor, candidate: Tensor, limit: int = 10) -> dict[str,
     ([{'low': -1, 'count': 1}], {'axis': 1, 'index': 1, 'share': 1.0})
     """
     if reference.shape != candidate.shape:
-        return {"reason": f"shape {tuple(reference.shape)} against {tuple(candidate.shape)}"}
+        return {
+            "reason": f"shape {tuple(reference.shape)} against {tuple(candidate.shape)}"
+        }
     r, why = readable(reference)
     c, why_not = readable(candidate)
     if r is None or c is None:
         return {"reason": f"reference: {why}" if r is None else f"candidate: {why_not}"}
     if r.shape != c.shape:
-        return {"reason": f"shape {tuple(r.shape)} against {tuple(c.shape)} in this process"}
+        return {
+            "reason": f"shape {tuple(r.shape)} against {tuple(c.shape)} in this process"
+        }
     if not r.numel():
         return {"reason": "empty"}
     shape, grid = tuple(r.shape), grid_of(r.dtype, c.dtype)
@@ -64,7 +68,9 @@ def elements(reference: Tensor, candidate: Tensor, limit: int = 10) -> dict[str,
         off = error[places]
         worst.add(off, places + start)
         some = np.isfinite(off) & (off > 0)
-        for low, count in zip(*np.unique(_decade(off[some]), return_counts=True), strict=True):
+        for low, count in zip(
+            *np.unique(_decade(off[some]), return_counts=True), strict=True
+        ):
             decades[int(low)] = decades.get(int(low), 0) + int(count)
         if largest:
             _along(axes, places[some] + start, np.square(off[some] / largest), shape)
@@ -74,7 +80,11 @@ def elements(reference: Tensor, candidate: Tensor, limit: int = 10) -> dict[str,
         "worst": [_element(x, y, int(i), shape, grid) for i in worst.places],
         "errors": [{"low": low, "count": decades[low]} for low in sorted(decades)],
         "axes": [
-            {"axis": axis, "index": int(total.argmax()), "share": float(total.max() / total.sum())}
+            {
+                "axis": axis,
+                "index": int(total.argmax()),
+                "share": float(total.max() / total.sum()),
+            }
             for axis, total in enumerate(axes)
             if total is not None and total.sum()
         ],
@@ -90,8 +100,13 @@ class _Worst:
         self.places = np.empty(0, np.int64)
 
     def add(self, errors: Array, places: Array) -> None:
-        errors, places = np.concatenate([self._errors, errors]), np.concatenate([self.places, places])
-        if 0 < self._limit < len(errors):  # those at the limit and above, of which there may be many that are equal
+        errors, places = (
+            np.concatenate([self._errors, errors]),
+            np.concatenate([self.places, places]),
+        )
+        if (
+            0 < self._limit < len(errors)
+        ):  # those at the limit and above, of which there may be many that are equal
             enough = -np.partition(-errors, self._limit - 1)[self._limit - 1]
             above, at = (errors > enough).nonzero()[0], (errors == enough).nonzero()[0]
             kept = np.concatenate([above, at[: self._limit - len(above)]])
@@ -140,25 +155,35 @@ def _power(exponents: Array) -> Array:
     return values
 
 
-def _along(axes: Sequence[Array | None], places: Array, squares: Array, shape: Sequence[int]) -> None:
+def _along(
+    axes: Sequence[Array | None], places: Array, squares: Array, shape: Sequence[int]
+) -> None:
     inner = math.prod(shape)
     for total, size in zip(axes, shape, strict=True):
         inner //= size
         if total is not None:
-            total += np.bincount(places // inner % size, weights=squares, minlength=size)
+            total += np.bincount(
+                places // inner % size, weights=squares, minlength=size
+            )
 
 
-def _element(x: Tensor, y: Tensor, place: int, shape: Sequence[int], grid: Grid | None) -> dict[str, Any]:
+def _element(
+    x: Tensor, y: Tensor, place: int, shape: Sequence[int], grid: Grid | None
+) -> dict[str, Any]:
     r, c = x[place : place + 1], y[place : place + 1]
     _, error = _errors(r, c)
     one, other = wide(r, c)
     finite = bool(np.isfinite(one[0]) and np.isfinite(other[0]))
     return {
-        "index": [int(i) for i in np.unravel_index(place, tuple(shape))] if len(shape) else [],
+        "index": [int(i) for i in np.unravel_index(place, tuple(shape))]
+        if len(shape)
+        else [],
         "reference": _value(one[0]),
         "candidate": _value(other[0]),
         "error": float(error[0]) if finite else None,
-        "ulp": float(distance(one, other, grid)[0]) if finite and grid is not None else None,
+        "ulp": float(distance(one, other, grid)[0])
+        if finite and grid is not None
+        else None,
     }
 
 

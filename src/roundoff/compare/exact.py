@@ -54,7 +54,11 @@ class Totals:
 
     def worst(self, error: float, place: int) -> None:
         """The largest error, and of equal ones the first."""
-        if error > self.max_abs or error == self.max_abs and (self.place is None or place < self.place):
+        if (
+            error > self.max_abs
+            or error == self.max_abs
+            and (self.place is None or place < self.place)
+        ):
             self.max_abs, self.place = error, place
 
 
@@ -64,15 +68,23 @@ def grid_of(one: torch.dtype, other: torch.dtype) -> Grid | None:
         return None
     grids = []
     for dtype in (one, other):
-        if dtype is torch.float8_e5m2fnuz:  # torch 2.13 says eps = 0.125 of it, but its fraction has two bits
+        if (
+            dtype is torch.float8_e5m2fnuz
+        ):  # torch 2.13 says eps = 0.125 of it, but its fraction has two bits
             grids.append(Grid(2, -15))
             continue
         limits = torch.finfo(dtype)
-        grids.append(Grid(round(-math.log2(limits.eps)), round(math.log2(limits.smallest_normal))))
+        grids.append(
+            Grid(
+                round(-math.log2(limits.eps)), round(math.log2(limits.smallest_normal))
+            )
+        )
     return min(grids, key=lambda g: (g.bits, -g.low))
 
 
-def add_exact(totals: Totals, r: Tensor, c: Tensor, start: int, grid: Grid | None) -> None:
+def add_exact(
+    totals: Totals, r: Tensor, c: Tensor, start: int, grid: Grid | None
+) -> None:
     """Add flat tensors whose first element has the number ``start``."""
     for first in range(0, len(r), PIECE):
         part = slice(first, first + PIECE)
@@ -109,18 +121,32 @@ def _classify(totals: Totals, x: Array, y: Array, start: int) -> None:
     inf_x, inf_y = np.isinf(x) & ~nan_x, np.isinf(y) & ~nan_y
     both = inf_x & inf_y & (x == y)
     marks = (
-        nan_x & nan_y, nan_x & ~nan_y, nan_y & ~nan_x, both, inf_x & ~both, inf_y & ~both,
-    )  # fmt: skip
+        nan_x & nan_y,
+        nan_x & ~nan_y,
+        nan_y & ~nan_x,
+        both,
+        inf_x & ~both,
+        inf_y & ~both,
+    )
     totals.specials = [
-        n + int(np.count_nonzero(m)) for n, m in zip(totals.specials, marks, strict=True)
+        n + int(np.count_nonzero(m))
+        for n, m in zip(totals.specials, marks, strict=True)
     ]
     broken = marks[1] | marks[2] | marks[4] | marks[5]
-    if broken.any() and (totals.broken is None or start + int(broken.argmax()) < totals.broken):
+    if broken.any() and (
+        totals.broken is None or start + int(broken.argmax()) < totals.broken
+    ):
         totals.broken = start + int(broken.argmax())
 
 
 def _finite(
-    totals: Totals, x: Array, y: Array, error: Array, grid: Grid | None, start: int, places: Array | None = None
+    totals: Totals,
+    x: Array,
+    y: Array,
+    error: Array,
+    grid: Grid | None,
+    start: int,
+    places: Array | None = None,
 ) -> None:
     first = int(error.argmax())
     largest = float(error[first])
@@ -134,12 +160,16 @@ def _finite(
     totals.solid += count
     if not largest:
         return
-    totals.lone += int(np.count_nonzero(y)) if not count else int(np.count_nonzero(y[~solid]))
+    totals.lone += (
+        int(np.count_nonzero(y)) if not count else int(np.count_nonzero(y[~solid]))
+    )
     if all(n == 0 or 1e-140 < n < 1e140 for n in norms):
         if x.dtype.kind == "c":
             difference = x - y
             total = x + y
-            totals.e += float((difference.real * total.real + difference.imag * total.imag).sum())
+            totals.e += float(
+                (difference.real * total.real + difference.imag * total.imag).sum()
+            )
         else:
             totals.e += float(((x - y) * (x + y)).sum())
     else:
@@ -162,7 +192,9 @@ def distance(x: Array, y: Array, grid: Grid) -> Array:
     if grid.bits == 52:
         i, j = x.view(np.int64), y.view(np.int64)
         p, q = i & np.int64(2**63 - 1), j & np.int64(2**63 - 1)
-        return np.where((i ^ j) < 0, p.astype(np.float64) + q, np.abs(p - q).astype(np.float64))
+        return np.where(
+            (i ^ j) < 0, p.astype(np.float64) + q, np.abs(p - q).astype(np.float64)
+        )
     found: Array = np.abs(_code(x, grid) - _code(y, grid))
     return found
 
@@ -172,7 +204,9 @@ def _code(x: Array, grid: Grid) -> Array:
     # exponent and fraction stand beside each other in the bits, so they count as one number, from 2**low on
     steps = (size.view(np.int64) - ((grid.low + 1022) << 52)) * 2.0 ** (grid.bits - 52)
     if size.min() < 2.0**grid.low:
-        steps = np.where(size < 2.0**grid.low, size * 2.0 ** (grid.bits - grid.low), steps)
+        steps = np.where(
+            size < 2.0**grid.low, size * 2.0 ** (grid.bits - grid.low), steps
+        )
     signed: Array = np.copysign(steps, x)
     return signed
 
@@ -195,7 +229,9 @@ def wide(r: Tensor, c: Tensor) -> tuple[Array, Array]:
         dtype = torch.complex128
     elif r.dtype.is_floating_point or c.dtype.is_floating_point:
         dtype = torch.float64
-    elif torch.uint64 in kinds and (len(kinds) == 1 or kinds == {torch.uint64, torch.bool}):
+    elif torch.uint64 in kinds and (
+        len(kinds) == 1 or kinds == {torch.uint64, torch.bool}
+    ):
         dtype = torch.uint64
     else:
         dtype = torch.float64 if torch.uint64 in kinds else torch.int64
@@ -205,7 +241,11 @@ def wide(r: Tensor, c: Tensor) -> tuple[Array, Array]:
 
 def _copy(tensor: Tensor, dtype: torch.dtype) -> Array:
     """Never the tensor's own memory: ``Tensor.numpy()`` would fix the size of its storage."""
-    if tensor.dtype.is_floating_point and tensor.element_size() == 1 and dtype is torch.float64:
+    if (
+        tensor.dtype.is_floating_point
+        and tensor.element_size() == 1
+        and dtype is torch.float64
+    ):
         tensor = tensor.to(torch.float32)  # fp8 has no other conversion everywhere
     copied: Array = tensor.to(dtype, copy=True).numpy()
     return copied

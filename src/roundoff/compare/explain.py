@@ -21,7 +21,9 @@ class Memory:
     """What the earlier steps of a rank leave to later ones: how far tensors had parted, and whether by a fault."""
 
     names: dict[str, tuple[float, bool]] = field(default_factory=dict)
-    unwritten: dict[str, Row] = field(default_factory=dict)  # the reference's last write that the candidate lacks
+    unwritten: dict[str, Row] = field(
+        default_factory=dict
+    )  # the reference's last write that the candidate lacks
     worst: float = 0.0
     parted: bool = False
 
@@ -43,36 +45,74 @@ def explained(sides: Sides, divergence: Divergence, finding: Finding) -> dict[st
     row, twin = theirs[finding.record], ours[divergence.counterpart[finding.record]]
     blamed = _blamed(theirs, finding, row)
     missing = None if finding.missing is None else ours[finding.missing]
-    if missing is not None and missing["phase"] == "backward":  # named for the forward operator that it belongs to
+    if (
+        missing is not None and missing["phase"] == "backward"
+    ):  # named for the forward operator that it belongs to
         matched = set(divergence.counterpart.values())
         forward = [
-            r for r in ours.values()
-            if r["phase"] == "forward" and r["record"] not in matched and r["call"] >= 0
-            and (r["module"], r["line"]) == (missing["module"], missing["line"]) and r["operator"] == missing["operator"]
-        ]  # fmt: skip
+            r
+            for r in ours.values()
+            if r["phase"] == "forward"
+            and r["record"] not in matched
+            and r["call"] >= 0
+            and (r["module"], r["line"]) == (missing["module"], missing["line"])
+            and r["operator"] == missing["operator"]
+        ]
         missing = forward[0] if forward else missing
-    cut = _cut(divergence, row) if missing is not None or twin["operator"] != row["operator"] else None
+    cut = (
+        _cut(divergence, row)
+        if missing is not None or twin["operator"] != row["operator"]
+        else None
+    )
     again = finding.replayed
     expected = None if again is None else again.expected
-    actual = sides.other[finding.record] if sides.other is not None and finding.record in sides.other else None
-    if expected is None and sides.mine is not None and finding.inputs == 0 and twin["record"] in sides.mine:
+    actual = (
+        sides.other[finding.record]
+        if sides.other is not None and finding.record in sides.other
+        else None
+    )
+    if (
+        expected is None
+        and sides.mine is not None
+        and finding.inputs == 0
+        and twin["record"] in sides.mine
+    ):
         expected = sides.mine[twin["record"]]
     if actual is not None and expected is not None and actual.shape != expected.shape:
         expected = None
     if cut is not None:
         there = cut in theirs.values()
         blamed, missing = (cut, None) if there else (blamed, cut)
-    if row["operator"] == twin["operator"] and row["call"] >= 0 and not finding.arguments:
+    if (
+        row["operator"] == twin["operator"]
+        and row["call"] >= 0
+        and not finding.arguments
+    ):
         finding.arguments = divergence.changed(twin, row)
-    looks = looks_like(finding, row, twin, expected=expected, actual=actual, missing=missing, ours=ours, theirs=theirs,
-                       cut=cut, counterpart=divergence.counterpart)  # fmt: skip
+    looks = looks_like(
+        finding,
+        row,
+        twin,
+        expected=expected,
+        actual=actual,
+        missing=missing,
+        ours=ours,
+        theirs=theirs,
+        cut=cut,
+        counterpart=divergence.counterpart,
+    )
     return {
-        "blamed": blamed["site"], "blamed_line": blamed["line"], "blamed_phase": (missing or blamed)["phase"],
-        "blamed_reference": (missing or twin)["site"], "blamed_reference_line": (missing or twin)["line"],
-        "looks_like": looks.label, "evidence": looks.evidence, "advice": looks.advice,
+        "blamed": blamed["site"],
+        "blamed_line": blamed["line"],
+        "blamed_phase": (missing or blamed)["phase"],
+        "blamed_reference": (missing or twin)["site"],
+        "blamed_reference_line": (missing or twin)["line"],
+        "looks_like": looks.label,
+        "evidence": looks.evidence,
+        "advice": looks.advice,
         "semantic": None if again is None else _finite(again.semantic),
         "kernel_excess": None if again is None else _finite(again.excess),
-    }  # fmt: skip
+    }
 
 
 def _cut(divergence: Divergence, row: Row) -> Row | None:
@@ -80,10 +120,16 @@ def _cut(divergence: Divergence, row: Row) -> Row | None:
     if row["phase"] != "backward":
         return None
     matched = set(divergence.counterpart.values())
-    here = [r for r in divergence.theirs.values() if r["record"] not in divergence.exact]
+    here = [
+        r for r in divergence.theirs.values() if r["record"] not in divergence.exact
+    ]
     there = [r for r in divergence.ours.values() if r["record"] not in matched]
     for rows in (here, there):
-        found = [r for r in rows if r["operator"] == "detach" and r["phase"] == "forward" and r["call"] >= 0]
+        found = [
+            r
+            for r in rows
+            if r["operator"] == "detach" and r["phase"] == "forward" and r["call"] >= 0
+        ]
         if found:
             return found[0]
     return None
@@ -96,10 +142,13 @@ def unwritten(memory: Memory, row: Row) -> dict[str, Any]:
         return {}
     line = f" ({missing['line']})" if missing["line"] else ""
     return {
-        "blamed_reference": missing["site"], "blamed_reference_line": missing["line"], "blamed_phase": missing["phase"],
-        "looks_like": "missing operator", "advice": ADVICE["missing operator"],
+        "blamed_reference": missing["site"],
+        "blamed_reference_line": missing["line"],
+        "blamed_phase": missing["phase"],
+        "looks_like": "missing operator",
+        "advice": ADVICE["missing operator"],
         "evidence": f"{missing['site']}{line} of the step before is in the reference only, and wrote this",
-    }  # fmt: skip
+    }
 
 
 def _finite(value: float | None) -> float | None:
@@ -108,10 +157,14 @@ def _finite(value: float | None) -> float | None:
 
 def _blamed(theirs: Mapping[int, Row], finding: Finding, row: Row) -> Row:
     region = [theirs[r] for r in finding.region]
-    broken = [r for r in region if (r["nan"] or 0) + (r["posinf"] or 0) + (r["neginf"] or 0)]
+    broken = [
+        r for r in region if (r["nan"] or 0) + (r["posinf"] or 0) + (r["neginf"] or 0)
+    ]
     if broken and math.isinf(finding.error or 0.0):
         return broken[0]
     if row["call"] < 0 or row["operator"] in TRANSPARENT:
-        computing = [r for r in region if r["call"] >= 0 and r["operator"] not in TRANSPARENT]
+        computing = [
+            r for r in region if r["call"] >= 0 and r["operator"] not in TRANSPARENT
+        ]
         return computing[-1] if computing else row
     return row

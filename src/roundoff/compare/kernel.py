@@ -21,7 +21,20 @@ from roundoff.capture.kernel import KERNELS, ROW, Kernel, probe
 
 #: What a row gives, in this order: sums (``e`` of (r - c)(r + c), ``over`` of distances above 1 ulp, ``same`` of equal bits,
 #: ``differ`` of unequal values, ``lone`` of r = 0 where c is not, ``solid`` of r other than 0), then maxima.
-SUMS = ("r2", "c2", "d2", "e", "abs", "rel", "ulp", "over", "same", "differ", "lone", "solid")
+SUMS = (
+    "r2",
+    "c2",
+    "d2",
+    "e",
+    "abs",
+    "rel",
+    "ulp",
+    "over",
+    "same",
+    "differ",
+    "lone",
+    "solid",
+)
 TOPS = ("max_abs", "max_rel", "max_ulp")
 #: Pieces of ``ROW`` elements in one row of the wide forms. What stands at the same place of each is added first, so that a
 #: row costs less at its end and its sums round no more.
@@ -70,7 +83,12 @@ class _Piece(NamedTuple):
 
 
 def _piece(
-    r: Tensor, c: Tensor, crossed: Tensor, apart: Tensor, one: Tensor | int, wrapped: Tensor | None = None
+    r: Tensor,
+    c: Tensor,
+    crossed: Tensor,
+    apart: Tensor,
+    one: Tensor | int,
+    wrapped: Tensor | None = None,
 ) -> _Piece:
     d = r - c
     error, size = d.abs(), r.abs()
@@ -79,12 +97,21 @@ def _piece(
     rel = (error / size).view(_I) & -solid  # zero where r is
     ulp = apart.to(_F)
     # above 1 ulp (-1 each), zeros of unlike signs, which are equal without the same bits, and what SUMS calls so
-    counts = [(one - ulp.view(_I)) >> 31, crossed & (differ ^ 1), differ, differ & (solid ^ 1), solid]
-    far = apart if wrapped is None else apart ^ _SIGN  # in the order of unsigned numbers
+    counts = [
+        (one - ulp.view(_I)) >> 31,
+        crossed & (differ ^ 1),
+        differ,
+        differ & (solid ^ 1),
+        solid,
+    ]
+    far = (
+        apart if wrapped is None else apart ^ _SIGN
+    )  # in the order of unsigned numbers
     return _Piece(
         [r * r, c * c, d * d, d * (r + c), error, rel.view(_F), ulp],
-        counts if wrapped is None else [*counts, wrapped], [bits, rel, far],
-    )  # fmt: skip
+        counts if wrapped is None else [*counts, wrapped],
+        [bits, rel, far],
+    )
 
 
 def _rows(pieces: list[_Piece], n: int) -> Tensor:
@@ -95,21 +122,28 @@ def _rows(pieces: list[_Piece], n: int) -> Tensor:
             _Piece(
                 [a + b for a, b in zip(one.sums, other.sums, strict=True)],
                 [a + b for a, b in zip(one.counts, other.counts, strict=True)],
-                [torch.maximum(a, b) for a, b in zip(one.tops, other.tops, strict=True)],
+                [
+                    torch.maximum(a, b)
+                    for a, b in zip(one.tops, other.tops, strict=True)
+                ],
             )
             for one, other in zip(pieces[::2], pieces[1::2], strict=True)
         ]
     (piece,) = pieces
     *sums, ulp = (s.sum(1) for s in piece.sums)
     # as fp32 along the row: at its end torch adds the lanes of an int32 vector one by one
-    over, opposite, differ, lone, solid, *wrapped = (s.to(_F).sum(1) for s in piece.counts)
+    over, opposite, differ, lone, solid, *wrapped = (
+        s.to(_F).sum(1) for s in piece.counts
+    )
     bits, rel, far = (t.amax(1) for t in piece.tops)
     if wrapped:  # -1 each
         far = far ^ _SIGN
         ulp, over = ulp - wrapped[0] * 4294967296.0, over + wrapped[0]
     top = torch.where(far < 0, far.to(_F) + 4294967296.0, far.to(_F))
     same = count - differ - opposite
-    return torch.stack([*sums, ulp, -over, same, differ, lone, solid, bits.view(_F), rel.view(_F), top])
+    return torch.stack(
+        [*sums, ulp, -over, same, differ, lone, solid, bits.view(_F), rel.view(_F), top]
+    )
 
 
 def _pairs(pieces: int) -> Callable[[torch.dtype, int], list[Tensor]]:

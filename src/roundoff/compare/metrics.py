@@ -15,8 +15,16 @@ from roundoff.compare.exact import Grid, Totals, add_exact, grid_of
 from roundoff.compare.rows import FLOATS, add_rows
 
 _WHOLE = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-)  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 
 
 class Metrics(NamedTuple):
@@ -92,13 +100,19 @@ def measure(reference: Tensor, candidate: Tensor) -> Metrics:
     'shape (2,) against (2, 1)'
     """
     if reference.shape != candidate.shape:
-        return Metrics(reason=f"shape {tuple(reference.shape)} against {tuple(candidate.shape)}")
+        return Metrics(
+            reason=f"shape {tuple(reference.shape)} against {tuple(candidate.shape)}"
+        )
     r, why = readable(reference)
     c, why_not = readable(candidate)
     if r is None or c is None:
-        return Metrics(reason=f"reference: {why}" if r is None else f"candidate: {why_not}")
+        return Metrics(
+            reason=f"reference: {why}" if r is None else f"candidate: {why_not}"
+        )
     if r.shape != c.shape:  # shards of one tensor
-        return Metrics(reason=f"shape {tuple(r.shape)} against {tuple(c.shape)} in this process")
+        return Metrics(
+            reason=f"shape {tuple(r.shape)} against {tuple(c.shape)} in this process"
+        )
     if not r.numel():
         return Metrics(reason="empty", numel=0, compared=0)
     shape, x, y = r.shape, r.reshape(-1), c.reshape(-1)
@@ -112,7 +126,13 @@ def measure(reference: Tensor, candidate: Tensor) -> Metrics:
 def readable(tensor: Tensor) -> tuple[Tensor | None, str | None]:
     """The elements as a strided tensor in main memory, or the reason why there is none."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
+        kind = (
+            "quantized"
+            if tensor.is_quantized
+            else "nested"
+            if tensor.is_nested
+            else "sparse"
+        )
         return None, f"a {kind} tensor is not compared"
     values, reason = plain(tensor)
     if values is None:
@@ -121,30 +141,57 @@ def readable(tensor: Tensor) -> tuple[Tensor | None, str | None]:
     if values.device.type != "cpu":
         values = values.cpu()
     dtype = values.dtype
-    if dtype.itemsize == 1 and dtype.is_floating_point and dtype not in FLOATS or dtype.itemsize > 16:
+    if (
+        dtype.itemsize == 1
+        and dtype.is_floating_point
+        and dtype not in FLOATS
+        or dtype.itemsize > 16
+    ):
         try:
             values.flatten()[:1].to(torch.float32)
         except (RuntimeError, NotImplementedError, IndexError):
-            return None, f"{str(dtype).removeprefix('torch.')} has no numbers that torch can read"
+            return (
+                None,
+                f"{str(dtype).removeprefix('torch.')} has no numbers that torch can read",
+            )
     elif not (dtype.is_floating_point or dtype.is_complex or dtype in _WHOLE):
-        return None, f"{str(dtype).removeprefix('torch.')} has no numbers that torch can read"
+        return (
+            None,
+            f"{str(dtype).removeprefix('torch.')} has no numbers that torch can read",
+        )
     return values, None
 
 
-def _metrics(totals: Totals, x: Tensor, y: Tensor, shape: Sequence[int], grid: Grid | None) -> Metrics:
+def _metrics(
+    totals: Totals, x: Tensor, y: Tensor, shape: Sequence[int], grid: Grid | None
+) -> Metrics:
     t, n, compared = totals, len(x), totals.compared
     nan_both, nan_r, nan_c, inf_both, inf_r, inf_c = t.specials
     place = t.place if t.broken is None else t.broken
     index = worst_r = worst_c = None
     if place is not None:
-        index = [int(i) for i in np.unravel_index(place, tuple(shape))] if len(shape) else []
+        index = (
+            [int(i) for i in np.unravel_index(place, tuple(shape))]
+            if len(shape)
+            else []
+        )
         worst_r, worst_c = number(x[place]), number(y[place])
     if not compared:
         return Metrics(
-            equal=t.same / n, numel=n, compared=0, nan_both=nan_both, nan_reference=nan_r, nan_candidate=nan_c,
-            inf_both=inf_both, inf_reference=inf_r, inf_candidate=inf_c, worst_index=index, worst_reference=worst_r,
-            worst_candidate=worst_c, reason="no element is finite in both",
-        )  # fmt: skip
+            equal=t.same / n,
+            numel=n,
+            compared=0,
+            nan_both=nan_both,
+            nan_reference=nan_r,
+            nan_candidate=nan_c,
+            inf_both=inf_both,
+            inf_reference=inf_r,
+            inf_candidate=inf_c,
+            worst_index=index,
+            worst_reference=worst_r,
+            worst_candidate=worst_c,
+            reason="no element is finite in both",
+        )
     r, c, d = (math.hypot(*norms) for norms in (t.r, t.c, t.d))
     cosine = rel_l2 = sqnr = reason = None
     if r and c:
@@ -153,16 +200,54 @@ def _metrics(totals: Totals, x: Tensor, y: Tensor, shape: Sequence[int], grid: G
         off = (d / r) * (d / c) - (gap / r) * (gap / c)
         cosine = _known(min(1.0, max(-1.0, 1 - off / 2)))
     else:
-        reason = "both are zero" if r == c else "the candidate is zero" if r else "the reference is zero"
+        reason = (
+            "both are zero"
+            if r == c
+            else "the candidate is zero"
+            if r
+            else "the reference is zero"
+        )
     if r or not d:
         rel_l2 = _known(d / r) if r else 0.0
-        sqnr = math.inf if not d else -20 * math.log10(rel_l2) if rel_l2 and rel_l2 < math.inf else None
-    ulp_max, ulp_mean, ulp_share = (t.max_ulp, t.ulp / compared, t.over / compared) if grid else (None, None, None)
+        sqnr = (
+            math.inf
+            if not d
+            else -20 * math.log10(rel_l2)
+            if rel_l2 and rel_l2 < math.inf
+            else None
+        )
+    ulp_max, ulp_mean, ulp_share = (
+        (t.max_ulp, t.ulp / compared, t.over / compared) if grid else (None, None, None)
+    )
     return Metrics(
-        cosine, rel_l2, sqnr, t.max_abs, t.abs / compared, t.max_rel if t.solid else None,
-        t.rel / t.solid if t.solid else None, t.lone, ulp_max, ulp_mean, ulp_share, t.same / n, r, c, d, n, compared,
-        nan_both, nan_r, nan_c, inf_both, inf_r, inf_c, index, worst_r, worst_c, reason,
-    )  # fmt: skip
+        cosine,
+        rel_l2,
+        sqnr,
+        t.max_abs,
+        t.abs / compared,
+        t.max_rel if t.solid else None,
+        t.rel / t.solid if t.solid else None,
+        t.lone,
+        ulp_max,
+        ulp_mean,
+        ulp_share,
+        t.same / n,
+        r,
+        c,
+        d,
+        n,
+        compared,
+        nan_both,
+        nan_r,
+        nan_c,
+        inf_both,
+        inf_r,
+        inf_c,
+        index,
+        worst_r,
+        worst_c,
+        reason,
+    )
 
 
 def _known(value: float) -> float | None:

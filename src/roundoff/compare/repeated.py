@@ -26,10 +26,17 @@ def floor_of(run: Run, noise: Sequence[Run], repeats: Sequence[Run]) -> Floor:
     if not others:
         return {}
     # zero in one run and not in the other, NaN in other places: no distance says how far that goes
-    amount = pl.when(pl.col("reason").is_in([ZERO, SPECIALS])).then(float("inf")).otherwise("floor").alias("floor")
+    amount = (
+        pl.when(pl.col("reason").is_in([ZERO, SPECIALS]))
+        .then(float("inf"))
+        .otherwise("floor")
+        .alias("floor")
+    )
     table = noise_floor(run, others).with_columns(amount).filter(pl.col("floor") > 0)
     found: Floor = {}
-    for rank, step, record, floor in table.select("rank", "step", "record", "floor").iter_rows():
+    for rank, step, record, floor in table.select(
+        "rank", "step", "record", "floor"
+    ).iter_rows():
         found.setdefault((rank, step), {})[record] = floor
     return found
 
@@ -38,10 +45,15 @@ def beside(run: Run) -> dict[str, list[Run]]:
     """The runs with noise and the repeats that were recorded with a run; none for one at a URL."""
     if is_url(run.location):
         return {"noise": [], "repeat": []}
-    return {kind: [load(path) for path in paths] for kind, paths in siblings(run.path).items()}
+    return {
+        kind: [load(path) for path in paths]
+        for kind, paths in siblings(run.path).items()
+    }
 
 
-def not_reproducible(side: str, run: Run, repeats: Sequence[Run]) -> list[dict[str, Any]]:
+def not_reproducible(
+    side: str, run: Run, repeats: Sequence[Run]
+) -> list[dict[str, Any]]:
     """The operators whose results differ in the repeats although their inputs do not, in the order of execution."""
     if not repeats:
         return []
@@ -51,7 +63,11 @@ def not_reproducible(side: str, run: Run, repeats: Sequence[Run]) -> list[dict[s
 def same_program(ours: Run, theirs: Run) -> bool:
     """Whether both runs say that they are of one command, in one environment, and neither was given noise."""
     one, other = (
-        {key: run.about.get(key) for key in ("command", "script", "environment", "noise", "model")} for run in (ours, theirs)
+        {
+            key: run.about.get(key)
+            for key in ("command", "script", "environment", "noise", "model")
+        }
+        for run in (ours, theirs)
     )
     return one == other and bool(one["command"]) and one["noise"] is None
 
@@ -62,10 +78,15 @@ def mark(table: pl.DataFrame, found: Sequence[Mapping[str, Any]]) -> pl.DataFram
         return table
     notes = {(row["site"], row["phase"]): row["note"] for row in found}
     keys = pl.DataFrame(
-        [{"blamed": site, "blamed_phase": phase, "note": note} for (site, phase), note in notes.items()],
+        [
+            {"blamed": site, "blamed_phase": phase, "note": note}
+            for (site, phase), note in notes.items()
+        ],
         schema={"blamed": pl.Utf8, "blamed_phase": pl.Utf8, "note": pl.Utf8},
     )
-    known = table.join(keys, on=["blamed", "blamed_phase"], how="left", maintain_order="left")
+    known = table.join(
+        keys, on=["blamed", "blamed_phase"], how="left", maintain_order="left"
+    )
     here = pl.col("note").is_not_null()
     return known.with_columns(
         looks_like=pl.when(here).then(pl.lit(LABEL)).otherwise("looks_like"),
@@ -74,7 +95,9 @@ def mark(table: pl.DataFrame, found: Sequence[Mapping[str, Any]]) -> pl.DataFram
     ).drop("note")
 
 
-def sentences(found: Sequence[Mapping[str, Any]], floors: Mapping[str, int], same: bool) -> list[str]:
+def sentences(
+    found: Sequence[Mapping[str, Any]], floors: Mapping[str, int], same: bool
+) -> list[str]:
     """What to say of it before anything is blamed."""
     said = []
     for side in ("reference", "candidate"):
@@ -83,11 +106,15 @@ def sentences(found: Sequence[Mapping[str, Any]], floors: Mapping[str, int], sam
             first = rows[0]
             line = f" ({first['line']})" if first["line"] else ""
             more = f" and {len(rows) - 1:,} more values" if len(rows) > 1 else ""
-            what = f"{first['site']}{line}{more} changes from run to run: {first['note']}"
+            what = (
+                f"{first['site']}{line}{more} changes from run to run: {first['note']}"
+            )
             said.append(f"The {side} does not repeat itself: {what}")
     for side, count in floors.items():
         if count:
-            said.append(f"Tolerances are at least three times what {count} more runs of the {side} differ by")
+            said.append(
+                f"Tolerances are at least three times what {count} more runs of the {side} differ by"
+            )
     if same:
         said.append(
             "Both runs are of one command in one environment: what differs did not repeat itself, unless the program was "

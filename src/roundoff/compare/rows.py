@@ -16,9 +16,14 @@ from roundoff.compare.exact import Array, Grid, Totals, add_exact
 from roundoff.compare.kernel import SUMS, TOPS, WIDE
 
 FLOATS = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-)  # fmt: skip
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
 #: Elements of one call, and those that are widened to fp32 at once, 16 MiB of each tensor: threads that are woken for a
 #: millisecond often end up on one core.
 _BLOCK, _WIDENED = 2**26, 2**22
@@ -27,7 +32,8 @@ _LARGE = 2**17
 #: Errors below the first have squares that fp32 cannot hold to 2**-24, and so have values whose squares sum to the second.
 _TINY, _TINY_SQUARES = 2.0**-50, 2.0**-90
 _R2, _C2, _ULP, _SAME, _LONE, _SOLID, _MAX_ABS = (
-    (*SUMS, *TOPS).index(name) for name in ("r2", "c2", "ulp", "same", "lone", "solid", "max_abs")
+    (*SUMS, *TOPS).index(name)
+    for name in ("r2", "c2", "ulp", "same", "lone", "solid", "max_abs")
 )
 
 
@@ -53,13 +59,26 @@ def add_rows(totals: Totals, x: Tensor, y: Tensor, grid: Grid) -> bool:
     if count < _LARGE:
         return _narrow(totals, x, y, 0, grid)
     halves = x.dtype is y.dtype is torch.bfloat16
-    run = compiled("packed_wide", torch.bfloat16) if halves else compiled("pairs_wide", torch.float32)
+    run = (
+        compiled("packed_wide", torch.bfloat16)
+        if halves
+        else compiled("pairs_wide", torch.float32)
+    )
     if run is None:
         return False
-    way = _Pass(run, WIDE * ROW, halves, () if halves else _scale(grid), 1.0 if halves else 2.0 ** (grid.bits - 23), grid)
+    way = _Pass(
+        run,
+        WIDE * ROW,
+        halves,
+        () if halves else _scale(grid),
+        1.0 if halves else 2.0 ** (grid.bits - 23),
+        grid,
+    )
     plain = halves or x.dtype is y.dtype is torch.float32
     if not plain:
-        room = [None if t.dtype is torch.float32 else torch.empty(_WIDENED) for t in (x, y)]
+        room = [
+            None if t.dtype is torch.float32 else torch.empty(_WIDENED) for t in (x, y)
+        ]
         way = way._replace(room=(room[0], room[1]))
     step = _BLOCK if plain else _WIDENED
     whole = count - count % way.row
@@ -75,7 +94,13 @@ def _narrow(totals: Totals, x: Tensor, y: Tensor, start: int, grid: Grid) -> boo
     """Rows of ``ROW`` elements, on the caller's thread."""
     run = compiled("pairs", torch.float32)
     if run is not None:
-        _block(totals, x, y, start, _Pass(run, ROW, False, _scale(grid), 2.0 ** (grid.bits - 23), grid))
+        _block(
+            totals,
+            x,
+            y,
+            start,
+            _Pass(run, ROW, False, _scale(grid), 2.0 ** (grid.bits - 23), grid),
+        )
     return run is not None
 
 
@@ -97,7 +122,9 @@ def _scale(grid: Grid) -> tuple[Tensor, Tensor]:
 def _block(totals: Totals, x: Tensor, y: Tensor, start: int, way: _Pass) -> None:
     count = len(x)
     rows = max(2, -(-count // way.row))  # the pass takes two at least
-    inputs = [_rows(t, rows, way, room) for t, room in zip((x, y), way.room, strict=True)]
+    inputs = [
+        _rows(t, rows, way, room) for t, room in zip((x, y), way.room, strict=True)
+    ]
     found = way.run([*inputs, *way.extra])[0].numpy()
     if rows * way.row > count:  # zeros, which add to nothing else
         found[_SAME] -= np.clip(np.arange(1, rows + 1) * way.row - count, 0, way.row)
@@ -105,21 +132,33 @@ def _block(totals: Totals, x: Tensor, y: Tensor, start: int, way: _Pass) -> None
         added = found[: len(SUMS)].sum(1, dtype=np.float64)
     fine = _trusted(found, added, y, way.row)
     if fine is not None:
-        if way.row > ROW and 8 * np.count_nonzero(fine) < 7 * rows:  # so many calls of their own would take longer
+        if (
+            way.row > ROW and 8 * np.count_nonzero(fine) < 7 * rows
+        ):  # so many calls of their own would take longer
             _closer(totals, x, y, start, way.grid)
             return
         for row in (~fine).nonzero()[0].tolist():
             first, part = row * way.row, slice(row * way.row, (row + 1) * way.row)
             if len(x) > first:
-                (add_exact if way.row == ROW else _closer)(totals, x[part], y[part], start + first, way.grid)
+                (add_exact if way.row == ROW else _closer)(
+                    totals, x[part], y[part], start + first, way.grid
+                )
                 count -= min(way.row, len(x) - first)
         if not count:
             return
         found[:, ~fine] = 0.0
         added = found[: len(SUMS)].sum(1, dtype=np.float64)
-    values = dict(zip((*SUMS, *TOPS), [*added.tolist(), *found[len(SUMS) :].max(1).tolist()], strict=True))
+    values = dict(
+        zip(
+            (*SUMS, *TOPS),
+            [*added.tolist(), *found[len(SUMS) :].max(1).tolist()],
+            strict=True,
+        )
+    )
     totals.compared += count
-    totals.same += int(values["same"] if x.dtype is y.dtype else count - values["differ"])
+    totals.same += int(
+        values["same"] if x.dtype is y.dtype else count - values["differ"]
+    )
     totals.lone += int(values["lone"])
     totals.solid += int(values["solid"])
     totals.over += int(values["over"])
@@ -151,7 +190,9 @@ def _trusted(found: Array, added: Array, y: Tensor, row: int) -> Array | None:
         with np.errstate(invalid="ignore", over="ignore"):
             fine &= np.isfinite(found[:_ULP].sum(0))
     # a candidate without any number but zero: known where the reference is so too
-    for n in (fine & small[1] & (found[_SOLID] + found[_LONE] > 0)).nonzero()[0].tolist():
+    for n in (
+        (fine & small[1] & (found[_SOLID] + found[_LONE] > 0)).nonzero()[0].tolist()
+    ):
         fine[n] = not y[n * row : (n + 1) * row].any()
     return None if fine.all() else fine
 
@@ -159,7 +200,9 @@ def _trusted(found: Array, added: Array, y: Tensor, row: int) -> Array | None:
 def _rows(flat: Tensor, rows: int, way: _Pass, room: Tensor | None) -> Tensor:
     """What the pass takes, filled up with zeros."""
     if len(flat) < rows * way.row:
-        padded = torch.zeros(rows * way.row, dtype=flat.dtype if way.halves else torch.float32)
+        padded = torch.zeros(
+            rows * way.row, dtype=flat.dtype if way.halves else torch.float32
+        )
         padded[: len(flat)].copy_(flat)
         flat = padded
     if way.halves:

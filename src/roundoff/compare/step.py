@@ -36,7 +36,10 @@ COMMUTATIVE = frozenset(("add", "mul"))
 
 
 def compare_step(
-    sides: Sides, memory: Memory, *, modules: Mapping[str, str],
+    sides: Sides,
+    memory: Memory,
+    *,
+    modules: Mapping[str, str],
     floors: tuple[Mapping[int, float], Mapping[int, float]] = ({}, {}),
 ) -> list[dict[str, Any]]:
     """The rows of the table for one step, those of the candidate first, in its order of execution.
@@ -56,60 +59,105 @@ def compare_step(
         if finding is not None:
             row["contribution"] = share.get(finding.record, 0.0)
             if finding.cause == OWN:
-                row |= explained(sides, divergence, finding) | unwritten(memory, theirs[finding.record])
+                row |= explained(sides, divergence, finding) | unwritten(
+                    memory, theirs[finding.record]
+                )
             elif finding.origin is not None:
                 row["origin"] = theirs[finding.origin]["site"]
         rows.append(row)
     _remember(memory, theirs, findings)
     lonely = {pair.reference for pair in pairs if pair.status == REFERENCE_ONLY}
     last = {row["name"]: row for row in ours.values() if row["name"]}
-    memory.unwritten |= {name: row for name, row in last.items() if row["record"] in lonely and row["call"] >= 0}
+    memory.unwritten |= {
+        name: row
+        for name, row in last.items()
+        if row["record"] in lonely and row["call"] >= 0
+    }
     return rows
 
 
 def _divergence(
-    sides: Sides, pairs: Sequence[Pair], distance: Distances, memory: Memory,
+    sides: Sides,
+    pairs: Sequence[Pair],
+    distance: Distances,
+    memory: Memory,
     floors: tuple[Mapping[int, float], Mapping[int, float]],
 ) -> Divergence:
     ours, theirs = sides.ours, sides.theirs
     adopted = working(theirs.values()) - working(ours.values())
-    counterpart = {p.candidate: p.reference for p in pairs if p.candidate is not None and p.reference is not None}
-    exact = frozenset(p.candidate for p in pairs if p.candidate is not None and p.status == "matched")
+    counterpart = {
+        p.candidate: p.reference
+        for p in pairs
+        if p.candidate is not None and p.reference is not None
+    }
+    exact = frozenset(
+        p.candidate for p in pairs if p.candidate is not None and p.status == "matched"
+    )
     first, first_twin = _first_rows(theirs), _first_rows(ours)
 
     def fits(one: int, other: int) -> bool:
-        return one in ours and other in theirs and bool(ours[one]["shape"] == theirs[other]["shape"])
+        return (
+            one in ours
+            and other in theirs
+            and bool(ours[one]["shape"] == theirs[other]["shape"])
+        )
 
     runs = Runs()
-    mine, other = (None if side is None else side.whole() for side in (sides.mine, sides.other))
+    mine, other = (
+        None if side is None else side.whole() for side in (sides.mine, sides.other)
+    )
     holders = {counterpart[record]: record for record in sorted(exact, reverse=True)}
-    expected = None if other is None else Expected(ours, first_twin, holders, other, fits)
-    least = 2 * max((unit(d) for d in working(theirs.values()) | working(ours.values())), default=0.0)
+    expected = (
+        None if other is None else Expected(ours, first_twin, holders, other, fits)
+    )
+    least = 2 * max(
+        (unit(d) for d in working(theirs.values()) | working(ours.values())),
+        default=0.0,
+    )
 
     def bound(twin: Row, row: Row) -> Bound:
         inputs = [theirs[i] for i in row["inputs"] or () if i in theirs]
-        floor = max(floors[0].get(twin["record"], 0.0), floors[1].get(row["record"], 0.0))
+        floor = max(
+            floors[0].get(twin["record"], 0.0), floors[1].get(row["record"], 0.0)
+        )
         explained = tolerance(twin, row, adopted, inputs)
         maker = _maker(ours, twin)
         given = [ours[i] for i in maker["inputs"] or () if i in ours]
         inner = condition(maker, given)
-        return Bound(max(explained, 3 * floor), inner, max(inner, amplification(maker, given)))
+        return Bound(
+            max(explained, 3 * floor), inner, max(inner, amplification(maker, given))
+        )
 
     def again(twin: Row, row: Row, aligned: bool, same_inputs: bool) -> Replayed:
         dtype = format_of(twin, row, adopted)
         read = {theirs[i]["dtype"] for i in row["inputs"] or () if i in theirs}
         assert other is not None  # noqa: S101 (replay is only given where tensors are)
         return replayed(
-            row, first=first[row["call"]], first_twin=first_twin.get(twin["call"], twin), tensors=other,
-            unit=max([unit(dtype), *(unit(d) for d in read & adopted)]), least=smallest(dtype),
+            row,
+            first=first[row["call"]],
+            first_twin=first_twin.get(twin["call"], twin),
+            tensors=other,
+            unit=max([unit(dtype), *(unit(d) for d in read & adopted)]),
+            least=smallest(dtype),
             aligned=aligned and twin["call"] >= 0,
-            reference=mine[twin["record"]] if same_inputs and mine is not None and twin["record"] in mine
-            and twin["shape"] == row["shape"] else None,
-            fits=fits, runs=runs,
-            terms=terms(row, [theirs[i]["shape"] or () for i in row["inputs"] or () if i in theirs])
-            if base(row["operator"]) in SUMS else 1.0,
-            region=None if expected is None or row["operator"] in CASTS else expected.region(twin["record"], row["record"]),
-        )  # fmt: skip
+            reference=mine[twin["record"]]
+            if same_inputs
+            and mine is not None
+            and twin["record"] in mine
+            and twin["shape"] == row["shape"]
+            else None,
+            fits=fits,
+            runs=runs,
+            terms=terms(
+                row,
+                [theirs[i]["shape"] or () for i in row["inputs"] or () if i in theirs],
+            )
+            if base(row["operator"]) in SUMS
+            else 1.0,
+            region=None
+            if expected is None or row["operator"] in CASTS
+            else expected.region(twin["record"], row["record"]),
+        )
 
     def changed(twin: Row, row: Row) -> tuple[str, ...]:
         one, other = first_twin.get(twin["call"]), first.get(row["call"])
@@ -119,20 +167,37 @@ def _divergence(
         return memory.names.get(row["name"] or "", (memory.worst, memory.parted))
 
     return Divergence(
-        ours, theirs, counterpart, exact, distance, bound, lambda a, b: _slots(a, b, counterpart), changed,
-        again if other is not None else None, least, carried,
-        lambda a, b: of_statistics({**theirs[a], "shape": theirs[b]["shape"]}, theirs[b]),
-    )  # fmt: skip
+        ours,
+        theirs,
+        counterpart,
+        exact,
+        distance,
+        bound,
+        lambda a, b: _slots(a, b, counterpart),
+        changed,
+        again if other is not None else None,
+        least,
+        carried,
+        lambda a, b: of_statistics(
+            {**theirs[a], "shape": theirs[b]["shape"]}, theirs[b]
+        ),
+    )
 
 
 def _maker(rows: Mapping[int, Row], row: Row) -> Row:
     """The row of the operator that made these values, which views and casts only hand on."""
-    while row["operator"] in TRANSPARENT and len(row["inputs"] or ()) == 1 and row["inputs"][0] in rows:
+    while (
+        row["operator"] in TRANSPARENT
+        and len(row["inputs"] or ()) == 1
+        and row["inputs"][0] in rows
+    ):
         row = rows[row["inputs"][0]]
     return row
 
 
-def _slots(twin: Row, row: Row, counterpart: Mapping[int, int]) -> list[tuple[int, int]]:
+def _slots(
+    twin: Row, row: Row, counterpart: Mapping[int, int]
+) -> list[tuple[int, int]]:
     """What two aligned rows read in the same places: not the memory that they overwrite. The operands of a sum or product
     may be exchanged."""
     ours, theirs = values_read(twin, 1), values_read(row, 1)
@@ -140,7 +205,9 @@ def _slots(twin: Row, row: Row, counterpart: Mapping[int, int]) -> list[tuple[in
         return []
     if len(ours) == 2 and base(row["operator"]) in COMMUTATIVE:
         straight = [counterpart.get(c) == r for r, c in zip(ours, theirs, strict=True)]
-        crossed = [counterpart.get(c) == r for r, c in zip(reversed(ours), theirs, strict=True)]
+        crossed = [
+            counterpart.get(c) == r for r, c in zip(reversed(ours), theirs, strict=True)
+        ]
         if sum(crossed) > sum(straight):
             ours = ours[::-1]
     return list(zip(ours, theirs, strict=True))
@@ -159,25 +226,41 @@ def _read(row: Row) -> list[int]:
     return values_read(row, 1) if row["call"] >= 0 else list(row["inputs"] or ())
 
 
-def _remember(memory: Memory, theirs: Mapping[int, Row], findings: Mapping[int, Finding]) -> None:
+def _remember(
+    memory: Memory, theirs: Mapping[int, Row], findings: Mapping[int, Finding]
+) -> None:
     for record, finding in findings.items():
-        name, error, parted = theirs[record]["name"], finding.error or 0.0, finding.cause is not None
+        name, error, parted = (
+            theirs[record]["name"],
+            finding.error or 0.0,
+            finding.cause is not None,
+        )
         memory.parted |= parted
         memory.worst = max(memory.worst, error)
         if name:
             memory.names[name] = error, parted
 
 
-def _row(sides: Sides, pair: Pair, finding: Finding | None, distance: Distances) -> dict[str, Any]:
+def _row(
+    sides: Sides, pair: Pair, finding: Finding | None, distance: Distances
+) -> dict[str, Any]:
     """Labels of both sides, metrics, and what was found."""
     theirs = sides.theirs[pair.candidate] if pair.candidate is not None else None
     ours = sides.ours[pair.reference] if pair.reference is not None else None
     some: Row = theirs or ours or {}
-    row: dict[str, Any] = {key: some[key] for key in ("rank", "step", "phase", "place", "role", "name", "numel")}
+    row: dict[str, Any] = {
+        key: some[key]
+        for key in ("rank", "step", "phase", "place", "role", "name", "numel")
+    }
     for prefix, side in (("", theirs), ("reference_", ours)):
         for key in ("site", "operator", "line", "dtype", "shape", "record"):
             row[prefix + key] = None if side is None else side[key]
-    row |= {"status": pair.status, "reason": pair.reason, "view": some["view_of"] is not None, "call": some["call"]}
+    row |= {
+        "status": pair.status,
+        "reason": pair.reason,
+        "view": some["view_of"] is not None,
+        "call": some["call"],
+    }
     if pair.status == REFERENCE_ONLY or ours is None or theirs is None:
         return row
     if base(theirs["operator"]) in EMPTY and base(ours["operator"]) in EMPTY:
@@ -188,17 +271,30 @@ def _row(sides: Sides, pair: Pair, finding: Finding | None, distance: Distances)
         known = metrics._asdict()
         why = known.pop("reason")
         row["reason"] = row["reason"] or why
-        row |= {"share_equal": known.pop("equal"), **{k: v for k, v in known.items() if k != "numel"}}
+        row |= {
+            "share_equal": known.pop("equal"),
+            **{k: v for k, v in known.items() if k != "numel"},
+        }
     elif found.error is None:
-        row["reason"] = row["reason"] or theirs["reason"] or ours["reason"] or _unknown(ours, theirs)
+        row["reason"] = (
+            row["reason"]
+            or theirs["reason"]
+            or ours["reason"]
+            or _unknown(ours, theirs)
+        )
     if finding is not None:
         row |= {
-            "tolerance": finding.tolerance, "inputs_error": finding.inputs, "own": finding.own, "cause": finding.cause,
-        }  # fmt: skip
+            "tolerance": finding.tolerance,
+            "inputs_error": finding.inputs,
+            "own": finding.own,
+            "cause": finding.cause,
+        }
     return row
 
 
 def _unknown(ours: Row, theirs: Row) -> str:
     if ours["shape"] != theirs["shape"]:
-        return f"shapes differ: {ours['shape']} in the reference, {theirs['shape']} here"
+        return (
+            f"shapes differ: {ours['shape']} in the reference, {theirs['shape']} here"
+        )
     return "no statistics on both sides"

@@ -38,11 +38,19 @@ SUMS = frozenset(
     "sum mean cumsum embedding_dense_backward native_layer_norm_backward native_batch_norm_backward var std norm "
     "linalg_vector_norm _foreach_norm index_add scatter_add logsumexp native_batch_norm native_group_norm".split()
 )
-DIFFERENCES = frozenset("add sub rsub _foreach_add _foreach_sub lerp _foreach_lerp addcmul addcdiv".split())
-NORMALISATIONS = frozenset("native_layer_norm native_batch_norm native_group_norm _fused_rms_norm".split())
-PRODUCTS = frozenset("mul _softmax_backward_data tanh_backward sigmoid_backward gelu_backward silu_backward".split())
+DIFFERENCES = frozenset(
+    "add sub rsub _foreach_add _foreach_sub lerp _foreach_lerp addcmul addcdiv".split()
+)
+NORMALISATIONS = frozenset(
+    "native_layer_norm native_batch_norm native_group_norm _fused_rms_norm".split()
+)
+PRODUCTS = frozenset(
+    "mul _softmax_backward_data tanh_backward sigmoid_backward gelu_backward silu_backward".split()
+)
 DIVISIONS = frozenset("div addcdiv reciprocal rsqrt log pow".split())
-EXPONENTIALS = frozenset("exp _softmax _log_softmax sigmoid sin cos exp2 expm1 logsumexp".split())
+EXPONENTIALS = frozenset(
+    "exp _softmax _log_softmax sigmoid sin cos exp2 expm1 logsumexp".split()
+)
 
 
 @lru_cache
@@ -53,7 +61,9 @@ def unit(dtype: str | None) -> float:
     (True, True, 0.0)
     """
     found = getattr(torch, dtype or "", None)
-    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
+    if not isinstance(found, torch.dtype) or not (
+        found.is_floating_point or found.is_complex
+    ):
         return 0.0
     return _spacing(found) / 2
 
@@ -62,7 +72,9 @@ def unit(dtype: str | None) -> float:
 def smallest(dtype: str | None) -> float:
     """The smallest positive number of a format, 0 for integers."""
     found = getattr(torch, dtype or "", None)
-    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
+    if not isinstance(found, torch.dtype) or not (
+        found.is_floating_point or found.is_complex
+    ):
         return 0.0
     return float(torch.finfo(found).tiny) * _spacing(found)
 
@@ -76,11 +88,17 @@ def _spacing(dtype: torch.dtype) -> float:
 def working(rows: Iterable[Row]) -> frozenset[str]:
     """The floating-point formats that a run works in: those of at least a fifth of its matrix products and convolutions
     (of all its results, where it has none)."""
-    kept = [row for row in rows if row["call"] >= 0 and unit(row["dtype"]) and row["view_of"] is None]
+    kept = [
+        row
+        for row in rows
+        if row["call"] >= 0 and unit(row["dtype"]) and row["view_of"] is None
+    ]
     counted = Counter(row["dtype"] for row in kept if row["operator"] in CONTRACTIONS)
     counted = counted or Counter(row["dtype"] for row in kept)
     total = sum(counted.values())
-    return frozenset(dtype for dtype, count in counted.items() if count >= SHARE * total)
+    return frozenset(
+        dtype for dtype, count in counted.items() if count >= SHARE * total
+    )
 
 
 def format_of(twin: Row, row: Row, adopted: frozenset[str]) -> str | None:
@@ -91,17 +109,24 @@ def format_of(twin: Row, row: Row, adopted: frozenset[str]) -> str | None:
     return str(theirs) if theirs in adopted or not unit(ours) else str(ours)
 
 
-def tolerance(twin: Row, row: Row, adopted: frozenset[str], inputs: Sequence[Row] = ()) -> float:
+def tolerance(
+    twin: Row, row: Row, adopted: frozenset[str], inputs: Sequence[Row] = ()
+) -> float:
     """The largest relative distance that rounding alone explains where both calls get the same inputs."""
     dtype = format_of(twin, row, adopted)
     u = unit(dtype)
     if not u:
         return 0.0
-    leaf = any(a["call"] < 0 <= b["call"] and not a["inputs"] for a, b in ((row, twin), (twin, row)))
+    leaf = any(
+        a["call"] < 0 <= b["call"] and not a["inputs"]
+        for a, b in ((row, twin), (twin, row))
+    )
     if leaf or "compiled" in (row["operator"], twin["operator"]):
         return min(REGION * u, 0.1)
     accumulated = unit("float32") if u > unit("float32") else u
-    return MARGIN * (u + accumulated * math.sqrt(terms(row, [i["shape"] or () for i in inputs])))
+    return MARGIN * (
+        u + accumulated * math.sqrt(terms(row, [i["shape"] or () for i in inputs]))
+    )
 
 
 def terms(row: Row, shapes: Sequence[Sequence[int]]) -> float:
@@ -125,7 +150,9 @@ def condition(row: Row, inputs: Sequence[Row]) -> float:
     magnitude of the input (their relative error is the absolute one of the input).
     """
     size = _rms(row)
-    known = [(i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None]
+    known = [
+        (i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None
+    ]
     operator = row["operator"].rstrip("_")
     if not known or size is None:
         return 1.0
@@ -138,7 +165,9 @@ def condition(row: Row, inputs: Sequence[Row]) -> float:
     sizes = sorted((rms for _, rms in known), reverse=True)
     if operator in CONTRACTIONS:
         least = sizes[0] * count * (sizes[1] if len(sizes) > 1 else 1.0)
-        if row["place"] == 2:  # of a convolution's backward pass: the sum of the gradient
+        if (
+            row["place"] == 2
+        ):  # of a convolution's backward pass: the sum of the gradient
             least = known[0][1] * count
     elif operator in SUMS or operator in DIFFERENCES:
         least = sizes[0] * (count if operator != "mean" else 1 / count)
@@ -154,18 +183,28 @@ def amplification(row: Row, inputs: Sequence[Row]) -> float:
     times the size of the other; a quotient the size of the denominator (the last input) over its smallest magnitude.
     """
     size = _rms(row)
-    known = [(i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None]
+    known = [
+        (i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None
+    ]
     operator = row["operator"].rstrip("_").removeprefix("_foreach_")
     if not known or size is None:
         return 1.0
     largest = [max(abs(i["min"]), abs(i["max"])) for i, _ in known]
     if operator in DIVISIONS:
         last, rms = known[-1]
-        low = min(abs(last["min"]), abs(last["max"])) if last["min"] * last["max"] > 0 else 0.0
+        low = (
+            min(abs(last["min"]), abs(last["max"]))
+            if last["min"] * last["max"] > 0
+            else 0.0
+        )
         return max(1.0, rms / low) if low else math.inf
     if operator in PRODUCTS and len(known) > 1:
         bound = max(largest[0] * known[1][1], largest[1] * known[0][1])
-    elif operator in ("mean", "nll_loss_forward") or row["place"] == 1 and operator in NORMALISATIONS:
+    elif (
+        operator in ("mean", "nll_loss_forward")
+        or row["place"] == 1
+        and operator in NORMALISATIONS
+    ):
         bound = known[0][1]
     elif operator in SUMS:
         bound = known[0][1] * terms(row, [i["shape"] or () for i, _ in known])
@@ -175,10 +214,18 @@ def amplification(row: Row, inputs: Sequence[Row]) -> float:
 
 
 def _rms(row: Row) -> float | None:
-    return None if row["l2"] is None or not row["numel"] else float(row["l2"] / math.sqrt(row["numel"]))
+    return (
+        None
+        if row["l2"] is None or not row["numel"]
+        else float(row["l2"] / math.sqrt(row["numel"]))
+    )
 
 
 def _terms(shape: Iterable[int]) -> float:
     """The number of products in one element of a matrix product or convolution, at most."""
     dims = list(shape)
-    return float(max(math.prod(dims[1:]), dims[0])) if len(dims) > 1 else float(dims[0] if dims else 1)
+    return (
+        float(max(math.prod(dims[1:]), dims[0]))
+        if len(dims) > 1
+        else float(dims[0] if dims else 1)
+    )

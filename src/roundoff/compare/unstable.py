@@ -36,10 +36,36 @@ REDUCTION = "the order in which a collective adds may change"
 UNKNOWN = "not known to be nondeterministic: a race, memory that was not written, or state that is no tensor"
 
 _STATISTICS = (
-    "dtype", "shape", "numel", "min", "max", "mean", "l2", "std", "nan", "posinf", "neginf", "zero", "subnormal",
-    "exponent", "exponents",
-)  # fmt: skip
-_SHOWN = ("rank", "step", "record", "phase", "site", "module", "operator", "index", "place", "line", "dtype", "shape")
+    "dtype",
+    "shape",
+    "numel",
+    "min",
+    "max",
+    "mean",
+    "l2",
+    "std",
+    "nan",
+    "posinf",
+    "neginf",
+    "zero",
+    "subnormal",
+    "exponent",
+    "exponents",
+)
+_SHOWN = (
+    "rank",
+    "step",
+    "record",
+    "phase",
+    "site",
+    "module",
+    "operator",
+    "index",
+    "place",
+    "line",
+    "dtype",
+    "shape",
+)
 
 
 def unstable(reference: Run, repeats: Sequence[Run]) -> pl.DataFrame:
@@ -57,8 +83,12 @@ def unstable(reference: Run, repeats: Sequence[Run]) -> pl.DataFrame:
     Raises ``RunError`` without ``repeats``, and for a damaged file.
     """
     if not repeats:
-        raise RunError("no other run of the same program", where="unstable", expected="runs of the unchanged program",
-                       do="roundoff capture -o runs/a --repeats 2 -- train.py")  # fmt: skip
+        raise RunError(
+            "no other run of the same program",
+            where="unstable",
+            expected="runs of the unchanged program",
+            do="roundoff capture -o runs/a --repeats 2 -- train.py",
+        )
     rows = rows_of(reference)
     pairs = [pair(rows, repeat) for repeat in repeats]
     times = [0] * len(rows)
@@ -68,24 +98,38 @@ def unstable(reference: Run, repeats: Sequence[Run]) -> pl.DataFrame:
     chosen = pl.Series(times, dtype=pl.Int64) > 0
     bad = rows.filter(chosen)
     distance = distances(reference, repeats, bad, [p.filter(chosen) for p in pairs])
-    return pl.concat([
-        bad.select(_SHOWN), distance.select(pl.col("floor").alias("difference"), "measure", "reason"),
-        pl.DataFrame({"runs": pl.Series([t for t in times if t], dtype=pl.Int64),
-                      "note": pl.Series([_note(row) for row in bad.iter_rows(named=True)], dtype=pl.Utf8)}),
-    ], how="horizontal")  # fmt: skip
+    return pl.concat(
+        [
+            bad.select(_SHOWN),
+            distance.select(pl.col("floor").alias("difference"), "measure", "reason"),
+            pl.DataFrame(
+                {
+                    "runs": pl.Series([t for t in times if t], dtype=pl.Int64),
+                    "note": pl.Series(
+                        [_note(row) for row in bad.iter_rows(named=True)], dtype=pl.Utf8
+                    ),
+                }
+            ),
+        ],
+        how="horizontal",
+    )
 
 
 def _unequal(reference: Run, repeat: Run, pairs: pl.DataFrame) -> list[int]:
     """Places of the rows that differ while their inputs do not."""
     exact = comparable(reference, repeat) is not None
     alike = pairs.select(
-        pl.all_horizontal(pl.col(n).eq_missing(pl.col(f"{n}_other")) for n in _STATISTICS)
+        pl.all_horizontal(
+            pl.col(n).eq_missing(pl.col(f"{n}_other")) for n in _STATISTICS
+        )
     ).to_series()
     found: list[int] = []
     equal: dict[int, bool] = {}  # by record
     twin: dict[int, int] = {}  # record of the repeat -> of the reference
     where: tuple[int, int] | None = None
-    for place, (same, row) in enumerate(zip(alike, pairs.iter_rows(named=True), strict=True)):
+    for place, (same, row) in enumerate(
+        zip(alike, pairs.iter_rows(named=True), strict=True)
+    ):
         if where != (row["rank"], row["step"]):
             where, equal, twin = (row["rank"], row["step"]), {}, {}
         record, other = row["record"], row["record_other"]
@@ -95,12 +139,22 @@ def _unequal(reference: Run, repeat: Run, pairs: pl.DataFrame) -> list[int]:
             equal[record] = True
             continue
         if other is not None and same:
-            equal[record] = _bits(reference, repeat, row, exact) and equal.get(row["view_of"], True)
+            equal[record] = _bits(reference, repeat, row, exact) and equal.get(
+                row["view_of"], True
+            )
         else:
             equal[record] = False
         inputs = row["inputs"] or []
-        read = inputs if other is None else [twin.get(i) for i in row["inputs_other"] or []]
-        if not equal[record] and read == inputs and all(equal.get(i, True) for i in inputs):
+        read = (
+            inputs
+            if other is None
+            else [twin.get(i) for i in row["inputs_other"] or []]
+        )
+        if (
+            not equal[record]
+            and read == inputs
+            and all(equal.get(i, True) for i in inputs)
+        ):
             found.append(place)
     # What was there before a later step has its difference from the first one that differed.
     steps, calls = pairs["step"], pairs["call"]
@@ -113,7 +167,12 @@ def _bits(reference: Run, repeat: Run, row: dict[str, Any], exact: bool) -> bool
     memory it shows."""
     if row["hash"] is not None and row["hash_other"] is not None:
         return bool(row["hash"] == row["hash_other"])
-    if not exact or row["view_of"] is not None or row["blob"] is None or row["blob_other"] is None:
+    if (
+        not exact
+        or row["view_of"] is not None
+        or row["blob"] is None
+        or row["blob_other"] is None
+    ):
         return True
     return content_hash(reference.kept(row)) == content_hash(repeat.kept(theirs(row)))
 

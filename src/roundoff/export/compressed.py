@@ -54,9 +54,14 @@ class Sizes:
 
 
 def write_compressed(
-    tensors: Mapping[str, tuple[Tensor, QParams, Format]], others: Mapping[str, Tensor], folder: str | Path, *,
-    inputs: Mapping[str, Entry] | None = None, config: Mapping[str, Any] | None = None, format: str | None = None,
-) -> Sizes:  # fmt: skip
+    tensors: Mapping[str, tuple[Tensor, QParams, Format]],
+    others: Mapping[str, Tensor],
+    folder: str | Path,
+    *,
+    inputs: Mapping[str, Entry] | None = None,
+    config: Mapping[str, Any] | None = None,
+    format: str | None = None,
+) -> Sizes:
     """Write quantized weights, and all other tensors as they are, into a folder; returns the bytes.
 
     Args:
@@ -80,39 +85,68 @@ def write_compressed(
     for name, (codes, qparams, fmt) in tensors.items():
         module, dot, last = name.rpartition(".")
         if last != "weight" or not dot:
-            raise QuantizationError("not the name of a layer's weight", where=name, expected="NAME.weight")
+            raise QuantizationError(
+                "not the name of a layer's weight", where=name, expected="NAME.weight"
+            )
         entry = inputs.get(name)
         kind = format or _format(fmt, entry)
         _check(name, codes, qparams, fmt, kind)
         made = _stored(codes, qparams, fmt, kind)
         if entry is not None:
             made |= _stored_input(entry, name)
-        sizes[0] += sum(_bytes(t) for k, t in made.items() if k in ("weight", "weight_packed"))
-        sizes[1] += sum(_bytes(t) for k, t in made.items() if k not in ("weight", "weight_packed"))
+        sizes[0] += sum(
+            _bytes(t) for k, t in made.items() if k in ("weight", "weight_packed")
+        )
+        sizes[1] += sum(
+            _bytes(t) for k, t in made.items() if k not in ("weight", "weight_packed")
+        )
         stored |= {f"{module}.{suffix}": tensor for suffix, tensor in made.items()}
-        scheme = {"weights": _weight_arguments(fmt, qparams), "input_activations": _input_arguments(entry),
-                  "output_activations": None, "format": kind}  # fmt: skip
-        groups.setdefault(json.dumps(scheme), {**scheme, "targets": []})["targets"].append(module)
+        scheme = {
+            "weights": _weight_arguments(fmt, qparams),
+            "input_activations": _input_arguments(entry),
+            "output_activations": None,
+            "format": kind,
+        }
+        groups.setdefault(json.dumps(scheme), {**scheme, "targets": []})[
+            "targets"
+        ].append(module)
     foreign = [name for name in inputs if name not in tensors]
     if foreign:
-        raise QuantizationError("inputs of a layer without a quantized weight", where=foreign[0],
-                                expected="a key of tensors")  # fmt: skip
+        raise QuantizationError(
+            "inputs of a layer without a quantized weight",
+            where=foreign[0],
+            expected="a key of tensors",
+        )
     clash = sorted(set(stored) & set(others))
     if clash:
-        raise QuantizationError("a tensor is both quantized and not", where=clash[0], do="take it out of others")
+        raise QuantizationError(
+            "a tensor is both quantized and not",
+            where=clash[0],
+            do="take it out of others",
+        )
     place = check_folder(folder)
     whole = dict(config) if config is not None else model_config(place, missing_ok=True)
     used = {group["format"] for group in groups.values()}
     whole["quantization_config"] = {
-        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
         "format": next(iter(used)) if len(used) == 1 else "mixed-precision",
-        "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
-        "ignore": [], "kv_cache_scheme": None, "global_compression_ratio": None,
-    }  # fmt: skip
+        "config_groups": {
+            f"group_{i}": group for i, group in enumerate(groups.values())
+        },
+        "ignore": [],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
     write_tensors({**stored, **others}, place)
     write_text(place / "config.json", json.dumps(whole, indent=2) + "\n")
     rest = sum(map(_bytes, others.values()))
-    return Sizes(sizes[0], sizes[1], rest, rest + 2 * sum(codes.numel() for codes, _, _ in tensors.values()))
+    return Sizes(
+        sizes[0],
+        sizes[1],
+        rest,
+        rest + 2 * sum(codes.numel() for codes, _, _ in tensors.values()),
+    )
 
 
 def _format(fmt: Format, entry: Entry | None) -> str:
@@ -129,19 +163,49 @@ def _check(name: str, codes: Tensor, qparams: QParams, fmt: Format, kind: str) -
     if kind not in FORMATS:
         problem = ("no such way of storing", ", ".join(FORMATS), kind)
     elif codes.ndim != 2:
-        problem = ("weights of linear layers alone have a place", "codes of shape (out, in)", f"shape {tuple(codes.shape)}")
-    elif (fmt.width not in BITS or codes.is_floating_point()) if whole else codes.dtype != torch.float8_e4m3fn:
-        problem = ("codes that have no place", "integers of 2, 4 or 8 bits, or fp8_e4m3fn", f"{fmt.name}, {codes.dtype}")
+        problem = (
+            "weights of linear layers alone have a place",
+            "codes of shape (out, in)",
+            f"shape {tuple(codes.shape)}",
+        )
+    elif (
+        (fmt.width not in BITS or codes.is_floating_point())
+        if whole
+        else codes.dtype != torch.float8_e4m3fn
+    ):
+        problem = (
+            "codes that have no place",
+            "integers of 2, 4 or 8 bits, or fp8_e4m3fn",
+            f"{fmt.name}, {codes.dtype}",
+        )
     elif not whole and kind in ("pack-quantized", "int-quantized"):
-        problem = (f"{kind} holds integers", "float-quantized or naive-quantized", fmt.name)
+        problem = (
+            f"{kind} holds integers",
+            "float-quantized or naive-quantized",
+            fmt.name,
+        )
     elif not _fits(granularity):
-        problem = ("no words for this granularity", "PerTensor(), PerAxis(0), PerGroup(size) or PerBlock of two sizes",
-                   str(granularity))  # fmt: skip
-    elif whole and codes.numel() and not (fmt.min_finite <= int(codes.min()) and int(codes.max()) <= fmt.max_finite):
-        problem = (f"codes that {fmt.name} does not have", f"{fmt.min_finite:g} to {fmt.max_finite:g}",
-                   f"{int(codes.min())} to {int(codes.max())}")  # fmt: skip
+        problem = (
+            "no words for this granularity",
+            "PerTensor(), PerAxis(0), PerGroup(size) or PerBlock of two sizes",
+            str(granularity),
+        )
+    elif (
+        whole
+        and codes.numel()
+        and not (
+            fmt.min_finite <= int(codes.min()) and int(codes.max()) <= fmt.max_finite
+        )
+    ):
+        problem = (
+            f"codes that {fmt.name} does not have",
+            f"{fmt.min_finite:g} to {fmt.max_finite:g}",
+            f"{int(codes.min())} to {int(codes.max())}",
+        )
     if problem is not None:
-        raise QuantizationError(problem[0], where=name, expected=problem[1], got=problem[2])
+        raise QuantizationError(
+            problem[0], where=name, expected=problem[1], got=problem[2]
+        )
 
 
 def _fits(granularity: Any) -> bool:
@@ -149,34 +213,60 @@ def _fits(granularity: Any) -> bool:
         return granularity.axis in (0, -2)
     if isinstance(granularity, PerGroup):
         return granularity.axis in (1, -1)
-    return isinstance(granularity, PerTensor) or (isinstance(granularity, PerBlock) and len(granularity.block_size) == 2)
+    return isinstance(granularity, PerTensor) or (
+        isinstance(granularity, PerBlock) and len(granularity.block_size) == 2
+    )
 
 
-def _stored(codes: Tensor, qparams: QParams, fmt: Format, kind: str) -> dict[str, Tensor]:
+def _stored(
+    codes: Tensor, qparams: QParams, fmt: Format, kind: str
+) -> dict[str, Tensor]:
     """The tensors of one weight, by suffix."""
     view, axes = (qparams.granularity or PerTensor()).split(codes.shape)
     per_tensor = isinstance(qparams.granularity or PerTensor(), PerTensor)
-    shape = (1,) if per_tensor else tuple(n for i, n in enumerate(view) if i not in axes)
+    shape = (
+        (1,) if per_tensor else tuple(n for i, n in enumerate(view) if i not in axes)
+    )
     shape = (*shape, 1) if len(shape) == 1 and not per_tensor else shape
     found = {"weight_scale": qparams.scale.detach().reshape(shape).contiguous()}
     packed = kind == "pack-quantized"
     if packed:
-        found |= {"weight_packed": pack(codes, fmt.width), "weight_shape": torch.tensor(codes.shape)}
+        found |= {
+            "weight_packed": pack(codes, fmt.width),
+            "weight_shape": torch.tensor(codes.shape),
+        }
     else:
-        found["weight"] = codes.to(torch.int8).contiguous() if fmt.one_quantum == 1.0 else codes.contiguous()
+        found["weight"] = (
+            codes.to(torch.int8).contiguous()
+            if fmt.one_quantum == 1.0
+            else codes.contiguous()
+        )
     if qparams.zero_point is not None or not fmt.symmetric:
-        points = torch.zeros(shape) if qparams.zero_point is None else qparams.zero_point.detach().reshape(shape)
+        points = (
+            torch.zeros(shape)
+            if qparams.zero_point is None
+            else qparams.zero_point.detach().reshape(shape)
+        )
         points = points.to(torch.int8).contiguous()
         by_row = isinstance(qparams.granularity, PerAxis | PerGroup)
-        found["weight_zero_point"] = pack(points, fmt.width, axis=0) if packed and by_row else points
+        found["weight_zero_point"] = (
+            pack(points, fmt.width, axis=0) if packed and by_row else points
+        )
     return found
 
 
 def _stored_input(entry: Entry, name: str) -> dict[str, Tensor]:
-    granularity, fmt = granularity_named(entry.granularity, name), format_named(entry.format, name)
+    granularity, fmt = (
+        granularity_named(entry.granularity, name),
+        format_named(entry.format, name),
+    )
     if fmt.width != 8 or not isinstance(granularity, PerTensor | PerToken):
-        raise QuantizationError("no words for this input", where=name, got=f"{entry.format} {entry.granularity}",
-                                expected="int8 or fp8_e4m3fn, static per tensor or dynamic per token or tensor")  # fmt: skip
+        raise QuantizationError(
+            "no words for this input",
+            where=name,
+            got=f"{entry.format} {entry.granularity}",
+            expected="int8 or fp8_e4m3fn, static per tensor or dynamic per token or tensor",
+        )
     if entry.dynamic:
         return {}
     found = {"input_scale": torch.tensor(entry.scale[:1])}
@@ -187,14 +277,26 @@ def _stored_input(entry: Entry, name: str) -> dict[str, Tensor]:
 
 def _weight_arguments(fmt: Format, qparams: QParams) -> dict[str, Any]:
     granularity = qparams.granularity or PerTensor()
-    strategy = {PerTensor: "tensor", PerAxis: "channel", PerGroup: "group", PerBlock: "block"}[type(granularity)]
+    strategy = {
+        PerTensor: "tensor",
+        PerAxis: "channel",
+        PerGroup: "group",
+        PerBlock: "block",
+    }[type(granularity)]
     return {
-        "num_bits": fmt.width, "type": "int" if fmt.one_quantum == 1.0 else "float",
-        "symmetric": fmt.symmetric and qparams.zero_point is None, "strategy": strategy,
-        "group_size": granularity.group_size if isinstance(granularity, PerGroup) else None,
-        "block_structure": list(granularity.block_size) if isinstance(granularity, PerBlock) else None,
-        "dynamic": False, "actorder": None,
-    }  # fmt: skip
+        "num_bits": fmt.width,
+        "type": "int" if fmt.one_quantum == 1.0 else "float",
+        "symmetric": fmt.symmetric and qparams.zero_point is None,
+        "strategy": strategy,
+        "group_size": granularity.group_size
+        if isinstance(granularity, PerGroup)
+        else None,
+        "block_structure": list(granularity.block_size)
+        if isinstance(granularity, PerBlock)
+        else None,
+        "dynamic": False,
+        "actorder": None,
+    }
 
 
 def _input_arguments(entry: Entry | None) -> dict[str, Any] | None:
@@ -202,11 +304,15 @@ def _input_arguments(entry: Entry | None) -> dict[str, Any] | None:
         return None
     fmt = format_named(entry.format)
     return {
-        "num_bits": fmt.width, "type": "int" if fmt.one_quantum == 1.0 else "float",
+        "num_bits": fmt.width,
+        "type": "int" if fmt.one_quantum == 1.0 else "float",
         "symmetric": fmt.symmetric and entry.zero_point is None,
-        "strategy": "token" if entry.granularity == "per_token" else "tensor", "group_size": None,
-        "block_structure": None, "dynamic": entry.dynamic, "actorder": None,
-    }  # fmt: skip
+        "strategy": "token" if entry.granularity == "per_token" else "tensor",
+        "group_size": None,
+        "block_structure": None,
+        "dynamic": entry.dynamic,
+        "actorder": None,
+    }
 
 
 def _bytes(tensor: Tensor) -> int:

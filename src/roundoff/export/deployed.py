@@ -15,7 +15,14 @@ from roundoff.export.operators import (
     quantize_dequantize,
     site,
 )
-from roundoff.export.stored import Parts, expresses, narrower, slow, value_parts, weight_parts
+from roundoff.export.stored import (
+    Parts,
+    expresses,
+    narrower,
+    slow,
+    value_parts,
+    weight_parts,
+)
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.sums import on_sums, sum_scale
 
@@ -36,7 +43,9 @@ class Deployed(nn.Module):
         values: with ``probe``, after a call: the name of each quantized value and its tensor.
     """
 
-    def __init__(self, model: QuantizedModel, *, plain: bool = False, probe: bool = False) -> None:
+    def __init__(
+        self, model: QuantizedModel, *, plain: bool = False, probe: bool = False
+    ) -> None:
         super().__init__()
         self.quantized, self.plain, self.probe = model, plain, probe
         self.reasons: dict[str, str] = {}
@@ -69,7 +78,11 @@ class Deployed(nn.Module):
         granularity = self.quantized.quantizer(name).granularity
         if isinstance(low, float) or granularity is None:
             return value.clamp(low, high)
-        return value.reshape(granularity.split(value.shape)[0]).clamp(low, high).reshape(value.shape)
+        return (
+            value.reshape(granularity.split(value.shape)[0])
+            .clamp(low, high)
+            .reshape(value.shape)
+        )
 
     def keep(self, key: str, parts: Parts) -> None:
         """Store parts as buffers."""
@@ -81,7 +94,11 @@ class Deployed(nn.Module):
 
     def parts(self, key: str) -> tuple[Tensor, Tensor, int, int]:
         """Scale, zero point, axis and block that were stored."""
-        return getattr(self, f"{key}_scale"), getattr(self, f"{key}_zero_point"), *self._shapes[key]
+        return (
+            getattr(self, f"{key}_scale"),
+            getattr(self, f"{key}_zero_point"),
+            *self._shapes[key],
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
@@ -110,12 +127,19 @@ class _Lowered(Passing):
             return _tensor(dynamic_quantize_dequantize(value))
         scale, zero, axis, block = self.owner.parts(key)
         if zero.is_floating_point():
-            return cast_and_back(value, scale, zero.dtype, axis % max(value.ndim, 1), block)
+            return cast_and_back(
+                value, scale, zero.dtype, axis % max(value.ndim, 1), block
+            )
         value = self.owner.clipped(name, value)
-        return _tensor(quantize_dequantize(value, scale, zero, axis % max(value.ndim, 1), block))
+        return _tensor(
+            quantize_dequantize(value, scale, zero, axis % max(value.ndim, 1), block)
+        )
 
     def _weight(self, name: str, key: str, quantizer: Any, value: Tensor) -> Tensor:
-        if f"{key}_scale" not in self.owner._buffers and f"{key}_values" not in self.owner._buffers:
+        if (
+            f"{key}_scale" not in self.owner._buffers
+            and f"{key}_values" not in self.owner._buffers
+        ):
             made = "" if self.owner.plain else weight_parts(quantizer, value.detach())
             if isinstance(made, Parts):
                 self.owner.keep(key, made)
@@ -129,32 +153,60 @@ class _Lowered(Passing):
 
     def bias(self, name: str, bias: Tensor, quantizers: list[Any]) -> Tensor:
         key = "bias_" + name.translate(str.maketrans("./#", "___"))
-        if f"{key}_scale" not in self.owner._buffers and f"{key}_values" not in self.owner._buffers:
+        if (
+            f"{key}_scale" not in self.owner._buffers
+            and f"{key}_values" not in self.owner._buffers
+        ):
             scale = None if self.owner.plain else sum_scale(quantizers, bias.shape[-1])
             if scale is None or any(q.name in self.owner.reasons for q in quantizers):
-                self.owner.register_buffer(f"{key}_values", on_sums(bias, quantizers).detach())
+                self.owner.register_buffer(
+                    f"{key}_values", on_sums(bias, quantizers).detach()
+                )
             else:
-                codes = torch.round(bias.detach() / scale).clamp_(-(2.0**31), 2.0**31 - 1).to(torch.int32)
-                scale = scale.detach().expand(codes.shape).contiguous() if scale.numel() > 1 else scale.detach().reshape(())
-                self.owner.keep(key, Parts(codes, scale, torch.zeros_like(scale, dtype=torch.int32)))
+                codes = (
+                    torch.round(bias.detach() / scale)
+                    .clamp_(-(2.0**31), 2.0**31 - 1)
+                    .to(torch.int32)
+                )
+                scale = (
+                    scale.detach().expand(codes.shape).contiguous()
+                    if scale.numel() > 1
+                    else scale.detach().reshape(())
+                )
+                self.owner.keep(
+                    key, Parts(codes, scale, torch.zeros_like(scale, dtype=torch.int32))
+                )
         if f"{key}_values" in self.owner._buffers:
             return _tensor(getattr(self.owner, f"{key}_values"))
         return self._dequantized(key)
 
     def result(self, name: str, result: Any) -> Any:
-        if self.owner.plain or not isinstance(result, Tensor) or not result.is_floating_point():
+        if (
+            self.owner.plain
+            or not isinstance(result, Tensor)
+            or not result.is_floating_point()
+        ):
             return result
         return _tensor(site(result, name))
 
     def _dequantized(self, key: str) -> Tensor:
-        return _tensor(dequantize(getattr(self.owner, f"{key}_codes"), *self.owner.parts(key)))
+        return _tensor(
+            dequantize(getattr(self.owner, f"{key}_codes"), *self.owner.parts(key))
+        )
 
 
 def _bounds(quantizer: Any) -> tuple[Any, Any]:
     """The smallest and largest value of a quantizer, as numbers or of its scale's shape."""
     qparams, fmt = quantizer.qparams(), quantizer.fmt
-    zero = torch.zeros_like(qparams.scale) if qparams.zero_point is None else qparams.zero_point
-    ends = [((end - zero) * qparams.scale).detach() for end in (fmt.min_finite, fmt.max_finite)]
+    zero = (
+        torch.zeros_like(qparams.scale)
+        if qparams.zero_point is None
+        else qparams.zero_point
+    )
+    ends = [
+        ((end - zero) * qparams.scale).detach()
+        for end in (fmt.min_finite, fmt.max_finite)
+    ]
     low, high = (float(end) if end.numel() == 1 else end for end in ends)
     return low, high
 

@@ -20,9 +20,10 @@ _NONE = {
     "conv_transpose2d": "ONNX Runtime has no integer kernel for transposed convolutions",
     "conv_transpose3d": "ONNX Runtime has no integer kernel for transposed convolutions",
     "scaled_dot_product_attention": "attention is exported as its matrix products and softmax, in fp32",
-    "lstm": "recurrent layers stay in fp32 in ONNX", "gru": "recurrent layers stay in fp32 in ONNX",
+    "lstm": "recurrent layers stay in fp32 in ONNX",
+    "gru": "recurrent layers stay in fp32 in ONNX",
     "embedding": "a look-up does no arithmetic: its table is stored as codes",
-}  # fmt: skip
+}
 
 _ROUNDS = (
     "MatMulNBits rounds its activations to 8 bits, which the simulation does not, unless the session has "
@@ -43,7 +44,9 @@ class Site:
     reason: str = ""
 
 
-def became(quantized: QuantizedModel, deployed: Deployed, found: Kernels) -> tuple[Site, ...]:
+def became(
+    quantized: QuantizedModel, deployed: Deployed, found: Kernels
+) -> tuple[Site, ...]:
     """One row for each quantized call, in the order of the model."""
     rows = []
     for site, route in quantized.routes.items():
@@ -55,7 +58,11 @@ def became(quantized: QuantizedModel, deployed: Deployed, found: Kernels) -> tup
             rows.append(Site(site, ", ".join(dict.fromkeys(integer)), True, said))
         elif not own and operator in CLIPS:
             rows.append(Site(site, "", True, "in the kernel before it"))
-        elif own and set(own) <= {"MaxPool", "Reshape", "Transpose", "Concat", "Gather"} and operator != "embedding":
+        elif (
+            own
+            and set(own) <= {"MaxPool", "Reshape", "Transpose", "Concat", "Gather"}
+            and operator != "embedding"
+        ):
             rows.append(Site(site, ", ".join(own), True, "moves codes"))
         else:
             why = _why(site, operator, route, quantized, deployed)
@@ -66,10 +73,20 @@ def became(quantized: QuantizedModel, deployed: Deployed, found: Kernels) -> tup
 def _belongs(name: str, site: str) -> bool:
     """Whether a node of the optimised graph is named after a site: ``site``, ``site:Op``, ``site_token_3`` (moved)."""
     rest = name[len(site) :]
-    return name.startswith(site) and (not rest or rest[0] == ":" or rest.startswith(("_token", "_nchwc", "_fused", "/")))
+    return name.startswith(site) and (
+        not rest
+        or rest[0] == ":"
+        or rest.startswith(("_token", "_nchwc", "_fused", "/"))
+    )
 
 
-def _why(site: str, operator: str, route: Route, quantized: QuantizedModel, deployed: Deployed) -> str:
+def _why(
+    site: str,
+    operator: str,
+    route: Route,
+    quantized: QuantizedModel,
+    deployed: Deployed,
+) -> str:
     names = [*route.uses.values(), *([route.output] if route.output else [])]
     for name in names:
         known = deployed.reasons.get(name) or deployed.slow.get(name)
@@ -85,7 +102,11 @@ def _why(site: str, operator: str, route: Route, quantized: QuantizedModel, depl
     weights = [q for q in readers if q.weight]
     if weights and len(weights) == len(readers):
         return "weights alone are quantized: the product is of floating-point numbers"
-    after = _clipped_after(site, quantized) if operator in CONTRACTING and not route.output else None
+    after = (
+        _clipped_after(site, quantized)
+        if operator in CONTRACTING and not route.output
+        else None
+    )
     read_or_written = [quantized.quantizer(name) for name in names]
     for quantizer in read_or_written if after is None else [*read_or_written, after]:
         if quantizer.fmt.width < 8 and not quantizer.weight:

@@ -44,7 +44,9 @@ class Traced(nn.Module):
         self._workload = workload.with_model(model)
         leaves, self._layout = tree_flatten_with_path(batch)
         self._fixed = [None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves]
-        names = ["_".join(_words(path)) for path, leaf in leaves if isinstance(leaf, Tensor)]
+        names = [
+            "_".join(_words(path)) for path, leaf in leaves if isinstance(leaf, Tensor)
+        ]
         if any(not name or name.isdigit() for name in names):
             names = ["input" if len(names) == 1 else f"input_{name}" for name in names]
         self.inputs = dict(zip(names, self.tensors(batch), strict=True))
@@ -59,9 +61,13 @@ class Traced(nn.Module):
         leaves, layout = tree_flatten(batch)
         fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if layout != self._layout or fixed != self._fixed:
-            raise QuantizationError("the file takes only the tensors of a batch, and the rest differs in this one",
-                                    where=self._workload.name, expected="batches that differ in their tensors alone",
-                                    got=describe(batch), do="make the rest part of the model, or give tensors")  # fmt: skip
+            raise QuantizationError(
+                "the file takes only the tensors of a batch, and the rest differs in this one",
+                where=self._workload.name,
+                expected="batches that differ in their tensors alone",
+                got=describe(batch),
+                do="make the rest part of the model, or give tensors",
+            )
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -75,7 +81,12 @@ class Traced(nn.Module):
 
 
 def export_onnx(
-    workload: Workload, model: nn.Module, path: str | Path, batch: Any = None, *, pack: bool = True
+    workload: Workload,
+    model: nn.Module,
+    path: str | Path,
+    batch: Any = None,
+    *,
+    pack: bool = True,
 ) -> Path:
     """Write what ``model`` does in the place of the workload's own as an ONNX file of opset 21.
 
@@ -98,7 +109,9 @@ def export_onnx(
     return Path(path)
 
 
-def export_fake_quant(workload: Workload, quantized: QuantizedModel, path: str | Path, batch: Any = None) -> Path:
+def export_fake_quant(
+    workload: Workload, quantized: QuantizedModel, path: str | Path, batch: Any = None
+) -> Path:
     """Write the simulation of a quantized model as an ONNX file of plain arithmetic in fp32 (divide, round, clip, multiply),
     for any runtime and any format; weights are their rounded values. It is as large as the fp32 model, and slower.
 
@@ -109,29 +122,46 @@ def export_fake_quant(workload: Workload, quantized: QuantizedModel, path: str |
 
 
 def write(
-    workload: Workload, model: nn.Module, path: str | Path, batch: Any = None, *, pack: bool = True,
+    workload: Workload,
+    model: nn.Module,
+    path: str | Path,
+    batch: Any = None,
+    *,
+    pack: bool = True,
     probed: str | Path | None = None,
-) -> Traced:  # fmt: skip
+) -> Traced:
     """``export_onnx``; returns what was traced, which knows the names of inputs and outputs. ``probed``: another file, with
     the values of a ``Deployed`` that probes as further outputs, ``probe_0`` and on."""
     needs("onnx", "onnxscript")
-    traced = Traced(workload, model, workload.batches[0] if batch is None else batch).eval()
+    traced = Traced(
+        workload, model, workload.batches[0] if batch is None else batch
+    ).eval()
     try:
         with _quiet(), torch.no_grad():
             tensors = _doubled(traced, list(traced.inputs.values()))
             traced(*tensors)  # codes of weights are made, and the names of the outputs
             program: Any = torch.onnx.export(
-                traced, tuple(tensors), dynamo=True, opset_version=OPSET, verbose=False, input_names=list(traced.inputs),
-                output_names=[*traced.outputs, *(f"probe_{i}" for i in range(len(traced.probes)))],
-                custom_translation_table=translations(), dynamic_shapes={"tensors": _free(workload, traced, tensors)},
-            )  # fmt: skip
+                traced,
+                tuple(tensors),
+                dynamo=True,
+                opset_version=OPSET,
+                verbose=False,
+                input_names=list(traced.inputs),
+                output_names=[
+                    *traced.outputs,
+                    *(f"probe_{i}" for i in range(len(traced.probes))),
+                ],
+                custom_translation_table=translations(),
+                dynamic_shapes={"tensors": _free(workload, traced, tensors)},
+            )
     except torch.onnx.OnnxExporterError as error:
         raise QuantizationError(
-            f"this model cannot be written as ONNX: {_reason(error)}", where=workload.name,
+            f"this model cannot be written as ONNX: {_reason(error)}",
+            where=workload.name,
             expected="a forward pass that torch.export can follow, of operators that ONNX has",
             got=type(error.__cause__ or error).__name__,
             do="look at torch.export.export(model, batch); the PyTorch model with fake quantization needs no export",
-        ) from error  # fmt: skip
+        ) from error
     tidy(program.model, pack)
     if probed is not None:
         _save(program, probed)
@@ -151,8 +181,11 @@ def needs(*libraries: str) -> None:
         try:
             __import__(name)
         except ImportError as error:
-            raise QuantizationError(f"ONNX files need {name}, which is not installed", got=str(error),
-                                    do="pip install 'roundoff[onnx]'") from error  # fmt: skip
+            raise QuantizationError(
+                f"ONNX files need {name}, which is not installed",
+                got=str(error),
+                do="pip install 'roundoff[onnx]'",
+            ) from error
 
 
 def _doubled(traced: Traced, tensors: list[Tensor]) -> list[Tensor]:
@@ -165,7 +198,11 @@ def _doubled(traced: Traced, tensors: list[Tensor]) -> list[Tensor]:
         once, both = traced(*tensors), traced(*twice)
     except (RoundoffError, RuntimeError, ValueError):
         return tensors
-    doubled = all(b.shape[:1] == (2,) and b.shape[1:] == o.shape[1:] for o, b in zip(once, both, strict=True) if o.ndim)
+    doubled = all(
+        b.shape[:1] == (2,) and b.shape[1:] == o.shape[1:]
+        for o, b in zip(once, both, strict=True)
+        if o.ndim
+    )
     return twice if doubled else tensors
 
 
@@ -178,9 +215,20 @@ def _free(workload: Workload, traced: Traced, tensors: list[Tensor]) -> tuple[An
     found: list[Any] = []
     for index, tensor in enumerate(tensors):
         shapes = [shapes[index] for shapes in seen]
-        free = {axis for axis in range(tensor.ndim) if len({s[axis] for s in shapes if len(s) == tensor.ndim}) > 1}
+        free = {
+            axis
+            for axis in range(tensor.ndim)
+            if len({s[axis] for s in shapes if len(s) == tensor.ndim}) > 1
+        }
         free |= {0} if tensor.ndim else set()
-        found.append({axis: torch.export.Dim.DYNAMIC for axis in sorted(free) if tensor.shape[axis] > 1} or None)
+        found.append(
+            {
+                axis: torch.export.Dim.DYNAMIC
+                for axis in sorted(free)
+                if tensor.shape[axis] > 1
+            }
+            or None
+        )
     return tuple(found)
 
 
@@ -201,7 +249,11 @@ def _reason(error: BaseException) -> str:
 def _quiet() -> Iterator[None]:
     """The exporter, and what it is made of, print, log and warn of their own internals."""
     below, nowhere = logging.root.manager.disable, io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
         warnings.simplefilter("ignore")
         logging.disable(max(below, logging.WARNING))
         try:

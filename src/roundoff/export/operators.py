@@ -15,7 +15,9 @@ from torch import Tensor
 
 
 @torch.library.custom_op("roundoff::quantize_dequantize", mutates_args=())
-def quantize_dequantize(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int) -> Tensor:
+def quantize_dequantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int
+) -> Tensor:
     """``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of ``zero_point`` is that of the codes."""
     step = _spread(scale, x.ndim, axis, block)
     low, high = torch.iinfo(zero_point.dtype).min, torch.iinfo(zero_point.dtype).max
@@ -29,12 +31,17 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.custom_op("roundoff::dequantize", mutates_args=())
-def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int) -> Tensor:
+def dequantize(
+    codes: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int
+) -> Tensor:
     """ONNX DequantizeLinear of stored codes; ``block`` is how many of them share a scale along ``axis``, or 0."""
     step = _spread(scale, codes.ndim, axis, block)
     zero = _spread(zero_point.to(torch.float32), codes.ndim, axis, block)
     if block:  # the last block may be short
-        step, zero = step.narrow(axis, 0, codes.shape[axis]), zero.narrow(axis, 0, codes.shape[axis])
+        step, zero = (
+            step.narrow(axis, 0, codes.shape[axis]),
+            zero.narrow(axis, 0, codes.shape[axis]),
+        )
     return (codes.to(torch.float32) - zero) * step
 
 
@@ -54,12 +61,16 @@ def _spread(values: Tensor, ndim: int, axis: int, block: int) -> Tensor:
     return values.view(shape)
 
 
-def cast_and_back(x: Tensor, scale: Tensor, dtype: torch.dtype, axis: int, block: int) -> Tensor:
+def cast_and_back(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, axis: int, block: int
+) -> Tensor:
     """``x`` on the grid of an fp8 dtype with these scales. Q/DQ would say the same, but ONNX Runtime fuses Q/DQ of fp8 into
     integer kernels that it has not, and drops a Relu before it as if codes had no sign."""
     if block:
         shape = (*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
-        return cast_and_back(x.reshape(shape), scale.unsqueeze(axis + 1), dtype, 0, 0).reshape(x.shape)
+        return cast_and_back(
+            x.reshape(shape), scale.unsqueeze(axis + 1), dtype, 0, 0
+        ).reshape(x.shape)
     top = torch.finfo(dtype).max
     step = scale if scale.ndim == x.ndim else _spread(scale, x.ndim, axis, 0)
     return (x / step).clamp(-top, top).to(dtype).to(torch.float32) * step
@@ -103,18 +114,39 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     op: Any = opset21
     schema = OpSchema(
-        "Site", DOMAIN, 1, inputs=[OpSchema.FormalParameter("x", "T")], outputs=[OpSchema.FormalParameter("y", "T")],
-        type_constraints=[("T", ["tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)"], "")],
+        "Site",
+        DOMAIN,
+        1,
+        inputs=[OpSchema.FormalParameter("x", "T")],
+        outputs=[OpSchema.FormalParameter("y", "T")],
+        type_constraints=[
+            (
+                "T",
+                [
+                    "tensor(float)",
+                    "tensor(double)",
+                    "tensor(float16)",
+                    "tensor(bfloat16)",
+                ],
+                "",
+            )
+        ],
         attributes=[OpSchema.Attribute("name", OpSchema.AttrType.STRING, "")],
-    )  # fmt: skip
+    )
     mark: Any = Op(Opset(DOMAIN, 1), "Site", schema)
 
     def quantized(x: Any, scale: Any, zero_point: Any, axis: int, block: int) -> Any:
         codes = op.QuantizeLinear(x, scale, zero_point, axis=axis, block_size=block)
-        return op.DequantizeLinear(codes, scale, zero_point, axis=axis, block_size=block)
+        return op.DequantizeLinear(
+            codes, scale, zero_point, axis=axis, block_size=block
+        )
 
-    def dequantized(codes: Any, scale: Any, zero_point: Any, axis: int, block: int) -> Any:
-        return op.DequantizeLinear(codes, scale, zero_point, axis=axis, block_size=block)
+    def dequantized(
+        codes: Any, scale: Any, zero_point: Any, axis: int, block: int
+    ) -> Any:
+        return op.DequantizeLinear(
+            codes, scale, zero_point, axis=axis, block_size=block
+        )
 
     def dynamically(x: Any) -> Any:
         codes, scale, zero_point = op.DynamicQuantizeLinear(x)

@@ -20,10 +20,16 @@ def pack(codes: Tensor, bits: int, axis: int = 1) -> Tensor:
     '0xf10'
     """
     if 32 % bits:
-        raise QuantizationError("codes of this width do not fill a word", expected="2, 4, 8 or 16 bits", got=f"{bits} bits")
+        raise QuantizationError(
+            "codes of this width do not fill a word",
+            expected="2, 4, 8 or 16 bits",
+            got=f"{bits} bits",
+        )
     each = 32 // bits
     rows = codes.movedim(axis, -1)
-    unsigned = pad(rows.to(torch.int32) + (1 << (bits - 1)), (0, -rows.shape[-1] % each))
+    unsigned = pad(
+        rows.to(torch.int32) + (1 << (bits - 1)), (0, -rows.shape[-1] % each)
+    )
     words = unsigned.reshape(*unsigned.shape[:-1], unsigned.shape[-1] // each, each)
     found = torch.zeros(words.shape[:-1], dtype=torch.int32, device=codes.device)
     for place in range(each):
@@ -31,17 +37,29 @@ def pack(codes: Tensor, bits: int, axis: int = 1) -> Tensor:
     return found.movedim(-1, axis).contiguous()
 
 
-def unpack(words: Tensor, bits: int, shape: Sequence[int], axis: int = 1, where: str | None = None) -> Tensor:
+def unpack(
+    words: Tensor,
+    bits: int,
+    shape: Sequence[int],
+    axis: int = 1,
+    where: str | None = None,
+) -> Tensor:
     """The int8 codes of shape ``shape`` that :func:`pack` put into words. Raises ``QuantizationError`` if they don't fit."""
     each = 32 // bits
     expected = list(shape)
     if len(expected) == 2:
         expected[axis] = -(-expected[axis] // each)
     if words.dtype != torch.int32 or list(words.shape) != expected:
-        raise QuantizationError("packed codes do not fit", where=where, expected=f"int32 of shape {tuple(expected)}",
-                                got=f"{words.dtype} of shape {tuple(words.shape)}")  # fmt: skip
+        raise QuantizationError(
+            "packed codes do not fit",
+            where=where,
+            expected=f"int32 of shape {tuple(expected)}",
+            got=f"{words.dtype} of shape {tuple(words.shape)}",
+        )
     rows = words.movedim(axis, -1)
     places = torch.arange(each, dtype=torch.int32, device=words.device) * bits
     codes = (rows.unsqueeze(-1) >> places) & ((1 << bits) - 1)
-    codes = codes.reshape(*rows.shape[:-1], rows.shape[-1] * each)[..., : shape[axis]] - (1 << (bits - 1))
+    codes = codes.reshape(*rows.shape[:-1], rows.shape[-1] * each)[
+        ..., : shape[axis]
+    ] - (1 << (bits - 1))
     return codes.to(torch.int8).movedim(-1, axis).contiguous()

@@ -137,14 +137,22 @@ def prove(
     with tempfile.TemporaryDirectory() as folder:
         deployed, file = Deployed(quantized, probe=True), Path(folder) / "probed.onnx"
         probed = write(workload, deployed, path_quantized, pack=pack, probed=file)
-        measured = _measure(workload, quantized, exact or workload.model, batches, probed, file)
+        measured = _measure(
+            workload, quantized, exact or workload.model, batches, probed, file
+        )
     judged = workload.with_model(workload.model)
     judged.batches = batches
-    outputs, outputs_fp32 = _outputs(batches, plain, measured, path_quantized, path_fp32)
+    outputs, outputs_fp32 = _outputs(
+        batches, plain, measured, path_quantized, path_fp32
+    )
     found = kernels(path_quantized)
     agreement = Agreement()
-    for ours, theirs, simulated in zip(outputs, outputs_fp32, measured.simulated, strict=True):
-        agreement.add(named_tensors(ours), named_tensors(theirs), named_tensors(simulated))
+    for ours, theirs, simulated in zip(
+        outputs, outputs_fp32, measured.simulated, strict=True
+    ):
+        agreement.add(
+            named_tensors(ours), named_tensors(theirs), named_tensors(simulated)
+        )
     raced = None
     if seconds > 0:
         raced = latency(path_fp32, path_quantized, _feed(plain, batches[0]), seconds)
@@ -174,20 +182,36 @@ class _Measured:
         found = []
         for name, tally in self.tallies.items():
             fp32 = tally.fp32.db if tally.fp32.count else None
-            found.append(SiteProof(name, quantized.quantizer(name).fmt.name, fp32, tally.simulation.db,
-                                   tally.own.seen(), tally.carried.seen()))  # fmt: skip
+            found.append(
+                SiteProof(
+                    name,
+                    quantized.quantizer(name).fmt.name,
+                    fp32,
+                    tally.simulation.db,
+                    tally.own.seen(),
+                    tally.carried.seen(),
+                )
+            )
         return found
 
 
 def _measure(
-    workload: Workload, quantized: QuantizedModel, exact: nn.Module, batches: list[Any], probed: Traced, path: Path
+    workload: Workload,
+    quantized: QuantizedModel,
+    exact: nn.Module,
+    batches: list[Any],
+    probed: Traced,
+    path: Path,
 ) -> _Measured:
     """Run file, simulation and full precision side by side, a batch at a time: nothing is kept but sums."""
     measured, ready = _Measured(), session(path)
     names = [output.name for output in ready.get_outputs()]
     for batch in batches:
         arrays = dict(zip(names, run(ready, _feed(probed, batch)), strict=True))
-        found = {name: torch.from_numpy(arrays[f"probe_{i}"]) for i, name in enumerate(probed.probes)}
+        found = {
+            name: torch.from_numpy(arrays[f"probe_{i}"])
+            for i, name in enumerate(probed.probes)
+        }
         free, led = _Seen({}), _Seen(found)
         with torch.no_grad(), preserve(quantized):
             for seen in (free, led):
@@ -243,7 +267,9 @@ class _Exact:
         return result
 
 
-def exact_values(workload: Workload, exact: nn.Module, quantized: QuantizedModel, batch: Any) -> Mapping[str, Tensor]:
+def exact_values(
+    workload: Workload, exact: nn.Module, quantized: QuantizedModel, batch: Any
+) -> Mapping[str, Tensor]:
     """What a full-precision model has where the quantized one passes a quantizer, by the quantizer's name."""
     handler = _Exact(quantized)
     with preserve(exact), torch.no_grad(), watch(exact.eval(), handler) as mode:
@@ -273,4 +299,10 @@ def _filled(like: Any, arrays: list[Any]) -> Any:
 
 
 def _feed(traced: Traced, batch: Any) -> dict[str, Any]:
-    return dict(zip(traced.inputs, (t.detach().cpu().numpy() for t in traced.tensors(batch)), strict=True))
+    return dict(
+        zip(
+            traced.inputs,
+            (t.detach().cpu().numpy() for t in traced.tensors(batch)),
+            strict=True,
+        )
+    )

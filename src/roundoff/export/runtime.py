@@ -18,10 +18,20 @@ from roundoff.export.onnx import needs
 __all__ = ["Kernels", "Latency", "kernels", "latency", "run", "session"]
 
 #: Operators whose sums are integers. ``MatMulNBits`` reads weights of 4 bits and adds in fp32 or int8.
-INTEGER = frozenset({
-    "QGemm", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QAttention",
-    "QEmbedLayerNormalization", "MatMulNBits", "QMoE", "ConvIntegerToFloat",
-})  # fmt: skip
+INTEGER = frozenset(
+    {
+        "QGemm",
+        "ConvInteger",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "DynamicQuantizeMatMul",
+        "QAttention",
+        "QEmbedLayerNormalization",
+        "MatMulNBits",
+        "QMoE",
+        "ConvIntegerToFloat",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -75,18 +85,25 @@ def session(path: str | Path, optimised: str | Path | None = None) -> Any:
     if optimised is not None:
         options.optimized_model_filepath = str(optimised)
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
     except Exception as error:  # onnxruntime's own classes have no public base
         if not type(error).__module__.startswith("onnxruntime"):
             raise
-        raise QuantizationError("ONNX Runtime cannot load this file", where=Path(path).name,
-                                got=str(error).strip().splitlines()[0][:300]) from error  # fmt: skip
+        raise QuantizationError(
+            "ONNX Runtime cannot load this file",
+            where=Path(path).name,
+            got=str(error).strip().splitlines()[0][:300],
+        ) from error
 
 
 def run(ready: Any, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
     """All outputs of a session; inputs that the graph does not read are left out."""
     taken = {i.name for i in ready.get_inputs()}
-    found: list[np.ndarray] = ready.run(None, {name: array for name, array in inputs.items() if name in taken})
+    found: list[np.ndarray] = ready.run(
+        None, {name: array for name, array in inputs.items() if name in taken}
+    )
     return found
 
 
@@ -103,7 +120,11 @@ def kernels(path: str | Path) -> Kernels:
 
 
 def latency(
-    reference: str | Path, candidate: str | Path, inputs: dict[str, np.ndarray], seconds: float = 3.0, least: int = 15
+    reference: str | Path,
+    candidate: str | Path,
+    inputs: dict[str, np.ndarray],
+    seconds: float = 3.0,
+    least: int = 15,
 ) -> Latency:
     """Race two files on the same inputs, in turns, for ``seconds`` and at least ``least`` runs each, after a warm-up."""
     both = session(reference), session(candidate)

@@ -15,7 +15,12 @@ from roundoff.formats.block import block_scale
 __all__ = ["Parts", "expresses", "narrower", "slow", "value_parts", "weight_parts"]
 
 #: torch's fp8 dtypes that ONNX has too, under the same names in capitals.
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_FP8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
 
 
 @dataclass(frozen=True)
@@ -33,18 +38,28 @@ def expresses(quantizer: Any) -> str | None:
     """Why QuantizeLinear cannot express the quantizer of a value, which then stays arithmetic in fp32; None where it can."""
     fmt: Format = quantizer.fmt
     if getattr(quantizer, "exact", None) is not None:
-        return f"{len(quantizer.exact)} channels stay in full precision beside the codes"
+        return (
+            f"{len(quantizer.exact)} channels stay in full precision beside the codes"
+        )
     if isinstance(fmt, BlockFormat):
         return f"{fmt.name}: ONNX has no operator that chooses the scales of blocks while the model runs"
     if quantizer.dynamic:
-        if not isinstance(quantizer.granularity, PerTensor) or fmt.symmetric or fmt.width != 8:
+        if (
+            not isinstance(quantizer.granularity, PerTensor)
+            or fmt.symmetric
+            or fmt.width != 8
+        ):
             shared = quantizer.granularity or "cast"
             return f"dynamic {fmt.name}, {shared}: DynamicQuantizeLinear has asymmetric codes of 8 bits, per tensor"
         return None
     if not isinstance(quantizer.granularity, PerTensor | PerAxis | PerGroup):
         return f"{quantizer.granularity}: QuantizeLinear has scales per tensor, axis or group"
     if fmt.one_quantum == 1.0 and fmt.has_zero:
-        return None if fmt.width <= 16 else f"{fmt.name}: QuantizeLinear's codes have 16 bits at most"
+        return (
+            None
+            if fmt.width <= 16
+            else f"{fmt.name}: QuantizeLinear's codes have 16 bits at most"
+        )
     if fmt.torch_dtype in _FP8:
         return None
     return f"{fmt.name}: QuantizeLinear has codes of integers and fp8"
@@ -55,8 +70,18 @@ def value_parts(quantizer: Any) -> Parts:
     scale, zero, axis, block = _flat(quantizer)
     fmt: Format = quantizer.fmt
     if fmt.torch_dtype in _FP8:
-        return Parts(scale.new_empty(0), scale, torch.zeros_like(scale).to(fmt.torch_dtype), axis, block)
-    dtype, shift = (torch.uint8, 2 ** (min(fmt.width, 8) - 1)) if fmt.width <= 8 else (torch.uint16, 2 ** (fmt.width - 1))
+        return Parts(
+            scale.new_empty(0),
+            scale,
+            torch.zeros_like(scale).to(fmt.torch_dtype),
+            axis,
+            block,
+        )
+    dtype, shift = (
+        (torch.uint8, 2 ** (min(fmt.width, 8) - 1))
+        if fmt.width <= 8
+        else (torch.uint16, 2 ** (fmt.width - 1))
+    )
     return Parts(scale.new_empty(0), scale, (zero + shift).to(dtype), axis, block)
 
 
@@ -75,7 +100,13 @@ def weight_parts(quantizer: Any, weight: Tensor) -> Parts | str:
         return f"{fmt.name}: DequantizeLinear has codes of integers and fp8"
     scale, zero, axis, block = _flat(quantizer)
     codes = quantizer.codes(weight)
-    dtype = fmt.torch_dtype if fmt.torch_dtype in _FP8 else torch.int8 if fmt.width <= 8 else torch.int16
+    dtype = (
+        fmt.torch_dtype
+        if fmt.torch_dtype in _FP8
+        else torch.int8
+        if fmt.width <= 8
+        else torch.int16
+    )
     return Parts(codes.to(dtype), scale, zero.to(dtype), axis % weight.ndim, block)
 
 
@@ -85,7 +116,14 @@ def _block_parts(quantizer: Any, weight: Tensor, fmt: BlockFormat) -> Parts | st
     smallest = fmt.one_quantum or fmt.smallest_subnormal or fmt.smallest_normal
     top = fmt.max_finite / smallest
     missing = -weight.shape[axis] % fmt.block_size
-    small = next((f for f in FORMATS.values() if f.torch_dtype in _FP8 and _same_elements(f, fmt)), None)
+    small = next(
+        (
+            f
+            for f in FORMATS.values()
+            if f.torch_dtype in _FP8 and _same_elements(f, fmt)
+        ),
+        None,
+    )
     if top > 32767 and (small is None or missing):
         return f"{fmt.name}: its blocks do not divide an axis of {weight.shape[axis]}, so the rounded values are stored"
     if top > 32767:
@@ -96,29 +134,61 @@ def _block_parts(quantizer: Any, weight: Tensor, fmt: BlockFormat) -> Parts | st
     view, dims = PerGroup(fmt.block_size, axis).split(whole.shape)
     low, high = extremes(whole.reshape(view), dims)
     step = block_scale(torch.maximum(high, -low), fmt).squeeze(dims[0]) * smallest
-    spread = step.repeat_interleave(fmt.block_size, axis).narrow(axis, 0, weight.shape[axis])
+    spread = step.repeat_interleave(fmt.block_size, axis).narrow(
+        axis, 0, weight.shape[axis]
+    )
     codes = quantizer(weight).double() / torch.where(spread == 0, 1.0, spread).double()
     if top > 32767 and small is not None and small.torch_dtype is not None:
-        return Parts(codes.float().to(small.torch_dtype), step.contiguous(), torch.zeros_like(step), axis, fmt.block_size)
+        return Parts(
+            codes.float().to(small.torch_dtype),
+            step.contiguous(),
+            torch.zeros_like(step),
+            axis,
+            fmt.block_size,
+        )
     codes, dtype = codes.round(), torch.int8 if top <= 127 else torch.int16
-    return Parts(codes.to(dtype), step.contiguous(), torch.zeros_like(step).to(dtype), axis, fmt.block_size)
+    return Parts(
+        codes.to(dtype),
+        step.contiguous(),
+        torch.zeros_like(step).to(dtype),
+        axis,
+        fmt.block_size,
+    )
 
 
 def _same_elements(fmt: Format, other: Format) -> bool:
-    return (fmt.max_finite, fmt.fraction_bits, fmt.emin) == (other.max_finite, other.fraction_bits, other.emin)
+    return (fmt.max_finite, fmt.fraction_bits, fmt.emin) == (
+        other.max_finite,
+        other.fraction_bits,
+        other.emin,
+    )
 
 
 def _flat(quantizer: Any) -> tuple[Tensor, Tensor, int, int]:
     """Scale and zero point in ONNX's shapes, with axis and block."""
     qparams, granularity = quantizer.qparams(), quantizer.granularity
     scale = qparams.scale.detach()
-    zero = torch.zeros_like(scale) if qparams.zero_point is None else qparams.zero_point.detach()
+    zero = (
+        torch.zeros_like(scale)
+        if qparams.zero_point is None
+        else qparams.zero_point.detach()
+    )
     if isinstance(granularity, PerGroup):
         axis = granularity.axis
         gone = axis + 1 if axis >= 0 else axis
-        return scale.squeeze(gone).contiguous(), zero.squeeze(gone).contiguous(), axis, granularity.group_size
+        return (
+            scale.squeeze(gone).contiguous(),
+            zero.squeeze(gone).contiguous(),
+            axis,
+            granularity.group_size,
+        )
     if isinstance(granularity, PerAxis):
-        return scale.flatten().contiguous(), zero.flatten().contiguous(), granularity.axis, 0
+        return (
+            scale.flatten().contiguous(),
+            zero.flatten().contiguous(),
+            granularity.axis,
+            0,
+        )
     return scale.reshape(()), zero.reshape(()), 0, 0
 
 

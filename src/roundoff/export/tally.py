@@ -33,7 +33,11 @@ class Power:
         """SQNR in dB: infinite without noise, -inf where there is noise and no signal, or a NaN."""
         if self.noise == 0:
             return math.inf
-        return sqnr_db(self.noise / self.signal) if self.signal and math.isfinite(self.noise) else -math.inf
+        return (
+            sqnr_db(self.noise / self.signal)
+            if self.signal and math.isfinite(self.noise)
+            else -math.inf
+        )
 
 
 class Agreement:
@@ -43,14 +47,22 @@ class Agreement:
         self.fp32, self.simulation = Power(), Power()
         self.same = self.rows = self.samples = 0
 
-    def add(self, found: dict[str, Tensor], wanted: dict[str, Tensor], simulated: dict[str, Tensor]) -> None:
+    def add(
+        self,
+        found: dict[str, Tensor],
+        wanted: dict[str, Tensor],
+        simulated: dict[str, Tensor],
+    ) -> None:
         """The tensors of one batch's output."""
         for index, (name, exact) in enumerate(wanted.items()):
             self.fp32.add(found[name], exact)
             self.simulation.add(found[name], simulated[name])
             if exact.ndim and exact.shape[-1] > 1:
                 same = found[name].argmax(-1) == exact.argmax(-1)
-                self.same, self.rows = self.same + int(same.sum()), self.rows + same.numel()
+                self.same, self.rows = (
+                    self.same + int(same.sum()),
+                    self.rows + same.numel(),
+                )
             if index == 0:
                 self.samples += exact.shape[0] if exact.ndim else 1
 
@@ -83,7 +95,11 @@ class Steps:
 
     def seen(self) -> Differing | None:
         """None where nothing was added."""
-        return Differing(self.most, self.differing / self.count, self.count) if self.count else None
+        return (
+            Differing(self.most, self.differing / self.count, self.count)
+            if self.count
+            else None
+        )
 
 
 class Tally:
@@ -94,7 +110,9 @@ class Tally:
         self.fp32, self.simulation = Power(), Power()
         self.own, self.carried = Steps(), Steps()
 
-    def add(self, found: Tensor, simulated: Tensor, led: Tensor, exact: Tensor | None) -> None:
+    def add(
+        self, found: Tensor, simulated: Tensor, led: Tensor, exact: Tensor | None
+    ) -> None:
         """The value in one batch: of the file, of the simulation, of the simulation on the file's values, exact."""
         self.simulation.add(found, simulated)
         if exact is not None and exact.shape == found.shape:
@@ -107,9 +125,15 @@ class Tally:
 def code_steps(found: Tensor, simulated: Tensor, quantizer: Any) -> Tensor:
     """How many codes lie between two tensors on a quantizer's grid, of integers or of a float format."""
     qparams, fmt = quantizer.qparams(), quantizer.fmt
-    shape = found.shape if qparams.granularity is None else qparams.granularity.split(found.shape)[0]
+    shape = (
+        found.shape
+        if qparams.granularity is None
+        else qparams.granularity.split(found.shape)[0]
+    )
     scale = qparams.scale.double()
-    places = [_place(t.double().reshape(shape) / scale, fmt) for t in (found, simulated)]
+    places = [
+        _place(t.double().reshape(shape) / scale, fmt) for t in (found, simulated)
+    ]
     return (places[0] - places[1]).abs().round().to(torch.int64).flatten()
 
 
@@ -117,7 +141,9 @@ def _place(values: Tensor, fmt: Format) -> Tensor:
     """Where values stand in the order of a format's values: neighbours differ by 1."""
     if fmt.one_quantum is not None:
         return values / fmt.one_quantum
-    exponent = torch.frexp(values.abs())[1]  # values = fraction * 2**exponent, fraction in [0.5, 1)
+    exponent = torch.frexp(values.abs())[
+        1
+    ]  # values = fraction * 2**exponent, fraction in [0.5, 1)
     binade = (exponent - 1).clamp(min=fmt.emin)
     bits = [fmt.quantum_exponent(e) for e in range(fmt.emin, fmt.emax + 1)]
     starts = [0.0]
@@ -125,7 +151,9 @@ def _place(values: Tensor, fmt: Format) -> Tensor:
         starts.append(starts[-1] + 2.0 ** (e - quantum) * (2 if e == fmt.emin else 1))
     index = (binade - fmt.emin).clamp(max=len(bits) - 1)
     step = torch.tensor([2.0**b for b in bits], dtype=torch.float64)[index]
-    base = torch.tensor([math.ldexp(1.0, e) for e in range(fmt.emin, fmt.emax + 1)], dtype=torch.float64)[index]
+    base = torch.tensor(
+        [math.ldexp(1.0, e) for e in range(fmt.emin, fmt.emax + 1)], dtype=torch.float64
+    )[index]
     start = torch.tensor(starts, dtype=torch.float64)[index]
     inside = torch.where(index > 0, (values.abs() - base) / step, values.abs() / step)
     return (start + inside) * torch.sign(values)

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from roundoff.errors import QuantizationError
 from roundoff.export.checkpoint import BITS, Compressed, read_compressed
 from roundoff.export.compressed import Sizes, write_compressed
-from roundoff.formats import Format, PerAxis, PerGroup, QParams, dequantize, integer, quantize
+from roundoff.formats import (
+    Format,
+    PerAxis,
+    PerGroup,
+    QParams,
+    dequantize,
+    integer,
+    quantize,
+)
 from roundoff.quantize.entry import Entry
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
@@ -22,7 +30,12 @@ from roundoff.quantize.quantizer import Quantizer
 TURNED = "roundoff_turned"
 
 
-def write_checkpoint(model: QuantizedModel, folder: str | Path, *, config: Mapping[str, Any] | None = None) -> Sizes:
+def write_checkpoint(
+    model: QuantizedModel,
+    folder: str | Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+) -> Sizes:
     """Write a calibrated model's weights as compressed-tensors has them (``compressed.py``); returns the bytes.
 
     Codes and scales come from the quantizers of weights; all other parameters and buffers are stored as they are. Integers
@@ -40,9 +53,12 @@ def write_checkpoint(model: QuantizedModel, folder: str | Path, *, config: Mappi
         OutputError: the folder can't be written to.
     """
     if model.factors:
-        raise QuantizationError("a checkpoint of weights has no place for divisions of values", where="write_checkpoint",
-                                got=f"{len(model.factors)} values divided before they are read",
-                                do="smooth_(..., explicit=False), or export_onnx")  # fmt: skip
+        raise QuantizationError(
+            "a checkpoint of weights has no place for divisions of values",
+            where="write_checkpoint",
+            got=f"{len(model.factors)} values divided before they are read",
+            do="smooth_(..., explicit=False), or export_onnx",
+        )
     tensors: dict[str, tuple[Tensor, QParams, Format]] = {}
     inputs: dict[str, Entry] = {}
     turned = []
@@ -51,8 +67,12 @@ def write_checkpoint(model: QuantizedModel, folder: str | Path, *, config: Mappi
         if not quantizer.weight:
             continue
         if name not in held or quantizer.dynamic:
-            raise QuantizationError("a weight that has no codes of its own", where=name, expected="a parameter with scales",
-                                    got=f"{quantizer.fmt.name}, its scales chosen inside the format")  # fmt: skip
+            raise QuantizationError(
+                "a weight that has no codes of its own",
+                where=name,
+                expected="a parameter with scales",
+                got=f"{quantizer.fmt.name}, its scales chosen inside the format",
+            )
         weight, qparams = held[name].detach(), quantizer.qparams()
         codes = quantize(weight, qparams, quantizer.fmt)
         if weight.ndim == 2 and quantizer.operand.reduce % 2 == 0:
@@ -63,14 +83,21 @@ def write_checkpoint(model: QuantizedModel, folder: str | Path, *, config: Mappi
         if entry is not None:
             inputs[name] = entry
     if not tensors:
-        raise QuantizationError("no weight of this model is quantized", where="write_checkpoint",
-                                expected="a model from roundoff.quantize")  # fmt: skip
+        raise QuantizationError(
+            "no weight of this model is quantized",
+            where="write_checkpoint",
+            expected="a model from roundoff.quantize",
+        )
     whole = dict(config) if config is not None else _config(model.model)
     if turned:
         whole = {**(whole or {}), TURNED: turned}
     others = {name: p.detach() for name, p in held.items() if name not in tensors}
     known = {id(b) for b in model.model.buffers()}
-    others |= {n: t for n, t in model.model.state_dict().items() if id(_buffer(model.model, n)) in known and n not in others}
+    others |= {
+        n: t
+        for n, t in model.model.state_dict().items()
+        if id(_buffer(model.model, n)) in known and n not in others
+    }
     return write_compressed(tensors, others, folder, inputs=inputs, config=whole)
 
 
@@ -81,15 +108,32 @@ def load_checkpoint_(model: nn.Module, folder: str | Path) -> Compressed:
     """
     read = read_compressed(folder)
     turned = set(read.config.get(TURNED, ()))
-    found = {name: dequantize(codes, qparams) for name, (codes, qparams, _) in read.tensors.items()}
-    found = {name: tensor.T if name in turned else tensor for name, tensor in found.items()} | read.others
+    found = {
+        name: dequantize(codes, qparams)
+        for name, (codes, qparams, _) in read.tensors.items()
+    }
+    found = {
+        name: tensor.T if name in turned else tensor for name, tensor in found.items()
+    } | read.others
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     missing = sorted(set(dict(model.named_parameters())) - set(found))
-    foreign = sorted(name for name, tensor in found.items() if name not in own or own[name].shape != tensor.shape)
+    foreign = sorted(
+        name
+        for name, tensor in found.items()
+        if name not in own or own[name].shape != tensor.shape
+    )
     if missing or foreign:
-        what = f"{missing[0]} is missing" if missing else f"{foreign[0]} has no place in the model"
-        raise QuantizationError("a checkpoint of another model", where=str(folder), got=what,
-                                expected=f"the {len(own)} parameters and buffers of {type(model).__name__}")  # fmt: skip
+        what = (
+            f"{missing[0]} is missing"
+            if missing
+            else f"{foreign[0]} has no place in the model"
+        )
+        raise QuantizationError(
+            "a checkpoint of another model",
+            where=str(folder),
+            got=what,
+            expected=f"the {len(own)} parameters and buffers of {type(model).__name__}",
+        )
     with torch.no_grad():
         for name, tensor in found.items():
             own[name].copy_(tensor)
@@ -99,12 +143,18 @@ def load_checkpoint_(model: nn.Module, folder: str | Path) -> Compressed:
 def _turned(qparams: QParams) -> QParams:
     """Of a weight (in, out), for the same as (out, in)."""
     own, turned, move = qparams.granularity, qparams.granularity, (0, 1)
-    if isinstance(own, PerGroup):  # the view is (sets, size, out): one axis more than the weight has
+    if isinstance(
+        own, PerGroup
+    ):  # the view is (sets, size, out): one axis more than the weight has
         turned, move = PerGroup(own.group_size, 1), (-1, 0)
     elif isinstance(own, PerAxis):
         turned = PerAxis(1 - own.axis % 2)
     zero_point = qparams.zero_point
-    return QParams(qparams.scale.movedim(*move), None if zero_point is None else zero_point.movedim(*move), turned)
+    return QParams(
+        qparams.scale.movedim(*move),
+        None if zero_point is None else zero_point.movedim(*move),
+        turned,
+    )
 
 
 def _stored_format(fmt: Format) -> Format:
@@ -117,12 +167,25 @@ def _stored_format(fmt: Format) -> Format:
 def _input(model: QuantizedModel, weight: Quantizer) -> Entry | None:
     """How the input beside a weight is quantized, where all that read the weight have it alike."""
     routes = [model.routes[site] for site in weight.sites if site in model.routes]
-    names = {n for route in routes for n in route.uses.values() if not model.quantizer(n).weight}
+    names = {
+        n
+        for route in routes
+        for n in route.uses.values()
+        if not model.quantizer(n).weight
+    }
     if not names:
         return None
     own = model.quantizer(sorted(names)[0])
-    return Entry.of(own.name, "activation", own.fmt, None if own.dynamic else own.qparams(), granularity=own.granularity,
-                    sites=own.sites, observer=own.observer, dynamic=own.dynamic)  # fmt: skip
+    return Entry.of(
+        own.name,
+        "activation",
+        own.fmt,
+        None if own.dynamic else own.qparams(),
+        granularity=own.granularity,
+        sites=own.sites,
+        observer=own.observer,
+        dynamic=own.dynamic,
+    )
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from roundoff.errors import FormatError
 from roundoff.formats.granularity import Granularity, PerTensor
-from roundoff.formats.tensor import check_floating, round_values, to_integer, working_dtype
+from roundoff.formats.tensor import (
+    check_floating,
+    round_values,
+    to_integer,
+    working_dtype,
+)
 from roundoff.formats.types import BlockFormat, Format, Rounding
 
 __all__ = ["QParams", "choose_qparams", "dequantize", "fake_quantize", "quantize"]
@@ -35,7 +40,9 @@ class QParams:
     granularity: Granularity | None = None
 
 
-def choose_qparams(x: Tensor, fmt: Format, granularity: Granularity | None = None) -> QParams:
+def choose_qparams(
+    x: Tensor, fmt: Format, granularity: Granularity | None = None
+) -> QParams:
     """The scale (and zero point) that bring ``x`` into the range of ``fmt``.
 
     Symmetric formats: ``scale = amax / target``, target being the format's largest value (hif8: 15, see
@@ -67,9 +74,11 @@ def choose_qparams(x: Tensor, fmt: Format, granularity: Granularity | None = Non
     check_floating(x)
     if isinstance(fmt, BlockFormat):
         raise FormatError(
-            f"{fmt.name} has a scale rule of its own", expected="a format without blocks", got=fmt.name,
+            f"{fmt.name} has a scale rule of its own",
+            expected="a format without blocks",
+            got=fmt.name,
             do="call round_tensor, or choose the element format",
-        )  # fmt: skip
+        )
     granularity = granularity or PerTensor()
     shape, dims = granularity.split(x.shape)
     view = x.detach().to(working_dtype(x)).reshape(shape)
@@ -92,9 +101,13 @@ def choose_qparams(x: Tensor, fmt: Format, granularity: Granularity | None = Non
             scale = high / levels - low / levels  # high - low could overflow
             scale = torch.where(scale > 0, scale.clamp(min=tiny), 1.0)
             zero_point = (
-                (fmt.min_finite - low / scale).round_().clamp_(fmt.min_finite, fmt.max_finite)
+                (fmt.min_finite - low / scale)
+                .round_()
+                .clamp_(fmt.min_finite, fmt.max_finite)
             )
-    return QParams(torch.where(scale > 0, scale.clamp(min=tiny), 1.0), zero_point, granularity)
+    return QParams(
+        torch.where(scale > 0, scale.clamp(min=tiny), 1.0), zero_point, granularity
+    )
 
 
 def mean_magnitude(view: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -154,7 +167,11 @@ def fake_quantize(
     check_floating(x)
     saturate = saturate is None or fmt.saturates(saturate)
     rounding = rounding or fmt.rounding
-    shape = x.shape if qparams.granularity is None else qparams.granularity.split(x.shape)[0]
+    shape = (
+        x.shape
+        if qparams.granularity is None
+        else qparams.granularity.split(x.shape)[0]
+    )
     view = x.detach().to(working_dtype(x)).reshape(shape)
     scale = qparams.scale.to(view.dtype)
     try:
@@ -171,14 +188,21 @@ def fake_quantize(
     y = significant
     if qparams.zero_point is None:
         y = round_values(
-            y, fmt, rounding, saturate, generator, out=y if fmt.has_zero and saturate else None
+            y,
+            fmt,
+            rounding,
+            saturate,
+            generator,
+            out=y if fmt.has_zero and saturate else None,
         )
         return y.mul_(scale).reshape(x.shape).to(x.dtype)
     if fmt.one_quantum != 1.0 or not fmt.has_zero or not saturate:
         raise FormatError(
-            "a zero point needs an integer format that saturates", expected="int8_asym or another integer",
-            got=fmt.name, do="leave the zero point out",
-        )  # fmt: skip
+            "a zero point needs an integer format that saturates",
+            expected="int8_asym or another integer",
+            got=fmt.name,
+            do="leave the zero point out",
+        )
     zero_point = qparams.zero_point.to(view.dtype)
     y = to_integer(y, rounding, generator, y)
     y.add_(zero_point).clamp_(fmt.min_finite, fmt.max_finite).sub_(zero_point)
@@ -199,17 +223,31 @@ def quantize(x: Tensor, qparams: QParams, fmt: Format) -> Tensor:
         >>> quantize(torch.tensor([0.04, 0.06, 9.0, -9.0]), QParams(torch.tensor(0.0625)), parse_format("int8"))
         tensor([   1,    1,  127, -127], dtype=torch.int32)
     """
-    shape = x.shape if qparams.granularity is None else qparams.granularity.split(x.shape)[0]
+    shape = (
+        x.shape
+        if qparams.granularity is None
+        else qparams.granularity.split(x.shape)[0]
+    )
     # in fp64 the quotient of a value on the grid and its scale is its code but for a last bit
-    codes = fake_quantize(x, qparams, fmt).double().reshape(shape) / qparams.scale.double()
+    codes = (
+        fake_quantize(x, qparams, fmt).double().reshape(shape) / qparams.scale.double()
+    )
     if fmt.one_quantum != 1.0:
         if fmt.torch_dtype is None:
-            raise FormatError(f"torch has no dtype for codes of {fmt.name}", expected="an integer, or fp8", got=fmt.name)
+            raise FormatError(
+                f"torch has no dtype for codes of {fmt.name}",
+                expected="an integer, or fp8",
+                got=fmt.name,
+            )
         return codes.reshape(x.shape).float().to(fmt.torch_dtype)
     if qparams.zero_point is not None:
         codes = codes + qparams.zero_point.double()
     if bool(codes.isnan().any()):
-        raise FormatError("NaN has no integer code", expected="finite values", got=f"{int(codes.isnan().sum())} NaN")
+        raise FormatError(
+            "NaN has no integer code",
+            expected="finite values",
+            got=f"{int(codes.isnan().sum())} NaN",
+        )
     return codes.round_().reshape(x.shape).to(torch.int32)
 
 
@@ -219,7 +257,11 @@ def dequantize(codes: Tensor, qparams: QParams) -> Tensor:
     >>> dequantize(torch.tensor([1, -3]), QParams(torch.tensor(0.5), torch.tensor(1.0)))
     tensor([ 0., -2.])
     """
-    shape = codes.shape if qparams.granularity is None else qparams.granularity.split(codes.shape)[0]
+    shape = (
+        codes.shape
+        if qparams.granularity is None
+        else qparams.granularity.split(codes.shape)[0]
+    )
     values = codes.to(qparams.scale.dtype).reshape(shape)
     if qparams.zero_point is not None:
         values = values - qparams.zero_point.to(values.dtype)

@@ -20,7 +20,11 @@ __all__ = ["block_scale", "round_blocks"]
 
 
 def round_blocks(
-    x: Tensor, fmt: BlockFormat, axis: int, rounding: Rounding, generator: torch.Generator | None
+    x: Tensor,
+    fmt: BlockFormat,
+    axis: int,
+    rounding: Rounding,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """``x`` rounded to ``fmt`` with blocks along ``axis``, in x's shape and dtype. Elements saturate."""
     shape, dims = PerGroup(fmt.block_size, axis).split(x.shape)
@@ -54,10 +58,15 @@ def block_scale(amax: Tensor, fmt: BlockFormat) -> Tensor:
             tensor_scale > 0, tensor_scale.clamp(min=torch.finfo(amax.dtype).tiny), 1.0
         )
         block = round_values(
-            amax / fmt.max_finite / tensor_scale, scale_format, Rounding.NEAREST_EVEN, True
+            amax / fmt.max_finite / tensor_scale,
+            scale_format,
+            Rounding.NEAREST_EVEN,
+            True,
         )
         return block.mul_(tensor_scale)
-    fraction, exponent = torch.frexp(amax)  # amax = fraction * 2**exponent, fraction in [0.5, 1)
+    fraction, exponent = torch.frexp(
+        amax
+    )  # amax = fraction * 2**exponent, fraction in [0.5, 1)
     exponent = exponent - 1 - fmt.emax
     if fmt.scale_rule is ScaleRule.CEIL:
         exponent = exponent + (fraction > 0.5)

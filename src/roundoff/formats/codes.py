@@ -29,9 +29,11 @@ def decode(code: int, fmt: Format) -> float:
     """
     if not 0 <= code < 1 << fmt.width:
         raise FormatError(
-            f"{fmt.name} has no such code", expected=f"0 <= code < {1 << fmt.width}", got=str(code),
+            f"{fmt.name} has no such code",
+            expected=f"0 <= code < {1 << fmt.width}",
+            got=str(code),
             do="give the bit pattern as an unsigned integer",
-        )  # fmt: skip
+        )
     if code == fmt.nan_code:
         return math.nan
     if fmt.layout is Layout.TWOS_COMPLEMENT:
@@ -39,16 +41,22 @@ def decode(code: int, fmt: Format) -> float:
         value = math.ldexp(integer, fmt.quantum_exponent(fmt.emin))
         if value < fmt.min_finite:
             raise FormatError(
-                f"the narrow range of {fmt.name} leaves out this code", expected=f"a value >= {fmt.min_finite:g}",
-                got=f"{code} ({value:g})", do="use a format with narrow_range=False",
-            )  # fmt: skip
+                f"the narrow range of {fmt.name} leaves out this code",
+                expected=f"a value >= {fmt.min_finite:g}",
+                got=f"{code} ({value:g})",
+                do="use a format with narrow_range=False",
+            )
         return value
     sign_bit = fmt.width - 1 if fmt.min_finite < 0 else fmt.width
     sign, magnitude = code >> sign_bit, code & ((1 << sign_bit) - 1)
-    value = _hif8(magnitude) if fmt.layout is Layout.HIF8 else _magnitude(magnitude, fmt)
+    value = (
+        _hif8(magnitude) if fmt.layout is Layout.HIF8 else _magnitude(magnitude, fmt)
+    )
     if value > fmt.max_finite:
         lower = (
-            _hif8(magnitude - 1) if fmt.layout is Layout.HIF8 else _magnitude(magnitude - 1, fmt)
+            _hif8(magnitude - 1)
+            if fmt.layout is Layout.HIF8
+            else _magnitude(magnitude - 1, fmt)
         )
         return (
             (-math.inf if sign else math.inf)
@@ -76,11 +84,15 @@ def _hif8(code: int) -> float:
     text = f"{code:07b}"
     for dot, width in _DOTS:
         if text.startswith(dot):
-            field, fraction = text[len(dot) : len(dot) + width], text[len(dot) + width :]
+            field, fraction = (
+                text[len(dot) : len(dot) + width],
+                text[len(dot) + width :],
+            )
             exponent = int("1" + field[1:], 2) if width else 0
             significand = int("1" + fraction, 2)
             return math.ldexp(
-                significand, (-exponent if field.startswith("1") else exponent) - len(fraction)
+                significand,
+                (-exponent if field.startswith("1") else exponent) - len(fraction),
             )
     return math.ldexp(1.0, code - 23) if code else 0.0
 
@@ -99,9 +111,11 @@ def encode(value: float, fmt: Format) -> int:
     code = _encode(value, fmt)
     if code is None:
         raise FormatError(
-            f"{value!r} is not a value of {fmt.name}", expected="a value of the format", got=repr(value),
+            f"{value!r} is not a value of {fmt.name}",
+            expected="a value of the format",
+            got=repr(value),
             do="round it first, with round_scalar",
-        )  # fmt: skip
+        )
     return code
 
 
@@ -140,7 +154,9 @@ def _encode(value: float, fmt: Format) -> int | None:
 @lru_cache(maxsize=1)
 def _hif8_codes() -> dict[float, int]:
     magnitudes = {_hif8(code): code for code in range(128)}
-    return magnitudes | {-value: code | 0x80 for value, code in magnitudes.items() if value}
+    return magnitudes | {
+        -value: code | 0x80 for value, code in magnitudes.items() if value
+    }
 
 
 @lru_cache(maxsize=64)

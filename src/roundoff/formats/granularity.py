@@ -139,14 +139,18 @@ def _axis(axis: int, shape: Sequence[int], granularity: object) -> int:
         raise FormatError(
             f"axis {axis} is out of range",
             where=str(granularity),
-            expected=f"an axis in [{-len(shape)}, {len(shape)})" if shape else "a tensor with axes",
+            expected=f"an axis in [{-len(shape)}, {len(shape)})"
+            if shape
+            else "a tensor with axes",
             got=f"a tensor of shape {tuple(shape)}",
             do="count axes from 0 in front or from -1 at the back, or use PerTensor()",
         )
     return axis % len(shape)
 
 
-def _divide(length: int, size: int, axis: int, shape: Sequence[int], granularity: object) -> int:
+def _divide(
+    length: int, size: int, axis: int, shape: Sequence[int], granularity: object
+) -> int:
     """How many runs of ``size`` make up ``length``."""
     if size < 1 or length % size:
         raise FormatError(

@@ -31,7 +31,11 @@ _BLOCK = Execution("matrix", "block", "block", bias=False, output=False)
 
 
 def _ieee(
-    name: str, width: int, exponent_bits: int, torch_name: str | None, execution: Execution
+    name: str,
+    width: int,
+    exponent_bits: int,
+    torch_name: str | None,
+    execution: Execution,
 ) -> Format:
     """An IEEE-like format: the largest exponent field is Inf (fraction 0) and NaN."""
     fraction_bits = width - 1 - exponent_bits
@@ -39,10 +43,18 @@ def _ieee(
     max_finite = math.ldexp(2.0 - math.ldexp(1.0, -fraction_bits), emax)
     quiet_nan = ((1 << exponent_bits) - 1 << fraction_bits) | 1 << (fraction_bits - 1)
     return Format(
-        name=name, width=width, fraction_bits=fraction_bits, emin=1 - emax, max_finite=max_finite,
-        min_finite=-max_finite, has_inf=True, nan_code=quiet_nan, saturate=False, torch_name=torch_name,
+        name=name,
+        width=width,
+        fraction_bits=fraction_bits,
+        emin=1 - emax,
+        max_finite=max_finite,
+        min_finite=-max_finite,
+        has_inf=True,
+        nan_code=quiet_nan,
+        saturate=False,
+        torch_name=torch_name,
         execution=execution,
-    )  # fmt: skip
+    )
 
 
 def _float(
@@ -58,14 +70,25 @@ def _float(
 ) -> Format:
     """A small float without Inf."""
     return Format(
-        name=name, width=width, fraction_bits=fraction_bits, emin=emin, max_finite=max_finite, min_finite=-max_finite,
-        has_negative_zero=negative_zero, nan_code=nan_code, torch_name=torch_name,
+        name=name,
+        width=width,
+        fraction_bits=fraction_bits,
+        emin=emin,
+        max_finite=max_finite,
+        min_finite=-max_finite,
+        has_negative_zero=negative_zero,
+        nan_code=nan_code,
+        torch_name=torch_name,
         execution=_SCALED,
-    )  # fmt: skip
+    )
 
 
 def integer(
-    width: int, *, symmetric: bool = True, narrow_range: bool | None = None, name: str | None = None
+    width: int,
+    *,
+    symmetric: bool = True,
+    narrow_range: bool | None = None,
+    name: str | None = None,
 ) -> Format:
     """A signed integer format of ``width`` >= 2 bits: quantum 1.
 
@@ -81,7 +104,9 @@ def integer(
     """
     if width < 2:
         raise FormatError(
-            "an integer format needs two bits", expected="width >= 2", got=f"width={width}"
+            "an integer format needs two bits",
+            expected="width >= 2",
+            got=f"width={width}",
         )
     narrow = symmetric if narrow_range is None else narrow_range
     if name is None:
@@ -89,14 +114,26 @@ def integer(
         name = f"int{width}{'' if symmetric else '_asym'}{odd}"
     top = float(2 ** (width - 1) - 1)
     return Format(
-        name=name, width=width, fraction_bits=width - 2, emin=width - 2, max_finite=top,
-        min_finite=-top if narrow else -top - 1.0, layout=Layout.TWOS_COMPLEMENT, has_negative_zero=False,
-        symmetric=symmetric, torch_name="int8" if width == 8 else None, execution=_SCALED,
-    )  # fmt: skip
+        name=name,
+        width=width,
+        fraction_bits=width - 2,
+        emin=width - 2,
+        max_finite=top,
+        min_finite=-top if narrow else -top - 1.0,
+        layout=Layout.TWOS_COMPLEMENT,
+        has_negative_zero=False,
+        symmetric=symmetric,
+        torch_name="int8" if width == 8 else None,
+        execution=_SCALED,
+    )
 
 
 def _block(
-    name: str, element: Format, size: int, scale_format: Format, tensor_scale: bool = False
+    name: str,
+    element: Format,
+    size: int,
+    scale_format: Format,
+    tensor_scale: bool = False,
 ) -> BlockFormat:
     fields = {key: getattr(element, key) for key in element.__dataclass_fields__}
     fields |= {"name": name, "torch_name": None, "saturate": True, "execution": _BLOCK}
@@ -112,21 +149,56 @@ _E3M2 = _float("fp6_e3m2", 6, 2, -2, 28.0)
 _E2M3 = _float("fp6_e2m3", 6, 3, 0, 7.5)
 _E2M1 = _float("fp4_e2m1", 4, 1, 0, 6.0)
 _E8M0 = Format(
-    name="e8m0", width=8, fraction_bits=0, emin=-127, max_finite=2.0**127, min_finite=2.0**-127, has_zero=False,
-    has_negative_zero=False, has_subnormals=False, nan_code=0xFF, saturate=False, torch_name="float8_e8m0fnu",
-)  # fmt: skip
+    name="e8m0",
+    width=8,
+    fraction_bits=0,
+    emin=-127,
+    max_finite=2.0**127,
+    min_finite=2.0**-127,
+    has_zero=False,
+    has_negative_zero=False,
+    has_subnormals=False,
+    nan_code=0xFF,
+    saturate=False,
+    torch_name="float8_e8m0fnu",
+)
 _HIF8 = Format(
-    name="hif8", width=8, fraction_bits=3, emin=-22, max_finite=32768.0, min_finite=-32768.0,
-    taper=((3, 3), (7, 2), (15, 1), (22, 0)), layout=Layout.HIF8, has_negative_zero=False, has_inf=True, nan_code=0x80,
-    saturate=False, rounding=Rounding.NEAREST_AWAY, scale_target=15.0, execution=_SCALED,
-)  # fmt: skip
-_TERNARY = replace(integer(2, name="ternary"), scale_from="absmean", execution=_WEIGHT_ONLY)
+    name="hif8",
+    width=8,
+    fraction_bits=3,
+    emin=-22,
+    max_finite=32768.0,
+    min_finite=-32768.0,
+    taper=((3, 3), (7, 2), (15, 1), (22, 0)),
+    layout=Layout.HIF8,
+    has_negative_zero=False,
+    has_inf=True,
+    nan_code=0x80,
+    saturate=False,
+    rounding=Rounding.NEAREST_AWAY,
+    scale_target=15.0,
+    execution=_SCALED,
+)
+_TERNARY = replace(
+    integer(2, name="ternary"), scale_from="absmean", execution=_WEIGHT_ONLY
+)
 _BINARY = Format(
-    name="binary", width=1, fraction_bits=0, emin=0, max_finite=1.0, min_finite=-1.0, has_zero=False,
-    has_negative_zero=False, has_subnormals=False, scale_from="absmean", execution=_WEIGHT_ONLY,
-)  # fmt: skip
+    name="binary",
+    width=1,
+    fraction_bits=0,
+    emin=0,
+    max_finite=1.0,
+    min_finite=-1.0,
+    has_zero=False,
+    has_negative_zero=False,
+    has_subnormals=False,
+    scale_from="absmean",
+    execution=_WEIGHT_ONLY,
+)
 # An int8 with the implied scale 2**-6. The code -128 is left out, as the specification allows.
-_MXINT8 = replace(integer(8), emin=0, fraction_bits=6, max_finite=127 / 64, min_finite=-127 / 64)
+_MXINT8 = replace(
+    integer(8), emin=0, fraction_bits=6, max_finite=127 / 64, min_finite=-127 / 64
+)
 
 #: Every format by its name.
 FORMATS: dict[str, Format] = {
@@ -139,8 +211,26 @@ FORMATS: dict[str, Format] = {
         _ieee("fp16", 16, 5, "float16", _FULL),
         _E4M3,
         _E5M2,
-        _float("fp8_e4m3fnuz", 8, 3, -7, 240.0, nan_code=0x80, negative_zero=False, torch_name="float8_e4m3fnuz"),
-        _float("fp8_e5m2fnuz", 8, 2, -15, 57344.0, nan_code=0x80, negative_zero=False, torch_name="float8_e5m2fnuz"),
+        _float(
+            "fp8_e4m3fnuz",
+            8,
+            3,
+            -7,
+            240.0,
+            nan_code=0x80,
+            negative_zero=False,
+            torch_name="float8_e4m3fnuz",
+        ),
+        _float(
+            "fp8_e5m2fnuz",
+            8,
+            2,
+            -15,
+            57344.0,
+            nan_code=0x80,
+            negative_zero=False,
+            torch_name="float8_e5m2fnuz",
+        ),
         _HIF8,
         _E3M2,
         _E2M3,
@@ -162,24 +252,47 @@ FORMATS: dict[str, Format] = {
         _block("mxint8", _MXINT8, 32, _E8M0),
         _block("nvfp4", _E2M1, 16, _E4M3, tensor_scale=True),
     )
-}  # fmt: skip
+}
 
 #: Other names in use. Names are compared in lower case, with ``-`` as ``_``.
 ALIASES: dict[str, str] = {
-    "float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "single": "fp32",
-    "tfloat32": "tf32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
-    "fp8": "fp8_e4m3fn", "e4m3": "fp8_e4m3fn", "e4m3fn": "fp8_e4m3fn", "fp8_e4m3": "fp8_e4m3fn",
-    "float8_e4m3fn": "fp8_e4m3fn", "e5m2": "fp8_e5m2", "float8_e5m2": "fp8_e5m2",
-    "e4m3fnuz": "fp8_e4m3fnuz", "float8_e4m3fnuz": "fp8_e4m3fnuz",
-    "e5m2fnuz": "fp8_e5m2fnuz", "float8_e5m2fnuz": "fp8_e5m2fnuz",
-    "hifloat8": "hif8", "e3m2": "fp6_e3m2", "e2m3": "fp6_e2m3", "fp4": "fp4_e2m1", "e2m1": "fp4_e2m1",
-    "float8_e8m0fnu": "e8m0", "ue8m0": "e8m0",
-    "mxfp8": "mxfp8_e4m3", "mxfp6": "mxfp6_e2m3", "mxfp4_e2m1": "mxfp4",
-}  # fmt: skip
+    "float64": "fp64",
+    "double": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "single": "fp32",
+    "tfloat32": "tf32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp8": "fp8_e4m3fn",
+    "e4m3": "fp8_e4m3fn",
+    "e4m3fn": "fp8_e4m3fn",
+    "fp8_e4m3": "fp8_e4m3fn",
+    "float8_e4m3fn": "fp8_e4m3fn",
+    "e5m2": "fp8_e5m2",
+    "float8_e5m2": "fp8_e5m2",
+    "e4m3fnuz": "fp8_e4m3fnuz",
+    "float8_e4m3fnuz": "fp8_e4m3fnuz",
+    "e5m2fnuz": "fp8_e5m2fnuz",
+    "float8_e5m2fnuz": "fp8_e5m2fnuz",
+    "hifloat8": "hif8",
+    "e3m2": "fp6_e3m2",
+    "e2m3": "fp6_e2m3",
+    "fp4": "fp4_e2m1",
+    "e2m1": "fp4_e2m1",
+    "float8_e8m0fnu": "e8m0",
+    "ue8m0": "e8m0",
+    "mxfp8": "mxfp8_e4m3",
+    "mxfp6": "mxfp6_e2m3",
+    "mxfp4_e2m1": "mxfp4",
+}
 
 
 _WIDTH = r"[2-9]|1[0-6]"
-_MIXED = re.compile(rf"w(?P<weight>{_WIDTH})(?:a(?P<activation>{_WIDTH}))?(?:g(?P<group>[1-9]\d*))?")
+_MIXED = re.compile(
+    rf"w(?P<weight>{_WIDTH})(?:a(?P<activation>{_WIDTH}))?(?:g(?P<group>[1-9]\d*))?"
+)
 
 
 def mixed(name: str) -> Format | None:
@@ -190,10 +303,24 @@ def mixed(name: str) -> Format | None:
     if found is None:
         return None
     width, group = int(found["weight"]), found["group"]
-    activation = integer(int(found["activation"]), symmetric=False) if found["activation"] else None
-    rule = Execution("matrix", "tensor" if activation else None, "group" if group else "channel", bias=False, output=False)
-    return replace(integer(width, name=name), execution=rule, activation_format=activation,
-                   group_size=int(group) if group else 32)  # fmt: skip
+    activation = (
+        integer(int(found["activation"]), symmetric=False)
+        if found["activation"]
+        else None
+    )
+    rule = Execution(
+        "matrix",
+        "tensor" if activation else None,
+        "group" if group else "channel",
+        bias=False,
+        output=False,
+    )
+    return replace(
+        integer(width, name=name),
+        execution=rule,
+        activation_format=activation,
+        group_size=int(group) if group else 32,
+    )
 
 
 def parse_format(name: str | Format) -> Format:

@@ -78,7 +78,10 @@ def round_tensor(
     rounding = rounding or fmt.rounding
     if isinstance(fmt, BlockFormat):
         if granularity is not None:
-            if not isinstance(granularity, PerGroup) or granularity.group_size != fmt.block_size:
+            if (
+                not isinstance(granularity, PerGroup)
+                or granularity.group_size != fmt.block_size
+            ):
                 raise FormatError(
                     f"{fmt.name} has blocks of {fmt.block_size} elements along one axis",
                     expected=f"PerGroup({fmt.block_size}, axis)",
@@ -96,15 +99,25 @@ def round_tensor(
             fmt = replace(fmt, scale_rule=scale_rule)
         return round_blocks(x, fmt, axis, rounding, generator)
     if scale is not None:
-        zero_point = None if zero_point is None else torch.as_tensor(zero_point, device=x.device)
-        qparams = QParams(torch.as_tensor(scale, device=x.device), zero_point, granularity)
+        zero_point = (
+            None if zero_point is None else torch.as_tensor(zero_point, device=x.device)
+        )
+        qparams = QParams(
+            torch.as_tensor(scale, device=x.device), zero_point, granularity
+        )
     elif zero_point is not None:
         raise FormatError(
-            "a zero point needs a scale", expected="scale and zero_point", got="zero_point alone"
+            "a zero point needs a scale",
+            expected="scale and zero_point",
+            got="zero_point alone",
         )
     elif granularity is not None:
         qparams = choose_qparams(x, fmt, granularity)
-    elif fmt.execution is not None and fmt.execution.weight == "channel" and fmt.one_quantum == 1.0:
+    elif (
+        fmt.execution is not None
+        and fmt.execution.weight == "channel"
+        and fmt.one_quantum == 1.0
+    ):
         raise FormatError(
             f"{fmt.name} needs a scale",
             expected="granularity= or scale=",
@@ -113,4 +126,6 @@ def round_tensor(
         )
     else:
         return cast(x, fmt, rounding, fmt.saturates(saturate), generator)
-    return fake_quantize(x, qparams, fmt, rounding=rounding, saturate=saturate, generator=generator)
+    return fake_quantize(
+        x, qparams, fmt, rounding=rounding, saturate=saturate, generator=generator
+    )

@@ -58,7 +58,9 @@ def round_scalar(
         rounded = math.inf
     else:
         exact = abs(Fraction(value))
-        quantum = Fraction(2) ** fmt.quantum_exponent(_floor_log2(exact) if exact else fmt.emin)
+        quantum = Fraction(2) ** fmt.quantum_exponent(
+            _floor_log2(exact) if exact else fmt.emin
+        )
         significand = exact / quantum
         rounded = _to_integer(significand, rounding, draw) * quantum
         if rounding is Rounding.TOWARD_ZERO:
@@ -92,17 +94,26 @@ def fake_quantize_scalar(
     if math.isnan(value):
         return math.nan
     significant = (
-        value if math.isinf(value) else round_scalar(Fraction(value) / Fraction(scale), _FP32)
+        value
+        if math.isinf(value)
+        else round_scalar(Fraction(value) / Fraction(scale), _FP32)
     )
     if zero_point is None:
-        rounded = round_scalar(significant, fmt, rounding=rounding, saturate=True, draw=draw)
+        rounded = round_scalar(
+            significant, fmt, rounding=rounding, saturate=True, draw=draw
+        )
         return round_scalar(Fraction(rounded) * Fraction(scale), _FP32)
     if math.isinf(significant):
         code = fmt.max_finite if significant > 0 else fmt.min_finite
     else:
-        magnitude = _to_integer(abs(Fraction(significant)), rounding or fmt.rounding, draw)
+        magnitude = _to_integer(
+            abs(Fraction(significant)), rounding or fmt.rounding, draw
+        )
         code = min(
-            max((-magnitude if significant < 0 else magnitude) + zero_point, fmt.min_finite),
+            max(
+                (-magnitude if significant < 0 else magnitude) + zero_point,
+                fmt.min_finite,
+            ),
             fmt.max_finite,
         )
     return round_scalar(Fraction(code - zero_point) * Fraction(scale), _FP32)
@@ -138,7 +149,11 @@ def round_block_scalar(
             y = round_scalar(Fraction(value) / scale, _FP32) if scale else value
             y = math.copysign(y, value)
         element = round_scalar(y, fmt, rounding=rounding, saturate=True)
-        product = element if math.isnan(element) else round_scalar(Fraction(element) * scale, _FP32)
+        product = (
+            element
+            if math.isnan(element)
+            else round_scalar(Fraction(element) * scale, _FP32)
+        )
         rounded.append(math.copysign(product, element))
     return rounded
 
@@ -148,7 +163,9 @@ def _block_scale(amax: float, tensor_amax: float, fmt: BlockFormat) -> Fraction:
     if fmt.tensor_scale:
         largest = Fraction(scale_format.max_finite) * Fraction(fmt.max_finite)
         tensor_scale = round_scalar(Fraction(tensor_amax) / largest, _FP32)
-        tensor_scale = max(tensor_scale, _FP32.smallest_normal) if tensor_scale > 0 else 1.0
+        tensor_scale = (
+            max(tensor_scale, _FP32.smallest_normal) if tensor_scale > 0 else 1.0
+        )
         block = round_scalar(Fraction(amax) / Fraction(fmt.max_finite), _FP32)
         block = round_scalar(Fraction(block) / Fraction(tensor_scale), _FP32)
         block = round_scalar(block, scale_format, saturate=True)

@@ -48,7 +48,11 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 
 def cast(
-    x: Tensor, fmt: Format, rounding: Rounding, saturate: bool, generator: torch.Generator | None
+    x: Tensor,
+    fmt: Format,
+    rounding: Rounding,
+    saturate: bool,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """``x`` rounded to the values of ``fmt`` without a scale, in x's shape and dtype; may be ``x`` itself."""
     x = x.detach()
@@ -56,9 +60,16 @@ def cast(
         return x if not saturate else _clip(x)
     if rounding is Rounding.NEAREST_EVEN:
         dtype = _quick(fmt, x)
-        if dtype is not None and _overflow(dtype, x.device.type) == _wanted(fmt, saturate):
+        if dtype is not None and _overflow(dtype, x.device.type) == _wanted(
+            fmt, saturate
+        ):
             return x.to(dtype).to(x.dtype)
-    if rounding is Rounding.STOCHASTIC and fmt == FORMATS["bf16"] and x.dtype == torch.float32 and not saturate:
+    if (
+        rounding is Rounding.STOCHASTIC
+        and fmt == FORMATS["bf16"]
+        and x.dtype == torch.float32
+        and not saturate
+    ):
         return _stochastic_bf16(x, generator)
     rounded = round_values(x.to(working_dtype(x)), fmt, rounding, saturate, generator)
     if not fmt.has_negative_zero:
@@ -72,8 +83,15 @@ def _stochastic_bf16(x: Tensor, generator: torch.Generator | None) -> Tensor:
     The carry has exactly the probability that it should, also among subnormals, and from the largest value to Inf.
     """
     count = x.numel()
-    draws = torch.empty(-(-count // 4), dtype=torch.int64, device=x.device).random_(-(2**63), None, generator=generator)
-    noise = draws.view(torch.int16)[:count].view(x.shape).to(torch.int32).bitwise_and_(0xFFFF)
+    draws = torch.empty(-(-count // 4), dtype=torch.int64, device=x.device).random_(
+        -(2**63), None, generator=generator
+    )
+    noise = (
+        draws.view(torch.int16)[:count]
+        .view(x.shape)
+        .to(torch.int32)
+        .bitwise_and_(0xFFFF)
+    )
     rounded = noise.add_(x.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x)
 
@@ -115,7 +133,10 @@ def _overflow(dtype: torch.dtype, device: str) -> str:
         .float()
         .tolist()
     )
-    found = {"nan" if math.isnan(v) else "inf" if math.isinf(v) else "saturate" for v in beyond}
+    found = {
+        "nan" if math.isnan(v) else "inf" if math.isinf(v) else "saturate"
+        for v in beyond
+    }
     return found.pop() if len(found) == 1 else "mixed"
 
 
@@ -150,7 +171,9 @@ def round_values(
             rounded.masked_fill_(rounded > fmt.max_finite, beyond)
             rounded.masked_fill_(rounded < lowest, -beyond)
     if not fmt.has_zero:
-        rounded = rounded.abs_().clamp_(min=fmt.smallest_normal).copysign_(x + 0.0)  # -0 + 0 is +0
+        rounded = (
+            rounded.abs_().clamp_(min=fmt.smallest_normal).copysign_(x + 0.0)
+        )  # -0 + 0 is +0
         if fmt.min_finite > 0:
             rounded.masked_fill_(x < 0, math.nan)
     return rounded
@@ -173,7 +196,9 @@ def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
     field = x.view(integer).bitwise_and(mask)
     if fmt.taper:
         quanta = _quanta(fmt, x.dtype, x.device)
-        return quanta.index_select(0, field.bitwise_right_shift_(bits).flatten()).view(x.shape)
+        return quanta.index_select(0, field.bitwise_right_shift_(bits).flatten()).view(
+            x.shape
+        )
     # The exponent field alone is the power of two below |x|; subnormals of x give 0, Inf and NaN give Inf.
     power = field.view(x.dtype)
     smallest = math.ldexp(1.0, fmt.emin)
@@ -191,14 +216,21 @@ def _quanta(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The quantum for each value of the exponent field of ``dtype``, for formats whose fraction bits vary."""
     _, mask, bits = _EXPONENT[dtype]
     count = (mask >> bits) + 1
-    exponents = [min(max(field - (count // 2 - 1), fmt.emin), fmt.emax) for field in range(count)]
+    exponents = [
+        min(max(field - (count // 2 - 1), fmt.emin), fmt.emax) for field in range(count)
+    ]
     return torch.tensor(
-        [math.ldexp(1.0, fmt.quantum_exponent(e)) for e in exponents], dtype=dtype, device=device
+        [math.ldexp(1.0, fmt.quantum_exponent(e)) for e in exponents],
+        dtype=dtype,
+        device=device,
     )
 
 
 def to_integer(
-    significand: Tensor, rounding: Rounding, generator: torch.Generator | None, out: Tensor | None
+    significand: Tensor,
+    rounding: Rounding,
+    generator: torch.Generator | None,
+    out: Tensor | None,
 ) -> Tensor:
     """``significand`` rounded to integers; Inf and NaN stay."""
     if rounding is Rounding.NEAREST_EVEN:
@@ -214,6 +246,8 @@ def to_integer(
     else:
         lower = magnitude.floor()
         rest = magnitude.sub_(lower).nan_to_num_(0.0)  # exact; Inf - Inf is NaN
-        draw = torch.rand(rest.shape, dtype=rest.dtype, device=rest.device, generator=generator)
+        draw = torch.rand(
+            rest.shape, dtype=rest.dtype, device=rest.device, generator=generator
+        )
         magnitude = lower.add_(draw < rest)
     return magnitude.copysign_(significand)

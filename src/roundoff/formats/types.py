@@ -162,7 +162,9 @@ class Format:
     def one_quantum(self) -> float | None:
         """The quantum when all values are multiples of it (integers), else ``None``."""
         limit = max(self.max_finite, -self.min_finite)
-        if limit > math.ldexp(1.0, self.emin + 1) or (self.has_zero and not self.has_subnormals):
+        if limit > math.ldexp(1.0, self.emin + 1) or (
+            self.has_zero and not self.has_subnormals
+        ):
             return None
         return math.ldexp(1.0, self.quantum_exponent(self.emin))
 
@@ -173,7 +175,9 @@ class Format:
     @property
     def smallest_normal(self) -> float:
         """``2**emin``; for formats of one quantum, that quantum."""
-        return math.ldexp(1.0, self.emin) if self.one_quantum is None else self.one_quantum
+        return (
+            math.ldexp(1.0, self.emin) if self.one_quantum is None else self.one_quantum
+        )
 
     @property
     def smallest_subnormal(self) -> float | None:

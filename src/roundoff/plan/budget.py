@@ -27,17 +27,33 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 #: one row per site, format, part and operand; projections are flattened (probes, columns)
 TERM_SCHEMA: dict[str, Any] = {
-    "site": pl.String, "format": pl.String, "part": pl.String, "operand": pl.Int32,
-    "sources": pl.List(pl.String), "pooled": pl.Boolean, "overflow": pl.Int64,
-    "power": pl.Float64, "stderr": pl.Float64, "projections": pl.List(pl.Float32),
-}  # fmt: skip
+    "site": pl.String,
+    "format": pl.String,
+    "part": pl.String,
+    "operand": pl.Int32,
+    "sources": pl.List(pl.String),
+    "pooled": pl.Boolean,
+    "overflow": pl.Int64,
+    "power": pl.Float64,
+    "stderr": pl.Float64,
+    "projections": pl.List(pl.Float32),
+}
 
 
 TABLE_SCHEMA: dict[str, Any] = {
-    "site": pl.String, "operator": pl.String, "kind": pl.String, "format": pl.String, "noise": pl.Float64,
-    "sqnr_db": pl.Float64, "stderr_db": pl.Float64, "share": pl.Float64, "activation_db": pl.Float64,
-    "weight_db": pl.Float64, "output_db": pl.Float64, "note": pl.String,
-}  # fmt: skip
+    "site": pl.String,
+    "operator": pl.String,
+    "kind": pl.String,
+    "format": pl.String,
+    "noise": pl.Float64,
+    "sqnr_db": pl.Float64,
+    "stderr_db": pl.Float64,
+    "share": pl.Float64,
+    "activation_db": pl.Float64,
+    "weight_db": pl.Float64,
+    "output_db": pl.Float64,
+    "note": pl.String,
+}
 
 
 def decibels(noise: float) -> float | None:
@@ -87,7 +103,9 @@ class Budget:
         rows: dict[tuple[str, str], list[Term]] = {}
         probes = int(self.about["probes"])
         for row in self.terms.iter_rows(named=True):
-            values = np.asarray(row["projections"], dtype=np.float64).reshape(probes, -1)
+            values = np.asarray(row["projections"], dtype=np.float64).reshape(
+                probes, -1
+            )
             term = Term(
                 row["part"],
                 row["operand"],
@@ -113,24 +131,43 @@ class Budget:
         for (site, fmt), terms in self._rows.items():
             noise, stderr = power(terms)
             overflow = sum(t.overflow for t in terms)
-            totals[fmt] = totals.get(fmt, 0.0) + (noise if math.isfinite(noise) else 0.0)
+            totals[fmt] = totals.get(fmt, 0.0) + (
+                noise if math.isfinite(noise) else 0.0
+            )
             parts = {
                 p: power([t for t in terms if t.part == p])[0]
                 for p in ("activation", "weight", "output")
             }
             has = {t.part for t in terms}
-            rows.append({
-                "site": site, "operator": kinds[site]["operator"], "kind": kinds[site]["kind"], "format": fmt,
-                "noise": noise, "sqnr_db": decibels(noise),
-                "stderr_db": 10 / math.log(10) * stderr / noise if 0 < noise < math.inf else None,
-                **{f"{p}_db": decibels(v) if p in has else None for p, v in parts.items()},
-                "note": f"overflow: {overflow} elements" if overflow else "" if noise else "exact",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "site": site,
+                    "operator": kinds[site]["operator"],
+                    "kind": kinds[site]["kind"],
+                    "format": fmt,
+                    "noise": noise,
+                    "sqnr_db": decibels(noise),
+                    "stderr_db": 10 / math.log(10) * stderr / noise
+                    if 0 < noise < math.inf
+                    else None,
+                    **{
+                        f"{p}_db": decibels(v) if p in has else None
+                        for p, v in parts.items()
+                    },
+                    "note": f"overflow: {overflow} elements"
+                    if overflow
+                    else ""
+                    if noise
+                    else "exact",
+                }
+            )
         for row in rows:
             total = totals[row["format"]]
             lost = not math.isfinite(row["noise"])
             row["share"] = 1.0 if lost else row["noise"] / total if total else 0.0
-        frame = pl.DataFrame([{k: r[k] for k in TABLE_SCHEMA} for r in rows], schema=TABLE_SCHEMA)
+        frame = pl.DataFrame(
+            [{k: r[k] for k in TABLE_SCHEMA} for r in rows], schema=TABLE_SCHEMA
+        )
         return frame.sort("noise", "site", descending=[True, False])
 
     @cached_property
@@ -144,10 +181,19 @@ class Budget:
                         grouped.setdefault((name, fmt), []).append(term)
         rows = [(name, fmt, power(terms)[0]) for (name, fmt), terms in grouped.items()]
         data = [(n, f, p, decibels(p)) for n, f, p in rows]
-        schema = {"parameter": pl.String, "format": pl.String, "noise": pl.Float64, "sqnr_db": pl.Float64}
-        return pl.DataFrame(data, schema=schema, orient="row").sort("noise", descending=True)
+        schema = {
+            "parameter": pl.String,
+            "format": pl.String,
+            "noise": pl.Float64,
+            "sqnr_db": pl.Float64,
+        }
+        return pl.DataFrame(data, schema=schema, orient="row").sort(
+            "noise", descending=True
+        )
 
-    def predict(self, formats: Mapping[str, str], *, batch: int | None = None) -> Prediction:
+    def predict(
+        self, formats: Mapping[str, str], *, batch: int | None = None
+    ) -> Prediction:
         """The noise of a choice of formats (site to format; sites left out stay in the reference format).
 
         ``batch`` restricts it to one batch. The projections of all rounded parts are added before they are
@@ -155,13 +201,20 @@ class Budget:
         the sum of the separate powers.
         """
         active = [
-            t for s, f in formats.items() for t in self.rows(s, f) if not absorbed(t, f, formats)
+            t
+            for s, f in formats.items()
+            for t in self.rows(s, f)
+            if not absorbed(t, f, formats)
         ]
         signal = 1.0
         if batch is not None:
             stops = np.cumsum([0, *self.about["batch_samples"]])
             active = [
-                t.take(slice(batch, batch + 1) if t.pooled else slice(*stops[batch : batch + 2]))
+                t.take(
+                    slice(batch, batch + 1)
+                    if t.pooled
+                    else slice(*stops[batch : batch + 2])
+                )
                 for t in active
             ]
             signal = float(self.about["batch_signal"][batch])
@@ -188,14 +241,23 @@ class Budget:
         from roundoff.plan.choose import choose
 
         return choose(
-            self, target=target, metric_drop=metric_drop, max_cost=max_cost, cost=cost, cost_table=cost_table,
-            pin=pin or {}, allow=allow or {}, formats=formats,
-        )  # fmt: skip
+            self,
+            target=target,
+            metric_drop=metric_drop,
+            max_cost=max_cost,
+            cost=cost,
+            cost_table=cost_table,
+            pin=pin or {},
+            allow=allow or {},
+            formats=formats,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write one parquet file, whole or not at all."""
         about = {
-            "roundoff": json.dumps({"about": self.about, "sites": self.sites}, allow_nan=False)
+            "roundoff": json.dumps(
+                {"about": self.about, "sites": self.sites}, allow_nan=False
+            )
         }
         with atomic_path(path) as temporary:
             self.terms.write_parquet(temporary, metadata=about)
@@ -235,7 +297,9 @@ class Term:
     @property
     def absorbable(self) -> bool:
         """Whether these values may arrive in the format, so that rounding them changes nothing."""
-        return self.part == "activation" or (self.part == "gradient" and bool(self.sources))
+        return self.part == "activation" or (
+            self.part == "gradient" and bool(self.sources)
+        )
 
     def take(self, columns: slice) -> Term:
         """The same for some samples."""
@@ -269,7 +333,9 @@ def power(terms: Sequence[Term]) -> tuple[float, float]:
             b = np.sum(pooled, axis=0)
             # probes are independent between batches too, so batches may be added before the product
             both = b.sum(axis=1)
-            total += float((b**2).mean(axis=0).sum() + 2 * (both * a.sum(axis=1)).mean())
+            total += float(
+                (b**2).mean(axis=0).sum() + 2 * (both * a.sum(axis=1)).mean()
+            )
             stderr = math.hypot(stderr, _spread(b**2))
     if math.isnan(total):
         return math.inf, math.inf
@@ -294,7 +360,11 @@ def _significant(cross: float, terms: Sequence[Term]) -> float:
     )
     if single and pooled:
         products = 2 * np.sum(single, axis=(0, 2)) * np.sum(pooled, axis=(0, 2))
-        variance += float(products.var(ddof=1)) / len(products) if len(products) > 1 else cross**2
+        variance += (
+            float(products.var(ddof=1)) / len(products)
+            if len(products) > 1
+            else cross**2
+        )
     return cross * max(0.0, 1.0 - variance / cross**2)
 
 
@@ -309,7 +379,12 @@ def absorbed(term: Term, fmt: str, formats: Mapping[str, str]) -> bool:
     """Whether rounding this operand, or gradient, changes nothing, because everything it comes from already ends in a
     format whose values ``fmt`` contains. Scaled formats choose new scales, so nothing is ever absorbed by them."""
     rule = parse_format(fmt).execution
-    if not term.absorbable or not term.sources or rule is None or rule.activation != "exact":
+    if (
+        not term.absorbable
+        or not term.sources
+        or rule is None
+        or rule.activation != "exact"
+    ):
         return False
     return all("/" in s and keeps(formats.get(s, "fp32"), fmt) for s in term.sources)
 

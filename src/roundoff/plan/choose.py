@@ -47,12 +47,20 @@ def choose(
     """
     given = [
         name
-        for name, v in (("target", target), ("metric_drop", metric_drop), ("max_cost", max_cost))
+        for name, v in (
+            ("target", target),
+            ("metric_drop", metric_drop),
+            ("max_cost", max_cost),
+        )
         if v is not None
     ]
     if len(given) != 1:
-        raise PlanError("one aim is needed", where="plan", expected="one of target, metric_drop and max_cost",
-                        got=" and ".join(given) or "none")  # fmt: skip
+        raise PlanError(
+            "one aim is needed",
+            where="plan",
+            expected="one of target, metric_drop and max_cost",
+            got=" and ".join(given) or "none",
+        )
     note = ""
     goal: float | None = None
     if metric_drop is not None:
@@ -72,43 +80,69 @@ class Problem:
     """The decisions of one budget: groups of tied sites, what each format costs them, and the operand edges."""
 
     def __init__(
-        self, budget: Budget, model: str = "bytes", table: Any = None, pin: Mapping[str, str] = {},
-        allow: Mapping[str, Sequence[str]] = {}, formats: Iterable[str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        budget: Budget,
+        model: str = "bytes",
+        table: Any = None,
+        pin: Mapping[str, str] = {},
+        allow: Mapping[str, Sequence[str]] = {},
+        formats: Iterable[str] | None = None,
+    ) -> None:
         self.budget, self.model, self.table = budget, model, table
         self.offered = [
             parse_format(f).name
             for f in (formats if formats is not None else budget.about["formats"])
         ]
-        missing = [f for f in self.offered if f not in (*budget.about["formats"], "fp32")]
+        missing = [
+            f for f in self.offered if f not in (*budget.about["formats"], "fp32")
+        ]
         if missing:
-            raise PlanError(f"the budget did not measure {', '.join(missing)}", where="formats",
-                            expected="formats among " + ", ".join(budget.about["formats"]))  # fmt: skip
+            raise PlanError(
+                f"the budget did not measure {', '.join(missing)}",
+                where="formats",
+                expected="formats among " + ", ".join(budget.about["formats"]),
+            )
         self.info = {s["site"]: s for s in budget.sites}
-        self.work = {name: Work(kind=s["kind"], **s["sizes"]) for name, s in self.info.items()}
+        self.work = {
+            name: Work(kind=s["kind"], **s["sizes"]) for name, s in self.info.items()
+        }
         if model == "storage":
             self._store_once()
-        names = [*self.info, *dict.fromkeys(p for s in budget.sites for p in s["params"])]
+        names = [
+            *self.info,
+            *dict.fromkeys(p for s in budget.sites for p in s["params"]),
+        ]
         for pattern in (*pin, *allow):
             select(pattern, names)
         self.pin = {pattern: parse_format(f).name for pattern, f in pin.items()}
-        self.allow = {pattern: [parse_format(f).name for f in fs] for pattern, fs in allow.items()}
+        self.allow = {
+            pattern: [parse_format(f).name for f in fs] for pattern, fs in allow.items()
+        }
         self.groups = _tied(budget.sites)
-        self.owner = {site: name for name, group in self.groups.items() for site in group}
-        self.decisions = [self._decision(name, group) for name, group in self.groups.items()]
+        self.owner = {
+            site: name for name, group in self.groups.items() for site in group
+        }
+        self.decisions = [
+            self._decision(name, group) for name, group in self.groups.items()
+        ]
         self.edges = self._edges()
 
     def _store_once(self) -> None:
         """Count each parameter whole, where it is read first: a tied weight, or a module used again, is stored once."""
         known = self.budget.about.get("parameters")
         if known is None:
-            raise PlanError("this budget does not say how large parameters are", where="cost storage",
-                            got=f"a budget of roundoff {self.budget.about.get('version', 'of unknown version')}",
-                            do="measure it again")  # fmt: skip
+            raise PlanError(
+                "this budget does not say how large parameters are",
+                where="cost storage",
+                got=f"a budget of roundoff {self.budget.about.get('version', 'of unknown version')}",
+                do="measure it again",
+            )
         stored: set[str] = set()
         for name, info in self.info.items():
             new = [p for p in dict.fromkeys(info["params"]) if p not in stored]
-            self.work[name] = replace(self.work[name], weight_elements=float(sum(known[p] for p in new)))
+            self.work[name] = replace(
+                self.work[name], weight_elements=float(sum(known[p] for p in new))
+            )
             stored.update(new)
 
     def cost_of(self, formats: Mapping[str, str]) -> float:
@@ -133,19 +167,28 @@ class Problem:
                 for t in self.budget.rows(s, fmt)
                 if not (exact and t.absorbable)
             ]
-            choices.append(Choice(fmt, power(terms)[0], sum(self._cost(s, fmt) for s in group)))
+            choices.append(
+                Choice(fmt, power(terms)[0], sum(self._cost(s, fmt) for s in group))
+            )
         pinned = None
         if wanted is not None:
             kept = [c for c in choices if c.format in wanted]
             if not kept:
                 reasons = {r for s in group for r in self.info[s]["refused"].values()}
-                reasons |= {str(self.info[s]["no_path"]) for s in group if self.info[s]["no_path"]}
+                reasons |= {
+                    str(self.info[s]["no_path"])
+                    for s in group
+                    if self.info[s]["no_path"]
+                }
                 raise PlanError(
-                    f"{name} cannot run in {' or '.join(wanted)}", where="pin or allow",
+                    f"{name} cannot run in {' or '.join(wanted)}",
+                    where="pin or allow",
                     expected="one of " + ", ".join(c.format for c in choices),
                     got="; ".join(sorted(reasons)) or "not measured",
-                )  # fmt: skip
-            if len(kept) == 1:  # the other choices stay, so that an infeasible target can say what the pin costs
+                )
+            if (
+                len(kept) == 1
+            ):  # the other choices stay, so that an infeasible target can say what the pin costs
                 pinned = kept[0].format
             else:
                 choices = kept
@@ -170,19 +213,28 @@ class Problem:
                 for term in self.budget.rows(site, fmt):
                     if not term.absorbable:
                         continue
-                    known = bool(term.sources) and all(s in self.owner for s in term.sources)
+                    known = bool(term.sources) and all(
+                        s in self.owner for s in term.sources
+                    )
                     producers = (
-                        tuple(sorted({self.owner[s] for s in term.sources})) if known else ()
+                        tuple(sorted({self.owner[s] for s in term.sources}))
+                        if known
+                        else ()
                     )
                     noise = power([term])[0]
                     if noise > 0:
-                        edges.append(Edge(self.owner[site], producers, fmt, noise, absorbing))
+                        edges.append(
+                            Edge(self.owner[site], producers, fmt, noise, absorbing)
+                        )
         return edges
 
     def sites(self, solution: Solution) -> dict[str, str]:
         """Site to format of a solution; sites that stay in fp32 are left out."""
         return {
-            s: f for name, f in solution.formats.items() if f != "fp32" for s in self.groups[name]
+            s: f
+            for name, f in solution.formats.items()
+            if f != "fp32"
+            for s in self.groups[name]
         }
 
     def cheapest(self, target_db: float) -> dict[str, str]:
@@ -207,34 +259,52 @@ class Problem:
             ratio = bound / noise if noise > 0 else 2.0
             limit = limit * min(max(ratio, 0.25), 1.5) * (0.999 if ratio < 1 else 1.0)
         if best is None:
-            return self.sites(solve(self.decisions, self.edges, max_noise=max(limit, 1e-300)))
+            return self.sites(
+                solve(self.decisions, self.edges, max_noise=max(limit, 1e-300))
+            )
         return best[1]
 
     def lowest(self) -> tuple[dict[str, str], str]:
         """Every decision in its cheapest format, and the format most of them take."""
         chosen: dict[str, str] = {}
         for decision in self.decisions:
-            open_to = [c for c in decision.choices if decision.pinned in (None, c.format)]
+            open_to = [
+                c for c in decision.choices if decision.pinned in (None, c.format)
+            ]
             finite = [c for c in open_to if math.isfinite(c.noise)]
             cheapest = min(finite or open_to, key=lambda c: c.cost)
             chosen |= {
-                s: cheapest.format for s in self.groups[decision.name] if cheapest.format != "fp32"
+                s: cheapest.format
+                for s in self.groups[decision.name]
+                if cheapest.format != "fp32"
             }
         counts = list(chosen.values())
         return chosen, max(set(counts), key=counts.count) if counts else "fp32"
 
-    def plan(self, chosen: Mapping[str, str], *, asked: float | None, note: str = "") -> Plan:
+    def plan(
+        self, chosen: Mapping[str, str], *, asked: float | None, note: str = ""
+    ) -> Plan:
         """The plan with what is predicted of it."""
         prediction: Prediction = self.budget.predict(chosen)
         lowest, name = self.lowest()
         about = {
-            "workload": self.budget.about["workload"], "target_db": asked, "note": note,
+            "workload": self.budget.about["workload"],
+            "target_db": asked,
+            "note": note,
             "predicted_db": prediction.db if math.isfinite(prediction.db) else None,
-            "additive_db": prediction.additive_db if math.isfinite(prediction.additive_db) else None,
-            "cost_model": self.model, "unit": UNITS[self.model], "cost": self.cost_of(chosen),
-            "cost_fp32": self.cost_of({}), "cost_lowest": self.cost_of(lowest), "lowest_format": name,
-        }  # fmt: skip
-        if self.budget.about.get("forwards", 1) > 1:  # numbers of calls go over that many forward passes
+            "additive_db": prediction.additive_db
+            if math.isfinite(prediction.additive_db)
+            else None,
+            "cost_model": self.model,
+            "unit": UNITS[self.model],
+            "cost": self.cost_of(chosen),
+            "cost_fp32": self.cost_of({}),
+            "cost_lowest": self.cost_of(lowest),
+            "lowest_format": name,
+        }
+        if (
+            self.budget.about.get("forwards", 1) > 1
+        ):  # numbers of calls go over that many forward passes
             about["forwards"] = self.budget.about["forwards"]
         return Plan.from_formats(chosen, about)
 

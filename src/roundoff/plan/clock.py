@@ -23,8 +23,16 @@ __all__ = ["measure_seconds"]
 # side; kernel 3), elementwise (elements). Sizes by BOUNDS; all are multiples of 32, as matrix units
 # ask for.
 SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    "linear": {"small": (32, 128, 128), "medium": (128, 384, 384), "large": (256, 1024, 1024)},
-    "matmul": {"small": (4, 64, 32, 64), "medium": (12, 128, 64, 128), "large": (12, 512, 64, 512)},
+    "linear": {
+        "small": (32, 128, 128),
+        "medium": (128, 384, 384),
+        "large": (256, 1024, 1024),
+    },
+    "matmul": {
+        "small": (4, 64, 32, 64),
+        "medium": (12, 128, 64, 128),
+        "large": (12, 512, 64, 512),
+    },
     "conv": {"small": (32, 16), "medium": (64, 32), "large": (128, 32)},
     "elementwise": {"small": (1 << 12,), "medium": (1 << 18,), "large": (1 << 21,)},
 }
@@ -63,12 +71,18 @@ def measure_seconds(
     """
     import torch
 
-    parsed = [f if isinstance(f, Format) else parse_format(f) for f in ("fp32", *formats)]
+    parsed = [
+        f if isinstance(f, Format) else parse_format(f) for f in ("fp32", *formats)
+    ]
     runnable = {f.name: f for f in parsed if f.execution is not None}
-    matrix_only = {f.name for f in parsed if f.execution and f.execution.operators == "matrix"}
+    matrix_only = {
+        f.name for f in parsed if f.execution and f.execution.operators == "matrix"
+    }
     chosen = tuple(sizes)
     if not set(chosen) <= set(SIZES):
-        raise PlanError("unknown size", expected=", ".join(SIZES), got=", ".join(chosen))
+        raise PlanError(
+            "unknown size", expected=", ".join(SIZES), got=", ".join(chosen)
+        )
     calls: dict[Case, Callable[[], object]] = {}
     notes: dict[Case, str] = {}
     once: dict[Case, float] = {}
@@ -97,7 +111,9 @@ def measure_seconds(
             try:
                 clock(call, 1)
                 once[case] = clock(call, 1)
-            except RuntimeError as error:  # so torch says that a build or device lacks a kernel
+            except (
+                RuntimeError
+            ) as error:  # so torch says that a build or device lacks a kernel
                 reason = str(error).splitlines()[0][:80]
                 notes[case] = f"{name} failed on {device}: fp32's time ({reason})"
                 continue
@@ -113,24 +129,34 @@ def measure_seconds(
                 samples[case].append(clock(calls[case], repeats))
                 spent[case] += samples[case][-1] * repeats
             # Without shares, the slowest case would leave the quick ones a handful of samples.
-            turn = [case for case in turn if spent[case] < share and time.perf_counter() < end]
+            turn = [
+                case
+                for case in turn
+                if spent[case] < share and time.perf_counter() < end
+            ]
     rows = []
     for case in (*calls, *notes):
         kind, name, size = case
         measured = samples[case if case in calls else (kind, "fp32", size)]
         median = statistics.median(measured)
         # A fastest sample far below the median tells of other work on the machine.
-        spread = (
-            f"median of {len(measured)} on {device}, fastest {min(measured) / median:.0%} of it"
-        )
+        spread = f"median of {len(measured)} on {device}, fastest {min(measured) / median:.0%} of it"
         note = notes.get(case, spread)
-        rows.append(SecondsRow(kind, name, size, median / _amount(kind, SHAPES[kind][size]), note))
+        rows.append(
+            SecondsRow(
+                kind, name, size, median / _amount(kind, SHAPES[kind][size]), note
+            )
+        )
     return SecondsTable(rows)
 
 
 def _amount(kind: str, shape: tuple[int, ...]) -> float:
     """Multiply-accumulates, or elements, of a measured shape."""
-    return 9.0 * shape[0] ** 2 * shape[1] ** 2 if kind == "conv" else float(math.prod(shape))
+    return (
+        9.0 * shape[0] ** 2 * shape[1] ** 2
+        if kind == "conv"
+        else float(math.prod(shape))
+    )
 
 
 def _kernel(
@@ -145,7 +171,9 @@ def _kernel(
 
     def operand(*size: int) -> Tensor:
         values = torch.randn(size, generator=generator)
-        return (values * 40).clamp(-127, 127).to(device, dtype)  # within int8 and e4m3fn
+        return (
+            (values * 40).clamp(-127, 127).to(device, dtype)
+        )  # within int8 and e4m3fn
 
     if dtype is None or (fmt.name == "tf32" and torch.device(device).type != "cuda"):
         return None
@@ -161,13 +189,20 @@ def _kernel(
         return partial(torch._scaled_mm, x, w, one, one, out_dtype=torch.bfloat16)
     run: Callable[[], object]
     if kind == "linear":
-        run = partial(functional.linear, operand(*shape[:2]), operand(shape[2], shape[1]))
+        run = partial(
+            functional.linear, operand(*shape[:2]), operand(shape[2], shape[1])
+        )
     elif kind == "matmul":
         batch, rows, inner, columns = shape
-        run = partial(torch.matmul, operand(batch, rows, inner), operand(batch, inner, columns))
+        run = partial(
+            torch.matmul, operand(batch, rows, inner), operand(batch, inner, columns)
+        )
     elif kind == "conv":
         channels, side = shape
-        image, weight = operand(1, channels, side, side), operand(channels, channels, 3, 3)
+        image, weight = (
+            operand(1, channels, side, side),
+            operand(channels, channels, 3, 3),
+        )
         run = partial(functional.conv2d, image, weight, padding=1)
     else:
         run = partial(torch.add, operand(*shape), operand(*shape))

@@ -17,9 +17,18 @@ from roundoff.plan.seconds import KINDS, SecondsTable
 __all__ = ["UNITS", "Work", "cost"]
 
 UNITS: Mapping[str, str] = {
-    "bytes": "MB", "bitops": "Gbitops", "seconds": "ms", "operators": "operators", "storage": "MB of parameters",
-}  # fmt: skip
-PER_UNIT: Mapping[str, float] = {"bytes": 1e6, "bitops": 1e9, "seconds": 1e-3, "storage": 1e6}
+    "bytes": "MB",
+    "bitops": "Gbitops",
+    "seconds": "ms",
+    "operators": "operators",
+    "storage": "MB of parameters",
+}
+PER_UNIT: Mapping[str, float] = {
+    "bytes": 1e6,
+    "bitops": 1e9,
+    "seconds": 1e-3,
+    "storage": 1e6,
+}
 # What "matrix" means in an execution rule.
 MATRIX_KINDS = frozenset({"linear", "matmul", "conv", "attention", "rnn", "embedding"})
 
@@ -95,9 +104,13 @@ def cost(
         (0.064, 0.5)
     """
     if model not in UNITS:
-        raise PlanError("unknown cost model", expected=", ".join(UNITS), got=repr(model))
+        raise PlanError(
+            "unknown cost model", expected=", ".join(UNITS), got=repr(model)
+        )
     if work.kind not in KINDS:
-        raise PlanError("unknown kind of work", expected=", ".join(KINDS), got=repr(work.kind))
+        raise PlanError(
+            "unknown kind of work", expected=", ".join(KINDS), got=repr(work.kind)
+        )
     wide = FORMATS[reference]
     if fmt.execution is None:
         raise PlanError(
@@ -105,7 +118,9 @@ def cost(
             got=fmt.name,
             do="choose a format for values, not for scales",
         )
-    runs_in = fmt if fmt.execution.operators == "all" or work.kind in MATRIX_KINDS else wide
+    runs_in = (
+        fmt if fmt.execution.operators == "all" or work.kind in MATRIX_KINDS else wide
+    )
     if model == "operators":
         return float(runs_in is wide)
     elements = max(work.activation_elements, work.output_elements)

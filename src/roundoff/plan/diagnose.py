@@ -41,14 +41,26 @@ class Diagnosis:
 
 @overload
 def diagnose(
-    workload: Workload, formats: Iterable[str] = ..., *, candidate: None = None, progress: Progress | None = None,
+    workload: Workload,
+    formats: Iterable[str] = ...,
+    *,
+    candidate: None = None,
+    progress: Progress | None = None,
     **options: Any,
-) -> Diagnosis: ...  # fmt: skip
+) -> Diagnosis: ...
 @overload
 def diagnose(
-    workload: Workload, formats: Iterable[str] = ..., *, candidate: str | Path, output: str | Path | None = None,
-    steps: int = 1, noise: int = 0, backend: str | None = None, progress: Progress | None = None, **options: Any,
-) -> CandidateDiagnosis: ...  # fmt: skip
+    workload: Workload,
+    formats: Iterable[str] = ...,
+    *,
+    candidate: str | Path,
+    output: str | Path | None = None,
+    steps: int = 1,
+    noise: int = 0,
+    backend: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> CandidateDiagnosis: ...
 def diagnose(
     workload: Workload,
     formats: Iterable[str] = ("bf16", "fp16", "fp8_e4m3fn", "int8"),
@@ -78,15 +90,28 @@ def diagnose(
     ``CandidateDiagnosis``, which is what this gives then. For a format the rest follows with it, ``formats`` is not used.
     """
     options = {
-        "target": target, "metric_drop": metric_drop, "cost": cost, "cost_table": cost_table, "pin": pin, "allow": allow,
-        "part": part, "probes": probes, "seed": seed,
-    }  # fmt: skip
+        "target": target,
+        "metric_drop": metric_drop,
+        "cost": cost,
+        "cost_table": cost_table,
+        "pin": pin,
+        "allow": allow,
+        "part": part,
+        "probes": probes,
+        "seed": seed,
+    }
     if candidate is not None:
         from roundoff.plan.candidate import diagnose_candidate
 
-        return diagnose_candidate(workload, candidate, progress=progress, **recording, **options)
+        return diagnose_candidate(
+            workload, candidate, progress=progress, **recording, **options
+        )
     if recording:
-        raise RunError("only used with a candidate", where=", ".join(recording), do="give candidate=, such as 'bf16'")
+        raise RunError(
+            "only used with a candidate",
+            where=", ".join(recording),
+            do="give candidate=, such as 'bf16'",
+        )
     return _diagnose(workload, formats, progress=progress, **options)
 
 
@@ -108,10 +133,19 @@ def _diagnose(
     clock = [time.perf_counter()]
     if target is None and metric_drop is None:
         target = DEFAULT_TARGET
-    measured = budget(workload, formats, probes=probes, target=part, seed=seed, progress=progress)
+    measured = budget(
+        workload, formats, probes=probes, target=part, seed=seed, progress=progress
+    )
     clock.append(time.perf_counter())
-    plan = choose(measured, target=target, metric_drop=metric_drop, cost=cost, cost_table=cost_table,
-                  pin=pin or {}, allow=allow or {})  # fmt: skip
+    plan = choose(
+        measured,
+        target=target,
+        metric_drop=metric_drop,
+        cost=cost,
+        cost_table=cost_table,
+        pin=pin or {},
+        allow=allow or {},
+    )
 
     def problem(of: Budget) -> Problem:
         return Problem(of, cost, cost_table, pin or {}, allow or {})
@@ -121,7 +155,12 @@ def _diagnose(
     clock.append(time.perf_counter())
     drop = None if metric_drop is None else parse_drop(metric_drop)
     proof = verify(
-        workload, plan, budget=measured, metric_drop=drop, problem=problem, progress=progress
+        workload,
+        plan,
+        budget=measured,
+        metric_drop=drop,
+        problem=problem,
+        progress=progress,
     )
     points = scatter(workload, measured, proof.plan, part, progress)
     clock.append(time.perf_counter())
@@ -129,7 +168,9 @@ def _diagnose(
         measured, proof, curve, points, str(metric_drop if target is None else target)
     )
     names = ("budget", "plan", "verify")
-    summary["seconds"] = {n: b - a for n, a, b in zip(names, clock, clock[1:], strict=False)}
+    summary["seconds"] = {
+        n: b - a for n, a, b in zip(names, clock, clock[1:], strict=False)
+    }
     return Diagnosis(measured, proof.plan, proof, summary)
 
 
@@ -186,10 +227,18 @@ def scatter(
             progress("one site at a time", index, len(rows[::step]))
         alone = {row["site"]: row["format"]}
         predicted = measured.predict(alone, batch=0).db
-        error = noise(run_batches(workload, alone, target=part, batches=first).targets, reference)
+        error = noise(
+            run_batches(workload, alone, target=part, batches=first).targets, reference
+        )
         if 0 < error < math.inf and math.isfinite(predicted):
-            points.append({"site": row["site"], "format": row["format"], "predicted_db": predicted,
-                           "measured_db": -10 * math.log10(error)})  # fmt: skip
+            points.append(
+                {
+                    "site": row["site"],
+                    "format": row["format"],
+                    "predicted_db": predicted,
+                    "measured_db": -10 * math.log10(error),
+                }
+            )
     return points
 
 
@@ -205,15 +254,24 @@ def summarise(
     formats = plan.formats(s["site"] for s in measured.sites)
     ranking = ranked(measured, formats)
     return {
-        "version": about["version"], "workload": about["workload"], "formats": about["formats"],
-        "probes": about["probes"], "samples": about["samples"], "environment": about["environment"],
-        "target": {"asked": asked, "sqnr_db": proof.target_db, "note": plan.about.get("note") or ""},
+        "version": about["version"],
+        "workload": about["workload"],
+        "formats": about["formats"],
+        "probes": about["probes"],
+        "samples": about["samples"],
+        "environment": about["environment"],
+        "target": {
+            "asked": asked,
+            "sqnr_db": proof.target_db,
+            "note": plan.about.get("note") or "",
+        },
         "coverage": coverage(measured),
         "ranking": ranking,
         "plan": plan_summary(measured, plan),
         **proof.summary(),
-        "pareto": curve, "scatter": points,
-    }  # fmt: skip
+        "pareto": curve,
+        "scatter": points,
+    }
 
 
 def plan_summary(measured: Budget, plan: Plan) -> dict[str, Any]:
@@ -222,19 +280,36 @@ def plan_summary(measured: Budget, plan: Plan) -> dict[str, Any]:
     counts = Counter(formats.get(s["site"], "fp32") for s in measured.sites)
     about = plan.about
     return {
-        "sites": dict(counts.most_common()), "rules": len(plan.rules),
-        "target_db": about["target_db"], "predicted_db": about["predicted_db"], "note": about["note"],
+        "sites": dict(counts.most_common()),
+        "rules": len(plan.rules),
+        "target_db": about["target_db"],
+        "predicted_db": about["predicted_db"],
+        "note": about["note"],
         "cost": {
-            "model": about["cost_model"], "unit": about["unit"], "plan": about["cost"], "fp32": about["cost_fp32"],
-            "lowest": about["cost_lowest"], "lowest_format": about["lowest_format"],
+            "model": about["cost_model"],
+            "unit": about["unit"],
+            "plan": about["cost"],
+            "fp32": about["cost_fp32"],
+            "lowest": about["cost_lowest"],
+            "lowest_format": about["lowest_format"],
         },
-    }  # fmt: skip
+    }
 
 
 def ranked(measured: Budget, formats: Mapping[str, str]) -> list[dict[str, Any]]:
     """The ranked table as plain rows, worst first, with the format the plan chose for each site."""
-    keys = ("site", "operator", "kind", "format", "sqnr_db", "stderr_db", "share",
-            "activation_db", "weight_db", "output_db")  # fmt: skip
+    keys = (
+        "site",
+        "operator",
+        "kind",
+        "format",
+        "sqnr_db",
+        "stderr_db",
+        "share",
+        "activation_db",
+        "weight_db",
+        "output_db",
+    )
     return [
         {
             "rank": rank,
@@ -252,16 +327,27 @@ def coverage(measured: Budget) -> dict[str, Any]:
     refused: Counter[tuple[str, str]] = Counter()
     examples: dict[tuple[str, str], list[str]] = {}
     for site in sites:
-        if not site["no_path"] and set(site["refused"]) == set(measured.about["formats"]):
+        if not site["no_path"] and set(site["refused"]) == set(
+            measured.about["formats"]
+        ):
             key = (site["operator"], "; ".join(sorted(set(site["refused"].values()))))
             refused[key] += 1
             examples.setdefault(key, []).append(site["site"])
     rows = [{**e, "where": "not a site"} for e in excluded]
-    rows += [{"operator": o, "reason": r, "count": n, "examples": examples[o, r][:3], "where": "a site in no format"}
-             for (o, r), n in refused.items()]  # fmt: skip
+    rows += [
+        {
+            "operator": o,
+            "reason": r,
+            "count": n,
+            "examples": examples[o, r][:3],
+            "where": "a site in no format",
+        }
+        for (o, r), n in refused.items()
+    ]
     return {
-        "calls": measured.about["calls"], "sites": len(sites),
+        "calls": measured.about["calls"],
+        "sites": len(sites),
         "params": len({p for s in sites for p in s["params"]}),
         "excluded": sorted(rows, key=lambda e: -e["count"]),
         "no_path": [f"{s['site']}: {s['no_path']}" for s in sites if s["no_path"]],
-    }  # fmt: skip
+    }

@@ -49,13 +49,24 @@ class Decision:
         'rule 2, op:softmax (plan.toml, line 9)'
         """
         if self.rule is not None:
-            return f"rule {self.rule}, {self.pattern}" + (f" ({self.place})" if self.place else "")
-        return "no rule: autocast's own lists" if self.listed else "no rule: the plan's default"
+            return f"rule {self.rule}, {self.pattern}" + (
+                f" ({self.place})" if self.place else ""
+            )
+        return (
+            "no rule: autocast's own lists"
+            if self.listed
+            else "no rule: the plan's default"
+        )
 
 
 def explain(
-    plan: Plan, sites: Iterable[str], *, model: nn.Module | None = None, device: str = "cpu", file: str | Path | None = None,
-) -> list[Decision]:  # fmt: skip
+    plan: Plan,
+    sites: Iterable[str],
+    *,
+    model: nn.Module | None = None,
+    device: str = "cpu",
+    file: str | Path | None = None,
+) -> list[Decision]:
     """For each site (``module/operator``, or ``op:NAME`` for an operator anywhere) what decides its format.
 
     ``model`` is needed for plans with ``class:`` patterns, and then a module that it does not have is an error. ``device``
@@ -70,18 +81,31 @@ def explain(
     listed("linear", device)  # a device without autocast is an error, whatever decides
     if model is not None:
         plan = plan.for_model(model)
-    elif any(pattern.startswith("class:") for rule in plan.rules for pattern in rule.sites):
-        raise PlanError("the plan names classes, and which module is of which is not known", where="plan",
-                        expected="the model", do="give it: --workload WORKLOAD.py")  # fmt: skip
+    elif any(
+        pattern.startswith("class:") for rule in plan.rules for pattern in rule.sites
+    ):
+        raise PlanError(
+            "the plan names classes, and which module is of which is not known",
+            where="plan",
+            expected="the model",
+            do="give it: --workload WORKLOAD.py",
+        )
     places = lines(file) if file is not None else {}
-    return [_decision(site, plan, written, model, device, places, file) for site in sites]
+    return [
+        _decision(site, plan, written, model, device, places, file) for site in sites
+    ]
 
 
 def lines(file: str | Path) -> dict[tuple[int, str], int]:
     """(rule number, pattern) → the line of a plan's file that the pattern stands in; empty for other files."""
     text = Path(file).read_text(encoding="utf-8")
     json_file = str(file).endswith(".json")
-    starts = [m.start() for m in re.finditer(r'"format"\s*:' if json_file else r"(?m)^\s*\[\[rule\]\]", text)]
+    starts = [
+        m.start()
+        for m in re.finditer(
+            r'"format"\s*:' if json_file else r"(?m)^\s*\[\[rule\]\]", text
+        )
+    ]
     found: dict[tuple[int, str], int] = {}
     for number, start in enumerate(starts, 1):
         end = starts[number] if number < len(starts) else len(text)
@@ -90,14 +114,21 @@ def lines(file: str | Path) -> dict[tuple[int, str], int]:
                 pattern = json.loads(match[0]) if match[0][0] == '"' else match[0][1:-1]
             except json.JSONDecodeError:  # TOML has escapes that JSON lacks
                 continue
-            found.setdefault((number, pattern), text.count("\n", 0, start + match.start()) + 1)
+            found.setdefault(
+                (number, pattern), text.count("\n", 0, start + match.start()) + 1
+            )
     return found
 
 
 def _decision(
-    site: str, plan: Plan, written: Plan, model: nn.Module | None, device: str, places: Mapping[tuple[int, str], int],
+    site: str,
+    plan: Plan,
+    written: Plan,
+    model: nn.Module | None,
+    device: str,
+    places: Mapping[tuple[int, str], int],
     file: str | Path | None,
-) -> Decision:  # fmt: skip
+) -> Decision:
     name = site
     if site.startswith("op:"):  # of no module: rules over modules do not apply
         name = f"/{site[3:]}"
@@ -105,9 +136,19 @@ def _decision(
         _check(site, model)
     operator = name.rpartition("/")[2].partition("#")[0] if "/" in name else ""
     if site.startswith("op:"):
-        anywhere = [tuple(p for p in r.sites if p.startswith("op:") or p in ("*", "*/*")) for r in plan.rules]
-        plan = replace(plan, rules=tuple(Rule(r.format, p) for r, p in zip(plan.rules, anywhere, strict=True)))
-    said = {d: listed(operator, d) for d in DEVICES} if plan.autocast and operator else {}
+        anywhere = [
+            tuple(p for p in r.sites if p.startswith("op:") or p in ("*", "*/*"))
+            for r in plan.rules
+        ]
+        plan = replace(
+            plan,
+            rules=tuple(
+                Rule(r.format, p) for r, p in zip(plan.rules, anywhere, strict=True)
+            ),
+        )
+    said = (
+        {d: listed(operator, d) for d in DEVICES} if plan.autocast and operator else {}
+    )
     for number, rule in enumerate(plan.rules, 1):
         pattern = next((p for p in rule.sites if matches(p, name)), None)
         if pattern is None:
@@ -115,11 +156,20 @@ def _decision(
         shown = _pattern(pattern, written.rules[number - 1], model)
         place = _place(number, shown, written, places, file)
         format = _FOLLOWED if rule.format == FOLLOW else parse_format(rule.format).name
-        return Decision(site, _PROMOTED if rule.format == FOLLOW else format, number, shown, place, said)
+        return Decision(
+            site,
+            _PROMOTED if rule.format == FOLLOW else format,
+            number,
+            shown,
+            place,
+            said,
+        )
     if not plan.autocast:
         return Decision(site, parse_format(plan.default).name, None, "", "", said)
     own = listed(operator, device) if operator else "follow"
-    format = {"lower": plan.autocast, "fp32": "fp32", "promote": _PROMOTED}.get(own, _FOLLOWED)
+    format = {"lower": plan.autocast, "fp32": "fp32", "promote": _PROMOTED}.get(
+        own, _FOLLOWED
+    )
     return Decision(site, format, None, "", "", said)
 
 
@@ -128,31 +178,47 @@ def _pattern(pattern: str, rule: Rule, model: nn.Module | None) -> str:
     if pattern in rule.sites or model is None:
         return pattern
     for own in rule.sites:
-        if "/" not in own.partition(":")[0] and pattern in Plan((Rule("fp32", (own,)),)).for_model(model).rules[0].sites:
+        if (
+            "/" not in own.partition(":")[0]
+            and pattern in Plan((Rule("fp32", (own,)),)).for_model(model).rules[0].sites
+        ):
             return own
     return pattern
 
 
 def _place(
-    number: int, pattern: str, plan: Plan, places: Mapping[tuple[int, str], int], file: str | Path | None
+    number: int,
+    pattern: str,
+    plan: Plan,
+    places: Mapping[tuple[int, str], int],
+    file: str | Path | None,
 ) -> str:
     line = places.get((number, pattern))
     at = f"{file}, line {line}" if line else ""
     origin = dict(plan.about.get("origin", {})).get(pattern)
     if origin:
-        at = ", ".join(part for part in (at, f"from {origin} of {plan.about.get('file', '')}") if part)
+        at = ", ".join(
+            part
+            for part in (at, f"from {origin} of {plan.about.get('file', '')}")
+            if part
+        )
     return at
 
 
 def _check(site: str, model: nn.Module) -> None:
     """Raise ``PatternError`` where the model has no such module, or, for a name without a slash, no such parameter."""
     module, slash, _ = site.rpartition("/")
-    names = [n for n, _ in model.named_modules()] if slash else [n for n, _ in model.named_parameters()]
+    names = (
+        [n for n, _ in model.named_modules()]
+        if slash
+        else [n for n, _ in model.named_parameters()]
+    )
     wanted = module if slash else site
     if wanted in names:
         return
     near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[1:4]
     raise PatternError(
-        f"the model has no {'module' if slash else 'parameter'} {wanted!r}", where=site,
+        f"the model has no {'module' if slash else 'parameter'} {wanted!r}",
+        where=site,
         expected=f"module/operator of one of its modules, such as {', '.join(near)}",
-    )  # fmt: skip
+    )

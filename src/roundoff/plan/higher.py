@@ -40,7 +40,11 @@ def verdict(error: float, error_fp64: float, unit: float) -> str:
 
 
 def decided(
-    low: Comparison, high: Comparison | str, outputs: float | None, outputs_fp64: float | None, unit: float
+    low: Comparison,
+    high: Comparison | str,
+    outputs: float | None,
+    outputs_fp64: float | None,
+    unit: float,
 ) -> dict[str, Any]:
     """``site``, ``error`` and ``error_fp64`` there (relative; of the outputs where no site is named), ``output_error``,
     ``output_error_fp64``, ``verdict`` and ``reason``. ``high`` is the comparison in fp64, or why there is none."""
@@ -48,8 +52,10 @@ def decided(
     found: dict[str, Any] = {
         "site": named["site"] if named else None,
         "error": (site_error(low, named) if named else None) or outputs,
-        "error_fp64": None, "output_error": outputs, "output_error_fp64": outputs_fp64,
-    }  # fmt: skip
+        "error_fp64": None,
+        "output_error": outputs,
+        "output_error_fp64": outputs_fp64,
+    }
     if isinstance(high, str):
         return found | {"verdict": UNDECIDED, "reason": f"not run in fp64: {high}"}
     stays = site_error(high, named) if named else None
@@ -58,7 +64,10 @@ def decided(
         found["site"], found["error"], stays = None, outputs, outputs_fp64
     found["error_fp64"] = stays
     if found["error"] is None or stays is None:
-        return found | {"verdict": UNDECIDED, "reason": "there is nothing to measure in fp64"}
+        return found | {
+            "verdict": UNDECIDED,
+            "reason": "there is nothing to measure in fp64",
+        }
     where = f"at {found['site']}" if found["site"] else "of the outputs"
     judged = verdict(found["error"], stays, unit)
     if judged == BUG and named and named["call"] < 0:
@@ -69,23 +78,32 @@ def decided(
     elif judged == ROUNDING:
         reason = f"the difference {where} shrinks from {found['error']:.1e} to {stays:.1e} in fp64: rounding"
     else:
-        reason = (f"the difference {where} is {found['error']:.1e}, and {stays:.1e} in fp64: less than before, more than "
-                  "rounding leaves")  # fmt: skip
+        reason = (
+            f"the difference {where} is {found['error']:.1e}, and {stays:.1e} in fp64: less than before, more than "
+            "rounding leaves"
+        )
     return found | {"verdict": judged, "reason": reason}
 
 
 def site_error(comparison: Comparison, named: Mapping[str, Any]) -> float | None:
     """The error of a named operator's result (the largest, where its first one is not measured); None without any."""
     rows = comparison.table.filter(
-        (pl.col("site") == named["site"]) & (pl.col("phase") == named["phase"]) & (pl.col("step") == named["step"])
-        & (pl.col("rank") == named["rank"]) & pl.col("error").is_not_null()
-    )  # fmt: skip
+        (pl.col("site") == named["site"])
+        & (pl.col("phase") == named["phase"])
+        & (pl.col("step") == named["step"])
+        & (pl.col("rank") == named["rank"])
+        & pl.col("error").is_not_null()
+    )
     first = rows.filter(pl.col("place") == 0)
-    rows = rows if first.is_empty() else first  # others are what its backward pass needs
+    rows = (
+        rows if first.is_empty() else first
+    )  # others are what its backward pass needs
     return None if rows.is_empty() else float(rows["error"].max())  # type: ignore[arg-type]
 
 
-def outputs_error(ours: Sequence[Mapping[str, Tensor]], theirs: Sequence[Mapping[str, Tensor]]) -> float | None:
+def outputs_error(
+    ours: Sequence[Mapping[str, Tensor]], theirs: Sequence[Mapping[str, Tensor]]
+) -> float | None:
     """The largest relative distance of two runs' outputs, one mapping a step; infinite where shapes or NaN disagree, None
     where they have no tensor in common."""
     found: list[float] = []

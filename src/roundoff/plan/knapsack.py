@@ -75,7 +75,9 @@ class Knapsack:
     cost: Floats
 
     @classmethod
-    def build(cls, decisions: tuple[Decision, ...], edges: tuple[Edge, ...]) -> Knapsack:
+    def build(
+        cls, decisions: tuple[Decision, ...], edges: tuple[Edge, ...]
+    ) -> Knapsack:
         column: dict[str, dict[str, int]] = {}
         groups: list[int] = []
         allowed: list[bool] = []
@@ -103,27 +105,40 @@ class Knapsack:
                     )
             if edge.noise < 0.0:
                 raise PlanError(
-                    "negative noise", where=f"edge to {edge.consumer}", got=str(edge.noise)
+                    "negative noise",
+                    where=f"edge to {edge.consumer}",
+                    got=str(edge.noise),
                 )
             payer = column[edge.consumer].get(edge.format)
             if payer is None or edge.noise == 0.0:
                 continue
             offers = [column[producer] for producer in dict.fromkeys(edge.producers)]
             fits = [
-                [at for name, at in offer.items() if name in edge.absorbed_by] for offer in offers
+                [at for name, at in offer.items() if name in edge.absorbed_by]
+                for offer in offers
             ]
             # No producer: an empty set of absorbing columns, from which none can be chosen, so the
             # edge is always paid.
             links.append(
-                Link(payer, tuple(np.array(columns, dtype=np.int64) for columns in fits or [[]]))
+                Link(
+                    payer,
+                    tuple(
+                        np.array(columns, dtype=np.int64) for columns in fits or [[]]
+                    ),
+                )
             )
             paid.append(edge.noise if math.isfinite(edge.noise) else math.inf)
         program = Program(
-            np.array(groups, dtype=np.int64), np.array(allowed, dtype=bool), tuple(links)
+            np.array(groups, dtype=np.int64),
+            np.array(allowed, dtype=bool),
+            tuple(links),
         )
         zeros = np.zeros(len(links))
         return cls(
-            decisions, program, np.array(noise + paid), np.concatenate([np.array(cost), zeros])
+            decisions,
+            program,
+            np.array(noise + paid),
+            np.concatenate([np.array(cost), zeros]),
         )
 
     def formats(self, columns: Bools) -> dict[str, str]:
@@ -169,5 +184,7 @@ def _validate(decision: Decision, known: dict[str, dict[str, int]]) -> None:
             )
         if choice.noise < 0.0:
             raise PlanError(
-                "negative noise", where=f"{decision.name} in {choice.format}", got=str(choice.noise)
+                "negative noise",
+                where=f"{decision.name} in {choice.format}",
+                got=str(choice.noise),
             )

@@ -60,7 +60,10 @@ def budget(
     chosen = parse_formats(formats)
     if probes is not None and probes < 1:
         raise WorkloadError(
-            "no probes to draw", where="probes", expected="a whole number above 0", got=str(probes)
+            "no probes to draw",
+            where="probes",
+            expected="a whole number above 0",
+            got=str(probes),
         )
     run = _Run(
         workload,
@@ -72,7 +75,9 @@ def budget(
     )
     with preserve(workload.model):
         workload.model.eval()
-        for parameter in workload.model.parameters():  # a scripted module has no requires_grad_ of its own
+        for parameter in (
+            workload.model.parameters()
+        ):  # a scripted module has no requires_grad_ of its own
             parameter.requires_grad_(False)
         with watch(workload.model, Plain()) as mode:
             for index in range(len(workload.batches)):
@@ -105,10 +110,20 @@ class _Run:
     """What one measurement accumulates over the batches."""
 
     def __init__(
-        self, workload: Workload, formats: list[Format], target: str | None, around: dict[str, Format],
-        probes: int | None, seed: int,
-    ) -> None:  # fmt: skip
-        self.workload, self.formats, self.target, self.around = workload, formats, target, around
+        self,
+        workload: Workload,
+        formats: list[Format],
+        target: str | None,
+        around: dict[str, Format],
+        probes: int | None,
+        seed: int,
+    ) -> None:
+        self.workload, self.formats, self.target, self.around = (
+            workload,
+            formats,
+            target,
+            around,
+        )
         self.probes = probes
         self.generator = torch.Generator().manual_seed(seed)
         self.seed = seed
@@ -129,7 +144,9 @@ class _Run:
         """Measure one batch; where a backward formula cannot be batched, this and later ones probe by probe."""
         state = self.generator.get_state()
         undo = _undo(self.workload.model)
-        sizes = {name: (info.batches, dict(info.sizes)) for name, info in self.sites.items()}
+        sizes = {
+            name: (info.batches, dict(info.sizes)) for name, info in self.sites.items()
+        }
         counts = {key: row.count for key, row in mode.excluded.items()}
         while True:
             try:
@@ -141,7 +158,10 @@ class _Run:
                 self.batched, self.mutation = self.ways.pop(0)
                 self.generator.set_state(state)
                 undo()
-                for name, info in self.sites.items():  # what the attempt counted is counted again
+                for (
+                    name,
+                    info,
+                ) in self.sites.items():  # what the attempt counted is counted again
                     info.batches, info.sizes = sizes.get(name, (0, {}))
                 for key, row in mode.excluded.items():
                     row.count = counts.get(key, 0)
@@ -157,22 +177,33 @@ class _Run:
         wanted = self.target if self.target is not None and "/" in self.target else None
         anchor = torch.tensor(-0.0, requires_grad=True)
         probe = Probe(
-            self.formats, self.sites, self.around.get, anchor, wanted=wanted, axes=self.axes
+            self.formats,
+            self.sites,
+            self.around.get,
+            anchor,
+            wanted=wanted,
+            axes=self.axes,
         )
         with allow_mutation_on_saved_tensors() if self.mutation else nullcontext():
             values = measure_batch(
-                mode, probe, functools.partial(self._forward, probe, index),
-                check=functools.partial(self._check, index), probes=self._count,
-                generator=self.generator, learn_axes=not self.axes, batched=self.batched,
+                mode,
+                probe,
+                functools.partial(self._forward, probe, index),
+                check=functools.partial(self._check, index),
+                probes=self._count,
+                generator=self.generator,
+                learn_axes=not self.axes,
+                batched=self.batched,
                 parameters=sum(p.nbytes for p in self.workload.model.parameters()),
-            )  # fmt: skip
+            )
         return probe, values
 
     def _count(self, samples: int) -> int:
         """K, chosen at the first batch."""
         if self.probes is None:
             self.probes = min(
-                16, max(2, math.ceil(PROJECTIONS / (samples * len(self.workload.batches))))
+                16,
+                max(2, math.ceil(PROJECTIONS / (samples * len(self.workload.batches)))),
             )
         return self.probes
 
@@ -196,7 +227,8 @@ class _Run:
                 where=f"{self.workload.name}, batch {index}",
                 expected="an output computed from the model's values by differentiable operators",
                 got=", ".join(
-                    f"{n}: {t.dtype}, shape {tuple(t.shape)}, no gradient" for n, t in found.items()
+                    f"{n}: {t.dtype}, shape {tuple(t.shape)}, no gradient"
+                    for n, t in found.items()
                 ),
                 do="remove torch.no_grad, inference_mode, detach, numpy, TorchScript or argmax; return the scores",
             )
@@ -205,18 +237,32 @@ class _Run:
         """Everything measured, relative to the power of the target."""
         signal = sum(sum(b.signal) for b in self.done)
         if signal <= 0:
-            raise WorkloadError("the target tensor is zero everywhere, so no ratio to it exists",
-                                where=self.workload.name, expected="an output with non-zero values")  # fmt: skip
+            raise WorkloadError(
+                "the target tensor is zero everywhere, so no ratio to it exists",
+                where=self.workload.name,
+                expected="an output with non-zero values",
+            )
         found = [b.terms.projections() for b in self.done]
         keys = dict.fromkeys(key for terms in found for key in terms)
-        self.probes = max((t.shape[0] for terms in found for t in terms.values()), default=1)
+        self.probes = max(
+            (t.shape[0] for terms in found for t in terms.values()), default=1
+        )
         # a target of one element is exact with one probe; beside batches that have K it takes the signs of K
-        self.signs = [torch.randint(0, 2, (self.probes, 1), generator=self.generator).numpy() * 2 - 1 for _ in self.done]
+        self.signs = [
+            torch.randint(0, 2, (self.probes, 1), generator=self.generator).numpy() * 2
+            - 1
+            for _ in self.done
+        ]
         pooled = {k.site: False for k in keys}
         for b, measured in zip(self.done, found, strict=True):
             for key, values in measured.items():
                 pooled[key.site] |= values.shape[1] != b.samples
-        rows = [self._row(key, [m.get(key) for m in found], pooled[key.site], math.sqrt(signal)) for key in keys]
+        rows = [
+            self._row(
+                key, [m.get(key) for m in found], pooled[key.site], math.sqrt(signal)
+            )
+            for key in keys
+        ]
         terms = pl.DataFrame(rows, schema=TERM_SCHEMA, orient="row")
         batches = len(self.done)
         sites = [
@@ -227,17 +273,31 @@ class _Run:
             site["params"], site["tied"] = list(site["params"]), list(site["tied"])
         per_sample = [s / signal for b in self.done for s in b.signal]
         about = {
-            "version": _version(), "workload": self.workload.name, "formats": [f.name for f in self.formats],
-            "probes": self.probes, "seed": self.seed, "samples": len(per_sample), "signal": signal,
-            "batch_samples": [b.samples for b in self.done], "forwards": max(1, mode.forwards),
-            "batch_signal": [sum(b.signal) / signal for b in self.done], "sample_signal": per_sample,
+            "version": _version(),
+            "workload": self.workload.name,
+            "formats": [f.name for f in self.formats],
+            "probes": self.probes,
+            "seed": self.seed,
+            "samples": len(per_sample),
+            "signal": signal,
+            "batch_samples": [b.samples for b in self.done],
+            "forwards": max(1, mode.forwards),
+            "batch_signal": [sum(b.signal) / signal for b in self.done],
+            "sample_signal": per_sample,
             "target": {"name": self.target or "output", "tensors": self.shapes},
             "around": {s: f.name for s, f in self.around.items()},
-            "batched": self.batched, "calls": mode.calls + sum(e.count for e in mode.excluded.values()) // batches,
-            "excluded": [asdict(e) | {"count": math.ceil(e.count / batches)} for e in mode.excluded.values()],
-            "parameters": {name: p.numel() for name, p in self.workload.model.named_parameters()},
+            "batched": self.batched,
+            "calls": mode.calls
+            + sum(e.count for e in mode.excluded.values()) // batches,
+            "excluded": [
+                asdict(e) | {"count": math.ceil(e.count / batches)}
+                for e in mode.excluded.values()
+            ],
+            "parameters": {
+                name: p.numel() for name, p in self.workload.model.named_parameters()
+            },
             "environment": environment(self.workload.model),
-        }  # fmt: skip
+        }
         return Budget(terms, sites, about)
 
     def _row(
@@ -252,9 +312,21 @@ class _Run:
         values = np.concatenate(columns, axis=1) / scale
         overflow = sum(b.terms.overflow(key) for b in self.done)
         sources = tuple(key.sources)
-        noise, stderr = power([Term(key.part, key.operand, sources, pooled, overflow, values)])
-        return (key.site, key.format, key.part, key.operand, list(sources), pooled, overflow,
-                noise, stderr, np.asarray(values, dtype=np.float32).ravel().tolist())  # fmt: skip
+        noise, stderr = power(
+            [Term(key.part, key.operand, sources, pooled, overflow, values)]
+        )
+        return (
+            key.site,
+            key.format,
+            key.part,
+            key.operand,
+            list(sources),
+            pooled,
+            overflow,
+            noise,
+            stderr,
+            np.asarray(values, dtype=np.float32).ravel().tolist(),
+        )
 
 
 def _undo(model: nn.Module) -> Callable[[], None]:
@@ -278,7 +350,11 @@ def _forget_graph(model: nn.Module) -> None:
         for kept in (vars(module), module._buffers):
             for value in kept.values():
                 for leaf in tree_leaves(value):
-                    if isinstance(leaf, Tensor) and leaf.grad_fn is not None and not leaf._is_view():
+                    if (
+                        isinstance(leaf, Tensor)
+                        and leaf.grad_fn is not None
+                        and not leaf._is_view()
+                    ):
                         leaf.detach_()
 
 
@@ -289,10 +365,12 @@ def _no_backward(workload: Workload, index: int, error: RuntimeError) -> Workloa
     elif isinstance(error, torch.OutOfMemoryError):
         advice = "give smaller batches"
     return WorkloadError(
-        "the backward pass through the model failed", where=f"{workload.name}, batch {index}",
-        expected="an output that can be differentiated", got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+        "the backward pass through the model failed",
+        where=f"{workload.name}, batch {index}",
+        expected="an output that can be differentiated",
+        got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
         do=advice,
-    )  # fmt: skip
+    )
 
 
 def _version() -> str:

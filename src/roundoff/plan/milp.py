@@ -136,7 +136,9 @@ def minimise(
         if value == 0.0:
             return Outcome(best, 0.0, True)
         found = _search(program, objective, scale, limits, relative_gap, deadline)
-        if found.columns is not None and (best is None or total(objective, found.columns) <= value):
+        if found.columns is not None and (
+            best is None or total(objective, found.columns) <= value
+        ):
             best, value = found.columns, total(objective, found.columns)
         if found.complete and found.columns is not None and value < 0.1 * scale:
             scale = value  # tolerances were relative to a value far above the optimum: look closer
@@ -190,20 +192,26 @@ def _search(
             return Outcome(None, bound, False)
         columns = program.complete(_largest(program.groups, result.x[:choices]))
         broken = [
-            at for at, row in enumerate(limits) if total(row.coefficients, columns) > row.bound
+            at
+            for at, row in enumerate(limits)
+            if total(row.coefficients, columns) > row.bound
         ]
         if not broken and not (columns & ~allowed).any():
             return Outcome(columns, bound, complete and result.status == 0)
         if len(cuts) < COVER_CUTS or not broken:
             cuts.append(
-                _cover(program, columns, limits[broken[0]].coefficients if broken else None)
+                _cover(
+                    program, columns, limits[broken[0]].coefficients if broken else None
+                )
             )
         else:
             # Too many ties at the limit to cut one by one: give up a sliver of the feasible set,
             # and with it the proof.
             complete = False
             for at in broken:
-                excess = total(limits[at].coefficients, columns) / limits[at].bound - 1.0
+                excess = (
+                    total(limits[at].coefficients, columns) / limits[at].bound - 1.0
+                )
                 tightened[at] -= 2.0 * max(excess * SCALE, FEASIBILITY)
     return Outcome(None, bound, False)
 
@@ -222,8 +230,12 @@ def _rows(
     lower: list[float] = []
     upper: list[float] = []
 
-    def add(columns: npt.NDArray[np.int64], values: Floats, least: float, most: float) -> None:
-        entries.extend((len(lower), int(c), float(v)) for c, v in zip(columns, values, strict=True))
+    def add(
+        columns: npt.NDArray[np.int64], values: Floats, least: float, most: float
+    ) -> None:
+        entries.extend(
+            (len(lower), int(c), float(v)) for c, v in zip(columns, values, strict=True)
+        )
         lower.append(least)
         upper.append(most)
 
@@ -235,7 +247,12 @@ def _rows(
             columns = np.concatenate([[link.payer, choices + at], absorbing])
             # Duplicate entries are summed: a payer that absorbs its own error needs no case of its
             # own.
-            add(columns, np.concatenate([[1.0, -1.0], -np.ones(len(absorbing))]), -math.inf, 0.0)
+            add(
+                columns,
+                np.concatenate([[1.0, -1.0], -np.ones(len(absorbing))]),
+                -math.inf,
+                0.0,
+            )
     for row, most in zip(limits, tightened, strict=True):
         if 0.0 < row.bound < math.inf:
             columns = np.flatnonzero(allowed & (row.coefficients > 0.0))
@@ -257,7 +274,9 @@ def _largest(groups: npt.NDArray[np.int64], values: Floats) -> Bools:
     return chosen
 
 
-def _cover(program: Program, columns: Bools, coefficients: Floats | None) -> tuple[Bools, float]:
+def _cover(
+    program: Program, columns: Bools, coefficients: Floats | None
+) -> tuple[Bools, float]:
     """Inequality that excludes ``columns``, and with coefficients every answer that is no smaller
     in any term."""
     members = columns.copy()
@@ -266,7 +285,9 @@ def _cover(program: Program, columns: Bools, coefficients: Floats | None) -> tup
     else:
         for column in np.flatnonzero(columns[: len(program.groups)]):
             same = program.groups == program.groups[column]
-            members[: len(same)] |= same & (coefficients[: len(same)] >= coefficients[column])
+            members[: len(same)] |= same & (
+                coefficients[: len(same)] >= coefficients[column]
+            )
     most = float(columns[members].sum()) - 1.0
     return members, most
 

@@ -58,7 +58,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.autocast and self.autocast not in ("bf16", "fp16"):
-            raise PlanError("no autocast in this format", where="plan", expected="bf16 or fp16", got=repr(self.autocast))
+            raise PlanError(
+                "no autocast in this format",
+                where="plan",
+                expected="bf16 or fp16",
+                got=repr(self.autocast),
+            )
         for name in (self.default, *(rule.format for rule in self.rules)):
             if name == FOLLOW and self.autocast:
                 continue
@@ -74,9 +79,10 @@ class Plan:
         if self.autocast:
             raise PlanError(
                 f"this plan changes autocast's lists for {self.autocast}, which know operators, no sites",
-                where="plan", expected="a plan that names the format of every site",
+                where="plan",
+                expected="a plan that names the format of every site",
                 do="train with roundoff.autocast(plan), or make a plan from a budget",
-            )  # fmt: skip
+            )
         flat = [(pattern, rule.format) for rule in self.rules for pattern in rule.sites]
         return parse_format(first_match(flat, site) or self.default).name
 
@@ -90,7 +96,11 @@ class Plan:
             self.format_of("")
         names = frozenset(sites)
         patterns = [pattern for rule in self.rules for pattern in rule.sites]
-        lost = [p for p in patterns if p not in names and not any(matches(p, s) for s in sites)]
+        lost = [
+            p
+            for p in patterns
+            if p not in names and not any(matches(p, s) for s in sites)
+        ]
         if lost:
             shown = "\n    ".join(lost[:10]) + (
                 f"\n    and {len(lost) - 10} more" if len(lost) > 10 else ""
@@ -120,7 +130,15 @@ class Plan:
             for kind in type(module).__mro__:
                 paths.setdefault(kind.__name__, []).append(path)
         rules = tuple(
-            Rule(r.format, tuple(p for pattern in r.sites for p in _written_out(pattern, paths, model))) for r in self.rules
+            Rule(
+                r.format,
+                tuple(
+                    p
+                    for pattern in r.sites
+                    for p in _written_out(pattern, paths, model)
+                ),
+            )
+            for r in self.rules
         )
         return replace(self, rules=rules)
 
@@ -132,7 +150,9 @@ class Plan:
             groups.setdefault(name, []).append(site)
         groups.pop("fp32", None)
         return cls(
-            tuple(Rule(name, tuple(sites)) for name, sites in sorted(groups.items())), "fp32", about
+            tuple(Rule(name, tuple(sites)) for name, sites in sorted(groups.items())),
+            "fp32",
+            about,
         )
 
     def save(self, path: str | Path) -> None:
@@ -179,11 +199,17 @@ class Plan:
                 else type(data).__name__,
             )
         if "kind" in data:  # records of quantization are TOML of this schema too
-            raise PlanError("not a plan", where=str(path), expected="a file written by roundoff plan",
-                            got=f"a {data['kind']}", do="give the plan.toml that lies beside it")  # fmt: skip
+            raise PlanError(
+                "not a plan",
+                where=str(path),
+                expected="a file written by roundoff plan",
+                got=f"a {data['kind']}",
+                do="give the plan.toml that lies beside it",
+            )
         try:
             rules = tuple(
-                Rule(str(r["format"]), _patterns(r["sites"])) for r in data.get("rule", [])
+                Rule(str(r["format"]), _patterns(r["sites"]))
+                for r in data.get("rule", [])
             )
         except (KeyError, TypeError) as error:
             raise PlanError(
@@ -192,11 +218,16 @@ class Plan:
                 expected="format = NAME and sites = [PATTERN, ...]",
             ) from error
         return cls(
-            rules, str(data.get("default", "fp32")), data.get("about", {}), str(data.get("autocast", ""))
+            rules,
+            str(data.get("default", "fp32")),
+            data.get("about", {}),
+            str(data.get("autocast", "")),
         )
 
 
-def _written_out(pattern: str, paths: Mapping[str, list[str]], model: nn.Module) -> list[str]:
+def _written_out(
+    pattern: str, paths: Mapping[str, list[str]], model: nn.Module
+) -> list[str]:
     if pattern and "/" not in pattern and pattern in paths["Module"]:
         return [f"{pattern}/*", f"{glob.escape(pattern)}.*"]
     if not pattern.startswith("class:"):
@@ -205,23 +236,36 @@ def _written_out(pattern: str, paths: Mapping[str, list[str]], model: nn.Module)
     if name not in paths:
         own = sorted({type(module).__name__ for module in model.modules()})
         near = difflib.get_close_matches(name, own, n=3, cutoff=0.3) or own[:3]
-        raise PlanError(f"a rule names a class that no module of this model has: {pattern}", where="plan",
-                        expected=f"a class of its modules, such as {', '.join(near)}", got=name)  # fmt: skip
+        raise PlanError(
+            f"a rule names a class that no module of this model has: {pattern}",
+            where="plan",
+            expected=f"a class of its modules, such as {', '.join(near)}",
+            got=name,
+        )
     calls = [operator, f"{operator}#*"] if slash else ["*"]
-    inside = [place for path in map(glob.escape, paths[name]) for place in (path, f"{path}.*" if path else "*")]
+    inside = [
+        place
+        for path in map(glob.escape, paths[name])
+        for place in (path, f"{path}.*" if path else "*")
+    ]
     return [f"{place}/{call}" for place in inside for call in calls]
 
 
 def _patterns(sites: Any) -> tuple[str, ...]:
-    if not isinstance(sites, list):  # the characters of one pattern would be patterns too
+    if not isinstance(
+        sites, list
+    ):  # the characters of one pattern would be patterns too
         raise TypeError(f"sites is {sites!r}, no list")
     return tuple(str(site) for site in sites)
 
 
 def _toml(data: Mapping[str, Any]) -> str:
     about = {k: v for k, v in data["about"].items() if v is not None}
-    lines = ["# Which site runs in which format: the first rule that names a site decides.",
-             f"schema = {data['schema']}", f"default = {json.dumps(data['default'])}"]  # fmt: skip
+    lines = [
+        "# Which site runs in which format: the first rule that names a site decides.",
+        f"schema = {data['schema']}",
+        f"default = {json.dumps(data['default'])}",
+    ]
     if "autocast" in data:
         lines.append(f"autocast = {json.dumps(data['autocast'])}")
     lines += ["", "[about]"]

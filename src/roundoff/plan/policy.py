@@ -20,9 +20,13 @@ Listed = Literal["lower", "fp32", "promote", "follow"]
 
 #: The autocast dispatch key of each device type.
 KEYS = {
-    "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS", "mtia": "AutocastMTIA",
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "xpu": "AutocastXPU",
+    "mps": "AutocastMPS",
+    "mtia": "AutocastMTIA",
     "privateuseone": "AutocastPrivateUse1",
-}  # fmt: skip
+}
 
 _LOWER = frozenset(
     """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu
@@ -37,11 +41,25 @@ _PROMOTE = frozenset(
 )
 #: Operators of other names, or made of others: the listed operator that decides.
 _DECIDES = {
-    "rmatmul": "matmul", "einsum": "bmm", "chain_matmul": "mm", "multi_dot": "mm", "linalg_multi_dot": "mm",
-    "tensordot": "mm", "lstm": "linear", "gru": "linear", "rnn_tanh": "linear", "rnn_relu": "linear",
-    "lstm_cell": "linear", "gru_cell": "linear", "rnn_tanh_cell": "linear", "rnn_relu_cell": "linear", "rpow": "pow",
-    "rdiv": "reciprocal", "softmin": "softmax", "cross_entropy_loss": "log_softmax",
-}  # fmt: skip
+    "rmatmul": "matmul",
+    "einsum": "bmm",
+    "chain_matmul": "mm",
+    "multi_dot": "mm",
+    "linalg_multi_dot": "mm",
+    "tensordot": "mm",
+    "lstm": "linear",
+    "gru": "linear",
+    "rnn_tanh": "linear",
+    "rnn_relu": "linear",
+    "lstm_cell": "linear",
+    "gru_cell": "linear",
+    "rnn_tanh_cell": "linear",
+    "rnn_relu_cell": "linear",
+    "rpow": "pow",
+    "rdiv": "reciprocal",
+    "softmin": "softmax",
+    "cross_entropy_loss": "log_softmax",
+}
 
 
 #: What is said of fp16 on such a CPU (measured on GPT-2 and ResNet-18 steps).
@@ -53,7 +71,9 @@ SLOW_FP16 = (
 
 def slow_in_fp16(device: torch.device) -> bool:
     """Whether it is a CPU without matrix arithmetic in fp16."""
-    amx: Callable[[], bool] = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
+    amx: Callable[[], bool] = getattr(
+        torch.cpu, "_is_amx_fp16_supported", lambda: False
+    )
     return device.type == "cpu" and not amx()
 
 
@@ -69,7 +89,9 @@ def listed(operator: str, device: str = "cpu") -> Listed:
     names = _names(device)
     for name in (operator, _DECIDES.get(operator)):
         if name is not None and name in names:
-            return "lower" if name in _LOWER else "promote" if name in _PROMOTE else "fp32"
+            return (
+                "lower" if name in _LOWER else "promote" if name in _PROMOTE else "fp32"
+            )
     return "follow"
 
 
@@ -84,8 +106,15 @@ def differences(device: str, other: str) -> dict[str, tuple[Listed, Listed]]:
 def _names(device: str) -> frozenset[str]:
     key = KEYS.get(device)
     if key is None:
-        raise PlanError("no autocast on such a device", where="device", expected=", ".join(KEYS), got=repr(device))
+        raise PlanError(
+            "no autocast on such a device",
+            where="device",
+            expected=", ".join(KEYS),
+            got=repr(device),
+        )
     return frozenset(
-        name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-    )  # fmt: skip
+        name.removeprefix("aten::").partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    )

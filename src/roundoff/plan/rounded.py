@@ -81,10 +81,15 @@ def _native(call: Call, fmt: Format) -> Any:
         or call.kind == "embedding"
     ):
         return None
-    if dtype == torch.float16 and any(t.device.type == "cpu" for t in float_tensors(call.leaves)):
-        return None  # CPUs convert fp16 to fp32 and back, slowly: that is a simulation too
+    if dtype == torch.float16 and any(
+        t.device.type == "cpu" for t in float_tensors(call.leaves)
+    ):
+        return (
+            None  # CPUs convert fp16 to fp32 and back, slowly: that is a simulation too
+        )
     leaves = [
-        v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in call.leaves
+        v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+        for v in call.leaves
     ]
     try:
         result = dataclasses.replace(call, leaves=leaves).run()
@@ -95,7 +100,8 @@ def _native(call: Call, fmt: Format) -> Any:
         return None
     like = float_tensors(call.leaves)[0].dtype
     return tree_map(
-        lambda t: t.to(like) if isinstance(t, Tensor) and t.is_floating_point() else t, result
+        lambda t: t.to(like) if isinstance(t, Tensor) and t.is_floating_point() else t,
+        result,
     )
 
 
@@ -109,9 +115,14 @@ class Ran:
 
 
 def run_batches(
-    workload: Workload, formats: Mapping[str, str] | None = None, *, target: str | None = None, native: bool = False,
-    progress: Callable[[int, int], None] | None = None, batches: slice = slice(None),
-) -> Ran:  # fmt: skip
+    workload: Workload,
+    formats: Mapping[str, str] | None = None,
+    *,
+    target: str | None = None,
+    native: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    batches: slice = slice(None),
+) -> Ran:
     """Evaluate every batch without gradients, in evaluation mode, with ``formats`` applied (site to format; the
     plain model when None). ``target`` is a part of the output, ``"loss"`` or a site. The model is left as it was."""
     parsed = {site: parse_format(name) for site, name in (formats or {}).items()}
@@ -127,7 +138,9 @@ def run_batches(
                 handler.found = None
                 with mode:  # the operators of the loss are sites too
                     output = workload.run(batch)
-                    found = named_targets(workload, batch, output, target, handler.found)
+                    found = named_targets(
+                        workload, batch, output, target, handler.found
+                    )
                 ran.outputs.append(detached(output))
                 ran.targets.append(found)
                 if progress is not None:
@@ -136,7 +149,11 @@ def run_batches(
 
 
 def named_targets(
-    workload: Workload, batch: Any, output: Any, target: str | None, found: Tensor | None
+    workload: Workload,
+    batch: Any,
+    output: Any,
+    target: str | None,
+    found: Tensor | None,
 ) -> dict[str, Tensor]:
     """The target tensors of one batch: the output or a part of it, the loss, or what a site returned (``found``).
 
@@ -144,18 +161,28 @@ def named_targets(
     """
     if target is not None and "/" in target:
         if found is None:
-            raise WorkloadError(f"no site named {target!r} was called", where="target", expected="a site of this model",
-                                got=repr(target), do="take a name from the ranked table")  # fmt: skip
+            raise WorkloadError(
+                f"no site named {target!r} was called",
+                where="target",
+                expected="a site of this model",
+                got=repr(target),
+                do="take a name from the ranked table",
+            )
         return {target: found}
     if target == "loss":
         if workload.loss is None:
-            raise WorkloadError("the target is the loss, and the workload has none", where=workload.name,
-                                do="define loss(output, batch) in the workload")  # fmt: skip
+            raise WorkloadError(
+                "the target is the loss, and the workload has none",
+                where=workload.name,
+                do="define loss(output, batch) in the workload",
+            )
         return {"loss": workload.loss(output, batch)}
     return target_tensors(output, target)
 
 
-def noise(candidate: list[dict[str, Tensor]], reference: list[dict[str, Tensor]]) -> float:
+def noise(
+    candidate: list[dict[str, Tensor]], reference: list[dict[str, Tensor]]
+) -> float:
     """Relative noise power ``sum |z' - z|^2 / sum |z|^2`` over all batches, accumulated in float64; infinite when the
     candidate holds NaN or Inf (the reference does not)."""
     error = signal = 0.0
@@ -175,7 +202,9 @@ def replaced(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of ``output`` whose floating-point tensors are ``change`` of the original ones."""
     if isinstance(output, Tensor):
         return change(output) if output.is_floating_point() else output
-    if isinstance(output, MutableMapping):  # Hugging Face outputs are mappings and dataclasses
+    if isinstance(
+        output, MutableMapping
+    ):  # Hugging Face outputs are mappings and dataclasses
         twin = copy.copy(output)
         for key, value in output.items():
             twin[key] = replaced(value, change)
@@ -201,7 +230,9 @@ class _FirstNonFinite(Plain):
 
     def run(self, call: Call) -> Any:
         result = call.run()
-        if self.first is None and any(bool(t.isnan().any()) for t in float_tensors(result)):
+        if self.first is None and any(
+            bool(t.isnan().any()) for t in float_tensors(result)
+        ):
             self.first = str(call.site)
         return result
 
@@ -215,7 +246,8 @@ def check_finite(workload: Workload, index: int, found: Mapping[str, Tensor]) ->
     with watch(workload.model, search) as mode, torch.no_grad(), mode:
         workload.run(workload.batches[index])
     counts = ", ".join(
-        f"{n}: {int((~t.isfinite()).sum())} of {t.numel()} elements" for n, t in bad.items()
+        f"{n}: {int((~t.isfinite()).sum())} of {t.numel()} elements"
+        for n, t in bad.items()
     )
     raise NonFiniteError(
         "the run before any rounding already holds NaN or Inf",

@@ -65,7 +65,9 @@ class SecondsTable:
         0.0001
     """
 
-    def __init__(self, rows: Iterable[SecondsRow], *, where: str = "table of seconds") -> None:
+    def __init__(
+        self, rows: Iterable[SecondsRow], *, where: str = "table of seconds"
+    ) -> None:
         self.rows = tuple(rows)
         self._seconds: dict[tuple[str, str, str], float] = {}
         for number, row in enumerate(self.rows, start=1):
@@ -76,7 +78,10 @@ class SecondsTable:
             ):
                 if value not in known:
                     raise PlanError(
-                        f"unknown {field}", where=place, expected=", ".join(known), got=repr(value)
+                        f"unknown {field}",
+                        where=place,
+                        expected=", ".join(known),
+                        got=repr(value),
                     )
             if not (math.isfinite(row.seconds) and row.seconds > 0.0):
                 raise PlanError(
@@ -87,7 +92,9 @@ class SecondsTable:
                 )
             key = row.kind, parse_format(row.format).name, row.size
             if key in self._seconds:
-                raise PlanError("a second row for the same case", where=place, got=", ".join(key))
+                raise PlanError(
+                    "a second row for the same case", where=place, got=", ".join(key)
+                )
             self._seconds[key] = row.seconds
 
     def seconds(self, kind: str, fmt: str, amount: float) -> float:
@@ -152,7 +159,9 @@ def read_seconds(path: str | Path) -> SecondsTable:
     }
     if path.suffix not in readers:
         raise PlanError(
-            "unknown ending of a table of seconds", where=str(path), expected=", ".join(readers)
+            "unknown ending of a table of seconds",
+            where=str(path),
+            expected=", ".join(readers),
         )
     try:
         records = readers[path.suffix](path.read_text(encoding="utf-8"))
@@ -166,10 +175,13 @@ def read_seconds(path: str | Path) -> SecondsTable:
         ) from error
     if not isinstance(records, list) or not records:
         raise PlanError(
-            "no rows in the table of seconds", where=str(path), expected="an array named seconds"
+            "no rows in the table of seconds",
+            where=str(path),
+            expected="an array named seconds",
         )
     return SecondsTable(
-        (_row(r, f"{path}, row {n}") for n, r in enumerate(records, start=1)), where=str(path)
+        (_row(r, f"{path}, row {n}") for n, r in enumerate(records, start=1)),
+        where=str(path),
     )
 
 
@@ -178,7 +190,10 @@ def _row(record: object, where: str) -> SecondsRow:
     if not isinstance(record, dict) or not fields <= set(record) <= fields | {"note"}:
         got = ", ".join(map(str, record)) if isinstance(record, dict) else repr(record)
         raise PlanError(
-            "bad row", where=where, expected="kind, format, size, seconds and at most note", got=got
+            "bad row",
+            where=where,
+            expected="kind, format, size, seconds and at most note",
+            got=got,
         )
     try:
         seconds = float(record["seconds"])

@@ -83,12 +83,17 @@ def solve(
     table = Knapsack.build(tuple(decisions), tuple(edges))
     if (max_noise is None) == (max_cost is None):
         raise PlanError(
-            "a target needs one bound", expected="max_noise or max_cost", got="both or neither"
+            "a target needs one bound",
+            expected="max_noise or max_cost",
+            got="both or neither",
         )
     for name, bound in (("max_noise", max_noise), ("max_cost", max_cost)):
         if bound is not None and not bound >= 0.0:
             raise PlanError(
-                "not a bound", where=name, expected="a number of at least 0", got=str(bound)
+                "not a bound",
+                where=name,
+                expected="a number of at least 0",
+                got=str(bound),
             )
     if not table.decisions:
         return Solution({}, 0.0, 0.0, True, 0.0)
@@ -98,13 +103,21 @@ def solve(
     )
     limit = Limit(
         bounded,
-        max_noise if max_noise is not None else max_cost if max_cost is not None else math.inf,
+        max_noise
+        if max_noise is not None
+        else max_cost
+        if max_cost is not None
+        else math.inf,
     )
-    finite = Limit(table.noise, math.inf)  # overflow forbids a choice whatever is minimised
+    finite = Limit(
+        table.noise, math.inf
+    )  # overflow forbids a choice whatever is minimised
 
     # The plan with the least of the bounded quantity: shows whether any plan meets the bound, and
     # is one if so.
-    least = minimise(table.program, bounded, [finite], relative_gap=relative_gap, deadline=deadline)
+    least = minimise(
+        table.program, bounded, [finite], relative_gap=relative_gap, deadline=deadline
+    )
     incumbent = least.columns
     if incumbent is not None and total(bounded, incumbent) > limit.bound:
         incumbent = None
@@ -130,7 +143,12 @@ def solve(
             )
         reachable = math.inf if least.columns is None else total(bounded, least.columns)
         raise _infeasible(
-            table, limit, [limit, finite], reachable, deadline, noise_bound=max_cost is None
+            table,
+            limit,
+            [limit, finite],
+            reachable,
+            deadline,
+            noise_bound=max_cost is None,
         )
     value = total(minimised, best.columns)
     gap = (value - best.bound) / value if value > 0.0 else 0.0
@@ -171,7 +189,11 @@ def _infeasible(
             if limit.bound == 0.0
             else f"at least {-10.0 * math.log10(limit.bound):.2f} dB"
         )
-        got = f"{best_db:.2f} dB at best" if reachable < math.inf else "an overflow in every plan"
+        got = (
+            f"{best_db:.2f} dB at best"
+            if reachable < math.inf
+            else "an overflow in every plan"
+        )
         # Rounded down, so that asking for the printed number succeeds.
         ask = (
             f"ask for at most {math.floor(best_db * 100.0) / 100.0:.2f} dB"
@@ -181,10 +203,18 @@ def _infeasible(
     else:
         best_db = math.nan
         expected = f"a cost of at most {limit.bound:.6g}"
-        got = f"{reachable:.6g} at least" if reachable < math.inf else "an overflow in every plan"
+        got = (
+            f"{reachable:.6g} at least"
+            if reachable < math.inf
+            else "an overflow in every plan"
+        )
         ask = f"allow a cost of {reachable:.6g}" if reachable < math.inf else ""
     if alone:
-        unpin = f"unpin {alone[0]}" if len(alone) == 1 else f"unpin one of {', '.join(alone)}"
+        unpin = (
+            f"unpin {alone[0]}"
+            if len(alone) == 1
+            else f"unpin one of {', '.join(alone)}"
+        )
     elif together:
         unpin = f"unpin all of {', '.join(together)}"
     else:
@@ -209,17 +239,28 @@ def _blame(
     Each round asks for a plan that leaves the fewest pins; a single pin found is held and the
     question put again. The last value is false if the time ran out before the answer was complete.
     """
-    choices = [(decision, choice) for decision in table.decisions for choice in decision.choices]
-    moved = np.array([d.pinned is not None and c.format != d.pinned for d, c in choices])
+    choices = [
+        (decision, choice)
+        for decision in table.decisions
+        for choice in decision.choices
+    ]
+    moved = np.array(
+        [d.pinned is not None and c.format != d.pinned for d, c in choices]
+    )
     allowed = np.ones(len(choices), dtype=bool)
     alone: list[str] = []
     while (moved & allowed).any():
-        count = np.concatenate([moved.astype(float), np.zeros(len(table.program.links))])
+        count = np.concatenate(
+            [moved.astype(float), np.zeros(len(table.program.links))]
+        )
         program = replace(table.program, allowed=allowed.copy())
         found = minimise(program, count, limits, relative_gap=0.0, deadline=deadline)
         if found.columns is None or not found.complete:
             return alone, [], found.complete
-        left = [choices[at][0].name for at in np.flatnonzero(moved & found.columns[: len(choices)])]
+        left = [
+            choices[at][0].name
+            for at in np.flatnonzero(moved & found.columns[: len(choices)])
+        ]
         if len(left) != 1:
             return alone, [] if alone else left, True
         alone += left

@@ -28,7 +28,11 @@ def parse_target(value: float | str) -> float:
     >>> parse_target("38.5 dB")
     38.5
     """
-    found = re.fullmatch(r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:dB)?\s*", str(value), flags=re.IGNORECASE)
+    found = re.fullmatch(
+        r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:dB)?\s*",
+        str(value),
+        flags=re.IGNORECASE,
+    )
     if found is None:
         raise PlanError(
             "not a target",
@@ -75,12 +79,18 @@ def metric_curve(
         drawn = []
         for _ in range(REPEATS):
             noisy = [
-                _add_noise(output, power * profile[starts[i] : starts[i + 1]], generator)
+                _add_noise(
+                    output, power * profile[starts[i] : starts[i + 1]], generator
+                )
                 for i, output in enumerate(reference)
             ]
             drawn.append(_value(workload, noisy, reference))
         levels.append(
-            {"db": float(db), "mean": float(np.mean(drawn)), "std": float(np.std(drawn, ddof=1))}
+            {
+                "db": float(db),
+                "mean": float(np.mean(drawn)),
+                "std": float(np.std(drawn, ddof=1)),
+            }
         )
     name = getattr(workload.metric, "__name__", "metric")
     return {"name": name, "reference": value, "levels": levels}
@@ -108,11 +118,15 @@ def _value(workload: Workload, outputs: list[Any], reference: list[Any]) -> floa
     return math.nan if value is None else value
 
 
-def _add_noise(output: Any, power: np.ndarray[Any, Any], generator: torch.Generator) -> Any:
+def _add_noise(
+    output: Any, power: np.ndarray[Any, Any], generator: torch.Generator
+) -> Any:
     from roundoff.attribute.target import named_tensors
 
     elements = sum(t.numel() for t in named_tensors(output).values())
-    per_sample = torch.as_tensor(power * len(power) / elements, dtype=torch.float32).sqrt()
+    per_sample = torch.as_tensor(
+        power * len(power) / elements, dtype=torch.float32
+    ).sqrt()
 
     def noisy(t: Tensor) -> Tensor:
         draw = torch.randn(t.shape, generator=generator)
@@ -147,19 +161,24 @@ def drop_to_db(curve: Mapping[str, Any] | None, drop: float) -> tuple[float, str
     if curve is None:
         raise PlanError(
             "a metric drop was asked for, and the budget has no metric",
-            where="metric_drop", expected="a workload with metric(outputs, ...)", do="give a target in dB instead",
-        )  # fmt: skip
+            where="metric_drop",
+            expected="a workload with metric(outputs, ...)",
+            do="give a target in dB instead",
+        )
     floor = float(curve["reference"]) - drop
-    safe = [level["mean"] - level["std"] / math.sqrt(REPEATS) for level in curve["levels"]]
+    safe = [
+        level["mean"] - level["std"] / math.sqrt(REPEATS) for level in curve["levels"]
+    ]
     good = len(safe)
     while good > 0 and safe[good - 1] >= floor:
         good -= 1
     if good == len(safe):
         raise PlanError(
             f"even noise at {LEVELS[-1]} dB moves the metric by more than {drop:g}",
-            where="metric_drop", expected="a drop above the metric's own sensitivity",
+            where="metric_drop",
+            expected="a drop above the metric's own sensitivity",
             got=f"{curve['name']} {curve['reference']:.6g}, {safe[-1]:.6g} at {LEVELS[-1]} dB",
-        )  # fmt: skip
+        )
     if good == 0:
         return float(
             LEVELS[0]
@@ -171,4 +190,7 @@ def drop_to_db(curve: Mapping[str, Any] | None, drop: float) -> tuple[float, str
         else 1.0
     )
     db = low + (high - low) * min(max(share, 0.0), 1.0)
-    return db, f"{curve['name']} drops by {drop:g} between {low:g} and {high:g} dB of output noise"
+    return (
+        db,
+        f"{curve['name']} drops by {drop:g} between {low:g} and {high:g} dB of output noise",
+    )

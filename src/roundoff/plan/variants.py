@@ -59,7 +59,13 @@ class Variant:
     notes: tuple[str, ...] = ()
 
 
-def variant(workload: Workload, candidate: str | Path, *, steps: int = 1, backend: str | None = None) -> Variant:
+def variant(
+    workload: Workload,
+    candidate: str | Path,
+    *,
+    steps: int = 1,
+    backend: str | None = None,
+) -> Variant:
     """The variant of ``workload`` that ``candidate`` names.
 
     Raises ``FormatError`` for a format that torch cannot run a model in, and ``WorkloadError`` for what is unknown or not
@@ -68,14 +74,24 @@ def variant(workload: Workload, candidate: str | Path, *, steps: int = 1, backen
     name = str(candidate)
     setting, mark, value = name.partition("=")
     if backend is not None and name != "compile":
-        raise WorkloadError("a backend is one of torch.compile", where="backend", expected="the candidate compile",
-                            got=repr(name))  # fmt: skip
+        raise WorkloadError(
+            "a backend is one of torch.compile",
+            where="backend",
+            expected="the candidate compile",
+            got=repr(name),
+        )
     if name.endswith(".py"):
         return _other(workload, candidate, steps)
     if mark:
-        return Variant(name, workload, partial(_set, setting=setting_of(name, setting, value)))
+        return Variant(
+            name, workload, partial(_set, setting=setting_of(name, setting, value))
+        )
     if name == "compile":
-        return Variant(name, workload, partial(compiled, backend=compile_backend(workload, backend)))
+        return Variant(
+            name,
+            workload,
+            partial(compiled, backend=compile_backend(workload, backend)),
+        )
     if name == "channels_last":
         return Variant(name, workload, channels_last)
     if name in ("float64", "fp64"):
@@ -86,21 +102,33 @@ def variant(workload: Workload, candidate: str | Path, *, steps: int = 1, backen
         return Variant(name, workload, partial(moved, device=find_device(name)))
     if fmt.name not in AUTOCAST:
         raise FormatError(
-            f"torch cannot run a model in {fmt.name}, so there is nothing to record", where=f"candidate {name}",
-            expected=" or ".join(AUTOCAST), do=f"leave the candidate out: 'roundoff diagnose WORKLOAD --formats {name}' "
+            f"torch cannot run a model in {fmt.name}, so there is nothing to record",
+            where=f"candidate {name}",
+            expected=" or ".join(AUTOCAST),
+            do=f"leave the candidate out: 'roundoff diagnose WORKLOAD --formats {name}' "
             "measures what the format costs by simulation",
-        )  # fmt: skip
+        )
     dtype, device = AUTOCAST[fmt.name], device_of(workload.model).type
-    notes = ("gradients in fp16 without a loss scale",) if fmt.name == "fp16" and workload.loss else ()
+    notes = (
+        ("gradients in fp16 without a loss scale",)
+        if fmt.name == "fp16" and workload.loss
+        else ()
+    )
     return Variant(
-        name, workload, around=partial(torch.autocast, device, dtype), format=fmt.name, unit=torch.finfo(dtype).eps / 2,
+        name,
+        workload,
+        around=partial(torch.autocast, device, dtype),
+        format=fmt.name,
+        unit=torch.finfo(dtype).eps / 2,
         notes=notes,
-    )  # fmt: skip
+    )
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first parameter or buffer is; the CPU for a model that has none."""
-    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    return next(
+        (t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu")
+    )
 
 
 def double(workload: Workload) -> Workload:
@@ -110,11 +138,20 @@ def double(workload: Workload) -> Workload:
     return with_batches(workload, lambda t: t.double() if t.is_floating_point() else t)
 
 
-def with_batches(workload: Workload, change: Callable[[Tensor], Tensor], model: nn.Module | None = None) -> Workload:
+def with_batches(
+    workload: Workload,
+    change: Callable[[Tensor], Tensor],
+    model: nn.Module | None = None,
+) -> Workload:
     """The same workload with the tensors of its batches changed, and with another model where one is given."""
 
     def changed(batches: list[Any]) -> list[Any]:
-        return [tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch) for batch in batches]
+        return [
+            tree_map(
+                lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch
+            )
+            for batch in batches
+        ]
 
     twin = workload.with_model(workload.model if model is None else model)
     twin.batches, twin.held_out = changed(workload.batches), changed(workload.held_out)
@@ -143,26 +180,39 @@ def channels_last(workload: Workload) -> Workload:
     """The workload with images and weights of convolutions in the order of memory that is called channels last."""
     form = torch.channels_last
     workload.model.to(memory_format=form)  # type: ignore[call-overload]
-    return with_batches(workload, lambda t: t.contiguous(memory_format=form) if t.dim() == 4 else t)
+    return with_batches(
+        workload, lambda t: t.contiguous(memory_format=form) if t.dim() == 4 else t
+    )
 
 
 def compiled(workload: Workload, backend: str) -> Workload:
     """The workload with its model compiled; the parameters are the same ones."""
-    return with_batches(workload, lambda t: t, torch.compile(workload.model, backend=backend))  # type: ignore[arg-type]
+    model = torch.compile(workload.model, backend=backend)
+    return with_batches(workload, lambda t: t, model)  # type: ignore[arg-type]
 
 
 def compile_backend(workload: Workload, backend: str | None) -> str:
     """The backend of torch.compile, or a ``WorkloadError`` that says why it cannot run here."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend is not None and backend not in known:
-        raise WorkloadError("torch.compile has no such backend", where="backend", expected=", ".join(known),
-                            got=repr(backend))  # fmt: skip
-    compilers = (os.environ.get("CXX") or "", "g++", "clang++", "c++", "cl")
-    if backend in (None, "inductor") and device_of(workload.model).type == "cpu" and not any(map(shutil.which, compilers)):
         raise WorkloadError(
-            "torch.compile needs a C++ compiler, and there is none", where="candidate compile", expected="g++ or clang++",
+            "torch.compile has no such backend",
+            where="backend",
+            expected=", ".join(known),
+            got=repr(backend),
+        )
+    compilers = (os.environ.get("CXX") or "", "g++", "clang++", "c++", "cl")
+    if (
+        backend in (None, "inductor")
+        and device_of(workload.model).type == "cpu"
+        and not any(map(shutil.which, compilers))
+    ):
+        raise WorkloadError(
+            "torch.compile needs a C++ compiler, and there is none",
+            where="candidate compile",
+            expected="g++ or clang++",
             do="install one, or give --backend aot_eager, which shows the same operators uncompiled",
-        )  # fmt: skip
+        )
     return backend or "inductor"
 
 
@@ -192,14 +242,21 @@ def find_device(name: str) -> torch.device:
         torch.zeros(1, device=device).add_(1)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise WorkloadError(
-            f"there is no device {name} here", where=f"candidate {name}", got=str(error).partition("\n")[0],
+            f"there is no device {name} here",
+            where=f"candidate {name}",
+            got=str(error).partition("\n")[0],
             do="run this on a machine that has one, with a torch that is built for it",
-        ) from error  # fmt: skip
+        ) from error
     return device
 
 
 def _unknown(name: str) -> WorkloadError:
-    return WorkloadError("there is no such candidate", where="candidate", expected=EXPECTED, got=repr(name))
+    return WorkloadError(
+        "there is no such candidate",
+        where="candidate",
+        expected=EXPECTED,
+        got=repr(name),
+    )
 
 
 def _other(workload: Workload, source: str | Path, steps: int) -> Variant:
@@ -207,12 +264,19 @@ def _other(workload: Workload, source: str | Path, steps: int) -> Variant:
     other = Workload.load(source)
     for number in range(min(steps, len(workload.batches))):
         ours = describe(workload.batches[number])
-        theirs = describe(other.batches[number]) if number < len(other.batches) else "no such batch"
+        theirs = (
+            describe(other.batches[number])
+            if number < len(other.batches)
+            else "no such batch"
+        )
         if ours != theirs:
             raise WorkloadError(
-                f"batch {number} is another one than that of {workload.name}", where=str(source), expected=ours, got=theirs,
+                f"batch {number} is another one than that of {workload.name}",
+                where=str(source),
+                expected=ours,
+                got=theirs,
                 do="give both workloads batches of the same shapes and types",
-            )  # fmt: skip
+            )
     twin = copy.copy(other)
     twin.batches = workload.batches
     twin.forward = other.forward or workload.forward
@@ -225,18 +289,25 @@ def _other(workload: Workload, source: str | Path, steps: int) -> Variant:
 def _differences(workload: Workload, other: Workload) -> Iterator[str]:
     one, two = (dict(w.model.state_dict()) for w in (workload, other))
     changed = [
-        n for n in one if n in two and not (
-            isinstance(one[n], Tensor) and isinstance(two[n], Tensor) and one[n].shape == two[n].shape
+        n
+        for n in one
+        if n in two
+        and not (
+            isinstance(one[n], Tensor)
+            and isinstance(two[n], Tensor)
+            and one[n].shape == two[n].shape
             and bool(torch.equal(one[n].cpu(), two[n].cpu()))
         )
-    ]  # fmt: skip
+    ]
     for names, what in (
         (changed, "the models start from other values"),
         ([n for n in one if n not in two], "only the reference has"),
         ([n for n in two if n not in one], "only the candidate has"),
     ):
         if names:
-            yield f"{what}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            yield f"{what}: {', '.join(names[:3])}" + (
+                f" and {len(names) - 3} more" if len(names) > 3 else ""
+            )
     for part in ("loss", "optimizer"):
         if getattr(workload, part) is None and getattr(other, part) is not None:
             yield f"only the candidate defines {part}: it is not run"

@@ -61,13 +61,19 @@ class Verification:
         return {
             "rounds": [asdict(r) for r in self.rounds],
             "result": {
-                "target_db": self.target_db, "predicted_db": last.predicted_db, "measured_db": last.measured_db,
-                "native_db": self.native_db, "native_note": self.native_note, "metric_name": self.metric_name,
-                "metric_reference": self.metric_reference, "metric_predicted": last.metric_predicted,
-                "metric_predicted_std": self.metric_predicted_std, "metric_measured": last.metric_measured,
+                "target_db": self.target_db,
+                "predicted_db": last.predicted_db,
+                "measured_db": last.measured_db,
+                "native_db": self.native_db,
+                "native_note": self.native_note,
+                "metric_name": self.metric_name,
+                "metric_reference": self.metric_reference,
+                "metric_predicted": last.metric_predicted,
+                "metric_predicted_std": self.metric_predicted_std,
+                "metric_measured": last.metric_measured,
                 "met": self.met,
             },
-        }  # fmt: skip
+        }
 
 
 def verify(
@@ -93,7 +99,9 @@ def verify(
     """
     target = plan.about.get("target_db") if target is None else target
     part = None if budget is None else _part(budget)
-    reference = run_batches(workload, target=part, progress=_named(progress, "reference"))
+    reference = run_batches(
+        workload, target=part, progress=_named(progress, "reference")
+    )
     formats = plan.formats(reference.handler.sites)
     check = _Check(workload, reference, budget, target, metric_drop, progress)
     expected = _expected(plan, budget, formats)
@@ -105,14 +113,21 @@ def verify(
             trial.note("the rounded model overflows: no linearisation exists around it")
             break
         budget = measure(
-            workload, budget.about["formats"], probes=budget.about["probes"], target=part,
-            around=formats, seed=number, progress=progress,
-        )  # fmt: skip
+            workload,
+            budget.about["formats"],
+            probes=budget.about["probes"],
+            target=part,
+            around=formats,
+            seed=number,
+            progress=progress,
+        )
         refreshed = budget.predict(formats)
         # what even the new linearisation leaves unexplained is carried over to the next plan's prediction
         shift = refreshed.db - trial.round.measured_db
         if not math.isfinite(shift):
-            trial.note("the plan's noise is not finite: no linearisation exists around it")
+            trial.note(
+                "the plan's noise is not finite: no linearisation exists around it"
+            )
             break
         if target is None:
             trial.note("linearised again around the rounded model")
@@ -133,7 +148,9 @@ def verify(
         formats = chosen
         plan = task.plan(chosen, asked=target)
     best = check.best()
-    native_db, note = check.natively(best.formats) if native else (None, "not asked for")
+    native_db, note = (
+        check.natively(best.formats) if native else (None, "not asked for")
+    )
     return check.verification(best, native_db, note)
 
 
@@ -155,9 +172,14 @@ class _Check:
     """The measurements of one verification, against one reference."""
 
     def __init__(
-        self, workload: Workload, reference: Ran, budget: Budget | None, target: float | None,
-        metric_drop: float | None, progress: Progress | None,
-    ) -> None:  # fmt: skip
+        self,
+        workload: Workload,
+        reference: Ran,
+        budget: Budget | None,
+        target: float | None,
+        metric_drop: float | None,
+        progress: Progress | None,
+    ) -> None:
         self.workload, self.reference, self.target, self.metric_drop = (
             workload,
             reference,
@@ -192,12 +214,18 @@ class _Check:
             measured, metric = same.round.measured_db, same.round.metric_measured
         predicted = expected[0]
         value = (
-            metric_at(self.curve, predicted)[0] if self.curve and predicted is not None else None
+            metric_at(self.curve, predicted)[0]
+            if self.curve and predicted is not None
+            else None
         )
         agrees = (
-            predicted is None or predicted == measured or abs(predicted - measured) <= AGREEMENT_DB
+            predicted is None
+            or predicted == measured
+            or abs(predicted - measured) <= AGREEMENT_DB
         )
-        good = (self.target is None or measured >= self.target) and not self._dropped(metric)
+        good = (self.target is None or measured >= self.target) and not self._dropped(
+            metric
+        )
         action = (
             "accepted"
             if good and agrees
@@ -217,7 +245,12 @@ class _Check:
     def best(self) -> _Trial:
         """The last plan that is good and as predicted, else one that is good, else the most exact one."""
         ranked = [
-            (t.good, t.good and t.agrees, 0.0 if t.good else t.round.measured_db, t.round.round)
+            (
+                t.good,
+                t.good and t.agrees,
+                0.0 if t.good else t.round.measured_db,
+                t.round.round,
+            )
             for t in self.trials
         ]
         return self.trials[ranked.index(max(ranked))]
@@ -242,15 +275,33 @@ class _Check:
             noise(ran.targets, self.reference.targets)
         ), f"{count} calls with real casts, {rest} simulated"
 
-    def verification(self, best: _Trial, native_db: float | None, note: str) -> Verification:
+    def verification(
+        self, best: _Trial, native_db: float | None, note: str
+    ) -> Verification:
         """The result, with ``best`` as the plan that stands."""
         predicted = best.round.predicted_db
-        std = metric_at(self.curve, predicted)[1] if self.curve and predicted is not None else None
-        name = None if self.exact is None else getattr(self.workload.metric, "__name__", "metric")
+        std = (
+            metric_at(self.curve, predicted)[1]
+            if self.curve and predicted is not None
+            else None
+        )
+        name = (
+            None
+            if self.exact is None
+            else getattr(self.workload.metric, "__name__", "metric")
+        )
         return Verification(
-            best.plan, [t.round for t in self.trials], best.round, self.target, best.good, name, self.exact, std,
-            native_db, note,
-        )  # fmt: skip
+            best.plan,
+            [t.round for t in self.trials],
+            best.round,
+            self.target,
+            best.good,
+            name,
+            self.exact,
+            std,
+            native_db,
+            note,
+        )
 
 
 def _expected(

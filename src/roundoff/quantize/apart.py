@@ -22,9 +22,13 @@ def apart_(model: QuantizedModel, rounding: Rounding) -> list[str]:
         for site in quantizer.sites:
             own = rounding.of(site)
             if own is not rounding and name in model.routes[site].uses.values():
-                ways.setdefault(f"{own.observer} {sorted(own.parameters.items())}", []).append(site)
+                ways.setdefault(
+                    f"{own.observer} {sorted(own.parameters.items())}", []
+                ).append(site)
         for sites in list(ways.values())[1:]:
-            said.append(f"{name} has a second scale: {', '.join(sites)} asks for another observer than {quantizer.sites[0]}")
+            said.append(
+                f"{name} has a second scale: {', '.join(sites)} asks for another observer than {quantizer.sites[0]}"
+            )
             own_name = ""
             for site in sites:
                 uses = model.routes[site].uses

@@ -40,13 +40,21 @@ class Cache:
         """From ``int8``, ``fp8_e4m3fn``, ``int4:channel``. Raises ``QuantizationError`` or ``FormatError``."""
         match = re.fullmatch(r"([^:]+)(?::(token|channel|tensor))?", text)
         if match is None:
-            raise QuantizationError("unknown granularity", where="kv_cache", got=repr(text),
-                                    expected="FORMAT, FORMAT:token, FORMAT:channel or FORMAT:tensor")  # fmt: skip
+            raise QuantizationError(
+                "unknown granularity",
+                where="kv_cache",
+                got=repr(text),
+                expected="FORMAT, FORMAT:token, FORMAT:channel or FORMAT:tensor",
+            )
         return cls(parse_format(match[1]), match[2] or "token")
 
     def granularity(self, axis: int) -> Granularity | None:
         """Of a key or value whose channels lie on ``axis``; None for blocks and formats without scales."""
-        if self.fmt.execution is None or self.fmt.execution.activation == "exact" or isinstance(self.fmt, BlockFormat):
+        if (
+            self.fmt.execution is None
+            or self.fmt.execution.activation == "exact"
+            or isinstance(self.fmt, BlockFormat)
+        ):
             return None
         if self.shared == "token":
             return PerToken()
@@ -73,7 +81,9 @@ def keys_and_values(graph: Graph) -> dict[str, list[Use]]:
             for product in mixed:
                 value = next((u for u in product.uses if u.value != node.site), None)
                 if value is not None:
-                    found.setdefault(product.site, []).append(_along(value, value.operand.channel))
+                    found.setdefault(product.site, []).append(
+                        _along(value, value.operand.channel)
+                    )
     return found
 
 
@@ -89,7 +99,11 @@ def _scores(graph: Graph, node: Node) -> Node | None:
         if _plain_product(before):
             return before
         if before.operator in _BETWEEN:
-            names += [use.value for use in reversed(before.uses) if use.operand.role == "activation"]
+            names += [
+                use.value
+                for use in reversed(before.uses)
+                if use.operand.role == "activation"
+            ]
     return None
 
 
@@ -101,4 +115,6 @@ def _plain_product(node: Node) -> bool:
 
 def _along(use: Use, axis: int) -> Use:
     ndim = len(use.shape)
-    return replace(use, operand=replace(use.operand, reduce=axis - ndim if axis >= 0 else axis))
+    return replace(
+        use, operand=replace(use.operand, reduce=axis - ndim if axis >= 0 else axis)
+    )

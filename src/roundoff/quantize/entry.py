@@ -67,49 +67,107 @@ class Entry:
 
     def __post_init__(self) -> None:
         where = f"record, {self.name}"
-        for field, value in (("scale", tuple(map(float, self.scale))), ("sites", tuple(self.sites)),
-                             ("zero_point", None if self.zero_point is None else tuple(map(int, self.zero_point)))):
-            object.__setattr__(self, field, value)  # lists and numpy's numbers are taken too
+        for field, value in (
+            ("scale", tuple(map(float, self.scale))),
+            ("sites", tuple(self.sites)),
+            (
+                "zero_point",
+                None if self.zero_point is None else tuple(map(int, self.zero_point)),
+            ),
+        ):
+            object.__setattr__(
+                self, field, value
+            )  # lists and numpy's numbers are taken too
         if self.kind not in KINDS:
-            raise QuantizationError("no such kind of entry", where=where, expected=", ".join(KINDS), got=repr(self.kind))
-        fmt, granularity = format_named(self.format, where), granularity_named(self.granularity, where)
+            raise QuantizationError(
+                "no such kind of entry",
+                where=where,
+                expected=", ".join(KINDS),
+                got=repr(self.kind),
+            )
+        fmt, granularity = (
+            format_named(self.format, where),
+            granularity_named(self.granularity, where),
+        )
         bad = [s for s in self.scale if not 0.0 < s < float("inf")]
         if bad:
-            raise QuantizationError(f"{len(bad)} of {len(self.scale)} scales cannot be used", where=where,
-                                    expected="finite scales above 0", got=str(bad[0]))  # fmt: skip
+            raise QuantizationError(
+                f"{len(bad)} of {len(self.scale)} scales cannot be used",
+                where=where,
+                expected="finite scales above 0",
+                got=str(bad[0]),
+            )
         inside = self.dynamic or isinstance(fmt, BlockFormat)
         if not self.scale and not inside:
-            raise QuantizationError("no scale", where=where, expected="a scale, or dynamic = true",
-                                    got=f"{self.format} {self.granularity} without any")  # fmt: skip
+            raise QuantizationError(
+                "no scale",
+                where=where,
+                expected="a scale, or dynamic = true",
+                got=f"{self.format} {self.granularity} without any",
+            )
         if self.dynamic and self.scale:
-            raise QuantizationError("a dynamic entry has no scale of its own", where=where, got=f"{len(self.scale)} scales",
-                                    do="leave them out, or set dynamic = false")  # fmt: skip
+            raise QuantizationError(
+                "a dynamic entry has no scale of its own",
+                where=where,
+                got=f"{len(self.scale)} scales",
+                do="leave them out, or set dynamic = false",
+            )
         if isinstance(granularity, PerTensor) and len(self.scale) > 1:
-            raise QuantizationError("one scale is needed", where=where, expected="one scale for per_tensor",
-                                    got=f"{len(self.scale)} scales")  # fmt: skip
+            raise QuantizationError(
+                "one scale is needed",
+                where=where,
+                expected="one scale for per_tensor",
+                got=f"{len(self.scale)} scales",
+            )
         if self.zero_point is not None:
             _check_zero_point(self.zero_point, len(self.scale), fmt, where)
 
     @classmethod
     def of(
-        cls, name: str, kind: str, fmt: Format, qparams: QParams | None, *, granularity: Granularity | None = None,
-        sites: Iterable[str] = (), observer: str = "", dynamic: bool = False,
-    ) -> Entry:  # fmt: skip
+        cls,
+        name: str,
+        kind: str,
+        fmt: Format,
+        qparams: QParams | None,
+        *,
+        granularity: Granularity | None = None,
+        sites: Iterable[str] = (),
+        observer: str = "",
+        dynamic: bool = False,
+    ) -> Entry:
         """The entry of these qparams; ``None`` for dynamic ones and block formats (then give the granularity).
 
         >>> Entry.of("x", "activation", format_named("int8"), QParams(torch.tensor(0.5)), sites=["c1/conv2d"]).scale
         (0.5,)
         """
-        granularity = granularity or (qparams.granularity if qparams is not None else None) or PerTensor()
+        granularity = (
+            granularity
+            or (qparams.granularity if qparams is not None else None)
+            or PerTensor()
+        )
         scale: tuple[float, ...] = ()
         zero_point = None
         if qparams is not None and not dynamic:
             scale = tuple(qparams.scale.detach().double().flatten().tolist())
             if qparams.zero_point is not None:
-                zero_point = tuple(int(z) for z in qparams.zero_point.detach().flatten().tolist())
-        return cls(name, kind, fmt.name, granularity_name(granularity), scale, zero_point, tuple(sites), observer, dynamic)
+                zero_point = tuple(
+                    int(z) for z in qparams.zero_point.detach().flatten().tolist()
+                )
+        return cls(
+            name,
+            kind,
+            fmt.name,
+            granularity_name(granularity),
+            scale,
+            zero_point,
+            tuple(sites),
+            observer,
+            dynamic,
+        )
 
-    def qparams(self, shape: Iterable[int] = (), dtype: torch.dtype = torch.float32) -> QParams:
+    def qparams(
+        self, shape: Iterable[int] = (), dtype: torch.dtype = torch.float32
+    ) -> QParams:
         """The qparams for a tensor of this shape; with ``per_tensor`` the shape does not matter.
 
         Raises ``QuantizationError`` where the scales don't fit the shape, and for an entry without scales.
@@ -117,21 +175,37 @@ class Entry:
         shape, where = tuple(shape), f"record, {self.name}"
         granularity = granularity_named(self.granularity, where)
         if not self.scale:
-            raise QuantizationError("this entry has no scale", where=where, expected="a static entry, no block format",
-                                    got=f"{self.format}, dynamic = {str(self.dynamic).lower()}")  # fmt: skip
+            raise QuantizationError(
+                "this entry has no scale",
+                where=where,
+                expected="a static entry, no block format",
+                got=f"{self.format}, dynamic = {str(self.dynamic).lower()}",
+            )
         try:
             view, axes = granularity.split(shape)
         except FormatError as error:
-            raise QuantizationError(f"{self.granularity} does not fit this tensor: {error.what}", where=where,
-                                    expected=error.expected, got=f"shape {shape}") from error  # fmt: skip
+            raise QuantizationError(
+                f"{self.granularity} does not fit this tensor: {error.what}",
+                where=where,
+                expected=error.expected,
+                got=f"shape {shape}",
+            ) from error
         own = tuple(1 if axis in axes else length for axis, length in enumerate(view))
         scale = torch.tensor(self.scale, dtype=torch.float64).to(dtype)
         if isinstance(granularity, PerTensor):
             own = ()
         elif torch.Size(own).numel() != len(self.scale):
-            raise QuantizationError("the scales do not fit this tensor", where=where, got=f"{len(self.scale)} scales",
-                                    expected=f"{torch.Size(own).numel()}: {self.granularity} of shape {shape}")  # fmt: skip
-        zero_point = None if self.zero_point is None else torch.tensor(self.zero_point, dtype=dtype).reshape(own)
+            raise QuantizationError(
+                "the scales do not fit this tensor",
+                where=where,
+                got=f"{len(self.scale)} scales",
+                expected=f"{torch.Size(own).numel()}: {self.granularity} of shape {shape}",
+            )
+        zero_point = (
+            None
+            if self.zero_point is None
+            else torch.tensor(self.zero_point, dtype=dtype).reshape(own)
+        )
         return QParams(scale.reshape(own), zero_point, granularity)
 
 
@@ -162,7 +236,11 @@ def granularity_named(text: str, where: str = "granularity") -> Granularity:
     match = _GRANULARITY.fullmatch(text.strip())
     name = match["name"] if match else ""
     try:
-        numbers = [int(n) for n in (match["numbers"] or "").split(",") if n.strip()] if match else []
+        numbers = (
+            [int(n) for n in (match["numbers"] or "").split(",") if n.strip()]
+            if match
+            else []
+        )
     except ValueError:
         name, numbers = "", []
     if name in ("per_tensor", "per_token") and not numbers:
@@ -174,9 +252,11 @@ def granularity_named(text: str, where: str = "granularity") -> Granularity:
     if name == "per_block" and numbers:
         return PerBlock(tuple(numbers))
     raise QuantizationError(
-        "no such granularity", where=where, got=repr(text),
+        "no such granularity",
+        where=where,
+        got=repr(text),
         expected="per_tensor, per_axis(0), per_group(32, -1), per_token or per_block(128, 128)",
-    )  # fmt: skip
+    )
 
 
 def format_named(name: str, where: str = "format") -> Format:
@@ -192,21 +272,47 @@ def format_named(name: str, where: str = "format") -> Format:
         if match is None:
             return parse_format(name)
         narrow = {None: None, "_full": False, "_narrow": True}[match["range"]]
-        fmt = integer(int(match["width"]), symmetric=match["asym"] is None, narrow_range=narrow)
-        return parse_format(name) if fmt.name == name and int(match["width"]) in (2, 4, 8) and narrow is None else fmt
+        fmt = integer(
+            int(match["width"]), symmetric=match["asym"] is None, narrow_range=narrow
+        )
+        return (
+            parse_format(name)
+            if fmt.name == name and int(match["width"]) in (2, 4, 8) and narrow is None
+            else fmt
+        )
     except FormatError as error:
-        raise QuantizationError(error.what, where=where, expected=error.expected, got=repr(name), do=error.do) from error
+        raise QuantizationError(
+            error.what,
+            where=where,
+            expected=error.expected,
+            got=repr(name),
+            do=error.do,
+        ) from error
 
 
-def _check_zero_point(zero_point: tuple[int, ...], scales: int, fmt: Format, where: str) -> None:
+def _check_zero_point(
+    zero_point: tuple[int, ...], scales: int, fmt: Format, where: str
+) -> None:
     if fmt.one_quantum != 1.0 or isinstance(fmt, BlockFormat):
-        raise QuantizationError("a zero point needs an integer format", where=where, expected="int8_asym or another integer",
-                                got=fmt.name)  # fmt: skip
+        raise QuantizationError(
+            "a zero point needs an integer format",
+            where=where,
+            expected="int8_asym or another integer",
+            got=fmt.name,
+        )
     if len(zero_point) != scales:
-        raise QuantizationError("as many zero points as scales are needed", where=where, expected=f"{scales} zero points",
-                                got=f"{len(zero_point)} zero points")  # fmt: skip
+        raise QuantizationError(
+            "as many zero points as scales are needed",
+            where=where,
+            expected=f"{scales} zero points",
+            got=f"{len(zero_point)} zero points",
+        )
     lowest, highest = int(fmt.min_finite), int(fmt.max_finite)
     outside = [z for z in zero_point if not lowest <= z <= highest]
     if outside:
-        raise QuantizationError(f"a zero point is no code of {fmt.name}", where=where,
-                                expected=f"integers in [{lowest}, {highest}]", got=str(outside[0]))  # fmt: skip
+        raise QuantizationError(
+            f"a zero point is no code of {fmt.name}",
+            where=where,
+            expected=f"integers in [{lowest}, {highest}]",
+            got=str(outside[0]),
+        )

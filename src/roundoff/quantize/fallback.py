@@ -92,10 +92,18 @@ class _Search:
 
 
 def reach(
-    workload: Workload, target: str | float, formats: Iterable[str] = ("int8",), *, cost: str = "bitops",
-    pin: Mapping[str, str] | None = None, skip: Iterable[str] = (), options: Options | None = None,
-    rounding: Rounding | None = None, evaluations: int = 4, progress: Progress | None = None,
-) -> Reached:  # fmt: skip
+    workload: Workload,
+    target: str | float,
+    formats: Iterable[str] = ("int8",),
+    *,
+    cost: str = "bitops",
+    pin: Mapping[str, str] | None = None,
+    skip: Iterable[str] = (),
+    options: Options | None = None,
+    rounding: Rounding | None = None,
+    evaluations: int = 4,
+    progress: Progress | None = None,
+) -> Reached:
     """Quantize a workload's model so that a target is met, with the cheapest formats that the budget finds for it.
 
     Args:
@@ -126,8 +134,12 @@ def reach(
     """
     formats, skip = list(formats), list(skip)
     if evaluations < 1:
-        raise QuantizationError("no evaluation is allowed", where="evaluations", expected="1 or more",
-                                got=str(evaluations))  # fmt: skip
+        raise QuantizationError(
+            "no evaluation is allowed",
+            where="evaluations",
+            expected="1 or more",
+            got=str(evaluations),
+        )
     drop, goal = _target(target, workload)
     judged = _judged(workload)
     reference = _run(judged, judged)
@@ -136,13 +148,21 @@ def reach(
     few = workload.with_model(workload.model)
     few.batches = workload.batches[:BATCHES]
     if drop is not None and few.metric is not None:
-        few.batches = judged.batches[:BATCHES] if judged is not workload else few.batches
+        few.batches = (
+            judged.batches[:BATCHES] if judged is not workload else few.batches
+        )
     pins = dict(pin or {}) | dict.fromkeys(skip, "fp32")
-    others = [fmt for fmt in dict.fromkeys(pins.values()) if parse_format(fmt).name not in map(_name, [*formats, "fp32"])]
+    others = [
+        fmt
+        for fmt in dict.fromkeys(pins.values())
+        if parse_format(fmt).name not in map(_name, [*formats, "fp32"])
+    ]
     measured = budget(few, [*formats, *others], progress=progress)
     for pattern in pins:
         select(pattern, [site["site"] for site in measured.sites])
-    problem = Problem(measured, cost, None, pins, {"*": ["fp32", *formats]} if others else {})
+    problem = Problem(
+        measured, cost, None, pins, {"*": ["fp32", *formats]} if others else {}
+    )
     note = ""
     if drop is not None:
         goal, note = drop_to_db(measured.about.get("metric"), drop)
@@ -152,7 +172,9 @@ def reach(
     for number in range(evaluations):
         if progress is not None:
             progress("quantize", number, evaluations)
-        chosen = _cheapest(problem, search.aim(), last=number + 1 == evaluations and best is None)
+        chosen = _cheapest(
+            problem, search.aim(), last=number + 1 == evaluations and best is None
+        )
         key = tuple(sorted(chosen.items()))
         if key in search.tried:
             break
@@ -186,18 +208,35 @@ def reach(
             break
     if best is None:
         raise InfeasibleError(
-            "no plan with the offered formats meets the target", where=workload.name, best_db=math.inf, pinned=list(pins),
-            expected=str(target) if drop is None else f"{target} less, about {goal:.0f} dB",
+            "no plan with the offered formats meets the target",
+            where=workload.name,
+            best_db=math.inf,
+            pinned=list(pins),
+            expected=str(target)
+            if drop is None
+            else f"{target} less, about {goal:.0f} dB",
             got=f"fp32 for every site; {quietest(problem)}" + f" ({note})" * bool(note),
             do="offer wider formats, or ask for less",
-        )  # fmt: skip
+        )
     model, trial = best
     if not trial.met:
-        note = "; ".join(filter(None, (note, in_the_way(problem, trial.plan, trial.measured_db, pins))))
+        note = "; ".join(
+            filter(
+                None, (note, in_the_way(problem, trial.plan, trial.measured_db, pins))
+            )
+        )
     return Reached(
-        model, trial.plan, trials, trial.met, str(target), goal, workload.metric_name if workload.metric else None,
-        metric_reference, note, shares(measured, trial.plan.formats(list(problem.info))),
-    )  # fmt: skip
+        model,
+        trial.plan,
+        trials,
+        trial.met,
+        str(target),
+        goal,
+        workload.metric_name if workload.metric else None,
+        metric_reference,
+        note,
+        shares(measured, trial.plan.formats(list(problem.info))),
+    )
 
 
 def _target(target: str | float, workload: Workload) -> tuple[float | None, float]:
@@ -206,9 +245,13 @@ def _target(target: str | float, workload: Workload) -> tuple[float | None, floa
     number = isinstance(target, int | float) and not isinstance(target, bool)
     if text.strip().endswith("%") or (number and 0 <= float(target) < 1):
         if workload.metric is None:
-            raise QuantizationError("a drop of the metric was asked for, and the workload has no metric",
-                                    where=workload.name, expected="metric(outputs, ...) in the workload", got=text,
-                                    do="define it, or give a target in dB")  # fmt: skip
+            raise QuantizationError(
+                "a drop of the metric was asked for, and the workload has no metric",
+                where=workload.name,
+                expected="metric(outputs, ...) in the workload",
+                got=text,
+                do="define it, or give a target in dB",
+            )
         return parse_drop(target), math.nan
     return None, parse_target(target)
 
@@ -240,8 +283,16 @@ def _cheapest(problem: Problem, aim: float, *, last: bool) -> dict[str, str]:
         try:
             return dict(problem.cheapest(math.floor(error.best_db * 100) / 100))
         except InfeasibleError:  # errors that add up: what is pinned, and nothing else
-            pinned = {d.name: d.pinned for d in problem.decisions if d.pinned is not None and d.pinned != "fp32"}
-            return {site: fmt for name, fmt in pinned.items() for site in problem.groups[name]}
+            pinned = {
+                d.name: d.pinned
+                for d in problem.decisions
+                if d.pinned is not None and d.pinned != "fp32"
+            }
+            return {
+                site: fmt
+                for name, fmt in pinned.items()
+                for site in problem.groups[name]
+            }
 
 
 def _name(fmt: str) -> str:
@@ -268,7 +319,13 @@ def average_bits(model: QuantizedModel) -> tuple[float, float]:
     activations: list[tuple[int, float]] = []
     for site, route in model.routes.items():
         node = model.graph.nodes.get(site)
-        if node is None or node.kind not in ("conv", "linear", "matmul", "attention", "embedding"):
+        if node is None or node.kind not in (
+            "conv",
+            "linear",
+            "matmul",
+            "attention",
+            "embedding",
+        ):
             continue
         for use in node.uses:
             name = route.uses.get(use.operand.leaf)
@@ -279,7 +336,13 @@ def average_bits(model: QuantizedModel) -> tuple[float, float]:
             elif use.operand.role == "activation":
                 activations.append((math.prod(use.shape[1:]), bits))
     for node in model.graph.nodes.values():
-        if node.site in model.routes or node.kind not in ("conv", "linear", "matmul", "attention", "embedding"):
+        if node.site in model.routes or node.kind not in (
+            "conv",
+            "linear",
+            "matmul",
+            "attention",
+            "embedding",
+        ):
             continue
         for use in node.uses:
             if use.weight:

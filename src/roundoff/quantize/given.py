@@ -25,7 +25,9 @@ TRACED = 4
 
 
 def given_workload(
-    model: nn.Module | Workload, batches: Iterable[Any] | None, forward: Callable[[nn.Module, Any], Any] | None
+    model: nn.Module | Workload,
+    batches: Iterable[Any] | None,
+    forward: Callable[[nn.Module, Any], Any] | None,
 ) -> Workload:
     """The workload that a model, or a workload with other batches, is calibrated with."""
     if isinstance(model, Workload):
@@ -41,8 +43,13 @@ def given_workload(
 
 
 def _no_data(where: str) -> QuantizationError:
-    return QuantizationError("no calibration data", where=where, expected="one batch or more", got="none",
-                             do="give the batches that the model is calibrated on")  # fmt: skip
+    return QuantizationError(
+        "no calibration data",
+        where=where,
+        expected="one batch or more",
+        got="none",
+        do="give the batches that the model is calibrated on",
+    )
 
 
 def check_data(workload: Workload) -> None:
@@ -51,36 +58,51 @@ def check_data(workload: Workload) -> None:
         raise _no_data(workload.name)
     for index, batch in enumerate(workload.batches):
         for leaf in tree_flatten(batch)[0]:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.is_floating_point()
+                and not bool(leaf.isfinite().all())
+            ):
                 bad = int((~leaf.isfinite()).sum())
                 raise QuantizationError(
                     f"{bad} of {leaf.numel()} values of the calibration data are NaN or Inf",
-                    where=f"{workload.name}, batch {index}, {describe(batch)}", expected="finite values",
+                    where=f"{workload.name}, batch {index}, {describe(batch)}",
+                    expected="finite values",
                     do="leave these samples out, or mend what makes them",
-                )  # fmt: skip
+                )
 
 
 def traced(workload: Workload) -> Graph:
     """The graph of ``TRACED`` of the batches, spread over all; of all where the model may branch on their values."""
     some = workload.batches[:: -(-len(workload.batches) // TRACED)]
     graph = trace(workload, some)
-    return trace(workload) if graph.asks and len(some) < len(workload.batches) else graph
+    return (
+        trace(workload) if graph.asks and len(some) < len(workload.batches) else graph
+    )
 
 
-def site_formats(plan: Plan | Mapping[str, str] | str | Path, graph: Graph, skip: Iterable[str] = ()) -> dict[str, Format]:
+def site_formats(
+    plan: Plan | Mapping[str, str] | str | Path, graph: Graph, skip: Iterable[str] = ()
+) -> dict[str, Format]:
     """The format of each site of a graph that a plan, a mapping, a file or the name of one format asks for.
 
     Raises ``PlanError`` for a plan whose patterns name nothing, ``PatternError`` for a ``skip`` that names nothing.
     """
     sites = list(graph.nodes)
     if isinstance(plan, str) and (fmt := _format(plan)) is not None:
-        chosen = {s: fmt for s, node in graph.nodes.items() if node.kind in KINDS and _has_weight(graph, s, fmt)}
+        chosen = {
+            s: fmt
+            for s, node in graph.nodes.items()
+            if node.kind in KINDS and _has_weight(graph, s, fmt)
+        }
     else:
         if isinstance(plan, Mapping):
             plan = Plan(tuple(Rule(fmt, (pattern,)) for pattern, fmt in plan.items()))
         elif not isinstance(plan, Plan):
             plan = Plan.load(plan)
-        chosen = {site: parse_format(name) for site, name in plan.formats(sites).items()}
+        chosen = {
+            site: parse_format(name) for site, name in plan.formats(sites).items()
+        }
     for pattern in skip:
         for site in select(pattern, sites):
             chosen.pop(site, None)
@@ -89,8 +111,14 @@ def site_formats(plan: Plan | Mapping[str, str] | str | Path, graph: Graph, skip
 
 def _has_weight(graph: Graph, site: str, fmt: Format) -> bool:
     node = graph.nodes[site]
-    weighted = any(use.weight or use.origin == "made" for use in node.uses)  # what is made of weights becomes a reason
-    return weighted and (node.kind != "embedding" or fmt.execution is None or fmt.execution.activation is None)
+    weighted = any(
+        use.weight or use.origin == "made" for use in node.uses
+    )  # what is made of weights becomes a reason
+    return weighted and (
+        node.kind != "embedding"
+        or fmt.execution is None
+        or fmt.execution.activation is None
+    )
 
 
 def _format(name: str) -> Format | None:
@@ -107,9 +135,17 @@ def check_weights(made: QuantizedModel) -> None:
     for name in made.weight_names():
         weight = made.model.get_parameter(name)
         if weight.dtype not in (torch.float32, torch.float64):
-            raise QuantizationError("the model's weights are no fp32", where=name, expected="float32 or float64",
-                                    got=str(weight.dtype).removeprefix("torch."),
-                                    do="give model.float(), and data in float32")  # fmt: skip
+            raise QuantizationError(
+                "the model's weights are no fp32",
+                where=name,
+                expected="float32 or float64",
+                got=str(weight.dtype).removeprefix("torch."),
+                do="give model.float(), and data in float32",
+            )
         if bad := int((~weight.detach().isfinite()).sum()):
-            raise QuantizationError(f"{bad} of {weight.numel()} weights are NaN or Inf", where=name,
-                                    expected="finite weights", do="load or train the model again")  # fmt: skip
+            raise QuantizationError(
+                f"{bad} of {weight.numel()} weights are NaN or Inf",
+                where=name,
+                expected="finite weights",
+                do="load or train the model again",
+            )

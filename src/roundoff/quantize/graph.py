@@ -16,13 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundoff.capture.calls import Call, CallMode, Excluded, Operand, float_tensors, watch
+from roundoff.capture.calls import (
+    Call,
+    CallMode,
+    Excluded,
+    Operand,
+    float_tensors,
+    watch,
+)
 from roundoff.errors import QuantizationError
 from roundoff.plan.rounded import Plain
 from roundoff.workload import Workload, preserve
 
 #: Why calls are no sites that round nothing.
-_HARMLESS = ("moves values, rounds nothing", "does not depend on values", "random", "integer or boolean result")
+_HARMLESS = (
+    "moves values, rounds nothing",
+    "does not depend on values",
+    "random",
+    "integer or boolean result",
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,11 @@ class Node:
         if self.kind != "conv" or weight is None:
             return 1
         axis = 1 - len(weight.shape)
-        channels = self.shapes[0][axis] if "transpose" in self.operator else self.uses[0].shape[axis]
+        channels = (
+            self.shapes[0][axis]
+            if "transpose" in self.operator
+            else self.uses[0].shape[axis]
+        )
         return channels // max(weight.shape[1], 1)
 
 
@@ -89,7 +105,11 @@ class Graph:
     @property
     def hidden(self) -> list[tuple[str, str]]:
         """(first place, reason) of the excluded calls that round: their arithmetic no site stands for."""
-        return [(row.examples[0], row.reason) for row in self.excluded if row.reason not in _HARMLESS]
+        return [
+            (row.examples[0], row.reason)
+            for row in self.excluded
+            if row.reason not in _HARMLESS
+        ]
 
     def readers(self, value: str) -> list[Node]:
         """The calls that read a value, whole or as a part."""
@@ -99,12 +119,22 @@ class Graph:
     def _readers(self) -> Mapping[str, list[Node]]:
         found: dict[str, list[Node]] = {}
         for node in self.nodes.values():
-            for name in dict.fromkeys(n for use in node.uses for n in use.value.split(" ")):
+            for name in dict.fromkeys(
+                n for use in node.uses for n in use.value.split(" ")
+            ):
                 found.setdefault(name, []).append(node)
         return found
 
 
-_ASKS = (Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist, torch.equal)
+_ASKS = (
+    Tensor.__bool__,
+    Tensor.item,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.tolist,
+    torch.equal,
+)
 
 
 class _Asking(CallMode):
@@ -112,7 +142,9 @@ class _Asking(CallMode):
 
     asks = False
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.asks |= func in _ASKS
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -131,15 +163,26 @@ class _Tracer(Plain):
         if outputs:
             site = str(call.site)
             uses = tuple(
-                Use(value_name(site, o), o, tuple(call.leaves[o.leaf].shape), self._origin(call.leaves[o.leaf], o))
+                Use(
+                    value_name(site, o),
+                    o,
+                    tuple(call.leaves[o.leaf].shape),
+                    self._origin(call.leaves[o.leaf], o),
+                )
                 for o in call.operands
             )
-            integers = any(isinstance(v, Tensor) and not v.is_floating_point() for v in call.leaves)
+            integers = any(
+                isinstance(v, Tensor) and not v.is_floating_point() for v in call.leaves
+            )
             if uses and not integers and all(u.origin != "data" for u in uses):
                 self.made.add(site)
-            settings = tuple(v for v in call.leaves if isinstance(v, int | float | str | bool | None))
+            settings = tuple(
+                v for v in call.leaves if isinstance(v, int | float | str | bool | None)
+            )
             shapes = tuple(tuple(t.shape) for t in outputs)
-            self.nodes[site] = Node(site, call.operator.name, call.kind, uses, shapes, settings)
+            self.nodes[site] = Node(
+                site, call.operator.name, call.kind, uses, shapes, settings
+            )
         return result
 
     def _origin(self, value: Tensor, operand: Operand) -> str:
@@ -164,10 +207,19 @@ def trace(workload: Workload, batches: Iterable[Any] | None = None) -> Graph:
     graph, runs = Graph(), Counter[str]()
     batches = workload.batches if batches is None else list(batches)
     if not batches:
-        raise QuantizationError("no calibration data", where=workload.name, expected="one batch or more", got="none",
-                                do="give the batches that the model is calibrated on")  # fmt: skip
+        raise QuantizationError(
+            "no calibration data",
+            where=workload.name,
+            expected="one batch or more",
+            got="none",
+            do="give the batches that the model is calibrated on",
+        )
     tracer = _Tracer(workload.model)
-    with preserve(workload.model), torch.no_grad(), watch(workload.model.eval(), tracer, _Asking) as mode:
+    with (
+        preserve(workload.model),
+        torch.no_grad(),
+        watch(workload.model.eval(), tracer, _Asking) as mode,
+    ):
         for batch in batches:
             mode.begin()
             tracer.nodes, tracer.made = {}, set()
@@ -185,9 +237,12 @@ def trace(workload: Workload, batches: Iterable[Any] | None = None) -> Graph:
         graph.excluded = list(mode.excluded.values())
     graph.sometimes = {site for site, count in runs.items() if count < len(batches)}
     if not graph.nodes:
-        raise QuantizationError("no operator of this model can be seen", where=workload.name,
-                                got=type(workload.model).__name__,
-                                expected="a module that calls torch on floating-point tensors")  # fmt: skip
+        raise QuantizationError(
+            "no operator of this model can be seen",
+            where=workload.name,
+            got=type(workload.model).__name__,
+            expected="a module that calls torch on floating-point tensors",
+        )
     return graph
 
 

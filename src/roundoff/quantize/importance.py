@@ -43,7 +43,9 @@ class Statistics:
         """One batch."""
         squared, sample = gradient.square(), gradient.square().sum(0)
         fits = self.power.shape == sample.shape or not self.samples
-        self.power = self.power + sample if fits else self.power.new_full((), float("nan"))
+        self.power = (
+            self.power + sample if fits else self.power.new_full((), float("nan"))
+        )
         self.channel = self.channel + _channels(squared, axis).sum(0)
         self.extend(value, axis)
         self.square = self.square + _channels(value, axis).square().mean(0) * len(value)
@@ -52,7 +54,10 @@ class Statistics:
     def extend(self, value: Tensor, axis: int) -> None:
         """The extremes of a batch without gradients."""
         rows = _channels(value, axis)
-        self.low, self.high = torch.minimum(self.low, rows.amin(0)), torch.maximum(self.high, rows.amax(0))
+        self.low, self.high = (
+            torch.minimum(self.low, rows.amin(0)),
+            torch.maximum(self.high, rows.amax(0)),
+        )
 
 
 def _channels(value: Tensor, axis: int) -> Tensor:
@@ -66,17 +71,29 @@ class _Taps(Passing):
         self.values: dict[str, Statistics] = {}
         self.results: dict[str, Statistics] = {}
         self.varying: set[str] = set()
-        weights = {site: name for name, q in model.named() if q.weight for site in q.sites}
+        weights = {
+            site: name for name, q in model.named() if q.weight for site in q.sites
+        }
         shapes = {name: p.shape for name, p in model.model.named_parameters()}
         #: sites that read a weight, and the axis of their results' channels
-        self.axes = {s: 1 - len(shapes[n]) if len(shapes[n]) > 2 else -1 for s, n in weights.items() if n in shapes}
+        self.axes = {
+            s: 1 - len(shapes[n]) if len(shapes[n]) > 2 else -1
+            for s, n in weights.items()
+            if n in shapes
+        }
 
     def value(self, name: str, quantizer: Quantizer, value: Tensor) -> Tensor:
-        return value if quantizer.weight else self._tap(self.values, name, value, channel_axis(quantizer, value))
+        return (
+            value
+            if quantizer.weight
+            else self._tap(self.values, name, value, channel_axis(quantizer, value))
+        )
 
     def result(self, site: str, result: Any) -> Any:
         known = isinstance(result, Tensor) and site in self.axes
-        return self._tap(self.results, site, result, self.axes[site]) if known else result
+        return (
+            self._tap(self.results, site, result, self.axes[site]) if known else result
+        )
 
     def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
         return bias
@@ -84,7 +101,9 @@ class _Taps(Passing):
     def unknown(self, model: QuantizedModel, site: str) -> None:
         """The pass that rounds will see it too, and says so."""
 
-    def _tap(self, found: dict[str, Statistics], name: str, value: Tensor, axis: int) -> Tensor:
+    def _tap(
+        self, found: dict[str, Statistics], name: str, value: Tensor, axis: int
+    ) -> Tensor:
         if value.ndim == 0 or value.numel() == 0 or name in self.varying:
             return value
         if name in found and len(found[name].channel) != value.shape[axis]:
@@ -96,12 +115,16 @@ class _Taps(Passing):
                 found[name].extend(value, axis)
             return value
         # a copy: neither a leaf nor what a backward pass needs may be written in place
-        edge = (value if value.requires_grad else value.detach().requires_grad_()).clone()
+        edge = (
+            value if value.requires_grad else value.detach().requires_grad_()
+        ).clone()
 
         def arrived(gradient: Tensor) -> None:
             if name not in found:
                 zero = value.detach().new_zeros(value.shape[axis])
-                found[name] = Statistics(zero.sum(), zero, zero + torch.inf, zero - torch.inf, zero)
+                found[name] = Statistics(
+                    zero.sum(), zero, zero + torch.inf, zero - torch.inf, zero
+                )
             found[name].add(value.detach(), gradient, axis)
 
         edge.register_hook(arrived)  # type: ignore[no-untyped-call]
@@ -141,9 +164,14 @@ class Importance:
 
 
 def importance(
-    model: QuantizedModel, workload: Workload, batches: Iterable[Any], *, gradients: int = GRADIENTS, probes: int = 1,
+    model: QuantizedModel,
+    workload: Workload,
+    batches: Iterable[Any],
+    *,
+    gradients: int = GRADIENTS,
+    probes: int = 1,
     seed: int = 0,
-) -> Importance:  # fmt: skip
+) -> Importance:
     """Run the unquantized model on batches, and on the first of them send ``probes`` sign vectors back through it.
 
     Extremes come from all batches, squared adjoints from ``gradients`` of them.
@@ -159,16 +187,28 @@ def importance(
                 with torch.no_grad():
                     own.run(batch)
                 continue
-            tensors = [t for t in named_tensors(own.run(batch)).values() if t.requires_grad]
+            tensors = [
+                t for t in named_tensors(own.run(batch)).values() if t.requires_grad
+            ]
             if not tensors:
                 continue
             reached = True
             for number in range(probes):
-                signs = [torch.randint(0, 2, t.shape, generator=generator).to(t.dtype) * 2 - 1 for t in tensors]
-                torch.autograd.backward(tensors, signs, retain_graph=number + 1 < probes)
+                signs = [
+                    torch.randint(0, 2, t.shape, generator=generator).to(t.dtype) * 2
+                    - 1
+                    for t in tensors
+                ]
+                torch.autograd.backward(
+                    tensors, signs, retain_graph=number + 1 < probes
+                )
                 power += sum(float(t.detach().double().square().sum()) for t in tensors)
     if not reached:
-        raise QuantizationError("no gradient reaches the output, so nothing can be weighed", where=workload.name,
-                                expected="a model that is differentiable", got="an output without a gradient",
-                                do="choose an observer that needs none: mse")  # fmt: skip
+        raise QuantizationError(
+            "no gradient reaches the output, so nothing can be weighed",
+            where=workload.name,
+            expected="a model that is differentiable",
+            got="an output without a gradient",
+            do="choose an observer that needs none: mse",
+        )
     return Importance(taps.values, taps.results, power)

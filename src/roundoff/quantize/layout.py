@@ -34,7 +34,9 @@ class Route:
 class Layout:
     """Routes and quantizers as they come about, and the reasons of what stays as it is."""
 
-    def __init__(self, graph: Graph, formats: Mapping[str, Format], options: Options) -> None:
+    def __init__(
+        self, graph: Graph, formats: Mapping[str, Format], options: Options
+    ) -> None:
         self.graph, self.formats, self.options = graph, formats, options
         self.routes: dict[str, Route] = {}
         self.quantizers: dict[str, Quantizer] = {}
@@ -48,7 +50,12 @@ class Layout:
         if self.cache is not None and node.site in self.kept:
             route = self.routed(node, f"keys and values in {self.cache.fmt.name}")
             for use in self.kept[node.site]:
-                self.read(route, use, self.cache.fmt, self.cache.granularity(use.operand.reduce))
+                self.read(
+                    route,
+                    use,
+                    self.cache.fmt,
+                    self.cache.granularity(use.operand.reduce),
+                )
         fmt = self.formats.get(node.site)
         if fmt is None or fmt.name == "fp32":
             return
@@ -72,20 +79,38 @@ class Layout:
         weighted = any(use.weight for use in node.uses)
         for use in node.uses:
             if use.operand.role == "weight" and rule.weight is not None:
-                self.read(route, use, fmt, self.options.of(node.site).weight_granularity(use, fmt))
+                self.read(
+                    route,
+                    use,
+                    fmt,
+                    self.options.of(node.site).weight_granularity(use, fmt),
+                )
             elif use.operand.role == "activation" and rule.activation is not None:
                 own = self.options.of(node.site).value_format(fmt)
-                self.read(route, use, own, self.options.value_granularity(use, own, weighted))
-            elif use.operand.role == "bias" and self.options.bias and is_integer(fmt) and rule.activation is not None:
+                self.read(
+                    route, use, own, self.options.value_granularity(use, own, weighted)
+                )
+            elif (
+                use.operand.role == "bias"
+                and self.options.bias
+                and is_integer(fmt)
+                and rule.activation is not None
+            ):
                 route.bias = use.operand.leaf
 
     def _refuses(self, node: Node, fmt: Format) -> str | None:
         """Why a call cannot run in a format, or None."""
         if node.site in self.graph.changing:
-            return "reads other values from batch to batch: the model branches on its data"
+            return (
+                "reads other values from batch to batch: the model branches on its data"
+            )
         weighted = any(use.weight for use in node.uses)
         reason, rule = runs_kind(node.kind, weighted, fmt), fmt.execution
-        if reason is not None or rule is None or "exact" in (rule.activation, rule.weight):
+        if (
+            reason is not None
+            or rule is None
+            or "exact" in (rule.activation, rule.weight)
+        ):
             return reason
         for use in node.uses:
             if use.operand.role == "bias":
@@ -104,19 +129,39 @@ class Layout:
         """Why an operand has no such granularity: a reason, or ``FormatError``; None where it has."""
         rule = fmt.execution
         if not use.weight:
-            granularity = self.options.value_granularity(use, self.options.of(node.site).value_format(fmt), weighted)
-            if granularity is not None and rule is not None and rule.activation is not None:
+            granularity = self.options.value_granularity(
+                use, self.options.of(node.site).value_format(fmt), weighted
+            )
+            if (
+                granularity is not None
+                and rule is not None
+                and rule.activation is not None
+            ):
                 granularity.split(use.shape)
             return None
-        granularity, axis = self.options.of(node.site).weight_granularity(use, fmt), use.operand.reduce % len(use.shape)
+        granularity, axis = (
+            self.options.of(node.site).weight_granularity(use, fmt),
+            use.operand.reduce % len(use.shape),
+        )
         if granularity is not None:
             granularity.split(use.shape)
-        other = next((n.site for n in self.graph.readers(use.value) if self._transforms(n, use.value)), "")
+        other = next(
+            (
+                n.site
+                for n in self.graph.readers(use.value)
+                if self._transforms(n, use.value)
+            ),
+            "",
+        )
         if other:
             return f"{use.value} is stored once, and {other} reads a view of it or makes another weight of it"
         known = self.quantizers.get(use.value)
-        if known is None or (known.fmt, known.granularity) == (fmt, granularity) and (
-            granularity is not None or known.operand.reduce % len(use.shape) == axis
+        if (
+            known is None
+            or (known.fmt, known.granularity) == (fmt, granularity)
+            and (
+                granularity is not None or known.operand.reduce % len(use.shape) == axis
+            )
         ):
             return None
         return f"{use.value} is stored once, as {known.sites[0]} reads it: {known.fmt.name}, {known.granularity}"
@@ -126,21 +171,31 @@ class Layout:
         used = any(u.value == weight and u.origin == "made" for u in node.uses)
         return used or node.site in self.graph.made
 
-    def read(self, route: Route, use: Use, fmt: Format, granularity: Granularity | None) -> None:
+    def read(
+        self, route: Route, use: Use, fmt: Format, granularity: Granularity | None
+    ) -> None:
         """Let a call read an operand through the quantizer of its value, or through one of its own.
 
         One of its own: another reader has the value in another format or granularity, or this is only a part of the value.
         """
         name, own = use.value, f"{route.site}:{use.operand.leaf}"
         known = self.quantizers.get(name)
-        other = known is not None and (known.fmt, known.granularity, known.weight) != (fmt, granularity, use.weight)
+        other = known is not None and (known.fmt, known.granularity, known.weight) != (
+            fmt,
+            granularity,
+            use.weight,
+        )
         if other or not (use.weight or self._whole(use)):
             name = own
         if use.operand.leaf in route.uses:
             return
         if name not in self.quantizers:
-            dynamic = not use.weight and (self.options.dynamic or isinstance(granularity, PerToken | PerGroup))
-            self.quantizers[name] = Quantizer(name, fmt, use.operand, granularity, dynamic=dynamic)
+            dynamic = not use.weight and (
+                self.options.dynamic or isinstance(granularity, PerToken | PerGroup)
+            )
+            self.quantizers[name] = Quantizer(
+                name, fmt, use.operand, granularity, dynamic=dynamic
+            )
         quantizer = self.quantizers[name]
         quantizer.sites = tuple(dict.fromkeys((*quantizer.sites, route.site)))
         route.uses[use.operand.leaf] = name
@@ -156,10 +211,16 @@ class Layout:
         """Let a call that has no format for it read a quantized weight as it is stored."""
         for use in node.uses:
             known, route = self.quantizers.get(use.value), self.routes.get(node.site)
-            if known is None or not known.weight or (route is not None and use.operand.leaf in route.uses):
+            if (
+                known is None
+                or not known.weight
+                or (route is not None and use.operand.leaf in route.uses)
+            ):
                 continue
             note = f"reads {use.value} as it is stored for {known.sites[0]}, in {known.fmt.name}"
-            self.reasons[node.site] = "; ".join(filter(None, (self.reasons.get(node.site), note)))
+            self.reasons[node.site] = "; ".join(
+                filter(None, (self.reasons.get(node.site), note))
+            )
             if use.origin == "parameter":
                 route = self.routes.setdefault(node.site, Route(node.site))
                 route.uses[use.operand.leaf] = use.value

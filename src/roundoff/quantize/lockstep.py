@@ -73,7 +73,10 @@ class Lockstep:
     def run(self, bodies: Sequence[Callable[[], None]]) -> None:
         """Run them all to their ends. What a body, or ``decide``, raises is raised here, when all others have stopped."""
         runs = [_Run(i, body) for i, body in enumerate(bodies)]
-        threads = [threading.Thread(target=self._body, args=(run,), daemon=True) for run in runs]
+        threads = [
+            threading.Thread(target=self._body, args=(run,), daemon=True)
+            for run in runs
+        ]
         for thread in threads:
             thread.start()
         try:

@@ -75,12 +75,16 @@ class QuantizedModel(nn.Module):
         moves: channel groups that were divided by factors, in order, and whether clips were passed (``unrounded``).
     """
 
-    def __init__(self, model: nn.Module, laid_out: Scheme, graph: Graph | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, laid_out: Scheme, graph: Graph | None = None
+    ) -> None:
         super().__init__()
         self.model, self.graph, self.training = model, graph or Graph(), model.training
         self.routes: dict[str, Route] = laid_out.routes
         self.rows: list[Row] = laid_out.rows
-        self.quantizers = nn.ModuleDict({_key(name): q for name, q in laid_out.quantizers.items()})
+        self.quantizers = nn.ModuleDict(
+            {_key(name): q for name, q in laid_out.quantizers.items()}
+        )
         self.factors = nn.ParameterDict()  # of Route.divided
         self.steps: list[Step] = []
         self.remarks: list[str] = []
@@ -122,20 +126,40 @@ class QuantizedModel(nn.Module):
     def record(self) -> Record:
         """What was chosen for this model: qparams of weights and values, what was skipped and why, and the steps."""
         entries = [
-            Entry.of(name, "weight" if q.weight else "activation", q.fmt, None if q.dynamic else q.qparams(),
-                     granularity=q.granularity, sites=q.sites, observer=q.observer, dynamic=q.dynamic)
+            Entry.of(
+                name,
+                "weight" if q.weight else "activation",
+                q.fmt,
+                None if q.dynamic else q.qparams(),
+                granularity=q.granularity,
+                sites=q.sites,
+                observer=q.observer,
+                dynamic=q.dynamic,
+            )
             for name, q in self.named()
-        ]  # fmt: skip
-        skipped = tuple((row.site, row.reason) for row in self.rows if row.reason and row.format == "fp32")
-        return Record(fingerprint(self.model), tuple(entries), skipped, tuple(self.steps), self._divisors())
+        ]
+        skipped = tuple(
+            (row.site, row.reason)
+            for row in self.rows
+            if row.reason and row.format == "fp32"
+        )
+        return Record(
+            fingerprint(self.model),
+            tuple(entries),
+            skipped,
+            tuple(self.steps),
+            self._divisors(),
+        )
 
     def _divisors(self) -> dict[str, tuple[float, ...]]:
         """By weight, the factors that its input is divided by before it is read."""
         return {
             weight: tuple(self.factors[_key(name)].detach().double().flatten().tolist())
-            for route in self.routes.values() for name in route.divided.values()
-            for weight in route.uses.values() if self.quantizer(weight).weight
-        }  # fmt: skip
+            for route in self.routes.values()
+            for name in route.divided.values()
+            for weight in route.uses.values()
+            if self.quantizer(weight).weight
+        }
 
     @contextmanager
     def through(self, passing: Passing) -> Iterator[None]:
@@ -193,7 +217,9 @@ class QuantizedModel(nn.Module):
                 for handle in handles:
                     handle.remove()
 
-    def divided(self, route: Route, leaves: list[Any], done: WeakIdKeyDictionary) -> list[Any]:
+    def divided(
+        self, route: Route, leaves: list[Any], done: WeakIdKeyDictionary
+    ) -> list[Any]:
         """The arguments of a call, those with factors divided by them: once for all readers, as ``done`` remembers."""
         found = list(leaves)
         for place, name in route.divided.items():
@@ -206,16 +232,22 @@ class QuantizedModel(nn.Module):
             found[place] = known[f"/{name}"]
         return found
 
-    def divide_(self, name: str, factors: Tensor, places: Iterable[tuple[str, int]]) -> None:
+    def divide_(
+        self, name: str, factors: Tensor, places: Iterable[tuple[str, int]]
+    ) -> None:
         """From now on these places of these sites read values divided by ``factors``, which broadcast to them."""
-        self.factors[_key(name)] = nn.Parameter(factors.detach().clone(), requires_grad=False)
+        self.factors[_key(name)] = nn.Parameter(
+            factors.detach().clone(), requires_grad=False
+        )
         for site, place in places:
             self.routes[site].divided[place] = name
 
     @property
     def notes(self) -> dict[str, str]:
         """What could not be scaled as it should, by the quantizer's name: constant values, scales that are too small."""
-        return {name: quantizer.note for name, quantizer in self.named() if quantizer.note}
+        return {
+            name: quantizer.note for name, quantizer in self.named() if quantizer.note
+        }
 
     def settle_(self) -> None:
         """After calibration: what it never reached runs in fp32, and its row says so."""
@@ -225,7 +257,9 @@ class QuantizedModel(nn.Module):
                 continue
             del self.routes[site]
             reason = "calibration never reached it"
-            self.rows[:] = [Row(r.site, "fp32", reason) if r.site == site else r for r in self.rows]
+            self.rows[:] = [
+                Row(r.site, "fp32", reason) if r.site == site else r for r in self.rows
+            ]
         for name in never:
             del self.quantizers[_key(name)]
 
@@ -257,15 +291,22 @@ class _Handler:
             if site not in self.owner.known and float_tensors(result):
                 self.owner.passing.unknown(self.owner, site)
             return result
-        leaves, inplace = self.owner.divided(route, call.leaves, self.done), call.operator.inplace
+        leaves, inplace = (
+            self.owner.divided(route, call.leaves, self.done),
+            call.operator.inplace,
+        )
         for place, name in route.uses.items():
             # what is about to be written over may be needed by the gradient of its quantizer
-            leaves[place] = self.pass_on(name, leaves[place].clone() if inplace and place == 0 else leaves[place])
+            leaves[place] = self.pass_on(
+                name, leaves[place].clone() if inplace and place == 0 else leaves[place]
+            )
         if route.executes is not None:
             return execute(replace(call, leaves=leaves), route.executes, straight)
         if route.bias >= 0:
             readers = [self.owner.quantizer(n) for n in route.uses.values()]
-            leaves[route.bias] = self.owner.passing.bias(site, leaves[route.bias], readers)
+            leaves[route.bias] = self.owner.passing.bias(
+                site, leaves[route.bias], readers
+            )
         result = self.owner.passing.result(site, call.again(leaves))
         if route.output:
             result = self.pass_on(route.output, result)
@@ -277,13 +318,17 @@ class _Handler:
             self.done[value] = {}
         known: dict[str, Tensor] = self.done[value]
         if name not in known:
-            known[name] = self.owner.passing.value(name, self.owner.quantizers[_key(name)], value)
+            known[name] = self.owner.passing.value(
+                name, self.owner.quantizers[_key(name)], value
+            )
         return known[name]
 
 
 def forget(done: WeakIdKeyDictionary, tensor: Tensor) -> None:
     """Drop what is remembered of tensors in the memory of one that is about to be written."""
-    memory = tensor.untyped_storage()._cdata  # also of tensors without data, as torch.export has them
+    memory = (
+        tensor.untyped_storage()._cdata
+    )  # also of tensors without data, as torch.export has them
     for known in [t for t in done if t.untyped_storage()._cdata == memory]:
         del done[known]
 

@@ -53,20 +53,34 @@ class Options:
     layers: Mapping[str, Options] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, words in (("activation", ("tensor", "token", "channel")), ("weight", ("format", "tensor", "channel"))):
+        for name, words in (
+            ("activation", ("tensor", "token", "channel")),
+            ("weight", ("format", "tensor", "channel")),
+        ):
             given = getattr(self, name)
             if given not in words and not re.fullmatch(r"group:[1-9]\d*", given):
-                raise QuantizationError("unknown granularity", where=name, expected=f"{', '.join(words)} or group:SIZE",
-                                        got=repr(given))  # fmt: skip
+                raise QuantizationError(
+                    "unknown granularity",
+                    where=name,
+                    expected=f"{', '.join(words)} or group:SIZE",
+                    got=repr(given),
+                )
 
     def of(self, site: str) -> Options:
         """What holds for one call."""
-        return next((own for pattern, own in self.layers.items() if matches(pattern, site)), self)
+        return next(
+            (own for pattern, own in self.layers.items() if matches(pattern, site)),
+            self,
+        )
 
     def value_format(self, fmt: Format) -> Format:
         """The format of values beside weights of a format: integers are asymmetric unless asked otherwise."""
         own = fmt.of_activations
-        if is_integer(own) and (own is not fmt or own.symmetric) and own.symmetric != self.symmetric:
+        if (
+            is_integer(own)
+            and (own is not fmt or own.symmetric)
+            and own.symmetric != self.symmetric
+        ):
             return integer(own.width, symmetric=self.symmetric)
         return own
 
@@ -80,10 +94,16 @@ class Options:
         if asked == "tensor" or ndim < 2:
             return PerTensor()
         if asked.startswith("group"):
-            return _groups(int(asked.partition(":")[2] or fmt.group_size), use, use.operand.reduce % ndim)
+            return _groups(
+                int(asked.partition(":")[2] or fmt.group_size),
+                use,
+                use.operand.reduce % ndim,
+            )
         return PerAxis(use.operand.channel % ndim)
 
-    def value_granularity(self, use: Use, fmt: Format, weighted: bool) -> Granularity | None:
+    def value_granularity(
+        self, use: Use, fmt: Format, weighted: bool
+    ) -> Granularity | None:
         """What shares a scale in a value; None for blocks.
 
         Groups are for what meets a weight. Where two values meet, the contracted axis may be that of the tokens, whose
@@ -96,7 +116,11 @@ class Options:
             return PerToken()
         if asked == "channel":
             return PerAxis(use.operand.reduce % len(use.shape))
-        if asked.startswith("group:") and weighted and use.shape[use.operand.reduce] > int(asked[6:]):
+        if (
+            asked.startswith("group:")
+            and weighted
+            and use.shape[use.operand.reduce] > int(asked[6:])
+        ):
             return PerGroup(int(asked[6:]), use.operand.reduce)
         return PerToken() if asked.startswith("group:") else PerTensor()
 

@@ -19,7 +19,13 @@ from roundoff.plan.budget import sqnr_db
 from roundoff.plan.plan import Plan
 from roundoff.plan.rounded import noise
 from roundoff.quantize.apart import apart_
-from roundoff.quantize.given import check_data, check_weights, given_workload, site_formats, traced
+from roundoff.quantize.given import (
+    check_data,
+    check_weights,
+    given_workload,
+    site_formats,
+    traced,
+)
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
@@ -43,10 +49,17 @@ MEASURED = 2
 
 
 def quantize(
-    model: nn.Module | Workload, plan: Plan | Mapping[str, str] | str | Path, batches: Iterable[Any] | None = None, *,
-    forward: Callable[[nn.Module, Any], Any] | None = None, options: Options | None = None,
-    rounding: Rounding | None = None, fold: bool = True, spread: bool = True, skip: Iterable[str] = (),
-) -> QuantizedModel:  # fmt: skip
+    model: nn.Module | Workload,
+    plan: Plan | Mapping[str, str] | str | Path,
+    batches: Iterable[Any] | None = None,
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    options: Options | None = None,
+    rounding: Rounding | None = None,
+    fold: bool = True,
+    spread: bool = True,
+    skip: Iterable[str] = (),
+) -> QuantizedModel:
     """A copy of a model in the formats of a plan, calibrated, with weights rounded so that the output keeps its value.
 
     In order: BatchNorm is folded into the layers before it; channels are balanced as ``rounding.balance`` says, or else
@@ -97,7 +110,9 @@ def quantize(
     notes: list[Row] = []
     if fold:
         folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
-        notes = [Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason]
+        notes = [
+            Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason
+        ]
     graph = traced(own)
     made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
     made.rows += notes
@@ -107,8 +122,24 @@ def quantize(
     meter = _Meter(workload, own, made)
     steps = _calibrate(made, graph, own, rounding, spread, meter, options.divide)
     if steps is None:  # the copy is spoilt: another one
-        made = quantize(workload, plan, options=options, rounding=rounding, fold=fold, spread=False, skip=skip)
-        steps = [Step("spread", math.nan, math.nan, "undone: it changed what the model computes"), *made.steps]
+        made = quantize(
+            workload,
+            plan,
+            options=options,
+            rounding=rounding,
+            fold=fold,
+            spread=False,
+            skip=skip,
+        )
+        steps = [
+            Step(
+                "spread",
+                math.nan,
+                math.nan,
+                "undone: it changed what the model computes",
+            ),
+            *made.steps,
+        ]
     made.steps = steps
     return made
 
@@ -141,19 +172,36 @@ def _copied(model: nn.Module) -> nn.Module:
     """A copy that shares nothing with the model, in evaluation mode."""
     try:
         return copy.deepcopy(model).eval()
-    except (RuntimeError, TypeError, NotImplementedError) as error:  # tensors with a history, locks, open files
-        raise QuantizationError("the model cannot be copied", where=type(model).__name__, got=str(error).partition(". ")[0],
-                                expected="a module that copy.deepcopy takes",
-                                do="fold torch.nn.utils.weight_norm in with remove_weight_norm, or make the module "
-                                   "forget tensors that it computed") from error  # fmt: skip
+    except (
+        RuntimeError,
+        TypeError,
+        NotImplementedError,
+    ) as error:  # tensors with a history, locks, open files
+        raise QuantizationError(
+            "the model cannot be copied",
+            where=type(model).__name__,
+            got=str(error).partition(". ")[0],
+            expected="a module that copy.deepcopy takes",
+            do="fold torch.nn.utils.weight_norm in with remove_weight_norm, or make the module "
+            "forget tensors that it computed",
+        ) from error
 
 
 def _calibrate(
-    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, spread: bool, meter: _Meter, divide: bool
+    made: QuantizedModel,
+    graph: Graph,
+    own: Workload,
+    rounding: Rounding,
+    spread: bool,
+    meter: _Meter,
+    divide: bool,
 ) -> list[Step] | None:
     """What was done; None where rescaled channels gave another function."""
-    found = [_balanced(made, graph, own, rounding, method) for method in dict.fromkeys(r.balance for r in rounding.every)
-             if method]  # fmt: skip
+    found = [
+        _balanced(made, graph, own, rounding, method)
+        for method in dict.fromkeys(r.balance for r in rounding.every)
+        if method
+    ]
     values = [q for _, q in made.named() if not q.weight]
     static = [q for q in values if not q.dynamic]
     spread, divide = (asked and not rounding.balance for asked in (spread, divide))
@@ -164,18 +212,35 @@ def _calibrate(
         gains = [spread_(made, graph, own, weights)] if static and spread else []
         if divide:
             gains.append(divide_(made, graph, own, weights))
-        found += [Step(gain.name, gain.before_db, gain.after_db, gain.note) for gain in gains]
+        found += [
+            Step(gain.name, gain.before_db, gain.after_db, gain.note) for gain in gains
+        ]
         if any(not math.isnan(gain.after_db) for gain in gains):
             before = weights.output
-            weights = importance(made, own, own.batches[:GRADIENTS])  # extremes were for the rescaling alone
+            weights = importance(
+                made, own, own.batches[:GRADIENTS]
+            )  # extremes were for the rescaling alone
             if abs(weights.output - before) > SAME * before:
                 return None
     if weights is None or not static:
-        rounding = replace(_unweighed(rounding), layers={p: _unweighed(r) for p, r in rounding.layers.items()})
+        rounding = replace(
+            _unweighed(rounding),
+            layers={p: _unweighed(r) for p, r in rounding.layers.items()},
+        )
     gains = round_in_order_(made, own, own.batches, rounding, weights)
-    means = [g.after_db - g.before_db for g in gains if math.isfinite(g.after_db - g.before_db)]
-    note = f"weights: {sum(means) / len(means):.1f} dB over nearest, a layer, mean of {len(means)}" if means else ""
-    found.append(Step(f"{rounding.observer}, {rounding.weights}", math.nan, meter.db(), note))
+    means = [
+        g.after_db - g.before_db
+        for g in gains
+        if math.isfinite(g.after_db - g.before_db)
+    ]
+    note = (
+        f"weights: {sum(means) / len(means):.1f} dB over nearest, a layer, mean of {len(means)}"
+        if means
+        else ""
+    )
+    found.append(
+        Step(f"{rounding.observer}, {rounding.weights}", math.nan, meter.db(), note)
+    )
     return found
 
 
@@ -183,39 +248,70 @@ def _unweighed(how: Rounding) -> Rounding:
     return replace(how, observer="mse") if how.observer == "adjoint" else how
 
 
-def _balanced(made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, method: str) -> Step:
+def _balanced(
+    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, method: str
+) -> Step:
     """Balance the channels that the calls read for which ``rounding`` has this method."""
     hows = {site: rounding.of(site) for site in made.routes}
-    strengths = {site: how.strength for site, how in hows.items() if how.balance == method}
+    strengths = {
+        site: how.strength for site, how in hows.items() if how.balance == method
+    }
     done = smooth_(made, graph, own, method=method, alpha=strengths)
-    left = Counter(row.how.removeprefix("left: ") for row in done.rows if row.how.startswith("left"))
-    parts = [f"{len(done.rows) - left.total()} of {len(done.rows)} values", done.gain.note]
-    parts += [f"{number} left: {why}" for why, number in left.most_common(2) if not done.gain.note]
-    convolutions = sum(made.graph.nodes[site].kind == "conv" for site in strengths) if method == "awq" else 0
-    parts += [f"awq is for linear layers: {convolutions} convolutions left"] * bool(convolutions)
+    left = Counter(
+        row.how.removeprefix("left: ")
+        for row in done.rows
+        if row.how.startswith("left")
+    )
+    parts = [
+        f"{len(done.rows) - left.total()} of {len(done.rows)} values",
+        done.gain.note,
+    ]
+    parts += [
+        f"{number} left: {why}"
+        for why, number in left.most_common(2)
+        if not done.gain.note
+    ]
+    convolutions = (
+        sum(made.graph.nodes[site].kind == "conv" for site in strengths)
+        if method == "awq"
+        else 0
+    )
+    parts += [f"awq is for linear layers: {convolutions} convolutions left"] * bool(
+        convolutions
+    )
     parts.append("both sides with min-max ranges, weights to nearest")
     if not done.rows:
-        parts = [f"no value that quantized {'linear layers' if method == 'awq' else 'weights'} read"]
-    return Step(method, done.gain.before_db, done.gain.after_db, "; ".join(filter(None, parts)))
+        parts = [
+            f"no value that quantized {'linear layers' if method == 'awq' else 'weights'} read"
+        ]
+    return Step(
+        method, done.gain.before_db, done.gain.after_db, "; ".join(filter(None, parts))
+    )
 
 
 class _Meter:
     """SQNR of a quantized model's output against the unquantized one's, on the first batches."""
 
-    def __init__(self, reference: Workload, own: Workload, made: QuantizedModel) -> None:
+    def __init__(
+        self, reference: Workload, own: Workload, made: QuantizedModel
+    ) -> None:
         self.batches = own.batches[:MEASURED]
         self.own = own.with_model(made)
         self.exact = [self._run(reference, batch) for batch in self.batches]
 
     def db(self) -> float:
         """In dB."""
-        return sqnr_db(noise([self._run(self.own, batch) for batch in self.batches], self.exact))
+        return sqnr_db(
+            noise([self._run(self.own, batch) for batch in self.batches], self.exact)
+        )
 
     @staticmethod
     def _run(workload: Workload, batch: Any) -> dict[str, Tensor]:
         training = workload.model.training
         try:
             with torch.no_grad():
-                return named_tensors(workload.with_model(workload.model.eval()).run(batch))
+                return named_tensors(
+                    workload.with_model(workload.model.eval()).run(batch)
+                )
         finally:
             workload.model.train(training)

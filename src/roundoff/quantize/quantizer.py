@@ -46,11 +46,23 @@ class Quantizer(nn.Module):
     exact: Tensor | None
 
     def __init__(
-        self, name: str, fmt: Format, operand: Operand, granularity: Granularity | None, sites: tuple[str, ...] = (), *,
+        self,
+        name: str,
+        fmt: Format,
+        operand: Operand,
+        granularity: Granularity | None,
+        sites: tuple[str, ...] = (),
+        *,
         dynamic: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
-        self.name, self.fmt, self.operand, self.granularity, self.sites = name, fmt, operand, granularity, sites
+        self.name, self.fmt, self.operand, self.granularity, self.sites = (
+            name,
+            fmt,
+            operand,
+            granularity,
+            sites,
+        )
         self.dynamic = dynamic or granularity is None or isinstance(fmt, BlockFormat)
         self.observer = self.note = ""
         self.register_buffer("scale", None)
@@ -65,9 +77,13 @@ class Quantizer(nn.Module):
     def qparams(self) -> QParams:
         """Scale and zero point. Raises ``QuantizationError`` where there are none, since nothing was observed."""
         if self.scale is None:
-            raise QuantizationError("this value has no scale", where=self.name, expected="a calibrated quantizer",
-                                    got="one that is dynamic" if self.dynamic else "one that saw no data",
-                                    do="calibrate the model on batches that reach it")  # fmt: skip
+            raise QuantizationError(
+                "this value has no scale",
+                where=self.name,
+                expected="a calibrated quantizer",
+                got="one that is dynamic" if self.dynamic else "one that saw no data",
+                do="calibrate the model on batches that reach it",
+            )
         return QParams(self.scale, self.zero_point, self.granularity)
 
     def set_(self, qparams: QParams, observer: str = "", note: str = "") -> None:
@@ -76,7 +92,10 @@ class Quantizer(nn.Module):
         self.scale, self.zero_point = qparams.scale.detach().clone(), None
         if qparams.zero_point is not None:
             self.zero_point = qparams.zero_point.detach().clone()
-        self.granularity, self.observer = qparams.granularity or self.granularity, observer
+        self.granularity, self.observer = (
+            qparams.granularity or self.granularity,
+            observer,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` on the grid, in its shape and dtype; NaN stays NaN, what is out of range saturates."""
@@ -85,20 +104,30 @@ class Quantizer(nn.Module):
         if self.exact is None:
             return self._rounded(x)
         kept = x.index_select(self.operand.reduce, self.exact)
-        return self._rounded(self.without_exact(x)).index_copy(self.operand.reduce, self.exact, kept)
+        return self._rounded(self.without_exact(x)).index_copy(
+            self.operand.reduce, self.exact, kept
+        )
 
     def without_exact(self, x: Tensor) -> Tensor:
         """``x`` with zeros at the places that stay in full precision: what a scale is chosen from."""
-        return x if self.exact is None else x.index_fill(self.operand.reduce, self.exact, 0.0)
+        return (
+            x
+            if self.exact is None
+            else x.index_fill(self.operand.reduce, self.exact, 0.0)
+        )
 
     def _rounded(self, x: Tensor) -> Tensor:
         if self.granularity is None or isinstance(self.fmt, BlockFormat):
             return straight(x, round_operand(x, self.operand, self.fmt))
         if not self.dynamic:
             return straight(x, fake_quantize(x, self.qparams(), self.fmt))
-        axis = self.operand.reduce if isinstance(self.granularity, PerToken) else -1  # a token has one scale along it
+        axis = (
+            self.operand.reduce if isinstance(self.granularity, PerToken) else -1
+        )  # a token has one scale along it
         moved = x.detach().movedim(axis, -1)
-        rounded = fake_quantize(moved, choose_qparams(moved, self.fmt, self.granularity), self.fmt)
+        rounded = fake_quantize(
+            moved, choose_qparams(moved, self.fmt, self.granularity), self.fmt
+        )
         return straight(x, rounded.movedim(-1, axis))
 
     def codes(self, x: Tensor) -> Tensor:
@@ -108,10 +137,17 @@ class Quantizer(nn.Module):
     def extra_repr(self) -> str:
         """For print(model)."""
         how = "blocks" if self.granularity is None else str(self.granularity)
-        return f"{self.name}, {self.fmt.name}, {how}{', dynamic' if self.dynamic else ''}"
+        return (
+            f"{self.name}, {self.fmt.name}, {how}{', dynamic' if self.dynamic else ''}"
+        )
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        for name in ("scale", "zero_point"):  # of a fresh model they are None, which has no place to load into
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        for name in (
+            "scale",
+            "zero_point",
+        ):  # of a fresh model they are None, which has no place to load into
             if prefix + name in state_dict:
                 setattr(self, name, state_dict[prefix + name].detach().clone())
         super()._load_from_state_dict(state_dict, prefix, *rest)

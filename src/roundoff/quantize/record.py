@@ -72,8 +72,11 @@ class Record:
         seen: set[str] = set()
         for entry in self.entries:
             if entry.name in seen:
-                raise QuantizationError("two entries have this name", where=f"record, {entry.name}",
-                                        do="join them: the sites that read one value are listed in one entry")  # fmt: skip
+                raise QuantizationError(
+                    "two entries have this name",
+                    where=f"record, {entry.name}",
+                    do="join them: the sites that read one value are listed in one entry",
+                )
             seen.add(entry.name)
 
     def __getitem__(self, name: str) -> Entry:
@@ -81,8 +84,11 @@ class Record:
         for entry in self.entries:
             if entry.name == name:
                 return entry
-        raise QuantizationError("the record has no such entry", where=f"record, {name}",
-                                expected=_near(name, [e.name for e in self.entries]))  # fmt: skip
+        raise QuantizationError(
+            "the record has no such entry",
+            where=f"record, {name}",
+            expected=_near(name, [e.name for e in self.entries]),
+        )
 
     def check(self, model: nn.Module) -> None:
         """Raise ``QuantizationError`` if this record was made for another model, naming what differs.
@@ -91,29 +97,53 @@ class Record:
         """
         own = _shapes(model)
         made_for = self.model.shapes
-        lines = [f"{name} {tuple(shape)}: the model has none; nearest: {_near(name, own)}"
-                 for name, shape in made_for.items() if name not in own]  # fmt: skip
-        lines += [f"{name}: {tuple(made_for[name])} in the record, {own[name]} in the model"
-                  for name in made_for if name in own and tuple(made_for[name]) != own[name]]  # fmt: skip
-        lines += [f"{name} {own[name]}: only in the model" for name in own if made_for and name not in made_for]
+        lines = [
+            f"{name} {tuple(shape)}: the model has none; nearest: {_near(name, own)}"
+            for name, shape in made_for.items()
+            if name not in own
+        ]
+        lines += [
+            f"{name}: {tuple(made_for[name])} in the record, {own[name]} in the model"
+            for name in made_for
+            if name in own and tuple(made_for[name]) != own[name]
+        ]
+        lines += [
+            f"{name} {own[name]}: only in the model"
+            for name in own
+            if made_for and name not in made_for
+        ]
         for entry in self.entries:
-            if entry.kind == "weight" and entry.name not in own and entry.name not in made_for:
-                lines.append(f"{entry.name}: an entry without a parameter; nearest: {_near(entry.name, own)}")
+            if (
+                entry.kind == "weight"
+                and entry.name not in own
+                and entry.name not in made_for
+            ):
+                lines.append(
+                    f"{entry.name}: an entry without a parameter; nearest: {_near(entry.name, own)}"
+                )
             elif entry.kind == "weight" and entry.scale and not made_for:
                 try:
                     entry.qparams(own[entry.name])
                 except QuantizationError as error:
-                    lines.append(f"{entry.name}: {error.what}, shape {own[entry.name]}, {len(entry.scale)} scales")
+                    lines.append(
+                        f"{entry.name}: {error.what}, shape {own[entry.name]}, {len(entry.scale)} scales"
+                    )
         if lines:
-            shown = "\n    ".join(lines[:10] + ([f"and {len(lines) - 10} more"] if len(lines) > 10 else []))
+            shown = "\n    ".join(
+                lines[:10]
+                + ([f"and {len(lines) - 10} more"] if len(lines) > 10 else [])
+            )
             raise QuantizationError(
                 f"the record was made for another model, {len(lines)} parameters differ:\n    {shown}",
                 where="record",
                 do="check the copy that was quantized (.model of what quantize returned), or quantize this one",
-            )  # fmt: skip
+            )
         if self.model.values and _values(model) != self.model.values:
-            raise QuantizationError("the record was made for other weights: the same shapes, other values", where="record",
-                                    do="load the weights that were calibrated, or calibrate again")  # fmt: skip
+            raise QuantizationError(
+                "the record was made for other weights: the same shapes, other values",
+                where="record",
+                do="load the weights that were calibrated, or calibrate again",
+            )
 
     def save(self, path: str | Path) -> None:
         """Write the record as TOML, whole or not at all; every number is read back exactly."""
@@ -127,27 +157,53 @@ class Record:
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise QuantizationError(f"not a readable record: {error}", where=where,
-                                    expected="a TOML file written by roundoff quantize") from error  # fmt: skip
+            raise QuantizationError(
+                f"not a readable record: {error}",
+                where=where,
+                expected="a TOML file written by roundoff quantize",
+            ) from error
         if data.get("schema") != SCHEMA or data.get("kind") != "quantization record":
-            raise QuantizationError("not a quantization record of this version", where=where,
-                                    expected=f'schema = {SCHEMA} and kind = "quantization record"',
-                                    got=f"schema = {data.get('schema')!r}, kind = {data.get('kind')!r}")  # fmt: skip
+            raise QuantizationError(
+                "not a quantization record of this version",
+                where=where,
+                expected=f'schema = {SCHEMA} and kind = "quantization record"',
+                got=f"schema = {data.get('schema')!r}, kind = {data.get('kind')!r}",
+            )
         try:
             model = data.get("model", {})
-            shapes = {str(name): tuple(shape) for name, shape in model.get("shapes", {}).items()}
+            shapes = {
+                str(name): tuple(shape)
+                for name, shape in model.get("shapes", {}).items()
+            }
             return cls(
-                Fingerprint(shapes, str(model.get("hash", "")), str(model.get("values", ""))),
+                Fingerprint(
+                    shapes, str(model.get("hash", "")), str(model.get("values", ""))
+                ),
                 tuple(_entry(row) for row in data.get("entry", [])),
-                tuple((str(site), str(reason)) for site, reason in data.get("skipped", [])),
-                tuple(Step(str(s["name"]), float(s["before"]), float(s["after"]), str(s.get("note", "")))
-                      for s in data.get("step", [])),
-                {str(name): tuple(map(float, factors)) for name, factors in data.get("balance", {}).items()},
+                tuple(
+                    (str(site), str(reason)) for site, reason in data.get("skipped", [])
+                ),
+                tuple(
+                    Step(
+                        str(s["name"]),
+                        float(s["before"]),
+                        float(s["after"]),
+                        str(s.get("note", "")),
+                    )
+                    for s in data.get("step", [])
+                ),
+                {
+                    str(name): tuple(map(float, factors))
+                    for name, factors in data.get("balance", {}).items()
+                },
                 data.get("about", {}),
-            )  # fmt: skip
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise QuantizationError(f"the record is incomplete: {type(error).__name__}: {error}", where=where,
-                                    expected="a TOML file written by roundoff quantize") from error  # fmt: skip
+            raise QuantizationError(
+                f"the record is incomplete: {type(error).__name__}: {error}",
+                where=where,
+                expected="a TOML file written by roundoff quantize",
+            ) from error
 
 
 def fingerprint(model: nn.Module, *, values: bool = False) -> Fingerprint:
@@ -160,33 +216,79 @@ def fingerprint(model: nn.Module, *, values: bool = False) -> Fingerprint:
     """
     shapes = _shapes(model)
     text = "".join(f"{name} {list(shape)}\n" for name, shape in sorted(shapes.items()))
-    return Fingerprint(shapes, xxhash.xxh3_128_hexdigest(text.encode()), _values(model) if values else "")
+    return Fingerprint(
+        shapes,
+        xxhash.xxh3_128_hexdigest(text.encode()),
+        _values(model) if values else "",
+    )
 
 
 def _entry(row: Mapping[str, Any]) -> Entry:
     zero_point = row.get("zero_point")
     return Entry(
-        str(row["name"]), str(row["kind"]), str(row["format"]), str(row["granularity"]),
-        tuple(map(float, row.get("scale", ()))), None if zero_point is None else tuple(map(int, zero_point)),
-        tuple(map(str, row.get("sites", ()))), str(row.get("observer", "")), bool(row.get("dynamic", False)),
-    )  # fmt: skip
+        str(row["name"]),
+        str(row["kind"]),
+        str(row["format"]),
+        str(row["granularity"]),
+        tuple(map(float, row.get("scale", ()))),
+        None if zero_point is None else tuple(map(int, zero_point)),
+        tuple(map(str, row.get("sites", ()))),
+        str(row.get("observer", "")),
+        bool(row.get("dynamic", False)),
+    )
 
 
 def _text(record: Record) -> str:
     """TOML: names that may hold any character are quoted; what an entry leaves at its default has no line."""
-    lines = ["# Scales and zero points of a quantized model: real = scale * (code - zero_point).", f"schema = {SCHEMA}",
-             'kind = "quantization record"', f"skipped = {_rows(record.skipped)}", "", "[about]"]  # fmt: skip
-    lines += [f"{toml_string(k)} = {toml_value(v)}" for k, v in record.about.items() if v is not None]
-    lines += ["", "[model]", f"hash = {toml_string(record.model.hash)}", f"values = {toml_string(record.model.values)}"]
-    lines += ["", "[model.shapes]"] + [f"{toml_string(n)} = {list(s)}" for n, s in record.model.shapes.items()]
+    lines = [
+        "# Scales and zero points of a quantized model: real = scale * (code - zero_point).",
+        f"schema = {SCHEMA}",
+        'kind = "quantization record"',
+        f"skipped = {_rows(record.skipped)}",
+        "",
+        "[about]",
+    ]
+    lines += [
+        f"{toml_string(k)} = {toml_value(v)}"
+        for k, v in record.about.items()
+        if v is not None
+    ]
+    lines += [
+        "",
+        "[model]",
+        f"hash = {toml_string(record.model.hash)}",
+        f"values = {toml_string(record.model.values)}",
+    ]
+    lines += ["", "[model.shapes]"] + [
+        f"{toml_string(n)} = {list(s)}" for n, s in record.model.shapes.items()
+    ]
     lines += ["", "[balance]"]
-    lines += [f"{toml_string(n)} = {toml_value(tuple(map(float, f)))}" for n, f in record.balance.items()]
+    lines += [
+        f"{toml_string(n)} = {toml_value(tuple(map(float, f)))}"
+        for n, f in record.balance.items()
+    ]
     for step in record.steps:
-        lines += ["", "[[step]]", f"name = {toml_string(step[0])}", f"before = {toml_value(float(step[1]))}",
-                  f"after = {toml_value(float(step[2]))}", f"note = {toml_string(step[3])}"]  # fmt: skip
+        lines += [
+            "",
+            "[[step]]",
+            f"name = {toml_string(step[0])}",
+            f"before = {toml_value(float(step[1]))}",
+            f"after = {toml_value(float(step[2]))}",
+            f"note = {toml_string(step[3])}",
+        ]
     for entry in record.entries:
         lines += ["", "[[entry]]"]
-        for key in ("name", "kind", "format", "granularity", "scale", "zero_point", "sites", "observer", "dynamic"):
+        for key in (
+            "name",
+            "kind",
+            "format",
+            "granularity",
+            "scale",
+            "zero_point",
+            "sites",
+            "observer",
+            "dynamic",
+        ):
             value = getattr(entry, key)
             if value is not None and value not in ((), "", False):
                 lines.append(f"{key} = {toml_value(value)}")
@@ -203,7 +305,11 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if torch.nn.parameter.is_lazy(parameter):
-            raise QuantizationError("a lazy parameter has no shape yet", where=name, do="run the model once on a batch")
+            raise QuantizationError(
+                "a lazy parameter has no shape yet",
+                where=name,
+                do="run the model once on a batch",
+            )
         shapes[name] = tuple(parameter.shape)
     return shapes
 
@@ -220,4 +326,7 @@ def _values(model: nn.Module) -> str:
 
 def _near(name: str, names: Iterable[str]) -> str:
     names = list(names)
-    return ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3]) or "none"
+    return (
+        ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3])
+        or "none"
+    )

@@ -61,7 +61,15 @@ class Rounding:
         >>> how.of("fc/linear").observer, how.of("0/conv2d").observer
         ('mse', 'adjoint')
         """
-        return next((own for site in sites for pattern, own in self.layers.items() if matches(pattern, site)), self)
+        return next(
+            (
+                own
+                for site in sites
+                for pattern, own in self.layers.items()
+                if matches(pattern, site)
+            ),
+            self,
+        )
 
     def keeping_zeros(self) -> Rounding:
         """The same with ``keep_zeros``, for single layers too.
@@ -88,5 +96,10 @@ def among(where: str, name: str, known: Collection[str]) -> None:
     """Raise ``QuantizationError`` with the nearest name for one that is not ``known``."""
     if name not in known:
         near = difflib.get_close_matches(name, list(known), n=1)
-        raise QuantizationError(f"unknown {where.lstrip('-')}", where=where, expected=", ".join(known), got=name,
-                                do=f"did you mean {near[0]}?" if near else None)  # fmt: skip
+        raise QuantizationError(
+            f"unknown {where.lstrip('-')}",
+            where=where,
+            expected=", ".join(known),
+            got=name,
+            do=f"did you mean {near[0]}?" if near else None,
+        )

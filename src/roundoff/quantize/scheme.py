@@ -54,12 +54,20 @@ def scheme(graph: Graph, formats: Mapping[str, Format], options: Options) -> Sch
     rows = [_row(made, node) for node in graph.nodes.values()]
     rows += [Row(site, "fp32", reason) for site, reason in graph.hidden]
     if not made.routes:
-        raise QuantizationError("nothing would be quantized", expected="a plan with a format that some site can run in",
-                                got="; ".join(sorted({r.reason for r in rows if r.reason})[:3]) or "fp32 for every site",
-                                do="offer int8, or another format for matrix products")  # fmt: skip
+        raise QuantizationError(
+            "nothing would be quantized",
+            expected="a plan with a format that some site can run in",
+            got="; ".join(sorted({r.reason for r in rows if r.reason})[:3])
+            or "fp32 for every site",
+            do="offer int8, or another format for matrix products",
+        )
     if options.kv_cache and not made.kept:
-        raise QuantizationError("no keys and values to keep", where="kv_cache", got="no attention",
-                                expected="scaled_dot_product_attention, or products before and after a softmax")  # fmt: skip
+        raise QuantizationError(
+            "no keys and values to keep",
+            where="kv_cache",
+            got="no attention",
+            expected="scaled_dot_product_attention, or products before and after a softmax",
+        )
     return Scheme(made.routes, made.quantizers, rows)
 
 
@@ -67,4 +75,8 @@ def _row(made: Layout, node: Node) -> Row:
     """What became of a call."""
     name = made.names.get(node.site, "fp32")
     pinned = name == "fp32" and made.formats.get(node.site) == FORMATS["fp32"]
-    return Row(node.site, name, made.reasons.get(node.site, "the plan leaves it in fp32" if pinned else ""))
+    return Row(
+        node.site,
+        name,
+        made.reasons.get(node.site, "the plan leaves it in fp32" if pinned else ""),
+    )

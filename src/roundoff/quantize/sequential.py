@@ -46,7 +46,11 @@ JOINED = 2**24
 
 
 def round_in_order_(
-    model: QuantizedModel, workload: Workload, batches: Sequence[Any], how: Rounding, weights: Importance | None = None
+    model: QuantizedModel,
+    workload: Workload,
+    batches: Sequence[Any],
+    how: Rounding,
+    weights: Importance | None = None,
 ) -> list[Gain]:
     """Choose the scales of values and the codes of weights of a quantized model, in place, from front to back.
 
@@ -59,19 +63,41 @@ def round_in_order_(
     """
     batches = list(batches)
     if not batches:
-        raise QuantizationError("no calibration data", where=workload.name, expected="one batch or more", got="none",
-                                do="give the batches that the model is calibrated on")  # fmt: skip
-    before = [(q, dict(q._buffers), (q.granularity, q.observer, q.note)) for _, q in model.named()]
+        raise QuantizationError(
+            "no calibration data",
+            where=workload.name,
+            expected="one batch or more",
+            got="none",
+            do="give the batches that the model is calibrated on",
+        )
+    before = [
+        (q, dict(q._buffers), (q.granularity, q.observer, q.note))
+        for _, q in model.named()
+    ]
     with preserve(model.model), torch.no_grad():
         exact = copy.deepcopy(model.model.eval())
-        branches = model.graph.asks and (model.graph.sometimes or model.graph.changing)  # which one, a stack would decide
+        branches = model.graph.asks and (
+            model.graph.sometimes or model.graph.changing
+        )  # which one, a stack would decide
         most = -1.0 if branches else _most(model, batches[0])
         groups = in_stacks(workload.with_model(exact), batches, most)
-        order = _InOrder(model, how, weights, [{i: samples(batches[i]) for i in group} for group in groups])
+        order = _InOrder(
+            model,
+            how,
+            weights,
+            [{i: samples(batches[i]) for i in group} for group in groups],
+        )
         try:
-            _run(order, workload, [stack([batches[i] for i in group]) for group in groups], exact)
+            _run(
+                order,
+                workload,
+                [stack([batches[i] for i in group]) for group in groups],
+                exact,
+            )
         except BaseException:
-            for changed, kept in zip(model.model.parameters(), exact.parameters(), strict=True):
+            for changed, kept in zip(
+                model.model.parameters(), exact.parameters(), strict=True
+            ):
                 changed.copy_(kept)
             for quantizer, buffers, state in before:
                 quantizer._buffers.update(buffers)
@@ -85,27 +111,49 @@ def round_in_order_(
 
 def _late_(model: QuantizedModel, site: str, call: Call, batches: list[int]) -> None:
     """A call that these batches alone made, which the graph was not traced on: it runs in fp32, and its row says so."""
-    seen = f"batch {batches[0]}" if len(batches) == 1 else f"batches {batches[0]} to {batches[-1]}, which ran together"
-    reason = f"seen only in {seen}: the batches that the graph was traced on do not call it"
-    stored = [n for n, q in model.named() if q.weight and any(n in operand.sources for operand in call.operands)]
-    model.rows.append(Row(site, "fp32", "; ".join([reason, *(f"reads {name} as it is stored" for name in stored)])))
+    seen = (
+        f"batch {batches[0]}"
+        if len(batches) == 1
+        else f"batches {batches[0]} to {batches[-1]}, which ran together"
+    )
+    reason = (
+        f"seen only in {seen}: the batches that the graph was traced on do not call it"
+    )
+    stored = [
+        n
+        for n, q in model.named()
+        if q.weight and any(n in operand.sources for operand in call.operands)
+    ]
+    model.rows.append(
+        Row(
+            site,
+            "fp32",
+            "; ".join([reason, *(f"reads {name} as it is stored" for name in stored)]),
+        )
+    )
     model.graph.nodes[site] = Node(site, call.operator.name, call.kind, (), ())
     model.known |= {site}
 
 
-def _run(order: _InOrder, workload: Workload, stacks: Sequence[Any], exact: nn.Module) -> None:
+def _run(
+    order: _InOrder, workload: Workload, stacks: Sequence[Any], exact: nn.Module
+) -> None:
     """All batches through the full-precision model and the quantized one, in step."""
     bodies: list[Callable[[], None]] = []
     with ExitStack() as opened:
         for number, batch in enumerate(stacks):
-            handlers: list[tuple[nn.Module, Handler]] = [(order.model.model, _Quantized(order, number))]
+            handlers: list[tuple[nn.Module, Handler]] = [
+                (order.model.model, _Quantized(order, number))
+            ]
             if order.how.compares:
                 handlers.insert(0, (exact, _Exact(order, number)))
             for own, handler in handlers:
                 twin = own if len(stacks) == 1 else _twin(own)
                 mode = opened.enter_context(watch(twin, handler))
 
-                def body(twin: nn.Module = twin, mode: Any = mode, batch: Any = batch) -> None:
+                def body(
+                    twin: nn.Module = twin, mode: Any = mode, batch: Any = batch
+                ) -> None:
                     mode.begin()
                     with torch.no_grad(), mode:  # both belong to a thread
                         workload.with_model(twin).run(batch)
@@ -116,8 +164,19 @@ def _run(order: _InOrder, workload: Workload, stacks: Sequence[Any], exact: nn.M
 
 def _most(model: QuantizedModel, batch: Any) -> float:
     """How many samples may be joined, from the largest value that the graph has for the first batch."""
-    largest = max((math.prod(shape) for node in model.graph.nodes.values() for shape in node.shapes), default=0)
-    return JOINED / 4 / largest * samples(batch) if largest and samples(batch) else math.inf
+    largest = max(
+        (
+            math.prod(shape)
+            for node in model.graph.nodes.values()
+            for shape in node.shapes
+        ),
+        default=0,
+    )
+    return (
+        JOINED / 4 / largest * samples(batch)
+        if largest and samples(batch)
+        else math.inf
+    )
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -129,7 +188,11 @@ class _InOrder:
     """What all runs share: what has been decided, and how the next is."""
 
     def __init__(
-        self, model: QuantizedModel, how: Rounding, weights: Importance | None, sizes: Sequence[dict[int, int]]
+        self,
+        model: QuantizedModel,
+        how: Rounding,
+        weights: Importance | None,
+        sizes: Sequence[dict[int, int]],
     ) -> None:
         self.model, self.how, self.importance, self.sizes = model, how, weights, sizes
         #: values come before the weight that they meet: only then do both runs wait there
@@ -141,7 +204,11 @@ class _InOrder:
 
     def waiting(self, route: Route) -> str:
         """A weight of a call that has to be rounded still, or empty."""
-        quantizers = ((n, self.model.quantizer(n)) for n in route.uses.values() if n not in self.settled.names)
+        quantizers = (
+            (n, self.model.quantizer(n))
+            for n in route.uses.values()
+            if n not in self.settled.names
+        )
         return next((n for n, q in quantizers if q.weight and not q.dynamic), "")
 
     def passed(self, call: Call, group: int) -> Any:
@@ -159,13 +226,26 @@ class _InOrder:
             self.settled.names.add(name)
             self._observe(name, requests)
             return
-        exact = {group: (r, arrived) for r in requests for group, full, arrived in [r.given] if full}
-        changed = [(group, r, arrived) for r in requests for group, full, arrived in [r.given] if not full]
+        exact = {
+            group: (r, arrived)
+            for r in requests
+            for group, full, arrived in [r.given]
+            if full
+        }
+        changed = [
+            (group, r, arrived)
+            for r in requests
+            for group, full, arrived in [r.given]
+            if not full
+        ]
         for request, arrived in exact.values():
             request.answer = arrived.call.run(arrived.leaves)
         if changed:
             partners = [exact.get(group) for group, _, _ in changed]
-            pairs = [(p[1] if p else None, arrived) for p, (_, _, arrived) in zip(partners, changed, strict=True)]
+            pairs = [
+                (p[1] if p else None, arrived)
+                for p, (_, _, arrived) in zip(partners, changed, strict=True)
+            ]
             how = self.how.of(str(changed[0][2].call.site))
             weighed = Weighed(self.model, how, self.settled, pairs)
             results = weighed.settle([p[0].answer if p else None for p in partners])
@@ -175,7 +255,12 @@ class _InOrder:
     def _observe(self, name: str, requests: list[Request]) -> None:
         quantizer, node = self.model.quantizer(name), self.model.graph.nodes.get(name)
         route = self.model.routes.get(name)
-        if node is not None and route is not None and node.operator in PASSES and route.uses:
+        if (
+            node is not None
+            and route is not None
+            and node.operator in PASSES
+            and route.uses
+        ):
             read = self.model.quantizer(next(iter(route.uses.values())))
             if read.fmt == quantizer.fmt and read.scale is not None:
                 quantizer.set_(read.qparams(), read.observer)  # the same codes, moved
@@ -188,20 +273,33 @@ class _InOrder:
             self._check_finite(name, value, self.sizes[group])
             with naming(name):
                 axis = channel_axis(quantizer, value)
-                observer.see(value, None if self.importance is None else self.importance.power(name, value, axis))
+                observer.see(
+                    value,
+                    None
+                    if self.importance is None
+                    else self.importance.power(name, value, axis),
+                )
         with naming(name):
             chosen = observer.qparams(quantizer.fmt)
         first = quantizer.without_exact(requests[0].given[1])
         if how.observer == "adjoint" and _needs_room(first, chosen, quantizer.fmt):
             chosen.scale.mul_(ROOM)
         bound = None if node is None else upper_bound(node)
-        if bound is not None and not quantizer.fmt.symmetric:  # no code stands for what is clipped anyway
-            chosen.scale.clamp_(max=_below(bound / (quantizer.fmt.max_finite - quantizer.fmt.min_finite)))
+        if (
+            bound is not None and not quantizer.fmt.symmetric
+        ):  # no code stands for what is clipped anyway
+            chosen.scale.clamp_(
+                max=_below(
+                    bound / (quantizer.fmt.max_finite - quantizer.fmt.min_finite)
+                )
+            )
         quantizer.set_(chosen, how.observer, observer.degenerate)
 
     @staticmethod
     def _check_finite(name: str, value: Tensor, sizes: dict[int, int]) -> None:
-        if bool(value.sum().isfinite()):  # one pass; a sum that overflows is looked at again
+        if bool(
+            value.sum().isfinite()
+        ):  # one pass; a sum that overflows is looked at again
             return
         bad = ~value.isfinite()
         if not bool(bad.any()):
@@ -211,9 +309,11 @@ class _InOrder:
             sample = int(bad.reshape(total, -1).any(1).nonzero()[0])
             where += f", first in batch {list(sizes)[bisect_right(list(accumulate(sizes.values())), sample)]}"
         raise QuantizationError(
-            f"{int(bad.sum())} of {value.numel()} values are NaN or Inf", where=where, expected="finite values",
+            f"{int(bad.sum())} of {value.numel()} values are NaN or Inf",
+            where=where,
+            expected="finite values",
             do="find where they arise (roundoff watch), or leave these samples out",
-        )  # fmt: skip
+        )
 
 
 class _Exact:
@@ -233,7 +333,10 @@ class _Exact:
         route = self.order.model.routes.get(site)
         if route is None:
             return self.order.passed(call, self.group)
-        leaves, name = self.order.model.divided(route, call.leaves, self.done), self.order.waiting(route)
+        leaves, name = (
+            self.order.model.divided(route, call.leaves, self.done),
+            self.order.waiting(route),
+        )
         if not name:
             return call.run(leaves)
         given = self.group, True, Arrived(call, leaves, route)
@@ -257,13 +360,18 @@ class _Quantized:
         route = self.model.routes.get(site)
         if route is None:
             return self.order.passed(call, self.group)
-        leaves, rank = self.model.divided(route, call.leaves, self.done), self.order.rank.get(site, 0)
+        leaves, rank = (
+            self.model.divided(route, call.leaves, self.done),
+            self.order.rank.get(site, 0),
+        )
         for place, name in route.uses.items():
             if not self.model.quantizer(name).weight:
                 leaves[place] = self._value(name, leaves[place], rank)
         arrived, waiting = Arrived(call, leaves, route), self.order.waiting(route)
         if waiting:
-            result = self.order.steps.ask(waiting, rank + 1, (self.group, False, arrived))
+            result = self.order.steps.ask(
+                waiting, rank + 1, (self.group, False, arrived)
+            )
         else:
             result = run(self.model, arrived)
         if call.operator.inplace and result is not call.leaves[0]:
@@ -291,7 +399,9 @@ def _needs_room(value: Tensor, chosen: QParams, fmt: Format) -> bool:
         return False
     some = value[:64]
     missed = (fake_quantize(some, chosen, fmt) - some).square().mean()
-    return bool(missed > chosen.scale.square().mean() / 48)  # a quarter of what values between codes leave
+    return bool(
+        missed > chosen.scale.square().mean() / 48
+    )  # a quarter of what values between codes leave
 
 
 def _below(value: float) -> float:

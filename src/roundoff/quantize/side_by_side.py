@@ -29,7 +29,8 @@ def stack(batches: Sequence[Any]) -> Any | None:
     joined = []
     for parts in zip(*(leaves for leaves, _ in flat), strict=True):
         shared = isinstance(parts[0], Tensor) and any(
-            p.ndim == 0 or len(p) != samples(leaves) for p, (leaves, _) in zip(parts, flat, strict=True)
+            p.ndim == 0 or len(p) != samples(leaves)
+            for p, (leaves, _) in zip(parts, flat, strict=True)
         )
         if shared or not isinstance(parts[0], Tensor | np.ndarray):
             if not all(p is parts[0] or np.array_equal(p, parts[0]) for p in parts):
@@ -38,7 +39,11 @@ def stack(batches: Sequence[Any]) -> Any | None:
         elif any(p.shape[1:] != parts[0].shape[1:] for p in parts):
             return None
         else:
-            joined.append(torch.cat(list(parts)) if isinstance(parts[0], Tensor) else np.concatenate(parts))
+            joined.append(
+                torch.cat(list(parts))
+                if isinstance(parts[0], Tensor)
+                else np.concatenate(parts)
+            )
     return tree_unflatten(joined, layout)
 
 
@@ -48,10 +53,19 @@ def samples(batch: Any) -> int:
     >>> samples({"mask": None, "ids": torch.zeros(4, 7)})
     4
     """
-    return next((len(v) for v in tree_flatten(batch)[0] if isinstance(v, Tensor | np.ndarray) and v.ndim), 0)
+    return next(
+        (
+            len(v)
+            for v in tree_flatten(batch)[0]
+            if isinstance(v, Tensor | np.ndarray) and v.ndim
+        ),
+        0,
+    )
 
 
-def in_stacks(workload: Workload, batches: Sequence[Any], most: float = math.inf) -> list[list[int]]:
+def in_stacks(
+    workload: Workload, batches: Sequence[Any], most: float = math.inf
+) -> list[list[int]]:
     """Which batches can go through the model together, by number: those of one shape, where it computes the same for them.
 
     That is tried on two of a shape, of different lengths where there are such. A model that mixes the samples of a batch, or
@@ -63,14 +77,22 @@ def in_stacks(workload: Workload, batches: Sequence[Any], most: float = math.inf
     """
     groups: list[list[int]] = []
     for number, batch in enumerate(batches):
-        room = (g for g in groups if sum(samples(batches[i]) for i in g) + samples(batch) <= most)
-        known = next((g for g in room if stack([batches[g[0]], batch]) is not None), None)
+        room = (
+            g
+            for g in groups
+            if sum(samples(batches[i]) for i in g) + samples(batch) <= most
+        )
+        known = next(
+            (g for g in room if stack([batches[g[0]], batch]) is not None), None
+        )
         if known is None:
             groups.append([number])
         else:
             known.append(number)
     lengths = [samples(batch) for batch in batches]
-    group = max(groups, key=lambda g: (len({lengths[i] for i in g}) > 1, len(g) > 1), default=[])
+    group = max(
+        groups, key=lambda g: (len({lengths[i] for i in g}) > 1, len(g) > 1), default=[]
+    )
     other = next((i for i in group if lengths[i] != lengths[group[0]]), None)
     pair = group[:2] if other is None else [group[0], other]
     if len(pair) < 2:
@@ -91,7 +113,9 @@ def _independent(workload: Workload, first: Any, second: Any) -> bool:
     compared = 0
     for key, joined in together.items():
         parts = [a[key] for a in apart if key in a]
-        if len(parts) < 2 or any(not p.ndim or len(p) != n for p, n in zip(parts, counts, strict=True)):
+        if len(parts) < 2 or any(
+            not p.ndim or len(p) != n for p, n in zip(parts, counts, strict=True)
+        ):
             continue
         exact = torch.cat(parts)
         if joined.shape != exact.shape:

@@ -34,7 +34,10 @@ def sum_scale(quantizers: list[Quantizer], channels: int) -> Tensor | None:
         return None
     step: Tensor | None = None
     for quantizer in quantizers:
-        if not isinstance(quantizer.granularity, PerTensor | (PerAxis if quantizer.weight else PerTensor)):
+        if not isinstance(
+            quantizer.granularity,
+            PerTensor | (PerAxis if quantizer.weight else PerTensor),
+        ):
             return None
         scale = quantizer.qparams().scale.flatten()
         step = scale if step is None else step * scale

@@ -40,12 +40,20 @@ def verdict(summary: Row) -> str:
     if result["predicted_db"] is not None:
         reached.append(f"{db(result['predicted_db'])} dB predicted")
     if target["sqnr_db"] is not None:
-        reached.append(f"{db(target['sqnr_db'])} dB asked{_drop(target, result['metric_name'])}")
+        reached.append(
+            f"{db(target['sqnr_db'])} dB asked{_drop(target, result['metric_name'])}"
+        )
     if result["met"]:
         return f"The plan meets the target: {', '.join(reached)}."
-    enough = finite(target["sqnr_db"]) and measured is not None and measured >= target["sqnr_db"]
+    enough = (
+        finite(target["sqnr_db"])
+        and measured is not None
+        and measured >= target["sqnr_db"]
+    )
     if enough and result["metric_measured"] is not None:
-        reached.append(f"but {result['metric_name']} falls to {metric(result['metric_measured'])}")
+        reached.append(
+            f"but {result['metric_name']} falls to {metric(result['metric_measured'])}"
+        )
     return f"The plan misses the target: {', '.join(reached)}."
 
 
@@ -60,7 +68,11 @@ def answer(summary: Row) -> list[str]:
     """The answer as sentences: the verdict, what the plan does and costs, the metric, the sites that cost most."""
     if not summary["coverage"]["sites"]:
         return [NO_SITES]
-    parts = [verdict(summary), plan_sentence(summary["plan"]), metric_sentence(summary["result"])]
+    parts = [
+        verdict(summary),
+        plan_sentence(summary["plan"]),
+        metric_sentence(summary["result"]),
+    ]
     return [p for p in [*parts, *worst_sentences(totals(summary))] if p]
 
 
@@ -119,16 +131,29 @@ def totals(summary: Row) -> list[FormatTotal]:
     """
     found = []
     for name in summary["formats"]:
-        rows = sorted((r for r in summary["ranking"] if r["format"] == name), key=lambda r: -r["share"])
-        largest = next((r for r in rows if r["sqnr_db"] is not None and r["share"] > 0), None)
-        total = math.inf if largest is None else largest["sqnr_db"] + 10 * math.log10(largest["share"])
+        rows = sorted(
+            (r for r in summary["ranking"] if r["format"] == name),
+            key=lambda r: -r["share"],
+        )
+        largest = next(
+            (r for r in rows if r["sqnr_db"] is not None and r["share"] > 0), None
+        )
+        total = (
+            math.inf
+            if largest is None
+            else largest["sqnr_db"] + 10 * math.log10(largest["share"])
+        )
         found.append(FormatTotal(name, rows, total, [r for r in rows if is_lost(r)]))
     return found
 
 
 def totals_sentence(formats: Sequence[FormatTotal]) -> str:
     """What each format costs when every site is in it."""
-    return "With every site in one format: " + ", ".join(f"{t.format} {t.text}" for t in formats if t.rows) + "."
+    return (
+        "With every site in one format: "
+        + ", ".join(f"{t.format} {t.text}" for t in formats if t.rows)
+        + "."
+    )
 
 
 def worst_sentences(formats: Sequence[FormatTotal]) -> list[str]:
@@ -143,7 +168,11 @@ def worst_sentences(formats: Sequence[FormatTotal]) -> list[str]:
     if coarsest is not None and coarsest.sqnr_db < math.inf:
         rows = [row for row in coarsest.rows if not is_lost(row)][:WORST]
         sites = listing([f"{r['site']} ({percent(r['share'])})" for r in rows])
-        most = "the largest shares of the noise come" if len(rows) > 1 else "the noise comes"
+        most = (
+            "the largest shares of the noise come"
+            if len(rows) > 1
+            else "the noise comes"
+        )
         said.append(f"In {coarsest.format}, the coarsest here, {most} from {sites}.")
     elif any(total.rows for total in formats) and not lost:
         said.append("Rounding changes no site in any of these formats.")
@@ -164,10 +193,13 @@ def agreement(points: Sequence[Row], within: float = 1.0) -> str:
         f"at {known[far]['site']} in {known[far]['format']}."
     )
     left = len(points) - len(known)
-    return f"{text} {count(left, 'point')} without a finite SQNR left out." if left else text
+    return (
+        f"{text} {count(left, 'point')} without a finite SQNR left out."
+        if left
+        else text
+    )
 
 
 def comparable(points: Sequence[Row]) -> list[Row]:
     """The points whose two SQNRs are finite."""
     return [p for p in points if finite(p["predicted_db"]) and finite(p["measured_db"])]
-

@@ -15,31 +15,57 @@ def answer(data: Row) -> list[str]:
     first, *others = data["rows"]
     name, seeds = first["config"], count(len(data["seeds"]), "seed")
     failed = [row["config"] for row in data["rows"] if row["failed"]]
-    broken = [row["config"] for row in others if row["loss"] and not finite(row["loss"]["mean"])]
-    worse = [row["config"] for row in others if row["worse"] and row["config"] not in broken]
-    better = [row["config"] for row in others if row["verdict"] == "different" and not row["worse"]]
+    broken = [
+        row["config"]
+        for row in others
+        if row["loss"] and not finite(row["loss"]["mean"])
+    ]
+    worse = [
+        row["config"] for row in others if row["worse"] and row["config"] not in broken
+    ]
+    better = [
+        row["config"]
+        for row in others
+        if row["verdict"] == "different" and not row["worse"]
+    ]
     alike = [row["config"] for row in others if row["verdict"] == "no difference seen"]
     open_ = [row["config"] for row in others if row["verdict"] == "undecided"]
     said = []
     if broken:
-        said.append(f"{listing(broken)} {_ends(broken)} with a loss that is not finite.")
+        said.append(
+            f"{listing(broken)} {_ends(broken)} with a loss that is not finite."
+        )
     if worse:
-        said.append(f"{listing(worse)} {_ends(worse)} worse than {name}, by more than {seeds} explain.")
+        said.append(
+            f"{listing(worse)} {_ends(worse)} worse than {name}, by more than {seeds} explain."
+        )
     if better:
-        said.append(f"{listing(better)} {_ends(better)} better than {name}, by more than {seeds} explain.")
+        said.append(
+            f"{listing(better)} {_ends(better)} better than {name}, by more than {seeds} explain."
+        )
     if alike:
-        said.append(f"No difference from {name} beyond the noise between seeds is seen in {listing(alike)}.")
+        said.append(
+            f"No difference from {name} beyond the noise between seeds is seen in {listing(alike)}."
+        )
     if open_:
         trains = "trains" if len(open_) == 1 else "train"
-        said.append(f"Whether {listing(open_)} {trains} like {name} is undecided with {seeds}.")
+        said.append(
+            f"Whether {listing(open_)} {trains} like {name} is undecided with {seeds}."
+        )
     if failed:
         said.append(f"{listing(failed)} could not be trained.")
-    ran = [row for row in others if not row["worse"] and row["speed"] and finite(row["speed"]["median"])]
+    ran = [
+        row
+        for row in others
+        if not row["worse"] and row["speed"] and finite(row["speed"]["median"])
+    ]
     said += _gains(first, ran) if ran else []
     for row in data["rows"]:
         if row["skips"]:
             steps = data["steps"] * len(data["seeds"])
-            said.append(f"{row['config']} skipped {row['skips']:,} of {count(steps, 'step')} for overflow.")
+            said.append(
+                f"{row['config']} skipped {row['skips']:,} of {count(steps, 'step')} for overflow."
+            )
         if row["nonfinite"]:
             said.append(f"{row['config']}: {row['nonfinite']}.")
     if not said:
@@ -52,7 +78,9 @@ def _gains(first: Row, ran: list[Row]) -> list[str]:
     fastest = max(ran, key=lambda row: float(row["speed"]["median"]))
     speed, name = fastest["speed"], first["config"]
     if speed["low"] > 1:
-        said = [f"Fastest is {fastest['config']}: {times(speed['median'])} the steps a second of {name}."]
+        said = [
+            f"Fastest is {fastest['config']}: {times(speed['median'])} the steps a second of {name}."
+        ]
     else:
         said = [f"None is clearly faster than {name}."]
     weighed = [row for row in ran if row["memory"]]
@@ -60,7 +88,9 @@ def _gains(first: Row, ran: list[Row]) -> list[str]:
         least = min(weighed, key=lambda row: int(row["memory"]["total"]))
         share = least["memory"]["total"] / first["memory"]["total"]
         if share < 0.99:
-            said.append(f"{least['config']} takes the least memory, {share:.0%} of {name}'s.")
+            said.append(
+                f"{least['config']} takes the least memory, {share:.0%} of {name}'s."
+            )
     return said
 
 
@@ -100,7 +130,13 @@ def mebibytes(value: int | None) -> str:
     if value is None:
         return NONE
     size = value / (1 << 20)
-    return f"{size:.0f} MiB" if size >= 100 else f"{size:.1f} MiB" if size >= 1 else f"{size:.2g} MiB"
+    return (
+        f"{size:.0f} MiB"
+        if size >= 100
+        else f"{size:.1f} MiB"
+        if size >= 1
+        else f"{size:.2g} MiB"
+    )
 
 
 def value(judged: Row | None) -> str:
@@ -119,7 +155,11 @@ def digits(number: float | None) -> str:
     """A loss or metric to four digits."""
     if number is None:
         return NONE
-    return f"{number:.4f}" if finite(number) and 0.1 <= abs(number) < 1 else f"{number:.4g}"
+    return (
+        f"{number:.4f}"
+        if finite(number) and 0.1 <= abs(number) < 1
+        else f"{number:.4g}"
+    )
 
 
 def difference(judged: Row | None) -> str:
@@ -161,5 +201,8 @@ def formats(row: Row) -> str:
     for counts in row["seen"]["matrix"].values():
         for name, number in counts.items():
             total[name] = total.get(name, 0) + number
-    work = ", ".join(f"{number} {name}" for name, number in sorted(total.items(), key=lambda item: -item[1]))
+    work = ", ".join(
+        f"{number} {name}"
+        for name, number in sorted(total.items(), key=lambda item: -item[1])
+    )
     return f"matrix work {work or 'none'}; {count(row['seen']['casts'], 'cast')}"

@@ -20,15 +20,26 @@ def write_bench(data: Row, path: str | os.PathLike[str]) -> None:
     page = render(data)
     with open_output(path) as temporary:
         # a file name that isn't UTF-8 has lone surrogates
-        temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
+        temporary.write_text(
+            page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n"
+        )
 
 
 def render(data: Row) -> str:
     """The page as a string. Every name is escaped."""
     names = list(data["curves"])
-    return _templates().get_template("bench.html").render(
-        d=data, sentences=bench_answer.answer(data), said=bench_answer, details=details, curves=bench_chart.curves(data),
-        differences=bench_chart.differences(data), colour=lambda name: f"c{names.index(name) % COLOURS}",
-        well=not any(row["failed"] or row["worse"] for row in data["rows"]),
-        style=_source("report.css") + _source("bench.css"),
-    )  # fmt: skip
+    return (
+        _templates()
+        .get_template("bench.html")
+        .render(
+            d=data,
+            sentences=bench_answer.answer(data),
+            said=bench_answer,
+            details=details,
+            curves=bench_chart.curves(data),
+            differences=bench_chart.differences(data),
+            colour=lambda name: f"c{names.index(name) % COLOURS}",
+            well=not any(row["failed"] or row["worse"] for row in data["rows"]),
+            style=_source("report.css") + _source("bench.css"),
+        )
+    )

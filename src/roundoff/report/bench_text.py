@@ -25,19 +25,33 @@ def print_bench(data: Row, console: Console) -> None:
     console.print()
     verdict, *rest = said.answer(data)
     bad = any(row["failed"] or row["worse"] for row in data["rows"])
-    _print(console, Text.assemble((verdict, "bold red" if bad else "bold green"), " ", " ".join(rest)))
+    _print(
+        console,
+        Text.assemble(
+            (verdict, "bold red" if bad else "bold green"), " ", " ".join(rest)
+        ),
+    )
     console.print()
     rows = data["rows"]
     columns = {
         "configuration": [row["config"] for row in rows],
         "speed": [said.times(row["speed"] and row["speed"]["median"]) for row in rows],
         "quartiles": [said.spread(row["speed"]) for row in rows],
-        "by CPU time": [said.times(row["cpu"] and row["cpu"]["median"]) for row in rows],
-        "memory": [said.mebibytes(row["memory"] and row["memory"]["total"]) for row in rows],
+        "by CPU time": [
+            said.times(row["cpu"] and row["cpu"]["median"]) for row in rows
+        ],
+        "memory": [
+            said.mebibytes(row["memory"] and row["memory"]["total"]) for row in rows
+        ],
         "final loss": [said.value(row["loss"]) for row in rows],
         data["metric"] or "metric": [said.value(row["metric"]) for row in rows],
-        "skips": [str(row["skips"]) if row["scaled"] and not row["failed"] else NONE for row in rows],
-        "verdict": ["failed" if row["failed"] else row["verdict"] or "reference" for row in rows],
+        "skips": [
+            str(row["skips"]) if row["scaled"] and not row["failed"] else NONE
+            for row in rows
+        ],
+        "verdict": [
+            "failed" if row["failed"] else row["verdict"] or "reference" for row in rows
+        ],
     }
     if data["metric"] is None:
         del columns["metric"]
@@ -45,14 +59,24 @@ def print_bench(data: Row, console: Console) -> None:
         del columns["skips"]
     left_out = []
     for name in ("by CPU time", "quartiles", "memory"):
-        if sum(max(map(len, [key, *cells])) + 2 for key, cells in columns.items()) <= console.width:
+        if (
+            sum(max(map(len, [key, *cells])) + 2 for key, cells in columns.items())
+            <= console.width
+        ):
             break
         left_out.append(name)
         del columns[name]
-    styles = ["red" if row["failed"] or row["worse"] else STYLES.get(row["verdict"], "") for row in rows]
+    styles = [
+        "red" if row["failed"] or row["worse"] else STYLES.get(row["verdict"], "")
+        for row in rows
+    ]
     _print_table(console, columns, prose=("verdict",), styles=styles)
     if left_out:
-        _say(console, f"Left out at {console.width} columns: {', '.join(left_out)}.", style="dim")
+        _say(
+            console,
+            f"Left out at {console.width} columns: {', '.join(left_out)}.",
+            style="dim",
+        )
     for row in rows:
         lines = details(row)
         if lines:
@@ -60,14 +84,20 @@ def print_bench(data: Row, console: Console) -> None:
             for line in lines:
                 _say(console, f"  {line}")
     console.print()
-    _say(console, f"Weights: {data['weights']}. Memory is {data['memory_is']}.", style="dim")
+    _say(
+        console,
+        f"Weights: {data['weights']}. Memory is {data['memory_is']}.",
+        style="dim",
+    )
 
 
 def details(row: Row) -> list[str]:
     """Everything about a configuration that the table has no room for."""
     if row["failed"]:
         return [f"failed: {row['failed']}", *row["notes"]]
-    judged = [f"{key} {text}" for key in ("loss", "metric") if (text := said.seen(row[key]))]
+    judged = [
+        f"{key} {text}" for key in ("loss", "metric") if (text := said.seen(row[key]))
+    ]
     work = said.formats(row)
     return [*judged, *([work] if work else []), *row["findings"], *row["notes"]]
 

@@ -24,13 +24,21 @@ def verified(higher: Row | None, plan: Row | None) -> list[str]:
     said = []
     if higher is not None:
         reason = higher["reason"]
-        verdict = {"bug": "A bug: ", "rounding": "", "undecided": "Bug or rounding is undecided: "}[higher["verdict"]]
-        said.append(f"{verdict}{reason if verdict else reason[0].upper() + reason[1:]}.")
+        verdict = {
+            "bug": "A bug: ",
+            "rounding": "",
+            "undecided": "Bug or rounding is undecided: ",
+        }[higher["verdict"]]
+        said.append(
+            f"{verdict}{reason if verdict else reason[0].upper() + reason[1:]}."
+        )
     if plan is not None:
         result, chosen = plan["result"], plan["plan"]["sites"]
         sites = ", ".join(f"{count} in {name}" for name, count in chosen.items())
         met = "meets" if result["met"] else "misses"
-        said.append(f"The plan ({sites}) {met} {plan['target']['asked']}: {db(result['measured_db'])} dB measured.")
+        said.append(
+            f"The plan ({sites}) {met} {plan['target']['asked']}: {db(result['measured_db'])} dB measured."
+        )
     return said
 
 
@@ -39,8 +47,13 @@ def print_candidate(summary: Row, console: Console, top: int = 20) -> None:
     print_comparison(summary["comparison"], console, top)
     rows = [row for row in summary["rounding"] if row["share"] is not None]
     if rows and not summary["comparison"]["culprits"]:
-        console.print("\nWhat the rounding of each site costs the output:", markup=False)
+        console.print(
+            "\nWhat the rounding of each site costs the output:", markup=False
+        )
         for row in rows[:top]:
-            console.print(f"  {percent(row['share']):>6}  {row['site']}, {db(row['sqnr_db'])} dB", markup=False)
+            console.print(
+                f"  {percent(row['share']):>6}  {row['site']}, {db(row['sqnr_db'])} dB",
+                markup=False,
+            )
     for note in summary["notes"]:
         console.print(f"Note: {note}", markup=False)

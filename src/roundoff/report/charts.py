@@ -35,7 +35,9 @@ class Scale:
     stop: float
 
     def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+        return self.start + (value - self.low) / (self.high - self.low) * (
+            self.stop - self.start
+        )
 
 
 def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
@@ -51,7 +53,9 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
         low, high = low - 1, low + 1
     rough = (high - low) / max(count - 1, 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = min((s * power for s in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / rough)))
+    step = min(
+        (s * power for s in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / rough))
+    )
     first, last = math.floor(low / step), math.ceil(high / step)
     digits = max(0, 1 - math.floor(math.log10(step)))
     return [round(i * step, digits) for i in range(first, last + 1)]
@@ -63,7 +67,12 @@ def colour(formats: Sequence[str], name: str) -> str:
 
 
 def share_bars(
-    total: FormatTotal, formats: Sequence[str], sites: Collection[str], *, top: int = 10, full: float = 1.0
+    total: FormatTotal,
+    formats: Sequence[str],
+    sites: Collection[str],
+    *,
+    top: int = 10,
+    full: float = 1.0,
 ) -> Markup:
     """One bar for each of the ``top`` sites by share of the noise in one format, split into its own parts.
 
@@ -77,21 +86,39 @@ def share_bars(
     for index, row in enumerate(rows):
         y = index * step + 4
         title = f"{row['site']}: {percent(row['share'])} of the noise of {total.format}"
-        detail = ", ".join(f"{part} {db(row[f'{part}_db'])} dB" for part in PARTS if row[f"{part}_db"] is not None)
-        value, end = ("lost", length.stop) if is_lost(row) else (percent(row["share"]), length(row["share"]))
+        detail = ", ".join(
+            f"{part} {db(row[f'{part}_db'])} dB"
+            for part in PARTS
+            if row[f"{part}_db"] is not None
+        )
+        value, end = (
+            ("lost", length.stop)
+            if is_lost(row)
+            else (percent(row["share"]), length(row["share"]))
+        )
         name = _text("name", left - 8, y + 12, elide(row["site"], 36, sites), "end")
         body.append(
             f'<g class="bar"><title>{escape(f"{title}; {detail}" if detail else title)}</title>{name}'
             f"{_pieces(row, left, y, end)}{_text('value', left + end + 6, y + 12, value, 'start')}</g>"
         )
     label = f"Share of the noise of {total.format} by site, largest first"
-    return _svg("bars " + colour(formats, total.format), width, len(rows) * step + 6, label, "".join(body))
+    return _svg(
+        "bars " + colour(formats, total.format),
+        width,
+        len(rows) * step + 6,
+        label,
+        "".join(body),
+    )
 
 
 def _pieces(row: Row, x: float, y: float, length: float) -> str:
     if is_lost(row):
         return _rectangle("lost", x, y, length)
-    powers = {part: 10 ** (-row[f"{part}_db"] / 10) for part in PARTS if row[f"{part}_db"] is not None}
+    powers = {
+        part: 10 ** (-row[f"{part}_db"] / 10)
+        for part in PARTS
+        if row[f"{part}_db"] is not None
+    }
     whole = sum(powers.values())
     if whole <= 0:
         return _rectangle("whole", x, y, length)
@@ -102,7 +129,9 @@ def _pieces(row: Row, x: float, y: float, length: float) -> str:
     return "".join(drawn)
 
 
-def scatter(points: Sequence[Row], formats: Sequence[str], *, band: float = 1.0) -> Markup:
+def scatter(
+    points: Sequence[Row], formats: Sequence[str], *, band: float = 1.0
+) -> Markup:
     """Predicted (x) against measured (y) SQNR in dB, a circle for each point with two finite numbers.
 
     Both axes have one range, so that a right prediction lies on the diagonal; the band is ``band`` dB to either
@@ -115,22 +144,38 @@ def scatter(points: Sequence[Row], formats: Sequence[str], *, band: float = 1.0)
     ticks = nice_ticks(min(values) - band, max(values) + band)
     low, high = ticks[0], ticks[-1]
     x, y = Scale(low, high, 56, 544), Scale(low, high, 432, 16)
-    corners = [(low, low), (low, low + band), (high - band, high), (high, high), (high, high - band), (low + band, low)]
+    corners = [
+        (low, low),
+        (low, low + band),
+        (high - band, high),
+        (high, high),
+        (high, high - band),
+        (low + band, low),
+    ]
     outline = " ".join(f"{x(a):.2f},{y(b):.2f}" for a, b in corners)
     dots = [
         _circle(
-            "dot " + colour(formats, p["format"]), x(p["predicted_db"]), y(p["measured_db"]), 4.5,
+            "dot " + colour(formats, p["format"]),
+            x(p["predicted_db"]),
+            y(p["measured_db"]),
+            4.5,
             f"{p['site']} in {p['format']}: {db(p['predicted_db'])} dB predicted, {db(p['measured_db'])} dB measured",
         )
         for p in known
-    ]  # fmt: skip
+    ]
     body = [
         f'<polygon class="band" points="{outline}"/>',
         _axes(x, y, ticks, ticks, "predicted SQNR, dB", "measured SQNR, dB"),
         _line("diagonal", x(low), y(low), x(high), y(high)),
         *dots,
     ]
-    return _svg("scatter", 560, 480, "Predicted against measured SQNR of single sites", "".join(body))
+    return _svg(
+        "scatter",
+        560,
+        480,
+        "Predicted against measured SQNR of single sites",
+        "".join(body),
+    )
 
 
 def pareto(summary: Row) -> Markup:
@@ -139,7 +184,11 @@ def pareto(summary: Row) -> Markup:
     Also drawn are the target and the cost with every site in its cheapest format. Points without finite numbers are
     left out; empty markup when none is left.
     """
-    points = [p for p in summary["pareto"] if finite(p["predicted_db"]) and finite(p["relative_cost"])]
+    points = [
+        p
+        for p in summary["pareto"]
+        if finite(p["predicted_db"]) and finite(p["relative_cost"])
+    ]
     if not points:
         return Markup("")
     cost, target = summary["plan"]["cost"], summary["target"]["sqnr_db"]
@@ -150,26 +199,56 @@ def pareto(summary: Row) -> Markup:
     xticks = nice_ticks(min(across), max(across))
     yticks = nice_ticks(0.0, max([1.0, *(up for _, up in spots + marked)]))
     x, y = Scale(xticks[0], xticks[-1], 56, 544), Scale(yticks[0], yticks[-1], 312, 16)
-    body = [_axes(x, y, xticks, yticks, "predicted SQNR, dB", "cost, share of all-fp32", percents=True)]
+    body = [
+        _axes(
+            x,
+            y,
+            xticks,
+            yticks,
+            "predicted SQNR, dB",
+            "cost, share of all-fp32",
+            percents=True,
+        )
+    ]
     least = ratio(cost["lowest"], cost["fp32"])
     if finite(least):
         body.append(_line("least", x.start, y(least), x.stop, y(least)))
-        body.append(_text("note", x.stop - 4, y(least) + 14, "every site in its cheapest format", "end"))
+        body.append(
+            _text(
+                "note",
+                x.stop - 4,
+                y(least) + 14,
+                "every site in its cheapest format",
+                "end",
+            )
+        )
     if finite(target):
         body.append(_line("target", x(target), y.start, x(target), y.stop))
         left = x(target) > (x.start + x.stop) / 2
         place = x(target) + (-6 if left else 6)
-        body.append(_text("note", place, y.stop + 12, f"target {db(target)} dB", "end" if left else "start"))
+        body.append(
+            _text(
+                "note",
+                place,
+                y.stop + 12,
+                f"target {db(target)} dB",
+                "end" if left else "start",
+            )
+        )
     line = " ".join(f"{x(at):.2f},{y(up):.2f}" for at, up in sorted(spots))
     body.append(f'<polyline class="curve" points="{line}"/>')
     for point, (at, up) in zip(points, spots, strict=True):
         title = f"target {db(point['target_db'])} dB: {db(at)} dB predicted, {amount(point['cost'], cost['unit'])}"
-        body.append(_circle("knot", x(at), y(up), 4, f"{title}, {percent(up)} of all-fp32"))
+        body.append(
+            _circle("knot", x(at), y(up), 4, f"{title}, {percent(up)} of all-fp32")
+        )
     for at, up in marked:
         title = f"the plan: {db(at)} dB predicted, {amount(cost['plan'], cost['unit'])}, {percent(up)} of all-fp32"
         body.append(_circle("chosen", x(at), y(up), 8, title))
         body.append(_text("note strong", x(at), y(up) - 14, "the plan", "middle"))
-    return _svg("pareto", 560, 360, "Cost of the cheapest plan for each SQNR", "".join(body))
+    return _svg(
+        "pareto", 560, 360, "Cost of the cheapest plan for each SQNR", "".join(body)
+    )
 
 
 class Along(Protocol):
@@ -185,19 +264,35 @@ class Along(Protocol):
 
 
 def _axes(
-    x: Along, y: Along, xticks: Sequence[float], yticks: Sequence[float], xlabel: str, ylabel: str, *,
+    x: Along,
+    y: Along,
+    xticks: Sequence[float],
+    yticks: Sequence[float],
+    xlabel: str,
+    ylabel: str,
+    *,
     percents: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     parts = []
     for tick in xticks:
         parts.append(_line("grid", x(tick), y.start, x(tick), y.stop))
         parts.append(_text("tick x", x(tick), y.start + 18, f"{tick:g}", "middle"))
     for tick in yticks:
         parts.append(_line("grid", x.start, y(tick), x.stop, y(tick)))
-        parts.append(_text("tick y", x.start - 8, y(tick) + 4, f"{100 * tick:g}%" if percents else f"{tick:g}", "end"))
+        parts.append(
+            _text(
+                "tick y",
+                x.start - 8,
+                y(tick) + 4,
+                f"{100 * tick:g}%" if percents else f"{tick:g}",
+                "end",
+            )
+        )
     parts.append(_text("label", (x.start + x.stop) / 2, y.start + 40, xlabel, "middle"))
     turned = f'transform="translate(14 {(y.start + y.stop) / 2:.2f}) rotate(-90)"'
-    parts.append(f'<text class="label" {turned} text-anchor="middle">{escape(ylabel)}</text>')
+    parts.append(
+        f'<text class="label" {turned} text-anchor="middle">{escape(ylabel)}</text>'
+    )
     return "".join(parts)
 
 

@@ -31,7 +31,9 @@ def error_chart(points: Sequence[Row], first: Row | None = None) -> Markup:
     if not points:
         return Markup("")
     sizes = [p["error"] for p in points if finite(p["error"]) and p["error"] > 0]
-    allowed = [p["tolerance"] for p in points if finite(p["tolerance"]) and p["tolerance"] > 0]
+    allowed = [
+        p["tolerance"] for p in points if finite(p["tolerance"]) and p["tolerance"] > 0
+    ]
     exponents = [max(LEAST, math.log10(v)) for v in [*sizes, *allowed]] or [-8.0, 0.0]
     low, high = math.floor(min(exponents)), math.ceil(max(exponents))
     high = max(high, low + 1)
@@ -55,22 +57,50 @@ def error_chart(points: Sequence[Row], first: Row | None = None) -> Markup:
         ]
     body += _passes(points, x, bottom)
     line = " ".join(
-        f"{x(p['at']):.1f},{place(p['tolerance']):.1f}" for p in points if finite(p["tolerance"]) and p["tolerance"] > 0
+        f"{x(p['at']):.1f},{place(p['tolerance']):.1f}"
+        for p in points
+        if finite(p["tolerance"]) and p["tolerance"] > 0
     )
     if line:
         body.append(f'<polyline class="allowed" points="{line}"/>')
     order = {"plain": 0, "inherited": 1, "own": 2}
-    for kind, point in sorted(((_kind(p), p) for p in points), key=lambda item: order[item[0]]):
-        body.append(_circle(kind, x(point["at"]), place(point["error"]), 5.5 if kind == "own" else 2.6, _title(point)))
-    marked = next((p for p in points if first and p["cause"] == "own" and _same(p, first)), None)
+    for kind, point in sorted(
+        ((_kind(p), p) for p in points), key=lambda item: order[item[0]]
+    ):
+        body.append(
+            _circle(
+                kind,
+                x(point["at"]),
+                place(point["error"]),
+                5.5 if kind == "own" else 2.6,
+                _title(point),
+            )
+        )
+    marked = next(
+        (p for p in points if first and p["cause"] == "own" and _same(p, first)), None
+    )
     if marked is not None:
         at, up = x(marked["at"]), place(marked["error"])
         right = at < WIDTH * 0.6
         body.append(
-            _text("note strong", at + (11 if right else -11), up + 4, label(marked), "start" if right else "end")
+            _text(
+                "note strong",
+                at + (11 if right else -11),
+                up + 4,
+                label(marked),
+                "start" if right else "end",
+            )
         )
-    body.append(_text("label", (LEFT + WIDTH) / 2, HEIGHT - 2, "order of execution", "middle"))
-    return _svg("errors", WIDTH, HEIGHT, "Relative error of each value in the order of execution", "".join(body))
+    body.append(
+        _text("label", (LEFT + WIDTH) / 2, HEIGHT - 2, "order of execution", "middle")
+    )
+    return _svg(
+        "errors",
+        WIDTH,
+        HEIGHT,
+        "Relative error of each value in the order of execution",
+        "".join(body),
+    )
 
 
 def _same(point: Row, culprit: Row) -> bool:
@@ -86,7 +116,10 @@ def _passes(points: Sequence[Row], x: Scale, bottom: float) -> list[str]:
         if at < free:
             continue
         text = f"step {step}, {phase}" if several else str(phase)
-        drawn += [_line("pass", at - 3, TOP - 8, at - 3, bottom + 6), _text("note", at + 2, TOP - 14, text, "start")]
+        drawn += [
+            _line("pass", at - 3, TOP - 8, at - 3, bottom + 6),
+            _text("note", at + 2, TOP - 14, text, "start"),
+        ]
         free = at + 7 * len(text) + 10
     return drawn
 

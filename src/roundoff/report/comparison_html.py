@@ -24,22 +24,38 @@ def write_comparison(data: Row, path: str | os.PathLike[str]) -> None:
     page = render(data)
     with open_output(path) as temporary:
         # a file name that isn't UTF-8 has lone surrogates
-        temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
+        temporary.write_text(
+            page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n"
+        )
 
 
 def render(data: Row) -> str:
     """The page as a string."""
-    return _templates().get_template("comparison.html").render(
-        d=data, sentences=comparison_answer.answer(data),
-        chart=error_chart(data.get("points") or [], data.get("divergence")),
-        environment=environment(data.get("environment") or {}), bounds=comparison_answer.bounds,
-        called=comparison_answer.called, size=comparison_answer.size, times=comparison_answer.times,
-        label=comparison_text.label,
-        source=comparison_text.source, cosine=comparison_text.cosine, number=run_text.number, shape=run_text.shape,
-        whole=run_text.whole, value=value, script=_source("report.js"),
-        percent=figures.percent, db=figures.db,
-        style=_source("report.css") + _source("comparison.css"),
-    )  # fmt: skip
+    return (
+        _templates()
+        .get_template("comparison.html")
+        .render(
+            d=data,
+            sentences=comparison_answer.answer(data),
+            chart=error_chart(data.get("points") or [], data.get("divergence")),
+            environment=environment(data.get("environment") or {}),
+            bounds=comparison_answer.bounds,
+            called=comparison_answer.called,
+            size=comparison_answer.size,
+            times=comparison_answer.times,
+            label=comparison_text.label,
+            source=comparison_text.source,
+            cosine=comparison_text.cosine,
+            number=run_text.number,
+            shape=run_text.shape,
+            whole=run_text.whole,
+            value=value,
+            script=_source("report.js"),
+            percent=figures.percent,
+            db=figures.db,
+            style=_source("report.css") + _source("comparison.css"),
+        )
+    )
 
 
 def environment(both: Row) -> list[dict[str, Any]]:
@@ -48,15 +64,20 @@ def environment(both: Row) -> list[dict[str, Any]]:
     >>> environment({"reference": [{"name": "threads", "value": "2", "note": ""}], "candidate": []})
     [{'name': 'threads', 'reference': '2', 'candidate': None, 'note': '', 'differs': True}]
     """
-    sides = {side: {e["name"]: e for e in both.get(side) or ()} for side in ("reference", "candidate")}
+    sides = {
+        side: {e["name"]: e for e in both.get(side) or ()}
+        for side in ("reference", "candidate")
+    }
     ours, theirs = sides["reference"], sides["candidate"]
     rows = [
         {
-            "name": name, "reference": ours.get(name, {}).get("value"), "candidate": theirs.get(name, {}).get("value"),
+            "name": name,
+            "reference": ours.get(name, {}).get("value"),
+            "candidate": theirs.get(name, {}).get("value"),
             "note": (theirs.get(name) or ours[name]).get("note") or "",
         }
         for name in dict.fromkeys([*ours, *theirs])
-    ]  # fmt: skip
+    ]
     for row in rows:
         row["differs"] = row["reference"] != row["candidate"]
     return sorted(rows, key=lambda row: not row["differs"])
@@ -66,4 +87,10 @@ def value(number: float | None) -> str:
     """What a cell is sorted by: empty where nothing is known."""
     if number is None or math.isnan(number):
         return ""
-    return "Infinity" if number == math.inf else "-Infinity" if number == -math.inf else repr(float(number))
+    return (
+        "Infinity"
+        if number == math.inf
+        else "-Infinity"
+        if number == -math.inf
+        else repr(float(number))
+    )

@@ -34,7 +34,13 @@ def print_comparison(data: Row, console: Console, limit: int = 20) -> None:
     _say(console, f"{data['reference']} against {data['candidate']}", style="dim")
     console.print()
     verdict, *rest = answer(data)
-    colour = "green" if data["agrees"] and not data["culprits"] else "red" if not data["agrees"] else "yellow"
+    colour = (
+        "green"
+        if data["agrees"] and not data["culprits"]
+        else "red"
+        if not data["agrees"]
+        else "yellow"
+    )
     _print(console, Text.assemble((verdict, f"bold {colour}"), " ", " ".join(rest)))
     if data["culprits"]:
         _print_culprits(data["culprits"], console, limit)
@@ -55,18 +61,34 @@ def _print_culprits(named: Sequence[Row], console: Console, limit: int) -> None:
         "rank": [str(c["rank"]) for c in shown],
         "own error": [size(c["own"]) for c in shown],
         "times": [times(c["own"], c["tolerance"]) or NONE for c in shown],
-        "share": [percent(c["contribution"]) if c["contribution"] else NONE for c in shown],
+        "share": [
+            percent(c["contribution"]) if c["contribution"] else NONE for c in shown
+        ],
         "looks like": [c["looks_like"] or "" for c in shown],
     }
     for key in ("step", "rank"):
         if len({c[key] for c in shown}) == 1:
             del columns[key]
-    print_fitting(columns, console, ("times", "rank", "step", "phase", "share", "looks like", "line"))
+    print_fitting(
+        columns,
+        console,
+        ("times", "rank", "step", "phase", "share", "looks like", "line"),
+    )
     for place, entry in enumerate(shown, 1):
         other = entry.get("reference_site")
-        where = f" In the reference: {other}" if other and other != entry["site"] else ""
-        where += f" ({entry['reference_line']})" if where and entry.get("reference_line") else ""
-        said = f"{entry['evidence']}." if entry.get("evidence") and entry.get("looks_like") != UNKNOWN else ""
+        where = (
+            f" In the reference: {other}" if other and other != entry["site"] else ""
+        )
+        where += (
+            f" ({entry['reference_line']})"
+            if where and entry.get("reference_line")
+            else ""
+        )
+        said = (
+            f"{entry['evidence']}."
+            if entry.get("evidence") and entry.get("looks_like") != UNKNOWN
+            else ""
+        )
         if said or where:
             _say(console, f"{place}: {said}{where}".rstrip(), style="dim")
     _more(console, len(named) - len(shown), "more of them", len(named))
@@ -75,7 +97,9 @@ def _print_culprits(named: Sequence[Row], console: Console, limit: int) -> None:
 def _print_rows(data: Row, console: Console, limit: int) -> None:
     rows = data["rows"][:limit]
     verdicts = data.get("verdicts") or {}
-    said = ", ".join(f"{verdicts[v]:,} {v}" for v in ("pass", "fail", "undecided") if verdicts.get(v))
+    said = ", ".join(
+        f"{verdicts[v]:,} {v}" for v in ("pass", "fail", "undecided") if verdicts.get(v)
+    )
     _heading(console, f"Values, those that fail and weigh most first ({said})")
     columns: Columns = {
         "verdict": [r["verdict"] for r in rows],
@@ -94,14 +118,31 @@ def _print_rows(data: Row, console: Console, limit: int) -> None:
     for name, values in (("step", data.get("steps")), ("rank", data.get("ranks"))):
         if values is not None and len(values) < 2:
             del columns[name]
-    for name, key in (("cosine", "cosine"), ("SQNR", "sqnr_db"), ("ulp max", "ulp_max")):
+    for name, key in (
+        ("cosine", "cosine"),
+        ("SQNR", "sqnr_db"),
+        ("ulp max", "ulp_max"),
+    ):
         if all(r[key] is None for r in rows):
             del columns[name]
     if all(r["status"] == "matched" for r in rows):
         del columns["status"]
     styles = [STYLES.get(r["verdict"], "") for r in rows]
     print_fitting(
-        columns, console, ("ulp max", "status", "SQNR", "cosine", "from", "phase", "tolerance", "rank", "step"), styles
+        columns,
+        console,
+        (
+            "ulp max",
+            "status",
+            "SQNR",
+            "cosine",
+            "from",
+            "phase",
+            "tolerance",
+            "rank",
+            "step",
+        ),
+        styles,
     )
     every = max(data.get("rows_total", 0), len(data["rows"]))
     _more(console, every - len(rows), "more value", every)
@@ -110,7 +151,9 @@ def _print_rows(data: Row, console: Console, limit: int) -> None:
 def _print_coverage(covered: Row, console: Console) -> None:
     reasons = covered.get("reasons") or []
     if reasons:
-        _heading(console, f"Not measured: {count(sum(r['count'] for r in reasons), 'value')}")
+        _heading(
+            console, f"Not measured: {count(sum(r['count'] for r in reasons), 'value')}"
+        )
         for entry in reasons:
             _say(console, f"{entry['count']:,}: {entry['reason']}")
 
@@ -130,7 +173,9 @@ def label(row: Row) -> str:
     """
     site = row["site"] or row.get("reference_site") or f"({row.get('status')})"
     if row.get("name"):
-        return str(row["name"]) if (row.get("call") or 0) < 0 else f"{site} {row['name']}"
+        return (
+            str(row["name"]) if (row.get("call") or 0) < 0 else f"{site} {row['name']}"
+        )
     return f"{site}[{row['place']}]" if row.get("place") else str(site)
 
 

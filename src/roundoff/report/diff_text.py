@@ -47,16 +47,25 @@ def print_diff(data: Row, console: Console) -> None:
     if data["statistics"]:
         _heading(console, "Statistics")
         rows = data["statistics"]
-        _print_table(console, {"": [r["name"] for r in rows]} | {
-            key: [_statistic(r, key) for r in rows] for key in ("reference", "candidate", "difference")
-        })  # fmt: skip
+        _print_table(
+            console,
+            {"": [r["name"] for r in rows]}
+            | {
+                key: [_statistic(r, key) for r in rows]
+                for key in ("reference", "candidate", "difference")
+            },
+        )
     if data["metrics"]:
         _print_metrics(data["metrics"], console)
     if data["elements"]:
         _print_elements(data["elements"], console, some["shape"])
     if data["others"]:
         more = [f"{label(o)} ({o['phase']})" for o in data["others"]]
-        _say(console, f"Also of that name: {', '.join(more[:8])}. Choose with --phase and --place.", style="dim")
+        _say(
+            console,
+            f"Also of that name: {', '.join(more[:8])}. Choose with --phase and --place.",
+            style="dim",
+        )
 
 
 def sentence(data: Row) -> str:
@@ -71,7 +80,9 @@ def sentence(data: Row) -> str:
         return f"{called(theirs or ours)} is {data['status']}: {data['reason'] or 'no counterpart was found'}."
     error, name = data["error"], called(theirs)
     if error is None:
-        why = theirs.get("reason") or ours.get("reason") or "no statistics on both sides"
+        why = (
+            theirs.get("reason") or ours.get("reason") or "no statistics on both sides"
+        )
         return f"{name} could not be measured: {why}."
     if error == 0:
         return f"{name} is equal in both runs."
@@ -80,23 +91,38 @@ def sentence(data: Row) -> str:
     if error == float("inf"):
         return f"{name} is not finite where the reference is, or the reverse."
     factor = times(error, data["tolerance"])
-    return f"{name} is {size(error)} off (relative)" + (f", {factor} times what rounding explains." if factor else ".")
+    return f"{name} is {size(error)} off (relative)" + (
+        f", {factor} times what rounding explains." if factor else "."
+    )
 
 
 def _print_inputs(inputs: Sequence[Row], console: Console) -> None:
     if not inputs:
         return
     _heading(console, "Inputs")
-    print_fitting({
-        "site": [label({**i, "place": 0}) for i in inputs],
-        "error": [size(i["error"]) for i in inputs],
-        "counterpart": ["" if i["same"] else f"reads {i['reference_site']} in the reference" for i in inputs],
-    }, console, ("counterpart",))  # fmt: skip
+    print_fitting(
+        {
+            "site": [label({**i, "place": 0}) for i in inputs],
+            "error": [size(i["error"]) for i in inputs],
+            "counterpart": [
+                "" if i["same"] else f"reads {i['reference_site']} in the reference"
+                for i in inputs
+            ],
+        },
+        console,
+        ("counterpart",),
+    )
 
 
 def _statistic(row: Row, key: str) -> str:
     value = row[key]
-    return whole(value) if isinstance(value, int) else NONE if value is None else f"{value + 0.0:.7g}"
+    return (
+        whole(value)
+        if isinstance(value, int)
+        else NONE
+        if value is None
+        else f"{value + 0.0:.7g}"
+    )
 
 
 def _print_metrics(found: Row, console: Console) -> None:
@@ -106,12 +132,26 @@ def _print_metrics(found: Row, console: Console) -> None:
     if found["numel"] is None:
         return
     shown = {
-        "cosine": cosine(found["cosine"]), "relative l2": size(found["rel_l2"]), "SQNR": f"{db(found['sqnr_db'])} dB",
-        "max abs": number(found["max_abs"]), "mean abs": number(found["mean_abs"]), "max rel": number(found["max_rel"]),
-        "mean rel": number(found["mean_rel"]), "ulp max": number(found["ulp_max"]), "ulp mean": number(found["ulp_mean"]),
-        "ulp > 1": percent(found["ulp_share"]), "equal bits": percent(found["equal"]),
-    }  # fmt: skip
-    _say(console, ", ".join(f"{name} {text}" for name, text in shown.items() if not text.startswith(NONE)))
+        "cosine": cosine(found["cosine"]),
+        "relative l2": size(found["rel_l2"]),
+        "SQNR": f"{db(found['sqnr_db'])} dB",
+        "max abs": number(found["max_abs"]),
+        "mean abs": number(found["mean_abs"]),
+        "max rel": number(found["max_rel"]),
+        "mean rel": number(found["mean_rel"]),
+        "ulp max": number(found["ulp_max"]),
+        "ulp mean": number(found["ulp_mean"]),
+        "ulp > 1": percent(found["ulp_share"]),
+        "equal bits": percent(found["equal"]),
+    }
+    _say(
+        console,
+        ", ".join(
+            f"{name} {text}"
+            for name, text in shown.items()
+            if not text.startswith(NONE)
+        ),
+    )
     specials = [
         f"{count(found[f'{kind}_{side}'] or 0, name)} {where}"
         for kind, name in (("nan", "NaN"), ("inf", "Inf"))
@@ -123,13 +163,19 @@ def _print_metrics(found: Row, console: Console) -> None:
         if found[f"{kind}_{side}"]
     ]
     if specials:
-        _say(console, ", ".join(specials).replace("NaNs", "NaN").replace("Infs", "Inf"), style="red")
+        _say(
+            console,
+            ", ".join(specials).replace("NaNs", "NaN").replace("Infs", "Inf"),
+            style="red",
+        )
 
 
 def _print_elements(found: Row, console: Console, sizes: Sequence[int]) -> None:
     if "reason" in found:
         return
-    _heading(console, f"Elements: {found['differing']:,} of {math.prod(sizes):,} differ")
+    _heading(
+        console, f"Elements: {found['differing']:,} of {math.prod(sizes):,} differ"
+    )
     if found["errors"]:
         most = max(e["count"] for e in found["errors"])
         for entry in reversed(found["errors"]):
@@ -138,7 +184,10 @@ def _print_elements(found: Row, console: Console, sizes: Sequence[int]) -> None:
     for axis in found["axes"]:
         if axis["share"] * sizes[axis["axis"]] >= UNEVEN:
             where = f"index {axis['index']} of {sizes[axis['axis']]} along axis {axis['axis']}"
-            _say(console, f"{percent(axis['share'])} of the squared error lies at {where}")
+            _say(
+                console,
+                f"{percent(axis['share'])} of the squared error lies at {where}",
+            )
     for title, key in (("First that differ", "first"), ("Worst", "worst")):
         rows = found[key]
         if not rows:

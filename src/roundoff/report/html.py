@@ -28,7 +28,9 @@ def write_html(summary: Row, path: str | Path) -> None:
     page = render(summary)
     with atomic_path(path) as temporary:
         # a file name that isn't UTF-8 has lone surrogates
-        temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
+        temporary.write_text(
+            page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n"
+        )
 
 
 def render(summary: Row) -> str:
@@ -37,17 +39,34 @@ def render(summary: Row) -> str:
     shares = [r["share"] for t in totals for r in t.rows if not figures.is_lost(r)]
     sites = {r["site"] for r in summary["ranking"]}
     bars = [
-        (t, charts.share_bars(t, summary["formats"], sites, top=BARS, full=max(shares, default=1.0)), _covered(t))
+        (
+            t,
+            charts.share_bars(
+                t, summary["formats"], sites, top=BARS, full=max(shares, default=1.0)
+            ),
+            _covered(t),
+        )
         for t in totals
         if t.rows and t.rows[0]["share"] > 0
     ]
-    return _templates().get_template("report.html").render(
-        s=summary, verdict=answer.verdict(summary), sentences=answer.answer(summary),
-        totals=totals, bars=bars, scatter=charts.scatter(summary["scatter"], summary["formats"]),
-        pareto=charts.pareto(summary), agreement=answer.agreement(summary["scatter"]),
-        points=answer.comparable(summary["scatter"]), colour=lambda name: charts.colour(summary["formats"], name),
-        style=_source("report.css"), script=_source("report.js"),
-    )  # fmt: skip
+    return (
+        _templates()
+        .get_template("report.html")
+        .render(
+            s=summary,
+            verdict=answer.verdict(summary),
+            sentences=answer.answer(summary),
+            totals=totals,
+            bars=bars,
+            scatter=charts.scatter(summary["scatter"], summary["formats"]),
+            pareto=charts.pareto(summary),
+            agreement=answer.agreement(summary["scatter"]),
+            points=answer.comparable(summary["scatter"]),
+            colour=lambda name: charts.colour(summary["formats"], name),
+            style=_source("report.css"),
+            script=_source("report.js"),
+        )
+    )
 
 
 def _covered(total: answer.FormatTotal) -> str:
@@ -62,21 +81,38 @@ def _covered(total: answer.FormatTotal) -> str:
 @cache
 def _templates() -> Environment:
     templates = Environment(
-        loader=PackageLoader("roundoff.report"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=PackageLoader("roundoff.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     templates.filters |= {
-        "db": figures.db, "stderr": figures.stderr, "percent": figures.percent, "amount": figures.amount,
-        "metric": figures.metric, "sqnr": figures.sqnr, "order": _order, "units": _units,
-    }  # fmt: skip
-    templates.globals |= {"count": figures.count, "ratio": figures.ratio, "is_lost": figures.is_lost}
+        "db": figures.db,
+        "stderr": figures.stderr,
+        "percent": figures.percent,
+        "amount": figures.amount,
+        "metric": figures.metric,
+        "sqnr": figures.sqnr,
+        "order": _order,
+        "units": _units,
+    }
+    templates.globals |= {
+        "count": figures.count,
+        "ratio": figures.ratio,
+        "is_lost": figures.is_lost,
+    }
     return templates
 
 
 def _source(name: str) -> Markup:
     """A style sheet or script of ours, which must not be escaped."""
     loader = _templates().loader
-    return Markup("") if loader is None else Markup(loader.get_source(_templates(), name)[0])
+    return (
+        Markup("")
+        if loader is None
+        else Markup(loader.get_source(_templates(), name)[0])
+    )
 
 
 def _order(row: Row) -> str:
@@ -84,7 +120,6 @@ def _order(row: Row) -> str:
     if row["sqnr_db"] is not None:
         return repr(float(row["sqnr_db"]))
     return "-Infinity" if figures.is_lost(row) else "Infinity"
-
 
 
 def _units(text: str) -> str:

@@ -53,6 +53,8 @@ def _cuts(name: str, width: int) -> Iterator[tuple[str, ...]]:
 
 def _matches(parts: tuple[str, ...], other: str) -> bool:
     head, *middle, tail = parts
-    if len(other) < sum(map(len, parts)) or not (other.startswith(head) and other.endswith(tail)):
+    if len(other) < sum(map(len, parts)) or not (
+        other.startswith(head) and other.endswith(tail)
+    ):
         return False
     return not middle or middle[0] in other[len(head) : len(other) - len(tail)]

@@ -38,9 +38,14 @@ def print_overflow(data: Row, console: Console, *, limit: int = 20) -> None:
         _print_events(events, console, limit)
     if allowed:
         sites = list(dict.fromkeys(e["site"] for e in allowed if e["kind"] in BORN))
-        named = listing(sites[:5]) + (f" and {len(sites) - 5:,} more" if len(sites) > 5 else "")
-        _say(console, f"Allowed: {count(len(allowed), 'event')} that come from {named or 'earlier steps'} "
-             "(-inf of a mask, unwritten memory, or a site named with --allow).")  # fmt: skip
+        named = listing(sites[:5]) + (
+            f" and {len(sites) - 5:,} more" if len(sites) > 5 else ""
+        )
+        _say(
+            console,
+            f"Allowed: {count(len(allowed), 'event')} that come from {named or 'earlier steps'} "
+            "(-inf of a mask, unwritten memory, or a site named with --allow).",
+        )
     _print_margins(data, console, limit)
     _print_formats(data["formats"], console)
     _print_scale(data["loss_scale"], console)
@@ -50,10 +55,18 @@ def answer(data: Row) -> list[str]:
     """The answer, sentence by sentence; the first is the verdict."""
     first = data["first"]
     unknown = data["unknown"]
-    gap = f"{count(unknown, 'tensor')} without statistics could not be judged." if unknown else ""
+    gap = (
+        f"{count(unknown, 'tensor')} without statistics could not be judged."
+        if unknown
+        else ""
+    )
     if first is None:
         meant = any(e["allowed"] for e in data["events"])
-        masks = "The -inf of masks, or what else is allowed, went no further." if meant else ""
+        masks = (
+            "The -inf of masks, or what else is allowed, went no further."
+            if meant
+            else ""
+        )
         verdict = f"No NaN or Inf was born in {count(data['tensors'], 'tensor')}."
         return [verdict, *filter(None, [masks, _nearest(data), gap])]
     what = _what(first)
@@ -62,24 +75,36 @@ def answer(data: Row) -> list[str]:
         f"{what} arrived with {where}."
         if first["kind"] == "arrived"
         else f"{what} born at {where}.",
-        f"{_sentence(first['cause'])}" + (f" ({first['note']})" if first["note"] else "") + ".",
+        f"{_sentence(first['cause'])}"
+        + (f" ({first['note']})" if first["note"] else "")
+        + ".",
     ]
     mine = [
-        e for e in data["events"] if _origin(e) == (first["rank"], first["step"], first["record"])
+        e
+        for e in data["events"]
+        if _origin(e) == (first["rank"], first["step"], first["record"])
     ]
     if first["reached"]:
         last = [e for e in mine if e["kind"] not in (*BORN, "death")][-1]
         sentences.append(
             f"It passed into {count(first['reached'], 'tensor')}, the last one at {_place(last)}."
         )
-    names = list(dict.fromkeys(e["name"] for e in mine if e["name"] and e is not mine[0]))
+    names = list(
+        dict.fromkeys(e["name"] for e in mine if e["name"] and e is not mine[0])
+    )
     if names:
         more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
         sentences.append(f"It reached {listing(names[:3])}{more}.")
     deaths = [e for e in mine if e["kind"] == "death"]
     if deaths:
-        more = f", and {count(len(deaths) - 1, 'time')} after that" if len(deaths) > 1 else ""
-        sentences.append(f"{deaths[0]['site']}{_at(deaths[0])} silently removed it{more}.")
+        more = (
+            f", and {count(len(deaths) - 1, 'time')} after that"
+            if len(deaths) > 1
+            else ""
+        )
+        sentences.append(
+            f"{deaths[0]['site']}{_at(deaths[0])} silently removed it{more}."
+        )
     elif not first["reached"]:
         sentences.append("No recorded operator took it further.")
     sentences.append(f"Try: {first['advice']}.")
@@ -102,9 +127,7 @@ def _nearest(data: Row) -> str:
         what = f"{near['site']} already reaches the largest {near['dtype']}"
     else:
         what = f"the nearest, {near['site']}, keeps {near['margin']:.1f} in {near['dtype']}"
-    return (
-        f"{count(len(latent), 'site')} within {data['within']:g} powers of two of overflow: {what}."
-    )
+    return f"{count(len(latent), 'site')} within {data['within']:g} powers of two of overflow: {what}."
 
 
 def _print_events(events: Sequence[Row], console: Console, limit: int) -> None:
@@ -123,7 +146,9 @@ def _print_events(events: Sequence[Row], console: Console, limit: int) -> None:
     if several:
         columns = {"step": [f"{e['step']}.{e['rank']}" for e in shown], **columns}
     styles = [
-        {"birth": "bold red", "arrived": "bold red", "death": "yellow"}.get(e["kind"], "")
+        {"birth": "bold red", "arrived": "bold red", "death": "yellow"}.get(
+            e["kind"], ""
+        )
         for e in shown
     ]
     print_fitting(columns, console, ("dtype", "phase", "of"), styles)
@@ -141,7 +166,9 @@ def _print_events(events: Sequence[Row], console: Console, limit: int) -> None:
 def _most_telling(events: Sequence[Row], limit: int) -> list[Row]:
     """Births, then deaths, then what lies between, as many as fit, in their order."""
     weight = {"birth": 0, "arrived": 0, "death": 1, "received": 1, "carried": 3}
-    chosen = sorted(range(len(events)), key=lambda i: (weight.get(events[i]["kind"], 2), i))[:limit]
+    chosen = sorted(
+        range(len(events)), key=lambda i: (weight.get(events[i]["kind"], 2), i)
+    )[:limit]
     return [events[i] for i in sorted(chosen)]
 
 
@@ -156,13 +183,23 @@ def _print_margins(data: Row, console: Console, limit: int) -> None:
         _say(console, "No floating-point values were recorded.")
         return
     shown = rows[:limit]
-    print_fitting({
-        "site": [m["site"] for m in shown], "phase": [m["phase"] for m in shown], "dtype": [m["dtype"] for m in shown],
-        "largest": [number(m["amax"]) for m in shown], "limit": [number(m["largest"]) for m in shown],
-        "margin": [NONE if m["margin"] is None else f"{m['margin']:.1f}" for m in shown],
-        "at limit": [whole(m["saturated"]) for m in shown], "Inf": [whole(m["infinite"]) for m in shown],
-        "line": [m["line"] or "" for m in shown],
-    }, console, ("limit", "phase", "line", "largest"))  # fmt: skip
+    print_fitting(
+        {
+            "site": [m["site"] for m in shown],
+            "phase": [m["phase"] for m in shown],
+            "dtype": [m["dtype"] for m in shown],
+            "largest": [number(m["amax"]) for m in shown],
+            "limit": [number(m["largest"]) for m in shown],
+            "margin": [
+                NONE if m["margin"] is None else f"{m['margin']:.1f}" for m in shown
+            ],
+            "at limit": [whole(m["saturated"]) for m in shown],
+            "Inf": [whole(m["infinite"]) for m in shown],
+            "line": [m["line"] or "" for m in shown],
+        },
+        console,
+        ("limit", "phase", "line", "largest"),
+    )
     if len(rows) > len(shown):
         _say(
             console,
@@ -181,11 +218,22 @@ def _print_formats(rows: Sequence[Row], console: Console) -> None:
     by: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         by.setdefault((row["phase"], row["format"]), {})[row["fate"]] = row
-    print_fitting({
-        "phase": [phase for phase, _ in by], "format": [fmt for _, fmt in by],
-        **{fate: [_share(fates[fate]) for fates in by.values()] for fate in ("overflow", "subnormal", "zero")},
-        "site": [fates["overflow"]["site"] or fates["zero"]["site"] or NONE for fates in by.values()],
-    }, console, ())  # fmt: skip
+    print_fitting(
+        {
+            "phase": [phase for phase, _ in by],
+            "format": [fmt for _, fmt in by],
+            **{
+                fate: [_share(fates[fate]) for fates in by.values()]
+                for fate in ("overflow", "subnormal", "zero")
+            },
+            "site": [
+                fates["overflow"]["site"] or fates["zero"]["site"] or NONE
+                for fates in by.values()
+            ],
+        },
+        console,
+        (),
+    )
     _say(
         console,
         "site: where overflow is most frequent, or where nothing overflows, underflow to zero.",
@@ -197,7 +245,9 @@ def _share(row: Row) -> str:
     if row["share"] is None:
         return NONE
     error = row["stderr"]
-    return percent(row["share"]) + (f" ±{percent(error)}" if error and error >= 0.0005 else "")
+    return percent(row["share"]) + (
+        f" ±{percent(error)}" if error and error >= 0.0005 else ""
+    )
 
 
 def _print_scale(scale: Row, console: Console) -> None:
@@ -205,13 +255,30 @@ def _print_scale(scale: Row, console: Console) -> None:
     if scale["scale"] is None:
         _say(console, f"None: {scale['note']}.")
         return
-    _print_table(console, {
-        "scale": [f"{1:,}", f"{scale['scale']:,.0f}" if scale["scale"] >= 1 else f"{scale['scale']:g}"],
-        "largest gradient": [number(scale["largest"]), number(scale["largest"] * scale["scale"])],
-        "gradients that become zero": [percent(scale["zero_at_1"]), percent(scale["zero_at_scale"])],
-    })  # fmt: skip
-    _say(console, f"The largest gradient is at {scale['site']} in step {scale['step']}; the scale leaves "
-         f"{scale['margin']:g} powers of two free.")  # fmt: skip
+    _print_table(
+        console,
+        {
+            "scale": [
+                f"{1:,}",
+                f"{scale['scale']:,.0f}"
+                if scale["scale"] >= 1
+                else f"{scale['scale']:g}",
+            ],
+            "largest gradient": [
+                number(scale["largest"]),
+                number(scale["largest"] * scale["scale"]),
+            ],
+            "gradients that become zero": [
+                percent(scale["zero_at_1"]),
+                percent(scale["zero_at_scale"]),
+            ],
+        },
+    )
+    _say(
+        console,
+        f"The largest gradient is at {scale['site']} in step {scale['step']}; the scale leaves "
+        f"{scale['margin']:g} powers of two free.",
+    )
     if scale["note"]:
         _say(console, f"{_sentence(scale['note'])}.")
     if scale["recorded"] is not None:
@@ -226,7 +293,11 @@ def _print_scale(scale: Row, console: Console) -> None:
 
 
 def _what(event: Row) -> str:
-    kinds = [("NaN", event["nan"]), ("+Inf", event["posinf"]), ("-Inf", event["neginf"])]
+    kinds = [
+        ("NaN", event["nan"]),
+        ("+Inf", event["posinf"]),
+        ("-Inf", event["neginf"]),
+    ]
     return (
         listing([f"{n:,} {kind}" for kind, n in kinds if n])
         + f" of {count(event['numel'], 'value')}"

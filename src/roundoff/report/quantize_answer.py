@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundoff.report.bench_answer import times
-from roundoff.report.figures import NONE, count, db, finite, listing, metric, percent, ratio
+from roundoff.report.figures import (
+    NONE,
+    count,
+    db,
+    finite,
+    listing,
+    metric,
+    percent,
+    ratio,
+)
 
 Row = Mapping[str, Any]
 
@@ -36,7 +45,13 @@ def fell(drop: float | None) -> str:
     if drop is None:
         return NONE
     shown = f"{abs(drop):.2g}"
-    return "equal to" if abs(drop) < 1e-12 else f"{shown} below" if drop > 0 else f"{shown} above"
+    return (
+        "equal to"
+        if abs(drop) < 1e-12
+        else f"{shown} below"
+        if drop > 0
+        else f"{shown} above"
+    )
 
 
 def answer(data: Row) -> list[str]:
@@ -47,16 +62,24 @@ def answer(data: Row) -> list[str]:
     done = f"{coverage['products_quantized']} of {count(coverage['products'], 'product')} are quantized"
     said.append(f"{done} ({kinds}){bits(data['bits'])}." if kinds else f"{done}.")
     where = f"{count(data['judged_on']['samples'], 'sample')}{' held out' if data['judged_on']['held_out'] else ''}"
-    same = "" if result["agreement"] is None else f", the same first choice as fp32 for {percent(result['agreement'])}"
+    same = (
+        ""
+        if result["agreement"] is None
+        else f", the same first choice as fp32 for {percent(result['agreement'])}"
+    )
     said.append(f"On {where}: SQNR of the output {db(result['sqnr_db'])} dB{same}.")
     if data["pruning"]:
         said.append(pruned(data))
     weights = data["weights"]
-    said.append(f"Weights take {size(weights['bytes'])}, {percent(ratio(weights['bytes'], weights['fp32']))} of fp32's.")
+    said.append(
+        f"Weights take {size(weights['bytes'])}, {percent(ratio(weights['bytes'], weights['fp32']))} of fp32's."
+    )
     if proof is not None:
         said += _proved(data)
     else:
-        why = next((f["reason"] for f in data["files"] if f["name"] == "model.onnx"), "")
+        why = next(
+            (f["reason"] for f in data["files"] if f["name"] == "model.onnx"), ""
+        )
         if why and not why.startswith("--"):
             said.append(f"model.onnx could not be made, all else is simulated: {why}.")
     return said
@@ -73,22 +96,37 @@ def pruned(data: Row) -> str:
     'Pruned (2:4): zeros in their places; ordinary kernels do the same work (1.01× the time in PyTorch, 9 kB as before).'
     """
     found = data["pruning"]
-    macs, stored, took = found["macs"], found["bytes"], f"{times(found['time'])} the time in PyTorch"
+    macs, stored, took = (
+        found["macs"],
+        found["bytes"],
+        f"{times(found['time'])} the time in PyTorch",
+    )
     how = f"Pruned ({data['asked']['prune']})"
     if stored["after"] == stored["before"] and macs["after"] == macs["before"]:
         same = f"{took}, {size(stored['after'])} as before"
-        return f"{how}: zeros in their places; ordinary kernels do the same work ({same})."
-    left = f"{percent(ratio(macs['after'], macs['before']))} of the multiply-accumulates"
+        return (
+            f"{how}: zeros in their places; ordinary kernels do the same work ({same})."
+        )
+    left = (
+        f"{percent(ratio(macs['after'], macs['before']))} of the multiply-accumulates"
+    )
     return f"{how}: {left}, {size(stored['after'])} of {size(stored['before'])}, {took}, all in fp32."
 
 
 def _proved(data: Row) -> list[str]:
     proof = data["proof"]
-    kernels = listing([f"{number} {name}" for name, number in proof["kernels"].items()]) or "no integer kernel"
-    said = [f"model.onnx is {size(proof['bytes'])}, {percent(ratio(proof['bytes'], proof['bytes_fp32']))} of fp32's."]
+    kernels = (
+        listing([f"{number} {name}" for name, number in proof["kernels"].items()])
+        or "no integer kernel"
+    )
+    said = [
+        f"model.onnx is {size(proof['bytes'])}, {percent(ratio(proof['bytes'], proof['bytes_fp32']))} of fp32's."
+    ]
     fast = proof["latency"]
     if fast is not None:
-        said.append(f"ONNX Runtime runs it {times(fast['ratio'])} as fast as fp32 (in turns, one thread): {kernels}.")
+        said.append(
+            f"ONNX Runtime runs it {times(fast['ratio'])} as fast as fp32 (in turns, one thread): {kernels}."
+        )
     else:
         said.append(f"ONNX Runtime runs {kernels}.")
     if all(row["codes"] is None for row in data["sites"]):
@@ -97,8 +135,14 @@ def _proved(data: Row) -> list[str]:
         apart = f"codes differ by {proof['codes']} at most, {percent(proof['differing'])} of them where most do"
     else:
         apart = "every code is equal"
-    said.append(f"Against the simulation {apart}; its output is {db(proof['simulation_db'])} dB from it.")
-    rounds = {f"{row['kernel_reason']}." for row in data["sites"] if row["integer"] and row["kernel"] == "MatMulNBits"}
+    said.append(
+        f"Against the simulation {apart}; its output is {db(proof['simulation_db'])} dB from it."
+    )
+    rounds = {
+        f"{row['kernel_reason']}."
+        for row in data["sites"]
+        if row["integer"] and row["kernel"] == "MatMulNBits"
+    }
     said += sorted(rounds)
     return said
 
@@ -154,21 +198,36 @@ def left(data: Row) -> list[tuple[str, list[str]]]:
     for row in data["sites"]:
         if row["state"] == "fp32":
             found.setdefault(row["reason"], []).append(row["site"])
-    products = {row["site"] for row in data["sites"] if row["kind"] in ("conv", "linear", "matmul", "attention", "rnn")}
-    order = sorted(found.items(), key=lambda item: (not products & set(item[1]), -len(item[1])))
+    products = {
+        row["site"]
+        for row in data["sites"]
+        if row["kind"] in ("conv", "linear", "matmul", "attention", "rnn")
+    }
+    order = sorted(
+        found.items(), key=lambda item: (not products & set(item[1]), -len(item[1]))
+    )
     return [(why, sites) for why, sites in order]
 
 
 def slow(data: Row) -> list[Row]:
     """The quantized sites that ONNX Runtime does not run with integers, with the reason."""
-    return [row for row in data["sites"] if row.get("integer") is False and row["state"] != "fp32"]
+    return [
+        row
+        for row in data["sites"]
+        if row.get("integer") is False and row["state"] != "fp32"
+    ]
 
 
 def trials(data: Row) -> list[dict[str, str]]:
     """What the search of the target measured."""
     return [
-        {"trial": str(index + 1), "formats": listing([f"{n} {f}" for f, n in t["sites"].items()]) or "none",
-         "predicted": db(t["predicted_db"]), "measured": db(t["measured_db"]), "metric": metric(t["metric"]),
-         data["asked"]["cost"]: NONE if t["cost"] is None else f"{t['cost']:.4g}"}
+        {
+            "trial": str(index + 1),
+            "formats": listing([f"{n} {f}" for f, n in t["sites"].items()]) or "none",
+            "predicted": db(t["predicted_db"]),
+            "measured": db(t["measured_db"]),
+            "metric": metric(t["metric"]),
+            data["asked"]["cost"]: NONE if t["cost"] is None else f"{t['cost']:.4g}",
+        }
         for index, t in enumerate(data["trials"])
-    ]  # fmt: skip
+    ]

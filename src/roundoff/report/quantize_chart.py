@@ -42,7 +42,9 @@ class Halvings:
     stop: float
 
     def __call__(self, value: float) -> float:
-        return self.stop + math.log2(value / 100) / max(self.number, 1) * (self.stop - self.start)
+        return self.stop + math.log2(value / 100) / max(self.number, 1) * (
+            self.stop - self.start
+        )
 
 
 def tradeoff(data: Row, cost: str) -> Markup:
@@ -51,10 +53,20 @@ def tradeoff(data: Row, cost: str) -> Markup:
     key = "metric" if data["result"]["metric_name"] is not None else "db"
     whole = next((row[cost] for row in rows if row["name"] == "fp32"), None)
     points = [
-        Point(row["name"], share, row[key], f"{row['name']}: {percent(share)} of fp32, {db(row['db'])} dB"
-              + ("" if key == "db" else f", {data['result']['metric_name']} {metric(row['metric'])}"))
-        for row in rows if finite(row[key]) and finite(share := ratio(row[cost], whole)) and share > 0
-    ]  # fmt: skip
+        Point(
+            row["name"],
+            share,
+            row[key],
+            f"{row['name']}: {percent(share)} of fp32, {db(row['db'])} dB"
+            + (
+                ""
+                if key == "db"
+                else f", {data['result']['metric_name']} {metric(row['metric'])}"
+            ),
+        )
+        for row in rows
+        if finite(row[key]) and finite(share := ratio(row[cost], whole)) and share > 0
+    ]
     if len(points) < 2:
         return Markup("")
     best = max(p.up for p in points)
@@ -63,9 +75,16 @@ def tradeoff(data: Row, cost: str) -> Markup:
     yticks = nice_ticks(min(shown), max(shown), 5)
     x = Halvings(max(math.ceil(-math.log2(p.at)) for p in points), 62, WIDTH - 20)
     y = Scale(yticks[0], yticks[-1], HEIGHT - 60, 22)
-    label = {"bytes": "weights as stored, share of fp32 (%)", "work": "bit operations, share of fp32 (%)"}[cost]
-    name = data["result"]["metric_name"] if key == "metric" else "SQNR of the output, dB"
-    body = [_axes(x, y, [100 / 2**n for n in range(x.number, -1, -1)], yticks, label, name)]
+    label = {
+        "bytes": "weights as stored, share of fp32 (%)",
+        "work": "bit operations, share of fp32 (%)",
+    }[cost]
+    name = (
+        data["result"]["metric_name"] if key == "metric" else "SQNR of the output, dB"
+    )
+    body = [
+        _axes(x, y, [100 / 2**n for n in range(x.number, -1, -1)], yticks, label, name)
+    ]
     front = pareto(points, floor)
     if len(front) > 1:
         line = " ".join(f"{x(100 * p.at):.2f},{y(p.up):.2f}" for p in front)
@@ -99,17 +118,31 @@ def pareto(points: Sequence[Point], floor: float) -> list[Point]:
     return found
 
 
-def _place(px: float, py: float, text: str, boxes: list[tuple[float, float, float, float]]) -> tuple[float, float]:
+def _place(
+    px: float, py: float, text: str, boxes: list[tuple[float, float, float, float]]
+) -> tuple[float, float]:
     """Where a label starts so that it covers no other, near its point; takes the place."""
     wide = LETTER * len(text)
-    tries = [(px + 10, py + 4), (px - wide - 10, py + 4), (px - wide / 2, py - 12), (px - wide / 2, py + 20)]
+    tries = [
+        (px + 10, py + 4),
+        (px - wide - 10, py + 4),
+        (px - wide / 2, py - 12),
+        (px - wide / 2, py + 20),
+    ]
     for step in range(1, 7):
-        tries += [(px + 10, py + 4 - LINE * step), (px + 10, py + 4 + LINE * step), (px - wide - 10, py + 4 - LINE * step),
-                  (px - wide - 10, py + 4 + LINE * step)]  # fmt: skip
+        tries += [
+            (px + 10, py + 4 - LINE * step),
+            (px + 10, py + 4 + LINE * step),
+            (px - wide - 10, py + 4 - LINE * step),
+            (px - wide - 10, py + 4 + LINE * step),
+        ]
     for left, base in tries:
         box = (left, base - 11, left + wide, base + 3)
         inside = box[0] > 64 and box[2] < WIDTH and box[1] > 2 and box[3] < HEIGHT - 62
-        if inside and not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in boxes):
+        if inside and not any(
+            box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3]
+            for b in boxes
+        ):
             boxes.append(box)
             return left, base
     return tries[0]

@@ -18,15 +18,28 @@ def write_quantize(data: Row, path: str | os.PathLike[str]) -> None:
     page = render(data)
     with open_output(path) as temporary:
         # a file name that isn't UTF-8 has lone surrogates
-        temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
+        temporary.write_text(
+            page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n"
+        )
 
 
 def render(data: Row) -> str:
     """The page as a string. Every name is escaped."""
     first, *rest = quantize_answer.answer(data)
-    return _templates().get_template("quantize.html").render(
-        d=data, ranked=quantize_answer.ranked(data), against=quantize_answer.AGAINST, verdict=first, sentences=rest,
-        said=quantize_answer, left=quantize_answer.left(data),
-        trials=quantize_answer.trials(data), by_size=quantize_chart.tradeoff(data, "bytes"),
-        by_work=quantize_chart.tradeoff(data, "work"), style=_source("report.css") + _source("quantize.css"),
-    )  # fmt: skip
+    return (
+        _templates()
+        .get_template("quantize.html")
+        .render(
+            d=data,
+            ranked=quantize_answer.ranked(data),
+            against=quantize_answer.AGAINST,
+            verdict=first,
+            sentences=rest,
+            said=quantize_answer,
+            left=quantize_answer.left(data),
+            trials=quantize_answer.trials(data),
+            by_size=quantize_chart.tradeoff(data, "bytes"),
+            by_work=quantize_chart.tradeoff(data, "work"),
+            style=_source("report.css") + _source("quantize.css"),
+        )
+    )

@@ -16,7 +16,12 @@ Row = Mapping[str, Any]
 
 
 def print_replay(
-    rows: Sequence[Row], console: Console, *, device: str = "cpu", dtype: str = "fp64", top: int = 20
+    rows: Sequence[Row],
+    console: Console,
+    *,
+    device: str = "cpu",
+    dtype: str = "fp64",
+    top: int = 20,
 ) -> None:
     """Own errors in dB below the result (∞: none at all; -∞: only one of the two is finite), worst first.
 
@@ -35,24 +40,37 @@ def print_replay(
     ───────────────────────────────────────────
         1   draws random numbers   /dropout...
     """
-    found = sorted((r for r in rows if r["reason"] is None), key=lambda row: row["sqnr_db"])
+    found = sorted(
+        (r for r in rows if r["reason"] is None), key=lambda row: row["sqnr_db"]
+    )
     against = "the recorded format" if dtype == "same" else dtype
-    _heading(console, f"Own error against {against} on {device}: {count(len(found), 'result')}")
+    _heading(
+        console,
+        f"Own error against {against} on {device}: {count(len(found), 'result')}",
+    )
     shown = [row for row in found if row["sqnr_db"] < math.inf][:top]
     if shown:
-        _print_table(console, {
-            "step": [str(row["step"]) for row in shown],
-            "phase": [row["phase"] for row in shown],
-            "site": [row["site"] for row in shown],
-            "output": [str(row["place"]) for row in shown],
-            "SQNR": [db(row["sqnr_db"]) for row in shown],
-            "max error": [f"{row['own_max']:.3g}" for row in shown],
-        }, prose={"site"})  # fmt: skip
+        _print_table(
+            console,
+            {
+                "step": [str(row["step"]) for row in shown],
+                "phase": [row["phase"] for row in shown],
+                "site": [row["site"] for row in shown],
+                "output": [str(row["place"]) for row in shown],
+                "SQNR": [db(row["sqnr_db"]) for row in shown],
+                "max error": [f"{row['own_max']:.3g}" for row in shown],
+            },
+            prose={"site"},
+        )
     same = sum(row["sqnr_db"] == math.inf for row in found)
     if same:
         _say(console, f"{count(same, 'result')} without any error.")
     if len(found) - same > len(shown):
-        _say(console, f"{count(len(found) - same - len(shown), 'more row')} below.", style="dim")
+        _say(
+            console,
+            f"{count(len(found) - same - len(shown), 'more row')} below.",
+            style="dim",
+        )
     _print_reasons([row for row in rows if row["reason"] is not None], console)
 
 
@@ -62,8 +80,12 @@ def _print_reasons(rows: Sequence[Row], console: Console) -> None:
     _heading(console, f"Not run again: {count(len(rows), 'result')}")
     example = {row["reason"]: row["site"] for row in reversed(rows)}
     counts = Counter(row["reason"] for row in rows).most_common()
-    _print_table(console, {
-        "count": [f"{number:,}" for _, number in counts],
-        "reason": [reason for reason, _ in counts],
-        "for example": [example[reason] for reason, _ in counts],
-    }, prose={"reason", "for example"})  # fmt: skip
+    _print_table(
+        console,
+        {
+            "count": [f"{number:,}" for _, number in counts],
+            "reason": [reason for reason, _ in counts],
+            "for example": [example[reason] for reason, _ in counts],
+        },
+        prose={"reason", "for example"},
+    )

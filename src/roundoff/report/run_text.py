@@ -30,7 +30,10 @@ def print_show(data: Row, console: Console, *, limit: int = 50) -> None:
             _print_site(entry, console)
         return
     rows = data["rows"]
-    _heading(console, f"Sites, {_SORTED.get(data['sort'], 'largest ' + data['sort'] + ' first')}")
+    _heading(
+        console,
+        f"Sites, {_SORTED.get(data['sort'], 'largest ' + data['sort'] + ' first')}",
+    )
     if not rows:
         _say(console, "No tensor matches.")
         return
@@ -52,7 +55,9 @@ def print_show(data: Row, console: Console, *, limit: int = 50) -> None:
     if any(r["own_l2"] is not None for r in shown):
         columns["own error"] = [number(ratio(r["own_l2"], r["l2"])) for r in shown]
     styles = ["bold red" if r["nan"] or _infinite(r) else "" for r in shown]
-    print_fitting(columns, console, ("line", "mean", "shape", "zero", "min", "phase"), styles)
+    print_fitting(
+        columns, console, ("line", "mean", "shape", "zero", "min", "phase"), styles
+    )
     for row in shown:
         if row["reason"]:
             _say(console, f"! {row['site']}: {row['reason']}", style="yellow")
@@ -78,18 +83,39 @@ def print_captured(summary: Row, console: Console) -> None:
           roundoff overflow runs/a
     """
     covered = summary["coverage"]
-    steps, ranks, operators = summary["steps"], summary["ranks"], covered.get("operators") or {}
+    steps, ranks, operators = (
+        summary["steps"],
+        summary["ranks"],
+        covered.get("operators") or {},
+    )
     where = f"{span('step', steps)} in {summary['path']}"
     where += f", {span('rank', ranks)}" if len(ranks) > 1 else ""
-    parts = [f"{count(covered['calls'], 'call')} of {count(len(operators), 'operator')}"] if covered.get("calls") else []
+    parts = (
+        [f"{count(covered['calls'], 'call')} of {count(len(operators), 'operator')}"]
+        if covered.get("calls")
+        else []
+    )
     if covered.get("tensors"):
         parts.append(count(covered["tensors"], "tensor"))
-    _say(console, f"Recorded {where}" + (f": {', '.join(parts)}" if parts else "") + ".")
+    _say(
+        console, f"Recorded {where}" + (f": {', '.join(parts)}" if parts else "") + "."
+    )
     if covered.get("stopped"):
-        _say(console, f"! The recording stopped early, the program did not: {covered['stopped']}", style="yellow")
+        _say(
+            console,
+            f"! The recording stopped early, the program did not: {covered['stopped']}",
+            style="yellow",
+        )
     for entry in covered.get("reasons") or ():
-        _say(console, f"! {count(entry['count'], 'tensor')} without statistics: {entry['reason']}", style="yellow")
-    for kind, what in (("noise", "With random last bits"), ("repeats", "Repeated, unchanged")):
+        _say(
+            console,
+            f"! {count(entry['count'], 'tensor')} without statistics: {entry['reason']}",
+            style="yellow",
+        )
+    for kind, what in (
+        ("noise", "With random last bits"),
+        ("repeats", "Repeated, unchanged"),
+    ):
         if summary.get(kind):
             _say(console, f"{what}: {', '.join(summary[kind])}.")
     path = shlex.quote(str(summary["path"]))
@@ -106,7 +132,9 @@ def span(noun: str, numbers: Sequence[int]) -> str:
         return f"{noun} {numbers[0]}" if numbers else f"no {noun}"
     if numbers[-1] - numbers[0] + 1 == len(numbers):
         return f"{noun}s {numbers[0]} to {numbers[-1]}"
-    listed = ", ".join(map(str, numbers[:6])) + (f", ... {numbers[-1]}" if len(numbers) > 6 else "")
+    listed = ", ".join(map(str, numbers[:6])) + (
+        f", ... {numbers[-1]}" if len(numbers) > 6 else ""
+    )
     return f"{noun}s {listed}"
 
 
@@ -116,20 +144,28 @@ _SORTED = {"order": "in the order in which they ran", "nan": "most NaN and Inf f
 def headline(data: Row) -> list[str]:
     """Which step this is, and how much of it was measured."""
     covered = data["coverage"]
-    parts = [f"{count(covered['tensors'], 'tensor')} of {count(covered['sites'], 'site')}"]
+    parts = [
+        f"{count(covered['tensors'], 'tensor')} of {count(covered['sites'], 'site')}"
+    ]
     if covered["views"]:
         parts.append(f"{covered['views']:,} of them views")
     bad = covered["not_finite"]
     parts.append(
-        f"{count(bad, 'tensor')} with NaN or Inf" if bad else "all that was measured is finite"
+        f"{count(bad, 'tensor')} with NaN or Inf"
+        if bad
+        else "all that was measured is finite"
     )
     steps, ranks = data["steps"], data["ranks"]
-    of = f"step {data['step']}" + (f" of {steps[0]} to {steps[-1]}" if len(steps) > 1 else "")
+    of = f"step {data['step']}" + (
+        f" of {steps[0]} to {steps[-1]}" if len(steps) > 1 else ""
+    )
     of += f", rank {data['rank']} of {len(ranks)}" if len(ranks) > 1 else ""
     lines = [f"{of[0].upper()}{of[1:]}: {', '.join(parts)}."]
     if covered["without"]:
         why = "; ".join(f"{r['count']:,}: {r['reason']}" for r in covered["reasons"])
-        lines.append(f"{count(covered['without'], 'tensor')} without statistics ({why}).")
+        lines.append(
+            f"{count(covered['without'], 'tensor')} without statistics ({why})."
+        )
     return lines
 
 
@@ -146,7 +182,12 @@ def _print_site(entry: Row, console: Console) -> None:
     ]
     view = "" if entry["view_of"] is None else f"a view of record {entry['view_of']}"
     group = f"ranks {entry['group']}" if entry["group"] else ""
-    about += ["in place" if entry["inplace"] else "", view, group, entry["overload"] or ""]
+    about += [
+        "in place" if entry["inplace"] else "",
+        view,
+        group,
+        entry["overload"] or "",
+    ]
     _say(console, ", ".join(filter(None, about)))
     _say(console, f"Source line: {entry['line'] or 'none recorded'}")
     if entry["reason"]:
@@ -171,10 +212,17 @@ def _print_site(entry: Row, console: Console) -> None:
     )
     if entry["own_l2"] is not None or entry["own_reason"]:
         own = number(ratio(entry["own_l2"], entry["l2"]))
-        _say(console, f"Own error: {own} of its l2, at most {number(entry['own_max'])}"
-             + (f" ({entry['own_reason']})" if entry["own_reason"] else ""))  # fmt: skip
+        _say(
+            console,
+            f"Own error: {own} of its l2, at most {number(entry['own_max'])}"
+            + (f" ({entry['own_reason']})" if entry["own_reason"] else ""),
+        )
     if entry["histogram"]:
-        some = "" if entry["sampled"] in (None, entry["numel"]) else f" of {whole(entry['numel'])}"
+        some = (
+            ""
+            if entry["sampled"] in (None, entry["numel"])
+            else f" of {whole(entry['numel'])}"
+        )
         _heading(console, f"Magnitudes, of {whole(entry['sampled'])}{some} elements")
         for line in histogram(entry["histogram"]):
             _say(console, line)
@@ -185,12 +233,20 @@ def _print_sources(entry: Row, console: Console) -> None:
     if entry["inputs"]:
         _heading(console, "Inputs")
         inputs = entry["inputs"]
-        print_fitting({
-            "site": [_source(i) for i in inputs], "dtype": [i.get("dtype") or NONE for i in inputs],
-            "shape": [shape(i.get("shape")) for i in inputs], "min": [number(i.get("min")) for i in inputs],
-            "max": [number(i.get("max")) for i in inputs], "NaN": [whole(i.get("nan")) for i in inputs],
-            "Inf": [whole(_infinite(i)) for i in inputs], "line": [i.get("line") or "" for i in inputs],
-        }, console, ("shape", "line", "min"))  # fmt: skip
+        print_fitting(
+            {
+                "site": [_source(i) for i in inputs],
+                "dtype": [i.get("dtype") or NONE for i in inputs],
+                "shape": [shape(i.get("shape")) for i in inputs],
+                "min": [number(i.get("min")) for i in inputs],
+                "max": [number(i.get("max")) for i in inputs],
+                "NaN": [whole(i.get("nan")) for i in inputs],
+                "Inf": [whole(_infinite(i)) for i in inputs],
+                "line": [i.get("line") or "" for i in inputs],
+            },
+            console,
+            ("shape", "line", "min"),
+        )
     if entry["used_by"]:
         _heading(console, "Used by")
         for user in entry["used_by"][:10]:
@@ -205,10 +261,19 @@ def _print_sources(entry: Row, console: Console) -> None:
         _heading(console, "In other steps")
         last = history[-20:]
         columns = {key: [number(h[key]) for h in last] for key in ("min", "max", "l2")}
-        bad = {"NaN": [whole(h["nan"]) for h in last], "Inf": [whole(_infinite(h)) for h in last]}
-        _print_table(console, {"step": [str(h["step"]) for h in last], **columns, **bad})
+        bad = {
+            "NaN": [whole(h["nan"]) for h in last],
+            "Inf": [whole(_infinite(h)) for h in last],
+        }
+        _print_table(
+            console, {"step": [str(h["step"]) for h in last], **columns, **bad}
+        )
         if len(history) > len(last):
-            _say(console, f"and {count(len(history) - len(last), 'earlier step')}", style="dim")
+            _say(
+                console,
+                f"and {count(len(history) - len(last), 'earlier step')}",
+                style="dim",
+            )
 
 
 def histogram(bins: Sequence[Row]) -> list[str]:
@@ -229,7 +294,10 @@ def histogram(bins: Sequence[Row]) -> list[str]:
 
 
 def print_fitting(
-    columns: Columns, console: Console, spare: Sequence[str], styles: Sequence[str] | None = None
+    columns: Columns,
+    console: Console,
+    spare: Sequence[str],
+    styles: Sequence[str] | None = None,
 ) -> None:
     """A table with a column ``site``, which is cut in the middle, without those of ``spare`` that it has no room for."""
     left_out = []
@@ -243,7 +311,11 @@ def print_fitting(
     columns["site"] = [elide(name, room, names) for name in columns["site"]]
     _print_table(console, columns, styles=styles)
     if left_out:
-        _say(console, f"Left out at {console.width} columns: {', '.join(left_out)}.", style="dim")
+        _say(
+            console,
+            f"Left out at {console.width} columns: {', '.join(left_out)}.",
+            style="dim",
+        )
 
 
 def number(value: float | None) -> str:
@@ -252,7 +324,13 @@ def number(value: float | None) -> str:
     >>> number(0.000123456), number(65504.0), number(None)
     ('0.0001235', '6.55e+04', '–')
     """
-    return NONE if value is None else f"{value + 0.0:.4g}" if abs(value) < 1e4 else f"{value:.3g}"
+    return (
+        NONE
+        if value is None
+        else f"{value + 0.0:.4g}"
+        if abs(value) < 1e4
+        else f"{value:.3g}"
+    )
 
 
 def whole(value: int | None) -> str:
@@ -280,7 +358,11 @@ def _label(row: Row) -> str:
     """A parameter or buffer as it was before has its name alone, what a call has written its site too."""
     if not row.get("name"):
         return str(row["site"])
-    return str(row["name"]) if row.get("operator") in ("parameter", "buffer") else f"{row['site']} {row['name']}"
+    return (
+        str(row["name"])
+        if row.get("operator") in ("parameter", "buffer")
+        else f"{row['site']} {row['name']}"
+    )
 
 
 def _source(entry: Row) -> str:

@@ -28,7 +28,10 @@ def strict(data: dict[str, Any]) -> dict[str, Any]:
             found[place] = str(float(value))
             return None
         if isinstance(value, dict):
-            return {str(k): walk(v, f"{place}.{k}" if place else str(k)) for k, v in value.items()}
+            return {
+                str(k): walk(v, f"{place}.{k}" if place else str(k))
+                for k, v in value.items()
+            }
         if isinstance(value, list | tuple):
             return [walk(v, f"{place}[{i}]") for i, v in enumerate(value)]
         return value

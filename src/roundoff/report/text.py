@@ -38,7 +38,10 @@ def print_summary(summary: Row, console: Console, *, top: int = 20) -> None:
     and the coverage. ``roundoff.report`` has an example.
     """
     work = f"{count(summary['probes'], 'probe')}, {count(summary['samples'], 'sample')}"
-    _say(console, f"roundoff {summary['version']}: {summary['workload']} in {listing(summary['formats'])} ({work})")
+    _say(
+        console,
+        f"roundoff {summary['version']}: {summary['workload']} in {listing(summary['formats'])} ({work})",
+    )
     console.print()
     some = bool(summary["coverage"]["sites"])
     verdict, *rest = answer(summary)
@@ -55,7 +58,9 @@ def print_summary(summary: Row, console: Console, *, top: int = 20) -> None:
         _say(console, agreement(summary["scatter"]))
     _print_coverage(summary["coverage"], console)
     console.print()
-    times = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
+    times = ", ".join(
+        f"{name} {value:.1f}" for name, value in summary["seconds"].items()
+    )
     _say(console, f"Seconds: {times}", style="dim")
 
 
@@ -83,11 +88,21 @@ def print_ranking(rows: Sequence[Row], console: Console, *, top: int = 20) -> No
     left_out = _print_rows(shown, {row["site"] for row in rows}, console)
     for row in shown:
         if _noted(row):
-            _say(console, f"! {row['rank']}: {row['site']} in {row['format']}: {row['note']}", style="yellow")
+            _say(
+                console,
+                f"! {row['rank']}: {row['site']} in {row['format']}: {row['note']}",
+                style="yellow",
+            )
     if left_out:
-        _say(console, f"Left out at {console.width} columns: {listing(left_out)}.", style="dim")
+        _say(
+            console,
+            f"Left out at {console.width} columns: {listing(left_out)}.",
+            style="dim",
+        )
     if len(rows) > len(shown):
-        _say(console, f"{count(len(rows) - len(shown), 'more row')} below.", style="dim")
+        _say(
+            console, f"{count(len(rows) - len(shown), 'more row')} below.", style="dim"
+        )
 
 
 def print_plan(plan: Row, console: Console) -> None:
@@ -112,7 +127,10 @@ def print_plan(plan: Row, console: Console) -> None:
     """
     _print_plan(plan, console)
     if plan.get("predicted_db") is not None or plan.get("target_db") is not None:
-        _say(console, f"Predicted {db(plan.get('predicted_db'))} dB, target {db(plan.get('target_db'))} dB.")
+        _say(
+            console,
+            f"Predicted {db(plan.get('predicted_db'))} dB, target {db(plan.get('target_db'))} dB.",
+        )
     if plan.get("note"):
         _say(console, f"About the target: {plan['note']}.")
 
@@ -122,16 +140,30 @@ def _print_plan(plan: Row, console: Console) -> None:
     _heading(console, f"Plan: {count(sites, 'site')} by {count(plan['rules'], 'rule')}")
     used = {f: n for f, n in plan["sites"].items() if n}
     shares = [percent(ratio(n, sites)) for n in used.values()]
-    _print_table(console, {"format": list(used), "sites": [f"{n:,}" for n in used.values()], "share": shares})
+    _print_table(
+        console,
+        {
+            "format": list(used),
+            "sites": [f"{n:,}" for n in used.values()],
+            "share": shares,
+        },
+    )
     console.print()
     cost = plan["cost"]
     cheapest = f"all cheapest (mostly {cost['lowest_format']})"
     names = {"plan": "this plan", "fp32": f"all {REFERENCE}", "lowest": cheapest}
-    _print_table(console, {
-        "plan runs": list(names.values()),
-        f"cost ({cost['model']})": [amount(cost[key], cost["unit"]) for key in names],
-        f"of {REFERENCE}": [percent(ratio(cost[key], cost["fp32"])) for key in names],
-    })  # fmt: skip
+    _print_table(
+        console,
+        {
+            "plan runs": list(names.values()),
+            f"cost ({cost['model']})": [
+                amount(cost[key], cost["unit"]) for key in names
+            ],
+            f"of {REFERENCE}": [
+                percent(ratio(cost[key], cost["fp32"])) for key in names
+            ],
+        },
+    )
 
 
 def print_verify(verification: Row, console: Console) -> None:
@@ -152,20 +184,34 @@ def print_verify(verification: Row, console: Console) -> None:
             "measured": [db(r["measured_db"]) for r in rounds],
             "added up": [db(r["additive_db"]) for r in rounds],
         }
-        if any(r["metric_predicted"] is not None or r["metric_measured"] is not None for r in rounds):
+        if any(
+            r["metric_predicted"] is not None or r["metric_measured"] is not None
+            for r in rounds
+        ):
             columns["metric pred."] = [metric(r["metric_predicted"]) for r in rounds]
             columns["meas."] = [metric(r["metric_measured"]) for r in rounds]
-        _print_table(console, {**columns, "then": [r["action"] for r in rounds]}, prose={"then"})
-    target = "" if result.get("target_db") is None else f" (target {db(result['target_db'])} dB)"
+        _print_table(
+            console, {**columns, "then": [r["action"] for r in rounds]}, prose={"then"}
+        )
+    target = (
+        ""
+        if result.get("target_db") is None
+        else f" (target {db(result['target_db'])} dB)"
+    )
     met = "met" if result["met"] else "missed"
     predicted, measured = db(result["predicted_db"]), db(result["measured_db"])
-    line = f"Target {met}: SQNR {predicted} dB predicted, {measured} dB measured{target}."
+    line = (
+        f"Target {met}: SQNR {predicted} dB predicted, {measured} dB measured{target}."
+    )
     _say(console, line, style="bold green" if result["met"] else "bold red")
     if result["metric_name"] is not None:
         std = result["metric_predicted_std"]
-        _say(console, f"{result['metric_name']}: {metric(result['metric_reference'])} before rounding, "
-             f"{metric(result['metric_predicted'])}{'' if std is None else f' ± {std:.1g}'} predicted, "
-             f"{metric(result['metric_measured'])} measured.")  # fmt: skip
+        _say(
+            console,
+            f"{result['metric_name']}: {metric(result['metric_reference'])} before rounding, "
+            f"{metric(result['metric_predicted'])}{'' if std is None else f' ± {std:.1g}'} predicted, "
+            f"{metric(result['metric_measured'])} measured.",
+        )
     native = "" if result["native_db"] is None else f"{db(result['native_db'])} dB; "
     if native or result["native_note"]:
         _say(console, f"With real casts: {native}{result['native_note']}.")
@@ -183,19 +229,31 @@ def _print_environment(rows: Sequence[Row], console: Console) -> None:
 
 def _print_coverage(coverage: Row, console: Console) -> None:
     sites, calls = count(coverage["sites"], "site"), count(coverage["calls"], "call")
-    _heading(console, f"Coverage: {sites} from {calls}, {count(coverage['params'], 'parameter')}")
+    _heading(
+        console,
+        f"Coverage: {sites} from {calls}, {count(coverage['params'], 'parameter')}",
+    )
     left_out = coverage["excluded"]
     if left_out:
-        _print_table(console, {
-            "count": [f"{e['count']:,}" for e in left_out],
-            "operator": [e["operator"] for e in left_out],
-            "reason": [_reason(e) for e in left_out],
-            "for example": [e["examples"][0] if e["examples"] else "" for e in left_out],
-        }, prose={"operator", "reason", "for example"})  # fmt: skip
+        _print_table(
+            console,
+            {
+                "count": [f"{e['count']:,}" for e in left_out],
+                "operator": [e["operator"] for e in left_out],
+                "reason": [_reason(e) for e in left_out],
+                "for example": [
+                    e["examples"][0] if e["examples"] else "" for e in left_out
+                ],
+            },
+            prose={"operator", "reason", "for example"},
+        )
     else:
         _say(console, "Every call became a site that runs in some format.")
     if coverage["no_path"]:
-        _say(console, f"Without a path to the output, so in {REFERENCE}: {count(len(coverage['no_path']), 'site')}")
+        _say(
+            console,
+            f"Without a path to the output, so in {REFERENCE}: {count(len(coverage['no_path']), 'site')}",
+        )
         for line in coverage["no_path"][:EXAMPLES]:
             _say(console, f"  {line}")
         if len(coverage["no_path"]) > EXAMPLES:
@@ -207,7 +265,9 @@ def _reason(excluded: Row) -> str:
     return f"{where}: {excluded['reason']}" if where else str(excluded["reason"])
 
 
-def _print_rows(rows: Sequence[Row], sites: Collection[str], console: Console) -> list[str]:
+def _print_rows(
+    rows: Sequence[Row], sites: Collection[str], console: Console
+) -> list[str]:
     """The ranked rows, the site column as wide as the numbers leave it; returns what had to be left out."""
     wide = console.width >= WIDE
     parts = ("activation", "weight", "output") if wide else ("act.", "wt.", "out.")
@@ -219,14 +279,22 @@ def _print_rows(rows: Sequence[Row], sites: Collection[str], console: Console) -
         "SQNR": [figures.sqnr(row) for row in rows],
         "±": [figures.stderr(row["stderr_db"]) for row in rows],
         "share of noise" if wide else "noise": [percent(row["share"]) for row in rows],
-        **{name: [db(row[key]) for row in rows] for name, key in zip(parts, keys, strict=True)},
+        **{
+            name: [db(row[key]) for row in rows]
+            for name, key in zip(parts, keys, strict=True)
+        },
         "plan": [row["chosen"] for row in rows],
     }
     left_out = []
-    groups = ((parts, "own parts (activation, weight, output)"), (("plan",), "the format in the plan"))
+    groups = (
+        (parts, "own parts (activation, weight, output)"),
+        (("plan",), "the format in the plan"),
+    )
     for names, label in groups:
         if console.width - _width({**columns, "site": []}, 1) < SITE_LEAST:
-            columns = {name: cells for name, cells in columns.items() if name not in names}
+            columns = {
+                name: cells for name, cells in columns.items() if name not in names
+            }
             left_out.append(label)
     room = max(console.width - _width({**columns, "site": []}, 1), 3)
     columns["site"] = [elide(name, room, sites) for name in columns["site"]]
@@ -241,27 +309,44 @@ def _noted(row: Row) -> bool:
 
 def _width(columns: Columns, gap: int) -> int:
     """Columns of the terminal that a table takes; a heading without cells, the site's, takes nothing itself."""
-    cells = (max(map(cell_len, [name, *cells])) for name, cells in columns.items() if cells)
+    cells = (
+        max(map(cell_len, [name, *cells])) for name, cells in columns.items() if cells
+    )
     return sum(cells) + gap * (len(columns) - 1)
 
 
 def _print_table(
-    console: Console, columns: Columns, *, prose: Collection[str] = (), styles: Sequence[str] | None = None
+    console: Console,
+    columns: Columns,
+    *,
+    prose: Collection[str] = (),
+    styles: Sequence[str] | None = None,
 ) -> None:
     """A table whose numbers keep their width whatever the console's; only ``prose`` columns wrap."""
-    fixed = {name: ["x" * PROSE_LEAST] if name in prose else cells for name, cells in columns.items()}
-    gap = 3 if _width(fixed, 3) <= console.width else 1  # rich's divider, and a space on either side
+    fixed = {
+        name: ["x" * PROSE_LEAST] if name in prose else cells
+        for name, cells in columns.items()
+    }
+    gap = (
+        3 if _width(fixed, 3) <= console.width else 1
+    )  # rich's divider, and a space on either side
     needed = _width(fixed, gap)
     table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, gap // 2), pad_edge=False, show_edge=False,
+        box=box.SIMPLE_HEAD,
+        padding=(0, gap // 2),
+        pad_edge=False,
+        show_edge=False,
         header_style="bold" if prose or styles is None else "",
         width=None if needed <= console.width else needed,
-    )  # fmt: skip
+    )
     for name in columns:
         table.add_column(
-            Text(name), justify="left" if name in LEFT_ALIGNED else "right", no_wrap=name not in prose, overflow="fold",
+            Text(name),
+            justify="left" if name in LEFT_ALIGNED else "right",
+            no_wrap=name not in prose,
+            overflow="fold",
             min_width=max(map(cell_len, [name, *fixed[name]])),
-        )  # fmt: skip
+        )
     for index, values in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(*map(Text, values), style=styles[index] if styles else None)
     console.print(table, crop=False, highlight=False)

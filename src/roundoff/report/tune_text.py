@@ -37,10 +37,21 @@ def print_tuning(summary: Row, console: Console, *, top: int = 20) -> None:
     """
     work = f"{summary['target']}; {count(summary['probes'], 'probe')}, {_batches(summary['batches'])}"
     formats = listing(summary["formats"])
-    _say(console, f"roundoff {summary['version']}: {summary['workload']}, training in {formats} ({work})")
+    _say(
+        console,
+        f"roundoff {summary['version']}: {summary['workload']}, training in {formats} ({work})",
+    )
     console.print()
-    met = "is better than built-in autocast" if summary["met"] else "is not better than built-in autocast"
-    _say(console, f"The plan {met}: {summary['reason']}.", style="bold green" if summary["met"] else "bold red")
+    met = (
+        "is better than built-in autocast"
+        if summary["met"]
+        else "is not better than built-in autocast"
+    )
+    _say(
+        console,
+        f"The plan {met}: {summary['reason']}.",
+        style="bold green" if summary["met"] else "bold red",
+    )
     _print_runs(summary, summary["runs"], console)
     _print_pareto(summary, console)
     _print_ranking(summary, console, top)
@@ -56,25 +67,46 @@ def _batches(number: int) -> str:
 
 
 def _print_runs(summary: Row, runs: Sequence[Row], console: Console) -> None:
-    _heading(console, f"Runs: {count(summary['steps'], 'step')} each, SQNR of the gradients in dB")
-    _print_table(console, {
-        "plan": [_named(summary, run) for run in runs],
-        "cost": [amount(run["cost"], summary["unit"]) for run in runs],
-        "of fp32": [percent(ratio(run["cost"], summary["cost_fp32"])) for run in runs],
-        "in fp32": [f"{run['fp32_operators']:,}" for run in runs],
-        "predicted": ["∞" if run["predicted_db"] is None else db(run["predicted_db"]) for run in runs],
-        "measured": [db(run["measured_db"]) for run in runs],
-        "native": [db(run["native_db"]) for run in runs],
-        "then": [", ".join(db(value) for _, value in run["along"]) or "–" for run in runs],
-        "loss error": [percent(run["loss_error"]) for run in runs],
-        "last loss": [metric(run["losses"][-1]) for run in runs],
-    })  # fmt: skip
-    _say(console, f"'in fp32' counts operators, of {summary['operators']:,}; 'then' is later in training, at the weights of "
-         "the fp32 run.", style="dim")  # fmt: skip
+    _heading(
+        console,
+        f"Runs: {count(summary['steps'], 'step')} each, SQNR of the gradients in dB",
+    )
+    _print_table(
+        console,
+        {
+            "plan": [_named(summary, run) for run in runs],
+            "cost": [amount(run["cost"], summary["unit"]) for run in runs],
+            "of fp32": [
+                percent(ratio(run["cost"], summary["cost_fp32"])) for run in runs
+            ],
+            "in fp32": [f"{run['fp32_operators']:,}" for run in runs],
+            "predicted": [
+                "∞" if run["predicted_db"] is None else db(run["predicted_db"])
+                for run in runs
+            ],
+            "measured": [db(run["measured_db"]) for run in runs],
+            "native": [db(run["native_db"]) for run in runs],
+            "then": [
+                ", ".join(db(value) for _, value in run["along"]) or "–" for run in runs
+            ],
+            "loss error": [percent(run["loss_error"]) for run in runs],
+            "last loss": [metric(run["losses"][-1]) for run in runs],
+        },
+    )
+    _say(
+        console,
+        f"'in fp32' counts operators, of {summary['operators']:,}; 'then' is later in training, at the weights of "
+        "the fp32 run.",
+        style="dim",
+    )
 
 
 def _named(summary: Row, run: Row) -> str:
-    return f"autocast ({summary['half']}, {summary['device']} lists)" if run["name"] == "autocast" else str(run["name"])
+    return (
+        f"autocast ({summary['half']}, {summary['device']} lists)"
+        if run["name"] == "autocast"
+        else str(run["name"])
+    )
 
 
 def _print_pareto(summary: Row, console: Console) -> None:
@@ -82,27 +114,55 @@ def _print_pareto(summary: Row, console: Console) -> None:
     if not points:
         return
     _heading(console, "Pareto curve: the most exact plan at each cost, predicted")
-    base = next((run["cost"] for run in summary["runs"] if run["name"] == "autocast"), None)
-    _print_table(console, {
-        "cost": [amount(p["cost"], summary["unit"]) for p in points],
-        "of fp32": [percent(p["of_fp32"]) for p in points],
-        "of autocast": [percent(ratio(p["cost"], base)) if base else "–" for p in points],
-        "SQNR": ["∞" if p["predicted_db"] is None else db(p["predicted_db"]) for p in points],
-        "in fp32": [f"{p['fp32_operators']:,}" for p in points],
-    })  # fmt: skip
+    base = next(
+        (run["cost"] for run in summary["runs"] if run["name"] == "autocast"), None
+    )
+    _print_table(
+        console,
+        {
+            "cost": [amount(p["cost"], summary["unit"]) for p in points],
+            "of fp32": [percent(p["of_fp32"]) for p in points],
+            "of autocast": [
+                percent(ratio(p["cost"], base)) if base else "–" for p in points
+            ],
+            "SQNR": [
+                "∞" if p["predicted_db"] is None else db(p["predicted_db"])
+                for p in points
+            ],
+            "in fp32": [f"{p['fp32_operators']:,}" for p in points],
+        },
+    )
 
 
 def _print_ranking(summary: Row, console: Console, top: int) -> None:
     rows = summary["ranking"][:top]
     if not rows:
         return
-    _heading(console, f"What {summary['half']} costs the {summary['target']}, worst first (dB)")
-    _print_table(console, {
-        "site": [row["site"] for row in rows],
-        "SQNR": [db(row["sqnr_db"]) for row in rows],
-        "noise": [percent(row["share"]) for row in rows],
-        **{name: [db(row[f"{part}_db"]) for row in rows] for name, part in (
-            ("act.", "activation"), ("wt.", "weight"), ("out.", "output"), ("grad.", "gradient"))},
-    }, prose={"site"} if console.width < 60 + PROSE_LEAST else set())  # fmt: skip
+    _heading(
+        console,
+        f"What {summary['half']} costs the {summary['target']}, worst first (dB)",
+    )
+    _print_table(
+        console,
+        {
+            "site": [row["site"] for row in rows],
+            "SQNR": [db(row["sqnr_db"]) for row in rows],
+            "noise": [percent(row["share"]) for row in rows],
+            **{
+                name: [db(row[f"{part}_db"]) for row in rows]
+                for name, part in (
+                    ("act.", "activation"),
+                    ("wt.", "weight"),
+                    ("out.", "output"),
+                    ("grad.", "gradient"),
+                )
+            },
+        },
+        prose={"site"} if console.width < 60 + PROSE_LEAST else set(),
+    )
     if len(summary["ranking"]) > len(rows):
-        _say(console, f"{count(len(summary['ranking']) - len(rows), 'more row')} below.", style="dim")
+        _say(
+            console,
+            f"{count(len(summary['ranking']) - len(rows), 'more row')} below.",
+            style="dim",
+        )

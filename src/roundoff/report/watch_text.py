@@ -10,9 +10,12 @@ from roundoff.report.figures import count, percent
 
 Row = Mapping[str, Any]
 _WHERE = {
-    "forward": "in the forward pass", "backward": "in the backward pass", "loss": "outside of the model, in the loss",
-    "data": "before the step, in the data", "weights": "before the step, in the weights",
-}  # fmt: skip
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "loss": "outside of the model, in the loss",
+    "data": "before the step, in the data",
+    "weights": "before the step, in the weights",
+}
 
 
 def step_line(step: Row) -> str:
@@ -29,7 +32,9 @@ def step_line(step: Row) -> str:
         parts.append(f"scale {step['loss_scale']:.10g}")
         parts.append(f"skips {step['skips']}")
     if step["gradient_norm"] is not None:
-        bad = f", {percent(step['non_finite'])} NaN or Inf" if step["non_finite"] else ""
+        bad = (
+            f", {percent(step['non_finite'])} NaN or Inf" if step["non_finite"] else ""
+        )
         parts.append(f"gradients {step['gradient_norm']:.3g}{bad}")
     if step["lr"] is not None and math.isfinite(step["lr"]):
         parts.append(f"lr {step['lr']:.3g}")
@@ -38,8 +43,11 @@ def step_line(step: Row) -> str:
 
 def trouble_lines(trouble: Row) -> list[str]:
     """Why the gradients of a step were not finite: the headline, then what is known, indented."""
-    what = f"step {trouble['step']} skipped at loss scale {trouble['scale']:g}" if trouble["skipped"] else \
-        f"step {trouble['step']}: the optimizer gets gradients that are not finite"  # fmt: skip
+    what = (
+        f"step {trouble['step']} skipped at loss scale {trouble['scale']:g}"
+        if trouble["skipped"]
+        else f"step {trouble['step']}: the optimizer gets gradients that are not finite"
+    )
     lines = [what]
     if trouble["first"]:
         lines.append(f"first not finite: {trouble['first']}")
@@ -47,9 +55,18 @@ def trouble_lines(trouble: Row) -> list[str]:
         made = f", made by {trouble['made_by']}" if trouble["made_by"] else ""
         lines.append(f"first parameter in backward order: {trouble['gradient']}{made}")
     if trouble["phase"]:
-        where, line = _WHERE[trouble["phase"]], f" ({trouble['line']})" if trouble["line"] else ""
-        place = f"at {trouble['origin']}, " if trouble["origin"] and trouble["origin"] != trouble["made_by"] else ""
-        lines.append(f"{'born' if trouble['born'] else 'inherited: born'} {place}{where}{line}")
+        where, line = (
+            _WHERE[trouble["phase"]],
+            f" ({trouble['line']})" if trouble["line"] else "",
+        )
+        place = (
+            f"at {trouble['origin']}, "
+            if trouble["origin"] and trouble["origin"] != trouble["made_by"]
+            else ""
+        )
+        lines.append(
+            f"{'born' if trouble['born'] else 'inherited: born'} {place}{where}{line}"
+        )
     lines += [trouble["cause"]] if trouble["cause"] else []
     lines += [f"try: {trouble['advice']}"] if trouble["advice"] else []
     return [lines[0], *(f"  {line}" for line in [*lines[1:], *trouble["notes"]])]

@@ -7,4 +7,14 @@ from roundoff.store.siblings import siblings
 from roundoff.store.tensors import content_hash
 from roundoff.store.writer import Writer
 
-__all__ = ["OPS", "SCALARS", "SCHEMA", "Run", "Writer", "content_hash", "load", "siblings", "site_name"]
+__all__ = [
+    "OPS",
+    "SCALARS",
+    "SCHEMA",
+    "Run",
+    "Writer",
+    "content_hash",
+    "load",
+    "siblings",
+    "site_name",
+]

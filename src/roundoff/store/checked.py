@@ -20,7 +20,9 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 
-def reading(path: Path, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+def reading(
+    path: Path, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+) -> _T:
     """``work(*args)``, which reads ``path``, with any exception as ``RunError``."""
     try:
         return work(*args, **kwargs)
@@ -32,7 +34,9 @@ def reading(path: Path, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwa
         if (
             type(error).__name__ == "PanicException"
         ):  # of polars, which derives it from BaseException
-            raise damaged(path, f"polars could not read it: {str(error)[:200]}") from error
+            raise damaged(
+                path, f"polars could not read it: {str(error)[:200]}"
+            ) from error
         raise
 
 
@@ -56,7 +60,9 @@ def columns_of(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     columns = reading(path, _footer, path)
     for name, dtype in wanted.items():
         if name in columns and columns[name] not in (dtype, pl.Null):
-            raise damaged(path, f"column {name!r} has type {columns[name]}, not {dtype}")
+            raise damaged(
+                path, f"column {name!r} has type {columns[name]}, not {dtype}"
+            )
     return columns
 
 
@@ -79,15 +85,20 @@ def is_checksum(entry: Any) -> bool:
         return False
     size, digest = entry.get("bytes"), entry.get("xxh3_128")
     return (
-        type(size) is int and size >= 0
-        and isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None
-    )  # fmt: skip
+        type(size) is int
+        and size >= 0
+        and isinstance(digest, str)
+        and _DIGEST.fullmatch(digest) is not None
+    )
 
 
 def matches(path: Path, entry: dict[str, Any]) -> bool:
     """Whether a file has the bytes of its entry in ``checksums.json``. A missing file has not."""
     try:
-        return checksum(path) == {"bytes": entry["bytes"], "xxh3_128": entry["xxh3_128"]}
+        return checksum(path) == {
+            "bytes": entry["bytes"],
+            "xxh3_128": entry["xxh3_128"],
+        }
     except OSError:
         return False
 
@@ -109,7 +120,9 @@ def read_about(path: Path) -> dict[str, Any]:
             "not the description of a roundoff run",
             where=str(file),
             expected='an object with "schema": 1',
-            got=f'"schema": {schema!r}' if isinstance(about, dict) else type(about).__name__,
+            got=f'"schema": {schema!r}'
+            if isinstance(about, dict)
+            else type(about).__name__,
         )
     if schema > SCHEMA:
         raise RunError(
@@ -130,7 +143,9 @@ def find_steps(path: Path) -> dict[int, list[int]]:
         folder = path / name
         if rank is not None and folder.is_dir():
             names = reading(folder, os.listdir, folder)
-            steps = sorted(step for name in names if (step := parse_step(name)) is not None)
+            steps = sorted(
+                step for name in names if (step := parse_step(name)) is not None
+            )
             if steps or SCALAR_FILE in names:
                 found[rank] = steps
     return found

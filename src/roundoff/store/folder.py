@@ -30,7 +30,9 @@ _TEMPORARY = re.compile(rf"\.{re.escape(ABOUT)}\..+")
 _UNFINISHED = re.compile(r"\.(step[0-9]{6,18})\.(partial|replaced)")
 
 
-def claim(path: Path, rank: int, identity: str | None, ranks: int, *, overwrite: bool) -> None:
+def claim(
+    path: Path, rank: int, identity: str | None, ranks: int, *, overwrite: bool
+) -> None:
     """Make ``path`` ready for ``rank`` to write into, or raise ``OutputError`` and change nothing.
 
     A run that is there already is refused, unless it has the same identity (then this rank joins it, and its steps
@@ -83,7 +85,9 @@ def _may_delete(
     mine = path / rank_name(rank)
     if there is None:
         _refuse_foreign(path)
-        taken = mine.exists()  # by a run that was killed while it began, or is beginning
+        taken = (
+            mine.exists()
+        )  # by a run that was killed while it began, or is beginning
     else:
         taken = identity is None or str(there.get("id")) != str(identity)
     if taken and not overwrite:

@@ -31,7 +31,9 @@ def load(path: str | os.PathLike[str]) -> Run:
 
     mirror = Mirror(os.fspath(path))
     with mirror.naming():
-        return _open(mirror.folder, partial(MirroredRun, mirror), partial(MirroredDump, mirror))
+        return _open(
+            mirror.folder, partial(MirroredRun, mirror), partial(MirroredDump, mirror)
+        )
 
 
 def _open(path: Path, kind: Callable[..., Run], dump: Callable[..., Run] | None) -> Run:

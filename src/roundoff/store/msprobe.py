@@ -49,9 +49,15 @@ def find_dumps(path: Path) -> dict[tuple[int, int], Path]:
     found: dict[tuple[int, int], Path] = {}
     own = _STEP.fullmatch(path.absolute().name)
     names = sorted(reading(path, os.listdir, path))
-    steps = [(int(match[1]), path / name) for name in names if (match := _STEP.fullmatch(name))]
+    steps = [
+        (int(match[1]), path / name)
+        for name in names
+        if (match := _STEP.fullmatch(name))
+    ]
     for step_number, folder in [(int(own[1]), path)] if own and not steps else steps:
-        for name in sorted(reading(folder, os.listdir, folder)) if folder.is_dir() else []:
+        for name in (
+            sorted(reading(folder, os.listdir, folder)) if folder.is_dir() else []
+        ):
             match = _RANK.fullmatch(name)
             if match is None or not (folder / name / _DUMP).is_file():
                 continue
@@ -68,7 +74,9 @@ def find_dumps(path: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def read_msprobe(path: str | os.PathLike[str], kind: Callable[..., Run] | None = None) -> Run:
+def read_msprobe(
+    path: str | os.PathLike[str], kind: Callable[..., Run] | None = None
+) -> Run:
     """The run in a dump of msprobe: its ``dump_path``, one step or rank of it, or a ``dump.json``.
 
     ``kind`` makes it, :class:`MsprobeRun` unless another is given.
@@ -119,7 +127,8 @@ class MsprobeRun(Run):
             "tool": "msprobe",
             "ranks": len(ranks),
             "level": _LEVELS.get(head["level"], head["level"]),
-            "keep": kept or ("hash" if table["hash"].is_not_null().any() else "statistics"),
+            "keep": kept
+            or ("hash" if table["hash"].is_not_null().any() else "statistics"),
             "msprobe": head,
         }
         super().__init__(path, about, found)
@@ -140,12 +149,16 @@ class MsprobeRun(Run):
 
     def _part(self, rank: int | None, step: int | None) -> pl.LazyFrame:
         wanted = {"rank": rank, "step": step}
-        return self._table.lazy().filter(**{name: value for name, value in wanted.items() if value is not None})
+        return self._table.lazy().filter(
+            **{name: value for name, value in wanted.items() if value is not None}
+        )
 
     def verify(self) -> list[Path] | list[str]:
         """The tensor files that are missing or cannot be read; a damaged dump.json is an error when it is loaded."""
         found: list[Path] = []
-        kept = self._table.filter(pl.col("blob").is_not_null()).select("rank", "step", "blob")
+        kept = self._table.filter(pl.col("blob").is_not_null()).select(
+            "rank", "step", "blob"
+        )
         for rank, step, blob in kept.unique(maintain_order=True).iter_rows():
             try:
                 self.blob(rank, step, blob)
@@ -154,7 +167,11 @@ class MsprobeRun(Run):
         return found
 
     def blob(
-        self, rank: int, step: int, key: str, opened: dict[Path, TensorFile] | None = None
+        self,
+        rank: int,
+        step: int,
+        key: str,
+        opened: dict[Path, TensorFile] | None = None,
     ) -> torch.Tensor:
         """The tensor in one file of the dump."""
         del opened  # a file holds one tensor
@@ -165,7 +182,9 @@ class MsprobeRun(Run):
         tensor = reading(path, _load, self._present(path))
         rows = self._table.filter(rank=rank, step=step, blob=key)
         found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        said = [row for row in rows.select("dtype", "shape").iter_rows() if row != found]
+        said = [
+            row for row in rows.select("dtype", "shape").iter_rows() if row != found
+        ]
         if said:
             raise RunError(
                 "the tensor in the file is not the one that the dump describes",
@@ -212,11 +231,18 @@ def _read(folder: Path, rank: int, step: int) -> tuple[dict[str, Any], pl.DataFr
     count = len(columns["record"])
     columns |= {"rank": [rank] * count, "step": [step] * count}
     frame = reading(path, _frame, columns)
-    head = {name: content.get(name) for name in ("task", "level", "framework", "dump_data_dir")}
-    return {name: str(value) for name, value in head.items() if value is not None}, frame
+    head = {
+        name: content.get(name)
+        for name in ("task", "level", "framework", "dump_data_dir")
+    }
+    return {
+        name: str(value) for name, value in head.items() if value is not None
+    }, frame
 
 
-def _beside(path: Path, read: Callable[[dict[str, Any]], dict[str, _T]]) -> dict[str, _T]:
+def _beside(
+    path: Path, read: Callable[[dict[str, Any]], dict[str, _T]]
+) -> dict[str, _T]:
     """What ``read`` makes of a file beside dump.json; empty where msprobe was told to leave it out."""
     return reading(path, lambda: read(read_json(path))) if path.exists() else {}
 
@@ -224,5 +250,7 @@ def _beside(path: Path, read: Callable[[dict[str, Any]], dict[str, _T]]) -> dict
 def _frame(columns: dict[str, list[Any]]) -> pl.DataFrame:
     count = len(columns["record"])
     return pl.DataFrame(
-        {name: columns.get(name, [None] * count) for name in OPS}, schema=OPS, strict=True
+        {name: columns.get(name, [None] * count) for name in OPS},
+        schema=OPS,
+        strict=True,
     )

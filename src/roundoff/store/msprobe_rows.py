@@ -28,17 +28,26 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_API = re.compile(r"([A-Za-z0-9_]+)\.(.+)\.([0-9]{1,18})\.(forward|backward)", re.DOTALL)
+_API = re.compile(
+    r"([A-Za-z0-9_]+)\.(.+)\.([0-9]{1,18})\.(forward|backward)", re.DOTALL
+)
 _MODULE = re.compile(
-    r"(?:Module|Cell)\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)\.([0-9]{1,18})", re.DOTALL
+    r"(?:Module|Cell)\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)\.([0-9]{1,18})",
+    re.DOTALL,
 )
 _FRAME = re.compile(r"File (.+), line ([0-9]+), in ([^,]*),", re.DOTALL)
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _LIBRARIES = ("torch/", "torch_npu/", "msprobe/")
-_INPLACE = re.compile(r".*[^_]_|__i(?:add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
+_INPLACE = re.compile(
+    r".*[^_]_|__i(?:add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
 _ROLES = {
-    "input_args": "input", "input_kwargs": "input", "input": "input", "parameters": "parameter", "output": "output",
-}  # fmt: skip
+    "input_args": "input",
+    "input_kwargs": "input",
+    "input": "input",
+    "parameters": "parameter",
+    "output": "output",
+}
 _NO_TENSOR = "no tensor among its results"
 _AT_LEAST = "at least one NaN or Inf: msprobe doesn't count them, and measures the others with them"
 _NOT_KEPT = "-1"  # msprobe's data_name of a tensor that it could not write
@@ -71,11 +80,17 @@ def sources(stack: dict[str, Any]) -> dict[str, Source]:
     found = {}
     for names, frames in stack.values():
         places = [match for frame in frames if (match := _FRAME.match(frame))]
-        user = [match for match in places if not _PACKAGES.sub("", match[1]).startswith(_LIBRARIES)]
+        user = [
+            match
+            for match in places
+            if not _PACKAGES.sub("", match[1]).startswith(_LIBRARIES)
+        ]
         line = None
         if user:
             script = user[-1][1] if user[-1][3] == "<module>" else ""
-            path = _PACKAGES.sub("", user[0][1]).removeprefix(os.path.dirname(script) + "/")
+            path = _PACKAGES.sub("", user[0][1]).removeprefix(
+                os.path.dirname(script) + "/"
+            )
             line = f"{path}:{user[0][2]}"
         source = Source(line, any("/torch/optim/" in match[1] for match in places))
         found.update({_undirected(name): source for name in names})
@@ -88,7 +103,13 @@ def parents(construct: dict[str, Any]) -> dict[str, str | None]:
     for name, parent in construct.items():
         parent = parent[0] if isinstance(parent, list) else parent
         match = _MODULE.fullmatch(parent or "")
-        found[name] = (match[1] or "") if match else "optimizer" if parent == "optimizer" else None
+        found[name] = (
+            (match[1] or "")
+            if match
+            else "optimizer"
+            if parent == "optimizer"
+            else None
+        )
     return found
 
 
@@ -127,7 +148,9 @@ def rows(
                 "inplace": call.inplace and role == "output",
                 "group": group,
             }
-            table.append(row | ({"reason": _NO_TENSOR} if value is None else _tensor(value)))
+            table.append(
+                row | ({"reason": _NO_TENSOR} if value is None else _tensor(value))
+            )
     names = {column for row in table for column in row} | {"record"}
     return {name: [row.get(name) for row in table] for name in names}
 
@@ -161,9 +184,14 @@ def _indices(calls: dict[str, Call], parent: dict[str, str | None]) -> dict[str,
         if name in parent and _MODULE.fullmatch(name) is None:
             numbers.setdefault(_counted(call), set()).add(call.number)
     order = {
-        (key, number): i for key, known in numbers.items() for i, number in enumerate(sorted(known))
+        (key, number): i
+        for key, known in numbers.items()
+        for i, number in enumerate(sorted(known))
     }
-    return {name: order.get((_counted(call), call.number), call.number) for name, call in calls.items()}
+    return {
+        name: order.get((_counted(call), call.number), call.number)
+        for name, call in calls.items()
+    }
 
 
 def _counted(call: Call) -> tuple[str, str, str]:
@@ -182,11 +210,15 @@ def _values(call: Call, record: Any) -> Iterator[tuple[str, int, str | None, Any
     places = {"input": 0, "output": 0, "parameter": 0, "grad": 0}
     results = 0
     # Gradients arrive in an order that may change from run to run.
-    for part in sorted(record) if gradients else (part for part in _ROLES if part in record):
+    for part in (
+        sorted(record) if gradients else (part for part in _ROLES if part in record)
+    ):
         role = "grad" if gradients else _ROLES[part]
         content = record[part]
         named = gradients or part == "parameters"
-        items = content.items() if part == "parameters" and content else [(part, content)]
+        items = (
+            content.items() if part == "parameters" and content else [(part, content)]
+        )
         for parameter, leaves in items:
             for value in _leaves(leaves):
                 if value is not None:
@@ -237,19 +269,29 @@ def _tensor(value: dict[str, Any]) -> dict[str, Any]:
     return row | _statistics(value, dtype, shape, numel)
 
 
-def _statistics(value: dict[str, Any], dtype: str, shape: list[int], numel: int) -> dict[str, Any]:
+def _statistics(
+    value: dict[str, Any], dtype: str, shape: list[int], numel: int
+) -> dict[str, Any]:
     high, low = _number(value.get("Max")), _number(value.get("Min"))
     mean, norm = _number(value.get("Mean")), _number(value.get("Norm"))
     if not shape and norm is not None:
         norm = abs(norm)  # msprobe gives the value itself for a tensor of no dimensions
-    found: dict[str, Any] = {"min": low, "max": high, "mean": mean, "l2": norm, "reason": None}
+    found: dict[str, Any] = {
+        "min": low,
+        "max": high,
+        "mean": mean,
+        "l2": norm,
+        "reason": None,
+    }
     if high is None or low is None:
         kept = "a checksum alone" if value.get("md5") else f"no statistics of {dtype}"
         found["reason"] = "no elements" if numel == 0 else f"msprobe kept {kept}"
     elif math.isfinite(high) and math.isfinite(low):
         found |= {"nan": 0, "posinf": 0, "neginf": 0}
         found["std"] = 0.0 if high == low else None
-        found["zero"] = numel if high == low == 0 else 0 if low > 0 or high < 0 else None
+        found["zero"] = (
+            numel if high == low == 0 else 0 if low > 0 or high < 0 else None
+        )
         if norm is not None and not math.isfinite(norm):
             found["reason"] = f"the norm overflowed: msprobe computes it in {dtype}"
         elif mean is None or norm is None:
@@ -258,9 +300,17 @@ def _statistics(value: dict[str, Any], dtype: str, shape: list[int], numel: int)
     elif math.isnan(high) or math.isnan(low):
         found["nan"] = 1
         # of one element nothing else is left; of more, it isn't known what the others are
-        found |= {"posinf": 0, "neginf": 0, "zero": 0} if numel == 1 else {"reason": _AT_LEAST}
+        found |= (
+            {"posinf": 0, "neginf": 0, "zero": 0}
+            if numel == 1
+            else {"reason": _AT_LEAST}
+        )
     else:
-        found |= {"nan": 0, "posinf": int(high == math.inf), "neginf": int(low == -math.inf)}  # a NaN would have shown
+        found |= {
+            "nan": 0,
+            "posinf": int(high == math.inf),
+            "neginf": int(low == -math.inf),
+        }  # a NaN would have shown
         if numel == 1:
             found["zero"] = 0
         else:

@@ -36,7 +36,19 @@ from roundoff.store.schema import (
 )
 from roundoff.store.tensors import TensorFile
 
-_NEEDED = ("record", "call", "phase", "place", "role", "name", "blob", "reason", "shape", "stride", "offset")
+_NEEDED = (
+    "record",
+    "call",
+    "phase",
+    "place",
+    "role",
+    "name",
+    "blob",
+    "reason",
+    "shape",
+    "stride",
+    "offset",
+)
 
 
 class Run:
@@ -48,22 +60,24 @@ class Run:
             ``coverage``... as far as it was written.
     """
 
-    def __init__(self, path: Path, about: dict[str, Any], found: dict[int, list[int]]) -> None:
+    def __init__(
+        self, path: Path, about: dict[str, Any], found: dict[int, list[int]]
+    ) -> None:
         self.path = path
         self.about = about
         self._found = found
         self._checksums: dict[Path, dict[str, dict[str, Any]]] = {}
         self._files: dict[Path, dict[str, Path]] = {}
-        self._sound: dict[Path, tuple[tuple[str, Any], ...]] = {}  # checked tables -> their columns
+        self._sound: dict[
+            Path, tuple[tuple[str, Any], ...]
+        ] = {}  # checked tables -> their columns
         self._index: tuple[tuple[int, int] | None, pl.DataFrame] = None, pl.DataFrame()
 
     def __repr__(self) -> str:
         steps = self.steps
         span = f"{steps[0]} to {steps[-1]}" if steps else "none"
         state = "" if self.about.get("complete") is True else ", not complete"
-        return (
-            f"Run({self.location!r}, {len(steps)} steps: {span}, {len(self.ranks)} ranks{state})"
-        )
+        return f"Run({self.location!r}, {len(steps)} steps: {span}, {len(self.ranks)} ranks{state})"
 
     @property
     def location(self) -> str:
@@ -105,7 +119,9 @@ class Run:
             path = self.path / rank_name(rank) / SCALAR_FILE
             if path.exists():
                 table = reading(path, scalars.read, path)
-                frames.append(table.select(pl.lit(rank, pl.Int32).alias("rank"), *SCALARS).lazy())
+                frames.append(
+                    table.select(pl.lit(rank, pl.Int32).alias("rank"), *SCALARS).lazy()
+                )
         return pl.concat(frames)
 
     def tensor(
@@ -183,7 +199,11 @@ class Run:
             except RunError:
                 found.append(folder / CHECKSUMS)
                 continue
-            found += [folder / name for name in sums if not matches(self._present(folder / name), sums[name])]
+            found += [
+                folder / name
+                for name in sums
+                if not matches(self._present(folder / name), sums[name])
+            ]
         for rank in self.ranks:
             path = self.path / rank_name(rank) / SCALAR_FILE
             if path.exists():
@@ -193,8 +213,12 @@ class Run:
                     found.append(path)
         return found
 
-    def _folders(self, only_rank: int | None = None, only_step: int | None = None) -> Iterator[Path]:
-        for rank in self.ranks if only_rank is None else {only_rank} & self._found.keys():
+    def _folders(
+        self, only_rank: int | None = None, only_step: int | None = None
+    ) -> Iterator[Path]:
+        for rank in (
+            self.ranks if only_rank is None else {only_rank} & self._found.keys()
+        ):
             for step in self._found[rank]:
                 if only_step in (None, step):
                     yield self.path / rank_name(rank) / step_name(step)
@@ -220,7 +244,10 @@ class Run:
 
     def _rows(self, rank: int, step: int) -> pl.DataFrame:
         """What finds a tensor, in the order of records; no rows where the run has no such rank or step."""
-        if self._index[0] != (rank, step):  # one is kept: callers go through the records of a step
+        if self._index[0] != (
+            rank,
+            step,
+        ):  # one is kept: callers go through the records of a step
             query = self._part(rank, step).select(*_NEEDED, site_name()).sort("record")
             self._index = (rank, step), reading(self.path, query.collect)
         return self._index[1]
@@ -245,7 +272,9 @@ class Run:
             rows = self._rows(rank, each)
             names |= {*rows["site"].drop_nulls(), *rows["name"].drop_nulls()}
             same = rows.filter(pl.col("site") == pl.lit(site, pl.Utf8)).select(
-                "phase", pl.col("place").fill_null(0), pl.col("role").fill_null("output")
+                "phase",
+                pl.col("place").fill_null(0),
+                pl.col("role").fill_null("output"),
             )
             places |= {_place(*each) for each in same.drop_nulls().unique().iter_rows()}
         if not names:
@@ -257,17 +286,26 @@ class Run:
         else:
             near = difflib.get_close_matches(site, names, n=3, cutoff=0.3)
             expected = (
-                f"one of {len(names)} names" + (", such as " if near else "") + ", ".join(near)
+                f"one of {len(names)} names"
+                + (", such as " if near else "")
+                + ", ".join(near)
             )
         return RunError(
             "the run has no such tensor",
-            where=f"{self.path}: rank {rank}" + ("" if step is None else f", step {step}"),
+            where=f"{self.path}: rank {rank}"
+            + ("" if step is None else f", step {step}"),
             expected=expected,
-            got=f"{site!r}, {_place(phase, place, role)}" if site else f"record {record}",
+            got=f"{site!r}, {_place(phase, place, role)}"
+            if site
+            else f"record {record}",
         )
 
     def blob(
-        self, rank: int, step: int, key: str, opened: dict[Path, TensorFile] | None = None
+        self,
+        rank: int,
+        step: int,
+        key: str,
+        opened: dict[Path, TensorFile] | None = None,
     ) -> torch.Tensor:
         """What the tables call ``blob``: elements in the order of memory. Raises ``RunError`` naming a damaged file.
 
@@ -284,7 +322,9 @@ class Run:
             self._files[folder] = files
         path_of = self._files[folder].get(key)
         if path_of is None:
-            raise damaged(folder, f"no file of tensors has the key {key!r} that the table names")
+            raise damaged(
+                folder, f"no file of tensors has the key {key!r} that the table names"
+            )
         if path_of not in opened:
             opened[path_of] = reading(path_of, TensorFile, self._present(path_of))
         return reading(path_of, opened[path_of].read, key)
@@ -306,7 +346,9 @@ class Run:
         shape, stride, offset = row["shape"], row["stride"], row["offset"] or 0
         known = shape is not None and None not in shape and None not in stride
         if known and len(shape) == len(stride) and min([offset, *shape, *stride]) >= 0:
-            reach = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+            reach = offset + sum(
+                (n - 1) * s for n, s in zip(shape, stride, strict=True)
+            )
             if 0 in shape:
                 return kept.new_empty(shape)
             if reach < kept.numel():
@@ -334,8 +376,12 @@ class Run:
 
 
 def _place(phase: str, place: int, role: str) -> str:
-    return f"phase {phase}, place {place}" + (f", role {role}" if role != "output" else "")
+    return f"phase {phase}, place {place}" + (
+        f", role {role}" if role != "output" else ""
+    )
 
 
 def _short(steps: list[int]) -> str:
-    return str(steps) if len(steps) <= 8 else f"{steps[0]} to {steps[-1]} ({len(steps)})"
+    return (
+        str(steps) if len(steps) <= 8 else f"{steps[0]} to {steps[-1]} ({len(steps)})"
+    )

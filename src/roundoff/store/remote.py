@@ -25,7 +25,14 @@ from roundoff.files import masked
 from roundoff.store.checked import damaged
 from roundoff.store.msprobe import MsprobeRun
 from roundoff.store.reader import Run
-from roundoff.store.schema import ABOUT, CHECKSUMS, OPERATORS, SCALAR_FILE, parse_rank, parse_step
+from roundoff.store.schema import (
+    ABOUT,
+    CHECKSUMS,
+    OPERATORS,
+    SCALAR_FILE,
+    parse_rank,
+    parse_step,
+)
 
 _T = TypeVar("_T")
 _DUMP = ("dump.json", "stack.json", "construct.json")
@@ -52,23 +59,38 @@ class Mirror:
             listed = self._asking(lambda: self._system.find(root, detail=True))
         if not listed:
             raise RunError(
-                "no such folder, or nothing in it", where=self.url,
-                expected=f"a folder with {ABOUT} in it", do="give the URL of the run's own folder",
-            )  # fmt: skip
-        start = root.lstrip("/")  # some systems list names with the leading slash, others without
+                "no such folder, or nothing in it",
+                where=self.url,
+                expected=f"a folder with {ABOUT} in it",
+                do="give the URL of the run's own folder",
+            )
+        start = root.lstrip(
+            "/"
+        )  # some systems list names with the leading slash, others without
         self._there = {
-            name.lstrip("/").removeprefix(start).lstrip("/"): (name, info.get("size")) for name, info in listed.items()
+            name.lstrip("/").removeprefix(start).lstrip("/"): (name, info.get("size"))
+            for name, info in listed.items()
         }
         self._temporary = tempfile.mkdtemp(prefix="roundoff-")
-        self._remove = weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
-        self.folder = Path(self._temporary).joinpath(*[part for part in root.split("/") if part][-2:])
+        self._remove = weakref.finalize(
+            self, shutil.rmtree, self._temporary, ignore_errors=True
+        )
+        self.folder = Path(self._temporary).joinpath(
+            *[part for part in root.split("/") if part][-2:]
+        )
         self.folder.mkdir(parents=True, exist_ok=True)
         wanted = _of_run if ABOUT in self._there else _of_dump
         small = [name for name in self._there if wanted(name.split("/"))]
         for name in small:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         here = [str(self.folder / name) for name in small]
-        self._asking(lambda: self._system.get([self._there[name][0] for name in small], here) if small else None)
+        self._asking(
+            lambda: (
+                self._system.get([self._there[name][0] for name in small], here)
+                if small
+                else None
+            )
+        )
 
     def fetch(self, path: Path) -> None:
         """Make a file of the copy present, unless it is or the URL lacks it."""
@@ -77,7 +99,9 @@ class Mirror:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        self._asking(lambda: self._system.get_file(self._there[name][0], str(partial)), name)
+        self._asking(
+            lambda: self._system.get_file(self._there[name][0], str(partial)), name
+        )
         os.replace(partial, path)
 
     def keys(self, path: Path, expected: int) -> list[str]:
@@ -88,16 +112,25 @@ class Mirror:
         name = self._name(path)
         remote, size = self._there.get(name, ("", None))
         if not remote or size not in (expected, None):
-            raise damaged(path, f"{size} bytes, not as many as were written" if remote else "no such file")
+            raise damaged(
+                path,
+                f"{size} bytes, not as many as were written"
+                if remote
+                else "no such file",
+            )
         # safetensors: eight bytes that say how long the header is, and the header in JSON
-        length = int.from_bytes(self._asking(lambda: self._system.cat_file(remote, 0, 8), name), "little")
+        length = int.from_bytes(
+            self._asking(lambda: self._system.cat_file(remote, 0, 8), name), "little"
+        )
         if length > expected - 8:
             raise damaged(path, "its header is longer than the file")
         head = self._asking(lambda: self._system.cat_file(remote, 8, 8 + length), name)
         try:
             return [key for key in json.loads(head) if key != "__metadata__"]
         except (ValueError, TypeError) as error:
-            raise damaged(path, f"{type(error).__name__}: {str(error)[:200]}") from error
+            raise damaged(
+                path, f"{type(error).__name__}: {str(error)[:200]}"
+            ) from error
 
     def keep(self) -> None:
         """The copy stays until the process ends: a lazy frame may read it after the run is gone."""
@@ -114,9 +147,14 @@ class Mirror:
         try:
             yield
         except RunError as error:
-            parts = [None if p is None else self.shown(p) for p in (error.where, error.expected, error.got, error.do)]
+            parts = [
+                None if p is None else self.shown(p)
+                for p in (error.where, error.expected, error.got, error.do)
+            ]
             where, expected, got, do = parts
-            raise RunError(error.what, where=where, expected=expected, got=got, do=do) from error
+            raise RunError(
+                error.what, where=where, expected=expected, got=got, do=do
+            ) from error
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
@@ -128,18 +166,26 @@ class Mirror:
             return work()
         except ImportError as error:
             raise RunError(
-                "a library for this protocol is not installed", where=where, got=str(error),
+                "a library for this protocol is not installed",
+                where=where,
+                got=str(error),
                 do="install what is named, such as pip install s3fs for s3://",
-            ) from error  # fmt: skip
+            ) from error
         except FileNotFoundError:
             got, what = None, "no such folder" if not name else "no such file"
         except Exception as error:  # noqa: BLE001 - whatever the library of the protocol raises
-            got, what = masked(f"{type(error).__name__}: {str(error)[:500]}"), "this URL cannot be read"
+            got, what = (
+                masked(f"{type(error).__name__}: {str(error)[:500]}"),
+                "this URL cannot be read",
+            )
         # not "from error": its text may show the URL with its secrets
         raise RunError(
-            what, where=where, got=got, expected="a folder, or a URL that fsspec can read",
+            what,
+            where=where,
+            got=got,
+            expected="a folder, or a URL that fsspec can read",
             do="check the address, and that this machine may read there",
-        ) from None  # fmt: skip
+        ) from None
 
 
 class MirroredRun(Run):
@@ -212,9 +258,11 @@ def _of_run(parts: list[str]) -> bool:
     if len(parts) == 2 and parts[1] == SCALAR_FILE:
         return parse_rank(parts[0]) is not None
     return (
-        len(parts) == 3 and parts[2] in (OPERATORS, CHECKSUMS)
-        and parse_rank(parts[0]) is not None and parse_step(parts[1]) is not None
-    )  # fmt: skip
+        len(parts) == 3
+        and parts[2] in (OPERATORS, CHECKSUMS)
+        and parse_rank(parts[0]) is not None
+        and parse_step(parts[1]) is not None
+    )
 
 
 def _of_dump(parts: list[str]) -> bool:

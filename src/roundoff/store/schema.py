@@ -129,5 +129,9 @@ def is_chunk(name: str) -> bool:
 def site_name() -> pl.Expr:
     """The column ``site``: the text of :class:`roundoff.site.Site` for each row of OPS."""
     # not pl.format: polars 2.1 panics where a filter has emptied a chunk of the frame
-    count = pl.when(pl.col("index") > 0).then("#" + pl.col("index").cast(pl.Utf8)).otherwise(pl.lit(""))
+    count = (
+        pl.when(pl.col("index") > 0)
+        .then("#" + pl.col("index").cast(pl.Utf8))
+        .otherwise(pl.lit(""))
+    )
     return (pl.col("module") + "/" + pl.col("operator") + count).alias("site")

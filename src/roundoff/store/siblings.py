@@ -34,7 +34,11 @@ def siblings(path: str | os.PathLike[str]) -> dict[str, list[Path]]:
     if not (path / ABOUT).is_file() or (main := read_about(path).get("id")) is None:
         return found
     name = re.compile(rf"{re.escape(path.name)}\.({'|'.join(KINDS)})([0-9]+)")
-    beside = [(int(m[2]), m[1], p) for p in path.parent.iterdir() if (m := name.fullmatch(p.name))]
+    beside = [
+        (int(m[2]), m[1], p)
+        for p in path.parent.iterdir()
+        if (m := name.fullmatch(p.name))
+    ]
     for _, kind, folder in sorted(beside):
         if (folder / ABOUT).is_file() and read_about(folder).get("of") == main:
             found[kind].append(folder)

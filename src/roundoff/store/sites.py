@@ -28,14 +28,45 @@ ORDER = "order"
 PHASES = ("forward", "backward", "optimizer", "collective")
 
 _SHOWN = (
-    "record", "phase", "site", "name", "line", "operator", "dtype", "shape", "numel", "min", "max", "mean", "l2", "std",
-    "nan", "posinf", "neginf", "zero", "subnormal", "own_l2", "own_max", "reason",
-)  # fmt: skip
+    "record",
+    "phase",
+    "site",
+    "name",
+    "line",
+    "operator",
+    "dtype",
+    "shape",
+    "numel",
+    "min",
+    "max",
+    "mean",
+    "l2",
+    "std",
+    "nan",
+    "posinf",
+    "neginf",
+    "zero",
+    "subnormal",
+    "own_l2",
+    "own_max",
+    "reason",
+)
 _FULL = (
-    "call", "overload", "device", "layout", "inplace", "view_of", "arguments", "exponent", "exponents", "sampled",
-    "own_reason", "blob", "group",
+    "call",
+    "overload",
+    "device",
+    "layout",
+    "inplace",
+    "view_of",
+    "arguments",
+    "exponent",
+    "exponents",
+    "sampled",
+    "own_reason",
+    "blob",
+    "group",
     "role",
-)  # fmt: skip
+)
 _INPUT = (
     "record",
     "site",
@@ -90,22 +121,37 @@ def show(
     _known("phase", phase, PHASES)
     _known("sort key", None if sort == ORDER else sort, (ORDER, *SORTS))
     every = (
-        lazy.filter((pl.col("rank") == rank) & (pl.col("step") == step)).sort("record").collect()
+        lazy.filter((pl.col("rank") == rank) & (pl.col("step") == step))
+        .sort("record")
+        .collect()
     )
     rows = every if phase is None else every.filter(pl.col("phase") == phase)
-    about = {"rank": rank, "step": step, "ranks": ranks, "steps": steps, "coverage": coverage(rows)}
+    about = {
+        "rank": rank,
+        "step": step,
+        "ranks": ranks,
+        "steps": steps,
+        "coverage": coverage(rows),
+    }
     if site is not None:
         rows = _matching(rows, site)
         if rows["site"].n_unique() == 1 or site in rows["name"].to_list():
             return about | {
-                "site": [_in_full(row, every, lazy) for row in rows.iter_rows(named=True)]
+                "site": [
+                    _in_full(row, every, lazy) for row in rows.iter_rows(named=True)
+                ]
             }
     elif not views:
         # A call whose results are no tensors, .item(), has a row only for what it reads.
         rows = rows.filter(pl.col("view_of").is_null() & pl.col("dtype").is_not_null())
     if sort != ORDER:
-        rows = rows.sort(SORTS[sort], descending=True, nulls_last=True, maintain_order=True)
-    return about | {"sort": sort, "rows": rows.select(*_label(), *_SHOWN[3:]).to_dicts()}
+        rows = rows.sort(
+            SORTS[sort], descending=True, nulls_last=True, maintain_order=True
+        )
+    return about | {
+        "sort": sort,
+        "rows": rows.select(*_label(), *_SHOWN[3:]).to_dicts(),
+    }
 
 
 def select_steps(ops: pl.LazyFrame, rank: int | None, step: int | None) -> pl.LazyFrame:
@@ -121,17 +167,23 @@ def select_steps(ops: pl.LazyFrame, rank: int | None, step: int | None) -> pl.La
 
 def coverage(rows: pl.DataFrame) -> dict[str, Any]:
     """How many tensors, sites and views there are, and how many are without statistics, by reason."""
-    rows = rows.filter(pl.col("dtype").is_not_null())  # a call whose results are no tensors has a row too
+    rows = rows.filter(
+        pl.col("dtype").is_not_null()
+    )  # a call whose results are no tensors has a row too
     missing = rows.filter(pl.col("nan").is_null())
     reasons = missing.group_by(
         pl.col("reason").fill_null("no reason recorded"), maintain_order=True
     ).len("count")
     return {
-        "tensors": rows.height, "sites": rows.select("phase", "site").n_unique(),
+        "tensors": rows.height,
+        "sites": rows.select("phase", "site").n_unique(),
         "views": rows["view_of"].is_not_null().sum(),
-        "not_finite": rows.filter(pl.sum_horizontal("nan", "posinf", "neginf") > 0).height,
-        "without": missing.height, "reasons": reasons.to_dicts(),
-    }  # fmt: skip
+        "not_finite": rows.filter(
+            pl.sum_horizontal("nan", "posinf", "neginf") > 0
+        ).height,
+        "without": missing.height,
+        "reasons": reasons.to_dicts(),
+    }
 
 
 def _label() -> list[pl.Expr]:
@@ -140,14 +192,21 @@ def _label() -> list[pl.Expr]:
     role = pl.when(told).then(" " + pl.col("role")).otherwise(pl.lit(""))
     count = "[" + pl.col("place").cast(pl.Utf8) + "]"
     place = pl.when(pl.col("place") > 0).then(count).otherwise(pl.lit(""))
-    return [pl.col("record"), pl.col("phase"), (pl.col("site") + role + place).alias("site")]
+    return [
+        pl.col("record"),
+        pl.col("phase"),
+        (pl.col("site") + role + place).alias("site"),
+    ]
 
 
 def complete(ops: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
     """All columns of OPS with their types, nulls where one is missing, and ``site``."""
     lazy = ops.lazy()
     there = lazy.collect_schema().names()
-    columns = [(pl.col(c) if c in there else pl.lit(None)).cast(t).alias(c) for c, t in OPS.items()]
+    columns = [
+        (pl.col(c) if c in there else pl.lit(None)).cast(t).alias(c)
+        for c, t in OPS.items()
+    ]
     whole = {
         "rank": 0,
         "step": 0,
@@ -166,7 +225,9 @@ def complete(ops: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
 
 
 def _matching(rows: pl.DataFrame, site: str) -> pl.DataFrame:
-    names = dict.fromkeys([*rows["site"].to_list(), *rows["name"].drop_nulls().to_list()])
+    names = dict.fromkeys(
+        [*rows["site"].to_list(), *rows["name"].drop_nulls().to_list()]
+    )
     found = [site] if site in names else [name for name in names if matches(site, name)]
     if not found:
         near = difflib.get_close_matches(site, names, n=3, cutoff=0.3)
@@ -181,10 +242,15 @@ def _matching(rows: pl.DataFrame, site: str) -> pl.DataFrame:
     return rows.filter(pl.col("site").is_in(found) | pl.col("name").is_in(found))
 
 
-def _in_full(row: dict[str, Any], every: pl.DataFrame, lazy: pl.LazyFrame) -> dict[str, Any]:
+def _in_full(
+    row: dict[str, Any], every: pl.DataFrame, lazy: pl.LazyFrame
+) -> dict[str, Any]:
     """Statistics, histogram, inputs, users and the same tensor in other steps."""
     inputs = every.filter(pl.col("record").is_in(row["inputs"] or []))
-    by_record = {i["record"]: {key: i[key] for key in _INPUT} for i in inputs.iter_rows(named=True)}
+    by_record = {
+        i["record"]: {key: i[key] for key in _INPUT}
+        for i in inputs.iter_rows(named=True)
+    }
     readers = every.filter(pl.col("inputs").list.contains(row["record"]))
     users = readers.select("phase", "site", "line").unique(maintain_order=True)
     same = ("rank", "phase", "module", "operator", "index", "place", "role")
@@ -192,17 +258,25 @@ def _in_full(row: dict[str, Any], every: pl.DataFrame, lazy: pl.LazyFrame) -> di
     if row["name"] is not None:
         alike = alike.filter(pl.col("name") == row["name"])
     history = (
-        alike.select("step", "min", "max", "l2", "nan", "posinf", "neginf").sort("step").collect()
+        alike.select("step", "min", "max", "l2", "nan", "posinf", "neginf")
+        .sort("step")
+        .collect()
     )
     counts = row["exponents"] or []
     return (
         {key: row[key] for key in (*_SHOWN, *_FULL, "place")}
         | {
             "histogram": [
-                {"exponent": row["exponent"] + i, "count": n} for i, n in enumerate(counts)
+                {"exponent": row["exponent"] + i, "count": n}
+                for i, n in enumerate(counts)
             ]
         }
-        | {"inputs": [by_record.get(i, {"record": i, "site": None}) for i in row["inputs"] or []]}
+        | {
+            "inputs": [
+                by_record.get(i, {"record": i, "site": None})
+                for i in row["inputs"] or []
+            ]
+        }
         | {"used_by": users.to_dicts(), "history": history.to_dicts()}
     )
 
@@ -211,7 +285,9 @@ def _choose(what: str, asked: int | None, there: list[int], default: int) -> int
     if asked is not None and asked not in there:
         listed = ", ".join(map(str, there[:8])) + (", ..." if len(there) > 8 else "")
         raise RunError(
-            f"the run has no {what} {asked}", where=f"--{what}", expected=f"one of {listed}"
+            f"the run has no {what} {asked}",
+            where=f"--{what}",
+            expected=f"one of {listed}",
         )
     return default if asked is None else asked
 
@@ -224,4 +300,6 @@ def _empty() -> RunError:
 
 def _known(what: str, asked: str | None, there: tuple[str, ...]) -> None:
     if asked is not None and asked not in there:
-        raise PatternError(f"unknown {what}", where=asked, expected="one of " + ", ".join(there))
+        raise PatternError(
+            f"unknown {what}", where=asked, expected="one of " + ", ".join(there)
+        )

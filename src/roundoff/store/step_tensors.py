@@ -26,7 +26,9 @@ class StepTensors:
     several threads at once.
     """
 
-    def __init__(self, run: Run, rank: int, step: int, rows: Mapping[int, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, run: Run, rank: int, step: int, rows: Mapping[int, Mapping[str, Any]]
+    ) -> None:
         self._run, self._rank, self._step, self._rows = run, rank, step, rows
         self._kept: dict[str, torch.Tensor] = {}
         self._opened: dict[Path, TensorFile] = {}
@@ -37,7 +39,11 @@ class StepTensors:
         """The same, without records of which not the tensor itself is kept, but values inside it: of a sparse, nested or
         distributed one. An operator cannot run again on these."""
         found = copy.copy(self)
-        found._rows = {record: row for record, row in self._rows.items() if row["stride"] is not None}
+        found._rows = {
+            record: row
+            for record, row in self._rows.items()
+            if row["stride"] is not None
+        }
         return found
 
     def __contains__(self, record: int) -> bool:
@@ -56,27 +62,44 @@ class StepTensors:
         row = self._rows[record]
         if row["blob"] is None:
             return None
-        return row["blob"], tuple(row["shape"] or ()), tuple(row["stride"] or ()), row["offset"]
+        return (
+            row["blob"],
+            tuple(row["shape"] or ()),
+            tuple(row["stride"] or ()),
+            row["offset"],
+        )
 
     def dense(self, record: int) -> Key | None:
         """Of a tensor that has every kept element once, in whatever order: shape, strides and offset; None of another."""
         row = self._rows[record]
         shape, stride = row["shape"], row["stride"]
-        if not self._whole or row["blob"] is None or not shape or stride is None or row["offset"]:
+        if (
+            not self._whole
+            or row["blob"] is None
+            or not shape
+            or stride is None
+            or row["offset"]
+        ):
             return None
         expected = 1
         for step, size in sorted(zip(stride, shape, strict=True)):
             if size != 1 and step != expected:
                 return None
             expected *= size
-        return (tuple(shape), tuple(stride)) if expected == self.blob(record).numel() else None
+        return (
+            (tuple(shape), tuple(stride))
+            if expected == self.blob(record).numel()
+            else None
+        )
 
     def blob(self, record: int) -> torch.Tensor:
         """The kept elements that the tensor is made of, in the order of memory."""
         key = self._rows[record]["blob"]
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._kept[key] = self._run.blob(self._rank, self._step, key, self._opened)
+            kept = self._kept[key] = self._run.blob(
+                self._rank, self._step, key, self._opened
+            )
         return kept
 
     def __getitem__(self, record: int) -> torch.Tensor:

@@ -90,12 +90,17 @@ class Chunks:
         if self._filling and self._bytes + size > self.limit:
             self._flush()
         if plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            plain = plain.clone()  # training goes on and may change it before it is written
+            plain = (
+                plain.clone()
+            )  # training goes on and may change it before it is written
         native = plain.dtype in NATIVE
         self._filling[key] = plain if native else _bytes(plain)
         self._described[key] = {"xxh3_128": digest}
         if not native:
-            self._described[key] |= {"dtype": _name(plain.dtype), "shape": list(plain.shape)}
+            self._described[key] |= {
+                "dtype": _name(plain.dtype),
+                "shape": list(plain.shape),
+            }
         self._bytes += size
         if self._bytes >= self.limit:
             self._flush()
@@ -119,12 +124,17 @@ class Chunks:
         work = (path, self._filling, self._described)
         self._files += 1
         self._filling, self._described, self._bytes = {}, {}, 0
-        thread = threading.Thread(target=self._write, args=work, name=f"write {path.name}")
+        thread = threading.Thread(
+            target=self._write, args=work, name=f"write {path.name}"
+        )
         thread.start()
         self._thread = thread
 
     def _write(
-        self, path: Path, tensors: dict[str, torch.Tensor], described: dict[str, dict[str, object]]
+        self,
+        path: Path,
+        tensors: dict[str, torch.Tensor],
+        described: dict[str, dict[str, object]],
     ) -> None:
         try:
             save_file(tensors, path, metadata={METADATA: json.dumps(described)})
@@ -157,13 +167,18 @@ def checksum(path: Path) -> dict[str, int | str]:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor detached, on the host and contiguous; itself where it is so already."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-        raise TypeError(f"a tensor of layout {tensor.layout} and {tensor.dtype} has no plain bytes")
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} and {tensor.dtype} has no plain bytes"
+        )
     if not tensor.is_meta and tensor.numel():
         last = tensor.storage_offset() + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            (size - 1) * stride
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
         if (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise TypeError("the tensor's memory was freed")  # as FSDP does: reading it would crash
+            raise TypeError(
+                "the tensor's memory was freed"
+            )  # as FSDP does: reading it would crash
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
@@ -205,8 +220,12 @@ class TensorFile:
             if not isinstance(dtype, torch.dtype):
                 raise DamagedError(f"this torch has no dtype {described['dtype']!r}")
             if tensor.storage_offset() % dtype.itemsize:
-                tensor = tensor.clone()  # its place in the file does not suit the wider type
+                tensor = (
+                    tensor.clone()
+                )  # its place in the file does not suit the wider type
             tensor = tensor.view(dtype).reshape(described["shape"])
         if _hash(tensor) != described["xxh3_128"]:
-            raise DamagedError(f"the bytes of tensor {key!r} are not those that were written")
+            raise DamagedError(
+                f"the bytes of tensor {key!r} are not those that were written"
+            )
         return tensor

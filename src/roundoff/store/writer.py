@@ -84,7 +84,13 @@ class Writer:
             **_plain(about),
             "schema": SCHEMA,
         }
-        claim(self.path, rank, about.get("id"), int(self.about["ranks"]), overwrite=overwrite)
+        claim(
+            self.path,
+            rank,
+            about.get("id"),
+            int(self.about["ranks"]),
+            overwrite=overwrite,
+        )
         self._folder = self.path / rank_name(rank)
         self._open: dict[int, Chunks] = {}
         self._closed = False
@@ -100,7 +106,9 @@ class Writer:
         """
         return self._guarded(lambda: self._chunks(step).add(key, tensor))
 
-    def write_step(self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame) -> None:
+    def write_step(
+        self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame
+    ) -> None:
         """Finish a step: its rows, with the tensors added to it, appear on disk at once and whole.
 
         Columns of OPS that ``rows`` lacks become null, ``rank`` and ``step`` this writer's rank and this step. A step
@@ -110,7 +118,9 @@ class Writer:
 
     def scalar(self, step: int, name: str, value: float | torch.Tensor) -> None:
         """Record a number of this step: ``loss``, ``loss_scale``, ``grad_norm``, ``lr``. May be NaN or infinite."""
-        self._guarded(lambda: scalars.append(self._folder / SCALAR_FILE, step, name, value))
+        self._guarded(
+            lambda: scalars.append(self._folder / SCALAR_FILE, step, name, value)
+        )
 
     def close(self, **about: Any) -> None:
         """End the run and write ``about`` over the fields of ``run.json``; ``complete`` is True unless it says otherwise.
@@ -167,7 +177,9 @@ class Writer:
             self._open[step] = Chunks(folder)
         return self._open[step]
 
-    def _finish(self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame) -> None:
+    def _finish(
+        self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame
+    ) -> None:
         table = table_of(rows, self.rank, step)
         chunks = self._chunks(step)
         folder = chunks.folder

@@ -73,19 +73,29 @@ class autocast(ContextDecorator):  # noqa: N801
         record: bool = False,
     ) -> None:
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-            raise PlanError("DataParallel runs copies of the model on threads of its own, which no plan reaches",
-                            where="model", got=f"DataParallel on {len(model.device_ids)} devices",
-                            do="use DistributedDataParallel")  # fmt: skip
+            raise PlanError(
+                "DataParallel runs copies of the model on threads of its own, which no plan reaches",
+                where="model",
+                got=f"DataParallel on {len(model.device_ids)} devices",
+                do="use DistributedDataParallel",
+            )
         self.model = None if model is None else unwrapped(model)
         self.device = _device(device, self.model)
-        self.rules = _rules(read_plan(what, self.model), self.model, self.device, policy)
+        self.rules = _rules(
+            read_plan(what, self.model), self.model, self.device, policy
+        )
         self._record = record
         self._entered = threading.local()
         self.recorded = Recorded(self.rules, record)
         if self.rules.simulated and self.model is None:
-            raise PlanError(f"{self.rules.simulated[0]} is simulated, which needs the model", where="plan",
-                            do="give the model too: roundoff.autocast(plan, model)")  # fmt: skip
-        if self.rules.dtype == torch.float16 and slow_in_fp16(torch.device(self.device)):
+            raise PlanError(
+                f"{self.rules.simulated[0]} is simulated, which needs the model",
+                where="plan",
+                do="give the model too: roundoff.autocast(plan, model)",
+            )
+        if self.rules.dtype == torch.float16 and slow_in_fp16(
+            torch.device(self.device)
+        ):
             warnings.warn(SLOW_FP16, RuntimeWarning, stacklevel=2)
 
     @property
@@ -94,12 +104,18 @@ class autocast(ContextDecorator):  # noqa: N801
         the formats of inputs, kernels and output, the casts and their bytes, and, once ``backward`` ran, the format of the
         gradient and its casts. Needs ``record=True``."""
         if not self._record:
-            raise PlanError("nothing was recorded", where="report", do="give record=True to roundoff.autocast")
+            raise PlanError(
+                "nothing was recorded",
+                where="report",
+                do="give record=True to roundoff.autocast",
+            )
         return self.recorded.table
 
     def explain(self, site: str) -> str:
         """Which rule decides at a site, in a sentence (``roundoff plan explain`` in code)."""
-        (decision,) = explain(self.rules.plan, [site], model=self.model, device=self.rules.lists)
+        (decision,) = explain(
+            self.rules.plan, [site], model=self.model, device=self.rules.lists
+        )
         return f"{site} runs in {decision.format}: {decision.why}"
 
     def __enter__(self) -> autocast:
@@ -113,7 +129,10 @@ class autocast(ContextDecorator):  # noqa: N801
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._entered.stacks.pop().__exit__(kind, error, trace)
         if kind is None and self.rules.seen and not self.rules.told:
@@ -122,8 +141,10 @@ class autocast(ContextDecorator):  # noqa: N801
             if unused:
                 warnings.warn(
                     f"{len(unused)} of the plan's patterns named no site in the first forward pass: {', '.join(unused[:5])}"
-                    + (" ..." if len(unused) > 5 else ""), RuntimeWarning, stacklevel=2,
-                )  # fmt: skip
+                    + (" ..." if len(unused) > 5 else ""),
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     @contextmanager
     def again(self, state: State | None = None) -> Iterator[None]:
@@ -142,11 +163,17 @@ class autocast(ContextDecorator):  # noqa: N801
         LOCAL.keys.append(rules.key)
         stack.callback(LOCAL.keys.pop)
         if not rules.lines and rules.default is None and not self._record:
-            REGIONS.inside.append((self, None))  # autocast's own lists: nothing else to do
+            REGIONS.inside.append(
+                (self, None)
+            )  # autocast's own lists: nothing else to do
             stack.callback(REGIONS.inside.pop)
             return
-        if rules.lines or rules.default:  # compiled backward passes would be traced under autocast; eager ones never run so
-            stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+        if (
+            rules.lines or rules.default
+        ):  # compiled backward passes would be traced under autocast; eager ones never run so
+            stack.enter_context(
+                torch._functorch.config.patch(backward_pass_autocast="off")
+            )
         if self.model is not None and (self._record or rules.simulated):
             mode: Any = stack.enter_context(watch(self.model, self.recorded))
         else:
@@ -168,7 +195,9 @@ class autocast(ContextDecorator):  # noqa: N801
 
         stack.callback(restore)
         if self.model is not None and isinstance(mode, CallMode):
-            handle = self.model.register_forward_pre_hook(functools.partial(_begin, mode, rules.forwards), prepend=True)
+            handle = self.model.register_forward_pre_hook(
+                functools.partial(_begin, mode, rules.forwards), prepend=True
+            )
             stack.callback(handle.remove)
         elif self.model is not None and rules.sites:
             stack.enter_context(hooked(self.model))
@@ -195,14 +224,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside torch.compile's, DistributedDataParallel's and DataParallel's wrappers: its paths are the sites'."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        if inner is None and isinstance(
+            model, nn.DataParallel | nn.parallel.DistributedDataParallel
+        ):
             inner = model.module
         if inner is None:
             return model
         model = inner
 
 
-def read_plan(what: Plan | str | Path | Mapping[str, Any], model: nn.Module | None = None) -> Plan:
+def read_plan(
+    what: Plan | str | Path | Mapping[str, Any], model: nn.Module | None = None
+) -> Plan:
     """The plan that ``what`` stands for: itself, a format's name, or a file."""
     if isinstance(what, Plan):
         return what
@@ -216,7 +249,11 @@ def read_plan(what: Plan | str | Path | Mapping[str, Any], model: nn.Module | No
         return read_plan(parse_format(what).name)
     if not isinstance(what, Mapping) and _is_plan(Path(what)):
         path = Path(what)
-        return _loaded(path, path.stat().st_mtime_ns) if path.is_file() else Plan.load(path)
+        return (
+            _loaded(path, path.stat().st_mtime_ns)
+            if path.is_file()
+            else Plan.load(path)
+        )
     from roundoff.plan.lists import read_lists
 
     plan: Plan = read_lists(what, model=model)
@@ -232,17 +269,30 @@ def _loaded(path: Path, _changed: int) -> Plan:
 def _is_plan(path: Path) -> bool:
     if path.suffix == ".toml" or not path.is_file():
         return True
-    return path.suffix == ".json" and '"schema"' in path.read_text(encoding="utf-8", errors="replace")
+    return path.suffix == ".json" and '"schema"' in path.read_text(
+        encoding="utf-8", errors="replace"
+    )
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, Rules]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, Rules]] = (
+    weakref.WeakKeyDictionary()
+)
 _WITHOUT_MODEL: dict[Any, Rules] = {}
 
 
-def _rules(plan: Plan, model: nn.Module | None, device: str, policy: str | None) -> Rules:
+def _rules(
+    plan: Plan, model: nn.Module | None, device: str, policy: str | None
+) -> Rules:
     """One object for one plan, model and device, so that compiled code stays valid."""
     known = _WITHOUT_MODEL if model is None else _KNOWN.setdefault(model, {})
-    key = (plan.rules, plan.default, plan.autocast, plan.about.get("forwards"), device, policy)
+    key = (
+        plan.rules,
+        plan.default,
+        plan.autocast,
+        plan.about.get("forwards"),
+        device,
+        policy,
+    )
     if key not in known:
         known[key] = Rules(plan, model, device, policy)
     return known[key]
@@ -250,11 +300,20 @@ def _rules(plan: Plan, model: nn.Module | None, device: str, policy: str | None)
 
 def _device(device: str | torch.device | None, model: nn.Module | None) -> str:
     if device is None:
-        tensors = () if model is None else itertools.chain(model.parameters(), model.buffers())
+        tensors = (
+            ()
+            if model is None
+            else itertools.chain(model.parameters(), model.buffers())
+        )
         device = next((t.device for t in tensors), torch.device("cpu"))
     kind = torch.device(device).type
     if kind not in KEYS:
-        raise PlanError("no autocast on such a device", where="device", expected=", ".join(KEYS), got=repr(kind))
+        raise PlanError(
+            "no autocast on such a device",
+            where="device",
+            expected=", ".join(KEYS),
+            got=repr(kind),
+        )
     return kind
 
 
@@ -267,11 +326,19 @@ def _warn_of_contradictions(outer: Rules, inner: Rules) -> None:
         other = theirs.get(line.source)
         exact = not any(c in line.pattern for c in "*?[:")
         decision = outer.decide(line.pattern) if other is None and exact else None
-        said = other.format if other else decision.format if decision and decision.rule is not None else None
+        said = (
+            other.format
+            if other
+            else decision.format
+            if decision and decision.rule is not None
+            else None
+        )
         if said is not None and said != line.format:
             where = other.source if other else decision.pattern if decision else ""
             warnings.warn(
                 f"two plans contradict each other: inside {line.source} is to run in {line.format} (rule {line.rule}), "
-                f"outside in {said} ({where}); the inner plan decides", RuntimeWarning, stacklevel=3,
-            )  # fmt: skip
+                f"outside in {said} ({where}); the inner plan decides",
+                RuntimeWarning,
+                stacklevel=3,
+            )
             return

@@ -29,9 +29,14 @@ COUNT = "rounded_steps"
 
 
 def round_updates_(
-    optimizer: Optimizer, method: str = "stochastic", *, generator: torch.Generator | None = None, seed: int = 0,
-    threshold: float = 0.5, patience: int = 10,
-) -> Updates:  # fmt: skip
+    optimizer: Optimizer,
+    method: str = "stochastic",
+    *,
+    generator: torch.Generator | None = None,
+    seed: int = 0,
+    threshold: float = 0.5,
+    patience: int = 10,
+) -> Updates:
     """Let ``optimizer`` step its bfloat16 and float16 parameters in fp32, and round the new weights by ``method``.
 
     In each ``step`` fp32 copies stand for these parameters and their gradients, and the optimizer's state is fp32 from then
@@ -65,11 +70,17 @@ def round_updates_(
         >>> handle.remove()
     """
     if method not in METHODS:
-        raise OptimizerError("unknown method", where=f"round_updates_(method={method!r})", expected=", ".join(METHODS))
+        raise OptimizerError(
+            "unknown method",
+            where=f"round_updates_(method={method!r})",
+            expected=", ".join(METHODS),
+        )
     return Updates(optimizer, method, generator, seed, threshold, patience)
 
 
-def watch_updates(optimizer: Optimizer, *, threshold: float = 0.5, patience: int = 10) -> Updates:
+def watch_updates(
+    optimizer: Optimizer, *, threshold: float = 0.5, patience: int = 10
+) -> Updates:
     """Only measure how many weights a step leaves as they were, and warn; the numbers do not change.
 
     As nobody knows the update that was lost, weights with a nonzero gradient count. For parameters in any format.
@@ -87,23 +98,37 @@ class Updates:
     """
 
     def __init__(
-        self, optimizer: Optimizer, method: str | None, generator: torch.Generator | None, seed: int, threshold: float,
+        self,
+        optimizer: Optimizer,
+        method: str | None,
+        generator: torch.Generator | None,
+        seed: int,
+        threshold: float,
         patience: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if getattr(optimizer, "_roundoff_updates", None) is not None:
-            raise OptimizerError("this optimizer's updates are handled already", where=type(optimizer).__name__,
-                                 do="handle.remove() first")  # fmt: skip
+            raise OptimizerError(
+                "this optimizer's updates are handled already",
+                where=type(optimizer).__name__,
+                do="handle.remove() first",
+            )
         kinds = {p.dtype for group in optimizer.param_groups for p in group["params"]}
         if method is not None and not kinds & set(FORMATS):
-            raise OptimizerError("no parameter is in low precision", where=type(optimizer).__name__,
-                                 expected="bfloat16 or float16", got=", ".join(sorted(map(str, kinds))))  # fmt: skip
+            raise OptimizerError(
+                "no parameter is in low precision",
+                where=type(optimizer).__name__,
+                expected="bfloat16 or float16",
+                got=", ".join(sorted(map(str, kinds))),
+            )
         self.method, self.generator, self.seed = method, generator, seed
         self.threshold, self.patience = threshold, patience
         self.unchanged = torch.zeros(())
         self.by_group: list[Tensor] = []
         self._optimizer = weakref.ref(optimizer)
         self._shares: Tensor | None = None
-        self._bad: Tensor | None = None  # how many steps in a row each group was above the threshold
+        self._bad: Tensor | None = (
+            None  # how many steps in a row each group was above the threshold
+        )
         self._late = Later()
         self._told: set[int] = set()
         self._seeded: dict[torch.device, torch.Generator] = {}
@@ -113,12 +138,17 @@ class Updates:
     def remove(self) -> None:
         """The optimizer is as before: its state goes back to the format of the weights, what Kahan kept is dropped."""
         optimizer: Any = self._optimizer()
-        if optimizer is None or getattr(optimizer, "_roundoff_updates", None) is not self:
+        if (
+            optimizer is None
+            or getattr(optimizer, "_roundoff_updates", None) is not self
+        ):
             return
         del optimizer._roundoff_updates
         for handle in self._handles:
             handle.remove()
-        if optimizer.__dict__.get("step") is self._ours:  # else another wrapper holds ours, which passes through now
+        if (
+            optimizer.__dict__.get("step") is self._ours
+        ):  # else another wrapper holds ours, which passes through now
             if self._theirs is None:
                 del optimizer.step
             else:
@@ -138,11 +168,17 @@ class Updates:
 
         def step(itself: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
             if getattr(itself, "_roundoff_updates", None) is not self:
-                return before(closure, *args, **kwargs) if closure is not None else before(*args, **kwargs)
+                return (
+                    before(closure, *args, **kwargs)
+                    if closure is not None
+                    else before(*args, **kwargs)
+                )
             return self._step(itself, before, closure, args, kwargs)
 
         # a bound method, since schedulers look behind it
-        self._ours = optimizer.step = types.MethodType(functools.wraps(before)(step), optimizer)
+        self._ours = optimizer.step = types.MethodType(
+            functools.wraps(before)(step), optimizer
+        )
         optimizer._roundoff_updates = self
         self._handles = []
         if self.method is None:
@@ -155,21 +191,45 @@ class Updates:
         ]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _step(self, optimizer: Any, before: Callable[..., Any], closure: Any, args: Any, kwargs: Any) -> Any:
+    def _step(
+        self,
+        optimizer: Any,
+        before: Callable[..., Any],
+        closure: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         words = args if closure is None else (closure, *args)
         if self.method is None:
-            old = [_Kept(g, p, p.detach().clone()) for g, p in _with_gradient(optimizer)]
+            old = [
+                _Kept(g, p, p.detach().clone()) for g, p in _with_gradient(optimizer)
+            ]
             result = before(*words, **kwargs)
             with torch.no_grad():
-                self._measure(optimizer, [(k.group, _nonzero(k.parameter), k.parameter == k.old) for k in old])
+                self._measure(
+                    optimizer,
+                    [
+                        (k.group, _nonzero(k.parameter), k.parameter == k.old)
+                        for k in old
+                    ],
+                )
         else:
             with stand_ins(optimizer, every=closure is not None) as wide:
                 if closure is not None:
-                    words = (functools.partial(on_the_weights, optimizer, wide, closure), *args)
+                    words = (
+                        functools.partial(on_the_weights, optimizer, wide, closure),
+                        *args,
+                    )
                 result = before(*words, **kwargs)
                 with torch.no_grad():
                     pairs = list(zip(wide, self._rounded(optimizer, wide), strict=True))
-                    self._measure(optimizer, [(w.group, w.wide != w.start(), w.before() == value) for w, value in pairs])
+                    self._measure(
+                        optimizer,
+                        [
+                            (w.group, w.wide != w.start(), w.before() == value)
+                            for w, value in pairs
+                        ],
+                    )
                     for w, value in pairs:
                         w.write(value, keep_lost=self.method == "kahan")
         self._watch(optimizer)
@@ -185,14 +245,21 @@ class Updates:
         for generator in self._seeded.values():
             generator.manual_seed(self._number(count))
         return [
-            round_tensor(w.wide, FORMATS[w.parameter.dtype], rounding=Rounding.STOCHASTIC, saturate=False,
-                         generator=self.generator or self._generator(w.wide.device, count)).to(w.parameter.dtype)
+            round_tensor(
+                w.wide,
+                FORMATS[w.parameter.dtype],
+                rounding=Rounding.STOCHASTIC,
+                saturate=False,
+                generator=self.generator or self._generator(w.wide.device, count),
+            ).to(w.parameter.dtype)
             for w in wide
-        ]  # fmt: skip
+        ]
 
     def _generator(self, device: torch.device, count: int) -> torch.Generator:
         if device not in self._seeded:
-            self._seeded[device] = torch.Generator(device).manual_seed(self._number(count))
+            self._seeded[device] = torch.Generator(device).manual_seed(
+                self._number(count)
+            )
         return self._seeded[device]
 
     def _number(self, count: int) -> int:
@@ -208,10 +275,14 @@ class Updates:
         for group, had_to, same in found:
             sums[group].append(torch.stack([(had_to & same).sum(), had_to.sum()]))
         device = found[0][1].device
-        added = torch.stack([
-            torch.stack([s.to(device, non_blocking=True) for s in here]).sum(0) if here else torch.zeros(2, device=device)
-            for here in sums
-        ])  # fmt: skip
+        added = torch.stack(
+            [
+                torch.stack([s.to(device, non_blocking=True) for s in here]).sum(0)
+                if here
+                else torch.zeros(2, device=device)
+                for here in sums
+            ]
+        )
         shares = added[:, 0] / added[:, 1].clamp(min=1)
         self.by_group = list(shares.unbind())
         total = added.sum(0)
@@ -223,17 +294,25 @@ class Updates:
             return
         shares, self._shares = self._shares, None
         if self._bad is None or len(self._bad) != len(shares):
-            self._bad = torch.zeros(len(shares), dtype=torch.int32, device=shares.device)
+            self._bad = torch.zeros(
+                len(shares), dtype=torch.int32, device=shares.device
+            )
         self._bad = torch.where(shares > self.threshold, self._bad + 1, 0)
         longest = self._bad.max()
         if longest.device.type == "cuda":
             self._late.send(longest)
             if self._late.value() < self.patience:
                 return
-        for group, (steps, share) in enumerate(zip(self._bad.tolist(), shares.tolist(), strict=True)):
+        for group, (steps, share) in enumerate(
+            zip(self._bad.tolist(), shares.tolist(), strict=True)
+        ):
             if steps >= self.patience and group not in self._told:
                 self._told.add(group)
-                warn(_vanishing(optimizer.param_groups[group], group, share, self.patience))
+                warn(
+                    _vanishing(
+                        optimizer.param_groups[group], group, share, self.patience
+                    )
+                )
 
     def _before_load(self, _: Any, state: dict[str, Any]) -> None:
         self._loading = state
@@ -244,12 +323,18 @@ class Updates:
         if state is None:
             return
         pairs = zip(state["param_groups"], optimizer.param_groups, strict=True)
-        places = {key: p for saved, group in pairs for key, p in zip(saved["params"], group["params"], strict=True)}
+        places = {
+            key: p
+            for saved, group in pairs
+            for key, p in zip(saved["params"], group["params"], strict=True)
+        }
         for key, parameter in places.items():
             if parameter.dtype in FORMATS:
                 for name, value in state["state"].get(key, {}).items():
                     if _is_state(name, value):
-                        optimizer.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
+                        optimizer.state[parameter][name] = value.to(
+                            parameter.device, torch.float32, copy=True
+                        )
 
 
 def _vanishing(group: dict[str, Any], number: int, share: float, steps: int) -> str:
@@ -264,7 +349,11 @@ def _vanishing(group: dict[str, Any], number: int, share: float, steps: int) -> 
 
 def _states(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Of the parameters in low precision."""
-    return ((p, state) for p, state in optimizer.state.items() if isinstance(p, Tensor) and p.dtype in FORMATS)
+    return (
+        (p, state)
+        for p, state in optimizer.state.items()
+        if isinstance(p, Tensor) and p.dtype in FORMATS
+    )
 
 
 def _convert(state: dict[str, Any], dtype: torch.dtype) -> None:
@@ -275,7 +364,12 @@ def _convert(state: dict[str, Any], dtype: torch.dtype) -> None:
 
 def _is_state(name: str, value: Any) -> bool:
     """Not a count of steps, nor what Kahan keeps."""
-    return isinstance(value, Tensor) and value.is_floating_point() and bool(value.dim()) and name != LOST
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and bool(value.dim())
+        and name != LOST
+    )
 
 
 class _Kept(NamedTuple):
@@ -293,5 +387,8 @@ def _with_gradient(optimizer: Any) -> Iterator[tuple[int, Tensor]]:
 
 def _nonzero(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
-    return torch.zeros_like(parameter, dtype=torch.bool) if gradient is None else gradient != 0
-
+    return (
+        torch.zeros_like(parameter, dtype=torch.bool)
+        if gradient is None
+        else gradient != 0
+    )

@@ -29,10 +29,20 @@ from roundoff.train.watching.summary import Summary, fetched, summary
 from roundoff.train.watching.traced import Sink
 
 SCHEMA = {
-    "step": pl.Int64, "module": pl.String, "kind": pl.String, "phase": pl.String, "call": pl.Int64, "output": pl.Int64,
-    "numel": pl.Int64, "min": pl.Float64, "max": pl.Float64, "mean": pl.Float64, "norm": pl.Float64,
-    "non_finite": pl.Int64, "finite": pl.Boolean,
-}  # fmt: skip
+    "step": pl.Int64,
+    "module": pl.String,
+    "kind": pl.String,
+    "phase": pl.String,
+    "call": pl.Int64,
+    "output": pl.Int64,
+    "numel": pl.Int64,
+    "min": pl.Float64,
+    "max": pl.Float64,
+    "mean": pl.Float64,
+    "norm": pl.Float64,
+    "non_finite": pl.Int64,
+    "finite": pl.Boolean,
+}
 
 
 @dataclass(frozen=True)
@@ -56,9 +66,21 @@ class Bad:
     non_finite: int | None
 
     def __str__(self) -> str:
-        name = f"{self.module} ({self.kind})" if self.module else f"the model ({self.kind})"
-        what = "the output of" if self.phase == "forward" else "the gradient at the output of"
-        count = "" if self.non_finite is None else f", {self.non_finite:,} of {self.numel:,} elements"
+        name = (
+            f"{self.module} ({self.kind})"
+            if self.module
+            else f"the model ({self.kind})"
+        )
+        what = (
+            "the output of"
+            if self.phase == "forward"
+            else "the gradient at the output of"
+        )
+        count = (
+            ""
+            if self.non_finite is None
+            else f", {self.non_finite:,} of {self.numel:,} elements"
+        )
         return f"{what} {name}{count}"
 
 
@@ -66,7 +88,9 @@ class Bad:
 class _Step:
     number: int
     #: (module, kind, phase, call, output, numel) beside what was found, in the order of execution
-    rows: list[tuple[tuple[str, str, str, int, int, int], Summary | Tensor]] = field(default_factory=list)
+    rows: list[tuple[tuple[str, str, str, int, int, int], Summary | Tensor]] = field(
+        default_factory=list
+    )
     calls: dict[str, int] = field(default_factory=dict)
     #: the tensor measured last, for a module that only hands on what another one made
     last: weakref.ref[Tensor] | None = None
@@ -103,7 +127,12 @@ class _Step:
             for tensor, row in zip(tensors, torch.stack(tensors).tolist(), strict=True)
         }
         self.rows = [
-            (about, fetched(values[id(found)], about[-1]) if isinstance(found, Tensor) else found)
+            (
+                about,
+                fetched(values[id(found)], about[-1])
+                if isinstance(found, Tensor)
+                else found,
+            )
             for about, found in self.rows
         ]
         return self.rows  # type: ignore[return-value]
@@ -131,12 +160,21 @@ class Monitor:
     """
 
     def __init__(
-        self, model: nn.Module | None = None, *, every: int = 1, keep: int = 16, modules: str | Sequence[str] = (),
+        self,
+        model: nn.Module | None = None,
+        *,
+        every: int = 1,
+        keep: int = 16,
+        modules: str | Sequence[str] = (),
         gradients: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if type(value) is not int or value < 1:
-                raise RoundoffError("no number of steps", where=f"Monitor({name}={value!r})", expected="1 or more")
+                raise RoundoffError(
+                    "no number of steps",
+                    where=f"Monitor({name}={value!r})",
+                    expected="1 or more",
+                )
         self.model, self.every, self.gradients = model, every, gradients
         self.patterns = (modules,) if isinstance(modules, str) else tuple(modules)
         self.number = 0
@@ -153,14 +191,21 @@ class Monitor:
 
     def __enter__(self) -> Monitor:
         with self._stack as stack:
-            compiled("sums", torch.float32)  # built now if it never was, not in the first step
+            compiled(
+                "sums", torch.float32
+            )  # built now if it never was, not in the first step
             self._begin()
             if self.model is not None:
                 self.add(self.model)
             self._stack, self._open = stack.pop_all(), True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._end()
         self._step, self._open = None, False
         self._stack.close()
@@ -168,14 +213,28 @@ class Monitor:
     def add(self, model: nn.Module, prefix: str = "") -> None:
         """Watch another model too; its modules are named below ``prefix``."""
         inner = getattr(model, "_orig_mod", model)
-        named = [(module_path(path, prefix, model), module) for path, module in _parts_first(inner)]
-        chosen = [(path, module) for path, module in named if self._wanted(path, type(module).__name__)]
+        named = [
+            (module_path(path, prefix, model), module)
+            for path, module in _parts_first(inner)
+        ]
+        chosen = [
+            (path, module)
+            for path, module in named
+            if self._wanted(path, type(module).__name__)
+        ]
         if self.patterns and not chosen:
-            raise PatternError("no module to watch", where="Monitor(modules=...)", expected=", ".join(self.patterns),
-                               got=f"the {len(named)} modules of {type(inner).__name__}",
-                               do="take paths from model.named_modules(), or class:LayerNorm")  # fmt: skip
+            raise PatternError(
+                "no module to watch",
+                where="Monitor(modules=...)",
+                expected=", ".join(self.patterns),
+                got=f"the {len(named)} modules of {type(inner).__name__}",
+                do="take paths from model.named_modules(), or class:LayerNorm",
+            )
         for path, module in chosen:
-            kind, sink = self._sinks[path] = type(module).__name__, Sink(module, self.gradients)
+            kind, sink = self._sinks[path] = (
+                type(module).__name__,
+                Sink(module, self.gradients),
+            )
             hook = functools.partial(self._listen, path, kind, sink)
             self._stack.callback(module.register_forward_hook(hook).remove)
         if inner is not model:
@@ -212,7 +271,9 @@ class Monitor:
         if step is None:
             return None
         bad = [(about, found) for about, found in step.read() if found[4] != 0]
-        bad.sort(key=lambda row: row[0][2] != "forward")  # stable: the order of execution stays
+        bad.sort(
+            key=lambda row: row[0][2] != "forward"
+        )  # stable: the order of execution stays
         return Bad(step.number, *bad[0][0], bad[0][1][4]) if bad else None
 
     def _seen(self) -> list[_Step]:
@@ -223,7 +284,10 @@ class Monitor:
 
     def _wanted(self, path: str, kind: str) -> bool:
         return not self.patterns or any(
-            kind == p.removeprefix("class:") if p.startswith("class:") else matches(p, path) for p in self.patterns
+            kind == p.removeprefix("class:")
+            if p.startswith("class:")
+            else matches(p, path)
+            for p in self.patterns
         )
 
     def _end(self) -> None:
@@ -237,8 +301,10 @@ class Monitor:
             self._steps.append(step)
         elif ran and not self.stopped:
             self.stopped = "the model was compiled before"
-            warn("roundoff: the monitor sees nothing of this model: torch.compile had compiled it before, and hooks that "
-                 "are added later never run; enter the monitor before the first call")  # fmt: skip
+            warn(
+                "roundoff: the monitor sees nothing of this model: torch.compile had compiled it before, and hooks that "
+                "are added later never run; enter the monitor before the first call"
+            )
 
     def _compiled_ran(self, *_: Any) -> None:
         self._ran = True
@@ -249,35 +315,53 @@ class Monitor:
         else:
             self._step = _Step(self.number)
 
-    def _listen(self, path: str, kind: str, sink: Sink, _: nn.Module, __: Any, output: Any) -> Any:
+    def _listen(
+        self, path: str, kind: str, sink: Sink, _: nn.Module, __: Any, output: Any
+    ) -> Any:
         if torch.compiler.is_compiling():
             return sink.look(output)
         step = self._step
         if step is None or self.paused:
             return None
         try:
-            again = torch._C._current_graph_task_id() != -1  # activation checkpointing runs the forward once more
+            again = (
+                torch._C._current_graph_task_id() != -1
+            )  # activation checkpointing runs the forward once more
             call = 0
             if not again:
                 call = step.calls.get(path, 0)
                 step.calls[path] = call + 1
             elif path in step.calls:
                 call = step.calls[path] - 1
-            for place, tensor in enumerate((output,) if isinstance(output, Tensor) else tree_leaves(output)):
+            for place, tensor in enumerate(
+                (output,) if isinstance(output, Tensor) else tree_leaves(output)
+            ):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     self._look(step, (path, kind, call, place), tensor, again)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
         return None
 
-    def _look(self, step: _Step, name: tuple[str, str, int, int], tensor: Tensor, again: bool) -> None:
-        same = step.last is not None and step.last() is tensor and _version(tensor) == step.version
+    def _look(
+        self, step: _Step, name: tuple[str, str, int, int], tensor: Tensor, again: bool
+    ) -> None:
+        same = (
+            step.last is not None
+            and step.last() is tensor
+            and _version(tensor) == step.version
+        )
         if not same:
-            step.last, step.version, step.names = weakref.ref(tensor), _version(tensor), []
+            step.last, step.version, step.names = (
+                weakref.ref(tensor),
+                _version(tensor),
+                [],
+            )
             step.found = None if again else summary(tensor)
         if step.found is not None:
             path, kind, call, place = name
-            step.rows.append(((path, kind, "forward", call, place, tensor.numel()), step.found))
+            step.rows.append(
+                ((path, kind, "forward", call, place, tensor.numel()), step.found)
+            )
         step.names.append(name)
         if not same and self.gradients and tensor.requires_grad:
             watch: Any = tensor.register_hook
@@ -285,7 +369,9 @@ class Monitor:
             if tensor.is_leaf:  # a parameter that a module returns would keep the hook
                 step.handles.append(handle)
 
-    def _gradient(self, step: _Step, names: list[tuple[str, str, int, int]], gradient: Tensor) -> None:
+    def _gradient(
+        self, step: _Step, names: list[tuple[str, str, int, int]], gradient: Tensor
+    ) -> None:
         if not self._open or self.stopped:
             return
         try:
@@ -293,7 +379,9 @@ class Monitor:
             if found is not None:
                 numel = gradient.numel()
                 for path, kind, call, place in names:
-                    step.rows.append(((path, kind, "backward", call, place, numel), found))
+                    step.rows.append(
+                        ((path, kind, "backward", call, place, numel), found)
+                    )
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
 
@@ -301,10 +389,14 @@ class Monitor:
         if self.stopped is None:
             self.stopped = f"{type(error).__name__}: {error}"
             self._step = None
-            warn(f"roundoff: the monitor stopped in step {self.number} ({self.stopped}); the program goes on")
+            warn(
+                f"roundoff: the monitor stopped in step {self.number} ({self.stopped}); the program goes on"
+            )
 
 
-def _parts_first(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+def _parts_first(
+    module: nn.Module, path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
     """Modules before what they are part of, as their outputs come; each once."""
     seen = set() if seen is None else seen
     seen.add(id(module))

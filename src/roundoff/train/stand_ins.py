@@ -24,8 +24,15 @@ LOST = "compensation"
 class Wide:
     """One parameter, its place, and the fp32 tensor that the optimizer steps in place of it."""
 
-    def __init__(self, group: int, place: int, parameter: Tensor, lost: Tensor | None) -> None:
-        self.group, self.place, self.parameter, self.lost = group, place, parameter, lost
+    def __init__(
+        self, group: int, place: int, parameter: Tensor, lost: Tensor | None
+    ) -> None:
+        self.group, self.place, self.parameter, self.lost = (
+            group,
+            place,
+            parameter,
+            lost,
+        )
         self._old: Tensor | None = None
         self.wide = nn.Parameter(self.start())
         self._version = self.wide._version
@@ -37,14 +44,20 @@ class Wide:
 
     def start(self) -> Tensor:
         """The same in fp32, with what the roundings before have lost."""
-        return self.before().float() if self.lost is None else self.before().float() - self.lost.float()
+        return (
+            self.before().float()
+            if self.lost is None
+            else self.before().float() - self.lost.float()
+        )
 
     def take_gradient(self) -> None:
         gradient = self.parameter.grad
         self.wide.grad = None if gradient is None else gradient.float()
 
     def stand_in(self, optimizer: Any) -> None:
-        optimizer.param_groups[self.group]["params"][self.place] = self.wide  # in place: LBFGS keeps the list
+        optimizer.param_groups[self.group]["params"][self.place] = (
+            self.wide
+        )  # in place: LBFGS keeps the list
 
     def step_aside(self, optimizer: Any) -> None:
         optimizer.param_groups[self.group]["params"][self.place] = self.parameter
@@ -100,13 +113,19 @@ def stand_ins(optimizer: Any, *, every: bool) -> Iterator[list[Wide]]:
         for place, parameter in enumerate(group["params"]):
             if parameter.dtype in FORMATS and (every or parameter.grad is not None):
                 _check(parameter, f"parameter {place} of group {number}")
-                lost = optimizer.state[parameter].get(LOST) if parameter in optimizer.state else None
+                lost = (
+                    optimizer.state[parameter].get(LOST)
+                    if parameter in optimizer.state
+                    else None
+                )
                 with torch.no_grad():
                     wide.append(Wide(number, place, parameter, lost))
     for w in wide:
         state = optimizer.state.pop(w.parameter, None)
         if state is not None:
-            state.pop(LOST, None)  # many optimizers make their state where there is none
+            state.pop(
+                LOST, None
+            )  # many optimizers make their state where there is none
             if state:
                 optimizer.state[w.wide] = state
         w.stand_in(optimizer)
@@ -128,8 +147,18 @@ def stand_ins(optimizer: Any, *, every: bool) -> Iterator[list[Wide]]:
 
 def _check(parameter: Tensor, where: str) -> None:
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        layout, do = str(parameter.grad.layout), "nn.Embedding(sparse=False), or leave it to an optimizer of its own"
-        raise OptimizerError("a sparse gradient", where=where, expected="a dense one", got=layout, do=do)
+        layout, do = (
+            str(parameter.grad.layout),
+            "nn.Embedding(sparse=False), or leave it to an optimizer of its own",
+        )
+        raise OptimizerError(
+            "a sparse gradient", where=where, expected="a dense one", got=layout, do=do
+        )
     if type(parameter.data) is not Tensor:
-        raise OptimizerError("a sharded parameter", where=where, expected="a plain tensor",
-                             got=type(parameter.data).__name__, do="leave it to another optimizer")  # fmt: skip
+        raise OptimizerError(
+            "a sharded parameter",
+            where=where,
+            expected="a plain tensor",
+            got=type(parameter.data).__name__,
+            do="leave it to another optimizer",
+        )

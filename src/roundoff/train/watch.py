@@ -35,7 +35,14 @@ from roundoff.train.watching.rules import FLOOR_STEPS, RULES, eps_vanishes, has_
 Say = Callable[[Event], None]
 
 
-def watch_script(command: Sequence[str], say: Say, *, every: int = 1, explain: int = 3, stop_on_nan: bool = False) -> End:
+def watch_script(
+    command: Sequence[str],
+    say: Say,
+    *,
+    every: int = 1,
+    explain: int = 3,
+    stop_on_nan: bool = False,
+) -> End:
     """Run ``command`` (a script and its arguments, or ``-m`` and a module), unchanged, and ``say`` what happens in it.
 
     Every model that is called is watched by a ``Monitor``, each ``every``-th step. The first ``explain`` steps with NaN or
@@ -58,8 +65,11 @@ def watch_script(command: Sequence[str], say: Say, *, every: int = 1, explain: i
         stuck = f"the loss scaler gave up: {error.__cause__.what}"
     gc.collect()  # see capture_script
     if not watch.number and stuck is None:
-        raise RunError("no step ended in this script", where=" ".join(words),
-                       expected="a torch.optim optimizer that steps")  # fmt: skip
+        raise RunError(
+            "no step ended in this script",
+            where=" ".join(words),
+            expected="a torch.optim optimizer that steps",
+        )
     end = End(watch.number, watch.skips, watch.scale, stuck or watch.trouble())
     say(end)
     return end
@@ -68,7 +78,9 @@ def watch_script(command: Sequence[str], say: Say, *, every: int = 1, explain: i
 class Watch:
     """What is known of the training while it runs; ``on`` listens to every model, optimizer and scaler of the process."""
 
-    def __init__(self, say: Say, *, every: int, explain: int, stop_on_nan: bool) -> None:
+    def __init__(
+        self, say: Say, *, every: int, explain: int, stop_on_nan: bool
+    ) -> None:
         self.say, self.explain, self.stop_on_nan = say, explain, stop_on_nan
         self.number = self.skips = self.bad_in_a_row = self.low = 0
         self.scale: float | None = None
@@ -82,8 +94,12 @@ class Watch:
         self._scalers = self._explained = 0
         self._floor, self._highest = 1.0, 0.0
         self._inside = False  # of a scaler's step
-        self._unscaled: Any = WeakIdKeyDictionary()  # what a scaler gave back -> the loss
-        self._scheduled: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._unscaled: Any = (
+            WeakIdKeyDictionary()
+        )  # what a scaler gave back -> the loss
+        self._scheduled: weakref.WeakKeyDictionary[Any, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._after_skip = False  # the step that ended last was skipped
 
     @contextmanager
@@ -91,8 +107,11 @@ class Watch:
         paths = Paths()
         paths.found.append(self._found)
         scaler, clip = torch.amp.GradScaler, torch.nn.utils.clip_grad
-        clips = [(owner, name, self._clip) for owner in (torch.nn.utils, clip)
-                 for name in ("clip_grad_norm_", "clip_grad_value_")]  # fmt: skip
+        clips = [
+            (owner, name, self._clip)
+            for owner in (torch.nn.utils, clip)
+            for name in ("clip_grad_norm_", "clip_grad_value_")
+        ]
         with ExitStack() as stack:
             stack.enter_context(quiet())
             stack.enter_context(paths.follow())
@@ -100,11 +119,17 @@ class Watch:
             stack.enter_context(ends_of_steps(self.ends, whole=False))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(lambda: [steps.remove() for steps in self.steps])
-            stack.enter_context(patched(
-                (scaler, "__init__", self._made), (scaler, "scale", self._scale), (scaler, "step", self._scaled_step),
-                (torch.autograd, "backward", self._backward), (LossScaler, "step", self._our_step),
-                (torch.optim.lr_scheduler.LRScheduler, "step", self._schedule), *clips,
-            ))  # fmt: skip
+            stack.enter_context(
+                patched(
+                    (scaler, "__init__", self._made),
+                    (scaler, "scale", self._scale),
+                    (scaler, "step", self._scaled_step),
+                    (torch.autograd, "backward", self._backward),
+                    (LossScaler, "step", self._our_step),
+                    (torch.optim.lr_scheduler.LRScheduler, "step", self._schedule),
+                    *clips,
+                )
+            )
             yield
 
     def counted(self) -> str:
@@ -140,7 +165,9 @@ class Watch:
         for loss in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
             if loss.numel() == 1:
                 plain = self._unscaled.get(loss)
-                self.now.losses.append((loss.detach() if plain is None else plain, plain is None))
+                self.now.losses.append(
+                    (loss.detach() if plain is None else plain, plain is None)
+                )
             self.graph.add(loss, closely=True)
         original(tensors, *args, **kwargs)
 
@@ -168,22 +195,38 @@ class Watch:
 
     def _take(self, optimizer: Optimizer) -> None:
         scaler = self.now.scaler
-        if scaler is not None and self.now.factor != 1 and _stage(scaler, optimizer) == "READY":
-            self._advise("scaler-not-stepped", scale=self.now.factor, optimizer=type(optimizer).__name__)
+        if (
+            scaler is not None
+            and self.now.factor != 1
+            and _stage(scaler, optimizer) == "READY"
+        ):
+            self._advise(
+                "scaler-not-stepped",
+                scale=self.now.factor,
+                optimizer=type(optimizer).__name__,
+            )
         self._measure([optimizer], 1.0)
         if self.now.bad:
             self._explain([optimizer], None)
             if self.stop_on_nan:
-                self.stopped = "stopped before the weights took gradients that are not finite"
+                self.stopped = (
+                    "stopped before the weights took gradients that are not finite"
+                )
                 self._end()
                 raise Enough
 
-    def _scaled_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _scaled_step(
+        self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
         scale = float(scaler.get_scale())
-        self._measure([optimizer], scale if _stage(scaler, optimizer) == "READY" else 1.0)
-        if has_bf16(optimizer) or any(steps.autocast_to(torch.bfloat16) for steps in self.steps):
+        self._measure(
+            [optimizer], scale if _stage(scaler, optimizer) == "READY" else 1.0
+        )
+        if has_bf16(optimizer) or any(
+            steps.autocast_to(torch.bfloat16) for steps in self.steps
+        ):
             self._advise("scaler-with-bf16")
         self._inside = self.now.updates = True
         try:
@@ -196,7 +239,9 @@ class Watch:
             self._explain([optimizer], scale)
         return result
 
-    def _our_step(self, original: Any, scaler: LossScaler, *optimizers: Any, **kwargs: Any) -> None:
+    def _our_step(
+        self, original: Any, scaler: LossScaler, *optimizers: Any, **kwargs: Any
+    ) -> None:
         if not scaler.enabled:
             original(scaler, *optimizers, **kwargs)
             return
@@ -211,8 +256,14 @@ class Watch:
             if scaler.steps > before:
                 if bool(scaler.skipped):
                     self.now.skipped = True
-                    self._explain(optimizers, self.scale, scaler.last_skip if scaler._watch is not None else None)
-                    for optimizer in [o for o in optimizers if o not in self.ends.stepped]:
+                    self._explain(
+                        optimizers,
+                        self.scale,
+                        scaler.last_skip if scaler._watch is not None else None,
+                    )
+                    for optimizer in [
+                        o for o in optimizers if o not in self.ends.stepped
+                    ]:
                         self.ends.step(optimizer)
                 self.ends.look(loss_scale=scaler.get_scale())
             self.ends.waiting = False
@@ -225,11 +276,31 @@ class Watch:
         self.skips += now.skipped
         self.bad_in_a_row = self.bad_in_a_row + 1 if now.bad or now.skipped else 0
         self._after_skip = now.skipped
-        self.say(Step(self.number, loss, self.scale, now.norm, now.share, now.skipped, self.skips, lr))
+        self.say(
+            Step(
+                self.number,
+                loss,
+                self.scale,
+                now.norm,
+                now.share,
+                now.skipped,
+                self.skips,
+                lr,
+            )
+        )
         self._look_at_the_scale()
-        if any(s.autocast_to(torch.float16) and slow_in_fp16(next(s.model.parameters()).device) for s in self.steps):
+        if any(
+            s.autocast_to(torch.float16)
+            and slow_in_fp16(next(s.model.parameters()).device)
+            for s in self.steps
+        ):
             self._advise("fp16-on-cpu")
-        stop = self.stop_on_nan and self.stopped is None and loss is not None and not math.isfinite(loss)
+        stop = (
+            self.stop_on_nan
+            and self.stopped is None
+            and loss is not None
+            and not math.isfinite(loss)
+        )
         self.number += 1
         self.monitor.step()
         self.graph.clear()
@@ -255,7 +326,12 @@ class Watch:
             if (eps := eps_vanishes(optimizer)) is not None:
                 self._advise("adam-eps", optimizer=type(optimizer).__name__, eps=eps)
 
-    def _explain(self, optimizers: Sequence[Optimizer], scale: float | None, skip: Skip | None = None) -> None:
+    def _explain(
+        self,
+        optimizers: Sequence[Optimizer],
+        scale: float | None,
+        skip: Skip | None = None,
+    ) -> None:
         first = self.monitor.first_bad
         notes: tuple[str, ...] = ()
         if skip is None and self._explained < self.explain:
@@ -265,20 +341,42 @@ class Watch:
             self.monitor.paused = True
             try:
                 gradients = Gradients(optimizers, self._names)
-                skip = Skip.explained(gradients, self.graph, self._steps_of(gradients), None, about)
+                skip = Skip.explained(
+                    gradients, self.graph, self._steps_of(gradients), None, about
+                )
             except RoundoffError as error:
                 notes = (error.what,)
             finally:
                 self.monitor.paused = False
-        known = {} if skip is None else {
-            key: getattr(skip, key)
-            for key in ("gradient", "made_by", "born", "origin", "phase", "line", "cause", "advice", "notes")
-        }  # fmt: skip
+        known = (
+            {}
+            if skip is None
+            else {
+                key: getattr(skip, key)
+                for key in (
+                    "gradient",
+                    "made_by",
+                    "born",
+                    "origin",
+                    "phase",
+                    "line",
+                    "cause",
+                    "advice",
+                    "notes",
+                )
+            }
+        )
         seen = None if first is None else str(first)
-        self.say(Trouble(self.number, scale, scale is not None, seen, **{"notes": notes, **known}))
+        self.say(
+            Trouble(
+                self.number, scale, scale is not None, seen, **{"notes": notes, **known}
+            )
+        )
 
     def _names(self) -> dict[int, str]:
-        return {key: name for steps in self.steps for key, name in steps.names().items()}
+        return {
+            key: name for steps in self.steps for key, name in steps.names().items()
+        }
 
     def _steps_of(self, gradients: Gradients) -> Steps | None:
         """The model that ran in this step and owns most of the gradients."""
@@ -294,7 +392,9 @@ class Watch:
         if self._scalers > 1 and self.number and scaler.is_enabled():
             self._advise("scaler-in-loop", steps=self.number)
 
-    def _scale(self, original: Any, scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _scale(
+        self, original: Any, scaler: Any, outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         result = original(scaler, outputs, *args, **kwargs)
         if scaler.is_enabled():
             self.now.scaler, self.now.factor = scaler, float(scaler.get_scale())
@@ -306,7 +406,9 @@ class Watch:
     def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         scaler = self.now.scaler
         if scaler is not None and self.now.factor != 1:
-            stages = {state["stage"].name for state in scaler._per_optimizer_states.values()}
+            stages = {
+                state["stage"].name for state in scaler._per_optimizer_states.values()
+            }
             if not stages & {"UNSCALED", "STEPPED"}:
                 self._advise("clip-before-unscale", scale=self.now.factor)
         return original(*args, **kwargs)

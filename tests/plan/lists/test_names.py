@@ -18,14 +18,18 @@ F = torch.nn.functional
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"{package} is not installed"
+    )
 
 
 def test_the_table_is_well_formed() -> None:
     assert len(rows()) >= 100
     assert {len(row) for row in rows()} == {len(SYSTEMS)}
     torch_names = collections.Counter(name for row in rows() for name in row[0])
-    assert [name for name, count in torch_names.items() if count > 1] == []  # a site's operator is in one row
+    assert [
+        name for name, count in torch_names.items() if count > 1
+    ] == []  # a site's operator is in one row
     for row in rows():
         assert all(len(set(cell)) == len(cell) for cell in row)
 
@@ -35,12 +39,34 @@ def test_every_contracting_operator_is_in_it() -> None:
 
 
 def test_torch_names_are_functions_or_methods_of_torch() -> None:
-    places = (torch, F, torch.Tensor, torch._C._nn, torch._C._VariableFunctions, torch._VF, torch.linalg)
-    of_sites = {"getitem", "rsub", "rdiv", "rpow", "rmatmul", "pad"}  # the names of Python's operators
+    places = (
+        torch,
+        F,
+        torch.Tensor,
+        torch._C._nn,
+        torch._C._VariableFunctions,
+        torch._VF,
+        torch.linalg,
+    )
+    of_sites = {
+        "getitem",
+        "rsub",
+        "rdiv",
+        "rpow",
+        "rmatmul",
+        "pad",
+    }  # the names of Python's operators
     of_linalg = {n for n in known("torch") if n.startswith("linalg_")}
-    of_linalg = {n for n in of_linalg if not hasattr(torch.linalg, n.removeprefix("linalg_"))}
-    missing = {n for n in known("torch") if not any(hasattr(place, n) for place in places)}
-    assert missing - of_sites - {n for n in known("torch") if n.startswith("linalg_")} == set()
+    of_linalg = {
+        n for n in of_linalg if not hasattr(torch.linalg, n.removeprefix("linalg_"))
+    }
+    missing = {
+        n for n in known("torch") if not any(hasattr(place, n) for place in places)
+    }
+    assert (
+        missing - of_sites - {n for n in known("torch") if n.startswith("linalg_")}
+        == set()
+    )
     assert of_linalg == set()
 
 
@@ -49,7 +75,9 @@ def test_aten_names_are_operators_and_their_overloads_exist() -> None:
     for name in known("torch"):
         for full in translate(name, "torch", "aten"):
             packet, _, overload = full.removeprefix("aten::").partition(".")
-            schema = getattr(getattr(torch.ops.aten, packet), overload or "default")._schema
+            schema = getattr(
+                getattr(torch.ops.aten, packet), overload or "default"
+            )._schema
             assert schema.name == f"aten::{packet}"
             assert schema.overload_name == overload
             assert not schema.is_mutable
@@ -70,13 +98,24 @@ class Names:
 def test_the_torch_column_has_what_sites_are_called() -> None:
     v, image = torch.rand(3, 8), torch.rand(2, 4, 8, 8)
     calls = {
-        "linear": lambda: F.linear(v, v), "matmul": lambda: v @ v.T, "softmax": lambda: v.softmax(-1),
-        "cross_entropy_loss": lambda: F.cross_entropy(v, torch.tensor([0, 1, 2])), "div": lambda: v / 2,
-        "rdiv": lambda: 1 / v, "upsample_bilinear2d": lambda: F.interpolate(image, scale_factor=2, mode="bilinear"),
-        "layer_norm": lambda: F.layer_norm(v, (8,)), "log_sigmoid": lambda: F.logsigmoid(v), "gelu": lambda: F.gelu(v),
-        "conv2d": lambda: F.conv2d(image, torch.rand(4, 4, 3, 3)), "linalg_vector_norm": lambda: torch.linalg.vector_norm(v),
-        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(image, image, image),
-    }  # fmt: skip
+        "linear": lambda: F.linear(v, v),
+        "matmul": lambda: v @ v.T,
+        "softmax": lambda: v.softmax(-1),
+        "cross_entropy_loss": lambda: F.cross_entropy(v, torch.tensor([0, 1, 2])),
+        "div": lambda: v / 2,
+        "rdiv": lambda: 1 / v,
+        "upsample_bilinear2d": lambda: F.interpolate(
+            image, scale_factor=2, mode="bilinear"
+        ),
+        "layer_norm": lambda: F.layer_norm(v, (8,)),
+        "log_sigmoid": lambda: F.logsigmoid(v),
+        "gelu": lambda: F.gelu(v),
+        "conv2d": lambda: F.conv2d(image, torch.rand(4, 4, 3, 3)),
+        "linalg_vector_norm": lambda: torch.linalg.vector_norm(v),
+        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(
+            image, image, image
+        ),
+    }
     for name, call in calls.items():
         seen = Names()
         with watch(torch.nn.Module(), seen) as mode, mode:
@@ -89,7 +128,10 @@ def test_the_torch_column_has_what_sites_are_called() -> None:
 def test_onnx_names() -> None:
     import onnx
 
-    assert known("onnx") - {s.name for s in onnx.defs.get_all_schemas() if s.domain == ""} == set()
+    assert (
+        known("onnx") - {s.name for s in onnx.defs.get_all_schemas() if s.domain == ""}
+        == set()
+    )
 
 
 @needs("paddle")
@@ -98,8 +140,19 @@ def test_paddle_names() -> None:
     from paddle.amp import amp_lists
     from paddle.base import core
 
-    lists = {n for of in (amp_lists.FP16_WHITE_LIST, amp_lists.FP16_BLACK_LIST, amp_lists.EXTRA_BLACK_LIST) for n in of}
-    assert known("paddle") - set(core.get_all_op_names()) - set(dir(paddle._C_ops)) - lists == set()
+    lists = {
+        n
+        for of in (
+            amp_lists.FP16_WHITE_LIST,
+            amp_lists.FP16_BLACK_LIST,
+            amp_lists.EXTRA_BLACK_LIST,
+        )
+        for n in of
+    }
+    assert (
+        known("paddle") - set(core.get_all_op_names()) - set(dir(paddle._C_ops)) - lists
+        == set()
+    )
 
 
 @needs("tensorflow")
@@ -109,7 +162,9 @@ def test_tensorflow_names() -> None:
 
     operators = op_def_pb2.OpList()
     operators.ParseFromString(session.TF_GetBuffer(session.TF_GetAllOpList()))
-    assert known("tensorflow") - {op.name for op in operators.op} == {"Gelu"}  # of Intel's extension
+    assert known("tensorflow") - {op.name for op in operators.op} == {
+        "Gelu"
+    }  # of Intel's extension
 
 
 @pytest.mark.parametrize(
@@ -130,7 +185,10 @@ def test_translations(name: str, source: str, target: str, expected: set[str]) -
     assert set(translate(name, source, target)) == expected
 
 
-@given(st.sampled_from(sorted(known("torch"))), st.sampled_from([s for s in SYSTEMS if s not in ("torch", "aten")]))
+@given(
+    st.sampled_from(sorted(known("torch"))),
+    st.sampled_from([s for s in SYSTEMS if s not in ("torch", "aten")]),
+)
 def test_there_and_back(name: str, system: str) -> None:
     for there in translate(name, "torch", system):
         assert name in translate(there, system, "torch")

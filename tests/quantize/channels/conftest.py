@@ -57,9 +57,16 @@ class Inverted(nn.Module):
         super().__init__()
         bn = nn.BatchNorm2d if norm else lambda _: nn.Identity()
         self.stem = nn.Conv2d(1, 4, 1)
-        self.m = nn.Sequential(nn.Conv2d(4, 12, 1), bn(12), nn.ReLU6(),
-                               nn.Conv2d(12, 12, 3, padding=1, groups=12), bn(12), nn.ReLU6(),
-                               nn.Conv2d(12, 4, 1), bn(4))  # fmt: skip
+        self.m = nn.Sequential(
+            nn.Conv2d(4, 12, 1),
+            bn(12),
+            nn.ReLU6(),
+            nn.Conv2d(12, 12, 3, padding=1, groups=12),
+            bn(12),
+            nn.ReLU6(),
+            nn.Conv2d(12, 4, 1),
+            bn(4),
+        )
         self.fc = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,14 +113,20 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(3, 8)
-        self.cls, self.pos = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 6, 8))
+        self.cls, self.pos = (
+            nn.Parameter(torch.randn(1, 1, 8)),
+            nn.Parameter(torch.randn(1, 6, 8)),
+        )
         self.n1, self.n2 = nn.LayerNorm(8), nn.LayerNorm(8)
         self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
         self.head = nn.Linear(8, 2)
 
     def attention(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).view(x.shape[0], -1, 2, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).view(x.shape[0], -1, 2, 4).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         y = F.softmax(q @ k.transpose(-1, -2) / 2.0, -1) @ v
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -134,7 +147,10 @@ class Gated(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(7, 6)
         self.norm = nn.RMSNorm(6)
-        self.gate_up, self.down = nn.Linear(6, 20, bias=False), nn.Linear(10, 6, bias=False)
+        self.gate_up, self.down = (
+            nn.Linear(6, 20, bias=False),
+            nn.Linear(10, 6, bias=False),
+        )
         self.head = nn.Linear(6, 7, bias=False)
         self.head.weight = self.embed.weight
 
@@ -164,7 +180,12 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.out = nn.Linear(3, 5), nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(5, 2)
+        self.a, self.b, self.c, self.out = (
+            nn.Linear(3, 5),
+            nn.Linear(3, 5),
+            nn.Linear(5, 2),
+            nn.Linear(5, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.a(x))
@@ -180,11 +201,18 @@ class Gate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.down, self.up, self.b = nn.Conv2d(1, 6, 1), nn.Conv2d(6, 3, 1), nn.Conv2d(3, 6, 1), nn.Conv2d(6, 2, 1)
+        self.a, self.down, self.up, self.b = (
+            nn.Conv2d(1, 6, 1),
+            nn.Conv2d(6, 3, 1),
+            nn.Conv2d(3, 6, 1),
+            nn.Conv2d(6, 2, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.a(x))
-        return self.b(x * torch.sigmoid(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True))))))
+        return self.b(
+            x * torch.sigmoid(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True)))))
+        )
 
     example = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(0))
 
@@ -194,7 +222,11 @@ class HardCoded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.fc, self.out = nn.Conv2d(1, 4, 3), nn.Linear(36, 6), nn.Linear(6, 2)
+        self.a, self.fc, self.out = (
+            nn.Conv2d(1, 4, 3),
+            nn.Linear(36, 6),
+            nn.Linear(6, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.relu(self.fc(F.relu(self.a(x)).view(-1, 36))))
@@ -208,10 +240,16 @@ class Pixels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.prelu = nn.Conv2d(1, 8, 3), nn.PReLU(8)
-        self.b, self.c, self.d = nn.Conv2d(2, 6, 1), nn.Conv2d(6, 6, 1, groups=2), nn.Conv2d(6, 1, 1)
+        self.b, self.c, self.d = (
+            nn.Conv2d(2, 6, 1),
+            nn.Conv2d(6, 6, 1, groups=2),
+            nn.Conv2d(6, 1, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.pixel_shuffle(self.prelu(self.a(F.pad(x, (1, 1, 1, 1), mode="reflect"))), 2)
+        x = F.pixel_shuffle(
+            self.prelu(self.a(F.pad(x, (1, 1, 1, 1), mode="reflect"))), 2
+        )
         x = F.channel_shuffle(F.pad(F.relu(self.b(x)), (1, 1)), 2)
         return self.d(self.c(x))
 
@@ -220,5 +258,18 @@ class Pixels(nn.Module):
 
 @pytest.fixture(scope="session")
 def nets() -> SimpleNamespace:
-    kinds = (Residual, Dense, Inverted, Grouped, UNet, Transformer, Gated, Twice, Branching, Gate, HardCoded, Pixels)
+    kinds = (
+        Residual,
+        Dense,
+        Inverted,
+        Grouped,
+        UNet,
+        Transformer,
+        Gated,
+        Twice,
+        Branching,
+        Gate,
+        HardCoded,
+        Pixels,
+    )
     return SimpleNamespace(**{kind.__name__: kind for kind in kinds})

@@ -15,7 +15,9 @@ from roundoff.quantize.channels import channel_groups
 from roundoff.quantize.repair.equalise import ClippedReLU, equalise_, rescale_, why_not
 from roundoff.quantize.repair.fold import fold_batch_norm_
 
-NAMES = "Residual Dense Inverted Grouped UNet Transformer Gated Twice Gate Pixels".split()
+NAMES = (
+    "Residual Dense Inverted Grouped UNet Transformer Gated Twice Gate Pixels".split()
+)
 
 
 def made(nets, name: str, double: bool = True) -> tuple[nn.Module, torch.Tensor]:
@@ -37,12 +39,18 @@ def test_rescaling_every_group_keeps_the_function(nets, name: str) -> None:
     count = 0
     for group in channel_groups(net, [x], purpose="rescale"):
         if why_not(group) is None:
-            rescale_(net, group, torch.exp2(torch.rand(group.size, generator=generator) * 6 - 3))
+            rescale_(
+                net,
+                group,
+                torch.exp2(torch.rand(group.size, generator=generator) * 6 - 3),
+            )
             count += 1
     assert count > 0 or name == "Inverted"
     # float64: scales of 1/8..8 change the order of magnitude of partial sums by 64 at most; sums of fewer than 200 products
     # in fewer than 8 layers: 8 * 200 * 64 * 1.1e-16 = 1.2e-11
-    torch.testing.assert_close(net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max()))
+    torch.testing.assert_close(
+        net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max())
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,7 +60,9 @@ def test_equalising_keeps_the_function(nets, name: str) -> None:
     rows = equalise_(net, [x])
     assert any(row.scale is not None for row in rows)
     assert all((row.reason == "") == (row.scale is not None) for row in rows)
-    torch.testing.assert_close(net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max()))
+    torch.testing.assert_close(
+        net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max())
+    )
 
 
 def test_powers_of_two_keep_every_bit(nets) -> None:
@@ -71,12 +81,25 @@ def test_a_chain_ends_with_equal_ranges() -> None:
     geometric mean of what they were."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
-    made, read = (net[0].weight.detach().abs().amax(1), net[2].weight.detach().abs().amax(0))
+    made, read = (
+        net[0].weight.detach().abs().amax(1),
+        net[2].weight.detach().abs().amax(0),
+    )
     (row, _) = equalise_(net, [torch.rand(2, 4, dtype=torch.float64)])
     # one product and one square root, each within an ulp or two: 8 ulp of float64
     torch.testing.assert_close(row.scale, (made / read).sqrt(), rtol=1.8e-15, atol=0.0)
-    torch.testing.assert_close(net[0].weight.detach().abs().amax(1), (made * read).sqrt(), rtol=1.8e-15, atol=0.0)
-    torch.testing.assert_close(net[2].weight.detach().abs().amax(0), (made * read).sqrt(), rtol=1.8e-15, atol=0.0)
+    torch.testing.assert_close(
+        net[0].weight.detach().abs().amax(1),
+        (made * read).sqrt(),
+        rtol=1.8e-15,
+        atol=0.0,
+    )
+    torch.testing.assert_close(
+        net[2].weight.detach().abs().amax(0),
+        (made * read).sqrt(),
+        rtol=1.8e-15,
+        atol=0.0,
+    )
     assert row.before == pytest.approx(float(made.max() / made.min()), rel=1e-12)
 
 
@@ -99,16 +122,27 @@ def test_relu6_gets_a_bound_for_each_channel(nets) -> None:
     net, x = made(nets, "Inverted")
     x = x * 4
     before = net(x).detach()
-    assert float(net.m[1](net.m[0](net.stem(x))).detach().max()) > 6  # the clip is at work
+    assert (
+        float(net.m[1](net.m[0](net.stem(x))).detach().max()) > 6
+    )  # the clip is at work
     rows = equalise_(net, [x])
     assert isinstance(net.m[2], ClippedReLU)
     assert net.m[2].bound.shape == (1, 12, 1, 1)
     assert net.m[2].bound.unique().numel() > 1
-    assert [row.note for row in rows if row.note] == ["m.2 has a bound for each channel", "m.5 has a bound for each channel"]
-    torch.testing.assert_close(net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max()))
-    again = equalise_(net, [x])  # the bounds are rescaled with the channels from here on
+    assert [row.note for row in rows if row.note] == [
+        "m.2 has a bound for each channel",
+        "m.5 has a bound for each channel",
+    ]
+    torch.testing.assert_close(
+        net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max())
+    )
+    again = equalise_(
+        net, [x]
+    )  # the bounds are rescaled with the channels from here on
     assert [row.reason for row in again] == [row.reason for row in rows]
-    torch.testing.assert_close(net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max()))
+    torch.testing.assert_close(
+        net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max())
+    )
 
 
 def test_relu6_that_never_clips_can_become_relu(nets) -> None:
@@ -117,8 +151,12 @@ def test_relu6_that_never_clips_can_become_relu(nets) -> None:
     before = net(x).detach()
     rows = equalise_(net, [x], clip="relu")
     assert isinstance(net.m[2], nn.ReLU)
-    assert "m.2 is a plain ReLU: no calibration value reaches 6" in {row.note for row in rows}
-    torch.testing.assert_close(net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max()))
+    assert "m.2 is a plain ReLU: no calibration value reaches 6" in {
+        row.note for row in rows
+    }
+    torch.testing.assert_close(
+        net(x).detach(), before, rtol=0.0, atol=1.2e-11 * float(before.abs().max())
+    )
 
 
 def test_a_functional_clip_and_other_operators_are_reasons(nets) -> None:
@@ -151,9 +189,14 @@ def test_a_dead_channel_keeps_its_scale() -> None:
 
 
 def test_batch_norm_has_to_be_folded_first() -> None:
-    net = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)
+    ).eval()
     x = torch.rand(2, 1, 3, 3)
-    with pytest.raises(QuantizationError, match=r"do: fold it first: fold_batch_norm_\(model, batches\)"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"do: fold it first: fold_batch_norm_\(model, batches\)",
+    ):
         equalise_(net, [x])
     (hidden, _) = channel_groups(net, [x], purpose="rescale")
     with pytest.raises(QuantizationError, match="it passes a BatchNorm: fold it first"):
@@ -164,13 +207,19 @@ def test_bad_scales_and_groups(nets) -> None:
     net = nets.Twice()
     before = {k: v.clone() for k, v in net.state_dict().items()}
     (hidden, output) = channel_groups(net, [net.example], purpose="rescale")
-    for bad in (torch.ones(4), torch.tensor([1.0, 1, 1, 1, 0]), torch.tensor([1.0, 1, 1, 1, math.nan])):
+    for bad in (
+        torch.ones(4),
+        torch.tensor([1.0, 1, 1, 1, 0]),
+        torch.tensor([1.0, 1, 1, 1, math.nan]),
+    ):
         with pytest.raises(QuantizationError, match="not a scale for this group"):
             rescale_(net, hidden, bad)
     with pytest.raises(QuantizationError, match="it is the model's output"):
         rescale_(net, output, torch.ones(2))
     (removable, _) = channel_groups(net, [net.example])
-    with pytest.raises(QuantizationError, match='channel_groups\\(..., purpose="rescale"\\)'):
+    with pytest.raises(
+        QuantizationError, match='channel_groups\\(..., purpose="rescale"\\)'
+    ):
         rescale_(net, removable, torch.ones(5))
     (tied, *_) = channel_groups(nets.Gated(), [nets.Gated.example], purpose="rescale")
     assert "rms_norm" in str(why_not(tied))

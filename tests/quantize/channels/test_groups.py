@@ -13,8 +13,13 @@ from roundoff.quantize.channels import ChannelGroup, channel_groups
 
 def told(group: ChannelGroup) -> tuple[int, str, str]:
     """Size, producers and consumers as text."""
-    sides = (" ".join(f"{b.name}:{b.axis}" + (f"/{b.groups}" if b.groups > 1 else "") for b in side)
-             for side in (group.producers, group.consumers))  # fmt: skip
+    sides = (
+        " ".join(
+            f"{b.name}:{b.axis}" + (f"/{b.groups}" if b.groups > 1 else "")
+            for b in side
+        )
+        for side in (group.producers, group.consumers)
+    )
     return (group.size, *sides)
 
 
@@ -25,11 +30,14 @@ def groups(net: type[nn.Module], purpose: str = "remove") -> list[ChannelGroup]:
 # Read off the definitions in channel_nets.py, by hand.
 REMOVE = {
     "Residual": [
-        (4, "stem.weight:0", "c1.weight:1 down.weight:1"), (6, "c1.weight:0", "c2.weight:1"),
-        (8, "c2.weight:0 down.weight:0 d2.weight:0", "d1.weight:1 fc.weight:1"), (5, "d1.weight:0", "d2.weight:1"),
+        (4, "stem.weight:0", "c1.weight:1 down.weight:1"),
+        (6, "c1.weight:0", "c2.weight:1"),
+        (8, "c2.weight:0 down.weight:0 d2.weight:0", "d1.weight:1 fc.weight:1"),
+        (5, "d1.weight:0", "d2.weight:1"),
     ],
     "Dense": [
-        (3, "a.weight:0", "b.weight:1 c.weight:1 fc.weight:1"), (4, "b.weight:0", "c.weight:1 fc.weight:1"),
+        (3, "a.weight:0", "b.weight:1 c.weight:1 fc.weight:1"),
+        (4, "b.weight:0", "c.weight:1 fc.weight:1"),
         (5, "c.weight:0", "fc.weight:1"),
     ],
     "Inverted": [
@@ -38,40 +46,57 @@ REMOVE = {
     ],
     "Grouped": [(4, "a.weight:0", "g.weight:1/2"), (6, "g.weight:0", "c.weight:1")],
     "UNet": [
-        (3, "down1.weight:0", "down2.weight:1 out.weight:1"), (5, "down2.weight:0", "up.weight:0"),
+        (3, "down1.weight:0", "down2.weight:1 out.weight:1"),
+        (5, "down2.weight:0", "up.weight:0"),
         (4, "up.weight:1", "out.weight:1"),
     ],
     "Transformer": [(16, "up.weight:0", "down.weight:1")],
     "Gated": [(10, "gate_up.weight:0", "down.weight:1")],
     "Twice": [(5, "a.weight:0 shared.weight:0", "shared.weight:1 b.weight:1")],
     "Branching": [(5, "a.weight:0", "c.weight:1")],
-    "Gate": [(6, "a.weight:0 up.weight:0", "down.weight:1 b.weight:1"), (3, "down.weight:0", "up.weight:1")],
+    "Gate": [
+        (6, "a.weight:0 up.weight:0", "down.weight:1 b.weight:1"),
+        (3, "down.weight:0", "up.weight:1"),
+    ],
     "HardCoded": [(4, "a.weight:0", "fc.weight:1"), (6, "fc.weight:0", "out.weight:1")],
     # pixel_shuffle makes one channel of four; a shuffle of channels into a grouped convolution ties all six
-    "Pixels": [(2, "a.weight:0", "b.weight:1"), (1, "b.weight:0", "c.weight:1/2"), (3, "c.weight:0", "d.weight:1")],
-}  # fmt: skip
+    "Pixels": [
+        (2, "a.weight:0", "b.weight:1"),
+        (1, "b.weight:0", "c.weight:1/2"),
+        (3, "c.weight:0", "d.weight:1"),
+    ],
+}
 RESCALE = {
     "Inverted": [
-        (4, "stem.weight:0 m.6.weight:0", "m.0.weight:1 fc.weight:1"), (12, "m.0.weight:0", "m.3.weight:0"),
+        (4, "stem.weight:0 m.6.weight:0", "m.0.weight:1 fc.weight:1"),
+        (12, "m.0.weight:0", "m.3.weight:0"),
         (12, "m.3.weight:0", "m.6.weight:1"),
     ],
     "Grouped": [(8, "a.weight:0", "g.weight:1/2"), (12, "g.weight:0", "c.weight:1")],
     "Transformer": [
         (8, "embed.weight:0 o.weight:0 down.weight:0", "head.weight:1"),
-        (8, "n1.weight:0", "q.weight:1 k.weight:1 v.weight:1"), (8, "n2.weight:0", "up.weight:1"),
-        (8, "v.weight:0", "o.weight:1"), (16, "up.weight:0", "down.weight:1"),
+        (8, "n1.weight:0", "q.weight:1 k.weight:1 v.weight:1"),
+        (8, "n2.weight:0", "up.weight:1"),
+        (8, "v.weight:0", "o.weight:1"),
+        (16, "up.weight:0", "down.weight:1"),
     ],
     "Gated": [
-        (6, "embed.weight:1 down.weight:0", "embed.weight:1"), (6, "norm.weight:0", "gate_up.weight:1"),
+        (6, "embed.weight:1 down.weight:0", "embed.weight:1"),
+        (6, "norm.weight:0", "gate_up.weight:1"),
         (10, "gate_up.weight:0", "down.weight:1"),
     ],
-    "Gate": [(6, "a.weight:0", "down.weight:1 b.weight:1"), (3, "down.weight:0", "up.weight:1")],
-}  # fmt: skip
+    "Gate": [
+        (6, "a.weight:0", "down.weight:1 b.weight:1"),
+        (3, "down.weight:0", "up.weight:1"),
+    ],
+}
 
 
 @pytest.mark.parametrize("name", REMOVE)
 def test_the_groups_to_remove(nets, name: str) -> None:
-    assert [told(g) for g in groups(getattr(nets, name)) if g.pinned is None] == REMOVE[name]
+    assert [told(g) for g in groups(getattr(nets, name)) if g.pinned is None] == REMOVE[
+        name
+    ]
 
 
 @pytest.mark.parametrize("name", RESCALE)
@@ -83,15 +108,29 @@ def test_the_groups_to_rescale(nets, name: str) -> None:
 def test_flatten_gives_each_channel_its_places_of_the_linear_layer(nets) -> None:
     group = groups(nets.Residual)[2]
     (fc,) = [b for b in group.consumers if b.name == "fc.weight"]
-    assert fc.index.tolist() == [[4 * c, 4 * c + 1, 4 * c + 2, 4 * c + 3] for c in range(8)]
+    assert fc.index.tolist() == [
+        [4 * c, 4 * c + 1, 4 * c + 2, 4 * c + 3] for c in range(8)
+    ]
 
 
 def test_a_concatenation_binds_each_part_at_its_offset(nets) -> None:
     a, b, c, _ = groups(nets.Dense)
-    places = {x.name: x.index.flatten().tolist() for g in (a, b, c) for x in g.consumers if x.name == "fc.weight"}
+    places = {
+        x.name: x.index.flatten().tolist()
+        for g in (a, b, c)
+        for x in g.consumers
+        if x.name == "fc.weight"
+    }
     assert places == {"fc.weight": [0, 1, 2, 3, 4]}  # the last: c stands first
-    assert [x.index.flatten().tolist() for x in a.consumers] == [[0, 1, 2], [0, 1, 2], [5, 6, 7]]
-    assert [x.index.flatten().tolist() for x in b.consumers] == [[3, 4, 5, 6], [8, 9, 10, 11]]
+    assert [x.index.flatten().tolist() for x in a.consumers] == [
+        [0, 1, 2],
+        [0, 1, 2],
+        [5, 6, 7],
+    ]
+    assert [x.index.flatten().tolist() for x in b.consumers] == [
+        [3, 4, 5, 6],
+        [8, 9, 10, 11],
+    ]
 
 
 def test_pixel_shuffle_ties_the_pixels_of_a_channel(nets) -> None:
@@ -114,22 +153,37 @@ def test_the_halves_of_a_chunk_leave_together(nets) -> None:
 def test_statistics_and_biases_pass_with_their_channels(nets) -> None:
     group = groups(nets.Residual)[1]
     assert [(b.name, b.part) for b in group.passers] == [
-        ("c1.bias", "bias"), ("b1.weight", "batch_norm"), ("b1.bias", "batch_norm"),
-        ("b1.running_mean", "batch_norm"), ("b1.running_var", "batch_norm"),
-    ]  # fmt: skip
+        ("c1.bias", "bias"),
+        ("b1.weight", "batch_norm"),
+        ("b1.bias", "batch_norm"),
+        ("b1.running_mean", "batch_norm"),
+        ("b1.running_var", "batch_norm"),
+    ]
     token = next(g for g in groups(nets.Transformer) if "embed.weight" in told(g)[1])
-    assert [(b.name, b.axis) for b in token.passers if b.name in ("cls", "pos")] == [("cls", 2), ("pos", 2)]
+    assert [(b.name, b.axis) for b in token.passers if b.name in ("cls", "pos")] == [
+        ("cls", 2),
+        ("pos", 2),
+    ]
 
 
 def test_operators_say_whether_they_pass_a_factor_on(nets) -> None:
-    laws = {p.operator: (p.law, p.bounds) for g in groups(nets.Inverted, "rescale") for p in g.operators}
+    laws = {
+        p.operator: (p.law, p.bounds)
+        for g in groups(nets.Inverted, "rescale")
+        for p in g.operators
+    }
     assert laws["hardtanh"] == ("clipped", (0.0, 6.0))
     assert laws["add"] == laws["adaptive_avg_pool2d"] == ("homogeneous", None)
-    assert {p.operator: p.law for p in groups(nets.Transformer, "rescale")[-2].operators} == {"gelu": "other"}
+    assert {
+        p.operator: p.law for p in groups(nets.Transformer, "rescale")[-2].operators
+    } == {"gelu": "other"}
 
 
 PINS = {
-    "Transformer": {"n1/layer_norm": "runs over its channels", "(/view)": "split into parts by view"},
+    "Transformer": {
+        "n1/layer_norm": "runs over its channels",
+        "(/view)": "split into parts by view",
+    },
     "Gated": {"norm/rms_norm": "runs over its channels"},
 }
 
@@ -155,20 +209,53 @@ class Odd(nn.Module):
 
 
 ODD = {
-    "cumsum": (lambda m, h, x: h.cumsum(1), "what cumsum (/cumsum) does to channels is not known"),
-    "softmax": (lambda m, h, x: h.softmax(-1), "softmax (/softmax) runs over its channels"),
-    "sum": (lambda m, h, x: h * h.sum(1, keepdim=True), "sum (/sum) runs over its channels"),
+    "cumsum": (
+        lambda m, h, x: h.cumsum(1),
+        "what cumsum (/cumsum) does to channels is not known",
+    ),
+    "softmax": (
+        lambda m, h, x: h.softmax(-1),
+        "softmax (/softmax) runs over its channels",
+    ),
+    "sum": (
+        lambda m, h, x: h * h.sum(1, keepdim=True),
+        "sum (/sum) runs over its channels",
+    ),
     "sort": (lambda m, h, x: h.sort(1)[0], "sort moves values by size"),
-    "constant": (lambda m, h, x: h + torch.arange(6.0), "meets a tensor of fixed size in add (/add)"),
-    "input": (lambda m, h, x: h + x.repeat(1, 2), "meets a tensor of fixed size in add (/add)"),
-    "slice": (lambda m, h, x: F.pad(h[:, 2:], (1, 1)), "cut at a fixed place by getitem (/getitem)"),
-    "reshape": (lambda m, h, x: h.view(-1, 2, 3).transpose(1, 2).reshape(-1, 6), "split into parts by view (/view)"),
-    "permuted": (lambda m, h, x: h[:, torch.tensor([1, 0, 2, 3, 5, 4])], "cut at a fixed place by getitem (/getitem)"),
-    "argmax": (lambda m, h, x: h * h.argmax(1, keepdim=True), "argmax (/argmax) compares its values"),
-    "numpy": (lambda m, h, x: h + float(h.tolist()[0][0]), "its values leave torch by tolist (/tolist)"),
-    "own weight": (lambda m, h, x: h * (m.other.weight * 2).sum(1), "meets a tensor of fixed size in mul (/mul#1)"),
+    "constant": (
+        lambda m, h, x: h + torch.arange(6.0),
+        "meets a tensor of fixed size in add (/add)",
+    ),
+    "input": (
+        lambda m, h, x: h + x.repeat(1, 2),
+        "meets a tensor of fixed size in add (/add)",
+    ),
+    "slice": (
+        lambda m, h, x: F.pad(h[:, 2:], (1, 1)),
+        "cut at a fixed place by getitem (/getitem)",
+    ),
+    "reshape": (
+        lambda m, h, x: h.view(-1, 2, 3).transpose(1, 2).reshape(-1, 6),
+        "split into parts by view (/view)",
+    ),
+    "permuted": (
+        lambda m, h, x: h[:, torch.tensor([1, 0, 2, 3, 5, 4])],
+        "cut at a fixed place by getitem (/getitem)",
+    ),
+    "argmax": (
+        lambda m, h, x: h * h.argmax(1, keepdim=True),
+        "argmax (/argmax) compares its values",
+    ),
+    "numpy": (
+        lambda m, h, x: h + float(h.tolist()[0][0]),
+        "its values leave torch by tolist (/tolist)",
+    ),
+    "own weight": (
+        lambda m, h, x: h * (m.other.weight * 2).sum(1),
+        "meets a tensor of fixed size in mul (/mul#1)",
+    ),
     "written": (lambda m, h, x: _written(h), "cut at a fixed place"),
-}  # fmt: skip
+}
 
 
 def _written(h: torch.Tensor) -> torch.Tensor:
@@ -181,7 +268,11 @@ def _written(h: torch.Tensor) -> torch.Tensor:
 def test_what_is_not_known_is_pinned(name: str) -> None:
     between, reason = ODD[name]
     net = Odd(between)
-    (hidden,) = {g.pinned for g in channel_groups(net, [torch.rand(2, 3)]) if g.producers[0].name == "a.weight"}
+    (hidden,) = {
+        g.pinned
+        for g in channel_groups(net, [torch.rand(2, 3)])
+        if g.producers[0].name == "a.weight"
+    }
     assert hidden is not None
     assert reason in hidden
 
@@ -209,7 +300,10 @@ def test_ordinary_code_is_followed(name: str) -> None:
 
 def test_a_batch_of_one_and_another_size_give_the_same_groups(nets) -> None:
     net = nets.UNet()
-    small, large = (channel_groups(net, [torch.rand(*shape)]) for shape in ((1, 1, 4, 4), (3, 1, 10, 8)))
+    small, large = (
+        channel_groups(net, [torch.rand(*shape)])
+        for shape in ((1, 1, 4, 4), (3, 1, 10, 8))
+    )
     assert [told(g) for g in small] == [told(g) for g in large]
 
 
@@ -225,7 +319,11 @@ def test_attention_of_torch_is_pinned_and_its_output_projection_followed() -> No
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.m, self.b = nn.Linear(3, 8), nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 2)
+            self.a, self.m, self.b = (
+                nn.Linear(3, 8),
+                nn.MultiheadAttention(8, 2, batch_first=True),
+                nn.Linear(8, 2),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.a(x)

@@ -34,7 +34,9 @@ def naive(counts, i, levels):
 @pytest.mark.parametrize("seed", range(4))
 def test_divergences_by_definition(levels, seed):
     rng = np.random.default_rng(seed)
-    counts = rng.poisson(200 * np.exp(-np.arange(90) / (8 + 5 * seed))) * (rng.random(90) < 0.8)
+    counts = rng.poisson(200 * np.exp(-np.arange(90) / (8 + 5 * seed))) * (
+        rng.random(90) < 0.8
+    )
     counts[70 - seed] = 3
     counts[71:] = 0
     found = divergences(torch.tensor(counts, dtype=torch.float64), levels)
@@ -46,7 +48,9 @@ def test_divergences_by_definition(levels, seed):
 
 
 def test_entropy_takes_the_least():
-    x = torch.from_numpy(np.random.default_rng(0).laplace(size=30_000).astype(np.float32))
+    x = torch.from_numpy(
+        np.random.default_rng(0).laplace(size=30_000).astype(np.float32)
+    )
     observer = make_observer("entropy")
     observer.see(x)
     q = observer.qparams(parse_format("int8"))
@@ -63,7 +67,9 @@ def test_entropy_takes_the_least():
 
 @pytest.mark.parametrize(("name", "levels"), [("int8_asym", 256), ("int8", 128)])
 def test_entropy_of_one_sided_values_has_all_levels(name, levels):
-    x = torch.from_numpy(np.abs(np.random.default_rng(0).laplace(size=30_000)).astype(np.float32))
+    x = torch.from_numpy(
+        np.abs(np.random.default_rng(0).laplace(size=30_000)).astype(np.float32)
+    )
     observer = make_observer("entropy")
     observer.see(x)
     fmt = parse_format(name)
@@ -71,7 +77,9 @@ def test_entropy_of_one_sided_values_has_all_levels(name, levels):
     counts = observer.histogram.counts()[0, 4097:]
     found = divergences(counts, levels)
     bound = min(found, key=found.get) * float(observer.histogram.width[0])
-    assert float(q.scale) == pytest.approx(bound / (fmt.max_finite - (0 if fmt.symmetric else fmt.min_finite)), rel=1e-6)
+    assert float(q.scale) == pytest.approx(
+        bound / (fmt.max_finite - (0 if fmt.symmetric else fmt.min_finite)), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3fn", "int2"])
@@ -80,10 +88,15 @@ def test_entropy_needs_levels(name):
     observer.see(torch.randn(100))
     if name == "int2":
         assert float(observer.qparams(parse_format(name)).scale) > 0
-        with pytest.raises(QuantizationError, match=r"fewer than bins\n  expected: .*at most 64 levels\n  got: int8\n"):
+        with pytest.raises(
+            QuantizationError,
+            match=r"fewer than bins\n  expected: .*at most 64 levels\n  got: int8\n",
+        ):
             observer.qparams(parse_format("int8"))
     else:
-        with pytest.raises(QuantizationError, match=r"^observer entropy: the divergence needs levels"):
+        with pytest.raises(
+            QuantizationError, match=r"^observer entropy: the divergence needs levels"
+        ):
             observer.qparams(parse_format(name))
 
 
@@ -130,7 +143,9 @@ def test_isotone_keeps_the_hardest_rows_only():
     top = x.topk(2).values
     gaps = (top[:, 0] - top[:, 1]).sort().values[:60]
     assert torch.equal((few.pairs[:, 0] - few.pairs[:, 1]).sort().values[:60], gaps)
-    assert torch.equal(few.pairs[:, 1].sort().values[-60:], top[:, 1].sort().values[-60:])
+    assert torch.equal(
+        few.pairs[:, 1].sort().values[-60:], top[:, 1].sort().values[-60:]
+    )
     fmt = parse_format("int8")
     assert torch.equal(few.qparams(fmt).scale, all_rows.qparams(fmt).scale)
     assert few.lost == all_rows.lost
@@ -148,5 +163,8 @@ def test_isotone_without_rows_is_a_search_of_least_error():
 
 
 def test_isotone_is_per_tensor():
-    with pytest.raises(QuantizationError, match=r"^observer isotone: order is kept by one scale for all elements"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"^observer isotone: order is kept by one scale for all elements",
+    ):
         make_observer("isotone", PerAxis(1))

@@ -22,7 +22,11 @@ def filled(data, side=SIDE, weights=None):
     for i, batch in enumerate(data):
         x = torch.tensor(np.atleast_2d(np.float32(batch)))
         histogram = histogram or Histogram(len(x), side)
-        weight = None if weights is None else torch.tensor(np.atleast_2d(np.float32(weights[i])))
+        weight = (
+            None
+            if weights is None
+            else torch.tensor(np.atleast_2d(np.float32(weights[i])))
+        )
         histogram.add(x, x.amin(1), x.amax(1), weight)
     return histogram
 
@@ -41,11 +45,16 @@ def test_every_value_is_in_its_bin(data):
     width = float(histogram.width[0])
     amax = np.abs(np.float64(x)).max()
     assert width * SIDE >= amax
-    assert width * SIDE == 2.0**-100 or width * SIDE < 2 * amax  # the smallest power of two that holds all
+    assert (
+        width * SIDE == 2.0**-100 or width * SIDE < 2 * amax
+    )  # the smallest power of two that holds all
     parts = expected_parts(x, histogram)
     assert histogram.parts[0].tolist() == parts.tolist()
     zero = SIDE * FINE
-    below, above = parts[:zero].reshape(-1, FINE).sum(1), parts[zero + 1 :].reshape(-1, FINE).sum(1)
+    below, above = (
+        parts[:zero].reshape(-1, FINE).sum(1),
+        parts[zero + 1 :].reshape(-1, FINE).sum(1),
+    )
     assert histogram.counts()[0].tolist() == [*below, parts[zero], *above]
     assert (float(histogram.low[0]), float(histogram.high[0])) == (x.min(), x.max())
 
@@ -58,7 +67,12 @@ def test_bins_have_the_moments_of_their_parts(data):
     bins, part = histogram.bins(), float(histogram.width[0]) / FINE
     zero = SIDE * FINE
     count = np.delete(histogram.parts[0].numpy(), zero).reshape(-1, FINE)
-    left = np.delete(np.concatenate([np.arange(-zero, 0), [0], np.arange(zero)]), zero).reshape(-1, FINE) * 1.0
+    left = (
+        np.delete(
+            np.concatenate([np.arange(-zero, 0), [0], np.arange(zero)]), zero
+        ).reshape(-1, FINE)
+        * 1.0
+    )
     used = count.sum(1) > 0
     n, count, left = count.sum(1)[used], count[used], left[used]
     mean = (count * (left + 0.5)).sum(1) / n
@@ -69,13 +83,18 @@ def test_bins_have_the_moments_of_their_parts(data):
     assert bins.weight[0].tolist() == n.tolist()
     np.testing.assert_allclose(bins.mean[0] / part, mean, rtol=1e-13)
     # eps of fp64 times the 128² parts that cancel in the variance here
-    np.testing.assert_allclose((bins.half[0] / part) ** 2 / 3, second - mean**2, atol=1e-11, rtol=1e-11)
+    np.testing.assert_allclose(
+        (bins.half[0] / part) ** 2 / 3, second - mean**2, atol=1e-11, rtol=1e-11
+    )
 
 
 @given(data=batches, rank=st.integers(1, 72), zeros=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_ranks_are_within_a_bin(data, rank, zeros):
-    histogram, x = filled(data), np.float64(np.concatenate([np.float32(b) for b in data]))
+    histogram, x = (
+        filled(data),
+        np.float64(np.concatenate([np.float32(b) for b in data])),
+    )
     x = x if zeros else x[x != 0]
     if rank > len(x):
         return
@@ -90,30 +109,46 @@ def test_ranks_are_within_a_bin(data, rank, zeros):
 @settings(max_examples=10, deadline=None)
 def test_sets_and_weights_are_independent(seed):
     rng = np.random.default_rng(seed)
-    data = [rng.standard_normal((3, 7)) * np.array([[1e-3], [1.0], [200.0]]) * 3**i for i in range(4)]
+    data = [
+        rng.standard_normal((3, 7)) * np.array([[1e-3], [1.0], [200.0]]) * 3**i
+        for i in range(4)
+    ]
     weights = [rng.random((3, 7)) for _ in data]
     together = filled(data, weights=weights)
     for row in range(3):
         alone = filled([d[row] for d in data], weights=[w[row] for w in weights])
         assert torch.equal(together.exponent[row], alone.exponent[0])
-        torch.testing.assert_close(together.parts[row], alone.parts[0], rtol=1e-14, atol=0.0)
+        torch.testing.assert_close(
+            together.parts[row], alone.parts[0], rtol=1e-14, atol=0.0
+        )
         x = np.concatenate([np.float32(d[row]) for d in data])
         weight = np.float64(np.concatenate([np.float32(w[row]) for w in weights]))
-        np.testing.assert_allclose(together.parts[row], expected_parts(x, together, row, weights=weight), rtol=1e-12)
+        np.testing.assert_allclose(
+            together.parts[row],
+            expected_parts(x, together, row, weights=weight),
+            rtol=1e-12,
+        )
 
 
 def test_large_tensors_are_counted_in_parts():
     x = np.random.default_rng(0).standard_normal((2, 300_001)).astype(np.float32)
     histogram = filled([x])
     for row in range(2):
-        assert histogram.parts[row].tolist() == expected_parts(x[row], histogram, row).tolist()
+        assert (
+            histogram.parts[row].tolist()
+            == expected_parts(x[row], histogram, row).tolist()
+        )
 
 
 def test_bins_leave_out_zeros_and_empty_bins():
     bins = filled([np.float32([[0, 0, 0, 6, 6, -3], [0, 0, 0, 0, 0, 1.5]])]).bins()
     assert bins.weight.tolist() == [[1.0, 2.0], [1.0, 0.0]]
     # Bins of 1/2 and 1/8, parts of 1/16 and 1/64 that end with the value, since bins are closed away from 0.
-    assert [*bins.mean[0].tolist(), float(bins.mean[1, 0])] == [-3 + 1 / 32, 6 - 1 / 32, 1.5 - 1 / 128]
+    assert [*bins.mean[0].tolist(), float(bins.mean[1, 0])] == [
+        -3 + 1 / 32,
+        6 - 1 / 32,
+        1.5 - 1 / 128,
+    ]
     assert bins.half[:, 0].tolist() == [1 / 32, 1 / 128]
 
 
@@ -128,5 +163,8 @@ def test_a_set_of_zeros_ranks_as_zero():
     histogram = filled([np.float32([[0, 0, 0], [1, 2, 0]])])
     rank = torch.tensor([1, 1])
     assert histogram.largest(rank, zeros=False).tolist() == [0.0, 2.0]
-    assert histogram.smallest(rank, zeros=False).tolist() == [0.0, 1 - 2 / SIDE / FINE / 2]  # the middle of its part
+    assert histogram.smallest(rank, zeros=False).tolist() == [
+        0.0,
+        1 - 2 / SIDE / FINE / 2,
+    ]  # the middle of its part
     assert histogram.smallest(rank).tolist() == [0.0, 0.0]

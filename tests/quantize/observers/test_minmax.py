@@ -24,13 +24,22 @@ FORMATS = ["int8", "int8_asym", "int4_asym", "int2", "fp8_e4m3fn", "fp4_e2m1", "
 
 def batches(count=3, shape=(4, 6, 8), seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) * (i + 1) - 0.3 for i in range(count)]
+    return [
+        torch.randn(shape, generator=generator) * (i + 1) - 0.3 for i in range(count)
+    ]
 
 
-@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis(1), PerAxis(-1), PerGroup(4), PerBlock((2, 3, 8))])
+@pytest.mark.parametrize(
+    "granularity",
+    [PerTensor(), PerAxis(1), PerAxis(-1), PerGroup(4), PerBlock((2, 3, 8))],
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_minmax_is_choose_qparams_of_all_batches(granularity, name):
-    fmt, observer, data = parse_format(name), make_observer("minmax", granularity), batches()
+    fmt, observer, data = (
+        parse_format(name),
+        make_observer("minmax", granularity),
+        batches(),
+    )
     for x in data:
         observer.see(x)
     q = observer.qparams(fmt)
@@ -42,12 +51,28 @@ def test_minmax_is_choose_qparams_of_all_batches(granularity, name):
         assert q.zero_point is None
     else:
         view, dims = granularity.split(data[0].shape)
-        low = torch.stack(data).amin(0).reshape(view).amin(dims, keepdim=True).clamp(max=0)
-        high = torch.stack(data).amax(0).reshape(view).amax(dims, keepdim=True).clamp(min=0)
+        low = (
+            torch.stack(data)
+            .amin(0)
+            .reshape(view)
+            .amin(dims, keepdim=True)
+            .clamp(max=0)
+        )
+        high = (
+            torch.stack(data)
+            .amax(0)
+            .reshape(view)
+            .amax(dims, keepdim=True)
+            .clamp(min=0)
+        )
         levels = np.float32(fmt.max_finite - fmt.min_finite)
         scale = high.numpy() / levels - low.numpy() / levels
         assert np.array_equal(q.scale.numpy(), scale)
-        zero_point = np.clip(np.round(fmt.min_finite - low.numpy() / scale), fmt.min_finite, fmt.max_finite)
+        zero_point = np.clip(
+            np.round(fmt.min_finite - low.numpy() / scale),
+            fmt.min_finite,
+            fmt.max_finite,
+        )
         assert np.array_equal(q.zero_point.numpy(), zero_point)
     assert observer.count == sum(x.numel() for x in data)
     assert observer.degenerate == ""
@@ -58,7 +83,9 @@ def test_per_token_is_the_last_batch():
     for x in (torch.ones(2, 5), torch.tensor([[1.0, -4.0], [0.5, 0.25], [0.0, 0.0]])):
         observer.see(x)
     fmt = parse_format("int8")
-    assert torch.equal(observer.qparams(fmt).scale, choose_qparams(x, fmt, PerToken()).scale)
+    assert torch.equal(
+        observer.qparams(fmt).scale, choose_qparams(x, fmt, PerToken()).scale
+    )
     assert observer.degenerate == "1 of 3 ranges zero: scale 1"
 
 
@@ -68,8 +95,12 @@ def test_moving_average_by_hand():
         observer.see(torch.tensor([low, high]))
     # high: 2, 2 + 8/4 = 4, 4 - 4/4 = 3; low: -1, -1 - 2/4 = -1.5, -1.5 + 1.5/4 = -1.125: exact in binary
     q = observer.qparams(parse_format("int8_asym"))
-    assert q.scale.item() == np.float32(3.0) / np.float32(255) + np.float32(1.125) / np.float32(255)
-    assert observer.qparams(parse_format("int8")).scale.item() == np.float32(3.0) / np.float32(127)
+    assert q.scale.item() == np.float32(3.0) / np.float32(255) + np.float32(
+        1.125
+    ) / np.float32(255)
+    assert observer.qparams(parse_format("int8")).scale.item() == np.float32(
+        3.0
+    ) / np.float32(127)
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis(0)])
@@ -85,14 +116,22 @@ def test_arq_is_amcts_rule(granularity, bits):
     rows = weight.reshape(1 if isinstance(granularity, PerTensor) else 5, -1).numpy()
     top = np.float32(2 ** (bits - 1) - 1)
     low, high = rows.min(1), rows.max(1)
-    wanted = np.where(np.abs(low) > np.abs(high), np.abs(low) / (top + 1), np.abs(high) / top)
+    wanted = np.where(
+        np.abs(low) > np.abs(high), np.abs(low) / (top + 1), np.abs(high) / top
+    )
     full = observer.qparams(integer(bits, narrow_range=False)).scale.flatten().numpy()
     assert np.array_equal(full, wanted)
-    assert np.array_equal(observer.qparams(integer(bits)).scale.flatten().numpy(), np.abs(rows).max(1) / top)
+    assert np.array_equal(
+        observer.qparams(integer(bits)).scale.flatten().numpy(),
+        np.abs(rows).max(1) / top,
+    )
 
 
 def test_arq_has_no_zero_point():
     observer = make_observer("arq")
     observer.see(torch.ones(3))
-    with pytest.raises(QuantizationError, match=r"^observer arq: the rule has no zero point\n  expected: a symmetric"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"^observer arq: the rule has no zero point\n  expected: a symmetric",
+    ):
         observer.qparams(parse_format("int8_asym"))

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from roundoff.errors import QuantizationError
-from roundoff.formats import PerAxis, PerGroup, PerTensor, PerToken, fake_quantize, parse_format
+from roundoff.formats import (
+    PerAxis,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    fake_quantize,
+    parse_format,
+)
 from roundoff.quantize.observers import OBSERVERS, make_observer
 
 NAMES = sorted(OBSERVERS)
@@ -26,7 +33,18 @@ def seen(name, *batches, **parameters):
 
 
 def test_names():
-    assert NAMES == ["adjoint", "arq", "entropy", "hfmg", "ifmr", "isotone", "minmax", "moving_average", "mse", "percentile"]
+    assert NAMES == [
+        "adjoint",
+        "arq",
+        "entropy",
+        "hfmg",
+        "ifmr",
+        "isotone",
+        "minmax",
+        "moving_average",
+        "mse",
+        "percentile",
+    ]
     assert all(make_observer(name).name == name for name in NAMES)
 
 
@@ -66,10 +84,14 @@ def test_unknown_parameter():
     ],
 )
 def test_parameters_out_of_range(name, parameter, value):
-    with pytest.raises(QuantizationError, match=rf"^observer {name}: {parameter} is ") as caught:
+    with pytest.raises(
+        QuantizationError, match=rf"^observer {name}: {parameter} is "
+    ) as caught:
         make_observer(name, **{parameter: value})
     assert caught.value.expected
-    assert caught.value.got == (str(value) if parameter == "bins" and value == 100 else repr(value))
+    assert caught.value.got == (
+        str(value) if parameter == "bins" and value == 100 else repr(value)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +99,10 @@ def test_never_fired(name):
     observer = make_observer(name)
     observer.see(torch.zeros(0, 4))
     assert observer.count == 0
-    with pytest.raises(QuantizationError, match=rf"^observer {name}: the observer never fired, so there is no range\n"):
+    with pytest.raises(
+        QuantizationError,
+        match=rf"^observer {name}: the observer never fired, so there is no range\n",
+    ):
         observer.qparams(INT8)
 
 
@@ -104,13 +129,19 @@ def test_empty_batches_change_nothing(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_integers_are_refused(name):
-    with pytest.raises(QuantizationError, match=rf"observer {name}: a range needs floating-point values\n  got: dtype"):
+    with pytest.raises(
+        QuantizationError,
+        match=rf"observer {name}: a range needs floating-point values\n  got: dtype",
+    ):
         seen(name, X.to(torch.int8))
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"minmax"}))
 def test_per_token_is_for_minmax(name):
-    with pytest.raises(QuantizationError, match=rf"^observer {name}: a token's range belongs to one batch, [^$]*use minmax"):
+    with pytest.raises(
+        QuantizationError,
+        match=rf"^observer {name}: a token's range belongs to one batch, [^$]*use minmax",
+    ):
         make_observer(name, PerToken())
 
 
@@ -139,7 +170,10 @@ def test_batches_of_any_rank_share_one_scale(name):
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "ternary", "binary"])
 def test_formats_with_a_rule_of_their_own(name):
-    with pytest.raises(QuantizationError, match=rf"^observer mse: the scales of {name} do not come from a range\n"):
+    with pytest.raises(
+        QuantizationError,
+        match=rf"^observer mse: the scales of {name} do not come from a range\n",
+    ):
         seen("mse", X).qparams(parse_format(name))
 
 
@@ -158,7 +192,10 @@ def test_a_scale_below_the_smallest_normal_number_is_told(name):
     observer = seen(name, torch.full((3, 3), 1e-38))
     tiny = torch.finfo(torch.float32).tiny
     assert float(observer.qparams(INT8).scale) == tiny
-    assert observer.degenerate == "1 of 1 range too small: the scale would be below 1.18e-38 and is that"
+    assert (
+        observer.degenerate
+        == "1 of 1 range too small: the scale would be below 1.18e-38 and is that"
+    )
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4_asym", "fp8_e4m3fn"])
@@ -166,7 +203,9 @@ def test_a_scale_below_the_smallest_normal_number_is_told(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_one_repeated_value(name, value, fmt):
     """Every observer keeps it within half a step, but for IFMR's grid of factors, which may clip by up to 1 %."""
-    if (name == "arq" and fmt == "int4_asym") or (name == "entropy" and fmt == "fp8_e4m3fn"):
+    if (name == "arq" and fmt == "int4_asym") or (
+        name == "entropy" and fmt == "fp8_e4m3fn"
+    ):
         pytest.skip("no zero point, or no levels")
     x, form = torch.full((4, 2), value), parse_format(fmt)
     q = seen(name, x).qparams(form)
@@ -178,7 +217,9 @@ def test_one_repeated_value(name, value, fmt):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_element(name):
-    assert 0 < float(seen(name, torch.tensor(0.7)).qparams(INT8).scale) <= 1.5 * 0.7 / 127
+    assert (
+        0 < float(seen(name, torch.tensor(0.7)).qparams(INT8).scale) <= 1.5 * 0.7 / 127
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -203,7 +244,10 @@ def test_too_many_sets_are_refused(name):
     if name == "isotone":
         pytest.skip("per tensor only")
     parameters = {"num_of_bins": 8192} if name == "hfmg" else {"bins": 8192}
-    with pytest.raises(QuantizationError, match=r"histograms for 4096 sets .* take 4\.0 GiB\n  expected: at most 1\.0"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"histograms for 4096 sets .* take 4\.0 GiB\n  expected: at most 1\.0",
+    ):
         seen(name, torch.ones(4096, 2), granularity=PerAxis(0), **parameters)
 
 
@@ -215,13 +259,22 @@ def test_groups():
 
 def test_power_is_checked():
     observer = make_observer("adjoint")
-    with pytest.raises(QuantizationError, match=r"^observer adjoint: power does not fit the tensor\n  exp.*\(200, 10\)"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"^observer adjoint: power does not fit the tensor\n  exp.*\(200, 10\)",
+    ):
         observer.see(X, torch.ones(3))
     for bad in (-1.0, math.nan, math.inf):
-        with pytest.raises(QuantizationError, match=r"^observer adjoint: power has negative, NaN or infinite values"):
+        with pytest.raises(
+            QuantizationError,
+            match=r"^observer adjoint: power has negative, NaN or infinite values",
+        ):
             observer.see(X, torch.full((10,), bad))
     observer.see(X, torch.ones(10))
-    with pytest.raises(QuantizationError, match=r"power came with some batches only\n  expected: power\n  got: none"):
+    with pytest.raises(
+        QuantizationError,
+        match=r"power came with some batches only\n  expected: power\n  got: none",
+    ):
         observer.see(X)
     assert observer.count == 2000
     observer.see(X[:0])
@@ -231,4 +284,6 @@ def test_no_power_at_all_keeps_the_range():
     observer = make_observer("adjoint", PerTensor())
     observer.see(X, torch.zeros(()))
     for fmt in (INT8, parse_format("int8_asym")):
-        assert torch.equal(observer.qparams(fmt).scale, seen("minmax", X).qparams(fmt).scale)
+        assert torch.equal(
+            observer.qparams(fmt).scale, seen("minmax", X).qparams(fmt).scale
+        )

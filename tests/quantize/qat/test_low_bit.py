@@ -5,7 +5,14 @@ import pytest
 import torch
 
 from roundoff.errors import QuantizationError
-from roundoff.formats import PerAxis, PerGroup, PerTensor, QParams, fake_quantize, integer
+from roundoff.formats import (
+    PerAxis,
+    PerGroup,
+    PerTensor,
+    QParams,
+    fake_quantize,
+    integer,
+)
 from roundoff.quantize.qat.learners import make_learner
 from roundoff.quantize.qat.low_bit import quantize_gradient, spatial_scale
 
@@ -26,8 +33,12 @@ def run(learner, x, g):
     result = learner(leaf)
     result.backward(torch.tensor(g))
     on_grid, qparams = learner.frozen(leaf)
-    assert torch.equal(on_grid, result), "frozen: the weight of the forward pass, bit for bit"
-    assert torch.equal(fake_quantize(on_grid, qparams, learner.grid), on_grid), "which lies on the grid that convert gives"
+    assert torch.equal(on_grid, result), (
+        "frozen: the weight of the forward pass, bit for bit"
+    )
+    assert torch.equal(fake_quantize(on_grid, qparams, learner.grid), on_grid), (
+        "which lies on the grid that convert gives"
+    )
     return result.detach().numpy(), leaf.grad.numpy()
 
 
@@ -79,22 +90,32 @@ def test_dorefa_weights_of_one_bit_are_equation_7(way):
     x, g = draw(2)
     rows = rows_of(x)
     value, by_x = run(make_learner("dorefa", "binary", granularity), x, g)
-    close(rows_of(value), np.where(rows >= 0, 1, -1) * np.abs(rows).mean(1, keepdims=True))
+    close(
+        rows_of(value), np.where(rows >= 0, 1, -1) * np.abs(rows).mean(1, keepdims=True)
+    )
     np.testing.assert_array_equal(by_x, g)
 
 
 @pytest.mark.parametrize("end", [1.0, 2.5])
 def test_dorefa_activations_are_equation_11(end):
     x, g = draw(3)
-    qparams = None if end == 1.0 else QParams(torch.tensor(end / 3, dtype=torch.float64), torch.tensor(-2.0))
-    value, by_x = run(make_learner("dorefa", "int2_asym", None, qparams, role="activation"), x, g)
+    qparams = (
+        None
+        if end == 1.0
+        else QParams(torch.tensor(end / 3, dtype=torch.float64), torch.tensor(-2.0))
+    )
+    value, by_x = run(
+        make_learner("dorefa", "int2_asym", None, qparams, role="activation"), x, g
+    )
     close(value, end * np.round(3 * np.clip(x / end, 0, 1)) / 3)
     np.testing.assert_array_equal(by_x, g * ((x >= 0) & (x <= end)))
 
 
 def test_dorefa_gradients_are_equation_12():
     generator = torch.Generator().manual_seed(0)
-    g = torch.randn(2, 6, dtype=torch.float64, generator=generator) * torch.tensor([[1.0], [100.0]])
+    g = torch.randn(2, 6, dtype=torch.float64, generator=generator) * torch.tensor(
+        [[1.0], [100.0]]
+    )
     x = torch.zeros(2, 6, dtype=torch.float64, requires_grad=True)
     total, largest, count = torch.zeros_like(g), g.abs().amax(1, keepdim=True), 4000
     for _ in range(count):
@@ -102,7 +123,9 @@ def test_dorefa_gradients_are_equation_12():
         quantize_gradient(x, 2, generator).backward(g)
         total += x.grad
         steps = (x.grad / (2 * largest) + 0.5) * 3
-        assert (steps - steps.round()).abs().max() < 1e-5  # of 2 bits: four values, in fp32
+        assert (
+            steps - steps.round()
+        ).abs().max() < 1e-5  # of 2 bits: four values, in fp32
     # the noise makes the mean right: each draw is off by at most one step of 2 M / 3, so 5 sigma of the mean
     error = (total / count - g).abs() / (2 * largest / 3)
     assert error.max() < 5 * 0.5 / count**0.5
@@ -143,18 +166,25 @@ def test_ttq_is_equations_6_to_9(way):
     with torch.no_grad():  # two different values
         learner.positive.mul_(1.3)
         learner.negative.mul_(0.6)
-    wp, wn = (p.detach().numpy().reshape(-1, 1) for p in (learner.positive, learner.negative))
+    wp, wn = (
+        p.detach().numpy().reshape(-1, 1) for p in (learner.positive, learner.negative)
+    )
     value, by_x = run(learner, x, g)
     threshold = 0.05 * np.abs(rows).max(1, keepdims=True)
     above, below = rows > threshold, rows < -threshold
     expected = np.where(above, wp, np.where(below, -wn, 0.0))
     # both values are rounded to steps of max / 127
-    assert (np.abs(rows_of(value) - expected) <= np.maximum(wp, wn) / 127 / 2 * (1 + 1e-12)).all()
+    assert (
+        np.abs(rows_of(value) - expected) <= np.maximum(wp, wn) / 127 / 2 * (1 + 1e-12)
+    ).all()
     assert (np.abs(rows_of(value)).max(1, keepdims=True) == np.maximum(wp, wn)).all()
     # eq. 8 in units of the mean magnitude above the threshold, where both values start (the authors' start at 1)
     large = np.abs(rows) > threshold
     unit = (np.abs(rows) * large).sum(1, keepdims=True) / large.sum(1, keepdims=True)
-    close(rows_of(by_x), upstream * np.where(above, wp / unit, np.where(below, wn / unit, 1.0)))
+    close(
+        rows_of(by_x),
+        upstream * np.where(above, wp / unit, np.where(below, wn / unit, 1.0)),
+    )
     close(learner.positive.grad.flatten(), (upstream * above).sum(1))
     close(learner.negative.grad.flatten(), -(upstream * below).sum(1))
     # the gradients are the derivatives of the unrounded result by both values
@@ -163,7 +193,9 @@ def test_ttq_is_equations_6_to_9(way):
         up, down = slope * (parameter + h), slope * (parameter - h)
         name = "positive" if parameter is wp else "negative"
         near = (upstream * (up - down)).sum(1) / (2 * h)
-        np.testing.assert_allclose(getattr(learner, name).grad.flatten(), near, atol=1e-7)
+        np.testing.assert_allclose(
+            getattr(learner, name).grad.flatten(), near, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("role", ["weight", "activation"])
@@ -195,9 +227,16 @@ def test_xnors_k_is_the_mean_magnitude_of_each_window():
 
 
 @pytest.mark.parametrize(
-    ("name", "fmt"), [("dorefa", "int2"), ("dorefa", "binary"), ("twn", "ternary"), ("ttq", "ternary"), ("bnn", "binary"),
-                      ("xnor", "binary")],
-)  # fmt: skip
+    ("name", "fmt"),
+    [
+        ("dorefa", "int2"),
+        ("dorefa", "binary"),
+        ("twn", "ternary"),
+        ("ttq", "ternary"),
+        ("bnn", "binary"),
+        ("xnor", "binary"),
+    ],
+)
 def test_special_values(name, fmt):
     """A weight of zeros is no division by zero; NaN stays NaN, and Inf is as large as any."""
     learner = make_learner(name, fmt, PerAxis(0))
@@ -206,9 +245,13 @@ def test_special_values(name, fmt):
     if name in ("twn", "ttq"):
         assert not zeros.any()
     if name == "xnor":
-        assert zeros.abs().max() == torch.finfo(torch.float32).tiny  # alpha is 0, and a scale may not be
+        assert (
+            zeros.abs().max() == torch.finfo(torch.float32).tiny
+        )  # alpha is 0, and a scale may not be
     if name != "dorefa" or fmt == "binary":
-        x = torch.tensor([[1.0, float("nan"), -2.0, float("inf")], [1.0, 1.0, 1.0, 1.0]])
+        x = torch.tensor(
+            [[1.0, float("nan"), -2.0, float("inf")], [1.0, 1.0, 1.0, 1.0]]
+        )
         found = make_learner(name, fmt, PerAxis(0))(x)
         assert found[0].isnan().tolist() == [False, True, False, False]
         assert found[0, 3] == found[0].nan_to_num().max() > 0

@@ -49,7 +49,9 @@ def quantized(fmt="int4", calibrated=True, **options):
     model = Net()
     workload = Workload(model, [b[0] for b in batches()[:1]])
     graph = trace(workload)
-    laid_out = scheme(graph, dict.fromkeys(graph.nodes, parse_format(fmt)), Options(**options))
+    laid_out = scheme(
+        graph, dict.fromkeys(graph.nodes, parse_format(fmt)), Options(**options)
+    )
     found = QuantizedModel(copy.deepcopy(model).eval(), laid_out)
     if calibrated:
         with found.through(MinMax()), torch.no_grad():
@@ -73,7 +75,9 @@ def loss(output, batch):
 
 def trained(model, epochs=1, **parameters):
     optimizer = torch.optim.AdamW(parameter_groups(model, 1e-2, 1e-3))
-    return train(model, batches(), loss, optimizer, epochs, forward=forward, **parameters)
+    return train(
+        model, batches(), loss, optimizer, epochs, forward=forward, **parameters
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,9 @@ def test_convert_keeps_every_bit(fmt, weights, activations, start):
     x = batches()[0][0]
     before = {n: p.detach().clone() for n, p in model.model.named_parameters()}
     names = [name for name, _ in model.named()]
-    assert prepare_qat(model, weights=weights, activations=activations, start=start) == {}
+    assert (
+        prepare_qat(model, weights=weights, activations=activations, start=start) == {}
+    )
     assert model.training
     assert all(isinstance(q, Learner) for _, q in model.named())
     model(x)
@@ -119,8 +125,16 @@ def test_the_calibrated_start_changes_nothing_before_training():
     assert torch.equal(model.eval()(x), expected)
 
 
-@pytest.mark.parametrize(("fmt", "name"), [("ternary", "twn"), ("ternary", "ttq"), ("binary", "bnn"), ("binary", "xnor"),
-                                           ("binary", "dorefa")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fmt", "name"),
+    [
+        ("ternary", "twn"),
+        ("ternary", "ttq"),
+        ("binary", "bnn"),
+        ("binary", "xnor"),
+        ("binary", "dorefa"),
+    ],
+)
 def test_weights_of_one_and_two_bits(fmt, name):
     model, x = quantized(fmt), batches()[0][0]
     prepare_qat(model, weights=name, start="paper")
@@ -173,7 +187,9 @@ def test_dynamic_quantizers_stay_and_are_listed():
     model = quantized(dynamic=True)
     kept = prepare_qat(model)
     assert set(kept.values()) == {"dynamic: its scale is chosen from each tensor"}
-    assert set(learners(model)) == {f"quantizers.{n.replace('.', '__dot__')}" for n in model.weight_names()}
+    assert set(learners(model)) == {
+        f"quantizers.{n.replace('.', '__dot__')}" for n in model.weight_names()
+    }
     trained(model)
     convert(model)
 
@@ -214,13 +230,22 @@ def test_a_learner_that_does_not_fit_leaves_the_model_as_it_was():
     model = quantized()
     before = copy.deepcopy([type(q) for _, q in model.named()])
     for names, message in (
-        ({"activations": "twn"}, "twn, int4_asym, activation.: twn has a grid of its own"),
-        ({"weights": "ulq"}, r"conv.weight \(ulq, int4, weight\): this learner needs codes with a zero point"),
+        (
+            {"activations": "twn"},
+            "twn, int4_asym, activation.: twn has a grid of its own",
+        ),
+        (
+            {"weights": "ulq"},
+            r"conv.weight \(ulq, int4, weight\): this learner needs codes with a zero point",
+        ),
         ({"weights": "lqs"}, "unknown learner"),
     ):
         with pytest.raises(QuantizationError, match=message):
             prepare_qat(model, **names)
-    with pytest.raises(PatternError, match="only: a pattern matches no quantizer\n.*conv/conv2d:0\n  got: nothing.[*]"):
+    with pytest.raises(
+        PatternError,
+        match="only: a pattern matches no quantizer\n.*conv/conv2d:0\n  got: nothing.[*]",
+    ):
         prepare_qat(model, only={"nothing.*": "lsq"})
     with pytest.raises(QuantizationError, match="there is nothing to learn"):
         prepare_qat(model, only={"*": ""})
@@ -234,8 +259,13 @@ def test_a_learner_that_does_not_fit_leaves_the_model_as_it_was():
 def test_every_learner_works_on_activations_in_int4_or_says_why_not(name):
     model = quantized()
     if name in ("pact", "dorefa", "twn", "ttq", "bnn", "xnor"):
-        model.quantizer("conv/conv2d:0").zero_point.add_(1)  # a range that goes below 0; all others are a ReLU's
-        with pytest.raises(QuantizationError, match="goes below" if name in ("pact", "dorefa") else "a grid of its own"):
+        model.quantizer("conv/conv2d:0").zero_point.add_(
+            1
+        )  # a range that goes below 0; all others are a ReLU's
+        with pytest.raises(
+            QuantizationError,
+            match="goes below" if name in ("pact", "dorefa") else "a grid of its own",
+        ):
             prepare_qat(model, activations=name)
     else:
         prepare_qat(model, activations=name)
@@ -246,12 +276,17 @@ def test_parameters_of_learners():
     model = quantized()
     prepare_qat(model, activations="ulq", parameters={"ulq": {"fixed_min": True}})
     model(batches()[0][0])
-    assert all(q.clip_min.item() == 0 for q in learners(model).values() if q.kind == "ulq")
+    assert all(
+        q.clip_min.item() == 0 for q in learners(model).values() if q.kind == "ulq"
+    )
 
 
 @pytest.mark.parametrize("step", [prepare_qat, convert])
 def test_a_model_that_is_not_quantized_is_an_error_that_says_how(step):
     net = Net().eval()
-    with pytest.raises(QuantizationError, match=f"{step.__name__}: not a quantized model\n.*\n  got: Net\n  do: quant"):
+    with pytest.raises(
+        QuantizationError,
+        match=f"{step.__name__}: not a quantized model\n.*\n  got: Net\n  do: quant",
+    ):
         step(net)
     assert not any(module.training for module in net.modules())

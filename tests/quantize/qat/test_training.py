@@ -28,7 +28,9 @@ class Quantized(nn.Module):
         self.input = make_learner(activation, formats[1], role="activation")
 
     def forward(self, x):
-        return functional.linear(self.input(x), self.weight(self.linear.weight), self.linear.bias)
+        return functional.linear(
+            self.input(x), self.weight(self.linear.weight), self.linear.bias
+        )
 
 
 def data(count=4, seed=0):
@@ -55,21 +57,32 @@ def made(seed=0, **names):
 def test_scales_have_a_group_of_their_own():
     model = made(activation="pact")
     groups = parameter_groups(model, 0.1, 0.01, 1e-3)
-    found = {g["name"]: ({id(p) for p in g["params"]}, g["lr"], g["weight_decay"]) for g in groups}
+    found = {
+        g["name"]: ({id(p) for p in g["params"]}, g["lr"], g["weight_decay"])
+        for g in groups
+    }
     assert found == {
         "model": ({id(p) for p in model.linear.parameters()}, 0.1, 1e-3),
         "scales": ({id(model.weight.scale)}, 0.01, 0.0),
         "clips": ({id(model.input.alpha)}, 0.01, 1e-3),
     }
-    assert [g["name"] for g in parameter_groups(nn.Linear(2, 2), 0.1, 0.01)] == ["model"]
+    assert [g["name"] for g in parameter_groups(nn.Linear(2, 2), 0.1, 0.01)] == [
+        "model"
+    ]
 
 
 def test_a_learner_without_parameters_yet_has_no_place_in_an_optimizer():
-    with pytest.raises(QuantizationError, match="weight: this learner has no parameters yet\n.*\n.*\n  do: run one batch"):
+    with pytest.raises(
+        QuantizationError,
+        match="weight: this learner has no parameters yet\n.*\n.*\n  do: run one batch",
+    ):
         parameter_groups(Quantized(), 0.1, 0.01)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad],
+)
 def test_every_optimizer_trains_weights_and_scales(optimizer):
     model = made()
     before = copy.deepcopy(model.state_dict())
@@ -87,7 +100,14 @@ def test_training_lowers_the_loss_and_restores_the_flags():
     model.eval()
     model.input.train()
     flags = [m.training for m in model.modules()]
-    done = train(model, data(), loss, torch.optim.AdamW(parameter_groups(model, 0.05, 1e-3)), 15, forward=forward)
+    done = train(
+        model,
+        data(),
+        loss,
+        torch.optim.AdamW(parameter_groups(model, 0.05, 1e-3)),
+        15,
+        forward=forward,
+    )
     assert done.losses[-1] < 0.9 * done.losses[0]
     assert [m.training for m in model.modules()] == flags
 
@@ -123,14 +143,23 @@ def test_frozen_batch_norm_is_evaluation_mode_that_still_learns():
     handle.remove()
     norm.train()(x)
     assert norm.num_batches_tracked == 2
-    assert freeze_batch_norm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))) == []
+    assert (
+        freeze_batch_norm(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("layer", "norm", "shape"),
     [
         (nn.Conv2d(2, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), (3, 2, 6, 6)),
-        (nn.Conv1d(4, 6, 3, groups=2, padding=1, padding_mode="circular"), nn.BatchNorm1d(6, momentum=None), (3, 4, 5)),
+        (
+            nn.Conv1d(4, 6, 3, groups=2, padding=1, padding_mode="circular"),
+            nn.BatchNorm1d(6, momentum=None),
+            (3, 4, 5),
+        ),
         (nn.Conv3d(1, 2, 2), nn.BatchNorm3d(2, momentum=0.3), (2, 1, 3, 3, 3)),
         (nn.Linear(5, 3), nn.BatchNorm1d(3), (7, 5)),
     ],
@@ -155,8 +184,12 @@ def test_folded_training_is_layer_and_batch_norm(layer, norm, shape):
         expected.backward(g)
         torch.testing.assert_close(ours.grad, theirs.grad, **tolerance)
         for name, parameter in layer.named_parameters():
-            torch.testing.assert_close(folded.layer.get_parameter(name).grad, parameter.grad, **tolerance)
-        torch.testing.assert_close(folded.norm.weight.grad, norm.weight.grad, **tolerance)
+            torch.testing.assert_close(
+                folded.layer.get_parameter(name).grad, parameter.grad, **tolerance
+            )
+        torch.testing.assert_close(
+            folded.norm.weight.grad, norm.weight.grad, **tolerance
+        )
     for name, value in norm.state_dict().items():
         torch.testing.assert_close(folded.norm.state_dict()[name], value, **tolerance)
     x = torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -182,10 +215,26 @@ def test_folded_training_quantizes_what_is_deployed():
 @pytest.mark.parametrize(
     ("layer", "norm", "message"),
     [
-        (nn.ConvTranspose2d(2, 4, 3), nn.BatchNorm2d(4), "ConvTranspose2d: this layer cannot be trained folded"),
-        (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(5), "this BatchNorm cannot be folded\n  expected: 4 channels"),
-        (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, affine=False), "this BatchNorm cannot be folded"),
-        (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), "this BatchNorm cannot be folded"),
+        (
+            nn.ConvTranspose2d(2, 4, 3),
+            nn.BatchNorm2d(4),
+            "ConvTranspose2d: this layer cannot be trained folded",
+        ),
+        (
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(5),
+            "this BatchNorm cannot be folded\n  expected: 4 channels",
+        ),
+        (
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4, affine=False),
+            "this BatchNorm cannot be folded",
+        ),
+        (
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4, track_running_stats=False),
+            "this BatchNorm cannot be folded",
+        ),
     ],
 )
 def test_what_cannot_be_trained_folded(layer, norm, message):
@@ -197,12 +246,19 @@ def test_folded_training_in_bf16_takes_its_statistics_in_fp32():
     folded, x = FoldedNorm(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(64, 2)
     with torch.autocast("cpu", torch.bfloat16):
         folded(x)
-        expected = functional.linear(x, folded.layer.weight, folded.layer.bias).float().mean(0) * 0.1
-    assert torch.equal(folded.norm.running_mean, expected) or torch.allclose(folded.norm.running_mean, expected, rtol=1e-6)
+        expected = (
+            functional.linear(x, folded.layer.weight, folded.layer.bias).float().mean(0)
+            * 0.1
+        )
+    assert torch.equal(folded.norm.running_mean, expected) or torch.allclose(
+        folded.norm.running_mean, expected, rtol=1e-6
+    )
 
 
 def test_one_value_has_no_variance():
-    with pytest.raises(QuantizationError, match="one value per channel has no variance"):
+    with pytest.raises(
+        QuantizationError, match="one value per channel has no variance"
+    ):
         FoldedNorm(nn.Linear(2, 2), nn.BatchNorm1d(2))(torch.ones(1, 2))
 
 
@@ -220,14 +276,21 @@ def test_distillation_is_the_divergence_of_soft_targets(temperature):
     leaf = torch.tensor(student, requires_grad=True)
     found = distillation_loss(leaf, torch.tensor(teacher), temperature=temperature)
     # logits below 10 / temperature, of fp32's relative error, in 7 terms
-    assert found.item() == pytest.approx(expected, abs=temperature**2 * 7 * 40 / temperature * 2.0**-24)
+    assert found.item() == pytest.approx(
+        expected, abs=temperature**2 * 7 * 40 / temperature * 2.0**-24
+    )
     found.backward()  # eq. 2, over the batch, times T**2: T (q - p)
-    np.testing.assert_allclose(leaf.grad.numpy(), temperature * (q - p) / 5, rtol=0, atol=1e-6 * temperature)
+    np.testing.assert_allclose(
+        leaf.grad.numpy(), temperature * (q - p) / 5, rtol=0, atol=1e-6 * temperature
+    )
 
 
 def test_distillation_by_logits_and_along_another_axis():
     student, teacher = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    assert torch.equal(distillation_loss(student, teacher, kind="mse"), functional.mse_loss(student, teacher))
+    assert torch.equal(
+        distillation_loss(student, teacher, kind="mse"),
+        functional.mse_loss(student, teacher),
+    )
     by_class = distillation_loss(student.movedim(1, -1), teacher.movedim(1, -1))
     torch.testing.assert_close(distillation_loss(student, teacher, axis=1), by_class)
 
@@ -235,10 +298,16 @@ def test_distillation_by_logits_and_along_another_axis():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.ones(2, 3), torch.ones(2, 4)), "have no outputs to compare\n  expected: the teacher's shape .2, 4."),
+        (
+            (torch.ones(2, 3), torch.ones(2, 4)),
+            "have no outputs to compare\n  expected: the teacher's shape .2, 4.",
+        ),
         ((torch.ones(0, 3), torch.ones(0, 3)), "have no outputs to compare"),
         ((torch.ones(2, 3), torch.ones(2, 3), "l1"), "this distillation is unknown"),
-        ((torch.ones(2, 3), torch.ones(2, 3), "kl", 0.0), "got: kind kl, temperature 0.0"),
+        (
+            (torch.ones(2, 3), torch.ones(2, 3), "kl", 0.0),
+            "got: kind kl, temperature 0.0",
+        ),
     ],
 )
 def test_what_cannot_be_distilled(arguments, message):
@@ -252,13 +321,27 @@ def test_a_student_learns_from_its_teacher_alone():
     teacher = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).train()
     model, batches = made(), data(8)
     distillation = Distillation(teacher, share=1.0, temperature=2.0)
-    done = train(model, batches, loss, torch.optim.AdamW(parameter_groups(model, 0.05, 1e-3)), 20, forward=forward,
-                 teacher=distillation)  # fmt: skip
+    done = train(
+        model,
+        batches,
+        loss,
+        torch.optim.AdamW(parameter_groups(model, 0.05, 1e-3)),
+        20,
+        forward=forward,
+        teacher=distillation,
+    )
     assert done.losses[-1] < 0.1 * done.losses[0]
     assert teacher.training
     assert all(m.training for m in teacher.modules())
     assert all(p.grad is None for p in teacher.parameters())
-    train(model, batches, loss, torch.optim.SGD(model.parameters(), 0.1), forward=forward, teacher=teacher)
+    train(
+        model,
+        batches,
+        loss,
+        torch.optim.SGD(model.parameters(), 0.1),
+        forward=forward,
+        teacher=teacher,
+    )
 
 
 def test_a_teacher_that_gives_no_logits():
@@ -266,19 +349,50 @@ def test_a_teacher_that_gives_no_logits():
         def forward(self, x):
             return x, x
 
-    with pytest.raises(QuantizationError, match="distillation needs one tensor of logits\n.*\n  got: tuple"):
+    with pytest.raises(
+        QuantizationError,
+        match="distillation needs one tensor of logits\n.*\n  got: tuple",
+    ):
         model = made()
-        train(model, data(), loss, torch.optim.SGD(model.parameters(), 0.1), forward=forward, teacher=Two())
+        train(
+            model,
+            data(),
+            loss,
+            torch.optim.SGD(model.parameters(), 0.1),
+            forward=forward,
+            teacher=Two(),
+        )
 
 
 def test_an_optimizer_that_does_not_know_the_scales():
     model = made()
-    with pytest.raises(QuantizationError, match="weight: the optimizer does not know this learner's parameters"):
-        train(model, data(), loss, torch.optim.SGD(model.linear.parameters(), 0.1), forward=forward)
+    with pytest.raises(
+        QuantizationError,
+        match="weight: the optimizer does not know this learner's parameters",
+    ):
+        train(
+            model,
+            data(),
+            loss,
+            torch.optim.SGD(model.linear.parameters(), 0.1),
+            forward=forward,
+        )
     with pytest.raises(QuantizationError, match="expected: scale\n"):
-        train(Quantized(), data(), loss, torch.optim.SGD(model.parameters(), 0.1), forward=forward)
+        train(
+            Quantized(),
+            data(),
+            loss,
+            torch.optim.SGD(model.parameters(), 0.1),
+            forward=forward,
+        )
     freeze(model)
-    train(model, data(), loss, torch.optim.SGD(model.linear.parameters(), 0.1), forward=forward)
+    train(
+        model,
+        data(),
+        loss,
+        torch.optim.SGD(model.linear.parameters(), 0.1),
+        forward=forward,
+    )
 
 
 def test_training_in_bf16_with_a_loss_scaler():
@@ -286,7 +400,16 @@ def test_training_in_bf16_with_a_loss_scaler():
     optimizer = torch.optim.SGD(parameter_groups(model, 0.1, 1e-3))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     region = ro.autocast("bf16", device="cpu")
-    done = train(model, data(), loss, optimizer, 10, forward=forward, region=region, scaler=scaler)
+    done = train(
+        model,
+        data(),
+        loss,
+        optimizer,
+        10,
+        forward=forward,
+        region=region,
+        scaler=scaler,
+    )
     assert done.losses[-1] < done.losses[0]
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
@@ -294,8 +417,17 @@ def test_training_in_bf16_with_a_loss_scaler():
 def test_a_scaler_unscales_the_gradients_of_scales():
     """A power of two as loss scale: gradients, and so the step, are the same bits as without it."""
     models = made(), made()
-    for model, scaler in zip(models, (None, torch.amp.GradScaler("cpu", init_scale=2.0**12)), strict=True):
-        train(model, data(1), loss, torch.optim.SGD(parameter_groups(model, 0.1, 0.1)), forward=forward, scaler=scaler)
+    for model, scaler in zip(
+        models, (None, torch.amp.GradScaler("cpu", init_scale=2.0**12)), strict=True
+    ):
+        train(
+            model,
+            data(1),
+            loss,
+            torch.optim.SGD(parameter_groups(model, 0.1, 0.1)),
+            forward=forward,
+            scaler=scaler,
+        )
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -305,14 +437,18 @@ def test_a_loss_that_is_no_number_stops_before_the_step():
     before = copy.deepcopy(model.state_dict())
     bad = [(torch.full((2, 4), float("nan")), torch.zeros(2, dtype=torch.int64))]
     with pytest.raises(NonFiniteError, match="epoch 0: the loss of step 0 is nan"):
-        train(model, bad, loss, torch.optim.SGD(model.parameters(), 0.1), forward=forward)
+        train(
+            model, bad, loss, torch.optim.SGD(model.parameters(), 0.1), forward=forward
+        )
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
 
 
 def test_batches_that_are_used_up():
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(QuantizationError, match="epoch 1: there is nothing to train on"):
+    with pytest.raises(
+        QuantizationError, match="epoch 1: there is nothing to train on"
+    ):
         train(model, iter(data()), loss, optimizer, 2, forward=forward)
     done = train(model, lambda: iter(data()), loss, optimizer, 2, forward=forward)
     assert done.steps == 8
@@ -336,6 +472,13 @@ def test_default_forward_and_schedule():
 def test_what_was_put_back_is_reported():
     model = made()
     with pytest.warns(RuntimeWarning, match="became invalid"):
-        done = train(model, data(), loss, torch.optim.SGD(parameter_groups(model, 0.0, 1e6)), 2, forward=forward)
+        done = train(
+            model,
+            data(),
+            loss,
+            torch.optim.SGD(parameter_groups(model, 0.0, 1e6)),
+            2,
+            forward=forward,
+        )
     assert set(done.reverted) <= {"weight", "input"}
     assert sum(done.reverted.values()) > 0

@@ -28,14 +28,24 @@ def test_symmetric_search_finds_the_best_of_a_dense_scan(bits, weighted):
     """Every scale from 0.25 to 1.2 of min-max in 4000 steps, in numpy: the search is within 1 % of the least error."""
     torch.manual_seed(bits)
     w = torch.randn(6, 200, dtype=torch.float64)
-    h = torch.rand(200, dtype=torch.float64) ** 4 if weighted else torch.ones(200, dtype=torch.float64)
+    h = (
+        torch.rand(200, dtype=torch.float64) ** 4
+        if weighted
+        else torch.ones(200, dtype=torch.float64)
+    )
     fmt = integer(bits)
     found = search_scales(w, fmt, PerAxis(0), importance=h if weighted else None)
     top = 2 ** (bits - 1) - 1
-    for row, scale in zip(w.numpy(), found.qparams.scale.flatten().tolist(), strict=True):
+    for row, scale in zip(
+        w.numpy(), found.qparams.scale.flatten().tolist(), strict=True
+    ):
         scan = np.abs(row).max() / top * np.linspace(0.25, 1.2, 4000)[:, None]
-        losses = ((np.clip(np.rint(row / scan), -top, top) * scan - row) ** 2 * h.numpy()).sum(1)
-        mine = ((np.clip(np.rint(row / scale), -top, top) * scale - row) ** 2 * h.numpy()).sum()
+        losses = (
+            (np.clip(np.rint(row / scan), -top, top) * scan - row) ** 2 * h.numpy()
+        ).sum(1)
+        mine = (
+            (np.clip(np.rint(row / scale), -top, top) * scale - row) ** 2 * h.numpy()
+        ).sum()
         assert mine <= 1.01 * losses.min()
 
 
@@ -59,12 +69,25 @@ def test_asymmetric_search_comes_near_to_a_scan_of_both_ends(bits):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 10**6), exponent=st.integers(-36, 36), constant=st.booleans(),
+    seed=st.integers(0, 10**6),
+    exponent=st.integers(-36, 36),
+    constant=st.booleans(),
     name=st.sampled_from(
-        ["int8", "int4", "int4_asym", "int2", "ternary", "binary", "fp8_e4m3fn", "fp4_e2m1", "hif8", "int8_asym"]
+        [
+            "int8",
+            "int4",
+            "int4_asym",
+            "int2",
+            "ternary",
+            "binary",
+            "fp8_e4m3fn",
+            "fp4_e2m1",
+            "hif8",
+            "int8_asym",
+        ]
     ),
     granularity=st.sampled_from([PerTensor(), PerAxis(0), PerToken(), PerGroup(4)]),
-)  # fmt: skip
+)
 def test_never_worse_than_min_max(seed, exponent, constant, name, granularity):
     fmt = parse_format(name)
     w = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
@@ -78,7 +101,12 @@ def test_never_worse_than_min_max(seed, exponent, constant, name, granularity):
     unit = 2.0**-exponent  # squares of 2**-36 are fine in float64
     exact = (w.double() * unit, h.double())
     losses = [
-        float(((fake_quantize(w, q, fmt).double() * unit - exact[0]) ** 2 * exact[1]).sum()) for q in (found.qparams, plain)
+        float(
+            (
+                (fake_quantize(w, q, fmt).double() * unit - exact[0]) ** 2 * exact[1]
+            ).sum()
+        )
+        for q in (found.qparams, plain)
     ]
     assert losses[0] <= losses[1] * (1 + 1e-5) + 1e-12  # compared set by set in fp32
     assert torch.equal(found.weight, fake_quantize(w, found.qparams, fmt))
@@ -119,8 +147,16 @@ def test_importance_moves_the_scale_to_what_counts():
     ("weight", "more", "text"),
     [
         (torch.tensor([1.0, torch.inf]), {}, "the weight holds NaN or Inf"),
-        (torch.ones(2), {"importance": torch.tensor([1.0, -1.0])}, "the importance does not fit the weight"),
-        (torch.ones(2), {"importance": torch.ones(3)}, "the importance does not fit the weight"),
+        (
+            torch.ones(2),
+            {"importance": torch.tensor([1.0, -1.0])},
+            "the importance does not fit the weight",
+        ),
+        (
+            torch.ones(2),
+            {"importance": torch.ones(3)},
+            "the importance does not fit the weight",
+        ),
         (torch.ones(2), {"ratios": (1.0, 0.0)}, "a ratio is not positive"),
     ],
 )

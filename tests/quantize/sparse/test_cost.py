@@ -11,8 +11,14 @@ from roundoff.quantize.sparse import cost, latency_ratio
 
 
 def test_multiply_accumulates_and_bytes_by_hand() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8),
-                        nn.ConvTranspose2d(8, 2, 2, 2), nn.Flatten(), nn.Linear(2 * 8 * 8, 5))  # fmt: skip
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.ConvTranspose2d(8, 2, 2, 2),
+        nn.Flatten(),
+        nn.Linear(2 * 8 * 8, 5),
+    )
     found = cost(net, torch.zeros(2, 3, 6, 6))
     # per output: 3·9 on 2·8·6·6; 9 on 2·8·4·4; each of 2·8·4·4 inputs meets 2·4 weights; 128 on 2·5
     assert list(found.by_site.values()) == [27 * 576, 9 * 256, 256 * 8, 1280]

@@ -29,19 +29,30 @@ from roundoff.quantize.sparse import (
 
 def small() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)
+    )
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 3))
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(0, 3),
+)
 @settings(max_examples=150, deadline=None)
-def test_n_m_keeps_the_best_sum_of_every_group(values: list[int], m: int, drop: int) -> None:
+def test_n_m_keeps_the_best_sum_of_every_group(
+    values: list[int], m: int, drop: int
+) -> None:
     """Against exhaustion: of all ways to keep n places of each group of m (filled with zeros), none keeps more."""
     n = max(1, m - drop)
     score = torch.tensor([values], dtype=torch.float32)
     kept = (score * n_m_mask(score, n, m)).flatten().tolist()
     for start in range(0, len(values), m):
         group = values[start : start + m] + [0] * (m - len(values[start : start + m]))
-        best = max(sum(group[i] for i in places) for places in itertools.combinations(range(m), n))
+        best = max(
+            sum(group[i] for i in places)
+            for places in itertools.combinations(range(m), n)
+        )
         assert sum(kept[start : start + m]) == best
     assert check_n_m(torch.tensor([kept]), n, m) == 0
 
@@ -67,9 +78,14 @@ def test_check_n_m_counts_the_groups_that_break_it() -> None:
     assert check_n_m(weight[:, :0]) == 0
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (({"n": 3, "m": 2}), "got: 3:2"), ({"n": 0}, "0 < n <= m"), ({"axis": 2}, "no such axis"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"n": 3, "m": 2}), "got: 3:2"),
+        ({"n": 0}, "0 < n <= m"),
+        ({"axis": 2}, "no such axis"),
+    ],
+)
 def test_bad_structures(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(QuantizationError, match=message):
         n_m_mask(torch.ones(2, 4), **arguments)
@@ -86,11 +102,21 @@ def test_transposed_convolutions_have_their_inputs_on_axis_0() -> None:
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.floats(0, 0.99))
 @settings(max_examples=100, deadline=None)
-def test_unstructured_masks_remove_the_lowest(values: list[int], sparsity: float) -> None:
+def test_unstructured_masks_remove_the_lowest(
+    values: list[int], sparsity: float
+) -> None:
     halves = values[: len(values) // 2], values[len(values) // 2 :]
-    scores = {name: torch.tensor(half, dtype=torch.float32) for name, half in zip("ab", halves, strict=True)}
+    scores = {
+        name: torch.tensor(half, dtype=torch.float32)
+        for name, half in zip("ab", halves, strict=True)
+    }
     masks = unstructured_masks(scores, sparsity)
-    removed = [v for name, half in zip("ab", halves, strict=True) for v, m in zip(half, masks[name], strict=True) if not m]
+    removed = [
+        v
+        for name, half in zip("ab", halves, strict=True)
+        for v, m in zip(half, masks[name], strict=True)
+        if not m
+    ]
     assert sorted(removed) == sorted(values)[: round(sparsity * len(values))]
     for name, mask in unstructured_masks(scores, sparsity, scope="layer").items():
         assert int((~mask).sum()) == round(sparsity * len(scores[name]))
@@ -107,8 +133,16 @@ def test_bad_sparsities() -> None:
 
 def test_taylor_scores_are_the_product_with_the_gradient() -> None:
     net = small().double().eval()
-    batches = [(torch.randn(4, 2, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0])) for _ in range(2)]
-    found = taylor_scores(net, batches, lambda out, b: F.cross_entropy(out, b[1]), forward=lambda m, b: m(b[0]))
+    batches = [
+        (torch.randn(4, 2, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0]))
+        for _ in range(2)
+    ]
+    found = taylor_scores(
+        net,
+        batches,
+        lambda out, b: F.cross_entropy(out, b[1]),
+        forward=lambda m, b: m(b[0]),
+    )
     expected = {name: torch.zeros_like(w) for name, w in prunable(net).items()}
     for x, y in batches:
         net.zero_grad()
@@ -116,14 +150,25 @@ def test_taylor_scores_are_the_product_with_the_gradient() -> None:
         for name, w in prunable(net).items():
             expected[name] += (w * w.grad).detach().abs() / 2
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-14, atol=0.0)  # the same operations in the same order
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-14, atol=0.0
+        )  # the same operations in the same order
     with pytest.raises(QuantizationError, match="no gradient reaches this weight"):
-        taylor_scores(net, batches, lambda out, b: net[0].weight.sum(), forward=lambda m, b: m(b[0]))
+        taylor_scores(
+            net,
+            batches,
+            lambda out, b: net[0].weight.sum(),
+            forward=lambda m, b: m(b[0]),
+        )
 
 
-@pytest.mark.parametrize("optimizer", [
-    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-2), lambda p: torch.optim.AdamW(p, 1e-2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-2),
+        lambda p: torch.optim.AdamW(p, 1e-2),
+    ],
+)
 def test_zeros_stay_while_training(optimizer) -> None:
     net = small()
     made = optimizer(net.parameters())
@@ -170,8 +215,11 @@ def test_a_copy_keeps_its_own_masks() -> None:
 def test_masks_that_do_not_fit_and_no_masks() -> None:
     net = small()
     before = copy.deepcopy(net.state_dict())
-    for masks in ({"5.weight": torch.ones(2, dtype=torch.bool)}, {"4.weight": torch.ones(3, 24)},
-                  {"4.weight": torch.zeros(2, 2, dtype=torch.bool)}):  # fmt: skip
+    for masks in (
+        {"5.weight": torch.ones(2, dtype=torch.bool)},
+        {"4.weight": torch.ones(3, 24)},
+        {"4.weight": torch.zeros(2, 2, dtype=torch.bool)},
+    ):
         with pytest.raises(QuantizationError, match="no parameter for this mask"):
             sparsify_(net, masks)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())

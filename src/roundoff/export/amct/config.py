@@ -16,9 +16,19 @@ from roundoff.errors import QuantizationError
 from roundoff.export.amct.record import OPERATORS
 from roundoff.plan.lists.source import place
 
-IFMR = {"search_range": (0.7, 1.3), "search_step": 0.01, "max_percentile": 0.999999, "min_percentile": 0.999999}
+IFMR = {
+    "search_range": (0.7, 1.3),
+    "search_step": 0.01,
+    "max_percentile": 0.999999,
+    "min_percentile": 0.999999,
+}
 HFMG = {"num_of_bins": 4096}
-ADAROUND = {"num_iteration": 10000, "reg_param": 0.01, "beta_range": (20.0, 2.0), "warm_start": 0.2}
+ADAROUND = {
+    "num_iteration": 10000,
+    "reg_param": 0.01,
+    "beta_range": (20.0, 2.0),
+    "warm_start": 0.2,
+}
 #: layers with a scale for each output channel, unless the file says otherwise
 CHANNEL_WISE = tuple(kind for kind in OPERATORS if kind.startswith("Conv"))
 T = TypeVar("T")
@@ -129,16 +139,26 @@ class QuantizeConfig:
         """
         self._check_names(layers)
         found = {}
-        common = self.quantize.common.symmetric if self.quantize.common is not None else None
+        common = (
+            self.quantize.common.symmetric if self.quantize.common is not None else None
+        )
         for name, kind in layers.items():
             if kind not in OPERATORS:
                 continue
             own = self.quantize.of(name, kind) or LayerConfig()
             skip = own.skip or name in self.skip_layers or kind in self.skip_types
-            skip = skip or bool(self.only and name not in (*self.only, *self.quantize.layers))
-            symmetric = next((s for s in (own.symmetric, common) if s is not None), self.symmetric)
-            channels = kind in CHANNEL_WISE if own.per_channel is None else own.per_channel
-            found[name] = replace(own, skip=skip, symmetric=symmetric, per_channel=channels)
+            skip = skip or bool(
+                self.only and name not in (*self.only, *self.quantize.layers)
+            )
+            symmetric = next(
+                (s for s in (own.symmetric, common) if s is not None), self.symmetric
+            )
+            channels = (
+                kind in CHANNEL_WISE if own.per_channel is None else own.per_channel
+            )
+            found[name] = replace(
+                own, skip=skip, symmetric=symmetric, per_channel=channels
+            )
         return found
 
     def pruning(self, layers: Mapping[str, str]) -> dict[str, Pruning]:
@@ -154,8 +174,17 @@ class QuantizeConfig:
 
     def _check_names(self, layers: Mapping[str, str]) -> None:
         skipped = (*self.skip_layers, *self.prune_skip_layers, *self.skip_fold)
-        _known((*skipped, *self.only, *self.quantize.layers, *self.prune.layers), layers, "the model has no layer")
-        types = (*self.skip_types, *self.prune_skip_types, *self.quantize.types, *self.prune.types)
+        _known(
+            (*skipped, *self.only, *self.quantize.layers, *self.prune.layers),
+            layers,
+            "the model has no layer",
+        )
+        types = (
+            *self.skip_types,
+            *self.prune_skip_types,
+            *self.quantize.types,
+            *self.prune.types,
+        )
         _known(types, OPERATORS, "AMCT quantizes no layers of type")
 
 
@@ -175,7 +204,11 @@ def _known(names: Iterable[str], known: Iterable[str], what: str) -> None:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
-            raise QuantizationError(f"{what} {name}", where=place(name) or None, expected=f"such as {', '.join(near)}")
+            raise QuantizationError(
+                f"{what} {name}",
+                where=place(name) or None,
+                expected=f"such as {', '.join(near)}",
+            )
 
 
 def check_ranges(config: LayerConfig, where: str) -> LayerConfig:
@@ -183,22 +216,55 @@ def check_ranges(config: LayerConfig, where: str) -> LayerConfig:
     own, weight = config.observer_parameters, config.weight_parameters
     low, high = own.get("search_range", (0.7, 1.3))
     rules = {
-        "weight bits": (config.weight_bits in (4, 6, 7, 8), config.weight_bits, "4, 6, 7 or 8"),
-        "activation bits": (config.activation_bits in (4, 8, 16), config.activation_bits, "4, 8 or 16"),
+        "weight bits": (
+            config.weight_bits in (4, 6, 7, 8),
+            config.weight_bits,
+            "4, 6, 7 or 8",
+        ),
+        "activation bits": (
+            config.activation_bits in (4, 8, 16),
+            config.activation_bits,
+            "4, 8 or 16",
+        ),
         "search_range": (0 < low < high, (low, high), "0 < start < end"),
-        "search_step": (0 < own.get("search_step", 0.01) <= high - low + 1e-9, own.get("search_step"),
-                        "above 0 and no more than the search range"),
-        **{name: (0.5 < own.get(name, 1.0) <= 1.0, own.get(name), "above 0.5, at most 1")
-           for name in ("max_percentile", "min_percentile")},
-        "num_of_bins": (own.get("num_of_bins", 4096) in (1024, 2048, 4096, 8192), own.get("num_of_bins"),
-                        "1024, 2048, 4096 or 8192"),
-        "migration_strength": (config.dmq_alpha is None or 0.2 <= config.dmq_alpha <= 0.8, config.dmq_alpha, "0.2 to 0.8"),
-        "beta_range": (weight.get("beta_range", (2, 1))[0] > weight.get("beta_range", (2, 1))[1] > 0,
-                       weight.get("beta_range"), "start > end > 0"),
-        **{name: (0 < weight.get(name, 0.5) < 1, weight.get(name), "between 0 and 1")
-           for name in ("warm_start", "reg_param")},
-    }  # fmt: skip
+        "search_step": (
+            0 < own.get("search_step", 0.01) <= high - low + 1e-9,
+            own.get("search_step"),
+            "above 0 and no more than the search range",
+        ),
+        **{
+            name: (
+                0.5 < own.get(name, 1.0) <= 1.0,
+                own.get(name),
+                "above 0.5, at most 1",
+            )
+            for name in ("max_percentile", "min_percentile")
+        },
+        "num_of_bins": (
+            own.get("num_of_bins", 4096) in (1024, 2048, 4096, 8192),
+            own.get("num_of_bins"),
+            "1024, 2048, 4096 or 8192",
+        ),
+        "migration_strength": (
+            config.dmq_alpha is None or 0.2 <= config.dmq_alpha <= 0.8,
+            config.dmq_alpha,
+            "0.2 to 0.8",
+        ),
+        "beta_range": (
+            weight.get("beta_range", (2, 1))[0]
+            > weight.get("beta_range", (2, 1))[1]
+            > 0,
+            weight.get("beta_range"),
+            "start > end > 0",
+        ),
+        **{
+            name: (0 < weight.get(name, 0.5) < 1, weight.get(name), "between 0 and 1")
+            for name in ("warm_start", "reg_param")
+        },
+    }
     for name, (holds, got, expected) in rules.items():
         if not holds:
-            raise QuantizationError(f"{name} out of range", where=where, expected=expected, got=str(got))
+            raise QuantizationError(
+                f"{name} out of range", where=where, expected=expected, got=str(got)
+            )
     return config

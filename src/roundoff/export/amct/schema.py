@@ -97,7 +97,15 @@ FILES = {
 _FIELD = re.compile(
     r"(?P<name>\w+)=(?P<number>\d+)(?P<label>[:!*])(?P<type>\w+)(?:\((?P<default>[^)]*)\))?(?:\|(?P<group>\w+))?"
 )
-_SCALARS = {"float": 2, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
+_SCALARS = {
+    "float": 2,
+    "int64": 3,
+    "int32": 5,
+    "bool": 8,
+    "string": 9,
+    "bytes": 12,
+    "uint32": 13,
+}
 _LABELS = {":": 1, "!": 2, "*": 3}  # as FieldDescriptorProto numbers both
 
 
@@ -107,10 +115,14 @@ def message_class(file: str) -> Any:
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ModuleNotFoundError as error:
-        raise QuantizationError("AMCT's text files need protobuf, which is not installed",
-                                do="pip install 'roundoff[onnx]'") from error  # fmt: skip
+        raise QuantizationError(
+            "AMCT's text files need protobuf, which is not installed",
+            do="pip install 'roundoff[onnx]'",
+        ) from error
     table, outermost = FILES[file]
-    proto = descriptor_pb2.FileDescriptorProto(name=f"{file}.proto", package=file, syntax="proto2")
+    proto = descriptor_pb2.FileDescriptorProto(
+        name=f"{file}.proto", package=file, syntax="proto2"
+    )
     lines = table.strip().replace("\n ", " ").splitlines()
     enums = {line.split()[1] for line in lines if line.startswith("enum ")}
     for line in lines:
@@ -118,20 +130,28 @@ def message_class(file: str) -> Any:
         if name == "enum":
             enum = proto.enum_type.add(name=fields[0])
             for value in fields[1:]:
-                enum.value.add(name=value.partition("=")[0], number=int(value.partition("=")[2]))
+                enum.value.add(
+                    name=value.partition("=")[0], number=int(value.partition("=")[2])
+                )
         else:
             _add_message(proto.message_type.add(name=name), fields, enums, file)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(proto)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{file}.{outermost}"))
+    return message_factory.GetMessageClass(
+        pool.FindMessageTypeByName(f"{file}.{outermost}")
+    )
 
 
-def _add_message(message: Any, fields: list[str], enums: set[str], package: str) -> None:
+def _add_message(
+    message: Any, fields: list[str], enums: set[str], package: str
+) -> None:
     for text in fields:
         part = _FIELD.fullmatch(text)
         if part is None:  # a slip in the table above
             raise ValueError(text)
-        field = message.field.add(name=part["name"], number=int(part["number"]), label=_LABELS[part["label"]])
+        field = message.field.add(
+            name=part["name"], number=int(part["number"]), label=_LABELS[part["label"]]
+        )
         if part["type"] in _SCALARS:
             field.type = _SCALARS[part["type"]]
         else:

@@ -36,7 +36,9 @@ def read_text(path: str | Path, file: str) -> tuple[Any, Lines]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise QuantizationError(f"not a readable file: {error}", where=str(path)) from error
+        raise QuantizationError(
+            f"not a readable file: {error}", where=str(path)
+        ) from error
     return parse_text(text, file, str(path))
 
 
@@ -50,13 +52,26 @@ def parse_text(text: str, file: str, where: str) -> tuple[Any, Lines]:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
         line = error.GetLine()
-        got = (text.splitlines() or [""])[min(line or 1, text.count("\n") + 1) - 1].strip() if line else None
+        got = (
+            (text.splitlines() or [""])[
+                min(line or 1, text.count("\n") + 1) - 1
+            ].strip()
+            if line
+            else None
+        )
         said = _PLACE.sub("", str(error))  # protobuf puts place and line in front
-        raise QuantizationError(f"not {_KINDS[file]}: {said}", where=f"{where}, line {line}" if line else where,
-                                got=repr(got[:60]) if got is not None else None) from error  # fmt: skip
+        raise QuantizationError(
+            f"not {_KINDS[file]}: {said}",
+            where=f"{where}, line {line}" if line else where,
+            got=repr(got[:60]) if got is not None else None,
+        ) from error
     missing = message.FindInitializationErrors()
     if missing:
-        raise QuantizationError(f"not {_KINDS[file]}: {missing[0]} is missing", where=where, expected=", ".join(missing))
+        raise QuantizationError(
+            f"not {_KINDS[file]}: {missing[0]} is missing",
+            where=where,
+            expected=", ".join(missing),
+        )
     return message, lines
 
 
@@ -68,10 +83,12 @@ def write_message(message: Any, path: str | Path) -> None:
 
 
 _KINDS = {
-    "record": "an AMCT record", "calibration": "an AMCT calibration configuration",
-    "kv_cache": "an AMCT configuration of the KV cache", "retrain": "an AMCT retrain configuration",
+    "record": "an AMCT record",
+    "calibration": "an AMCT calibration configuration",
+    "kv_cache": "an AMCT configuration of the KV cache",
+    "retrain": "an AMCT retrain configuration",
     "auto_prune": "an AMCT configuration of automatic pruning",
-}  # fmt: skip
+}
 
 
 def _lines(text: str, descriptor: Any, where: str) -> Lines:
@@ -97,7 +114,10 @@ def _lines(text: str, descriptor: Any, where: str) -> Lines:
             stack.pop()
             if not stack:
                 return found
-        elif kind == "name" and before not in (":", "-"):  # a value's name comes after a colon
+        elif kind == "name" and before not in (
+            ":",
+            "-",
+        ):  # a value's name comes after a colon
             field = here.fields_by_name.get(token[0]) if here is not None else None
             if field is None and before in ("[", ","):
                 continue  # a name within a list of values
@@ -107,7 +127,11 @@ def _lines(text: str, descriptor: Any, where: str) -> Lines:
                 counts[own[:-1]] += 1
                 _check_once(field, own, found, f"{where}, line {line_here}")
                 found[own] = line_here
-                pending = (field.message_type, own) if field.message_type is not None else None
+                pending = (
+                    (field.message_type, own)
+                    if field.message_type is not None
+                    else None
+                )
         before = token[0] if kind == "rest" else ""
     return found
 
@@ -115,20 +139,37 @@ def _lines(text: str, descriptor: Any, where: str) -> Lines:
 def _unknown(name: str, descriptor: Any, where: str) -> Any:
     known = list(descriptor.fields_by_name)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    raise QuantizationError(f"an unknown field: {name}", where=where, expected=", ".join(known),
-                            do=f"did you mean {near[0]}?" if near else None)  # fmt: skip
+    raise QuantizationError(
+        f"an unknown field: {name}",
+        where=where,
+        expected=", ".join(known),
+        do=f"did you mean {near[0]}?" if near else None,
+    )
 
 
-def _check_once(field: Any, own: tuple[str | int, ...], found: Lines, where: str) -> None:
+def _check_once(
+    field: Any, own: tuple[str | int, ...], found: Lines, where: str
+) -> None:
     first = found.get((*own[:-1], 0))
-    repeated = field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
+    repeated = (
+        field.is_repeated
+        if hasattr(field, "is_repeated")
+        else field.label == field.LABEL_REPEATED
+    )
     if first is not None and not repeated:
-        raise QuantizationError(f"{field.name} stands twice", where=where, got=f"the first is at line {first}",
-                                do="keep one: AMCT would take the last without a word")  # fmt: skip
+        raise QuantizationError(
+            f"{field.name} stands twice",
+            where=where,
+            got=f"the first is at line {first}",
+            do="keep one: AMCT would take the last without a word",
+        )
     group = field.containing_oneof
     for other in group.fields if group is not None else ():
         there = found.get((*own[:-2], other.name, 0))
         if there is not None and other.name != field.name:
-            raise QuantizationError(f"{field.name} and {other.name} exclude each other", where=where,
-                                    got=f"{other.name} at line {there}",
-                                    do="keep one: AMCT would take the last without a word")  # fmt: skip
+            raise QuantizationError(
+                f"{field.name} and {other.name} exclude each other",
+                where=where,
+                got=f"{other.name} at line {there}",
+                do="keep one: AMCT would take the last without a word",
+            )

@@ -45,7 +45,11 @@ def write_record(record: Record, path: str | Path) -> list[str]:
             row.value.offset_d = (entry.zero_point or (0,))[0]
             row.value.act_type = f"INT{format_named(entry.format).width}"
         if weight is not None:
-            scales = weight.scale[:1] if len(set(weight.scale)) == 1 and site.endswith("/linear") else weight.scale
+            scales = (
+                weight.scale[:1]
+                if len(set(weight.scale)) == 1 and site.endswith("/linear")
+                else weight.scale
+            )
             row.value.scale_w.extend(scales)
             row.value.offset_w.extend([0] * len(scales))
             row.value.wts_type = f"INT{format_named(weight.format).width}"
@@ -53,16 +57,26 @@ def write_record(record: Record, path: str | Path) -> list[str]:
             if all(SMALLEST_FACTOR <= f <= 1 / SMALLEST_FACTOR for f in factors):
                 row.value.tensor_balance_factor.extend(factors)
             else:
-                lost.append(f"{weight.name}: balance factors outside AMCT's [2^-23, 2^23]")
+                lost.append(
+                    f"{weight.name}: balance factors outside AMCT's [2^-23, 2^23]"
+                )
     _add_caches(record, rows, lost)
     for entry in record.entries:
         if entry.kind == "activation":
-            others = [s for s in _sites(entry) if (entry.name, s) not in used and readers.get(s, entry) is entry]
+            others = [
+                s
+                for s in _sites(entry)
+                if (entry.name, s) not in used and readers.get(s, entry) is entry
+            ]
             by = f", read by {', '.join(others)}" if others else ""
             if others or not _sites(entry):
-                lost.append(f"{entry.name}{by}: AMCT quantizes only inputs of layers with weights")
+                lost.append(
+                    f"{entry.name}{by}: AMCT quantizes only inputs of layers with weights"
+                )
     if narrow:
-        lost.append(f"{narrow} inputs are int8 with codes from -127: AMCT clips them one code lower, at -128")
+        lost.append(
+            f"{narrow} inputs are int8 with codes from -127: AMCT clips them one code lower, at -128"
+        )
     for name in record.balance:
         if not any(e.name == name for e in record.entries):
             lost.append(f"{name}: balance factors of a weight without an entry")
@@ -94,18 +108,31 @@ def _layers(record: Record, lost: list[str]) -> list[tuple[str, Entry | None, st
             for site in entry.sites or (f"{entry.name.rpartition('.')[0]}/{ANY}",):
                 layer = Site.parse(site).module
                 if entry.name != f"{layer}.weight" or "#" in site:
-                    lost.append(f"{site}: {entry.name} is not the weight of a module called once, as AMCT's layers are")
+                    lost.append(
+                        f"{site}: {entry.name} is not the weight of a module called once, as AMCT's layers are"
+                    )
                 else:
                     found.append((layer, entry, site))
     weights = {site for _, _, site in found}
-    pools = [site for entry in record.entries if entry.kind == "activation" for site in _sites(entry)
-             if site.endswith("/avg_pool2d") and not site.startswith("/") and site not in weights]  # fmt: skip
-    return found + [(Site.parse(site).module, None, site) for site in dict.fromkeys(pools)]
+    pools = [
+        site
+        for entry in record.entries
+        if entry.kind == "activation"
+        for site in _sites(entry)
+        if site.endswith("/avg_pool2d")
+        and not site.startswith("/")
+        and site not in weights
+    ]
+    return found + [
+        (Site.parse(site).module, None, site) for site in dict.fromkeys(pools)
+    ]
 
 
 def _sites(entry: Entry) -> tuple[str, ...]:
     """Who reads an activation: an operand's own call where the entry doesn't say."""
-    return entry.sites or ((entry.name.rpartition(":")[0],) if ":" in entry.name else ())
+    return entry.sites or (
+        (entry.name.rpartition(":")[0],) if ":" in entry.name else ()
+    )
 
 
 def _why_not(weight: Entry | None, site: str) -> str:
@@ -117,7 +144,11 @@ def _why_not(weight: Entry | None, site: str) -> str:
         return f"weights in {weight.format}: AMCT has INT4, INT6, INT7 and INT8 with static scales"
     if any(weight.zero_point or ()):
         return "its weight has a zero point: AMCT has none but 0"
-    channels = r"per_axis\(1\)|per_block\(\d+, 1, .*" if "/conv_transpose" in site else r"per_axis\(0\)"
+    channels = (
+        r"per_axis\(1\)|per_block\(\d+, 1, .*"
+        if "/conv_transpose" in site
+        else r"per_axis\(0\)"
+    )
     if len(weight.scale) > 1 and not re.fullmatch(channels, weight.granularity):
         return f"its weight is {weight.granularity}: AMCT has one scale a tensor or an output channel"
     if site.endswith("/linear") and len(set(weight.scale)) > 1:
@@ -127,7 +158,11 @@ def _why_not(weight: Entry | None, site: str) -> str:
 
 def _why_not_input(entry: Entry | None, weight: Entry | None) -> str:
     if entry is None:
-        return f"weights only, in {weight.format}: AMCT needs the scale of the input too" if weight is not None else ""
+        return (
+            f"weights only, in {weight.format}: AMCT needs the scale of the input too"
+            if weight is not None
+            else ""
+        )
     fmt = format_named(entry.format)
     if fmt.one_quantum != 1.0 or fmt.width not in BITS["act_type"]:
         return f"its input in {entry.format}: AMCT has INT4, INT8 and INT16"
@@ -141,17 +176,23 @@ def _add_caches(record: Record, rows: Any, lost: list[str]) -> None:
         if entry.kind != "kv_cache":
             continue
         if entry.format not in ("int8_asym", "int8_full", "int8") or entry.dynamic:
-            lost.append(f"{entry.name}: a KV cache in {entry.format}: AMCT has static INT8")
+            lost.append(
+                f"{entry.name}: a KV cache in {entry.format}: AMCT has static INT8"
+            )
             continue
         layer = Site.parse(entry.name).module
-        row = next((row for row in rows.record if row.key == layer), None) or rows.record.add(key=layer)
+        row = next(
+            (row for row in rows.record if row.key == layer), None
+        ) or rows.record.add(key=layer)
         row.kv_cache_value.scale.extend(entry.scale)
         row.kv_cache_value.offset.extend(entry.zero_point or [0] * len(entry.scale))
 
 
 def _put_back(rows: Any, kept: Mapping[str, Mapping[str, Any]]) -> None:
     for layer, fields in kept.items():
-        row = next((row for row in rows.record if row.key == layer), None) or rows.record.add(key=layer)
+        row = next(
+            (row for row in rows.record if row.key == layer), None
+        ) or rows.record.add(key=layer)
         for name, value in fields.items():
             if isinstance(value, list):
                 getattr(row.value, name).extend(value)

@@ -14,7 +14,11 @@ from roundoff.export.amct.schema import message_class
 from roundoff.export.amct.text import write_message
 
 
-def write_config(config: QuantizeConfig | AutoPrune, path: str | Path, layers: Mapping[str, str] | None = None) -> list[str]:
+def write_config(
+    config: QuantizeConfig | AutoPrune,
+    path: str | Path,
+    layers: Mapping[str, str] | None = None,
+) -> list[str]:
     """Write a configuration as AMCT reads it: ``config.json`` for a name that ends in .json, else a ``.cfg``.
 
     Returns what its file can't say, one line each. ``layers`` (module path → class name) is needed for ``config.json``,
@@ -22,21 +26,29 @@ def write_config(config: QuantizeConfig | AutoPrune, path: str | Path, layers: M
     """
     if Path(path).suffix == ".json":
         if layers is None or isinstance(config, AutoPrune):
-            raise QuantizationError("config.json has an entry for each layer", where=str(path), expected="layers=",
-                                    do="give the model's layers and their classes, or write a .cfg file")  # fmt: skip
+            raise QuantizationError(
+                "config.json has an entry for each layer",
+                where=str(path),
+                expected="layers=",
+                do="give the model's layers and their classes, or write a .cfg file",
+            )
         return write_json(config, layers, path)
     if isinstance(config, AutoPrune):
         message = message_class("auto_prune")(
-            compress_ratio=config.compress_ratio, ascend_optimized=config.multiple_of_16,
-            max_prune_ratio=config.max_prune_ratio, test_iteration=config.test_iteration,
-        )  # fmt: skip
+            compress_ratio=config.compress_ratio,
+            ascend_optimized=config.multiple_of_16,
+            max_prune_ratio=config.max_prune_ratio,
+            test_iteration=config.test_iteration,
+        )
         if config.override_prune_cfg:
             message.override_prune_cfg = config.override_prune_cfg
         write_message(message, path)
         return []
     message = message_class(config.kind)(batch_num=config.batch_num)
     lost: list[str] = []
-    fill = {"calibration": _calibration, "retrain": _retrain, "kv_cache": _kv_cache}[config.kind]
+    fill = {"calibration": _calibration, "retrain": _retrain, "kv_cache": _kv_cache}[
+        config.kind
+    ]
     fill(message, config, lost)
     write_message(message, path)
     return lost
@@ -45,8 +57,11 @@ def write_config(config: QuantizeConfig | AutoPrune, path: str | Path, layers: M
 def _calibration(message: Any, config: QuantizeConfig, lost: list[str]) -> None:
     message.activation_offset = not config.symmetric
     message.do_fusion = config.fold
-    for field, names in (("skip_layers", config.skip_layers), ("skip_layer_types", config.skip_types),
-                         ("skip_fusion_layers", config.skip_fold)):  # fmt: skip
+    for field, names in (
+        ("skip_layers", config.skip_layers),
+        ("skip_layer_types", config.skip_types),
+        ("skip_fusion_layers", config.skip_fold),
+    ):
         getattr(message, field).extend(names)
     if config.fp16_scales:
         message.fakequant_precision_mode = 1
@@ -69,19 +84,35 @@ def _kv_cache(message: Any, config: QuantizeConfig, lost: list[str]) -> None:
     message.activation_offset = not config.symmetric
     message.kv_cache_quant_config.quant_layers.extend(config.only)
     if config.quantize.common is not None:
-        _activation(message.kv_cache_quant_config.calibration_config, config.quantize.common, "common", lost)
+        _activation(
+            message.kv_cache_quant_config.calibration_config,
+            config.quantize.common,
+            "common",
+            lost,
+        )
     for name, own in config.quantize.layers.items():
-        _activation(message.override_layers_configs.add(layer_name=name).kv_data_quant_config, own, name, lost)
+        _activation(
+            message.override_layers_configs.add(layer_name=name).kv_data_quant_config,
+            own,
+            name,
+            lost,
+        )
 
 
 def _retrain(message: Any, config: QuantizeConfig, lost: list[str]) -> None:
-    both = {"skip_layers": (config.skip_layers, config.prune_skip_layers),
-            "skip_layer_types": (config.skip_types, config.prune_skip_types)}  # fmt: skip
-    own_names = {"skip_layers": ("quant_skip_layers", "regular_prune_skip_layers"),
-                 "skip_layer_types": ("quant_skip_types", "regular_prune_skip_types")}  # fmt: skip
+    both = {
+        "skip_layers": (config.skip_layers, config.prune_skip_layers),
+        "skip_layer_types": (config.skip_types, config.prune_skip_types),
+    }
+    own_names = {
+        "skip_layers": ("quant_skip_layers", "regular_prune_skip_layers"),
+        "skip_layer_types": ("quant_skip_types", "regular_prune_skip_types"),
+    }
     for field, (quantized, pruned) in both.items():
         getattr(message, field).extend(name for name in quantized if name in pruned)
-        for own, names, others in zip(own_names[field], (quantized, pruned), (pruned, quantized), strict=True):
+        for own, names, others in zip(
+            own_names[field], (quantized, pruned), (pruned, quantized), strict=True
+        ):
             getattr(message, own).extend(name for name in names if name not in others)
     if config.fp16_scales:
         message.fakequant_precision_mode = 1
@@ -90,8 +121,18 @@ def _retrain(message: Any, config: QuantizeConfig, lost: list[str]) -> None:
     if config.prune.common is not None:
         _pruned(message.prune_config, config.prune.common)
     for field, key, quantize, prune in (
-        ("override_layer_types", "layer_type", config.quantize.types, config.prune.types),
-        ("override_layer_configs", "layer_name", config.quantize.layers, config.prune.layers),
+        (
+            "override_layer_types",
+            "layer_type",
+            config.quantize.types,
+            config.prune.types,
+        ),
+        (
+            "override_layer_configs",
+            "layer_name",
+            config.quantize.layers,
+            config.prune.layers,
+        ),
     ):
         for name in dict.fromkeys((*quantize, *prune)):
             row = getattr(message, field).add(**{key: name})
@@ -115,7 +156,9 @@ def _layer(message: Any, own: LayerConfig, name: str, lost: list[str]) -> None:
         if own.weight_bits != 8:
             weight.quant_bits = own.weight_bits
         if own.weight_algorithm != "arq":
-            lost.append(f"{name}: weights by {own.weight_algorithm}: AMCT calibrates with arq or adaround")
+            lost.append(
+                f"{name}: weights by {own.weight_algorithm}: AMCT calibrates with arq or adaround"
+            )
     if own.per_channel is not None:
         weight.channel_wise = own.per_channel
     if own.dmq_alpha is not None:
@@ -124,7 +167,9 @@ def _layer(message: Any, own: LayerConfig, name: str, lost: list[str]) -> None:
 
 def _activation(message: Any, own: LayerConfig, name: str, lost: list[str]) -> None:
     if own.observer not in ("ifmr", "hfmg"):
-        lost.append(f"{name}: activations by {own.observer}: AMCT calibrates with ifmr or hfmg")
+        lost.append(
+            f"{name}: activations by {own.observer}: AMCT calibrates with ifmr or hfmg"
+        )
         return
     observer = getattr(message, f"{own.observer}_quantize")
     observer.SetInParent()

@@ -28,30 +28,60 @@ def with_config(ask: Ask, path: str | Path, model: nn.Module) -> Ask:
             ``read_config`` refuses.
     """
     if ask.target is not None or ask.plan is not None:
-        raise QuantizationError("the configuration decides which layer runs in how many bits", where="--config",
-                                got="a target or a plan too", do="leave one of them out")  # fmt: skip
+        raise QuantizationError(
+            "the configuration decides which layer runs in how many bits",
+            where="--config",
+            got="a target or a plan too",
+            do="leave one of them out",
+        )
     config = read_config(path)
     if isinstance(config, AutoPrune):
-        raise QuantizationError("this file asks for automatic pruning, not for quantization", where=str(path),
-                                do="use --prune channel:0.3")  # fmt: skip
+        raise QuantizationError(
+            "this file asks for automatic pruning, not for quantization",
+            where=str(path),
+            do="use --prune channel:0.3",
+        )
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    layers = {name: layer for name, layer in config.for_layers(kinds).items() if not layer.skip}
-    layers = {name: layer for name, layer in layers.items() if "Pool" not in kinds[name]}
+    layers = {
+        name: layer
+        for name, layer in config.for_layers(kinds).items()
+        if not layer.skip
+    }
+    layers = {
+        name: layer for name, layer in layers.items() if "Pool" not in kinds[name]
+    }
     if not layers:
-        raise QuantizationError("the configuration skips every layer", where=str(path), expected="a layer to quantize")
+        raise QuantizationError(
+            "the configuration skips every layer",
+            where=str(path),
+            expected="a layer to quantize",
+        )
     by: dict[str, list[str]] = {}
     for name, layer in layers.items():
         by.setdefault(_format(layer), []).append(f"{name}/*")
-    plan = Plan(tuple(Rule(fmt, tuple(sites)) for fmt, sites in by.items()), about={"source": Path(path).name})
+    plan = Plan(
+        tuple(Rule(fmt, tuple(sites)) for fmt, sites in by.items()),
+        about={"source": Path(path).name},
+    )
     common = _rounding(replace(config.quantize.common or LayerConfig(), dmq_alpha=None))
     own = {f"{name}/*": _rounding(layer) for name, layer in layers.items()}
     how = {f"{name}/*": _options(layer) for name, layer in layers.items()}
-    notes = (*ask.notes, *_notes(config, list(layers.values()), ask.samples, bool(config.pruning(kinds))))
+    notes = (
+        *ask.notes,
+        *_notes(
+            config, list(layers.values()), ask.samples, bool(config.pruning(kinds))
+        ),
+    )
     return replace(
-        ask, formats=(), plan=plan, rounding=replace(common, layers=own), fold=config.fold, notes=notes,
+        ask,
+        formats=(),
+        plan=plan,
+        rounding=replace(common, layers=own),
+        fold=config.fold,
+        notes=notes,
         options=replace(ask.options, symmetric=config.symmetric, layers=how),
         batches=config.batch_num if ask.samples is None else None,
-    )  # fmt: skip
+    )
 
 
 def _format(layer: LayerConfig) -> str:
@@ -66,15 +96,30 @@ def _rounding(layer: LayerConfig) -> Rounding:
     if name == "ulq":
         name, parameters = "minmax", {}
     weights = "gptq" if layer.weight_algorithm == "adaround" else "nearest"
-    balance = {} if layer.dmq_alpha is None else {"balance": "dmq", "strength": layer.dmq_alpha}
-    return Rounding(observer=name, parameters=parameters, weights=weights, scales="minmax", **balance)  # type: ignore[arg-type]
+    balance = (
+        {}
+        if layer.dmq_alpha is None
+        else {"balance": "dmq", "strength": layer.dmq_alpha}
+    )
+    return Rounding(
+        observer=name,
+        parameters=parameters,
+        weights=weights,
+        scales="minmax",
+        **balance,  # type: ignore[arg-type]
+    )
 
 
 def _options(layer: LayerConfig) -> Options:
-    return Options(symmetric=bool(layer.symmetric), weight="format" if layer.per_channel else "tensor")
+    return Options(
+        symmetric=bool(layer.symmetric),
+        weight="format" if layer.per_channel else "tensor",
+    )
 
 
-def _notes(config: QuantizeConfig, layers: list[LayerConfig], samples: int | None, prunes: bool) -> Iterator[str]:
+def _notes(
+    config: QuantizeConfig, layers: list[LayerConfig], samples: int | None, prunes: bool
+) -> Iterator[str]:
     """What of a file is done in another way, or not at all, and what of it is easily overlooked."""
     if samples is not None:
         yield f"batch_num {config.batch_num} of the file is not used: --samples {samples} was given"

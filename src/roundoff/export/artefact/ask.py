@@ -19,11 +19,18 @@ from roundoff.quantize.rounding import Rounding, among
 SAMPLES = 512
 #: ``--method`` -> how channels are balanced first, how weights are rounded then. AWQ and SmoothQuant as published.
 METHODS = {
-    "gptq": ("", "gptq"), "nearest": ("", "nearest"), "awq": ("awq", "nearest"), "awq+gptq": ("awq", "gptq"),
-    "smoothquant": ("smoothquant", "nearest"), "smoothquant+gptq": ("smoothquant", "gptq"), "dmq": ("dmq", "nearest"),
+    "gptq": ("", "gptq"),
+    "nearest": ("", "nearest"),
+    "awq": ("awq", "nearest"),
+    "awq+gptq": ("awq", "gptq"),
+    "smoothquant": ("smoothquant", "nearest"),
+    "smoothquant+gptq": ("smoothquant", "gptq"),
+    "dmq": ("dmq", "nearest"),
     "dmq+gptq": ("dmq", "gptq"),
-}  # fmt: skip
-_PRUNE = re.compile(r"(?P<n>\d+):(?P<m>\d+)|(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)")
+}
+_PRUNE = re.compile(
+    r"(?P<n>\d+):(?P<m>\d+)|(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)"
+)
 
 
 class Goal(NamedTuple):
@@ -93,26 +100,52 @@ class Ask:
     def __post_init__(self) -> None:
         for name in (*self.formats, *self.pin.values()):
             parse_format(name)
-        among("--cost", self.cost, [name for name in UNITS if name != "seconds"])  # integer kernels are not in its tables
+        among(
+            "--cost", self.cost, [name for name in UNITS if name != "seconds"]
+        )  # integer kernels are not in its tables
         if self.target is not None and self.plan is not None:
-            raise QuantizationError("a target chooses a plan itself", where="--target", got="a plan too",
-                                    do="leave one of them out")  # fmt: skip
+            raise QuantizationError(
+                "a target chooses a plan itself",
+                where="--target",
+                got="a plan too",
+                do="leave one of them out",
+            )
         if self.plan is None and not self.formats:
-            raise QuantizationError("no format to quantize to", where="--formats", expected="one, such as int8")
+            raise QuantizationError(
+                "no format to quantize to",
+                where="--formats",
+                expected="one, such as int8",
+            )
         if self.plan is None and self.target is None and len(self.formats) > 1:
             raise QuantizationError(
-                "which site runs in which of these formats?", where="--formats", got=", ".join(self.formats),
-                expected="one format, or a target or a plan that decides", do="add --target 0.5% or --target 38dB",
-            )  # fmt: skip
+                "which site runs in which of these formats?",
+                where="--formats",
+                got=", ".join(self.formats),
+                expected="one format, or a target or a plan that decides",
+                do="add --target 0.5% or --target 38dB",
+            )
         if self.plan is not None and self.plan.autocast:
             self.plan.format_of("")  # says why not
         if self.samples is not None and self.samples < 1:
-            raise QuantizationError("no calibration data", where="--samples", expected="one or more", got=str(self.samples))
+            raise QuantizationError(
+                "no calibration data",
+                where="--samples",
+                expected="one or more",
+                got=str(self.samples),
+            )
         if (self.qat or self.distill) and self.epochs < 1:
-            raise QuantizationError("training needs a number of epochs", where="--epochs", expected="1 or more",
-                                    got=str(self.epochs))  # fmt: skip
+            raise QuantizationError(
+                "training needs a number of epochs",
+                where="--epochs",
+                expected="1 or more",
+                got=str(self.epochs),
+            )
         if self.epochs and not (self.qat or self.prune):
-            raise QuantizationError("nothing would be trained", where="--epochs", expected="--qat or --prune beside it")
+            raise QuantizationError(
+                "nothing would be trained",
+                where="--epochs",
+                expected="--qat or --prune beside it",
+            )
         _ = self.goal, self.pruning  # these raise
 
     @property
@@ -134,10 +167,18 @@ def parse_goal(text: str) -> Goal:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(%|dB)\s*", text, flags=re.IGNORECASE)
     if found is None:
-        raise QuantizationError("not a target", where="--target", got=repr(text),
-                                expected="a drop of the metric such as 0.5% (of 1), or decibels such as 38dB")  # fmt: skip
+        raise QuantizationError(
+            "not a target",
+            where="--target",
+            got=repr(text),
+            expected="a drop of the metric such as 0.5% (of 1), or decibels such as 38dB",
+        )
     number = float(found[1])
-    return Goal("drop", number / 100, text) if found[2] == "%" else Goal("db", number, text)
+    return (
+        Goal("drop", number / 100, text)
+        if found[2] == "%"
+        else Goal("db", number, text)
+    )
 
 
 def parse_prune(text: str) -> Prune:
@@ -150,8 +191,12 @@ def parse_prune(text: str) -> Prune:
     n, m = (int(found[k] or 0) for k in ("n", "m")) if found else (0, 0)
     share = float(found["share"] or 0) if found else 0.0
     if found is None or not (0 < n < m if found["n"] else 0 < share < 1):
-        raise QuantizationError("not a way to prune", where="--prune", got=repr(text),
-                                expected="2:4, channel:0.3 or magnitude:0.5 (the share that goes, below 1)")  # fmt: skip
+        raise QuantizationError(
+            "not a way to prune",
+            where="--prune",
+            got=repr(text),
+            expected="2:4, channel:0.3 or magnitude:0.5 (the share that goes, below 1)",
+        )
     return Prune("n_m" if found["n"] else found["kind"], n, m, share, text)  # type: ignore[arg-type]
 
 
@@ -163,8 +208,12 @@ def weights_only(name: str, group: int | None) -> str:
     """
     fmt = parse_format(name)
     if fmt.one_quantum != 1.0 or not fmt.symmetric:
-        raise FormatError("weights alone are integers", where="--weights-only", expected="int4, int8 or another width",
-                          got=name)  # fmt: skip
+        raise FormatError(
+            "weights alone are integers",
+            where="--weights-only",
+            expected="int4, int8 or another width",
+            got=name,
+        )
     return parse_format(f"w{fmt.width}" + (f"g{group}" if group else "")).name
 
 
@@ -180,11 +229,17 @@ def rounding(observer: str, method: str) -> Rounding:
     return Rounding(observer=observer, weights=weights, balance=balance)
 
 
-def asked_formats(formats: Sequence[str], only: str | None, group: int | None) -> tuple[str, ...]:
+def asked_formats(
+    formats: Sequence[str], only: str | None, group: int | None
+) -> tuple[str, ...]:
     """The formats of ``--formats``, or the one of ``--weights-only`` and ``--group`` where these are given."""
     if only is not None:
         return (weights_only(only, group),)
     if group is not None:
-        raise QuantizationError("groups of weights are for weights alone", where="--group", got=str(group),
-                                do="add --weights-only int4, or name the format: --formats w4a8g64")  # fmt: skip
+        raise QuantizationError(
+            "groups of weights are for weights alone",
+            where="--group",
+            got=str(group),
+            do="add --weights-only int4, or name the format: --formats w4a8g64",
+        )
     return tuple(formats)

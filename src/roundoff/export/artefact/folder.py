@@ -35,9 +35,14 @@ FILES = {
 
 
 def deliver(
-    workload: Workload, ask: Ask, folder: str | Path, *, onnx: bool = True, overwrite: bool = False,
+    workload: Workload,
+    ask: Ask,
+    folder: str | Path,
+    *,
+    onnx: bool = True,
+    overwrite: bool = False,
     progress: Progress | None = None,
-) -> tuple[Made, dict[str, Any]]:  # fmt: skip
+) -> tuple[Made, dict[str, Any]]:
     """Make what is asked and write it all into a folder, which appears when everything is done.
 
     Args:
@@ -57,7 +62,9 @@ def deliver(
     """
     folder = Path(folder)
     check_free(folder, overwrite)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name}."
+    ) as temporary:
         # a folder within it, so that the mode is the usual one
         work = Path(temporary) / "files"
         work.mkdir()
@@ -69,7 +76,9 @@ def deliver(
     return made, summary
 
 
-def write(made: Made, ask: Ask, folder: Path, *, onnx: bool, progress: Progress | None = None) -> dict[str, Any]:
+def write(
+    made: Made, ask: Ask, folder: Path, *, onnx: bool, progress: Progress | None = None
+) -> dict[str, Any]:
     """Write all files into a folder that is there; returns the summary."""
     reasons: dict[str, str] = {}
     summary = summarize(made, ask)
@@ -81,17 +90,30 @@ def write(made: Made, ask: Ask, folder: Path, *, onnx: bool, progress: Progress 
     made.plan.save(folder / "plan.toml")
     record = made.model.record()
     record.save(folder / "record.toml")
-    _try(reasons, "record.txt", lambda: summary["lost"].extend(_amct(record, folder / "record.txt")))
+    _try(
+        reasons,
+        "record.txt",
+        lambda: summary["lost"].extend(_amct(record, folder / "record.txt")),
+    )
     if onnx:
         start = time.perf_counter()
         _artefact(made, folder, summary, reasons, progress)
         summary["seconds"]["export and proof"] = time.perf_counter() - start
     else:
-        reasons |= dict.fromkeys(("model.onnx", "fake_quant.onnx", "fp32.onnx"), "--no-onnx")
+        reasons |= dict.fromkeys(
+            ("model.onnx", "fake_quant.onnx", "fp32.onnx"), "--no-onnx"
+        )
     summary["files"] = [
-        {"name": name, "what": what, "bytes": (folder / name).stat().st_size if (folder / name).exists() else None,
-         "reason": reasons.get(name, "")} for name, what in FILES.items()
-    ]  # fmt: skip
+        {
+            "name": name,
+            "what": what,
+            "bytes": (folder / name).stat().st_size
+            if (folder / name).exists()
+            else None,
+            "reason": reasons.get(name, ""),
+        }
+        for name, what in FILES.items()
+    ]
     write_quantize(summary, folder / "report.html")
     write_json(summary, folder / "summary.json")
     return summary
@@ -103,14 +125,27 @@ def _amct(record: Any, path: Path) -> list[str]:
     return write_record(record, path)
 
 
-def _artefact(made: Made, folder: Path, summary: dict[str, Any], reasons: dict[str, str], progress: Progress | None) -> None:
+def _artefact(
+    made: Made,
+    folder: Path,
+    summary: dict[str, Any],
+    reasons: dict[str, str],
+    progress: Progress | None,
+) -> None:
     from roundoff.export.onnx import export_fake_quant
     from roundoff.export.proof import prove
     from roundoff.quantize.pipeline import unrounded
 
     def proved() -> None:
         exact = unrounded(made.model, made.start)
-        found = prove(made.workload, made.model, folder / "model.onnx", folder / "fp32.onnx", exact=exact, pack=True)
+        found = prove(
+            made.workload,
+            made.model,
+            folder / "model.onnx",
+            folder / "fp32.onnx",
+            exact=exact,
+            pack=True,
+        )
         add_proof(summary, found)
 
     def step(done: int) -> None:
@@ -125,7 +160,11 @@ def _artefact(made: Made, folder: Path, summary: dict[str, Any], reasons: dict[s
             (folder / name).unlink(missing_ok=True)  # not proved, so not handed out
         reasons["fp32.onnx"] = "only beside model.onnx"
     own, model = made.workload, made.model
-    _try(reasons, "fake_quant.onnx", lambda: export_fake_quant(own, model, folder / "fake_quant.onnx"))
+    _try(
+        reasons,
+        "fake_quant.onnx",
+        lambda: export_fake_quant(own, model, folder / "fake_quant.onnx"),
+    )
     step(2)
 
 
@@ -145,18 +184,41 @@ def check_free(folder: Path, overwrite: bool) -> None:
     where = str(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else [] if not folder.exists() else None
+        there = (
+            sorted(p.name for p in folder.iterdir())
+            if folder.is_dir()
+            else []
+            if not folder.exists()
+            else None
+        )
         with tempfile.TemporaryFile(dir=folder.parent):
             pass
     except OSError as error:
-        raise OutputError("cannot write here", where=where, got=f"{type(error).__name__}: {error}",
-                          do="choose another folder with -o") from error  # fmt: skip
+        raise OutputError(
+            "cannot write here",
+            where=where,
+            got=f"{type(error).__name__}: {error}",
+            do="choose another folder with -o",
+        ) from error
     if there is None:
-        raise OutputError("a file is where the folder should go", where=where, do="choose another place with -o")
+        raise OutputError(
+            "a file is where the folder should go",
+            where=where,
+            do="choose another place with -o",
+        )
     strangers = [name for name in there if name not in FILES]
     if there and not overwrite:
-        raise OutputError("the folder is not empty", where=where, got=", ".join(there[:5]), expected="a new or empty folder",
-                          do="choose another with -o, or say that it may be replaced: --overwrite")  # fmt: skip
+        raise OutputError(
+            "the folder is not empty",
+            where=where,
+            got=", ".join(there[:5]),
+            expected="a new or empty folder",
+            do="choose another with -o, or say that it may be replaced: --overwrite",
+        )
     if strangers:
-        raise OutputError("roundoff quantize has not written this, so the folder is not replaced", where=where,
-                          got=", ".join(strangers[:5]), do="choose another folder with -o")  # fmt: skip
+        raise OutputError(
+            "roundoff quantize has not written this, so the folder is not replaced",
+            where=where,
+            got=", ".join(strangers[:5]),
+            do="choose another folder with -o",
+        )

@@ -49,8 +49,11 @@ class Judge:
     def outputs_of(self, outputs: Sequence[Any]) -> Judged:
         """The same from its outputs."""
         found = [named_tensors(output) for output in outputs]
-        return Judged(sqnr_db(noise(found, self.exact)), self.workload.evaluate(outputs, self.outputs),
-                      agreement(found, self.exact))  # fmt: skip
+        return Judged(
+            sqnr_db(noise(found, self.exact)),
+            self.workload.evaluate(outputs, self.outputs),
+            agreement(found, self.exact),
+        )
 
     @property
     def samples(self) -> int:
@@ -58,7 +61,9 @@ class Judge:
         return sum(size(batch) for batch in self.workload.batches)
 
 
-def agreement(found: list[dict[str, Tensor]], exact: list[dict[str, Tensor]]) -> float | None:
+def agreement(
+    found: list[dict[str, Tensor]], exact: list[dict[str, Tensor]]
+) -> float | None:
     """The share of rows (along the last axis) of the first output whose largest element stands at the same place.
 
     None where the output has fewer than two axes, or rows of one element.
@@ -80,4 +85,11 @@ def size(batch: Any) -> int:
     """The number of samples in a batch: the first axis of its first tensor."""
     from torch.utils._pytree import tree_flatten
 
-    return next((len(leaf) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim), 1)
+    return next(
+        (
+            len(leaf)
+            for leaf in tree_flatten(batch)[0]
+            if isinstance(leaf, Tensor) and leaf.ndim
+        ),
+        1,
+    )

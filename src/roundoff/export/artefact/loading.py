@@ -27,8 +27,11 @@ def save_model(model: QuantizedModel, path: str | Path) -> None:
         with atomic_path(path) as temporary:
             torch.save(model, temporary)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise QuantizationError(f"this model cannot be pickled: {error}", where=str(path),
-                                do="define its classes and functions at the top of a module") from error  # fmt: skip
+        raise QuantizationError(
+            f"this model cannot be pickled: {error}",
+            where=str(path),
+            do="define its classes and functions at the top of a module",
+        ) from error
 
 
 def load_model(path: str | Path, source: str | Path | None = None) -> QuantizedModel:
@@ -62,15 +65,29 @@ def _load(path: str | Path, namespace: dict[str, Any]) -> QuantizedModel:
             return super().find_class(module, name)
 
     try:
-        how = types.SimpleNamespace(__name__="pickle", Unpickler=Unpickler, load=pickle.load)
+        how = types.SimpleNamespace(
+            __name__="pickle", Unpickler=Unpickler, load=pickle.load
+        )
         made = torch.load(path, weights_only=False, pickle_module=how)
     except FileNotFoundError as error:
-        raise QuantizationError("no such file", where=str(path), expected="model.pt of roundoff quantize") from error
-    except (pickle.UnpicklingError, ModuleNotFoundError, AttributeError, RuntimeError, EOFError) as error:
         raise QuantizationError(
-            f"not a model that can be read: {error}", where=str(path), expected="model.pt of roundoff quantize",
+            "no such file", where=str(path), expected="model.pt of roundoff quantize"
+        ) from error
+    except (
+        pickle.UnpicklingError,
+        ModuleNotFoundError,
+        AttributeError,
+        RuntimeError,
+        EOFError,
+    ) as error:
+        raise QuantizationError(
+            f"not a model that can be read: {error}",
+            where=str(path),
+            expected="model.pt of roundoff quantize",
             do="give the workload file that defines its classes: load_model(path, 'workload.py')",
-        ) from error  # fmt: skip
+        ) from error
     if not isinstance(made, QuantizedModel):
-        raise QuantizationError("not a quantized model", where=str(path), got=type(made).__name__)
+        raise QuantizationError(
+            "not a quantized model", where=str(path), got=type(made).__name__
+        )
     return made

@@ -97,31 +97,56 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     """
     goal = ask.goal
     if goal is not None and goal.kind == "drop" and workload.metric is None:
-        raise QuantizationError("a target in the metric needs one", where=workload.name, got=goal.text,
-                                expected="a metric in the workload, or decibels such as 38dB")  # fmt: skip
+        raise QuantizationError(
+            "a target in the metric needs one",
+            where=workload.name,
+            got=goal.text,
+            expected="a metric in the workload, or decibels such as 38dB",
+        )
     if ask.epochs and workload.loss is None and not ask.distill:
-        raise QuantizationError("training needs a loss", where=workload.name, expected="loss(output, batch) in the workload",
-                                do="define it, or learn from the fp32 model: --distill")  # fmt: skip
+        raise QuantizationError(
+            "training needs a loss",
+            where=workload.name,
+            expected="loss(output, batch) in the workload",
+            do="define it, or learn from the fp32 model: --distill",
+        )
     clock, notes = _Clock(), list(ask.notes)
     with clock("judge"):
         judge = Judge(workload)
-    own = calibration(workload, SAMPLES if ask.samples is None else ask.samples, ask.batches)
+    own = calibration(
+        workload, SAMPLES if ask.samples is None else ask.samples, ask.batches
+    )
     start, steps = own, list[Step]()
     pruned: list[dict[str, Any]] = []
     masks: dict[str, Tensor] = {}
     if ask.pruning is not None:
         with clock("prune"):
             start, pruned, masks = _prune(own, ask.pruning)
-            steps.append(Step(f"prune {ask.prune}", math.inf, judge.judge(start.model).db, ""))
+            steps.append(
+                Step(f"prune {ask.prune}", math.inf, judge.judge(start.model).db, "")
+            )
             if all(row["before"] == row["after"] for row in pruned):
-                why = "; ".join(sorted({row["reason"] for row in pruned if row["reason"]})[:3])
-                notes.append(f"nothing could be pruned: {why or 'no weight that it is for'}")
+                why = "; ".join(
+                    sorted({row["reason"] for row in pruned if row["reason"]})[:3]
+                )
+                notes.append(
+                    f"nothing could be pruned: {why or 'no weight that it is for'}"
+                )
         if ask.epochs:
             with clock("train"):
                 _train(start.model, workload, ask)
-                steps.append(Step("training", steps[-1].after, judge.judge(start.model).db, f"{ask.epochs} epochs"))
+                steps.append(
+                    Step(
+                        "training",
+                        steps[-1].after,
+                        judge.judge(start.model).db,
+                        f"{ask.epochs} epochs",
+                    )
+                )
         else:
-            notes.append("nothing was trained after pruning: --epochs 2 (and --distill) brings back much of what it costs")
+            notes.append(
+                "nothing was trained after pruning: --epochs 2 (and --distill) brings back much of what it costs"
+            )
         if masks:
             finish_(start.model)
             ask = replace(ask, rounding=ask.rounding.keeping_zeros())
@@ -130,32 +155,60 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     notes += [*more, *model.remarks]
     notes += [f"{name}: {note}" for name, note in model.notes.items()]
     beside = "beside the pruned model" if ask.pruning is not None else ""
-    steps += [step._replace(note="; ".join(filter(None, (step.note, beside)))) for step in model.steps]
+    steps += [
+        step._replace(note="; ".join(filter(None, (step.note, beside))))
+        for step in model.steps
+    ]
     if ask.qat:
         with clock("train with quantization"):
             before = judge.judge(model).db
-            notes += [f"{name} is not trained: {why}" for name, why in prepare_qat(model).items()]
+            notes += [
+                f"{name} is not trained: {why}"
+                for name, why in prepare_qat(model).items()
+            ]
             if masks:
                 sparsify_(model.model, masks)
             _train(model, workload, ask)
             if masks:
                 finish_(model.model)
             convert(model)
-            steps.append(Step("qat", before, judge.judge(model).db, f"lsq, lsq+, {ask.epochs} epochs"))
+            steps.append(
+                Step(
+                    "qat",
+                    before,
+                    judge.judge(model).db,
+                    f"lsq, lsq+, {ask.epochs} epochs",
+                )
+            )
     model.eval()
     model.steps = steps
     if masks:
         notes += _still_zero(model, masks, ask.pruning)
     with clock("judge"):
         judged = judge.judge(model)
-    made = Made(own, start, judge, model, plan, judged, trials, shares, pruned, {}, notes, clock.seconds)
+    made = Made(
+        own,
+        start,
+        judge,
+        model,
+        plan,
+        judged,
+        trials,
+        shares,
+        pruned,
+        {},
+        notes,
+        clock.seconds,
+    )
     if pruned:
         with clock("cost of the pruned model"):
             made.pruning = _saved(own, start)
     return made
 
 
-def calibration(workload: Workload, samples: int, batches: int | None = None) -> Workload:
+def calibration(
+    workload: Workload, samples: int, batches: int | None = None
+) -> Workload:
     """The same workload with its first batches, until there are so many samples, or that number of ``batches``."""
     own, have = [], 0
     for batch in workload.batches if batches is None else ():
@@ -172,13 +225,44 @@ def _quantize(
     start: Workload, ask: Ask, progress: Progress | None
 ) -> tuple[QuantizedModel, Plan, list[dict[str, Any]], list[str], dict[str, float]]:
     if ask.target is not None:
-        reached = reach(start, ask.target, list(ask.formats), cost=ask.cost, pin=dict(ask.pin), skip=ask.skip,
-                        options=ask.options, rounding=ask.rounding, progress=progress)  # fmt: skip
-        trials = [{"sites": _counts(t.plan), "predicted_db": t.predicted_db, "measured_db": t.measured_db,
-                   "metric": t.metric, "cost": t.cost, "met": t.met} for t in reached.trials]  # fmt: skip
-        return reached.model, reached.plan, trials, [reached.note] if reached.note else [], dict(reached.shares)
+        reached = reach(
+            start,
+            ask.target,
+            list(ask.formats),
+            cost=ask.cost,
+            pin=dict(ask.pin),
+            skip=ask.skip,
+            options=ask.options,
+            rounding=ask.rounding,
+            progress=progress,
+        )
+        trials = [
+            {
+                "sites": _counts(t.plan),
+                "predicted_db": t.predicted_db,
+                "measured_db": t.measured_db,
+                "metric": t.metric,
+                "cost": t.cost,
+                "met": t.met,
+            }
+            for t in reached.trials
+        ]
+        return (
+            reached.model,
+            reached.plan,
+            trials,
+            [reached.note] if reached.note else [],
+            dict(reached.shares),
+        )
     plan = ask.plan or whole_plan(start, ask.formats[0], ask)
-    model = quantize(start, plan, options=ask.options, rounding=ask.rounding, fold=ask.fold, skip=ask.skip)
+    model = quantize(
+        start,
+        plan,
+        options=ask.options,
+        rounding=ask.rounding,
+        fold=ask.fold,
+        skip=ask.skip,
+    )
     return model, plan, [], [], {}
 
 
@@ -187,11 +271,15 @@ def whole_plan(start: Workload, fmt: str, ask: Ask) -> Plan:
     graph = traced(start)
     formats = {site: f.name for site, f in site_formats(fmt, graph, ask.skip).items()}
     for pattern, name in ask.pin.items():
-        formats |= dict.fromkeys(select(pattern, list(graph.nodes)), parse_format(name).name)
+        formats |= dict.fromkeys(
+            select(pattern, list(graph.nodes)), parse_format(name).name
+        )
     by: dict[str, list[str]] = {}
     for site, name in formats.items():
         by.setdefault(name, []).append(site)
-    return Plan(tuple(Rule(name, tuple(sites)) for name, sites in by.items() if name != "fp32"))
+    return Plan(
+        tuple(Rule(name, tuple(sites)) for name, sites in by.items() if name != "fp32")
+    )
 
 
 def _counts(plan: Plan) -> dict[str, int]:
@@ -201,15 +289,47 @@ def _counts(plan: Plan) -> dict[str, int]:
     return found
 
 
-def _prune(own: Workload, how: Prune) -> tuple[Workload, list[dict[str, Any]], dict[str, Tensor]]:
+def _prune(
+    own: Workload, how: Prune
+) -> tuple[Workload, list[dict[str, Any]], dict[str, Tensor]]:
     model = copy.deepcopy(own.model)
     start = own.with_model(model)
     if how.kind == "channel":
-        groups = prune_channels_(model, own.batches, ratio=how.share, forward=own.forward)
-        return start, [{"name": g.group, "before": g.before, "after": g.after, "reason": g.reason} for g in groups], {}
-    masks = n_m_masks(model, how.n, how.m) if how.kind == "n_m" else unstructured_masks(magnitude_scores(model), how.share)
+        groups = prune_channels_(
+            model, own.batches, ratio=how.share, forward=own.forward
+        )
+        return (
+            start,
+            [
+                {
+                    "name": g.group,
+                    "before": g.before,
+                    "after": g.after,
+                    "reason": g.reason,
+                }
+                for g in groups
+            ],
+            {},
+        )
+    masks = (
+        n_m_masks(model, how.n, how.m)
+        if how.kind == "n_m"
+        else unstructured_masks(magnitude_scores(model), how.share)
+    )
     rows = sparsify_(model, masks)
-    return start, [{"name": r.name, "before": r.elements, "after": r.elements - r.zeros, "reason": ""} for r in rows], masks
+    return (
+        start,
+        [
+            {
+                "name": r.name,
+                "before": r.elements,
+                "after": r.elements - r.zeros,
+                "reason": "",
+            }
+            for r in rows
+        ],
+        masks,
+    )
 
 
 def _saved(own: Workload, pruned: Workload) -> dict[str, Any]:
@@ -217,12 +337,15 @@ def _saved(own: Workload, pruned: Workload) -> dict[str, Any]:
     batch = own.batches[0]
     before, after = (cost(w.model, batch, forward=own.forward) for w in (own, pruned))
     return {
-        "macs": {"before": before.macs, "after": after.macs}, "bytes": {"before": before.bytes, "after": after.bytes},
+        "macs": {"before": before.macs, "after": after.macs},
+        "bytes": {"before": before.bytes, "after": after.bytes},
         "time": latency_ratio(own.model, pruned.model, batch, forward=own.forward),
-    }  # fmt: skip
+    }
 
 
-def _still_zero(model: QuantizedModel, masks: dict[str, Tensor], how: Prune | None) -> list[str]:
+def _still_zero(
+    model: QuantizedModel, masks: dict[str, Tensor], how: Prune | None
+) -> list[str]:
     """What of the sparsity did not last, one line each weight."""
     lost = []
     parameters = dict(model.model.named_parameters())
@@ -232,8 +355,15 @@ def _still_zero(model: QuantizedModel, masks: dict[str, Tensor], how: Prune | No
             continue
         moved = int((weight.detach()[~mask] != 0).sum())
         if moved:
-            lost.append(f"{name}: {moved} of {int((~mask).sum())} pruned weights are no longer 0")
-        elif how is not None and how.kind == "n_m" and weight.ndim > 1 and check_n_m(weight.detach(), how.n, how.m):
+            lost.append(
+                f"{name}: {moved} of {int((~mask).sum())} pruned weights are no longer 0"
+            )
+        elif (
+            how is not None
+            and how.kind == "n_m"
+            and weight.ndim > 1
+            and check_n_m(weight.detach(), how.n, how.m)
+        ):
             lost.append(f"{name}: not {how.text} along its input channels")
     return lost
 
@@ -241,7 +371,11 @@ def _still_zero(model: QuantizedModel, masks: dict[str, Tensor], how: Prune | No
 def _train(model: nn.Module, workload: Workload, ask: Ask) -> None:
     steps = ask.epochs * len(workload.batches)
     hard = workload.loss
-    teacher = Distillation(workload.model, share=0.5 if hard is not None else 1.0) if ask.distill else None
+    teacher = (
+        Distillation(workload.model, share=0.5 if hard is not None else 1.0)
+        if ask.distill
+        else None
+    )
 
     def loss(output: Any, batch: Any) -> Tensor:
         if hard is None:
@@ -256,7 +390,16 @@ def _train(model: nn.Module, workload: Workload, ask: Ask) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     with preserve(workload.model), torch.random.fork_rng():
         torch.manual_seed(0)
-        train(model, workload.batches, loss, optimizer, ask.epochs, forward=forward, teacher=teacher, schedule=schedule)
+        train(
+            model,
+            workload.batches,
+            loss,
+            optimizer,
+            ask.epochs,
+            forward=forward,
+            teacher=teacher,
+            schedule=schedule,
+        )
 
 
 class _Clock:

@@ -36,11 +36,18 @@ def site_rows(made: Made, ask: Ask) -> list[dict[str, Any]]:
     graph = made.model.graph
     seen = compare(made)
     shares = dict.fromkeys(graph.nodes, 0.0) | made.shares if made.shares else {}
-    return [_row(site, made.model, graph, seen, ask) | {"share": shares.get(site)} for site in graph.nodes]
+    return [
+        _row(site, made.model, graph, seen, ask) | {"share": shares.get(site)}
+        for site in graph.nodes
+    ]
 
 
 def _row(
-    site: str, model: QuantizedModel, graph: Graph, seen: dict[str, tuple[float, float | None]], ask: Ask
+    site: str,
+    model: QuantizedModel,
+    graph: Graph,
+    seen: dict[str, tuple[float, float | None]],
+    ask: Ask,
 ) -> dict[str, Any]:
     said = {row.site: row for row in model.rows}.get(site)
     route, node = model.routes.get(site), graph.nodes[site]
@@ -51,24 +58,45 @@ def _row(
     executes = route is not None and route.executes is not None
     fmt = said.format if said is not None else "fp32"
     reason = said.reason if said is not None else "not called while the plan was made"
-    clips = node.operator in CLIPS and fmt == "fp32" and made is not None and node.uses[0].value in model.routes
-    state = "codes" if fmt == "codes" or clips else "fp32" if fmt == "fp32" else "quantized"
+    clips = (
+        node.operator in CLIPS
+        and fmt == "fp32"
+        and made is not None
+        and node.uses[0].value in model.routes
+    )
+    state = (
+        "codes" if fmt == "codes" or clips else "fp32" if fmt == "fp32" else "quantized"
+    )
     if clips:
         reason, fmt = reason or "clips what the call before it writes as codes", "codes"
     if state == "fp32" and not reason:
         skipped = next((p for p in ask.skip if matches(p, site)), None)
         reason = f"--skip {skipped}" if skipped else "the plan leaves it in fp32"
         if not skipped and node.operator in FOLLOWS | CLIPS:
-            reason = "its neighbours are in fp32, or in several formats: no codes to work on"
-        elif not skipped and not ask.target and ask.plan is None and node.kind in ("matmul", "attention"):
+            reason = (
+                "its neighbours are in fp32, or in several formats: no codes to work on"
+            )
+        elif (
+            not skipped
+            and not ask.target
+            and ask.plan is None
+            and node.kind in ("matmul", "attention")
+        ):
             reason = "a product of two values: one format for all takes products with weights, a plan or target these too"
     db, own = seen.get(site, (None, None))
     return {
-        "site": site, "operator": node.operator, "kind": node.kind, "format": fmt, "state": state,
+        "site": site,
+        "operator": node.operator,
+        "kind": node.kind,
+        "format": fmt,
+        "state": state,
         "weights": _how(weights[0]) if weights else "",
         "values": "whole call" if executes else _how(values[0]) if values else "",
-        "observer": values[0].observer if values else "", "sqnr_db": db, "own_db": own, "reason": reason,
-    }  # fmt: skip
+        "observer": values[0].observer if values else "",
+        "sqnr_db": db,
+        "own_db": own,
+        "reason": reason,
+    }
 
 
 def _how(quantizer: Quantizer) -> str:
@@ -118,7 +146,9 @@ class _Outputs:
 
 
 class _Taps(Passing):
-    def __init__(self, results: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, results: dict[str, Tensor], values: Mapping[str, Tensor]
+    ) -> None:
         self.results, self.values = results, values
         self.rows: dict[str, tuple[float, float | None]] = {}
 
@@ -141,4 +171,8 @@ def _db(found: Tensor, exact: Tensor) -> float:
 
 def _noise(found: Tensor, exact: Tensor) -> float:
     signal = float(exact.double().square().sum())
-    return float((found.double() - exact.double()).square().sum()) / signal if signal else float("inf")
+    return (
+        float((found.double() - exact.double()).square().sum()) / signal
+        if signal
+        else float("inf")
+    )

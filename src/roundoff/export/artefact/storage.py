@@ -46,6 +46,14 @@ def work(formats: Mapping[str, str], macs: Mapping[str, int]) -> float | None:
     for site, number in macs.items():
         fmt = parse_format(formats.get(site, "fp32"))
         rule = fmt.execution
-        values = fmt.of_activations.bits if rule is None or rule.activation is not None else 32.0
-        done += number * values * (fmt.bits if rule is None or rule.weight is not None else 32.0)
+        values = (
+            fmt.of_activations.bits
+            if rule is None or rule.activation is not None
+            else 32.0
+        )
+        done += (
+            number
+            * values
+            * (fmt.bits if rule is None or rule.weight is not None else 32.0)
+        )
     return done / (total * 32.0 * 32.0)

@@ -27,61 +27,132 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
     weight_bits, value_bits = (_none(bits) for bits in average_bits(made.model))
     goal, judged, judge = ask.goal, made.judged, made.judge
     states = [row["state"] for row in rows]
-    drop = None if judged.metric is None or judge.metric is None else judge.metric - judged.metric
+    drop = (
+        None
+        if judged.metric is None or judge.metric is None
+        else judge.metric - judged.metric
+    )
     return {
-        "version": _version(), "workload": own.name, "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "version": _version(),
+        "workload": own.name,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
         "asked": {
-            "target": goal.text if goal else None, "kind": goal.kind if goal else None,
+            "target": goal.text if goal else None,
+            "kind": goal.kind if goal else None,
             "value": goal.value if goal else None,
-            "formats": list(ask.formats) if ask.plan is None else [], "plan": ask.plan is not None, "prune": ask.prune,
-            "cost": UNITS[ask.cost], "skip": list(ask.skip), "pin": dict(ask.pin), "qat": ask.qat, "epochs": ask.epochs,
-            "observer": ask.rounding.observer, "weights": ask.rounding.weights,
+            "formats": list(ask.formats) if ask.plan is None else [],
+            "plan": ask.plan is not None,
+            "prune": ask.prune,
+            "cost": UNITS[ask.cost],
+            "skip": list(ask.skip),
+            "pin": dict(ask.pin),
+            "qat": ask.qat,
+            "epochs": ask.epochs,
+            "observer": ask.rounding.observer,
+            "weights": ask.rounding.weights,
         },
-        "calibration": {"batches": len(own.batches), "samples": sum(size(b) for b in own.batches)},
-        "judged_on": {"batches": len(judge.workload.batches), "samples": judge.samples, "held_out": bool(own.held_out)},
+        "calibration": {
+            "batches": len(own.batches),
+            "samples": sum(size(b) for b in own.batches),
+        },
+        "judged_on": {
+            "batches": len(judge.workload.batches),
+            "samples": judge.samples,
+            "held_out": bool(own.held_out),
+        },
         "result": {
-            "met": made.met(ask), "sqnr_db": judged.db, "agreement": judged.agreement, "metric_name": own.metric_name,
-            "metric_reference": judge.metric, "metric": judged.metric, "drop": drop,
+            "met": made.met(ask),
+            "sqnr_db": judged.db,
+            "agreement": judged.agreement,
+            "metric_name": own.metric_name,
+            "metric_reference": judge.metric,
+            "metric": judged.metric,
+            "drop": drop,
         },
         "sites": rows,
-        "coverage": {"sites": len(rows), **{name: states.count(name) for name in ("quantized", "codes", "fp32")},
-                     "products": sum(r["kind"] in PRODUCTS for r in rows),
-                     "products_quantized": sum(r["kind"] in PRODUCTS and r["state"] == "quantized" for r in rows),
-                     "excluded": [{"operator": e.operator, "reason": e.reason, "count": e.count} for e in graph.excluded]},
+        "coverage": {
+            "sites": len(rows),
+            **{name: states.count(name) for name in ("quantized", "codes", "fp32")},
+            "products": sum(r["kind"] in PRODUCTS for r in rows),
+            "products_quantized": sum(
+                r["kind"] in PRODUCTS and r["state"] == "quantized" for r in rows
+            ),
+            "excluded": [
+                {"operator": e.operator, "reason": e.reason, "count": e.count}
+                for e in graph.excluded
+            ],
+        },
         "formats": _formats(rows),
         "bits": {"weight": weight_bits, "value": value_bits},
-        "weights": {"bytes": stored_bytes(made.model), "fp32": cost(own.model, own.batches[0], forward=own.forward).bytes},
+        "weights": {
+            "bytes": stored_bytes(made.model),
+            "fp32": cost(own.model, own.batches[0], forward=own.forward).bytes,
+        },
         "chosen": chosen(made),
-        "steps": [{"name": s.name, "before": _none(s.before), "after": _none(s.after), "note": s.note}
-                  for s in made.model.steps],
-        "trials": made.trials, "pruned": made.pruned, "pruning": made.pruning, "tradeoff": [], "proof": None, "files": [],
-        "notes": made.notes, "lost": [], "seconds": made.seconds,
-    }  # fmt: skip
+        "steps": [
+            {
+                "name": s.name,
+                "before": _none(s.before),
+                "after": _none(s.after),
+                "note": s.note,
+            }
+            for s in made.model.steps
+        ],
+        "trials": made.trials,
+        "pruned": made.pruned,
+        "pruning": made.pruning,
+        "tradeoff": [],
+        "proof": None,
+        "files": [],
+        "notes": made.notes,
+        "lost": [],
+        "seconds": made.seconds,
+    }
 
 
 def add_proof(summary: dict[str, Any], proof: Proof) -> None:
     """Put what ONNX Runtime did into a summary, and beside the sites that it is about."""
     raced = proof.latency
     summary["proof"] = {
-        "samples": proof.samples, "metric": proof.metric, "metric_fp32": proof.metric_fp32, "agreement": proof.agreement,
-        "sqnr_db": proof.sqnr_db, "simulation_db": proof.simulation_db, "codes": proof.codes, "differing": proof.differing,
-        "kernels": dict(proof.kernels.integer), "operators": dict(proof.kernels.counts),
-        "latency": None if raced is None else {
-            "reference": raced.reference, "candidate": raced.candidate, "ratio": raced.ratio,
-            "quartiles": list(raced.quartiles), "runs": raced.runs,
+        "samples": proof.samples,
+        "metric": proof.metric,
+        "metric_fp32": proof.metric_fp32,
+        "agreement": proof.agreement,
+        "sqnr_db": proof.sqnr_db,
+        "simulation_db": proof.simulation_db,
+        "codes": proof.codes,
+        "differing": proof.differing,
+        "kernels": dict(proof.kernels.integer),
+        "operators": dict(proof.kernels.counts),
+        "latency": None
+        if raced is None
+        else {
+            "reference": raced.reference,
+            "candidate": raced.candidate,
+            "ratio": raced.ratio,
+            "quartiles": list(raced.quartiles),
+            "runs": raced.runs,
         },
-        "bytes": proof.bytes, "bytes_fp32": proof.bytes_fp32,
-        "notes": [{"name": name, "reason": reason} for name, reason in proof.notes.items()],
-    }  # fmt: skip
+        "bytes": proof.bytes,
+        "bytes_fp32": proof.bytes_fp32,
+        "notes": [
+            {"name": name, "reason": reason} for name, reason in proof.notes.items()
+        ],
+    }
     values, calls = {s.name: s for s in proof.sites}, {s.site: s for s in proof.became}
     for row in summary["sites"]:
         value, call = values.get(row["site"]), calls.get(row["site"])
         own = value.own if value else None
         row |= {
-            "file_db": value.fp32_db if value else None, "artefact_db": value.simulation_db if value else None,
-            "codes": own.most if own else None, "differing": own.share if own else None,
-            "carried": value.carried.share if value and value.carried else None, "kernel": call.kernel if call else "",
-            "integer": call.integer if call else None, "kernel_reason": call.reason if call else "",
+            "file_db": value.fp32_db if value else None,
+            "artefact_db": value.simulation_db if value else None,
+            "codes": own.most if own else None,
+            "differing": own.share if own else None,
+            "carried": value.carried.share if value and value.carried else None,
+            "kernel": call.kernel if call else "",
+            "integer": call.integer if call else None,
+            "kernel_reason": call.reason if call else "",
         }
 
 

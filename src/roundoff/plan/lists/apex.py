@@ -16,14 +16,35 @@ from roundoff.plan.lists.source import check_keys
 from roundoff.plan.plan import Plan
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "O0": {"cast_model_type": "float32", "patch_torch_functions": False, "master_weights": False, "loss_scale": 1.0},
+    "O0": {
+        "cast_model_type": "float32",
+        "patch_torch_functions": False,
+        "master_weights": False,
+        "loss_scale": 1.0,
+    },
     "O1": {"patch_torch_functions": True, "loss_scale": "dynamic"},
-    "O2": {"cast_model_type": "float16", "patch_torch_functions": False, "keep_batchnorm_fp32": True,
-           "master_weights": True, "loss_scale": "dynamic"},
-    "O3": {"cast_model_type": "float16", "patch_torch_functions": False, "keep_batchnorm_fp32": False,
-           "master_weights": False, "loss_scale": 1.0},
-}  # fmt: skip
-_OVERRIDES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+    "O2": {
+        "cast_model_type": "float16",
+        "patch_torch_functions": False,
+        "keep_batchnorm_fp32": True,
+        "master_weights": True,
+        "loss_scale": "dynamic",
+    },
+    "O3": {
+        "cast_model_type": "float16",
+        "patch_torch_functions": False,
+        "keep_batchnorm_fp32": False,
+        "master_weights": False,
+        "loss_scale": 1.0,
+    },
+}
+_OVERRIDES = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
 _OTHER = {
     "cast_model_outputs": "cast the outputs in the script",
     "num_losses": "a scaler for each loss",
@@ -45,9 +66,18 @@ def read(data: Mapping[str, Any], where: str, *, partial: bool = False) -> Plan:
     found = Read("apex", where, partial)
     level = str(data.get("opt_level", "O1"))
     if level not in _DEFAULTS:
-        raise PlanError("no such opt level", where=f"{where}, opt_level", expected=", ".join(_DEFAULTS), got=repr(level),
-                        do="the letter O, not the digit 0" if level.startswith("0") else None)  # fmt: skip
-    found.left_out += [f"{key}={data[key]}: {why}" for key, why in _OTHER.items() if data.get(key) is not None]
+        raise PlanError(
+            "no such opt level",
+            where=f"{where}, opt_level",
+            expected=", ".join(_DEFAULTS),
+            got=repr(level),
+            do="the letter O, not the digit 0" if level.startswith("0") else None,
+        )
+    found.left_out += [
+        f"{key}={data[key]}: {why}"
+        for key, why in _OTHER.items()
+        if data.get(key) is not None
+    ]
     if data.get("enabled") is False:
         return found.plan()
     given = {key: data[key] for key in _OVERRIDES if data.get(key) is not None}
@@ -55,28 +85,44 @@ def read(data: Mapping[str, Any], where: str, *, partial: bool = False) -> Plan:
     settings = _DEFAULTS[level] | given
     scale = settings["loss_scale"]
     if scale not in (1, 1.0, "1.0", "1"):
-        found.left_out.append(f"loss_scale={scale}: scale the loss with roundoff.LossScaler")
+        found.left_out.append(
+            f"loss_scale={scale}: scale the loss with roundoff.LossScaler"
+        )
     if settings.get("master_weights") is not None:
         found.left_out.append(
             f"master_weights={settings['master_weights']}: a plan says what operators compute in; "
-            + ("keep the parameters in fp32" if settings["master_weights"] else "parameters are as the script makes them")
+            + (
+                "keep the parameters in fp32"
+                if settings["master_weights"]
+                else "parameters are as the script makes them"
+            )
         )
     if settings["patch_torch_functions"]:
-        found.notes.append("Apex's lists became torch.autocast's: operators follow those of the device")
+        found.notes.append(
+            "Apex's lists became torch.autocast's: operators follow those of the device"
+        )
         return found.plan(autocast="fp16")
     low = FORMATS.get(str(settings.get("cast_model_type")).rpartition(".")[2])
     if low is None:
-        raise PlanError("no such format", where=f"{where}, cast_model_type", got=repr(settings["cast_model_type"]),
-                        expected="torch.float16, torch.bfloat16 or torch.float32")  # fmt: skip
+        raise PlanError(
+            "no such format",
+            where=f"{where}, cast_model_type",
+            got=repr(settings["cast_model_type"]),
+            expected="torch.float16, torch.bfloat16 or torch.float32",
+        )
     if low != "fp32" and settings.get("keep_batchnorm_fp32") in (True, "True"):
-        return found.plan(found.named([("batch_norm", "fp32", "keep_batchnorm_fp32")]), low)
+        return found.plan(
+            found.named([("batch_norm", "fp32", "keep_batchnorm_fp32")]), low
+        )
     return found.plan(default=low)
 
 
 def write(plan: Plan) -> Written:
     """The opt level that is this plan, as JSON."""
     operators = Operators.of(plan)
-    out = Written("", "apex.amp.initialize(model, optimizer, **arguments)", operators.left_out)
+    out = Written(
+        "", "apex.amp.initialize(model, optimizer, **arguments)", operators.left_out
+    )
     formats = dict(operators.formats)
     if not operators.rest:
         data: dict[str, Any] = {"opt_level": "O1"}
@@ -93,8 +139,12 @@ def write(plan: Plan) -> Written:
         if operators.rest == "bf16":
             data["cast_model_type"] = "bfloat16"
         elif operators.rest != "fp16":
-            out.left_out.append(f"all others → {operators.rest}: Apex casts to float16 and bfloat16")
-    out.left_out += [f"op:{o} → {f}: Apex's levels have no lists" for o, f in formats.items()]
+            out.left_out.append(
+                f"all others → {operators.rest}: Apex casts to float16 and bfloat16"
+            )
+    out.left_out += [
+        f"op:{o} → {f}: Apex's levels have no lists" for o, f in formats.items()
+    ]
     out.text = json.dumps(data, indent=2) + "\n"
     return out
 
@@ -103,7 +153,9 @@ def _check(level: str, given: Mapping[str, Any], where: str) -> None:
     """What ``apex.amp.initialize`` itself refuses."""
     o1 = level == "O1"
     wrong = {
-        "cast_model_type": o1 and FORMATS.get(str(given.get("cast_model_type", "float32")).rpartition(".")[2]) != "fp32",
+        "cast_model_type": o1
+        and FORMATS.get(str(given.get("cast_model_type", "float32")).rpartition(".")[2])
+        != "fp32",
         "keep_batchnorm_fp32": o1,
         "master_weights": o1,
         "patch_torch_functions": not o1 and given.get("patch_torch_functions") is True,
@@ -111,17 +163,28 @@ def _check(level: str, given: Mapping[str, Any], where: str) -> None:
     for key, bad in wrong.items():
         if bad and key in given:
             raise PlanError(
-                f"{key}={given[key]} does not go with {level}", where=where, got="Apex refuses this too",
+                f"{key}={given[key]} does not go with {level}",
+                where=where,
+                got="Apex refuses this too",
                 do="use O2 or O3" if o1 else "use O1",
-            )  # fmt: skip
+            )
     keep = given.get("keep_batchnorm_fp32")
     if keep is not None and keep not in (True, False, "True", "False"):
-        raise PlanError("no truth value", where=f"{where}, keep_batchnorm_fp32", expected="true or false", got=repr(keep))
+        raise PlanError(
+            "no truth value",
+            where=f"{where}, keep_batchnorm_fp32",
+            expected="true or false",
+            got=repr(keep),
+        )
     scale = given.get("loss_scale", 1.0)
     try:
         bad = scale != "dynamic" and not float(scale) > 0
     except (TypeError, ValueError):
         bad = True
     if bad:
-        raise PlanError("no loss scale", where=f"{where}, loss_scale", expected='a positive number or "dynamic"',
-                        got=repr(scale))  # fmt: skip
+        raise PlanError(
+            "no loss scale",
+            where=f"{where}, loss_scale",
+            expected='a positive number or "dynamic"',
+            got=repr(scale),
+        )

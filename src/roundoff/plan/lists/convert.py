@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
-from roundoff.plan.lists import apex, ascend, mindspore, paddle, tensorflow, transformer_engine
+from roundoff.plan.lists import (
+    apex,
+    ascend,
+    mindspore,
+    paddle,
+    tensorflow,
+    transformer_engine,
+)
 from roundoff.plan.lists.fold import Written, refuse
 from roundoff.plan.lists.source import read_file
 from roundoff.plan.plan import Plan
@@ -18,11 +25,20 @@ if TYPE_CHECKING:
 
 #: In the order in which a file is tried: what has the most telling keys comes first.
 READERS = {
-    "ascend": ascend.recognise, "tensorflow": tensorflow.recognise, "apex": apex.recognise, "paddle": paddle.recognise,
-    "mindspore": mindspore.recognise, "transformer_engine": transformer_engine.recognise,
-}  # fmt: skip
+    "ascend": ascend.recognise,
+    "tensorflow": tensorflow.recognise,
+    "apex": apex.recognise,
+    "paddle": paddle.recognise,
+    "mindspore": mindspore.recognise,
+    "transformer_engine": transformer_engine.recognise,
+}
 WRITERS = ("ascend", "tensorflow", "apex", "paddle", "transformer_engine")
-_ALSO = {"tf": "tensorflow", "te": "transformer_engine", "cann": "ascend", "paddlepaddle": "paddle"}
+_ALSO = {
+    "tf": "tensorflow",
+    "te": "transformer_engine",
+    "cann": "ascend",
+    "paddlepaddle": "paddle",
+}
 
 
 class Lists(NamedTuple):
@@ -34,9 +50,14 @@ class Lists(NamedTuple):
 
 
 def read_lists(
-    source: str | Path | Mapping[str, Any], *, tool: str | None = None, model: nn.Module | Iterable[str] | None = None,
-    format: str | None = None, base: str | Path | Mapping[str, Any] | None = None, partial: bool = False,
-) -> Plan:  # fmt: skip
+    source: str | Path | Mapping[str, Any],
+    *,
+    tool: str | None = None,
+    model: nn.Module | Iterable[str] | None = None,
+    format: str | None = None,
+    base: str | Path | Mapping[str, Any] | None = None,
+    partial: bool = False,
+) -> Plan:
     """The plan that another tool's settings ask for.
 
     Args:
@@ -64,31 +85,53 @@ def read_lists(
         ('bf16', (Rule(format='fp32', sites=('op:softmax',)),))
     """
     if not isinstance(source, (str, Path, Mapping)):
-        raise PlanError("no settings", where="read_lists", expected="a path or a mapping", got=type(source).__name__)
+        raise PlanError(
+            "no settings",
+            where="read_lists",
+            expected="a path or a mapping",
+            got=type(source).__name__,
+        )
     where = tool or "settings" if isinstance(source, Mapping) else str(source)
     data = source if isinstance(source, Mapping) else read_file(Path(source))
     tool = _tool(data, tool, where)
     if tool == "plan":
         if isinstance(source, Mapping):
-            raise PlanError("a plan is read from its file", where=where, do="Plan.load(path)")
+            raise PlanError(
+                "a plan is read from its file", where=where, do="Plan.load(path)"
+            )
         return Plan.load(source)
     if base is not None and tool != "ascend":
-        raise PlanError(f"{tool} has no operator library", where="base", expected="Ascend's lists")
+        raise PlanError(
+            f"{tool} has no operator library", where="base", expected="Ascend's lists"
+        )
     if tool == "ascend":
         folder = None if isinstance(source, Mapping) else Path(source).parent
-        return ascend.read(data, where, format=format, base=base, partial=partial, folder=folder)
+        return ascend.read(
+            data, where, format=format, base=base, partial=partial, folder=folder
+        )
     if tool == "apex":
         return apex.read(data, where, partial=partial)
     if tool == "transformer_engine":
-        return transformer_engine.read(data, where, model=model, format=format, partial=partial)
-    reader = {"paddle": paddle.read, "tensorflow": tensorflow.read, "mindspore": mindspore.read}[tool]
+        return transformer_engine.read(
+            data, where, model=model, format=format, partial=partial
+        )
+    reader = {
+        "paddle": paddle.read,
+        "tensorflow": tensorflow.read,
+        "mindspore": mindspore.read,
+    }[tool]
     return reader(data, where, format=format, partial=partial)
 
 
 def write_lists(
-    plan: Plan, tool: str, path: str | Path, *, base: str | Path | Mapping[str, Any] | None = None,
-    model: nn.Module | None = None, partial: bool = False,
-) -> Lists:  # fmt: skip
+    plan: Plan,
+    tool: str,
+    path: str | Path,
+    *,
+    base: str | Path | Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    partial: bool = False,
+) -> Lists:
     """Write a plan as another tool's settings, whole or not at all; what was left out is returned with ``partial``.
 
     Args:
@@ -110,33 +153,53 @@ def write_lists(
     """
     tool = _ALSO.get(tool, tool)
     if tool not in WRITERS:
-        raise PlanError("no lists of this tool can be written", where=tool, expected=", ".join(WRITERS), got=repr(tool))
+        raise PlanError(
+            "no lists of this tool can be written",
+            where=tool,
+            expected=", ".join(WRITERS),
+            got=repr(tool),
+        )
     if model is not None:
         plan = plan.for_model(model)
     written = _write(plan, tool, str(path), base)
     refuse(written.left_out, tool, partial)
     with atomic_path(path) as temporary:
         temporary.write_text(written.text, encoding="utf-8")
-    return Lists(written.left_out, written.notes, written.use.replace("FILE", str(path)))
+    return Lists(
+        written.left_out, written.notes, written.use.replace("FILE", str(path))
+    )
 
 
 def _write(plan: Plan, tool: str, path: str, base: Any) -> Written:
     if tool == "ascend":
         return ascend.write(plan, path=path, base=base)
     if base is not None:
-        raise PlanError(f"{tool} has no operator library", where="base", expected="Ascend's lists")
-    writers = {"paddle": paddle.write, "tensorflow": tensorflow.write, "apex": apex.write,
-               "transformer_engine": transformer_engine.write}  # fmt: skip
+        raise PlanError(
+            f"{tool} has no operator library", where="base", expected="Ascend's lists"
+        )
+    writers = {
+        "paddle": paddle.write,
+        "tensorflow": tensorflow.write,
+        "apex": apex.write,
+        "transformer_engine": transformer_engine.write,
+    }
     return writers[tool](plan)
 
 
 def _tool(data: Any, tool: str | None, where: str) -> str:
     if not isinstance(data, Mapping):
-        raise PlanError("no settings", where=where, expected="names and values", got=type(data).__name__)
+        raise PlanError(
+            "no settings",
+            where=where,
+            expected="names and values",
+            got=type(data).__name__,
+        )
     if tool is not None:
         tool = _ALSO.get(tool, tool)
         if tool not in (*READERS, "plan"):
-            raise PlanError("no such tool", where=tool, expected=", ".join(READERS), got=repr(tool))
+            raise PlanError(
+                "no such tool", where=tool, expected=", ".join(READERS), got=repr(tool)
+            )
         return tool
     if "schema" in data:
         return "plan"
@@ -145,8 +208,10 @@ def _tool(data: Any, tool: str | None, where: str) -> str:
             return name
     keys = ", ".join(map(repr, list(data)[:5])) or "nothing"
     raise PlanError(
-        "not the settings of a tool that is known here", where=where, got=f"the keys {keys}",
+        "not the settings of a tool that is known here",
+        where=where,
+        got=f"the keys {keys}",
         expected="black-list, precision_mode (Ascend); custom_white_list, level (Paddle); TF_AUTO_MIXED_PRECISION_...; "
         "opt_level (Apex); white_list (MindSpore); sections with layers (Transformer Engine)",
         do="say whose it is: tool= (--from)",
-    )  # fmt: skip
+    )

@@ -17,27 +17,50 @@ from roundoff.plan.plan import Plan, Rule
 
 KEYS = ("white_list", "black_list", "dtype")
 #: Cells whose name is another than that of torch's module.
-_CELLS = {"Dense": "Linear", "Conv2dTranspose": "ConvTranspose2d", "Conv1dTranspose": "ConvTranspose1d"}
+_CELLS = {
+    "Dense": "Linear",
+    "Conv2dTranspose": "ConvTranspose2d",
+    "Conv1dTranspose": "ConvTranspose1d",
+}
 _SAME = (
     "Conv1d Conv2d Conv3d BatchNorm1d BatchNorm2d BatchNorm3d LayerNorm GroupNorm InstanceNorm1d InstanceNorm2d "
     "Embedding LSTM GRU RNN Softmax LogSoftmax Flatten ReLU GELU SiLU MultiheadAttention Dropout"
 ).split()
-_PRIMITIVES = {"ReLU": "Relu", "GeLU": "Gelu", "Softmax": "SoftmaxV2", "LogSoftmax": "LogSoftmaxV2", "Conv2DBackpropInput":
-               "Conv2DTranspose", "Gather": "GatherV2", "BiasAdd": "BiasAdd"}  # fmt: skip
+_PRIMITIVES = {
+    "ReLU": "Relu",
+    "GeLU": "Gelu",
+    "Softmax": "SoftmaxV2",
+    "LogSoftmax": "LogSoftmaxV2",
+    "Conv2DBackpropInput": "Conv2DTranspose",
+    "Gather": "GatherV2",
+    "BiasAdd": "BiasAdd",
+}
 
 
 def recognise(data: Any) -> bool:
     """Whether these are arguments of ``custom_mixed_precision``."""
-    return isinstance(data, Mapping) and any(key in data for key in ("white_list", "black_list"))
+    return isinstance(data, Mapping) and any(
+        key in data for key in ("white_list", "black_list")
+    )
 
 
-def read(data: Mapping[str, Any], where: str, *, format: str | None = None, partial: bool = False) -> Plan:
+def read(
+    data: Mapping[str, Any],
+    where: str,
+    *,
+    format: str | None = None,
+    partial: bool = False,
+) -> Plan:
     """The plan of one list; names are written ``nn.Conv2d``, ``ops.MatMul`` or without the module."""
     check_keys(data, KEYS, where, "argument of custom_mixed_precision")
     lists = [key for key in KEYS[:2] if data.get(key) is not None]
     if len(lists) != 1:
-        raise PlanError("one of white_list and black_list", where=where, got=" and ".join(lists) or "neither",
-                        do="MindSpore takes one of them")  # fmt: skip
+        raise PlanError(
+            "one of white_list and black_list",
+            where=where,
+            got=" and ".join(lists) or "neither",
+            do="MindSpore takes one of them",
+        )
     low = low_format(data.get("dtype", format or "float16"), f"{where}, dtype")
     asked = low if lists[0] == "white_list" else "fp32"
     found = Read("mindspore", where, partial)
@@ -50,7 +73,9 @@ def read(data: Mapping[str, Any], where: str, *, format: str | None = None, part
         at = Name.at(short, getattr(written, "line", 0))
         if not kind.endswith("ops") and (short in _CELLS or short in _SAME):
             cells.append(f"class:{_CELLS.get(short, short)}")
-            found.origin[cells[-1]] = f"{written} ({', '.join(p for p in (place(written), lists[0]) if p)})"
+            found.origin[cells[-1]] = (
+                f"{written} ({', '.join(p for p in (place(written), lists[0]) if p)})"
+            )
         elif primitive in known("cann"):
             primitives.append(Entry(Name.at(primitive, at.line), asked, lists[0]))
         elif partial:
@@ -60,6 +85,6 @@ def read(data: Mapping[str, Any], where: str, *, format: str | None = None, part
     if lost:
         raise unknown(lost, "cann", [place(name) or lists[0] for name in lost], where)
     rules = (Rule(asked, tuple(cells)),) if cells else ()
-    return found.plan(rules + found.rules(primitives, "cann"), "fp32" if asked == low else low)
-
-
+    return found.plan(
+        rules + found.rules(primitives, "cann"), "fp32" if asked == low else low
+    )

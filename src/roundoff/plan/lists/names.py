@@ -12,7 +12,9 @@ from roundoff.errors import PlanError
 from roundoff.plan.lists.table import SYSTEMS, TABLE
 
 #: What a gradient operator adds to the name of its forward operator.
-_GRADIENT = re.compile(r"(Grad|Backprop|BackpropFilter|BackpropInput|_grad|_backward)(V\d+|D)?$")
+_GRADIENT = re.compile(
+    r"(Grad|Backprop|BackpropFilter|BackpropInput|_grad|_backward)(V\d+|D)?$"
+)
 _VERSIONS = ("", "V2", "V3", "D", "_v2")
 #: Other ways to write a system's name.
 _ALSO = {"ascend": "cann", "tf": "tensorflow", "site": "torch"}
@@ -35,7 +37,11 @@ def translate(name: str, source: str, target: str) -> tuple[str, ...]:
     if rows is None:
         raise unknown([name], source)
     names = dict.fromkeys(n for row in rows for n in row[SYSTEMS.index(target)])
-    return tuple(o for n in names for o in _overloads(n)) if target == "aten" else tuple(names)
+    return (
+        tuple(o for n in names for o in _overloads(n))
+        if target == "aten"
+        else tuple(names)
+    )
 
 
 def known(name: str) -> frozenset[str]:
@@ -50,33 +56,54 @@ def forward_of(name: str, source: str) -> tuple[str, ...]:
     (('softmax',), ())
     """
     stem, replaced = _GRADIENT.subn("", name)
-    found = [version for version in _VERSIONS if replaced and stem + version in _rows(system(source))]
+    found = [
+        version
+        for version in _VERSIONS
+        if replaced and stem + version in _rows(system(source))
+    ]
     return translate(stem + found[0], source, "torch") if found else ()
 
 
-def unknown(names: Iterable[str], source: str, places: Iterable[str] = (), where: str | None = None) -> PlanError:
+def unknown(
+    names: Iterable[str],
+    source: str,
+    places: Iterable[str] = (),
+    where: str | None = None,
+) -> PlanError:
     """The error for names that a system does not have: each with its place and the nearest that there are."""
     choices = sorted(known(source))
     lower = {choice.lower(): choice for choice in choices}
     places = list(places)
     lines = []
     for i, name in enumerate(names := list(names)):
-        near = [lower[n] for n in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)]
+        near = [
+            lower[n]
+            for n in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)
+        ]
         place = f"{places[i]}: " if places else ""
-        lines.append(f"{place}{name}" + (f" (nearest: {', '.join(near)})" if near else ""))
+        lines.append(
+            f"{place}{name}" + (f" (nearest: {', '.join(near)})" if near else "")
+        )
     many = len(lines) > 1
     return PlanError(
         f"{len(lines) if many else 'an'} operator{'s' if many else ''} that the table of names does not have:\n    "
-        + "\n    ".join(lines), where=where, expected=f"operators of {source}, spelled as there",
+        + "\n    ".join(lines),
+        where=where,
+        expected=f"operators of {source}, spelled as there",
         do="correct the name; leave out what only other versions have with partial=True (--partial)",
-    )  # fmt: skip
+    )
 
 
 def system(name: str) -> str:
     """The system's name as the table has it. Raises ``PlanError`` for another."""
     found = _ALSO.get(name, name)
     if found not in SYSTEMS:
-        raise PlanError("no such system of operator names", where=name, expected=", ".join(SYSTEMS), got=repr(name))
+        raise PlanError(
+            "no such system of operator names",
+            where=name,
+            expected=", ".join(SYSTEMS),
+            got=repr(name),
+        )
     return found
 
 
@@ -102,7 +129,10 @@ def rows() -> tuple[Row, ...]:
             lines[-1] += line
         elif line and not line.startswith("#"):
             lines.append(line)
-    return tuple(tuple(tuple(n for n in cell.split() if n != "-") for cell in line.split("|")) for line in lines)
+    return tuple(
+        tuple(tuple(n for n in cell.split() if n != "-") for cell in line.split("|"))
+        for line in lines
+    )
 
 
 def _plain(name: str) -> str:
@@ -117,11 +147,19 @@ def _overloads(name: str) -> tuple[str, ...]:
     import torch
 
     packet: Any = getattr(torch.ops.aten, name)
-    schemas = {overload: getattr(packet, overload)._schema for overload in packet.overloads()}
-    kept = [o for o, schema in schemas.items() if not schema.is_mutable and _takes_tensors(schema)]
+    schemas = {
+        overload: getattr(packet, overload)._schema for overload in packet.overloads()
+    }
+    kept = [
+        o
+        for o, schema in schemas.items()
+        if not schema.is_mutable and _takes_tensors(schema)
+    ]
     return tuple(f"aten::{name}" + (f".{o}" if o != "default" else "") for o in kept)
 
 
 def _takes_tensors(schema: Any) -> bool:
     kinds = [str(argument.type) for argument in schema.arguments]
-    return any("Tensor" in kind for kind in kinds) and "Dimname" not in " ".join(map(str, schema.arguments))
+    return any("Tensor" in kind for kind in kinds) and "Dimname" not in " ".join(
+        map(str, schema.arguments)
+    )

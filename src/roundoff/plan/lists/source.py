@@ -13,8 +13,12 @@ from typing import Any
 from roundoff.errors import PlanError
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?P<comment>//[^\n]*|/\*.*?\*/|#[^\n]*)', re.DOTALL)
-_SETTING = re.compile(r"^(?:export\s+|set\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*?)\s*;?$")
+_COMMENT = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|(?P<comment>//[^\n]*|/\*.*?\*/|#[^\n]*)', re.DOTALL
+)
+_SETTING = re.compile(
+    r"^(?:export\s+|set\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*?)\s*;?$"
+)
 
 
 class Name(str):
@@ -62,19 +66,28 @@ def read_json(text: str, where: str) -> Any:
     try:
         data = json.loads(text, object_pairs_hook=_Pairs)
     except json.JSONDecodeError as error:
-        comments = [text.count("\n", 0, m.start()) + 1 for m in _COMMENT.finditer(text) if m["comment"]]
+        comments = [
+            text.count("\n", 0, m.start()) + 1
+            for m in _COMMENT.finditer(text)
+            if m["comment"]
+        ]
         if comments:
             raise PlanError(
-                "JSON has no comments", where=f"{where}, line {comments[0]}",
+                "JSON has no comments",
+                where=f"{where}, line {comments[0]}",
                 got=f"comments at line{'s' * (len(comments) > 1)} {', '.join(map(str, comments))}"
                 " (samples in Ascend's documentation have them)",
                 do="delete them",
-            ) from error  # fmt: skip
-        got = (text.splitlines() or [""])[min(error.lineno, max(text.count("\n"), 1)) - 1].strip()
+            ) from error
+        got = (text.splitlines() or [""])[
+            min(error.lineno, max(text.count("\n"), 1)) - 1
+        ].strip()
         raise PlanError(
-            f"not JSON: {error.msg}", where=f"{where}, line {error.lineno}", got=repr(got[:60]) if got else "nothing",
+            f"not JSON: {error.msg}",
+            where=f"{where}, line {error.lineno}",
+            got=repr(got[:60]) if got else "nothing",
             expected="commas between entries, none after the last, names in double quotes",
-        ) from error  # fmt: skip
+        ) from error
     starts = (text.count("\n", 0, m.start()) + 1 for m in _STRING.finditer(text))
     return _with_lines(data, starts, where)
 
@@ -88,15 +101,26 @@ def read_settings(text: str, where: str) -> dict[str, str]:
             continue
         match = _SETTING.match(line)
         if match is None:
-            raise PlanError("not a setting", where=f"{where}, line {number}", expected="NAME=VALUE", got=repr(line[:60]))
+            raise PlanError(
+                "not a setting",
+                where=f"{where}, line {number}",
+                expected="NAME=VALUE",
+                got=repr(line[:60]),
+            )
         name, value = Name.at(match["name"], number), match["value"]
-        value = value[1 : value.index(value[0], 1)] if value[:1] in ("'", '"') and value.count(value[0]) > 1 else (
-            f" {value}".partition(" #")[0].strip()
+        value = (
+            value[1 : value.index(value[0], 1)]
+            if value[:1] in ("'", '"') and value.count(value[0]) > 1
+            else (f" {value}".partition(" #")[0].strip())
         )
         if name in found:
             first = next(other for other in found if other == name)
-            raise PlanError(f"{name} is set twice", where=f"{where}, line {number}", got=f"the first is at {place(first)}",
-                            do="keep one")  # fmt: skip
+            raise PlanError(
+                f"{name} is set twice",
+                where=f"{where}, line {number}",
+                got=f"the first is at {place(first)}",
+                do="keep one",
+            )
         found[name] = Name.at(value, number)
     return found
 
@@ -106,31 +130,49 @@ def read_yaml(text: str, where: str) -> Any:
     try:
         import yaml
     except ModuleNotFoundError as error:
-        raise PlanError("YAML needs PyYAML, which is not installed", where=where,
-                        do="pip install 'roundoff[yaml]'") from error  # fmt: skip
+        raise PlanError(
+            "YAML needs PyYAML, which is not installed",
+            where=where,
+            do="pip install 'roundoff[yaml]'",
+        ) from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f"{where}, line {mark.line + 1}" if mark is not None else where
-        raise PlanError(f"not YAML: {getattr(error, 'problem', None) or error}", where=at) from error
+        raise PlanError(
+            f"not YAML: {getattr(error, 'problem', None) or error}", where=at
+        ) from error
 
 
-def check_keys(data: Mapping[str, Any], allowed: tuple[str, ...], where: str, what: str = "setting") -> None:
+def check_keys(
+    data: Mapping[str, Any], allowed: tuple[str, ...], where: str, what: str = "setting"
+) -> None:
     """Raise ``PlanError`` for the first key that is not ``allowed``, with its line and the nearest that is."""
     for key in data:
         if key in allowed:
             continue
         near = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.5)
         at = ", ".join(part for part in (where, place(key)) if part)
-        raise PlanError(f"an unknown {what}: {key}", where=at, expected=", ".join(allowed),
-                        do=f"did you mean {near[0]}?" if near else None)  # fmt: skip
+        raise PlanError(
+            f"an unknown {what}: {key}",
+            where=at,
+            expected=", ".join(allowed),
+            do=f"did you mean {near[0]}?" if near else None,
+        )
 
 
 def names_of(value: Any, where: str) -> list[str]:
     """A list of names. Raises ``PlanError`` for anything else."""
-    if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(v, str) for v in value):
-        raise PlanError("not a list of names", where=where, expected='["MatMul", "Conv2D"]', got=repr(value)[:60])
+    if not isinstance(value, (list, tuple, set, frozenset)) or not all(
+        isinstance(v, str) for v in value
+    ):
+        raise PlanError(
+            "not a list of names",
+            where=where,
+            expected='["MatMul", "Conv2D"]',
+            got=repr(value)[:60],
+        )
     return list(value) if isinstance(value, (list, tuple)) else sorted(value)
 
 
@@ -145,9 +187,12 @@ def _with_lines(data: Any, lines: Iterator[int], where: str) -> Any:
         for key, value in data:
             name = Name.at(key, next(lines))
             if name in found:
-                raise PlanError(f"{json.dumps(key)} comes twice in one object", where=f"{where}, line {name.line}",
-                                got=f"the first is at {place(next(k for k in found if k == name))}",
-                                do="join them: readers of JSON keep the last and drop the others in silence")  # fmt: skip
+                raise PlanError(
+                    f"{json.dumps(key)} comes twice in one object",
+                    where=f"{where}, line {name.line}",
+                    got=f"the first is at {place(next(k for k in found if k == name))}",
+                    do="join them: readers of JSON keep the last and drop the others in silence",
+                )
             found[name] = _with_lines(value, lines, where)
         return found
     if isinstance(data, list):

@@ -16,33 +16,57 @@ from roundoff.plan.lists.source import Name, check_keys, place
 from roundoff.plan.plan import FOLLOW, Plan
 
 PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
-LISTS = {"ALLOWLIST": "low", "INFERLIST": FOLLOW, "DENYLIST": "fp32", "CLEARLIST": FOLLOW}
+LISTS = {
+    "ALLOWLIST": "low",
+    "INFERLIST": FOLLOW,
+    "DENYLIST": "fp32",
+    "CLEARLIST": FOLLOW,
+}
 _OLD = {"WHITELIST": "ALLOWLIST", "GRAYLIST": "INFERLIST", "BLACKLIST": "DENYLIST"}
-_LISTED = tuple(f"{PREFIX}{name}_{edit}" for name in (*LISTS, *_OLD) for edit in ("ADD", "REMOVE"))
+_LISTED = tuple(
+    f"{PREFIX}{name}_{edit}" for name in (*LISTS, *_OLD) for edit in ("ADD", "REMOVE")
+)
 _OTHER = tuple(PREFIX + name for name in ("LEVEL", "LOG_PATH", "IGNORE_PERFORMANCE"))
 
 
 def recognise(data: Any) -> bool:
     """Whether one of the variables is set here."""
-    return isinstance(data, Mapping) and any(str(key).startswith(PREFIX) for key in data)
+    return isinstance(data, Mapping) and any(
+        str(key).startswith(PREFIX) for key in data
+    )
 
 
 def read(
-    data: Mapping[str, str], where: str, *, format: str | None = None, partial: bool = False
+    data: Mapping[str, str],
+    where: str,
+    *,
+    format: str | None = None,
+    partial: bool = False,
 ) -> Plan:
     """The plan of these variables; others than TensorFlow's (an environment has many) are not looked at."""
     data = {key: value for key, value in data.items() if str(key).startswith(PREFIX)}
-    check_keys(data, (*_LISTED, *_OTHER), where, "variable of TensorFlow's automatic mixed precision")
+    check_keys(
+        data,
+        (*_LISTED, *_OTHER),
+        where,
+        "variable of TensorFlow's automatic mixed precision",
+    )
     found = Read("tensorflow", where, partial)
     low = low_format(format or "fp16", "format")
     if format is None:
-        found.notes.append("the variables do not say the format: taken as fp16, as of the graph rewrite on a GPU")
+        found.notes.append(
+            "the variables do not say the format: taken as fp16, as of the graph rewrite on a GPU"
+        )
     level = str(data.get(f"{PREFIX}LEVEL", "")).upper()
     if level == "UNSAFE_FORCE_ALL":
         return found.plan(default=low)
     if level:
-        found.left_out.append(f"LEVEL={level}: empties TensorFlow's own lists, which are not part of this plan")
-    found.left_out += [f"{key.removeprefix(PREFIX)}: no list" for key in _OTHER[1:] if key in data]
+        found.left_out.append(
+            f"LEVEL={level}: empties TensorFlow's own lists, which are not part of this plan"
+        )
+    found.left_out += [
+        f"{key.removeprefix(PREFIX)}: no list" for key in _OTHER[1:] if key in data
+    ]
     adds: list[Entry] = []
     removes: list[Entry] = []
     for key, value in data.items():
@@ -52,40 +76,61 @@ def read(
         name = _OLD.get(name, name)
         for text in filter(None, (part.strip() for part in str(value).split(","))):
             if "|" in text:
-                raise PlanError("TensorFlow splits a list at commas alone", got=repr(text), do="write commas",
-                                where=", ".join(part for part in (where, place(key), key) if part))  # fmt: skip
+                raise PlanError(
+                    "TensorFlow splits a list at commas alone",
+                    got=repr(text),
+                    do="write commas",
+                    where=", ".join(part for part in (where, place(key), key) if part),
+                )
             operator = Name.at(text, getattr(key, "line", 0))
             asked = low if LISTS[name] == "low" else LISTS[name]
-            (adds if edit == "ADD" else removes).append(Entry(operator, asked, f"{name}_{edit}"))
+            (adds if edit == "ADD" else removes).append(
+                Entry(operator, asked, f"{name}_{edit}")
+            )
     _check(adds, removes, where)
     added = {entry.name for entry in adds}
     # on no list TensorFlow leaves an operator as it is, in fp32
-    edits = [*adds, *(e._replace(format="fp32") for e in removes if e.name not in added)]
-    found.notes.append("operators on no list here follow torch's own lists, not TensorFlow's")
+    edits = [
+        *adds,
+        *(e._replace(format="fp32") for e in removes if e.name not in added),
+    ]
+    found.notes.append(
+        "operators on no list here follow torch's own lists, not TensorFlow's"
+    )
     return found.plan(found.rules(edits, "tensorflow"), autocast=low)
 
 
 def write(plan: Plan) -> Written:
     """The variables, one a line. An operator added to one list is taken off the others: TensorFlow allows no two."""
     operators = Operators.of(plan)
-    mode = "auto_mixed_precision" if plan.autocast != "bf16" else "auto_mixed_precision_onednn_bfloat16"
+    mode = (
+        "auto_mixed_precision"
+        if plan.autocast != "bf16"
+        else "auto_mixed_precision_onednn_bfloat16"
+    )
     use = f"set -a; . FILE; set +a, then tf.config.optimizer.set_experimental_options({{'{mode}': True}})"
     out = Written("", use, operators.left_out)
     if operators.rest:
         if operators.rest == "fp16" and not operators.formats:
             out.text = f"{PREFIX}LEVEL=UNSAFE_FORCE_ALL\n"
         else:
-            out.left_out.append(f"all others → {operators.rest}: the variables edit lists (a plan with autocast)")
+            out.left_out.append(
+                f"all others → {operators.rest}: the variables edit lists (a plan with autocast)"
+            )
         return out
     lists: dict[str, list[str]] = {}
-    for name, asked, _ in operators.to("tensorflow", (plan.autocast, "fp32", FOLLOW), out.notes):
+    for name, asked, _ in operators.to(
+        "tensorflow", (plan.autocast, "fp32", FOLLOW), out.notes
+    ):
         to = {"fp32": "DENYLIST", FOLLOW: "INFERLIST"}.get(asked, "ALLOWLIST")
         lists.setdefault(f"{to}_ADD", []).append(name)
         for other in LISTS:
             if other != to:
                 lists.setdefault(f"{other}_REMOVE", []).append(name)
     order = [f"{name}_{edit}" for name in LISTS for edit in ("ADD", "REMOVE")]
-    out.text = "".join(f"{PREFIX}{key}={','.join(lists[key])}\n" for key in order if key in lists)
+    out.text = "".join(
+        f"{PREFIX}{key}={','.join(lists[key])}\n" for key in order if key in lists
+    )
     return out
 
 
@@ -93,9 +138,16 @@ def _check(adds: list[Entry], removes: list[Entry], where: str) -> None:
     """Added to and removed from one list: TensorFlow removes last, so the addition is lost."""
     for add in adds:
         for remove in removes:
-            if add.name == remove.name and add.listed.partition("_")[0] == remove.listed.partition("_")[0]:
+            if (
+                add.name == remove.name
+                and add.listed.partition("_")[0] == remove.listed.partition("_")[0]
+            ):
                 raise PlanError(
-                    f"{add.name} is added to a list and removed from it", where=where,
-                    got=" and ".join(", ".join(p for p in (e.listed, place(e.name)) if p) for e in (add, remove)),
+                    f"{add.name} is added to a list and removed from it",
+                    where=where,
+                    got=" and ".join(
+                        ", ".join(p for p in (e.listed, place(e.name)) if p)
+                        for e in (add, remove)
+                    ),
                     do="TensorFlow removes last: leave the one out that is not meant",
-                )  # fmt: skip
+                )

@@ -25,30 +25,52 @@ if TYPE_CHECKING:
 #: What the layers run in that no section names: the recipe is in the program, not in the file.
 RECIPE = "fp8_e4m3fn"
 FORMATS = {
-    "FP8E4M3": "fp8_e4m3fn", "E4M3": "fp8_e4m3fn", "FP8E5M2": "fp8_e5m2", "E5M2": "fp8_e5m2",
-    "MXFP8E4M3": "mxfp8_e4m3", "MXFP8E5M2": "mxfp8_e5m2",
-}  # fmt: skip
-_LAYERS = ("layer_name_regex_pattern", "layer_types", "layer_numbers", "exact_layer_names")
-_DISABLE = ("DisableFP8Layer", "DisableFP8GEMM", "DisableQuantizationLayer", "DisableQuantizationGEMM")
+    "FP8E4M3": "fp8_e4m3fn",
+    "E4M3": "fp8_e4m3fn",
+    "FP8E5M2": "fp8_e5m2",
+    "E5M2": "fp8_e5m2",
+    "MXFP8E4M3": "mxfp8_e4m3",
+    "MXFP8E5M2": "mxfp8_e5m2",
+}
+_LAYERS = (
+    "layer_name_regex_pattern",
+    "layer_types",
+    "layer_numbers",
+    "exact_layer_names",
+)
+_DISABLE = (
+    "DisableFP8Layer",
+    "DisableFP8GEMM",
+    "DisableQuantizationLayer",
+    "DisableQuantizationGEMM",
+)
 _FAKE = ("FakeQuant", "FakeQuantFp8")
 _OTHER = {
     "PerTensorScaling": "how the scale is found, not the format",
-    "LogTensorStats": "statistics, not a format", "LogFp8TensorStats": "statistics, not a format",
-    "LogNvfp4TensorStats": "statistics, not a format", "DumpTensors": "writes tensors, no format",
-}  # fmt: skip
+    "LogTensorStats": "statistics, not a format",
+    "LogFp8TensorStats": "statistics, not a format",
+    "LogNvfp4TensorStats": "statistics, not a format",
+    "DumpTensors": "writes tensors, no format",
+}
 #: Without regard to case: older versions wrote DisableFp8Gemm.
 _FEATURES = {name.lower(): name for name in (*_DISABLE, *_FAKE, *_OTHER)}
 
 
 def recognise(data: Any) -> bool:
     """Whether these are sections of such a file."""
-    return isinstance(data, Mapping) and any(isinstance(v, Mapping) and "layers" in v for v in data.values())
+    return isinstance(data, Mapping) and any(
+        isinstance(v, Mapping) and "layers" in v for v in data.values()
+    )
 
 
 def read(
-    data: Mapping[str, Any], where: str, *, model: nn.Module | Iterable[str] | None, format: str | None = None,
+    data: Mapping[str, Any],
+    where: str,
+    *,
+    model: nn.Module | Iterable[str] | None,
+    format: str | None = None,
     partial: bool = False,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The plan: the layers of the sections in the format they ask for, ``format`` (bf16) where they disable FP8, all other
     ``linear`` in fp8, and the rest as torch.autocast has it.
 
@@ -57,38 +79,68 @@ def read(
     found = Read("transformer_engine", where, partial)
     high = low_format(format or "bf16", "format")
     if model is None:
-        raise PlanError("the file names layers by expressions, and there is no model to search", where=where,
-                        do="give the model, or the names of its layers: model=, --model WORKLOAD.py")  # fmt: skip
+        raise PlanError(
+            "the file names layers by expressions, and there is no model to search",
+            where=where,
+            do="give the model, or the names of its layers: model=, --model WORKLOAD.py",
+        )
     layers = _layers(model)
     rules: list[Rule] = []
     owner: dict[str, str] = {}
     for section, settings in data.items():
         at = f"{where}, {section}"
-        if not isinstance(settings, Mapping) or "enabled" not in settings or "layers" not in settings:
-            raise PlanError("not a section", where=at, expected="enabled, layers and features", got=repr(settings)[:60])
+        if (
+            not isinstance(settings, Mapping)
+            or "enabled" not in settings
+            or "layers" not in settings
+        ):
+            raise PlanError(
+                "not a section",
+                where=at,
+                expected="enabled, layers and features",
+                got=repr(settings)[:60],
+            )
         if not settings["enabled"]:
             found.notes.append(f"{section}: not enabled")
             continue
         matched = _matched(settings["layers"], layers, at)
         for layer in matched:
             if layer in owner:
-                raise PlanError(f"the layer {layer} is in two sections", where=where, got=f"{owner[layer]} and {section}",
-                                do="a layer belongs to one: narrow one of the expressions")  # fmt: skip
+                raise PlanError(
+                    f"the layer {layer} is in two sections",
+                    where=where,
+                    got=f"{owner[layer]} and {section}",
+                    do="a layer belongs to one: narrow one of the expressions",
+                )
             owner[layer] = section
-        rest = {k: v for k, v in settings.items() if k not in ("enabled", "layers", "transformer_engine")}
-        found.left_out += [f"{section}, {name}: outside the transformer_engine namespace" for name in rest]
-        asked = _asked(settings.get("transformer_engine") or {}, high, section, found, at)
+        rest = {
+            k: v
+            for k, v in settings.items()
+            if k not in ("enabled", "layers", "transformer_engine")
+        }
+        found.left_out += [
+            f"{section}, {name}: outside the transformer_engine namespace"
+            for name in rest
+        ]
+        asked = _asked(
+            settings.get("transformer_engine") or {}, high, section, found, at
+        )
         if asked:
             sites = tuple(f"{glob.escape(layer)}/*" for layer in matched)
             rules.append(Rule(asked, sites))
             found.origin |= dict.fromkeys(sites, section)
-    found.notes.append(f"the recipe is in the program: all other linear layers are taken as {RECIPE}")
+    found.notes.append(
+        f"the recipe is in the program: all other linear layers are taken as {RECIPE}"
+    )
     return found.plan((*rules, Rule(RECIPE, ("op:linear",))), autocast=high)
 
 
 def write(plan: Plan) -> Written:
     """A section for each format: layers of half or full precision have FP8 disabled, 8-bit ones are fake-quantized."""
-    out = Written("", f"nvdlfw_inspect.api.initialize(config_file=FILE); the recipe ({RECIPE}) is set in the program")
+    out = Written(
+        "",
+        f"nvdlfw_inspect.api.initialize(config_file=FILE); the recipe ({RECIPE}) is set in the program",
+    )
     groups: dict[str, list[str]] = {}
     seen: set[str] = set()
     for number, pattern, name in patterns(plan):
@@ -96,26 +148,42 @@ def write(plan: Plan) -> Written:
             continue
         layer = _regex(pattern)
         if layer is None:
-            out.left_out.append(f"rule {number}, {pattern} → {name}: not a module (path/*, path.*)")
+            out.left_out.append(
+                f"rule {number}, {pattern} → {name}: not a module (path/*, path.*)"
+            )
         elif name not in ("bf16", "fp16", "fp32", *FORMATS.values()):
-            out.left_out.append(f"rule {number}, {pattern} → {name}: no such format there")
+            out.left_out.append(
+                f"rule {number}, {pattern} → {name}: no such format there"
+            )
         elif layer not in seen:  # the first rule decides
             seen.add(layer)
             groups.setdefault(name, []).append(layer)
     high = {name for name in groups if name in ("bf16", "fp16", "fp32")}
     wrong = sorted(high - {plan.autocast or "bf16"})
-    out.notes += [f"{name}: disabled layers run in the format of the program ({plan.autocast or 'bf16'})" for name in wrong]
+    out.notes += [
+        f"{name}: disabled layers run in the format of the program ({plan.autocast or 'bf16'})"
+        for name in wrong
+    ]
     lines = []
     for name, found in groups.items():
-        lines += [f"{name}_layers:", "  enabled: True", "  layers:",
-                  f"    layer_name_regex_pattern: {json.dumps('^(' + '|'.join(found) + ')$')}",
-                  "  transformer_engine:"]  # fmt: skip
+        lines += [
+            f"{name}_layers:",
+            "  enabled: True",
+            "  layers:",
+            f"    layer_name_regex_pattern: {json.dumps('^(' + '|'.join(found) + ')$')}",
+            "  transformer_engine:",
+        ]
         if name in high:
             lines += ["    DisableFP8Layer:", "      enabled: True"]
         else:
             quant = next(k for k, v in FORMATS.items() if v == name)
-            lines += ["    FakeQuant:", "      enabled: True", f"      quant_format: {quant}",
-                      "      gemms: [fprop]", "      tensors: [activation, weight]"]  # fmt: skip
+            lines += [
+                "    FakeQuant:",
+                "      enabled: True",
+                f"      quant_format: {quant}",
+                "      gemms: [fprop]",
+                "      tensors: [activation, weight]",
+            ]
     out.text = "\n".join(lines) + "\n" if lines else "{}\n"
     return out
 
@@ -125,35 +193,56 @@ def _layers(model: nn.Module | Iterable[str]) -> list[str]:
     if not hasattr(model, "named_modules"):
         return list(model)
     return [
-        path for path, module in model.named_modules()
+        path
+        for path, module in model.named_modules()
         if any(p.dim() >= 2 for p in module.parameters(recurse=False)) and path
-    ]  # fmt: skip
+    ]
 
 
 def _matched(spec: Any, layers: Sequence[str], where: str) -> list[str]:
     if not isinstance(spec, Mapping) or not spec:
-        raise PlanError("names no layers", where=f"{where}, layers", expected=" or ".join(_LAYERS[:2]), got=repr(spec)[:60])
+        raise PlanError(
+            "names no layers",
+            where=f"{where}, layers",
+            expected=" or ".join(_LAYERS[:2]),
+            got=repr(spec)[:60],
+        )
     check_keys(spec, _LAYERS, f"{where}, layers")
     test: Callable[[str], bool]
     shown = str(next(iter(spec.values())))
     if "exact_layer_names" in spec:
-        exact = names_of(spec["exact_layer_names"], f"{where}, layers, exact_layer_names")
+        exact = names_of(
+            spec["exact_layer_names"], f"{where}, layers, exact_layer_names"
+        )
         test = lambda name: name in exact  # noqa: E731
     elif "layer_name_regex_pattern" in spec:
         try:
             expression = re.compile(str(spec["layer_name_regex_pattern"]))
         except re.error as error:
-            raise PlanError(f"not a regular expression: {error}", where=f"{where}, layers", got=repr(shown)) from error
+            raise PlanError(
+                f"not a regular expression: {error}",
+                where=f"{where}, layers",
+                got=repr(shown),
+            ) from error
         test = lambda name: expression.search(name) is not None  # noqa: E731
     else:
-        types = names_of(spec.get("layer_types", ["all"]), f"{where}, layers, layer_types")
+        types = names_of(
+            spec.get("layer_types", ["all"]), f"{where}, layers, layer_types"
+        )
         numbers = _numbers(spec.get("layer_numbers", "all"), where)
-        test = lambda name: ("all" in types or any(t in name for t in types)) and _numbered(name, numbers)  # noqa: E731
+
+        def test(name: str) -> bool:
+            chosen = "all" in types or any(t in name for t in types)
+            return chosen and _numbered(name, numbers)
+
     found = [name for name in layers if test(name)]
     if not found:
         near = difflib.get_close_matches(shown, layers, n=3, cutoff=0.2) or layers[:3]
-        raise PlanError(f"no layer of the model matches {shown}", where=f"{where}, layers",
-                        expected=f"the name of one of {len(layers)} layers, such as {', '.join(near)}")  # fmt: skip
+        raise PlanError(
+            f"no layer of the model matches {shown}",
+            where=f"{where}, layers",
+            expected=f"the name of one of {len(layers)} layers, such as {', '.join(near)}",
+        )
     return found
 
 
@@ -165,19 +254,27 @@ def _numbers(value: Any, where: str) -> set[int] | None:
     try:
         ends = [[int(end) for end in str(v).split("-")] for v in values]
     except ValueError as error:
-        raise PlanError("not layer numbers", where=f"{where}, layers, layer_numbers", got=repr(value),
-                        expected='a number, "3-5", a list of them, or "all"') from error  # fmt: skip
+        raise PlanError(
+            "not layer numbers",
+            where=f"{where}, layers, layer_numbers",
+            got=repr(value),
+            expected='a number, "3-5", a list of them, or "all"',
+        ) from error
     return {number for pair in ends for number in range(pair[0], pair[-1] + 1)}
 
 
 def _numbered(name: str, numbers: set[int] | None) -> bool:
-    return numbers is None or any(int(n) in numbers for n in re.findall(r"(?<!fc)\d+", name))
+    return numbers is None or any(
+        int(n) in numbers for n in re.findall(r"(?<!fc)\d+", name)
+    )
 
 
 def _asked(features: Any, high: str, section: str, found: Read, where: str) -> str:
     """The format that a section's features ask for; empty if none does."""
     if not isinstance(features, Mapping):
-        raise PlanError("no features", where=f"{where}, transformer_engine", got=repr(features)[:60])
+        raise PlanError(
+            "no features", where=f"{where}, transformer_engine", got=repr(features)[:60]
+        )
     asked = ""
     for written, settings in features.items():
         name = _FEATURES.get(str(written).lower())
@@ -188,37 +285,74 @@ def _asked(features: Any, high: str, section: str, found: Read, where: str) -> s
             found.notes.append(f"{section}, {written}: not enabled")
         elif name in _OTHER:
             found.left_out.append(f"{section}, {written}: {_OTHER[name]}")
-        elif not name.endswith("Layer") and "fprop" not in (gemms := _gemms(settings, f"{where}, {written}")):  # type: ignore[union-attr]
-            found.left_out.append(f"{section}, {written}: {', '.join(gemms) or 'no'} gemms only; a plan is about forward")
+        elif not name.endswith("Layer") and "fprop" not in (  # type: ignore[union-attr]
+            gemms := _gemms(settings, f"{where}, {written}")
+        ):
+            found.left_out.append(
+                f"{section}, {written}: {', '.join(gemms) or 'no'} gemms only; a plan is about forward"
+            )
         else:
             asked = asked or (_quant_format(settings, where) if name in _FAKE else high)
-            if not str(name).endswith("Layer") and (missing := {"dgrad", "wgrad"} - set(_gemms(settings, where))):
-                found.left_out.append(f"{section}, {written}: {', '.join(sorted(missing))} stay in fp8 there, not here")
+            if not str(name).endswith("Layer") and (
+                missing := {"dgrad", "wgrad"} - set(_gemms(settings, where))
+            ):
+                found.left_out.append(
+                    f"{section}, {written}: {', '.join(sorted(missing))} stay in fp8 there, not here"
+                )
     return asked
 
 
 def _gemms(settings: Mapping[str, Any], where: str) -> list[str]:
     structs = settings.get("gemms_struct") or []
-    if not isinstance(structs, list) or not all(isinstance(s, Mapping) and "gemm" in s for s in structs):
-        raise PlanError("no gemms_struct", where=where, expected="a list of entries with gemm", got=repr(structs)[:60])
-    return [*names_of(settings.get("gemms") or [], f"{where}, gemms"), *(str(s["gemm"]) for s in structs)]
+    if not isinstance(structs, list) or not all(
+        isinstance(s, Mapping) and "gemm" in s for s in structs
+    ):
+        raise PlanError(
+            "no gemms_struct",
+            where=where,
+            expected="a list of entries with gemm",
+            got=repr(structs)[:60],
+        )
+    return [
+        *names_of(settings.get("gemms") or [], f"{where}, gemms"),
+        *(str(s["gemm"]) for s in structs),
+    ]
 
 
 def _quant_format(settings: Mapping[str, Any], where: str) -> str:
-    nested = [s for key in ("gemms_struct", "tensors_struct") for s in settings.get(key) or []]
+    nested = [
+        s for key in ("gemms_struct", "tensors_struct") for s in settings.get(key) or []
+    ]
     nested += [t for s in nested for t in s.get("tensors_struct") or []]
-    written = settings.get("quant_format") or next((s["quant_format"] for s in nested if s.get("quant_format")), None)
+    written = settings.get("quant_format") or next(
+        (s["quant_format"] for s in nested if s.get("quant_format")), None
+    )
     if str(written) not in FORMATS:
-        raise PlanError("no such quant_format", where=f"{where}, FakeQuant", expected=", ".join(FORMATS), got=repr(written))
+        raise PlanError(
+            "no such quant_format",
+            where=f"{where}, FakeQuant",
+            expected=", ".join(FORMATS),
+            got=repr(written),
+        )
     return FORMATS[str(written)]
 
 
 def _regex(pattern: str) -> str | None:
     """A pattern over all sites of a module, or of it and those below, as an expression over layer names."""
-    if pattern.startswith(("op:", "class:")) or not pattern.endswith(("/*", ".*")) or pattern in ("*", "/*"):
+    if (
+        pattern.startswith(("op:", "class:"))
+        or not pattern.endswith(("/*", ".*"))
+        or pattern in ("*", "/*")
+    ):
         return None
     path = "".join(
-        part[1] if part[0] == "[" else ".*" if part == "*" else "." if part == "?" else re.escape(part)
+        part[1]
+        if part[0] == "["
+        else ".*"
+        if part == "*"
+        else "."
+        if part == "?"
+        else re.escape(part)
         for part in re.findall(r"\[[*?[]\]|.", pattern[:-2])
     )
     return path if pattern.endswith("/*") else path + r"\..*"

@@ -11,4 +11,13 @@ from roundoff.quantize.channels.groups import (
 )
 from roundoff.quantize.channels.labels import Passed
 
-__all__ = ["Binding", "ChannelGroup", "Passed", "Purpose", "channel_groups", "components", "followed", "groups_of"]
+__all__ = [
+    "Binding",
+    "ChannelGroup",
+    "Passed",
+    "Purpose",
+    "channel_groups",
+    "components",
+    "followed",
+    "groups_of",
+]

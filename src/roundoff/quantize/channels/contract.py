@@ -6,11 +6,26 @@ from typing import Any
 
 from torch import Tensor
 
-from roundoff.quantize.channels.labels import Labels, Passed, Space, varying_axes, varying_part
+from roundoff.quantize.channels.labels import (
+    Labels,
+    Passed,
+    Space,
+    varying_axes,
+    varying_part,
+)
 from roundoff.quantize.channels.moves import along, fixed
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_CONV_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_CONV_TRANSPOSED = (
+    "input",
+    "weight",
+    "bias",
+    "stride",
+    "padding",
+    "output_padding",
+    "groups",
+    "dilation",
+)
 
 
 class Contractions:
@@ -20,28 +35,45 @@ class Contractions:
         self.labels = labels
         self.site = ""
 
-    def bind(self, tensor: Tensor | None, axis: int, ndim: int, part: str, to: Tensor) -> None:
+    def bind(
+        self, tensor: Tensor | None, axis: int, ndim: int, part: str, to: Tensor
+    ) -> None:
         """A vector of values for the channels on ``axis`` of labels ``to``."""
         if tensor is None or tensor.numel() == 1:
             return
         own = along(self.labels, tensor, 0, part) if tensor.ndim == 1 else None
         if own is None:
-            self.labels.pin(to, f"a value for each channel ({self.site}) is computed in the code")
+            self.labels.pin(
+                to, f"a value for each channel ({self.site}) is computed in the code"
+            )
             return
         shape = [1] * ndim
         shape[axis] = -1
         self.labels.tie(to, own.view(shape))
 
     def contract(
-        self, x: Tensor, weight: Tensor, axis: int, inputs: int, outs: int, bias: Tensor | None, out: Tensor, out_axis: int
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        weight: Tensor,
+        axis: int,
+        inputs: int,
+        outs: int,
+        bias: Tensor | None,
+        out: Tensor,
+        out_axis: int,
+    ) -> None:
         """A product over ``axis`` of x with axis ``inputs`` of a weight, whose axis ``outs`` becomes ``out_axis``."""
         labels, own = self.labels, self.labels.get(x)
         axis = axis % x.ndim
         made = along(labels, weight, outs, "producer")
         varied = varying_axes(own)
-        if varied and axis not in varied and x.shape[axis] > 1:  # mixes something else, channel by channel
-            labels.note(own, Passed(self.site, "linear", "homogeneous" if bias is None else "other"))
+        if (
+            varied and axis not in varied and x.shape[axis] > 1
+        ):  # mixes something else, channel by channel
+            labels.note(
+                own,
+                Passed(self.site, "linear", "homogeneous" if bias is None else "other"),
+            )
             labels.put(out, varying_part(own))
             return
         if made is None:
@@ -50,12 +82,16 @@ class Contractions:
         self._read(own, axis, weight, inputs)
         self._make(out, out_axis, made.flatten(), bias)
 
-    def _read(self, own: Tensor, axis: int, weight: Tensor, inputs: int, groups: int = 1) -> None:
+    def _read(
+        self, own: Tensor, axis: int, weight: Tensor, inputs: int, groups: int = 1
+    ) -> None:
         """The channels on ``axis`` of ``own`` are read by axis ``inputs`` of a weight."""
         labels = self.labels
         line = varying_part(own).movedim(axis, -1)
         line = line.reshape(-1, line.shape[-1])
-        first = line.amax(0)  # 0 where nothing is a channel (the model's input, padding)
+        first = line.amax(
+            0
+        )  # 0 where nothing is a channel (the model's input, padding)
         labels.tie(line, first)
         if groups > 1:
             name = labels.parameter(weight)
@@ -76,7 +112,9 @@ class Contractions:
 
     def _apart(self, read: Tensor) -> None:
         """These inputs of a weight are no channels here; channels that it reads in another call have to stay."""
-        self.labels.pin(read, f"{self.site} reads by the same weight what no weight makes")
+        self.labels.pin(
+            read, f"{self.site} reads by the same weight what no weight makes"
+        )
 
     def _make(self, out: Tensor, axis: int, made: Tensor, bias: Tensor | None) -> None:
         shape = [1] * out.ndim
@@ -84,11 +122,26 @@ class Contractions:
         self.labels.put(out, made.view(shape))
         self.bind(bias, axis, out.ndim, "bias", self.labels.get(out))
 
-    def conv(self, kind: str, spatial: int, args: list[Any], kwargs: dict[str, Any], out: Tensor) -> None:
+    def conv(
+        self,
+        kind: str,
+        spatial: int,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        out: Tensor,
+    ) -> None:
         """A convolution (``kind`` conv or conv_transpose): plain, in groups, or depthwise."""
         labels = self.labels
-        given = dict(zip(_CONV if kind == "conv" else _CONV_TRANSPOSED, args, strict=False)) | kwargs
-        x, weight, bias, groups = given["input"], given["weight"], given.get("bias"), given.get("groups", 1)
+        given = (
+            dict(zip(_CONV if kind == "conv" else _CONV_TRANSPOSED, args, strict=False))
+            | kwargs
+        )
+        x, weight, bias, groups = (
+            given["input"],
+            given["weight"],
+            given.get("bias"),
+            given.get("groups", 1),
+        )
         axis, own = x.ndim - spatial - 1, labels.get(x)
         inputs, outs = (1, 0) if kind == "conv" else (0, 1)
         found = labels.parameter(weight)
@@ -99,8 +152,13 @@ class Contractions:
             labels.pin(own, f"the weight of {self.site} is computed in the code")
             return
         rows = weight.shape[0]
-        if weight.shape[1] == 1 and (kind == "conv" or rows == groups):  # depthwise: a product for each channel alone
-            read, made = (labels.space(Space(found[0], part, 0), rows) for part in ("consumer", "producer"))
+        if weight.shape[1] == 1 and (
+            kind == "conv" or rows == groups
+        ):  # depthwise: a product for each channel alone
+            read, made = (
+                labels.space(Space(found[0], part, 0), rows)
+                for part in ("consumer", "producer")
+            )
             line = varying_part(own).movedim(axis, -1)
             line = line.reshape(-1, line.shape[-1])
             labels.tie(line, line.amax(0))
@@ -119,7 +177,9 @@ class Contractions:
             self._read(own, axis, weight, 0)
             read = labels.space(Space(found[0], "consumer", 0), rows).view(groups, -1)
             labels.tie(read[:1], read, value=False)
-            made = labels.space(Space(found[0], "producer", 1, groups), groups * weight.shape[1])
+            made = labels.space(
+                Space(found[0], "producer", 1, groups), groups * weight.shape[1]
+            )
         labels.tie(made.view(groups, -1)[:1], made.view(groups, -1), value=False)
         self._make(out, axis, made, bias)
 
@@ -130,7 +190,11 @@ class Contractions:
         if labels.parameter(b) is not None and b.ndim == 2:
             self.contract(a, b, -1, 0, 1, bias, out, -1)
             return True
-        if bias is not None or min(a.ndim, b.ndim) < 2 or labels.parameter(a) is not None:
+        if (
+            bias is not None
+            or min(a.ndim, b.ndim) < 2
+            or labels.parameter(a) is not None
+        ):
             return False
         one, two = labels.get(a), labels.get(b)
         self._dot(one, two, -1, -2)
@@ -146,18 +210,27 @@ class Contractions:
 
     def attention(self, given: dict[str, Any], out: Tensor) -> None:
         """``softmax(q·k)·v``: the channels of v pass, those of q and k go together."""
-        query, key, value = (self.labels.get(given[n]) for n in ("query", "key", "value"))
+        query, key, value = (
+            self.labels.get(given[n]) for n in ("query", "key", "value")
+        )
         self._dot(query, key.transpose(-1, -2), -1, -2)
-        if -2 % value.ndim in varying_axes(value) or query.shape[:-2] != value.shape[:-2]:
+        if (
+            -2 % value.ndim in varying_axes(value)
+            or query.shape[:-2] != value.shape[:-2]
+        ):
             self.labels.pin(value, f"{self.site} mixes its channels")
             return
-        self.labels.note(value, Passed(self.site, "scaled_dot_product_attention", "homogeneous"))
+        self.labels.note(
+            value, Passed(self.site, "scaled_dot_product_attention", "homogeneous")
+        )
         self.labels.put(out, varying_part(value))
 
     def _dot(self, one: Tensor, two: Tensor, left: int, right: int) -> None:
         """Two activations are multiplied and summed over an axis: its channels go together, and none may be rescaled."""
         labels = self.labels
-        if left % one.ndim not in varying_axes(one) and right % two.ndim not in varying_axes(two):
+        if left % one.ndim not in varying_axes(
+            one
+        ) and right % two.ndim not in varying_axes(two):
             return
         reason = f"multiplied with other channels in {self.site}"
         labels.pin(one, reason, "rescale")

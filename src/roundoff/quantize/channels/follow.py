@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from roundoff.capture.calls import Call, CallMode, Handler, float_tensors
 from roundoff.capture.operators import Operator
-from roundoff.quantize.channels.elementwise import ELEMENTWISE, HOMOGENEOUS, PAIRS, Elementwise
+from roundoff.quantize.channels.elementwise import (
+    ELEMENTWISE,
+    HOMOGENEOUS,
+    PAIRS,
+    Elementwise,
+)
 from roundoff.quantize.channels.labels import (
     Labels,
     Passed,
@@ -22,8 +27,12 @@ _POOLS = frozenset(
     "max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample_nearest upsample_bilinear upsample_linear "
     "upsample_trilinear upsample_bicubic _upsample_nearest_exact lp_pool upsample_nearest_exact".split()
 )
-_REDUCTIONS = frozenset("sum mean amax amin max min prod var std norm linalg_vector_norm logsumexp".split())
-_LINEAR_REDUCTIONS = frozenset("sum mean amax amin max min std norm linalg_vector_norm".split())
+_REDUCTIONS = frozenset(
+    "sum mean amax amin max min prod var std norm linalg_vector_norm logsumexp".split()
+)
+_LINEAR_REDUCTIONS = frozenset(
+    "sum mean amax amin max min std norm linalg_vector_norm".split()
+)
 _NAMES: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "batch_norm": ("input", "weight", "bias", "running_mean", "running_var"),
@@ -68,23 +77,41 @@ class Follow(Elementwise):
             self._follow(call.operator.name, args, kwargs, outputs)
             for tensor, _ in before:
                 found = self.labels.parameter(tensor)
-                if found is not None and tensor.numel() > 1 and found[0] not in self.labels.touched:
+                if (
+                    found is not None
+                    and tensor.numel() > 1
+                    and found[0] not in self.labels.touched
+                ):
                     self.labels.whole[found[0]] = f"read as a whole by {call.site}"
-        elif any(isinstance(t, Tensor) for t in (result if isinstance(result, tuple) else (result,))):
+        elif any(
+            isinstance(t, Tensor)
+            for t in (result if isinstance(result, tuple) else (result,))
+        ):
             purpose = "" if call.operator.name.startswith("arg") else "rescale"
             for _, labels in before:
-                self.labels.pin(labels, f"{call.operator.name} ({call.site}) compares its values", purpose)
+                self.labels.pin(
+                    labels,
+                    f"{call.operator.name} ({call.site}) compares its values",
+                    purpose,
+                )
         elif call.operator.name in ("tolist", "numpy"):
             for _, labels in before:
-                self.labels.pin(labels, f"its values leave torch by {call.operator.name} ({call.site})")
+                self.labels.pin(
+                    labels,
+                    f"its values leave torch by {call.operator.name} ({call.site})",
+                )
         return result
 
-    def _follow(self, name: str, args: list[Any], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
+    def _follow(
+        self, name: str, args: list[Any], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         base = name.rstrip("d").rstrip("123")
         given = dict(zip(_NAMES.get(name, ()), args, strict=False)) | kwargs
         x: Any = args[0] if args and isinstance(args[0], Tensor) else given.get("input")
         if name == "linear":
-            self.contract(x, given["weight"], -1, 1, 0, given.get("bias"), outputs[0], -1)
+            self.contract(
+                x, given["weight"], -1, 1, 0, given.get("bias"), outputs[0], -1
+            )
         elif base == "conv" or base == "conv_transpose":
             self.conv(base, int(name[-2]), args, kwargs, outputs[0])
         elif name in ("matmul", "mm", "bmm", "addmm"):
@@ -99,30 +126,48 @@ class Follow(Elementwise):
         elif name == "batch_norm":
             self.same(x, outputs[0], "other", name)
             mean = given.get("running_mean")
-            if not varying_axes(self.labels.get(x)) and mean is not None and mean.numel() > 1:  # of the model's input, say
+            if (
+                not varying_axes(self.labels.get(x))
+                and mean is not None
+                and mean.numel() > 1
+            ):  # of the model's input, say
                 own = along(self.labels, mean, 0, "batch_norm")
                 if own is not None:
                     self.labels.put(outputs[0], own.view(-1, *[1] * (x.ndim - 2)))
             for part in ("weight", "bias", "running_mean", "running_var"):
-                self.bind(given.get(part), 1, x.ndim, "batch_norm", self.labels.get(outputs[0]))
+                self.bind(
+                    given.get(part),
+                    1,
+                    x.ndim,
+                    "batch_norm",
+                    self.labels.get(outputs[0]),
+                )
         elif name in ("layer_norm", "rms_norm", "group_norm", "instance_norm"):
             self._normalise(name, x, given, outputs[0])
         elif name in PAIRS and len(args) > 1:
             self.pair(name.removeprefix("r"), args[0], args[1], outputs[0])
-            if kwargs.get("alpha", 1) != 1 and not isinstance(kwargs["alpha"], (int, float)):
+            if kwargs.get("alpha", 1) != 1 and not isinstance(
+                kwargs["alpha"], (int, float)
+            ):
                 self._unknown(name, args, kwargs)
         elif name == "glu":
             self.glu(x, given.get("dim", -1), outputs[0])
         elif name in ("softmax", "log_softmax"):
             dim = given.get("dim", -1) % max(x.ndim, 1)
             if dim in varying_axes(self.labels.get(x)):
-                self.labels.pin(self.labels.get(x), f"{name} ({self.site}) runs over its channels")
+                self.labels.pin(
+                    self.labels.get(x), f"{name} ({self.site}) runs over its channels"
+                )
             self.same(x, outputs[0], "other", name)
         elif any(base.startswith(pool) for pool in _POOLS) and isinstance(x, Tensor):
             self._pool(x, outputs[0], name)
         elif name in _REDUCTIONS and isinstance(x, Tensor):
             self._reduce(name, x, args, kwargs, outputs)
-        elif (name in HOMOGENEOUS or name in ELEMENTWISE) and isinstance(x, Tensor) and outputs[0].shape == x.shape:
+        elif (
+            (name in HOMOGENEOUS or name in ELEMENTWISE)
+            and isinstance(x, Tensor)
+            and outputs[0].shape == x.shape
+        ):
             self.elementwise(name, x, given, args, outputs[0])
         else:
             self._unknown(name, args, kwargs)
@@ -131,23 +176,39 @@ class Follow(Elementwise):
 
     def _pool(self, x: Tensor, out: Tensor, name: str) -> None:
         own = self.labels.get(x)
-        spatial = {i for i in range(x.ndim) if x.shape[i] != out.shape[i]} | set(range(2, x.ndim))
+        spatial = {i for i in range(x.ndim) if x.shape[i] != out.shape[i]} | set(
+            range(2, x.ndim)
+        )
         if spatial & set(varying_axes(own)):
             self.labels.pin(own, f"{name} ({self.site}) mixes its channels")
             return
         self.labels.note(own, Passed(self.site, name, "homogeneous"))
         self.labels.put(out, varying_part(own))
 
-    def _reduce(self, name: str, x: Tensor, args: list[Any], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
+    def _reduce(
+        self,
+        name: str,
+        x: Tensor,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        outputs: list[Tensor],
+    ) -> None:
         own = self.labels.get(x)
         place = 2 if name == "norm" else 1
-        dim: Any = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
+        dim: Any = kwargs.get(
+            "dim", kwargs.get("axis", args[place] if len(args) > place else None)
+        )
         if isinstance(dim, (Tensor, float)):
             dim = None
         axes = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
         over = sorted({axis % x.ndim for axis in axes}) if x.ndim else []
         varied = set(varying_axes(own))
-        if varied and varied <= set(over) or varied & set(over) and name not in ("sum", "mean"):
+        if (
+            varied
+            and varied <= set(over)
+            or varied & set(over)
+            and name not in ("sum", "mean")
+        ):
             self.labels.pin(own, f"{name} ({self.site}) runs over its channels")
             return
         kept = own
@@ -160,14 +221,25 @@ class Follow(Elementwise):
             found = kept if same_rank else kept.squeeze(tuple(over)) if over else kept
             if found.ndim == out.ndim:
                 self.labels.put(out, found)
-        self.labels.note(own, Passed(self.site, name, "homogeneous" if name in _LINEAR_REDUCTIONS else "other"))
+        self.labels.note(
+            own,
+            Passed(
+                self.site,
+                name,
+                "homogeneous" if name in _LINEAR_REDUCTIONS else "other",
+            ),
+        )
 
-    def _normalise(self, name: str, x: Tensor, given: dict[str, Any], out: Tensor) -> None:
+    def _normalise(
+        self, name: str, x: Tensor, given: dict[str, Any], out: Tensor
+    ) -> None:
         labels, own = self.labels, self.labels.get(x)
         axis = x.ndim - 1 if name in ("layer_norm", "rms_norm") else 1
         varied = varying_axes(own)
-        over = name == "group_norm" or name != "instance_norm" and any(
-            a >= x.ndim - len(given["normalized_shape"]) for a in varied
+        over = (
+            name == "group_norm"
+            or name != "instance_norm"
+            and any(a >= x.ndim - len(given["normalized_shape"]) for a in varied)
         )
         if varied and varied != [axis]:
             if over or name == "instance_norm":
@@ -178,27 +250,49 @@ class Follow(Elementwise):
             labels.pin(own, f"{name} ({self.site}) runs over its channels", "remove")
         labels.note(own, Passed(self.site, name, "other"))
         weight = given.get("weight")
-        made = None if weight is None else along(labels, weight, 0, "producer") if weight.ndim == 1 else None
+        made = (
+            None
+            if weight is None
+            else along(labels, weight, 0, "producer")
+            if weight.ndim == 1
+            else None
+        )
         if made is None or out.shape[axis] == 1:
             labels.put(out, own)
             return
         shape = [1] * x.ndim
         shape[axis] = -1
         made = made.view(shape)
-        fixed(labels, made.expand(out.shape), own, f"{name} ({self.site}) reads a tensor of fixed size")
+        fixed(
+            labels,
+            made.expand(out.shape),
+            own,
+            f"{name} ({self.site}) reads a tensor of fixed size",
+        )
         labels.tie(own, made, value=False)
         self.bind(given.get("bias"), axis, x.ndim, "bias", made)
         labels.put(out, made)
 
     def _unknown(self, name: str, args: Any, kwargs: Any) -> None:
         for tensor in float_tensors((args, kwargs)):
-            self.labels.pin(self.labels.get(tensor), f"what {name} ({self.site}) does to channels is not known")
+            self.labels.pin(
+                self.labels.get(tensor),
+                f"what {name} ({self.site}) does to channels is not known",
+            )
 
 
 class SeesMoves(Handler, Protocol):
     """What ``MovesMode`` asks beside ``Handler``."""
 
-    def moved(self, func: Callable[..., Any], name: str, site: str, result: Any, args: Any, kwargs: Any) -> None:
+    def moved(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        site: str,
+        result: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         """``func`` has moved values of its arguments into ``result``."""
 
 
@@ -210,7 +304,13 @@ class MovesMode(CallMode):
         self.seer: SeesMoves = handler
 
     def passed_on(
-        self, func: Callable[..., Any], operator: Operator, reason: str, result: Any, args: Any, kwargs: Any
+        self,
+        func: Callable[..., Any],
+        operator: Operator,
+        reason: str,
+        result: Any,
+        args: Any,
+        kwargs: Any,
     ) -> None:
         """See ``CallMode``."""
         super().passed_on(func, operator, reason, result, args, kwargs)

@@ -123,7 +123,11 @@ def channel_groups(
     return groups_of(follow.labels, purpose)
 
 
-def followed(model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None) -> Follow:
+def followed(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Follow:
     """Run the model on the batches and follow its channels."""
     workload = Workload(model, batches, forward=forward)
     follow = Follow(model)
@@ -135,7 +139,9 @@ def followed(model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Mod
                 with mode:
                     output = workload.run(batch)
                 for tensor in float_tensors(output):
-                    follow.labels.pin(follow.labels.get(tensor), "it is the model's output")
+                    follow.labels.pin(
+                        follow.labels.get(tensor), "it is the model's output"
+                    )
                     found = follow.labels.parameter(tensor)
                     if found is not None:
                         follow.labels.whole[found[0]] = "it is the model's output"
@@ -145,7 +151,9 @@ def followed(model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Mod
 def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
     """The groups that labels add up to."""
     if purpose not in ("remove", "rescale"):
-        raise QuantizationError("unknown purpose", expected="remove or rescale", got=repr(purpose))
+        raise QuantizationError(
+            "unknown purpose", expected="remove or rescale", got=repr(purpose)
+        )
     component = components(labels, purpose)
     pinned = _pinned(labels, purpose, component)
     passed: dict[int, set[Passed]] = defaultdict(set)
@@ -163,26 +171,46 @@ def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
             alike[shape, frozenset(passed[one]), pinned.get(one)].append(one)
     order = {name: i for i, name in enumerate(labels.sizes)}
     found = [
-        _group(members, places, tuple(sorted(operators, key=lambda p: p.site)), reason, purpose, order)
+        _group(
+            members,
+            places,
+            tuple(sorted(operators, key=lambda p: p.site)),
+            reason,
+            purpose,
+            order,
+        )
         for (_, operators, reason), members in alike.items()
     ]
     return sorted(found, key=lambda group: order[group.name])
 
 
 def _group(
-    members: list[int], places: dict[int, dict[Space, list[int]]], operators: tuple[Passed, ...], reason: str | None,
-    purpose: Purpose, order: dict[str, int],
-) -> ChannelGroup:  # fmt: skip
+    members: list[int],
+    places: dict[int, dict[Space, list[int]]],
+    operators: tuple[Passed, ...],
+    reason: str | None,
+    purpose: Purpose,
+    order: dict[str, int],
+) -> ChannelGroup:
     spaces = sorted(places[members[0]], key=lambda space: (order[space.name], space))
     bindings = [
-        Binding(s.name, s.axis, torch.tensor([places[one][s] for one in members]), s.groups, s.part) for s in spaces
+        Binding(
+            s.name,
+            s.axis,
+            torch.tensor([places[one][s] for one in members]),
+            s.groups,
+            s.part,
+        )
+        for s in spaces
     ]
     producers = tuple(b for b in bindings if b.part == "producer")
     consumers = tuple(b for b in bindings if b.part == "consumer")
     passers = tuple(b for b in bindings if b.part not in ("producer", "consumer"))
     if reason is None and not consumers:
         reason = "no weight that reads it was seen"
-    return ChannelGroup(len(members), producers, consumers, passers, operators, reason, purpose)
+    return ChannelGroup(
+        len(members), producers, consumers, passers, operators, reason, purpose
+    )
 
 
 def components(labels: Labels, purpose: Purpose) -> Ids:
@@ -193,17 +221,29 @@ def components(labels: Labels, purpose: Purpose) -> Ids:
         axes: dict[tuple[str, int], list[Space]] = defaultdict(list)
         for space in labels.spaces:
             axes[space.name, space.axis].append(space)
-        for spaces in axes.values():  # one axis read in two parts: an index is lost in both
+        for (
+            spaces
+        ) in axes.values():  # one axis read in two parts: an index is lost in both
             first = spaces[0]
             a, size = labels.spaces[first]
             length = size // first.groups
             for other in spaces[1:]:
                 b, count = labels.spaces[other]
                 n = np.arange(max(size, count))
-                pairs.append(np.stack((a + n % size if size >= count else a + n % length, b + n % count), 1))
+                pairs.append(
+                    np.stack(
+                        (
+                            a + n % size if size >= count else a + n % length,
+                            b + n % count,
+                        ),
+                        1,
+                    )
+                )
     edges = np.concatenate([*pairs, np.zeros((0, 2), np.int64)])
     ones = np.ones(len(edges), np.int8)
-    graph = coo_array((ones, (edges[:, 0], edges[:, 1])), shape=(labels.total, labels.total))
+    graph = coo_array(
+        (ones, (edges[:, 0], edges[:, 1])), shape=(labels.total, labels.total)
+    )
     found: Ids = connected_components(graph, directed=False)[1].astype(np.int64)
     return found
 
@@ -217,5 +257,7 @@ def _pinned(labels: Labels, purpose: Purpose, component: Ids) -> dict[int, str]:
     for space, (start, size) in labels.spaces.items():
         if space.name in labels.whole:
             for one in np.unique(component[start : start + size]):
-                pinned.setdefault(int(one), f"{space.name} is {labels.whole[space.name]}")
+                pinned.setdefault(
+                    int(one), f"{space.name} is {labels.whole[space.name]}"
+                )
     return pinned

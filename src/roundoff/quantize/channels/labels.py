@@ -52,13 +52,21 @@ class Labels:
     """The labels of all tensors of a run, and all that is known about them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.named = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
-        self.sizes = {n: t.shape for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        self.named = {
+            id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]
+        }
+        self.sizes = {
+            n: t.shape for n, t in [*model.named_parameters(), *model.named_buffers()]
+        }
         self.spaces: dict[Space, tuple[int, int]] = {}
         self.total = 1
         self.same: list[Ids] = []  # pairs: one channel, by value
-        self.together: list[Ids] = []  # pairs: several channels that can only leave together
-        self.whole: dict[str, str] = {}  # parameters that are read otherwise than along one axis, and where
+        self.together: list[
+            Ids
+        ] = []  # pairs: several channels that can only leave together
+        self.whole: dict[
+            str, str
+        ] = {}  # parameters that are read otherwise than along one axis, and where
         self.touched: set[str] = set()  # parameters of which an axis was asked for
         self.pins: list[tuple[Ids, str, str]] = []
         self.passed: dict[Passed, list[Ids]] = {}
@@ -120,7 +128,10 @@ class Labels:
         """Whether one of these has passed an operator that doesn't keep a factor."""
         ids = channels_in(labels)
         return any(
-            np.isin(ids, seen).any() for passed, lists in self.passed.items() if passed.law == "other" for seen in lists
+            np.isin(ids, seen).any()
+            for passed, lists in self.passed.items()
+            if passed.law == "other"
+            for seen in lists
         )
 
 
@@ -148,7 +159,9 @@ def broadcast(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 def varying_part(labels: Tensor) -> Tensor:
     """The labels with every axis along which they are constant cut to size 1."""
-    cut: Any = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in labels.stride())
+    cut: Any = tuple(
+        slice(0, 1) if stride == 0 else slice(None) for stride in labels.stride()
+    )
     return labels[cut] if labels.ndim else labels
 
 

@@ -35,7 +35,10 @@ _CUTS = frozenset(
 _SPLITS = frozenset("view reshape unflatten view_as reshape_as".split())
 _JOINS = frozenset("cat concat concatenate stack hstack vstack dstack where".split())
 # labels are expanded: what is a view of values may be a copy of labels
-_FREE: dict[str, Callable[..., Any]] = {"view": Tensor.reshape, "view_as": Tensor.reshape_as}
+_FREE: dict[str, Callable[..., Any]] = {
+    "view": Tensor.reshape,
+    "view_as": Tensor.reshape_as,
+}
 _BY_VALUE = frozenset("sort topk kthvalue".split())
 
 
@@ -45,7 +48,15 @@ class Moves:
     def __init__(self, labels: Labels) -> None:
         self.labels = labels
 
-    def move(self, func: Callable[..., Any], name: str, site: str, result: Any, args: Any, kwargs: Any) -> None:
+    def move(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        site: str,
+        result: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         """``func`` has moved values: labels of its results."""
         labels = self.labels
         outputs = float_tensors(result)
@@ -54,14 +65,27 @@ class Moves:
             return
         if self._parameter(func, name, outputs, inputs, args, kwargs):
             return
-        if not any(channels_in(labels.get(t)).size or labels.parameter(t) for t in inputs):
+        if not any(
+            channels_in(labels.get(t)).size or labels.parameter(t) for t in inputs
+        ):
             return
         if name in _SAME:
             labels.put(outputs[0], labels.get(inputs[0]))
         elif name == "pad" or name == "constant_pad_nd":
             self._pad(site, outputs[0], args, kwargs)
-        elif name in ("masked_fill", "masked_scatter", "index_fill", "fill", "tril", "triu"):
-            value = kwargs.get("value", args[2] if len(args) > 2 else 0.0) if "fill" in name else 0.0
+        elif name in (
+            "masked_fill",
+            "masked_scatter",
+            "index_fill",
+            "fill",
+            "tril",
+            "triu",
+        ):
+            value = (
+                kwargs.get("value", args[2] if len(args) > 2 else 0.0)
+                if "fill" in name
+                else 0.0
+            )
             own = labels.get(inputs[0])
             if not isinstance(value, (int, float)) or (value and np.isfinite(value)):
                 labels.note(own, Passed(site, name, "other"))
@@ -75,17 +99,37 @@ class Moves:
             self._run(func, name, site, outputs, inputs, args, kwargs)
 
     def _parameter(
-        self, func: Callable[..., Any], name: str, outputs: list[Tensor], inputs: list[Tensor], args: Any, kwargs: Any
+        self,
+        func: Callable[..., Any],
+        name: str,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        args: Any,
+        kwargs: Any,
     ) -> bool:
         """A parameter that is moved alone stays known as a part of it."""
         found = self.labels.parameter(inputs[0])
-        if len(inputs) != 1 or found is None or name in ("setitem", "masked_fill", "fill", "pad", "copy"):
+        if (
+            len(inputs) != 1
+            or found is None
+            or name in ("setitem", "masked_fill", "fill", "pad", "copy")
+        ):
             return False
         flat = found[1]
         if flat is None:
-            flat = torch.arange(inputs[0].numel(), dtype=torch.float64).view(inputs[0].shape)
-        moved = [flat] if name in _SAME else float_tensors(func(*_replaced(args, {id(inputs[0]): flat}),
-                                                                **_replaced(kwargs, {id(inputs[0]): flat})))  # fmt: skip
+            flat = torch.arange(inputs[0].numel(), dtype=torch.float64).view(
+                inputs[0].shape
+            )
+        moved = (
+            [flat]
+            if name in _SAME
+            else float_tensors(
+                func(
+                    *_replaced(args, {id(inputs[0]): flat}),
+                    **_replaced(kwargs, {id(inputs[0]): flat}),
+                )
+            )
+        )
         for tensor, where in zip(outputs, moved, strict=True):
             self.labels.moved(tensor, found[0], where)
         return True
@@ -105,18 +149,37 @@ class Moves:
         self.labels.pin(own, "padded along the channel axis to a fixed size", "remove")
 
     def _run(
-        self, func: Callable[..., Any], name: str, site: str, outputs: list[Tensor], inputs: list[Tensor], args: Any,
+        self,
+        func: Callable[..., Any],
+        name: str,
+        site: str,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        args: Any,
         kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         labels = self.labels
-        own = {id(t): labels.get(t).clone() if name in ("setitem", "copy") else labels.get(t) for t in inputs}
+        own = {
+            id(t): labels.get(t).clone()
+            if name in ("setitem", "copy")
+            else labels.get(t)
+            for t in inputs
+        }
         if name in _JOINS:
             self._parameters_among(own, inputs)
             self._join(name, [own[id(t)] for t in inputs], args, kwargs)
         before = [own[id(t)] for t in inputs]
         try:
-            moved = _FREE.get(name, func)(*_replaced(args, own), **_replaced(kwargs, own))
-        except (RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):  # not for labels: nothing is known
+            moved = _FREE.get(name, func)(
+                *_replaced(args, own), **_replaced(kwargs, own)
+            )
+        except (
+            RuntimeError,
+            TypeError,
+            NotImplementedError,
+            IndexError,
+            ValueError,
+        ):  # not for labels: nothing is known
             for one in before:
                 labels.pin(one, f"{name} ({site}) cannot be followed")
             return
@@ -140,8 +203,14 @@ class Moves:
             parts = varying_part(source).movedim(1, 0)
             parts = parts.reshape(groups, -1, *parts.shape[1:])
             labels.tie(parts[:1], parts, value=False)
-        elif name in _SPLITS and len(varying_axes(after[0])) > len(varying_axes(source)):
-            labels.pin(source, f"the channel axis is split into parts by {name} ({site})", "remove")
+        elif name in _SPLITS and len(varying_axes(after[0])) > len(
+            varying_axes(source)
+        ):
+            labels.pin(
+                source,
+                f"the channel axis is split into parts by {name} ({site})",
+                "remove",
+            )
 
     def _written(self, tensor: Tensor, after: Tensor) -> None:
         labels, before = self.labels, self.labels.get(tensor)
@@ -157,7 +226,11 @@ class Moves:
         for tensor in inputs:
             for other in inputs:
                 axes = varying_axes(own[id(other)])
-                if self.labels.parameter(tensor) and len(axes) == 1 and axes[0] < tensor.ndim:
+                if (
+                    self.labels.parameter(tensor)
+                    and len(axes) == 1
+                    and axes[0] < tensor.ndim
+                ):
                     found = along(self.labels, tensor, axes[0], "bias")
                     channels = varying_part(own[id(other)])
                     if found is not None and found.shape == channels.shape:
@@ -168,12 +241,16 @@ class Moves:
         """Parts that are joined along one axis keep one size along the others."""
         reason = f"joined by {name} with a tensor of fixed size"
         joined_along = name in ("cat", "concat", "concatenate")
-        axis = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else 0)
+        axis = kwargs.get(
+            "dim", args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+        )
         first = parts[0]
         for part in parts[1:]:
             one, other = (first, part) if joined_along else broadcast(first, part)
             if joined_along:
-                if first.ndim != part.ndim or not (set(varying_axes(one)) | set(varying_axes(other))) - {axis % first.ndim}:
+                if first.ndim != part.ndim or not (
+                    set(varying_axes(one)) | set(varying_axes(other))
+                ) - {axis % first.ndim}:
                     continue
                 one, other = one.narrow(axis, 0, 1), other.narrow(axis, 0, 1)
             self.labels.tie(one, other, value=name == "where")
@@ -190,7 +267,9 @@ def along(labels: Labels, tensor: Tensor, axis: int, part: str) -> Tensor | None
     shape = [1] * tensor.ndim
     shape[axis] = -1
     if flat is None:
-        return labels.space(Space(name, part, axis % tensor.ndim), tensor.shape[axis]).view(shape)
+        return labels.space(
+            Space(name, part, axis % tensor.ndim), tensor.shape[axis]
+        ).view(shape)
     whole = labels.sizes[name]
     places = np.unravel_index(flat.long().numpy(), whole)
     if tensor.shape[axis] < 2:
@@ -208,7 +287,9 @@ def along(labels: Labels, tensor: Tensor, axis: int, part: str) -> Tensor | None
 
 def fixed(labels: Labels, first: Tensor, second: Tensor, reason: str) -> None:
     """Channels that meet, along their axis, a tensor that has a size but no channels there cannot be removed."""
-    first, second = broadcast(first, second) if first.ndim != second.ndim else (first, second)
+    first, second = (
+        broadcast(first, second) if first.ndim != second.ndim else (first, second)
+    )
     for one, other in ((first, second), (second, first)):
         for axis in varying_axes(one):
             if other.shape[axis] > 1:
@@ -223,7 +304,12 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 def _replaced(nest: Any, by: dict[int, Tensor]) -> Any:
     def one(leaf: Any) -> Any:
-        return by[id(leaf)] if id(leaf) in by else leaf.cpu() if isinstance(leaf, Tensor) else leaf  # labels are on the CPU
+        return (
+            by[id(leaf)]
+            if id(leaf) in by
+            else leaf.cpu()
+            if isinstance(leaf, Tensor)
+            else leaf
+        )  # labels are on the CPU
 
     return tree_map(one, nest)
-

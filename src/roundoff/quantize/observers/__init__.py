@@ -29,11 +29,24 @@ __all__ = ["OBSERVERS", "Observer", "RangeObserver", "make_observer"]
 #: Every observer by its name.
 OBSERVERS: dict[str, type[RangeObserver]] = {
     observer.name: observer
-    for observer in (MinMax, MovingAverage, Percentile, Entropy, Mse, Ifmr, Hfmg, Arq, Isotone, Adjoint)
+    for observer in (
+        MinMax,
+        MovingAverage,
+        Percentile,
+        Entropy,
+        Mse,
+        Ifmr,
+        Hfmg,
+        Arq,
+        Isotone,
+        Adjoint,
+    )
 }
 
 
-def make_observer(name: str, granularity: Granularity | None = None, **parameters: Any) -> RangeObserver:
+def make_observer(
+    name: str, granularity: Granularity | None = None, **parameters: Any
+) -> RangeObserver:
     """The observer of that name, for ``granularity`` (by default one range for all elements).
 
     Raises:
@@ -47,15 +60,21 @@ def make_observer(name: str, granularity: Granularity | None = None, **parameter
     made = OBSERVERS.get(name)
     if made is None:
         raise QuantizationError(
-            "unknown observer", expected=", ".join(OBSERVERS), got=name, do=_nearest(name, list(OBSERVERS))
+            "unknown observer",
+            expected=", ".join(OBSERVERS),
+            got=name,
+            do=_nearest(name, list(OBSERVERS)),
         )
     known = [p for p in inspect.signature(made).parameters if p != "granularity"]
     for parameter in parameters:
         if parameter not in known:
             raise QuantizationError(
-                "unknown parameter", where=f"observer {name}", expected=", ".join(known) or "no parameters", got=parameter,
+                "unknown parameter",
+                where=f"observer {name}",
+                expected=", ".join(known) or "no parameters",
+                got=parameter,
                 do=_nearest(parameter, known),
-            )  # fmt: skip
+            )
     return made(granularity, **parameters)
 
 

@@ -39,20 +39,32 @@ class Ifmr(HistogramObserver):
     name = "ifmr"
 
     def __init__(
-        self, granularity: Granularity | None = None, *, search_range: tuple[float, float] = (0.7, 1.3),
-        search_step: float = 0.01, max_percentile: float = 0.999999, min_percentile: float = 0.999999,
-        both_ends: bool = False, bins: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        granularity: Granularity | None = None,
+        *,
+        search_range: tuple[float, float] = (0.7, 1.3),
+        search_step: float = 0.01,
+        max_percentile: float = 0.999999,
+        min_percentile: float = 0.999999,
+        both_ends: bool = False,
+        bins: int | None = None,
+    ) -> None:
         super().__init__(granularity, bins=bins)
         check_parameter(self.name, "max_percentile", max_percentile, 0.5, 1.0)
         check_parameter(self.name, "min_percentile", min_percentile, 0.5, 1.0)
         check_parameter(self.name, "search_step", search_step, 1e-4, 10.0)
         if not 0 < search_range[0] < search_range[1] <= 100:
             raise QuantizationError(
-                "search_range is no range of factors", where="observer ifmr", expected="two numbers, 0 < low < high <= 100",
+                "search_range is no range of factors",
+                where="observer ifmr",
+                expected="two numbers, 0 < low < high <= 100",
                 got=repr(search_range),
-            )  # fmt: skip
-        self.search_range, self.search_step, self.both_ends = search_range, search_step, both_ends
+            )
+        self.search_range, self.search_step, self.both_ends = (
+            search_range,
+            search_step,
+            both_ends,
+        )
         self.max_percentile, self.min_percentile = max_percentile, min_percentile
 
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -79,9 +91,14 @@ class Ifmr(HistogramObserver):
         above, below = count[:, self.side + 1 :].sum(1), count[:, : self.side].sum(1)
         ranks = [
             torch.minimum(n - (share * n).floor(), there).clamp_(min=1.0)
-            for share, there in ((self.max_percentile, above), (self.min_percentile, below))
+            for share, there in (
+                (self.max_percentile, above),
+                (self.min_percentile, below),
+            )
         ]
-        return histogram.smallest(ranks[1]).clamp_(max=0.0), histogram.largest(ranks[0]).clamp_(min=0.0)
+        return histogram.smallest(ranks[1]).clamp_(max=0.0), histogram.largest(
+            ranks[0]
+        ).clamp_(min=0.0)
 
 
 class Hfmg(HistogramObserver):
@@ -100,23 +117,37 @@ class Hfmg(HistogramObserver):
 
     name = "hfmg"
 
-    def __init__(self, granularity: Granularity | None = None, *, num_of_bins: int = 4096) -> None:
+    def __init__(
+        self, granularity: Granularity | None = None, *, num_of_bins: int = 4096
+    ) -> None:
         if num_of_bins not in (1024, 2048, 4096, 8192):
             raise QuantizationError(
-                "num_of_bins is not one of AMCT's", where="observer hfmg", expected="1024, 2048, 4096 or 8192",
+                "num_of_bins is not one of AMCT's",
+                where="observer hfmg",
+                expected="1024, 2048, 4096 or 8192",
                 got=repr(num_of_bins),
-            )  # fmt: skip
+            )
         super().__init__(granularity, bins=num_of_bins)
 
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:
         bins, counts = histogram.bins(), histogram.counts().tolist()
         chosen = []
         for row, width in enumerate(histogram.width.tolist()):
-            path = torch.tensor(greedy_path(counts[row], self.side), dtype=torch.float64) * width
-            path = path.to(bins.mean.device).clamp(float(histogram.low[row]), float(histogram.high[row]))
-            part = Bins(bins.weight[row, None], bins.mean[row, None], bins.half[row, None])
+            path = (
+                torch.tensor(greedy_path(counts[row], self.side), dtype=torch.float64)
+                * width
+            )
+            path = path.to(bins.mean.device).clamp(
+                float(histogram.low[row]), float(histogram.high[row])
+            )
+            part = Bins(
+                bins.weight[row, None], bins.mean[row, None], bins.half[row, None]
+            )
             stride = max(len(path) // 64, 1)
-            near, last = _least(part, path[::stride], fmt, self.dtype) * stride, len(path)
+            near, last = (
+                _least(part, path[::stride], fmt, self.dtype) * stride,
+                len(path),
+            )
             near, last = max(near - stride, 0), min(near + stride + 1, last)
             chosen.append(path[near + _least(part, path[near:last], fmt, self.dtype)])
         low, high = torch.stack(chosen).unbind(1)
@@ -141,7 +172,10 @@ def greedy_path(counts: list[float], side: int) -> list[tuple[float, float]]:
         if right - left + 1 <= fewest:
             return path
         # The first bins that stay when at least `step` is cut on that side.
-        inner_left, inner_right = bisect_left(up_to, up_to[left] + step), bisect_right(up_to, up_to[right + 1] - step) - 2
+        inner_left, inner_right = (
+            bisect_left(up_to, up_to[left] + step),
+            bisect_right(up_to, up_to[right + 1] - step) - 2,
+        )
         if inner_left > right or inner_right < left:
             return path
         if inner_left - left > right - inner_right:

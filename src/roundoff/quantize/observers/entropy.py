@@ -35,16 +35,21 @@ class Entropy(HistogramObserver):
 
     name = "entropy"
 
-    def __init__(self, granularity: Granularity | None = None, *, bins: int = 4096) -> None:
+    def __init__(
+        self, granularity: Granularity | None = None, *, bins: int = 4096
+    ) -> None:
         super().__init__(granularity, bins=bins)
 
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:
         levels = int(fmt.max_finite - fmt.min_finite) + 1
         if fmt.one_quantum != 1.0 or levels > self.side:
             raise QuantizationError(
-                "the divergence needs levels of one size, fewer than bins", where=f"observer {self.name}",
-                expected=f"an integer format with at most {self.side} levels", got=fmt.name, do="use mse, or more bins",
-            )  # fmt: skip
+                "the divergence needs levels of one size, fewer than bins",
+                where=f"observer {self.name}",
+                expected=f"an integer format with at most {self.side} levels",
+                got=fmt.name,
+                do="use mse, or more bins",
+            )
         half = int(fmt.max_finite) + 1
         counts = histogram.counts()
         magnitudes = counts[:, self.side + 1 :] + counts[:, : self.side].flip(1)
@@ -53,8 +58,12 @@ class Entropy(HistogramObserver):
         for magnitude, alone in zip(magnitudes.cpu(), one_sided, strict=True):
             at = divergences(magnitude, levels if alone and not fmt.symmetric else half)
             bounds.append(float(min(at, key=lambda i: at[i])) if at else 0.0)
-        bound = histogram.width * torch.tensor(bounds, dtype=torch.float64, device=histogram.width.device)
-        return torch.maximum(histogram.low, -bound), torch.minimum(histogram.high, bound)
+        bound = histogram.width * torch.tensor(
+            bounds, dtype=torch.float64, device=histogram.width.device
+        )
+        return torch.maximum(histogram.low, -bound), torch.minimum(
+            histogram.high, bound
+        )
 
 
 def divergences(counts: Tensor, levels: int) -> dict[int, float]:
@@ -72,7 +81,8 @@ def divergences(counts: Tensor, levels: int) -> dict[int, float]:
     tried = torch.tensor(sorted({*range(-(-levels // 4) * 4, length, 4), length}))
     start = torch.zeros(1, dtype=counts.dtype)
     mass, full, entropy = (
-        torch.cat([start, part.cumsum(0)]) for part in (counts, (counts > 0).double(), torch.xlogy(counts, counts))
+        torch.cat([start, part.cumsum(0)])
+        for part in (counts, (counts > 0).double(), torch.xlogy(counts, counts))
     )
     total = mass[-1]
     edges = torch.arange(levels + 1) * tried[:, None] // levels
@@ -83,5 +93,13 @@ def divergences(counts: Tensor, levels: int) -> dict[int, float]:
     wanted[:, -1] += tail
     spread = torch.xlogy(wanted, inside / filled.clamp(min=1.0)).sum(1)
     own = entropy[tried - 1] + torch.xlogy(last + tail, last + tail)
-    divergence = (own - spread) / total - math.log(float(total)) + torch.log(mass[tried])
-    return dict(zip(tried.tolist(), torch.nan_to_num(divergence, nan=math.inf, posinf=math.inf).tolist(), strict=True))
+    divergence = (
+        (own - spread) / total - math.log(float(total)) + torch.log(mass[tried])
+    )
+    return dict(
+        zip(
+            tried.tolist(),
+            torch.nan_to_num(divergence, nan=math.inf, posinf=math.inf).tolist(),
+            strict=True,
+        )
+    )

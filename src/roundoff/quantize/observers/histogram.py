@@ -46,15 +46,21 @@ class Histogram:
         device: where its 8 * sets * (2 * side * FINE + 1) bytes lie.
     """
 
-    def __init__(self, sets: int, side: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, sets: int, side: int, device: torch.device | None = None
+    ) -> None:
         self.side = side
         #: 2**exponent bounds the magnitudes
-        self.exponent = torch.full((sets,), SMALLEST_EXPONENT, dtype=torch.int64, device=device)
+        self.exponent = torch.full(
+            (sets,), SMALLEST_EXPONENT, dtype=torch.int64, device=device
+        )
         #: extremes of what was seen, exact
         self.low = torch.full((sets,), torch.inf, dtype=torch.float64, device=device)
         self.high = -self.low
         #: what each part of a bin counts, or the sum of its weights
-        self.parts = torch.zeros(sets, 2 * side * FINE + 1, dtype=torch.float64, device=device)
+        self.parts = torch.zeros(
+            sets, 2 * side * FINE + 1, dtype=torch.float64, device=device
+        )
 
     @property
     def width(self) -> Tensor:
@@ -64,25 +70,48 @@ class Histogram:
     def counts(self) -> Tensor:
         """What each bin counts, from ``-side`` to ``side``, (sets, 2 * side + 1)."""
         zero = self.side * FINE
-        sides = self.parts[:, :zero], self.parts[:, zero : zero + 1], self.parts[:, zero + 1 :]
-        return torch.cat([part if part.shape[1] == 1 else part.reshape(len(part), -1, FINE).sum(2) for part in sides], 1)
+        sides = (
+            self.parts[:, :zero],
+            self.parts[:, zero : zero + 1],
+            self.parts[:, zero + 1 :],
+        )
+        return torch.cat(
+            [
+                part if part.shape[1] == 1 else part.reshape(len(part), -1, FINE).sum(2)
+                for part in sides
+            ],
+            1,
+        )
 
-    def add(self, x: Tensor, low: Tensor, high: Tensor, weight: Tensor | None = None) -> None:
+    def add(
+        self, x: Tensor, low: Tensor, high: Tensor, weight: Tensor | None = None
+    ) -> None:
         """``x``: (sets, elements), finite; ``low``, ``high``: its extremes, (sets,); ``weight``: like ``x``, >= 0."""
-        self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+        self.low, self.high = (
+            torch.minimum(self.low, low),
+            torch.maximum(self.high, high),
+        )
         amax = torch.maximum(-low, high).double()
-        fraction, exponent = torch.frexp(amax)  # amax = fraction * 2**exponent, fraction in [0.5, 1)
+        fraction, exponent = torch.frexp(
+            amax
+        )  # amax = fraction * 2**exponent, fraction in [0.5, 1)
         exponent = torch.where(fraction == 0.5, exponent - 1, exponent).long()
         self._widen(torch.where(amax > 0, exponent, SMALLEST_EXPONENT))
         per_width = (FINE / self.width).to(x.dtype)[:, None]
         sets, parts = self.parts.shape
-        first = torch.arange(self.side * FINE, sets * parts, parts, dtype=torch.int32, device=x.device)[:, None]
+        first = torch.arange(
+            self.side * FINE, sets * parts, parts, dtype=torch.int32, device=x.device
+        )[:, None]
         # In pieces, because fresh memory for tensors of full size costs more than the counting.
         columns = max(PART, 2 * sets * parts) // sets
         for at in range(0, x.shape[1], columns):
             u = x[:, at : at + columns] * per_width
             index = u.abs().ceil_().copysign_(u).to(torch.int32).add_(first).flatten()
-            power = None if weight is None else weight[:, at : at + columns].flatten().double()
+            power = (
+                None
+                if weight is None
+                else weight[:, at : at + columns].flatten().double()
+            )
             self.parts += torch.bincount(index, power, sets * parts).view(sets, parts)
 
     def _widen(self, exponent: Tensor) -> None:
@@ -94,7 +123,9 @@ class Histogram:
             rows = doublings == times
             self.exponent[rows] += times
             old = self.parts[rows]
-            for _ in range(min(times, (self.side * FINE).bit_length())):  # then all lies in the two beside 0
+            for _ in range(
+                min(times, (self.side * FINE).bit_length())
+            ):  # then all lies in the two beside 0
                 old = _halved(old, self.side * FINE)
             self.parts[rows] = old
 
@@ -106,8 +137,14 @@ class Histogram:
         centre = torch.arange(FINE, dtype=n.dtype, device=n.device) - (FINE - 1) / 2
         weight, first, second = n.sum(2), n @ centre, n @ centre.square()
         occupied = weight > 0
-        order = (~occupied).to(torch.int8).argsort(dim=1, stable=True)[:, : max(int(occupied.sum(1).max()), 1)]
-        weight, first, second = (part.gather(1, order) for part in (weight, first, second))
+        order = (
+            (~occupied)
+            .to(torch.int8)
+            .argsort(dim=1, stable=True)[:, : max(int(occupied.sum(1).max()), 1)]
+        )
+        weight, first, second = (
+            part.gather(1, order) for part in (weight, first, second)
+        )
         some = torch.where(weight > 0, weight, 1.0)
         mean = first / some
         # Sheppard's correction, backwards: a part is uniformly filled, with variance 1/12.
@@ -138,17 +175,27 @@ class Histogram:
         up_to = count.cumsum(1)
         at = torch.searchsorted(up_to, rank).clamp_(max=count.shape[1] - 1)
         n, edge = count.gather(1, at), (zero - at).to(count.dtype)
-        upper = torch.where(edge < 0, edge + 1, edge)  # what lies below 0 begins at its edge
-        inside = (rank - (up_to.gather(1, at) - n) - 0.5) / n.clamp(min=1.0)  # 0 … 1 from the top
-        value = torch.where(edge == 0, 0.0, upper - inside) * (self.width[:, None] / FINE)
+        upper = torch.where(
+            edge < 0, edge + 1, edge
+        )  # what lies below 0 begins at its edge
+        inside = (rank - (up_to.gather(1, at) - n) - 0.5) / n.clamp(
+            min=1.0
+        )  # 0 … 1 from the top
+        value = torch.where(edge == 0, 0.0, upper - inside) * (
+            self.width[:, None] / FINE
+        )
         extreme = (rank[:, 0] <= 1) & ((top != 0.0) | zeros)
-        return torch.where(extreme, top, torch.minimum(value[:, 0], top)).masked_fill_(n[:, 0] == 0, 0.0)
+        return torch.where(extreme, top, torch.minimum(value[:, 0], top)).masked_fill_(
+            n[:, 0] == 0, 0.0
+        )
 
 
 def _halved(sums: Tensor, side: int) -> Tensor:
     """Bins twice as wide: bin ±i goes to ±ceil(i / 2); new ones outside are empty."""
     out = torch.zeros_like(sums)
     out[..., side] = sums[..., side]
-    out[..., side + 1 : side + 1 + side // 2] = sums[..., side + 1 :: 2] + sums[..., side + 2 :: 2]
+    out[..., side + 1 : side + 1 + side // 2] = (
+        sums[..., side + 1 :: 2] + sums[..., side + 2 :: 2]
+    )
     out[..., side - side // 2 : side] = sums[..., 0:side:2] + sums[..., 1:side:2]
     return out

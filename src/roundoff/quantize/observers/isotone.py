@@ -43,13 +43,22 @@ class Isotone(HistogramObserver):
 
     name = "isotone"
 
-    def __init__(self, granularity: Granularity | None = None, *, rows: int = 4096, bins: int | None = None) -> None:
+    def __init__(
+        self,
+        granularity: Granularity | None = None,
+        *,
+        rows: int = 4096,
+        bins: int | None = None,
+    ) -> None:
         super().__init__(granularity, bins=bins)
         if not isinstance(self.granularity, PerTensor):
             raise QuantizationError(
-                "order is kept by one scale for all elements", where=f"observer {self.name}", expected="PerTensor()",
-                got=str(self.granularity), do="use mse for several scales",
-            )  # fmt: skip
+                "order is kept by one scale for all elements",
+                where=f"observer {self.name}",
+                expected="PerTensor()",
+                got=str(self.granularity),
+                do="use mse for several scales",
+            )
         check_parameter(self.name, "rows", rows, 1, 1 << 24, whole=True)
         self.rows = rows
         self.pairs = torch.zeros(0, 2)
@@ -69,17 +78,36 @@ class Isotone(HistogramObserver):
         self.pairs = pairs
 
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:
-        factors = torch.logspace(0, 1, 200, base=0.25 / 1.5, dtype=torch.float64, device=histogram.low.device) * 1.5
-        low, high = (factors * end for end in (histogram.low.clamp(max=0.0), histogram.high.clamp(min=0.0)))
+        factors = (
+            torch.logspace(
+                0,
+                1,
+                200,
+                base=0.25 / 1.5,
+                dtype=torch.float64,
+                device=histogram.low.device,
+            )
+            * 1.5
+        )
+        low, high = (
+            factors * end
+            for end in (histogram.low.clamp(max=0.0), histogram.high.clamp(min=0.0))
+        )
         if fmt.symmetric:
             high = torch.maximum(-low, high)
             low = -high
         q = range_qparams(low[:, None], high[:, None], fmt, self.dtype)
         flat = self.pairs.flatten().expand(len(factors), -1)
-        first, second = fake_quantize(flat, QParams(q.scale, q.zero_point), fmt).reshape(len(factors), -1, 2).unbind(-1)
+        first, second = (
+            fake_quantize(flat, QParams(q.scale, q.zero_point), fmt)
+            .reshape(len(factors), -1, 2)
+            .unbind(-1)
+        )
         lost = (first <= second).sum(1)
         fewest = lost.min()
-        loss = losses(histogram.bins(), low[None], high[None], fmt, self.dtype).masked_fill_(lost > fewest, torch.inf)
+        loss = losses(
+            histogram.bins(), low[None], high[None], fmt, self.dtype
+        ).masked_fill_(lost > fewest, torch.inf)
         self.lost = int(fewest)
         low, high = pick(loss, low[None], high[None])
         return low, high

@@ -54,7 +54,12 @@ class MovingAverage(MinMax):
     name = "moving_average"
     dynamic = False
 
-    def __init__(self, granularity: Granularity | None = None, *, averaging_constant: float = 0.01) -> None:
+    def __init__(
+        self,
+        granularity: Granularity | None = None,
+        *,
+        averaging_constant: float = 0.01,
+    ) -> None:
         super().__init__(granularity)
         check_parameter(self.name, "averaging_constant", averaging_constant, 1e-9, 1.0)
         self.averaging_constant = averaging_constant
@@ -90,12 +95,19 @@ class Arq(MinMax):
     def qparams(self, fmt: Format) -> QParams:
         if not fmt.symmetric:
             raise QuantizationError(
-                "the rule has no zero point", where=f"observer {self.name}", expected="a symmetric format", got=fmt.name,
+                "the rule has no zero point",
+                where=f"observer {self.name}",
+                expected="a symmetric format",
+                got=fmt.name,
                 do="use minmax",
-            )  # fmt: skip
+            )
         chosen = super().qparams(fmt)
         if fmt.scale_target is not None or -fmt.min_finite <= fmt.max_finite:
             return chosen
         tiny = torch.finfo(self.dtype).tiny
-        scale = torch.where(-self.low > self.high, self.low / fmt.min_finite, self.high / fmt.max_finite)
-        return self._shaped(torch.where(scale > 0, scale.clamp(min=tiny), 1.0).to(self.dtype), None)
+        scale = torch.where(
+            -self.low > self.high, self.low / fmt.min_finite, self.high / fmt.max_finite
+        )
+        return self._shaped(
+            torch.where(scale > 0, scale.clamp(min=tiny), 1.0).to(self.dtype), None
+        )

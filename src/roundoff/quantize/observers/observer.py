@@ -66,10 +66,12 @@ class RangeObserver(ABC):
         self.dtype = torch.float32
         if isinstance(self.granularity, PerToken) and not self.dynamic:
             raise QuantizationError(
-                "a token's range belongs to one batch, and this observer joins batches", where=f"observer {self.name}",
-                expected="a granularity whose sets stay the same from batch to batch", got="PerToken()",
+                "a token's range belongs to one batch, and this observer joins batches",
+                where=f"observer {self.name}",
+                expected="a granularity whose sets stay the same from batch to batch",
+                got="PerToken()",
                 do="use minmax, whose ranges per token are those of the last batch (dynamic), or PerTensor()",
-            )  # fmt: skip
+            )
 
     #: whether it can work per token
     dynamic = False
@@ -78,9 +80,11 @@ class RangeObserver(ABC):
         """One batch (see :class:`Observer`)."""
         if not x.is_floating_point():
             raise QuantizationError(
-                "a range needs floating-point values", where=f"observer {self.name}", got=f"dtype {x.dtype}",
+                "a range needs floating-point values",
+                where=f"observer {self.name}",
+                got=f"dtype {x.dtype}",
                 do="observe the tensor before it becomes an integer",
-            )  # fmt: skip
+            )
         if x.numel() == 0:
             return
         given = x.shape
@@ -94,17 +98,23 @@ class RangeObserver(ABC):
         if not bool((low.isfinite() & high.isfinite()).all()):
             bad = x.numel() - int(x.isfinite().sum())
             raise QuantizationError(
-                f"{bad} of {x.numel()} values are NaN or Inf", where=f"observer {self.name}",
-                got=f"a tensor of shape {tuple(x.shape)}", do="find where they arise (roundoff watch), or leave it out",
-            )  # fmt: skip
+                f"{bad} of {x.numel()} values are NaN or Inf",
+                where=f"observer {self.name}",
+                got=f"a tensor of shape {tuple(x.shape)}",
+                do="find where they arise (roundoff watch), or leave it out",
+            )
         shape = self._agreed(tuple(low.shape))
         power = self._power(power, given)
         order = [i for i in range(x.ndim) if i not in dims] + list(dims)
         sets = low.numel()
         self._add(
-            x.permute(order).reshape(sets, -1), low.flatten(), high.flatten(),
-            None if power is None else power.reshape(view).permute(order).reshape(sets, -1),
-        )  # fmt: skip
+            x.permute(order).reshape(sets, -1),
+            low.flatten(),
+            high.flatten(),
+            None
+            if power is None
+            else power.reshape(view).permute(order).reshape(sets, -1),
+        )
         self.shape, self.dtype = shape, torch.promote_types(self.dtype, x.dtype)
         self.count += x.numel()
 
@@ -113,9 +123,12 @@ class RangeObserver(ABC):
         check_format(fmt, self.name)
         if self.count == 0 or self.shape is None:
             raise QuantizationError(
-                "the observer never fired, so there is no range", where=f"observer {self.name}", expected="a value",
-                got="none", do="run calibration batches that reach this value, or leave it out",
-            )  # fmt: skip
+                "the observer never fired, so there is no range",
+                where=f"observer {self.name}",
+                expected="a value",
+                got="none",
+                do="run calibration batches that reach this value, or leave it out",
+            )
         low, high = self._range(fmt)
         return self._finish(low, high, fmt)
 
@@ -128,15 +141,21 @@ class RangeObserver(ABC):
         """The range of each set, (sets,)."""
 
     def _agreed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if self.shape is None or self.shape == shape or isinstance(self.granularity, PerToken):
+        if (
+            self.shape is None
+            or self.shape == shape
+            or isinstance(self.granularity, PerToken)
+        ):
             return shape
         if isinstance(self.granularity, PerTensor):
             return ()  # batches of different rank: a scale without axes fits all
         raise QuantizationError(
-            "this batch has other sets of elements than the ones before", where=f"observer {self.name}, {self.granularity}",
-            expected=f"a scale of shape {self.shape}", got=f"one of shape {shape}",
+            "this batch has other sets of elements than the ones before",
+            where=f"observer {self.name}, {self.granularity}",
+            expected=f"a scale of shape {self.shape}",
+            got=f"one of shape {shape}",
             do="observe tensors that differ only in the axes that share a scale, or use PerTensor()",
-        )  # fmt: skip
+        )
 
     def _power(self, power: Tensor | None, shape: torch.Size) -> Tensor | None:  # noqa: ARG002
         """``power`` checked and expanded to ``shape``; here it is not used."""
@@ -151,19 +170,33 @@ class RangeObserver(ABC):
 
     def _shaped(self, scale: Tensor, zero_point: Tensor | None) -> QParams:
         shape = () if self.shape is None else self.shape
-        return QParams(scale.reshape(shape), None if zero_point is None else zero_point.reshape(shape), self.granularity)
+        return QParams(
+            scale.reshape(shape),
+            None if zero_point is None else zero_point.reshape(shape),
+            self.granularity,
+        )
 
     def _report(self, low: Tensor, high: Tensor, fmt: Format) -> None:
         """Sets ``degenerate``: what ``choose_qparams`` replaced, from the same range in fp64."""
         low, high = low.double().clamp(max=0.0), high.double().clamp(min=0.0)
-        levels = (fmt.scale_target or fmt.max_finite) if fmt.symmetric else fmt.max_finite - fmt.min_finite
+        levels = (
+            (fmt.scale_target or fmt.max_finite)
+            if fmt.symmetric
+            else fmt.max_finite - fmt.min_finite
+        )
         scale = (torch.maximum(high, -low) if fmt.symmetric else high - low) / levels
         tiny = torch.finfo(self.dtype).tiny
         zero, small = int((scale == 0).sum()), int(((scale > 0) & (scale < tiny)).sum())
         of = f"of {scale.numel()} range{'s' if scale.numel() > 1 else ''}"
         self.degenerate = "; ".join(
             ([f"{zero} {of} zero: scale 1"] if zero else [])
-            + ([f"{small} {of} too small: the scale would be below {tiny:.3g} and is that"] if small else [])
+            + (
+                [
+                    f"{small} {of} too small: the scale would be below {tiny:.3g} and is that"
+                ]
+                if small
+                else []
+            )
         )
 
 
@@ -171,18 +204,34 @@ def check_format(fmt: Format, name: str) -> None:
     """Raises if the scales of ``fmt`` do not come from a range."""
     if isinstance(fmt, BlockFormat) or fmt.scale_from != "amax":
         raise QuantizationError(
-            f"the scales of {fmt.name} do not come from a range", where=f"observer {name}",
-            expected="an integer, fp8 or fp4", got=fmt.name,
+            f"the scales of {fmt.name} do not come from a range",
+            where=f"observer {name}",
+            expected="an integer, fp8 or fp4",
+            got=fmt.name,
             do="block formats choose scales as they round (round_tensor), ternary and binary from the mean magnitude",
-        )  # fmt: skip
+        )
 
 
-def check_parameter(observer: str, name: str, value: object, low: float, high: float, *, whole: bool = False) -> None:
+def check_parameter(
+    observer: str,
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    whole: bool = False,
+) -> None:
     """Raises unless ``low <= value <= high`` (and an integer)."""
     kinds = int if whole else (int, float)
-    if isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high:
+    if (
+        isinstance(value, kinds)
+        and not isinstance(value, bool)
+        and low <= value <= high
+    ):
         return
     raise QuantizationError(
-        f"{name} is out of range", where=f"observer {observer}",
-        expected=f"{'an integer' if whole else 'a number'} in [{low:g}, {high:g}]", got=repr(value),
-    )  # fmt: skip
+        f"{name} is out of range",
+        where=f"observer {observer}",
+        expected=f"{'an integer' if whole else 'a number'} in [{low:g}, {high:g}]",
+        got=repr(value),
+    )

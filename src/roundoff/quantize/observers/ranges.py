@@ -27,14 +27,19 @@ class HistogramObserver(RangeObserver):
         bins: on each side of 0, a power of two. By default 4096, and 512 where there are several sets.
     """
 
-    def __init__(self, granularity: Granularity | None = None, *, bins: int | None = None) -> None:
+    def __init__(
+        self, granularity: Granularity | None = None, *, bins: int | None = None
+    ) -> None:
         super().__init__(granularity)
         if bins is None:
             bins = 4096 if isinstance(self.granularity, PerTensor) else 512
         check_parameter(self.name, "bins", bins, 16, 65536, whole=True)
         if bins & (bins - 1):
             raise QuantizationError(
-                "bins is not a power of two", where=f"observer {self.name}", expected="16, 32, … 65536", got=str(bins)
+                "bins is not a power of two",
+                where=f"observer {self.name}",
+                expected="16, 32, … 65536",
+                got=str(bins),
             )
         self.side = bins
         self.histogram: Histogram | None = None
@@ -45,9 +50,11 @@ class HistogramObserver(RangeObserver):
             if size > LARGEST:
                 raise QuantizationError(
                     f"histograms for {len(x)} sets of elements would take {size / 2**30:.1f} GiB",
-                    where=f"observer {self.name}", expected=f"at most {LARGEST / 2**30:.1f} GiB",
-                    got=f"{self.granularity}, {self.side} bins on each side", do="give fewer bins, or use minmax",
-                )  # fmt: skip
+                    where=f"observer {self.name}",
+                    expected=f"at most {LARGEST / 2**30:.1f} GiB",
+                    got=f"{self.granularity}, {self.side} bins on each side",
+                    do="give fewer bins, or use minmax",
+                )
             self.histogram = Histogram(len(x), self.side, x.device)
         self.histogram.add(x, low, high, power)
 
@@ -76,7 +83,11 @@ class Percentile(HistogramObserver):
     name = "percentile"
 
     def __init__(
-        self, granularity: Granularity | None = None, *, percentile: float = 0.9999, bins: int | None = None
+        self,
+        granularity: Granularity | None = None,
+        *,
+        percentile: float = 0.9999,
+        bins: int | None = None,
     ) -> None:
         super().__init__(granularity, bins=bins)
         check_parameter(self.name, "percentile", percentile, 0.5, 1.0)
@@ -85,7 +96,9 @@ class Percentile(HistogramObserver):
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         n = histogram.parts.sum(1) - histogram.parts[:, self.side * FINE]
         rank = (n - (self.percentile * n).floor()).clamp_(min=1.0)
-        return histogram.smallest(rank, zeros=False), histogram.largest(rank, zeros=False)
+        return histogram.smallest(rank, zeros=False), histogram.largest(
+            rank, zeros=False
+        )
 
 
 class Mse(HistogramObserver):
@@ -110,17 +123,21 @@ class Adjoint(Mse):
 
     name = "adjoint"
 
-    def __init__(self, granularity: Granularity | None = None, *, bins: int | None = None) -> None:
+    def __init__(
+        self, granularity: Granularity | None = None, *, bins: int | None = None
+    ) -> None:
         super().__init__(granularity, bins=bins)
         self.weighted: bool | None = None
 
     def see(self, x: Tensor, power: Tensor | None = None) -> None:
         if self.weighted not in (None, power is not None) and x.numel():
             raise QuantizationError(
-                "power came with some batches only", where=f"observer {self.name}",
-                expected="power" if self.weighted else "no power", got="none" if self.weighted else "power",
+                "power came with some batches only",
+                where=f"observer {self.name}",
+                expected="power" if self.weighted else "no power",
+                got="none" if self.weighted else "power",
                 do="give the squared adjoint with every batch, or with none",
-            )  # fmt: skip
+            )
         super().see(x, power)
         if x.numel():
             self.weighted = power is not None
@@ -132,13 +149,18 @@ class Adjoint(Mse):
             power = power.detach().expand(shape)
         except RuntimeError:
             raise QuantizationError(
-                "power does not fit the tensor", where=f"observer {self.name}",
-                expected=f"a shape that broadcasts to {tuple(shape)}", got=f"shape {tuple(power.shape)}",
-            ) from None  # fmt: skip
+                "power does not fit the tensor",
+                where=f"observer {self.name}",
+                expected=f"a shape that broadcasts to {tuple(shape)}",
+                got=f"shape {tuple(power.shape)}",
+            ) from None
         low, high = torch.aminmax(power)
         if not (bool(low >= 0) and bool(high < torch.inf)):
             raise QuantizationError(
-                "power has negative, NaN or infinite values", where=f"observer {self.name}", expected="squares",
-                got=f"values in [{float(low):g}, {float(high):g}]", do="square the adjoint, and find where it overflows",
-            )  # fmt: skip
+                "power has negative, NaN or infinite values",
+                where=f"observer {self.name}",
+                expected="squares",
+                got=f"values in [{float(low):g}, {float(high):g}]",
+                do="square the adjoint, and find where it overflows",
+            )
         return power

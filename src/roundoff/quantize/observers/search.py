@@ -14,15 +14,26 @@ __all__ = ["losses", "pick", "range_qparams", "search"]
 CHUNK = 1 << 17
 
 
-def range_qparams(low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtype) -> QParams:
+def range_qparams(
+    low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtype
+) -> QParams:
     """The qparams of ranges of any shape: scale and zero point have that shape, and no granularity."""
     bounds = torch.stack([low, high], -1).to(dtype)
     chosen = choose_qparams(bounds.reshape(-1, 2), fmt, PerAxis(0))
     zero_point = chosen.zero_point
-    return QParams(chosen.scale.reshape(low.shape), None if zero_point is None else zero_point.reshape(low.shape))
+    return QParams(
+        chosen.scale.reshape(low.shape),
+        None if zero_point is None else zero_point.reshape(low.shape),
+    )
 
 
-def losses(bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+def losses(
+    bins: Bins,
+    low: Tensor,
+    high: Tensor,
+    fmt: Format,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Σ weight (x - x̂)² for candidate ranges ``low``, ``high`` of shape (sets, candidates), in fp64 of that shape.
 
     x̂ is what the format gives with the scale and zero point of the range, both as rounded as they will be used. Integer
@@ -37,8 +48,16 @@ def losses(bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtyp
     for at in range(0, low.shape[1], step):
         scale = qparams.scale[:, at : at + step].double().unsqueeze(-1)
         point = qparams.zero_point
-        zero_point = torch.zeros_like(scale) if point is None else point[:, at : at + step].double().unsqueeze(-1)
-        parts.append(_uniform(bins, scale, zero_point, fmt) if integral else _two_points(bins, scale, fmt))
+        zero_point = (
+            torch.zeros_like(scale)
+            if point is None
+            else point[:, at : at + step].double().unsqueeze(-1)
+        )
+        parts.append(
+            _uniform(bins, scale, zero_point, fmt)
+            if integral
+            else _two_points(bins, scale, fmt)
+        )
     return torch.cat(parts, 1)
 
 
@@ -75,7 +94,13 @@ def pick(loss: Tensor, *values: Tensor) -> list[Tensor]:
     return [v.gather(1, best).squeeze(1) for v in values]
 
 
-def search(bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def search(
+    bins: Bins,
+    low: Tensor,
+    high: Tensor,
+    fmt: Format,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
     """The range of least loss, starting from the extremes ``low``, ``high`` (sets,).
 
     First a common bound on the magnitude, from 1.4 amax down to amax / 1024 in steps of 1/8 octave; then, each side that
@@ -92,21 +117,30 @@ def search(bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtyp
 
 def _octaves(first: float, last: float, count: int, like: Tensor) -> Tensor:
     """``count`` powers of two from 2**first to 2**last, in steps of one factor."""
-    return torch.exp2(torch.linspace(first, last, count, dtype=torch.float64, device=like.device))
+    return torch.exp2(
+        torch.linspace(first, last, count, dtype=torch.float64, device=like.device)
+    )
 
 
-def _symmetric(bins: Bins, amax: Tensor, fmt: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _symmetric(
+    bins: Bins, amax: Tensor, fmt: Format, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     bound = amax[:, None] * _octaves(0.5, -10.0, 85, amax)
     # The error of the largest values makes the loss of floats ragged: four places are worth a closer look.
     best = losses(bins, -bound, bound, fmt, dtype).topk(4, dim=1, largest=False).indices
     bound = bound.gather(1, best)
     for octaves in (0.0625, 0.01):
         bound = (bound[..., None] * _octaves(-octaves, octaves, 17, amax)).flatten(1)
-        (bound,) = (part[:, None] for part in pick(losses(bins, -bound, bound, fmt, dtype), bound))
+        (bound,) = (
+            part[:, None]
+            for part in pick(losses(bins, -bound, bound, fmt, dtype), bound)
+        )
     return -bound[:, 0], bound[:, 0]
 
 
-def _two_sided(bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _two_sided(
+    bins: Bins, low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     factors = _octaves(0.5, -10.0, 85, low)
     bound = torch.maximum(-low, high)[:, None] * factors
     # A common bound on the magnitude; above the extremes, both are stretched.

@@ -59,8 +59,16 @@ class Ste(Affine):
 
     def check(self) -> None:
         """See ``Learner``."""
-        self.averages = self.observes and self.role == "activation" and self.fmt.scale_from == "amax"
-        self.kept = ("scale", *(() if self.fmt.symmetric else ("zero_point",)), *(("low", "high") if self.averages else ()))
+        self.averages = (
+            self.observes
+            and self.role == "activation"
+            and self.fmt.scale_from == "amax"
+        )
+        self.kept = (
+            "scale",
+            *(() if self.fmt.symmetric else ("zero_point",)),
+            *(("low", "high") if self.averages else ()),
+        )
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
@@ -76,13 +84,21 @@ class Ste(Affine):
 
     def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
         """See ``Learner``."""
-        return {"scale": scale} if zero_point is None else {"scale": scale, "zero_point": zero_point}
+        return (
+            {"scale": scale}
+            if zero_point is None
+            else {"scale": scale, "zero_point": zero_point}
+        )
 
     def qparams(self) -> QParams:
         """See ``Learner``."""
         if not self.ready:
             raise self.not_ready()
-        return QParams(self.scale, None if self.fmt.symmetric else self.zero_point, self.granularity)
+        return QParams(
+            self.scale,
+            None if self.fmt.symmetric else self.zero_point,
+            self.granularity,
+        )
 
     def estimate(self, x: Tensor) -> Tensor:
         """See ``Learner``."""
@@ -99,8 +115,15 @@ class Ste(Affine):
     def _observe(self, x: Tensor) -> None:
         if self.averages:
             low, high = extremes(*self.split(x))
-            self.low, self.high = torch.lerp(self.low, low, self.momentum), torch.lerp(self.high, high, self.momentum)
-        found = self.averaged() if self.averages else choose_qparams(x, self.fmt, self.granularity)
+            self.low, self.high = (
+                torch.lerp(self.low, low, self.momentum),
+                torch.lerp(self.high, high, self.momentum),
+            )
+        found = (
+            self.averaged()
+            if self.averages
+            else choose_qparams(x, self.fmt, self.granularity)
+        )
         self.scale = found.scale
         if found.zero_point is not None:
             self.zero_point = found.zero_point
@@ -131,12 +154,20 @@ class Lsq(Affine):
 
     def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
         """See ``Learner``."""
-        return {"scale": scale} if zero_point is None else {"scale": scale, "zero_point": zero_point}
+        return (
+            {"scale": scale}
+            if zero_point is None
+            else {"scale": scale, "zero_point": zero_point}
+        )
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
         found, (view, dims) = super().first(x), self.split(x)
-        scale = 2 * mean_magnitude(view, dims) / torch.as_tensor(self.largest(found.zero_point)).sqrt()
+        scale = (
+            2
+            * mean_magnitude(view, dims)
+            / torch.as_tensor(self.largest(found.zero_point)).sqrt()
+        )
         return QParams(torch.where(scale >= TINY, scale, found.scale), found.zero_point)
 
     def valid(self) -> Tensor:
@@ -147,7 +178,11 @@ class Lsq(Affine):
         """See ``Learner``."""
         if not self.ready:
             raise self.not_ready()
-        return QParams(self.scale.detach(), None if self.fmt.symmetric else self.zero_point, self.granularity)
+        return QParams(
+            self.scale.detach(),
+            None if self.fmt.symmetric else self.zero_point,
+            self.granularity,
+        )
 
     def slopes(self, at: At) -> tuple[Tensor, ...]:
         """See ``Affine``."""
@@ -155,7 +190,9 @@ class Lsq(Affine):
         inside = (at.steps > low) & (at.steps < high)
         end = torch.where(at.steps >= high, high, low)
         by_scale = torch.where(inside, at.on_grid(self.fmt) - at.steps, end)
-        return inside.to(at.x.dtype), by_scale * self.gradient_scale(at, self.largest(at.zero_point))
+        return inside.to(at.x.dtype), by_scale * self.gradient_scale(
+            at, self.largest(at.zero_point)
+        )
 
     def largest(self, zero_point: Tensor | None) -> Tensor | float:
         """Qp."""
@@ -166,8 +203,12 @@ class Lsq(Affine):
 
     def gradient_scale(self, at: At, largest: Tensor | float) -> Tensor:
         """``1 / sqrt(N Qp)``."""
-        count = math.prod(at.x.shape[i] for i in at.dims if self.role == "weight" or i > 0)
-        return torch.as_tensor(count * largest, dtype=at.x.dtype, device=at.x.device).rsqrt()
+        count = math.prod(
+            at.x.shape[i] for i in at.dims if self.role == "weight" or i > 0
+        )
+        return torch.as_tensor(
+            count * largest, dtype=at.x.dtype, device=at.x.device
+        ).rsqrt()
 
 
 class LsqPlus(Lsq):
@@ -195,22 +236,39 @@ class LsqPlus(Lsq):
 
     def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
         """See ``Learner``."""
-        return {"scale": scale} if zero_point is None else {"scale": scale, "offset": -zero_point * scale}
+        return (
+            {"scale": scale}
+            if zero_point is None
+            else {"scale": scale, "offset": -zero_point * scale}
+        )
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
-        found, (view, dims) = choose_qparams(x, self.fmt, self.granularity), self.split(x)
+        found, (view, dims) = (
+            choose_qparams(x, self.fmt, self.granularity),
+            self.split(x),
+        )
         if not self.fmt.symmetric:
             return found
         spread = 3 * view.std(dims, correction=0, keepdim=True)
         mean = view.mean(dims, keepdim=True)
         end = torch.maximum((mean - spread).abs(), (mean + spread).abs())
-        scale = end / (2.0 ** (self.fmt.width - 1) if self.fmt.one_quantum == 1.0 else self.fmt.max_finite)
-        return QParams(torch.where(scale.isfinite() & (scale >= TINY), scale, found.scale))
+        scale = end / (
+            2.0 ** (self.fmt.width - 1)
+            if self.fmt.one_quantum == 1.0
+            else self.fmt.max_finite
+        )
+        return QParams(
+            torch.where(scale.isfinite() & (scale >= TINY), scale, found.scale)
+        )
 
     def valid(self) -> Tensor:
         """See ``Learner``."""
-        return super().valid() if self.fmt.symmetric else super().valid() & self.offset.isfinite()
+        return (
+            super().valid()
+            if self.fmt.symmetric
+            else super().valid() & self.offset.isfinite()
+        )
 
     def qparams(self) -> QParams:
         """See ``Learner``."""
@@ -219,7 +277,11 @@ class LsqPlus(Lsq):
         scale = self.scale.detach()
         if self.fmt.symmetric:
             return QParams(scale, None, self.granularity)
-        zero_point = (-self.offset.detach() / scale).round().clamp(self.fmt.min_finite, self.fmt.max_finite)
+        zero_point = (
+            (-self.offset.detach() / scale)
+            .round()
+            .clamp(self.fmt.min_finite, self.fmt.max_finite)
+        )
         return QParams(scale, zero_point, self.granularity)
 
     def slopes(self, at: At) -> tuple[Tensor, ...]:
@@ -231,4 +293,8 @@ class LsqPlus(Lsq):
         end = torch.where(at.steps >= high, self.fmt.max_finite, self.fmt.min_finite)
         by_scale = torch.where(inside, at.on_grid(self.fmt) - at.steps, end)
         factor = self.gradient_scale(at, self.fmt.max_finite - self.fmt.min_finite)
-        return inside.to(at.x.dtype), by_scale * factor, (~inside).to(at.x.dtype) * factor
+        return (
+            inside.to(at.x.dtype),
+            by_scale * factor,
+            (~inside).to(at.x.dtype) * factor,
+        )

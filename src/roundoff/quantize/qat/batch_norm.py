@@ -36,7 +36,11 @@ def freeze_batch_norm(model: nn.Module) -> list[RemovableHandle]:
     """
     folded = [m for m in model.modules() if isinstance(m, FoldedNorm)]
     inside = {id(m.norm) for m in folded}
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and id(m) not in inside and m.track_running_stats]
+    norms = [
+        m
+        for m in model.modules()
+        if isinstance(m, _BatchNorm) and id(m) not in inside and m.track_running_stats
+    ]
     return [module.register_forward_pre_hook(_to_eval) for module in (*folded, *norms)]
 
 
@@ -62,47 +66,71 @@ class FoldedNorm(nn.Module):
         QuantizationError: another kind of layer, or one that does not fit the BatchNorm.
     """
 
-    def __init__(self, layer: nn.Module, norm: _BatchNorm, quantizer: nn.Module | None = None) -> None:
+    def __init__(
+        self, layer: nn.Module, norm: _BatchNorm, quantizer: nn.Module | None = None
+    ) -> None:
         super().__init__()
         if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear):
-            raise QuantizationError("this layer cannot be trained folded", where=type(layer).__name__,
-                                    expected="Conv1d, Conv2d, Conv3d or Linear", got=type(layer).__name__,
-                                    do="keep its BatchNorm and freeze it for the last steps")  # fmt: skip
-        if not norm.affine or norm.running_mean is None or norm.num_features != layer.weight.shape[0]:
-            raise QuantizationError("this BatchNorm cannot be folded", where=type(norm).__name__,
-                                    expected=f"{layer.weight.shape[0]} channels, affine, with running statistics",
-                                    got=str(norm))  # fmt: skip
+            raise QuantizationError(
+                "this layer cannot be trained folded",
+                where=type(layer).__name__,
+                expected="Conv1d, Conv2d, Conv3d or Linear",
+                got=type(layer).__name__,
+                do="keep its BatchNorm and freeze it for the last steps",
+            )
+        if (
+            not norm.affine
+            or norm.running_mean is None
+            or norm.num_features != layer.weight.shape[0]
+        ):
+            raise QuantizationError(
+                "this BatchNorm cannot be folded",
+                where=type(norm).__name__,
+                expected=f"{layer.weight.shape[0]} channels, affine, with running statistics",
+                got=str(norm),
+            )
         self.layer, self.norm, self.quantizer = layer, norm, quantizer
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's normalised result."""
         mean, variance = self._statistics(x) if self.norm.training else self._running()
         weight, bias = self._folded(mean, variance)
-        return self._layer(x, weight if self.quantizer is None else self.quantizer(weight), bias)
+        return self._layer(
+            x, weight if self.quantizer is None else self.quantizer(weight), bias
+        )
 
     def folded(self) -> nn.Module:
         """A copy of the layer with the running statistics folded in, its weight not quantized."""
         layer = copy.deepcopy(self.layer)
         weight, bias = self._folded(*self._running())
-        layer.weight, layer.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone())
+        layer.weight, layer.bias = (
+            nn.Parameter(weight.detach().clone()),
+            nn.Parameter(bias.detach().clone()),
+        )
         return layer
 
     def _folded(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         factor = self.norm.weight * (variance + self.norm.eps).rsqrt()
         bias = -mean if self.layer.bias is None else self.layer.bias - mean
-        weight = self.layer.weight * factor.reshape(-1, *[1] * (self.layer.weight.ndim - 1))
+        weight = self.layer.weight * factor.reshape(
+            -1, *[1] * (self.layer.weight.ndim - 1)
+        )
         return weight, self.norm.bias + bias * factor
 
     def _layer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.layer, nn.Linear):
             return functional.linear(x, weight, bias)
-        result: Tensor = self.layer._conv_forward(x, weight, bias)  # with its padding mode
+        result: Tensor = self.layer._conv_forward(
+            x, weight, bias
+        )  # with its padding mode
         return result
 
     def _running(self) -> tuple[Tensor, Tensor]:
         mean, variance = self.norm.running_mean, self.norm.running_var
         if mean is None or variance is None:
-            raise QuantizationError("the BatchNorm lost its running statistics", where=str(self.norm))
+            raise QuantizationError(
+                "the BatchNorm lost its running statistics", where=str(self.norm)
+            )
         return mean, variance
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,17 +140,28 @@ class FoldedNorm(nn.Module):
         dims = [i for i in range(result.ndim) if i != 1]
         count = result.numel() // result.shape[1]
         if count < 2:
-            raise QuantizationError("one value per channel has no variance", where=str(self.norm),
-                                    expected="2 or more per batch",
-                                    got=f"an output of shape {tuple(result.shape)}")  # fmt: skip
+            raise QuantizationError(
+                "one value per channel has no variance",
+                where=str(self.norm),
+                expected="2 or more per batch",
+                got=f"an output of shape {tuple(result.shape)}",
+            )
         variance, mean = torch.var_mean(result, dims, correction=0)
         with torch.no_grad():
             tracked = self.norm.num_batches_tracked
             if tracked is not None:
                 tracked.add_(1)
             share = self.norm.momentum
-            share = share if share is not None else 1.0 if tracked is None else 1.0 / float(tracked)
+            share = (
+                share
+                if share is not None
+                else 1.0
+                if tracked is None
+                else 1.0 / float(tracked)
+            )
             old_mean, old_variance = self._running()
             old_mean.lerp_(mean.to(old_mean), share)
-            old_variance.lerp_((variance * (count / (count - 1))).to(old_variance), share)
+            old_variance.lerp_(
+                (variance * (count / (count - 1))).to(old_variance), share
+            )
         return mean, variance

@@ -64,8 +64,11 @@ class Ulq(Affine):
         self.freeze(self.is_frozen)
         if not bool(self.valid().all()):
             self.ready = False
-            raise self.fault("the range has no zero inside", expected="clip_min <= 0 <= clip_max, not both 0",
-                             got="a zero point outside the codes")  # fmt: skip
+            raise self.fault(
+                "the range has no zero inside",
+                expected="clip_min <= 0 <= clip_max, not both 0",
+                got="a zero point outside the codes",
+            )
 
     def freeze(self, frozen: bool = True) -> None:
         """See ``Learner``; a fixed minimum stays fixed."""
@@ -76,7 +79,12 @@ class Ulq(Affine):
     def valid(self) -> Tensor:
         """See ``Learner``."""
         high, low = self.clip_max, self.clip_min
-        return (high - low).isfinite() & (high >= 0) & (low <= 0) & ((high - low) / self.levels >= TINY)
+        return (
+            (high - low).isfinite()
+            & (high >= 0)
+            & (low <= 0)
+            & ((high - low) / self.levels >= TINY)
+        )
 
     @property
     def levels(self) -> float:
@@ -97,11 +105,18 @@ class Ulq(Affine):
 
     def slopes(self, at: At) -> tuple[Tensor, ...]:
         """See ``Affine``."""
-        high, low = self.clip_max.detach().to(at.x.dtype), self.clip_min.detach().to(at.x.dtype)
+        high, low = (
+            self.clip_max.detach().to(at.x.dtype),
+            self.clip_min.detach().to(at.x.dtype),
+        )
         above, below = at.x > high, at.x < low
         steps = torch.minimum(torch.maximum(at.x, low), high) / at.scale
         error = (steps.round() - steps) / self.levels
-        return (~(above | below)).to(at.x.dtype), error + above, below.to(at.x.dtype) - error
+        return (
+            (~(above | below)).to(at.x.dtype),
+            error + above,
+            below.to(at.x.dtype) - error,
+        )
 
 
 class Pact(Affine):
@@ -121,8 +136,12 @@ class Pact(Affine):
         """See ``Learner``."""
         needs_zero_point(self)
         if self.role != "activation":
-            raise self.fault("PACT is for activations", expected="role activation", got=self.role,
-                             do="use lsq or dorefa for weights")  # fmt: skip
+            raise self.fault(
+                "PACT is for activations",
+                expected="role activation",
+                got=self.role,
+                do="use lsq or dorefa for weights",
+            )
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
@@ -132,13 +151,19 @@ class Pact(Affine):
     def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
         """See ``Learner``."""
         if zero_point is not None and bool((zero_point != self.fmt.min_finite).any()):
-            raise self.fault("PACT clips at 0, and this range goes below", expected=f"zero point {self.fmt.min_finite:g}",
-                             got="negative values", do="use lsq+ or ulq here, or put it behind a ReLU")  # fmt: skip
+            raise self.fault(
+                "PACT clips at 0, and this range goes below",
+                expected=f"zero point {self.fmt.min_finite:g}",
+                got="negative values",
+                do="use lsq+ or ulq here, or put it behind a ReLU",
+            )
         return {"alpha": scale * (self.fmt.max_finite - self.fmt.min_finite)}
 
     def valid(self) -> Tensor:
         """See ``Learner``."""
-        return self.alpha.isfinite() & (self.alpha / (self.fmt.max_finite - self.fmt.min_finite) >= TINY)
+        return self.alpha.isfinite() & (
+            self.alpha / (self.fmt.max_finite - self.fmt.min_finite) >= TINY
+        )
 
     @property
     def scale(self) -> Tensor | None:
@@ -162,6 +187,9 @@ class Pact(Affine):
 def needs_zero_point(learner: Learner) -> None:
     """Raise QuantizationError unless the format is an asymmetric integer."""
     if learner.fmt.symmetric or learner.fmt.one_quantum != 1.0:
-        raise learner.fault("this learner needs codes with a zero point", got=learner.fmt.name,
-                            expected="an asymmetric integer format such as int8_asym",
-                            do="use lsq, or the asymmetric format of the same width")  # fmt: skip
+        raise learner.fault(
+            "this learner needs codes with a zero point",
+            got=learner.fmt.name,
+            expected="an asymmetric integer format such as int8_asym",
+            do="use lsq, or the asymmetric format of the same width",
+        )

@@ -14,7 +14,12 @@ __all__ = ["distillation_loss"]
 
 
 def distillation_loss(
-    student: Tensor, teacher: Tensor, *, kind: Literal["kl", "mse"] = "kl", temperature: float = 4.0, axis: int = -1
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    kind: Literal["kl", "mse"] = "kl",
+    temperature: float = 4.0,
+    axis: int = -1,
 ) -> Tensor:
     """How far the student's logits are from the teacher's (Hinton, Vinyals and Dean, arXiv:1503.02531).
 
@@ -35,18 +40,26 @@ def distillation_loss(
         0.3278
     """
     if student.shape != teacher.shape or not student.numel():
-        raise QuantizationError("student and teacher have no outputs to compare", where="distillation_loss",
-                                expected=f"the teacher's shape {tuple(teacher.shape)}, not empty",
-                                got=f"{tuple(student.shape)}")  # fmt: skip
+        raise QuantizationError(
+            "student and teacher have no outputs to compare",
+            where="distillation_loss",
+            expected=f"the teacher's shape {tuple(teacher.shape)}, not empty",
+            got=f"{tuple(student.shape)}",
+        )
     if kind not in ("kl", "mse") or not temperature > 0:
-        raise QuantizationError("this distillation is unknown", where="distillation_loss",
-                                expected="kind kl or mse, and a temperature above 0",
-                                got=f"kind {kind}, temperature {temperature}")  # fmt: skip
+        raise QuantizationError(
+            "this distillation is unknown",
+            where="distillation_loss",
+            expected="kind kl or mse, and a temperature above 0",
+            got=f"kind {kind}, temperature {temperature}",
+        )
     with torch.autocast(student.device.type, enabled=False):
         student, teacher = student.float(), teacher.detach().float()
         if kind == "mse":
             return functional.mse_loss(student, teacher)
         log_student = functional.log_softmax(student / temperature, axis)
         log_teacher = functional.log_softmax(teacher / temperature, axis)
-        divergence = functional.kl_div(log_student, log_teacher, log_target=True, reduction="none").sum(axis)
+        divergence = functional.kl_div(
+            log_student, log_teacher, log_target=True, reduction="none"
+        ).sum(axis)
         return divergence.mean() * temperature**2

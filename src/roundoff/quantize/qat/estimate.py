@@ -26,7 +26,9 @@ class At:
 
     def on_grid(self, fmt: Format) -> Tensor:
         """``steps`` rounded and saturated: the result over the scale."""
-        one = QParams(torch.ones((), dtype=self.x.dtype, device=self.x.device), self.zero_point)
+        one = QParams(
+            torch.ones((), dtype=self.x.dtype, device=self.x.device), self.zero_point
+        )
         return fake_quantize(self.steps, one, fmt)
 
 
@@ -39,10 +41,14 @@ class Affine(Learner):
 
     def estimate(self, x: Tensor) -> Tensor:
         """See ``Learner``."""
-        result: Tensor = _Estimate.apply(x, self, *(getattr(self, n) for n in self.learned))  # type: ignore[no-untyped-call]
+        result: Tensor = _Estimate.apply(
+            x, self, *(getattr(self, n) for n in self.learned)
+        )  # type: ignore[no-untyped-call]
         return result
 
-    def limits(self, zero_point: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
+    def limits(
+        self, zero_point: Tensor | None
+    ) -> tuple[Tensor | float, Tensor | float]:
         """The ends of the range in steps from real 0: LSQ's -Qn and Qp."""
         if zero_point is None:
             return self.fmt.min_finite, self.fmt.max_finite
@@ -65,9 +71,17 @@ class _Estimate(torch.autograd.Function):
             x, scale, *parameters = ctx.saved_tensors
             learner, zero_point = ctx.learner, ctx.zero_point
             view, dims = learner.split(x)
-            scale, zero_point = scale.to(x.dtype), None if zero_point is None else zero_point.to(x.dtype)
-            by_x, *rest = learner.slopes(At(view, view / scale, scale, zero_point, dims))
+            scale, zero_point = (
+                scale.to(x.dtype),
+                None if zero_point is None else zero_point.to(x.dtype),
+            )
+            by_x, *rest = learner.slopes(
+                At(view, view / scale, scale, zero_point, dims)
+            )
             gradient = gradients[0].to(x.dtype).reshape(view.shape)
             needed = zip(rest, parameters, ctx.needs_input_grad[2:], strict=True)
-            found = [(gradient * d).sum(dims).to(p.dtype).reshape(p.shape) if need else None for d, p, need in needed]
+            found = [
+                (gradient * d).sum(dims).to(p.dtype).reshape(p.shape) if need else None
+                for d, p, need in needed
+            ]
             return (gradient * by_x).reshape(x.shape), None, *found

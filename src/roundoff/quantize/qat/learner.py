@@ -76,7 +76,9 @@ class Learner(nn.Module):
     ) -> None:
         super().__init__()
         self.fmt, self.role, self.name = parse_format(fmt), role, ""
-        self.granularity: Granularity = granularity or (qparams and qparams.granularity) or PerTensor()
+        self.granularity: Granularity = (
+            granularity or (qparams and qparams.granularity) or PerTensor()
+        )
         self.sites: tuple[str, ...] = ()
         self.operand: Any = None
         self.ready, self.is_frozen, self.reverted, self._warned = False, False, 0, False
@@ -141,7 +143,9 @@ class Learner(nn.Module):
         """
         check_floating(x)
         with ExitStack() as stack:
-            stack.enter_context(torch._C.DisableTorchFunction())  # no operator of the model
+            stack.enter_context(
+                torch._C.DisableTorchFunction()
+            )  # no operator of the model
             if torch.is_autocast_enabled(x.device.type):
                 stack.enter_context(torch.autocast(x.device.type, enabled=False))
             exact = x.to(working_dtype(x))
@@ -175,15 +179,26 @@ class Learner(nn.Module):
         """
         scale = qparams.scale.detach()
         if not bool((scale.isfinite() & (scale >= TINY)).all()):
-            raise self.fault("training cannot start from this scale", expected=f"finite scales of at least {TINY:.3g}",
-                             got=f"{int((~(scale.isfinite() & (scale >= TINY))).sum())} of {scale.numel()} others",
-                             do="leave the quantizer out, or calibrate on data that reaches it")  # fmt: skip
-        zero_point = None if qparams.zero_point is None else qparams.zero_point.detach().to(scale)
+            raise self.fault(
+                "training cannot start from this scale",
+                expected=f"finite scales of at least {TINY:.3g}",
+                got=f"{int((~(scale.isfinite() & (scale >= TINY))).sum())} of {scale.numel()} others",
+                do="leave the quantizer out, or calibrate on data that reaches it",
+            )
+        zero_point = (
+            None
+            if qparams.zero_point is None
+            else qparams.zero_point.detach().to(scale)
+        )
         if zero_point is None and not self.fmt.symmetric:
             zero_point = torch.zeros_like(scale)
         for name, value in self.begin(scale, zero_point).items():
             if name in self.learned:
-                setattr(self, name, nn.Parameter(value.clone(), requires_grad=not self.is_frozen))
+                setattr(
+                    self,
+                    name,
+                    nn.Parameter(value.clone(), requires_grad=not self.is_frozen),
+                )
                 setattr(self, f"{name}_before", value.clone())
             else:
                 setattr(self, name, value.clone())
@@ -195,7 +210,9 @@ class Learner(nn.Module):
             return
         with torch.no_grad():
             valid = self.valid()
-            now = [(getattr(self, n), getattr(self, f"{n}_before")) for n in self.learned]
+            now = [
+                (getattr(self, n), getattr(self, f"{n}_before")) for n in self.learned
+            ]
             if not bool(valid.all()):
                 for value, before in now:
                     value.copy_(torch.where(valid, value, before))
@@ -222,8 +239,12 @@ class Learner(nn.Module):
 
     def not_ready(self) -> QuantizationError:
         """The error for qparams before any tensor came."""
-        return self.fault("this learner has no scale yet", expected="qparams, or one tensor through it", got="neither",
-                          do="run one batch through the model first")  # fmt: skip
+        return self.fault(
+            "this learner has no scale yet",
+            expected="qparams, or one tensor through it",
+            got="neither",
+            do="run one batch through the model first",
+        )
 
     def split(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """The granularity's view of ``x`` and the axes whose elements share a scale."""
@@ -236,16 +257,26 @@ class Learner(nn.Module):
 
     def _check(self) -> None:
         if isinstance(self.fmt, BlockFormat):
-            raise self.fault("a block format chooses its scales itself", got=self.fmt.name,
-                             expected="a format without blocks",
-                             do="leave its quantizer as it is: its gradient is straight-through already")  # fmt: skip
+            raise self.fault(
+                "a block format chooses its scales itself",
+                got=self.fmt.name,
+                expected="a format without blocks",
+                do="leave its quantizer as it is: its gradient is straight-through already",
+            )
         if self.role not in ("weight", "activation"):
-            raise self.fault("unknown role", expected="weight or activation", got=str(self.role))
-        fixed = isinstance(self.granularity, PerTensor) or (isinstance(self.granularity, PerAxis) and self.granularity.axis)
+            raise self.fault(
+                "unknown role", expected="weight or activation", got=str(self.role)
+            )
+        fixed = isinstance(self.granularity, PerTensor) or (
+            isinstance(self.granularity, PerAxis) and self.granularity.axis
+        )
         if self.role == "activation" and not fixed:
-            raise self.fault("the scales of an activation would depend on the batch", got=str(self.granularity),
-                             expected="PerTensor(), or PerAxis of an axis other than the first",
-                             do="use one scale per tensor, or a dynamic quantizer")  # fmt: skip
+            raise self.fault(
+                "the scales of an activation would depend on the batch",
+                got=str(self.granularity),
+                expected="PerTensor(), or PerAxis of an axis other than the first",
+                do="use one scale per tensor, or a dynamic quantizer",
+            )
 
     def start_from(self, x: Tensor) -> None:
         """Take what the learner's paper starts from, given the first tensor.
@@ -253,16 +284,25 @@ class Learner(nn.Module):
         Raises ``QuantizationError`` where it has no finite value.
         """
         if not bool(x.isfinite().any()):
-            raise self.fault("the first tensor gives no scale", expected="finite values",
-                             got=f"shape {tuple(x.shape)}, none finite")  # fmt: skip
+            raise self.fault(
+                "the first tensor gives no scale",
+                expected="finite values",
+                got=f"shape {tuple(x.shape)}, none finite",
+            )
         self.start(self.first(x))
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
         """A learner that saw no tensor yet takes the shapes of what is loaded."""
-        if not self.ready and all(prefix + n in state for n in (*self.learned, *self.kept)):
+        if not self.ready and all(
+            prefix + n in state for n in (*self.learned, *self.kept)
+        ):
             for name in (*self.learned, *self.kept):
                 value = state[prefix + name].detach().clone()
-                setattr(self, name, nn.Parameter(value) if name in self.learned else value)
+                setattr(
+                    self, name, nn.Parameter(value) if name in self.learned else value
+                )
             self.ready = True
             self.freeze(self.is_frozen)
         super()._load_from_state_dict(state, prefix, *rest)
@@ -273,6 +313,10 @@ class Learner(nn.Module):
 
 def range_qparams(low: Tensor, high: Tensor, fmt: Format) -> QParams:
     """The qparams of ranges ``[low, high]``, of the shape of both, by the rule of ``choose_qparams``."""
-    found = choose_qparams(torch.stack([low.flatten(), high.flatten()], 1), fmt, PerAxis(0))
-    zero_point = None if found.zero_point is None else found.zero_point.reshape(low.shape)
+    found = choose_qparams(
+        torch.stack([low.flatten(), high.flatten()], 1), fmt, PerAxis(0)
+    )
+    zero_point = (
+        None if found.zero_point is None else found.zero_point.reshape(low.shape)
+    )
     return QParams(found.scale.reshape(low.shape), zero_point)

@@ -14,7 +14,18 @@ from roundoff.quantize.qat.ternary import Ttq, Twn
 
 __all__ = ["LEARNERS", "make_learner"]
 
-_CLASSES: tuple[type[Learner], ...] = (Ste, Lsq, LsqPlus, Ulq, Pact, Dorefa, Twn, Ttq, Bnn, Xnor)
+_CLASSES: tuple[type[Learner], ...] = (
+    Ste,
+    Lsq,
+    LsqPlus,
+    Ulq,
+    Pact,
+    Dorefa,
+    Twn,
+    Ttq,
+    Bnn,
+    Xnor,
+)
 #: name -> class
 LEARNERS: dict[str, type[Learner]] = {learner.kind: learner for learner in _CLASSES}
 
@@ -40,5 +51,10 @@ def make_learner(
         Lsq(–, lsq, int4, PerAxis(axis=0), weight)
     """
     if name not in LEARNERS:
-        raise QuantizationError("unknown learner", where="make_learner", expected=", ".join(LEARNERS), got=name)
+        raise QuantizationError(
+            "unknown learner",
+            where="make_learner",
+            expected=", ".join(LEARNERS),
+            got=name,
+        )
     return LEARNERS[name](fmt, granularity, qparams, role=role, **parameters)

@@ -45,7 +45,11 @@ class Distillation:
     def loss(self, hard: Tensor, student: Any, teacher: Tensor) -> Tensor:
         """The loss to train with, from the loss on the labels and both outputs."""
         soft = distillation_loss(
-            _logits(student), teacher, kind=self.kind, temperature=self.temperature, axis=self.axis
+            _logits(student),
+            teacher,
+            kind=self.kind,
+            temperature=self.temperature,
+            axis=self.axis,
         )
         return (1 - self.share) * hard + self.share * soft
 
@@ -108,15 +112,22 @@ def train(
             total, count = 0.0, 0
             for batch in batches() if callable(batches) else batches:
                 optimizer.zero_grad(set_to_none=True)
-                soft = None if distillation is None else distillation.outputs(forward, batch)
+                soft = (
+                    None
+                    if distillation is None
+                    else distillation.outputs(forward, batch)
+                )
                 with region:
                     output = forward(model, batch)
                     value = loss(output, batch)
                 if distillation is not None and soft is not None:
                     value = distillation.loss(value, output, soft)
                 if not bool(value.isfinite()):
-                    raise NonFiniteError(f"the loss of step {steps} is {value.item()}", where=f"epoch {epoch}",
-                                         do="lower the learning rates, or look at the batch")  # fmt: skip
+                    raise NonFiniteError(
+                        f"the loss of step {steps} is {value.item()}",
+                        where=f"epoch {epoch}",
+                        do="lower the learning rates, or look at the batch",
+                    )
                 if scaler is None:
                     value.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
@@ -132,12 +143,21 @@ def train(
                     freezing.step()
                 total, count, steps = total + value.item(), count + 1, steps + 1
             if not count:
-                raise QuantizationError("there is nothing to train on", where=f"epoch {epoch}", got="no batch",
-                                        expected="one or more",
-                                        do="give a list, or a function that returns the batches")  # fmt: skip
+                raise QuantizationError(
+                    "there is nothing to train on",
+                    where=f"epoch {epoch}",
+                    got="no batch",
+                    expected="one or more",
+                    do="give a list, or a function that returns the batches",
+                )
             losses.append(total / count)
-    counts = {q.name or path: q.reverted - before.get(path, 0) for path, q in learners(model).items()}
-    return Trained(losses, steps, {name: count for name, count in counts.items() if count})
+    counts = {
+        q.name or path: q.reverted - before.get(path, 0)
+        for path, q in learners(model).items()
+    }
+    return Trained(
+        losses, steps, {name: count for name, count in counts.items() if count}
+    )
 
 
 def _check_known(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -146,9 +166,13 @@ def _check_known(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for path, learner in learners(model).items():
         own = [getattr(learner, name) for name in learner.learned]
         if any(p is None or (p.requires_grad and id(p) not in known) for p in own):
-            raise QuantizationError("the optimizer does not know this learner's parameters", where=learner.name or path,
-                                    expected=" and ".join(learner.learned), got="none, or not all of them",
-                                    do="run one batch, then make the optimizer of parameter_groups(model, ...)")  # fmt: skip
+            raise QuantizationError(
+                "the optimizer does not know this learner's parameters",
+                where=learner.name or path,
+                expected=" and ".join(learner.learned),
+                got="none, or not all of them",
+                do="run one batch, then make the optimizer of parameter_groups(model, ...)",
+            )
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:
@@ -159,8 +183,13 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 
 def _logits(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
-        raise QuantizationError("distillation needs one tensor of logits", where="teacher", expected="a tensor",
-                                got=type(output).__name__, do="let `forward` return the logits")  # fmt: skip
+        raise QuantizationError(
+            "distillation needs one tensor of logits",
+            where="teacher",
+            expected="a tensor",
+            got=type(output).__name__,
+            do="let `forward` return the logits",
+        )
     return output
 
 

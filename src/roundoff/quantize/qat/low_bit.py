@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from roundoff.errors import QuantizationError
-from roundoff.formats import Format, Granularity, QParams, fake_quantize, integer, parse_format
+from roundoff.formats import (
+    Format,
+    Granularity,
+    QParams,
+    fake_quantize,
+    integer,
+    parse_format,
+)
 from roundoff.formats.affine import mean_magnitude
 from roundoff.quantize.qat.clip import needs_zero_point
 from roundoff.quantize.qat.learner import TINY, Learner, Role
@@ -96,37 +103,60 @@ class Dorefa(Transformed):
             needs_zero_point(self)
             self.kept = ("scale", "zero_point")
         elif self.fmt.name != "binary" and self.fmt.one_quantum != 1.0:
-            raise self.fault("DoReFa needs integer codes", expected="binary, or an integer format", got=self.fmt.name)
-        if self.gradient_bits is not None and (self.role == "weight" or self.gradient_bits < 1):
-            raise self.fault("gradients are rounded where activations are, to one bit or more",
-                             got=f"role {self.role}, gradient_bits={self.gradient_bits}")  # fmt: skip
+            raise self.fault(
+                "DoReFa needs integer codes",
+                expected="binary, or an integer format",
+                got=self.fmt.name,
+            )
+        if self.gradient_bits is not None and (
+            self.role == "weight" or self.gradient_bits < 1
+        ):
+            raise self.fault(
+                "gradients are rounded where activations are, to one bit or more",
+                got=f"role {self.role}, gradient_bits={self.gradient_bits}",
+            )
 
     @property
     def grid(self) -> Format:
         """See ``Learner``."""
-        return self.fmt if self.role == "activation" or self.fmt.width == 1 else integer(self.fmt.width + 1)
+        return (
+            self.fmt
+            if self.role == "activation" or self.fmt.width == 1
+            else integer(self.fmt.width + 1)
+        )
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
         if self.role == "weight":
             return super().first(x)
         one = torch.ones([1] * self.split(x)[0].ndim, dtype=x.dtype, device=x.device)
-        return QParams(one / (self.fmt.max_finite - self.fmt.min_finite), one * self.fmt.min_finite, self.granularity)
+        return QParams(
+            one / (self.fmt.max_finite - self.fmt.min_finite),
+            one * self.fmt.min_finite,
+            self.granularity,
+        )
 
     def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
         """See ``Learner``."""
         if self.role == "weight":
             return {"scale": scale}
         if zero_point is None or bool((zero_point != self.fmt.min_finite).any()):
-            raise self.fault("DoReFa clips activations at 0, and this range goes below", got="negative values",
-                             expected=f"zero point {self.fmt.min_finite:g}",
-                             do="use lsq+ or ulq here, or put it behind a ReLU")  # fmt: skip
+            raise self.fault(
+                "DoReFa clips activations at 0, and this range goes below",
+                got="negative values",
+                expected=f"zero point {self.fmt.min_finite:g}",
+                do="use lsq+ or ulq here, or put it behind a ReLU",
+            )
         return {"scale": scale, "zero_point": zero_point}
 
     def qparams(self) -> QParams:
         """See ``Learner``."""
         found = super().qparams()
-        return found if self.role == "weight" else QParams(found.scale, self.get_buffer("zero_point"), self.granularity)
+        return (
+            found
+            if self.role == "weight"
+            else QParams(found.scale, self.get_buffer("zero_point"), self.granularity)
+        )
 
     def codes(self, view: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """See ``Transformed``."""
@@ -175,11 +205,18 @@ class Bnn(Transformed):
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``. Raises ``QuantizationError`` where values have one sign only: their codes would be a constant."""
         if self.role == "activation" and bool((x >= 0).all()):
-            raise self.fault("the sign of values that are never negative is a constant", got="a first batch without one",
-                             expected="values of both signs",
-                             do="binarise what stands before the ReLU, or use dorefa here")  # fmt: skip
+            raise self.fault(
+                "the sign of values that are never negative is a constant",
+                got="a first batch without one",
+                expected="values of both signs",
+                do="binarise what stands before the ReLU, or use dorefa here",
+            )
         view, dims = self.split(x)
-        return QParams(torch.ones([1 if i in dims else n for i, n in enumerate(view.shape)]).to(x), None, self.granularity)
+        return QParams(
+            torch.ones([1 if i in dims else n for i, n in enumerate(view.shape)]).to(x),
+            None,
+            self.granularity,
+        )
 
     def codes(self, view: Tensor, _dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """See ``Transformed``."""
@@ -202,7 +239,11 @@ class Xnor(Bnn):
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
-        return super().first(x) if self.role == "activation" else Transformed.first(self, x)
+        return (
+            super().first(x)
+            if self.role == "activation"
+            else Transformed.first(self, x)
+        )
 
     def codes(self, view: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """See ``Transformed``."""
@@ -213,7 +254,11 @@ class Xnor(Bnn):
     def surrogate(self, view: Tensor, dims: tuple[int, ...], scale: Tensor) -> Tensor:
         """See ``Transformed``."""
         result = super().surrogate(view, dims, scale)
-        return result if self.role == "activation" else result + view / (view.numel() // max(scale.numel(), 1))
+        return (
+            result
+            if self.role == "activation"
+            else result + view / (view.numel() // max(scale.numel(), 1))
+        )
 
 
 def signs(x: Tensor) -> Tensor:
@@ -222,10 +267,14 @@ def signs(x: Tensor) -> Tensor:
     >>> signs(torch.tensor([0.3, -0.0, -2.0])).tolist()
     [1.0, 1.0, -1.0]
     """
-    return fake_quantize(x, QParams(torch.ones((), dtype=x.dtype, device=x.device)), BINARY)
+    return fake_quantize(
+        x, QParams(torch.ones((), dtype=x.dtype, device=x.device)), BINARY
+    )
 
 
-def spatial_scale(x: Tensor, kernel_size: int | tuple[int, int], stride: int = 1, padding: int = 0) -> Tensor:
+def spatial_scale(
+    x: Tensor, kernel_size: int | tuple[int, int], stride: int = 1, padding: int = 0
+) -> Tensor:
     """XNOR-Net's K (section 3.2): for a convolution's input ``(N, C, H, W)`` the factors ``(N, 1, H', W')`` of its result.
 
     The mean magnitude over channels, averaged over the kernel's window; positions in the padding count as 0.
@@ -237,7 +286,9 @@ def spatial_scale(x: Tensor, kernel_size: int | tuple[int, int], stride: int = 1
     return functional.avg_pool2d(magnitude, kernel_size, stride, padding)
 
 
-def quantize_gradient(x: Tensor, bits: int, generator: torch.Generator | None = None) -> Tensor:
+def quantize_gradient(
+    x: Tensor, bits: int, generator: torch.Generator | None = None
+) -> Tensor:
     """``x`` itself, whose gradient is rounded to ``bits`` on its way back, per sample (DoReFa eq. 12).
 
     With M the largest magnitude of a sample's gradient (all axes but the first) and noise N, uniform within half a step of
@@ -248,14 +299,20 @@ def quantize_gradient(x: Tensor, bits: int, generator: torch.Generator | None = 
         QuantizationError: fewer than one bit.
     """
     if bits < 1:
-        raise QuantizationError("a gradient needs one bit or more", where="quantize_gradient", got=f"bits={bits}")
+        raise QuantizationError(
+            "a gradient needs one bit or more",
+            where="quantize_gradient",
+            got=f"bits={bits}",
+        )
     result: Tensor = _Gradient.apply(x, bits, generator)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Gradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: int, generator: torch.Generator | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bits: int, generator: torch.Generator | None
+    ) -> Tensor:
         ctx.how = bits, generator
         return x.view_as(x)
 
@@ -266,7 +323,10 @@ class _Gradient(torch.autograd.Function):
             gradient, steps = gradients[0].float(), 2.0**bits - 1
             dims = tuple(range(1, gradient.ndim)) or (0,)
             largest = gradient.abs().amax(dims, keepdim=True)
-            noise = torch.rand(gradient.shape, device=gradient.device, generator=generator) - 0.5
+            noise = (
+                torch.rand(gradient.shape, device=gradient.device, generator=generator)
+                - 0.5
+            )
             unit = gradient / (2 * torch.where(largest > 0, largest, 1.0)) + 0.5
             rounded = (unit * steps + noise).round().clamp(0, steps) / steps
             return (2 * largest * (rounded - 0.5)).to(gradients[0].dtype), None, None
@@ -275,4 +335,8 @@ class _Gradient(torch.autograd.Function):
 def needs(learner: Learner, fmt: Format) -> None:
     """Raise QuantizationError unless the format is ``fmt``."""
     if learner.fmt.name != fmt.name:
-        raise learner.fault(f"{learner.kind} has a grid of its own", expected=fmt.name, got=learner.fmt.name)
+        raise learner.fault(
+            f"{learner.kind} has a grid of its own",
+            expected=fmt.name,
+            got=learner.fmt.name,
+        )

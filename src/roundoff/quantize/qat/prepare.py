@@ -69,13 +69,28 @@ def prepare_qat(
         elif quantizer.dynamic:
             kept[name] = "dynamic: its scale is chosen from each tensor"
         else:
-            made[name] = _learner(model, name, quantizer, chosen, start, (parameters or {}).get(chosen, {}))
+            made[name] = _learner(
+                model,
+                name,
+                quantizer,
+                chosen,
+                start,
+                (parameters or {}).get(chosen, {}),
+            )
     if unused:
-        raise PatternError("a pattern matches no quantizer", where="only", got=", ".join(sorted(unused)),
-                           expected=f"names such as {next((n for n, _ in model.named()), 'conv.weight')}")  # fmt: skip
+        raise PatternError(
+            "a pattern matches no quantizer",
+            where="only",
+            got=", ".join(sorted(unused)),
+            expected=f"names such as {next((n for n, _ in model.named()), 'conv.weight')}",
+        )
     if not made:
-        raise QuantizationError("there is nothing to learn", where="prepare_qat", expected="a quantizer with a scale",
-                                got="; ".join(sorted(set(kept.values()))) or "a model without quantizers")  # fmt: skip
+        raise QuantizationError(
+            "there is nothing to learn",
+            where="prepare_qat",
+            expected="a quantizer with a scale",
+            got="; ".join(sorted(set(kept.values()))) or "a model without quantizers",
+        )
     for name, learner in made.items():
         model.replace_(name, learner)
     model.train()
@@ -84,35 +99,72 @@ def prepare_qat(
 
 def _check(model: Any, where: str) -> None:
     if not isinstance(model, QuantizedModel):
-        raise QuantizationError("not a quantized model", where=where, expected="what roundoff.quantize returned",
-                                got=type(model).__name__, do="quantize it: ro.quantize(model, plan, batches)")  # fmt: skip
+        raise QuantizationError(
+            "not a quantized model",
+            where=where,
+            expected="what roundoff.quantize returned",
+            got=type(model).__name__,
+            do="quantize it: ro.quantize(model, plan, batches)",
+        )
 
 
 def _learner(
-    model: QuantizedModel, name: str, quantizer: Any, chosen: str, start: str, parameters: Mapping[str, Any]
+    model: QuantizedModel,
+    name: str,
+    quantizer: Any,
+    chosen: str,
+    start: str,
+    parameters: Mapping[str, Any],
 ) -> Learner:
     """A learner for one quantizer."""
     if isinstance(quantizer, Learner):
-        raise QuantizationError("this quantizer is a learner already", where=name, expected="a plain quantizer",
-                                got=quantizer.kind, do="convert the model first")  # fmt: skip
-    granularity, role = quantizer.granularity, "weight" if quantizer.weight else "activation"
+        raise QuantizationError(
+            "this quantizer is a learner already",
+            where=name,
+            expected="a plain quantizer",
+            got=quantizer.kind,
+            do="convert the model first",
+        )
+    granularity, role = (
+        quantizer.granularity,
+        "weight" if quantizer.weight else "activation",
+    )
     calibrated = quantizer.scale is not None and start == "calibrated"
     try:
-        learner = make_learner(chosen, quantizer.fmt, granularity, quantizer.qparams() if calibrated else None,
-                               role="weight" if quantizer.weight else "activation", **parameters)  # fmt: skip
+        learner = make_learner(
+            chosen,
+            quantizer.fmt,
+            granularity,
+            quantizer.qparams() if calibrated else None,
+            role="weight" if quantizer.weight else "activation",
+            **parameters,
+        )
     except QuantizationError as error:
-        raise QuantizationError(error.what, where=f"{name} ({chosen}, {quantizer.fmt.name}, {role})", got=error.got,
-                                expected=error.expected, do=error.do) from error  # fmt: skip
-    learner.name, learner.sites, learner.operand = name, quantizer.sites, quantizer.operand
+        raise QuantizationError(
+            error.what,
+            where=f"{name} ({chosen}, {quantizer.fmt.name}, {role})",
+            got=error.got,
+            expected=error.expected,
+            do=error.do,
+        ) from error
+    learner.name, learner.sites, learner.operand = (
+        name,
+        quantizer.sites,
+        quantizer.operand,
+    )
     weight = _parameter(model, name)
     if quantizer.weight and weight is not None:
         learner.to(weight.device)
         if not learner.ready:
             learner.start_from(weight.detach())
     elif quantizer.weight and not isinstance(learner, Affine):
-        raise QuantizationError(f"{chosen} transforms a weight, and this one is no parameter", where=name,
-                                expected="a parameter of the model", got="a value computed in the forward pass",
-                                do="use lsq or ste here, with `only`")  # fmt: skip
+        raise QuantizationError(
+            f"{chosen} transforms a weight, and this one is no parameter",
+            where=name,
+            expected="a parameter of the model",
+            got="a value computed in the forward pass",
+            do="use lsq or ste here, with `only`",
+        )
     return learner
 
 
@@ -138,7 +190,9 @@ def convert(model: QuantizedModel) -> QuantizedModel:
     model.eval()
     found: list[tuple[str, Quantizer, nn.Parameter | None, torch.Tensor | None]] = []
     for name, learner in all_learners(model):
-        quantizer = Quantizer(name, learner.grid, learner.operand, learner.granularity, learner.sites)
+        quantizer = Quantizer(
+            name, learner.grid, learner.operand, learner.granularity, learner.sites
+        )
         parameter, weight = _parameter(model, name) if learner.weight else None, None
         if parameter is not None:
             weight, qparams = learner.frozen(parameter)
@@ -167,6 +221,11 @@ def clip_binary_(model: QuantizedModel) -> None:
     """
     for name, learner in all_learners(model):
         parameter = _parameter(model, name)
-        if isinstance(learner, Bnn) and not isinstance(learner, Xnor) and learner.weight and parameter is not None:
+        if (
+            isinstance(learner, Bnn)
+            and not isinstance(learner, Xnor)
+            and learner.weight
+            and parameter is not None
+        ):
             with torch.no_grad():
                 parameter.clamp_(-1.0, 1.0)

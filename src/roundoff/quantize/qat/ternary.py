@@ -36,7 +36,9 @@ class Twn(Transformed):
         counted = large & view.isfinite()
         total = torch.where(counted, view.abs(), 0.0).sum(dims, keepdim=True)
         scale = total / counted.sum(dims, keepdim=True).clamp(min=1)
-        return torch.where(view.isnan(), view, view.sign() * large), scale.clamp(min=TINY)
+        return torch.where(view.isnan(), view, view.sign() * large), scale.clamp(
+            min=TINY
+        )
 
     def surrogate(self, view: Tensor, _dims: tuple[int, ...], _scale: Tensor) -> Tensor:
         """See ``Transformed``."""
@@ -77,8 +79,12 @@ class Ttq(Learner):
         """See ``Learner``: both values start at the mean magnitude of what is above the threshold."""
         view, dims = self.split(x)
         large = (view.abs() > _threshold(view, dims)) & view.isfinite()
-        scale = torch.where(large, view.abs(), 0.0).sum(dims, keepdim=True) / large.sum(dims, keepdim=True).clamp(min=1)
-        return QParams(torch.where(scale >= 127 * TINY, scale, 1.0), None, self.granularity)
+        scale = torch.where(large, view.abs(), 0.0).sum(dims, keepdim=True) / large.sum(
+            dims, keepdim=True
+        ).clamp(min=1)
+        return QParams(
+            torch.where(scale >= 127 * TINY, scale, 1.0), None, self.granularity
+        )
 
     def begin(self, scale: Tensor, _zero_point: Tensor | None) -> dict[str, Tensor]:
         """See ``Learner``."""
@@ -86,7 +92,10 @@ class Ttq(Learner):
 
     def valid(self) -> Tensor:
         """See ``Learner``."""
-        smallest, largest = torch.minimum(self.positive, self.negative), torch.maximum(self.positive, self.negative)
+        smallest, largest = (
+            torch.minimum(self.positive, self.negative),
+            torch.maximum(self.positive, self.negative),
+        )
         return (smallest > 0) & largest.isfinite() & (largest >= 127 * TINY)
 
     @property
@@ -114,7 +123,9 @@ def _threshold(view: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 class _Ternary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, learner: Ttq, positive: Tensor, negative: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, learner: Ttq, positive: Tensor, negative: Tensor
+    ) -> Tensor:
         view, dims = learner.split(x)
         scale = learner.qparams().scale.to(x.dtype)
         values = [(v.to(x.dtype) / scale).round() * scale for v in (positive, negative)]
@@ -123,23 +134,41 @@ class _Ternary(torch.autograd.Function):
         ctx.learner = learner
         ctx.save_for_backward(above, below, positive, negative)
         zero_or_nan = torch.where(view.isnan(), view, 0.0)
-        return torch.where(above, values[0], torch.where(below, -values[1], zero_or_nan)).reshape(x.shape)
+        return torch.where(
+            above, values[0], torch.where(below, -values[1], zero_or_nan)
+        ).reshape(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         above, below, positive, negative = ctx.saved_tensors
         with torch._C.DisableTorchFunction():
             gradient, dims = ctx.learner.split(gradients[0])
-            up, down = ((value / ctx.learner.unit).to(gradient.dtype) for value in (positive, negative))
+            up, down = (
+                (value / ctx.learner.unit).to(gradient.dtype)
+                for value in (positive, negative)
+            )
             slope = torch.where(above, up, torch.where(below, down, 1.0))
-            by_positive = (gradient * above).sum(dims).to(positive.dtype).reshape(positive.shape)
-            by_negative = -(gradient * below).sum(dims).to(negative.dtype).reshape(negative.shape)
-            return (gradient * slope).reshape(gradients[0].shape), None, by_positive, by_negative
+            by_positive = (
+                (gradient * above).sum(dims).to(positive.dtype).reshape(positive.shape)
+            )
+            by_negative = (
+                -(gradient * below).sum(dims).to(negative.dtype).reshape(negative.shape)
+            )
+            return (
+                (gradient * slope).reshape(gradients[0].shape),
+                None,
+                by_positive,
+                by_negative,
+            )
 
 
 def for_weights(learner: Learner) -> None:
     """Raise QuantizationError unless it stands before a weight and has the ternary format."""
     needs(learner, parse_format("ternary"))
     if learner.role != "weight":
-        raise learner.fault(f"{learner.kind} is for weights", expected="role weight", got=learner.role,
-                            do="use lsq+ or dorefa for activations")  # fmt: skip
+        raise learner.fault(
+            f"{learner.kind} is for weights",
+            expected="role weight",
+            got=learner.role,
+            do="use lsq+ or dorefa for activations",
+        )

@@ -16,10 +16,16 @@ __all__ = ["Freezing", "freeze", "learners", "parameter_groups"]
 
 def learners(model: nn.Module) -> dict[str, Learner]:
     """The learners of a model, by module path."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, Learner)}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, Learner)
+    }
 
 
-def parameter_groups(model: nn.Module, lr: float, scale_lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, lr: float, scale_lr: float, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
     """Parameter groups for any torch optimizer: scales have a learning rate of their own, and no weight decay.
 
     Groups are named ``model``, ``scales``, and ``clips`` for PACT's alphas, which have the scales' learning rate and the
@@ -40,16 +46,32 @@ def parameter_groups(model: nn.Module, lr: float, scale_lr: float, weight_decay:
     own: dict[str, list[Tensor]] = {"scales": [], "clips": []}
     for path, learner in learners(model).items():
         if not learner.ready:
-            raise QuantizationError("this learner has no parameters yet", where=learner.name or path,
-                                    expected="qparams, or one batch through the model", got="neither",
-                                    do="run one batch before the optimizer is made")  # fmt: skip
-        own["clips" if learner.decays else "scales"] += [getattr(learner, name) for name in learner.learned]
+            raise QuantizationError(
+                "this learner has no parameters yet",
+                where=learner.name or path,
+                expected="qparams, or one batch through the model",
+                got="neither",
+                do="run one batch before the optimizer is made",
+            )
+        own["clips" if learner.decays else "scales"] += [
+            getattr(learner, name) for name in learner.learned
+        ]
     taken = {id(p) for group in own.values() for p in group}
     rest = [p for p in model.parameters() if id(p) not in taken]
     groups = [
         {"name": "model", "params": rest, "lr": lr, "weight_decay": weight_decay},
-        {"name": "scales", "params": own["scales"], "lr": scale_lr, "weight_decay": 0.0},
-        {"name": "clips", "params": own["clips"], "lr": scale_lr, "weight_decay": weight_decay},
+        {
+            "name": "scales",
+            "params": own["scales"],
+            "lr": scale_lr,
+            "weight_decay": 0.0,
+        },
+        {
+            "name": "clips",
+            "params": own["clips"],
+            "lr": scale_lr,
+            "weight_decay": weight_decay,
+        },
     ]
     return [group for group in groups if group["params"]]
 

@@ -68,7 +68,9 @@ def absorb_bias_(
     workload = Workload(model, batches, forward=forward)
     work = copy.deepcopy(model)
     rows = []
-    for group in channel_groups(model, workload.batches, purpose="rescale", forward=forward):
+    for group in channel_groups(
+        model, workload.batches, purpose="rescale", forward=forward
+    ):
         reason = _why_not(work, group)
         if reason:
             rows.append(Absorbed(group.name, None, 0.0, reason))
@@ -76,9 +78,15 @@ def absorb_bias_(
         layer: Any = work.get_submodule(group.name.rpartition(".")[0])
         channels = group.producers[0].index.flatten()
         inputs = _outputs(work, layer, workload)[:, channels]
-        shift = (inputs.mean(0) - deviations * inputs.std(0, correction=0)).clamp_(min=0.0)
+        shift = (inputs.mean(0) - deviations * inputs.std(0, correction=0)).clamp_(
+            min=0.0
+        )
         lifted = inputs[:, shift > 0]
-        changed = float((lifted < shift[shift > 0]).double().mean()) if lifted.numel() else 0.0
+        changed = (
+            float((lifted < shift[shift > 0]).double().mean())
+            if lifted.numel()
+            else 0.0
+        )
         _move(work, group, shift)
         rows.append(Absorbed(group.name, shift, changed))
     take_over_(model, work)
@@ -93,16 +101,28 @@ def _why_not(model: nn.Module, group: ChannelGroup) -> str:
     if len(group.producers) != 1 or group.producers[0].index.shape[1] != 1:
         return f"{len(group.producers)} weights make it"
     if [o.operator for o in group.operators] != ["relu"]:
-        return "it passes " + (", ".join(f"{o.operator} ({o.site})" for o in group.operators) or "no ReLU")
+        return "it passes " + (
+            ", ".join(f"{o.operator} ({o.site})" for o in group.operators) or "no ReLU"
+        )
     makes = model.get_submodule(group.name.rpartition(".")[0])
-    if not isinstance(makes, (nn.Linear, *CONVOLUTIONS)) or makes.bias is None or len(group.passers) != 1:
+    if (
+        not isinstance(makes, (nn.Linear, *CONVOLUTIONS))
+        or makes.bias is None
+        or len(group.passers) != 1
+    ):
         return "the layer that makes it has no bias of its own"
     uses = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     for binding in group.consumers:
         reads = model.get_submodule(binding.name.rpartition(".")[0])
-        if not isinstance(reads, (nn.Linear, *CONVOLUTIONS)) or reads.bias is None or uses[id(reads)] > 1:
+        if (
+            not isinstance(reads, (nn.Linear, *CONVOLUTIONS))
+            or reads.bias is None
+            or uses[id(reads)] > 1
+        ):
             return f"{binding.name} has no bias to take it"
-        if not isinstance(reads, nn.Linear) and (reads.padding == "same" or any(p != 0 for p in reads.padding)):
+        if not isinstance(reads, nn.Linear) and (
+            reads.padding == "same" or any(p != 0 for p in reads.padding)
+        ):
             return f"{binding.name} reads zeros that are padded behind the ReLU"
     return ""
 
@@ -111,7 +131,9 @@ def _outputs(model: nn.Module, layer: nn.Module, workload: Workload) -> Tensor:
     """All outputs of a layer on the batches, ``[n, channels]``, float64."""
     found: list[Tensor] = []
     axis = -1 if isinstance(layer, nn.Linear) else 1
-    handle = layer.register_forward_hook(lambda *a: found.append(a[2].detach().double().movedim(axis, -1).flatten(0, -2)))
+    handle = layer.register_forward_hook(
+        lambda *a: found.append(a[2].detach().double().movedim(axis, -1).flatten(0, -2))
+    )
     own = Workload(model, workload.batches, forward=workload.forward)
     try:
         with preserve(model), torch.no_grad():
@@ -132,7 +154,9 @@ def _move(model: nn.Module, group: ChannelGroup, shift: Tensor) -> None:
     for binding in group.consumers:
         layer: Any = model.get_submodule(binding.name.rpartition(".")[0])
         weight = parameters[binding.name].double()
-        each = torch.zeros(weight.shape[binding.axis] * binding.groups, dtype=torch.float64)
+        each = torch.zeros(
+            weight.shape[binding.axis] * binding.groups, dtype=torch.float64
+        )
         if binding.axis == 0:  # depthwise: row i reads channel i
             each = torch.zeros(weight.shape[0], dtype=torch.float64)
         for column in binding.index.T:
@@ -141,6 +165,8 @@ def _move(model: nn.Module, group: ChannelGroup, shift: Tensor) -> None:
         if binding.axis == 0:
             back = weight.flatten(1).sum(1) * each
         else:
-            split = weight.view(binding.groups, weight.shape[0] // binding.groups, weight.shape[1], -1)
+            split = weight.view(
+                binding.groups, weight.shape[0] // binding.groups, weight.shape[1], -1
+            )
             back = (split * each.view(binding.groups, 1, -1, 1)).sum((2, 3)).flatten()
         layer.bias += back.to(layer.bias)

@@ -38,18 +38,28 @@ class _Choice:
     """The two neighbours of each weight on the grid, and V."""
 
     def __init__(self, weight: Tensor, fmt: Format, qparams: QParams) -> None:
-        scale, zero_point = (None if x is None else x.to(weight.dtype) for x in elementwise(qparams, weight.shape))
+        scale, zero_point = (
+            None if x is None else x.to(weight.dtype)
+            for x in elementwise(qparams, weight.shape)
+        )
         self.grid = QParams(scale if scale is not None else weight, zero_point)
         self.nearest = fake_quantize(weight, self.grid, fmt)
         rows = self.nearest.reshape(-1, weight.shape[-1])
         codes = Codes(
-            rows, self.grid.scale.reshape(rows.shape), None if zero_point is None else zero_point.reshape(rows.shape), fmt
+            rows,
+            self.grid.scale.reshape(rows.shape),
+            None if zero_point is None else zero_point.reshape(rows.shape),
+            fmt,
         )
         # the other neighbour lies towards the weight; where there is none, beyond the range, the step is 0
-        step = codes.step((self.nearest - weight).reshape(rows.shape)).reshape(weight.shape)
+        step = codes.step((self.nearest - weight).reshape(rows.shape)).reshape(
+            weight.shape
+        )
         self.lower = self.nearest + step.clamp(max=0.0)
         self.gap = step.abs()
-        share = torch.where(self.gap > 0, (weight - self.lower) / self.gap.clamp(min=1e-38), 0.0).clamp_(0.0, 1.0)
+        share = torch.where(
+            self.gap > 0, (weight - self.lower) / self.gap.clamp(min=1e-38), 0.0
+        ).clamp_(0.0, 1.0)
         self.v = torch.logit((share - _GAMMA) / (_ZETA - _GAMMA))
 
     def soft(self, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,9 +88,16 @@ def _regularizer_slope(h: Tensor, beta: float) -> Tensor:
 
 
 def adaround_hessian(
-    weight: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, iterations: int = 300, rate: float = 0.1,
-    regularization: float = 10.0, warm_up: float = 0.2,
-) -> Repaired:  # fmt: skip
+    weight: Tensor,
+    hessian: Tensor,
+    fmt: Format,
+    qparams: QParams,
+    *,
+    iterations: int = 300,
+    rate: float = 0.1,
+    regularization: float = 10.0,
+    warm_up: float = 0.2,
+) -> Repaired:
     """AdaRound on ``tr((W̃ - W) H (W̃ - W)ᵀ)`` (equation 21 with its expectation taken first), without data passes.
 
     One step is one product ``[out, in] @ [in, in]``. Adam (Kingma and Ba, arXiv:1412.6980) on V, with the loss of each
@@ -107,33 +124,57 @@ def adaround_hessian(
     w, hess = weight.detach().to(dtype), hessian.detach().to(dtype)
     choice = _Choice(w, fmt, qparams)
     basis = quadratic(choice.nearest - w, hess)
-    unit = torch.where(basis > 0, w.shape[-1] / basis.clamp(min=torch.finfo(dtype).tiny), 0.0)[..., None]
+    unit = torch.where(
+        basis > 0, w.shape[-1] / basis.clamp(min=torch.finfo(dtype).tiny), 0.0
+    )[..., None]
     v, mean, square = choice.v.clone(), torch.zeros_like(w), torch.zeros_like(w)
     for i in range(iterations):
         s = torch.sigmoid(v)
         raw = s * (_ZETA - _GAMMA) + _GAMMA
         h = raw.clamp(0.0, 1.0)
-        slope = ((torch.addcmul(choice.lower, h, choice.gap) - w) @ hess).mul_(2 * unit).mul_(choice.gap)
+        slope = (
+            ((torch.addcmul(choice.lower, h, choice.gap) - w) @ hess)
+            .mul_(2 * unit)
+            .mul_(choice.gap)
+        )
         if i >= warm_up * iterations:
-            slope.add_(_regularizer_slope(h, _beta(i / iterations, warm_up)), alpha=regularization)
+            slope.add_(
+                _regularizer_slope(h, _beta(i / iterations, warm_up)),
+                alpha=regularization,
+            )
         # d h / d V, zero where it is clipped
         slope.mul_(s * (1 - s) * (_ZETA - _GAMMA)).mul_((raw > 0) & (raw < 1))
         mean.lerp_(slope, 0.1)
         square.lerp_(slope.square_(), 0.001)
         size = rate / (1 - 0.9 ** (i + 1))
-        v.addcdiv_(mean, square.div(1 - 0.999 ** (i + 1)).sqrt_().add_(1e-8), value=-size)
+        v.addcdiv_(
+            mean, square.div(1 - 0.999 ** (i + 1)).sqrt_().add_(1e-8), value=-size
+        )
     chosen = choice.hard(v)
     worse = quadratic(chosen - w, hess) > basis
     chosen = torch.where(worse[..., None], choice.nearest, chosen)
-    gain = Gain("adaround", output_db(choice.nearest, w, hess), output_db(chosen, w, hess))
+    gain = Gain(
+        "adaround", output_db(choice.nearest, w, hess), output_db(chosen, w, hess)
+    )
     return Repaired(chosen.to(weight.dtype), qparams, gain)
 
 
 def adaround(
-    weight: Tensor, inputs: Tensor, targets: Tensor, fmt: Format, qparams: QParams, *, bias: Tensor | None = None,
-    activation: Callable[[Tensor], Tensor] | None = None, iterations: int = 500, batch: int = 512, rate: float = 0.1,
-    regularization: float = 10.0, warm_up: float = 0.2, seed: int = 0,
-) -> Repaired:  # fmt: skip
+    weight: Tensor,
+    inputs: Tensor,
+    targets: Tensor,
+    fmt: Format,
+    qparams: QParams,
+    *,
+    bias: Tensor | None = None,
+    activation: Callable[[Tensor], Tensor] | None = None,
+    iterations: int = 500,
+    batch: int = 512,
+    rate: float = 0.1,
+    regularization: float = 10.0,
+    warm_up: float = 0.2,
+    seed: int = 0,
+) -> Repaired:
     """AdaRound with the layer's data: ``E|f(W̃ x̂ + b) - f(y)|² + λ f(V)``, f the activation that follows (equation 25).
 
     x̂ are the inputs in the quantized network and y the outputs, before the activation, in full precision. The loss is in
@@ -166,19 +207,31 @@ def adaround(
     _check_steps("adaround", iterations, warm_up)
     rows = inputs.shape[-2] if inputs.dim() >= 2 else 0
     lead = weight.shape[:-2]
-    if rows < 1 or inputs.shape != (*lead, rows, weight.shape[-1]) or targets.shape != (*lead, rows, weight.shape[-2]):
+    if (
+        rows < 1
+        or inputs.shape != (*lead, rows, weight.shape[-1])
+        or targets.shape != (*lead, rows, weight.shape[-2])
+    ):
         raise QuantizationError(
-            "the data does not fit the weight", where="adaround",
+            "the data does not fit the weight",
+            where="adaround",
             expected=f"inputs {(*lead, 'n', weight.shape[-1])} and targets {(*lead, 'n', weight.shape[-2])}",
-            got=f"{tuple(inputs.shape)} and {tuple(targets.shape)}", do="see patches for convolutions",
-        )  # fmt: skip
+            got=f"{tuple(inputs.shape)} and {tuple(targets.shape)}",
+            do="see patches for convolutions",
+        )
     dtype = working_dtype(weight)
     w, x, y = (t.detach().to(dtype) for t in (weight, inputs, targets))
-    shift = torch.zeros((), dtype=dtype) if bias is None else bias.detach().to(dtype)[..., None, :]
+    shift = (
+        torch.zeros((), dtype=dtype)
+        if bias is None
+        else bias.detach().to(dtype)[..., None, :]
+    )
     follow = activation or (lambda z: z)
     wanted = follow(y)
     choice = _Choice(w, fmt, qparams)
-    nearest_loss = float((follow(x @ choice.nearest.mT + shift) - wanted).square().mean())
+    nearest_loss = float(
+        (follow(x @ choice.nearest.mT + shift) - wanted).square().mean()
+    )
     unit = w.numel() / nearest_loss if nearest_loss > 0 else 0.0
     generator = torch.Generator().manual_seed(seed)
     v = choice.v.clone().requires_grad_()
@@ -190,24 +243,38 @@ def adaround(
             got = follow(x.index_select(-2, at) @ soft.mT + shift)
             loss = (got - wanted.index_select(-2, at)).square().mean() * unit
             if i >= warm_up * iterations:
-                loss = loss + regularization * (1 - (2 * h - 1).abs().pow(_beta(i / iterations, warm_up))).sum()
+                loss = (
+                    loss
+                    + regularization
+                    * (1 - (2 * h - 1).abs().pow(_beta(i / iterations, warm_up))).sum()
+                )
         (v.grad,) = torch.autograd.grad(loss, v)
         optimizer.step()
 
     def decibels(candidate: Tensor) -> float:
-        return relative_db((follow(x @ candidate.mT + shift) - wanted).square(), wanted.square())
+        return relative_db(
+            (follow(x @ candidate.mT + shift) - wanted).square(), wanted.square()
+        )
 
     chosen = choice.hard(v.detach())
     before, after = decibels(choice.nearest), decibels(chosen)
     note = ""
     if after < before:
-        chosen, after, note = choice.nearest, before, "rounding to nearest kept: learning did not help"
-    return Repaired(chosen.to(weight.dtype), qparams, Gain("adaround", before, after, note))
+        chosen, after, note = (
+            choice.nearest,
+            before,
+            "rounding to nearest kept: learning did not help",
+        )
+    return Repaired(
+        chosen.to(weight.dtype), qparams, Gain("adaround", before, after, note)
+    )
 
 
 def _check_steps(where: str, iterations: int, warm_up: float) -> None:
     if iterations < 1 or not 0 <= warm_up < 1:
         raise QuantizationError(
-            "no steps to learn in", where=where, expected="iterations ≥ 1 and warm_up in [0, 1)",
+            "no steps to learn in",
+            where=where,
+            expected="iterations ≥ 1 and warm_up in [0, 1)",
             got=f"iterations {iterations}, warm_up {warm_up}",
-        )  # fmt: skip
+        )

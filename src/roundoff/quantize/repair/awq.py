@@ -47,9 +47,14 @@ class Awq:
 
 
 def awq(
-    readers: Sequence[tuple[Tensor, Tensor]], activation: Tensor, fmt: Format, granularity: Granularity | None = None, *,
-    grid: int = 20, clip: Sequence[float] = (),
-) -> Awq:  # fmt: skip
+    readers: Sequence[tuple[Tensor, Tensor]],
+    activation: Tensor,
+    fmt: Format,
+    granularity: Granularity | None = None,
+    *,
+    grid: int = 20,
+    clip: Sequence[float] = (),
+) -> Awq:
     """The factors on a grid of α with the least output error of all operators that read one activation.
 
     ``s = s_X^α / sqrt(max s · min s)``; α = 0, that is no factors, is on the grid, so the loss never rises. Channels that
@@ -85,19 +90,23 @@ def awq(
     granularity = granularity or PerToken()
     if not readers or grid < 1 or activation.dim() != 1 or bool((activation < 0).any()):
         raise QuantizationError(
-            "nothing to scale", where="awq", expected="readers, magnitudes ≥ 0 of shape [channels], and grid ≥ 1",
+            "nothing to scale",
+            where="awq",
+            expected="readers, magnitudes ≥ 0 of shape [channels], and grid ≥ 1",
             got=f"{len(readers)} readers, shape {tuple(activation.shape)}, grid {grid}",
-        )  # fmt: skip
+        )
     channels = len(activation)
     signal = 0.0
     for weight, hessian in readers:
         check_matrices("awq", weight, hessian)
         if weight.dim() != 3 or weight.shape[0] * weight.shape[2] % channels:
             raise QuantizationError(
-                "the weight does not fit the activation", where="awq",
+                "the weight does not fit the activation",
+                where="awq",
                 expected=f"matrices [groups, out, in] with groups · in a multiple of {channels} channels",
-                got=f"shape {tuple(weight.shape)}", do="see matrix_view",
-            )  # fmt: skip
+                got=f"shape {tuple(weight.shape)}",
+                do="see matrix_view",
+            )
         signal += float(quadratic(weight, hessian).double().sum())
 
     def loss(factors: Tensor) -> float:
@@ -106,7 +115,9 @@ def awq(
         for weight, hessian in readers:
             wide = _wide(factors, weight)
             scaled = weight * wide
-            rounded = fake_quantize(scaled, choose_qparams(scaled, fmt, granularity), fmt)
+            rounded = fake_quantize(
+                scaled, choose_qparams(scaled, fmt, granularity), fmt
+            )
             total += float(quadratic(rounded / wide - weight, hessian).double().sum())
         return total
 
@@ -121,7 +132,13 @@ def awq(
         weights.append(found.weight)
         qparams.append(found.qparams)
         after += float(quadratic(found.weight - weight * wide, moments).double().sum())
-    return Awq(factors, strength, weights, qparams, Gain("awq", relative_db(first, signal), relative_db(after, signal)))
+    return Awq(
+        factors,
+        strength,
+        weights,
+        qparams,
+        Gain("awq", relative_db(first, signal), relative_db(after, signal)),
+    )
 
 
 def _factors(activation: Tensor, strength: float) -> Tensor:
@@ -131,7 +148,11 @@ def _factors(activation: Tensor, strength: float) -> Tensor:
         return torch.ones_like(activation)
     powered = torch.where(alive, activation.double(), 1.0) ** strength
     middle = (powered[alive].amax() * powered[alive].amin()).sqrt()
-    return torch.where(alive, powered / middle, 1.0).clamp_(2.0**-60, 2.0**60).to(activation.dtype)
+    return (
+        torch.where(alive, powered / middle, 1.0)
+        .clamp_(2.0**-60, 2.0**60)
+        .to(activation.dtype)
+    )
 
 
 def _wide(factors: Tensor, weight: Tensor) -> Tensor:
@@ -141,9 +162,13 @@ def _wide(factors: Tensor, weight: Tensor) -> Tensor:
 
 
 def clip_search(
-    weight: Tensor, hessian: Tensor, fmt: Format, granularity: Granularity | None = None, *,
+    weight: Tensor,
+    hessian: Tensor,
+    fmt: Format,
+    granularity: Granularity | None = None,
+    *,
     ratios: Sequence[float] = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5),
-) -> Repaired:  # fmt: skip
+) -> Repaired:
     """Ranges of the weights clipped where that lowers the layer's output error (AWQ, section 3.2's weight clipping).
 
     Each set's range times each ratio is tried, and the one with the least ``Δ H Δᵀ`` over the set's own inputs kept: over
@@ -167,19 +192,31 @@ def clip_search(
         size = granularity.group_size
     elif not isinstance(granularity, PerToken):
         raise QuantizationError(
-            "ranges cannot be clipped with this granularity", where="clip_search",
-            expected="PerToken or PerGroup along the last axis", got=str(granularity), do="use search_scales",
-        )  # fmt: skip
-    w, h = weight.detach().to(working_dtype(weight)), hessian.detach().to(working_dtype(weight))
+            "ranges cannot be clipped with this granularity",
+            where="clip_search",
+            expected="PerToken or PerGroup along the last axis",
+            got=str(granularity),
+            do="use search_scales",
+        )
+    w, h = (
+        weight.detach().to(working_dtype(weight)),
+        hessian.detach().to(working_dtype(weight)),
+    )
     sets = (*w.shape[:-1], w.shape[-1] // size, size)
     split = granularity.split(w.shape)[0]
-    blocks = h.reshape(*h.shape[:-2], sets[-2], size, sets[-2], size).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    blocks = (
+        h.reshape(*h.shape[:-2], sets[-2], size, sets[-2], size)
+        .diagonal(dim1=-4, dim2=-2)
+        .movedim(-1, -3)
+    )
     best = choose_qparams(w, fmt, granularity)
     scale, zero_point = best.scale, best.zero_point
 
     def loss(q: QParams) -> Tensor:
         """Of each set, in the shape of the scales."""
-        off = (fake_quantize(w, q, fmt) - w).reshape(sets).transpose(-2, -3)  # [..., sets, out, size]
+        off = (
+            (fake_quantize(w, q, fmt) - w).reshape(sets).transpose(-2, -3)
+        )  # [..., sets, out, size]
         return quadratic(off, blocks).mT.reshape(scale.shape)
 
     least = loss(best)
@@ -196,5 +233,7 @@ def clip_search(
             zero_point = torch.where(better, q.zero_point, zero_point)
     kept = QParams(scale, zero_point, granularity)
     found = fake_quantize(w, kept, fmt)
-    gain = Gain("clipping", output_db(fake_quantize(w, best, fmt), w, h), output_db(found, w, h))
+    gain = Gain(
+        "clipping", output_db(fake_quantize(w, best, fmt), w, h), output_db(found, w, h)
+    )
     return Repaired(found.to(weight.dtype), kept, gain)

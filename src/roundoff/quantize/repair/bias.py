@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import QuantizationError
-from roundoff.quantize.repair.gain import Gain, check_finite, check_matrices, relative_db
+from roundoff.quantize.repair.gain import (
+    Gain,
+    check_finite,
+    check_matrices,
+    relative_db,
+)
 from roundoff.quantize.repair.hessian import Hessian
 
 
@@ -54,14 +59,22 @@ class OutputErrors:
         and Inf, and for shapes that differ; the sums are then as before.
         """
         check_finite("OutputErrors.add", exact=exact, quantized=quantized)
-        inside = -exact.dim() <= self._axis < exact.dim() and self._axis % exact.dim() != 0
+        inside = (
+            -exact.dim() <= self._axis < exact.dim() and self._axis % exact.dim() != 0
+        )
         channels = exact.shape[self._axis] if inside else 0
-        if exact.shape != quantized.shape or channels < 1 or self._sums is not None and channels != self._sums.shape[-1]:
+        if (
+            exact.shape != quantized.shape
+            or channels < 1
+            or self._sums is not None
+            and channels != self._sums.shape[-1]
+        ):
             raise QuantizationError(
-                "the outputs do not fit", where="OutputErrors.add",
+                "the outputs do not fit",
+                where="OutputErrors.add",
                 expected=f"equal shapes with channels along axis {self._axis}, as many in each batch",
                 got=f"{tuple(exact.shape)} and {tuple(quantized.shape)}",
-            )  # fmt: skip
+            )
         error = exact.double() - quantized.double()
         middle = (exact.shape[0] + 1) // 2 if exact.shape[0] > 1 else self._seen % 2
         halves = []
@@ -80,18 +93,27 @@ class OutputErrors:
         Raises QuantizationError before any batch was seen. With a single sample nothing is corrected.
         """
         if self._sums is None:
-            raise QuantizationError("no outputs were seen", where="OutputErrors", do="call add with the operator's outputs")
+            raise QuantizationError(
+                "no outputs were seen",
+                where="OutputErrors",
+                do="call add with the operator's outputs",
+            )
         count, total, squares = self._sums.unbind(1)
         mean = total / count.clamp(min=1)
         other = mean.flip(0)  # each half is judged with the mean of the other one
         judged = squares - 2 * other * total + count * other.square()
         applied = (judged.sum(0) < squares.sum(0)) & (count > 0).all(0)
-        before, after = squares.sum(0), torch.where(applied, judged.sum(0), squares.sum(0)).clamp_(min=0.0)
+        before, after = (
+            squares.sum(0),
+            torch.where(applied, judged.sum(0), squares.sum(0)).clamp_(min=0.0),
+        )
         whole = total.sum(0) / count.sum(0).clamp(min=1)
         gain = Gain(
-            "bias correction", relative_db(before, self._signal), relative_db(after, self._signal),
+            "bias correction",
+            relative_db(before, self._signal),
+            relative_db(after, self._signal),
             f"{int(applied.sum())} of {len(applied)} channels corrected",
-        )  # fmt: skip
+        )
         return BiasCorrection(torch.where(applied, whole, 0.0).to(dtype), applied, gain)
 
 
@@ -119,4 +141,7 @@ def mean_error(weight: Tensor, quantized: Tensor, hessian: Hessian) -> Tensor:
     check_finite("mean_error", quantized=quantized)
     mean = hessian.mean
     exact = mean if hessian.reference_mean is None else hessian.reference_mean
-    return ((weight @ exact[..., None].to(weight)) - (quantized @ mean[..., None].to(weight))).squeeze(-1)
+    return (
+        (weight @ exact[..., None].to(weight))
+        - (quantized @ mean[..., None].to(weight))
+    ).squeeze(-1)

@@ -10,9 +10,13 @@ from torch import Tensor
 
 
 def descend(
-    noise: Callable[[Sequence[Tensor]], Tensor], sizes: Sequence[int], *, steps: int, rate: float,
+    noise: Callable[[Sequence[Tensor]], Tensor],
+    sizes: Sequence[int],
+    *,
+    steps: int,
+    rate: float,
     bounds: Sequence[tuple[Tensor, Tensor]] = (),
-) -> tuple[list[Tensor], float, float]:  # fmt: skip
+) -> tuple[list[Tensor], float, float]:
     """The logs, of these sizes and 0 at first, that make ``log noise`` least, and the noise before and after.
 
     Adam (Kingma and Ba, arXiv:1412.6980) with a rate that falls to 0; ``bounds`` are the lowest and highest logs. The best
@@ -38,7 +42,10 @@ def descend(
             found = noise(logs)
             found.log().backward()  # type: ignore[no-untyped-call]
             if float(found.detach()) < least:
-                best, least = [log.detach().clone() for log in logs], float(found.detach())
+                best, least = (
+                    [log.detach().clone() for log in logs],
+                    float(found.detach()),
+                )
             optimizer.step()
             with torch.no_grad():
                 for log, (low, high) in zip(logs, bounds, strict=False):

@@ -42,7 +42,12 @@ STEPS = 150
 
 
 def divide_(
-    model: QuantizedModel, graph: Graph, workload: Workload, weights: Importance, *, batches: Iterable[Any] | None = None
+    model: QuantizedModel,
+    graph: Graph,
+    workload: Workload,
+    weights: Importance,
+    *,
+    batches: Iterable[Any] | None = None,
 ) -> Gain:
     """Divide what linear layers read by factors for each channel, in place, and multiply their weights by them.
 
@@ -74,39 +79,68 @@ def divide_(
         before, after = before + first, after + min(first, last)
     if not count:
         return Gain("divide", math.nan, math.nan, "no value is divided")
-    return Gain("divide", -10 * math.log10(before), -10 * math.log10(after),
-                f"predicted, {count} of {len(every)} values")  # fmt: skip
+    return Gain(
+        "divide",
+        -10 * math.log10(before),
+        -10 * math.log10(after),
+        f"predicted, {count} of {len(every)} values",
+    )
 
 
-def _problem(model: QuantizedModel, inputs: Inputs, weights: Importance) -> _Problem | None:
+def _problem(
+    model: QuantizedModel, inputs: Inputs, weights: Importance
+) -> _Problem | None:
     """What is to be minimised for a value, None where it is left."""
     first = inputs.readers[0]
     name = model.routes[first.site].uses.get(first.place)
     known = None if name is None else weights.values.get(name)
     results = [weights.results.get(reader.site) for reader in inputs.readers]
-    if name is None or known is None or not inputs.rows.numel() or len(known.channel) != len(inputs.largest):
+    if (
+        name is None
+        or known is None
+        or not inputs.rows.numel()
+        or len(known.channel) != len(inputs.largest)
+    ):
         return None
     quantizer = model.quantizer(name)
-    granularities = [model.quantizer(reader.weight).granularity for reader in inputs.readers]
-    if not isinstance(granularities[0], PerAxis | PerGroup | PerTensor) or quantizer.granularity is None:
+    granularities = [
+        model.quantizer(reader.weight).granularity for reader in inputs.readers
+    ]
+    if (
+        not isinstance(granularities[0], PerAxis | PerGroup | PerTensor)
+        or quantizer.granularity is None
+    ):
         return None
-    if quantizer.fmt.one_quantum != 1.0 or any(reader.operator not in ("linear", "matmul") for reader in inputs.readers):
+    if quantizer.fmt.one_quantum != 1.0 or any(
+        reader.operator not in ("linear", "matmul") for reader in inputs.readers
+    ):
         return None
     sides = []
     for reader, result in zip(inputs.readers, results, strict=True):
         if result is None:
             return None
         own = model.quantizer(reader.weight)
-        matrix = matrix_view(model.model.get_parameter(reader.weight).detach(), reader.operator)[0]
+        matrix = matrix_view(
+            model.model.get_parameter(reader.weight).detach(), reader.operator
+        )[0]
         sides.append((matrix, own, result.channel / result.samples))
     return _Problem(inputs.rows, quantizer, known.channel / known.samples, sides)
 
 
 class _Problem:
     def __init__(
-        self, rows: Tensor, quantizer: Quantizer, adjoint: Tensor, sides: Sequence[tuple[Tensor, Quantizer, Tensor]]
+        self,
+        rows: Tensor,
+        quantizer: Quantizer,
+        adjoint: Tensor,
+        sides: Sequence[tuple[Tensor, Quantizer, Tensor]],
     ) -> None:
-        self.rows, self.quantizer, self.adjoint, self.sides = rows, quantizer, adjoint, sides
+        self.rows, self.quantizer, self.adjoint, self.sides = (
+            rows,
+            quantizer,
+            adjoint,
+            sides,
+        )
         self.power = rows.square().mean(0)
 
     def noise(self, logs: Sequence[Tensor]) -> Tensor:
@@ -114,7 +148,9 @@ class _Problem:
         s = logs[0].exp()
         total = self._values(s)
         for matrix, quantizer, adjoint in self.sides:
-            total = total + GAMMA * self._weights(matrix * s, quantizer, adjoint, self.power / s.square())
+            total = total + GAMMA * self._weights(
+                matrix * s, quantizer, adjoint, self.power / s.square()
+            )
         return total / 12
 
     def _values(self, s: Tensor) -> Tensor:
@@ -127,10 +163,14 @@ class _Problem:
         steps = (high - low) / (fmt.max_finite - fmt.min_finite)
         if fmt.symmetric:
             steps = torch.maximum(high, -low) / fmt.max_finite
-        return (steps.square().mean(0) * _grouped(self.adjoint * s.square(), own).sum(-1)).sum()
+        return (
+            steps.square().mean(0) * _grouped(self.adjoint * s.square(), own).sum(-1)
+        ).sum()
 
     @staticmethod
-    def _weights(matrix: Tensor, quantizer: Quantizer, adjoint: Tensor, power: Tensor) -> Tensor:
+    def _weights(
+        matrix: Tensor, quantizer: Quantizer, adjoint: Tensor, power: Tensor
+    ) -> Tensor:
         own = quantizer.granularity
         largest = _grouped(matrix.abs(), own).amax(-1)
         if isinstance(own, PerTensor):
@@ -140,7 +180,9 @@ class _Problem:
 
     def solve(self) -> tuple[Tensor, float, float]:
         """s, and the noise before and after; NaN where there is none."""
-        logs, before, after = descend(self.noise, [self.rows.shape[-1]], steps=STEPS, rate=0.05)
+        logs, before, after = descend(
+            self.noise, [self.rows.shape[-1]], steps=STEPS, rate=0.05
+        )
         return logs[0].exp(), before, after
 
 
@@ -155,7 +197,11 @@ def divide_inputs_(model: QuantizedModel, inputs: Inputs, factors: Tensor) -> No
     first = inputs.readers[0]
     name = f"{first.site}:{first.place}"
     shape = [-1, *[1] * (-1 - first.axis)]
-    model.divide_(name, factors.view(shape), [(reader.site, reader.place) for reader in inputs.readers])
+    model.divide_(
+        name,
+        factors.view(shape),
+        [(reader.site, reader.place) for reader in inputs.readers],
+    )
     known = model.routes[first.site].uses.get(first.place)
     if known is not None and known != name:
         # others may read the value as it was: the divided one has a scale of its own

@@ -79,14 +79,18 @@ def why_not(group: ChannelGroup, *, clips: bool = False) -> str | None:
             return f"{operator.operator} ({operator.site}) does not pass a factor on"
         if operator.law == "clipped" and not clips:
             return f"{operator.operator} ({operator.site}) clips at {operator.bounds}"
-    both = {(b.name, b.axis) for b in group.producers} & {(b.name, b.axis) for b in group.consumers}
+    both = {(b.name, b.axis) for b in group.producers} & {
+        (b.name, b.axis) for b in group.consumers
+    }
     if both:
         return f"{min(both)[0]} is tied: it makes and reads the channels by one axis"
     return None
 
 
 @torch.no_grad()
-def rescale_(model: nn.Module, group: ChannelGroup, scale: Tensor, *, clips: bool = False) -> None:
+def rescale_(
+    model: nn.Module, group: ChannelGroup, scale: Tensor, *, clips: bool = False
+) -> None:
     """Divide the channels of a group by ``scale``: producers and biases by it, consumers times it.
 
     The function is kept up to rounding; where ``scale`` holds powers of two, bit by bit (while nothing underflows).
@@ -112,10 +116,18 @@ def rescale_(model: nn.Module, group: ChannelGroup, scale: Tensor, *, clips: boo
     """
     reason = why_not(group, clips=clips)
     if reason is not None:
-        raise QuantizationError(f"the channels cannot be rescaled: {reason}", where=group.name)
-    if scale.shape != (group.size,) or not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise QuantizationError("not a scale for this group", where=group.name, got=f"{tuple(scale.shape)} {scale.dtype}",
-                                expected=f"({group.size},), finite and above 0")  # fmt: skip
+        raise QuantizationError(
+            f"the channels cannot be rescaled: {reason}", where=group.name
+        )
+    if scale.shape != (group.size,) or not bool(
+        (torch.isfinite(scale) & (scale > 0)).all()
+    ):
+        raise QuantizationError(
+            "not a scale for this group",
+            where=group.name,
+            got=f"{tuple(scale.shape)} {scale.dtype}",
+            expected=f"({group.size},), finite and above 0",
+        )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for binding in group.bindings:
         if binding.part in ("producer", "bias"):
@@ -143,7 +155,9 @@ def grouped_view(tensor: Tensor, binding: Binding) -> tuple[Tensor, int]:
     """A view of a weight with the convolution's groups as an axis 0 of its own, and the axis of the binding in it."""
     if binding.groups == 1:
         return tensor, binding.axis
-    return tensor.view(binding.groups, tensor.shape[0] // binding.groups, *tensor.shape[1:]), binding.axis + 1
+    return tensor.view(
+        binding.groups, tensor.shape[0] // binding.groups, *tensor.shape[1:]
+    ), binding.axis + 1
 
 
 def largest(model: nn.Module, bindings: Iterable[Binding], size: int) -> Tensor:
@@ -154,7 +168,9 @@ def largest(model: nn.Module, bindings: Iterable[Binding], size: int) -> Tensor:
         view, axis = grouped_view(tensors[binding.name].detach(), binding)
         kept = (0, axis) if binding.groups > 1 else (axis,)
         others = [a for a in range(view.ndim) if a not in kept]
-        each = (view.abs().amax(others) if others else view.abs()).flatten().double().cpu()
+        each = (
+            (view.abs().amax(others) if others else view.abs()).flatten().double().cpu()
+        )
         found = torch.maximum(found, each[binding.index].amax(1))
     return found
 
@@ -193,37 +209,70 @@ def equalise_(
     notes = _loosen_(work, clip)
     groups = groups_of(followed(work.model, work.batches, forward).labels, "rescale")
     reasons = [why_not(group) for group in groups]
-    if any(b.part == "batch_norm" for g in groups for b in g.passers) and all(r is not None for r in reasons):
-        raise QuantizationError("no channel group can be equalised while BatchNorm stands between its layers",
-                                where=workload.name, do="fold it first: fold_batch_norm_(model, batches)")  # fmt: skip
-    todo = [(i, g) for i, (g, reason) in enumerate(zip(groups, reasons, strict=True)) if reason is None]
+    if any(b.part == "batch_norm" for g in groups for b in g.passers) and all(
+        r is not None for r in reasons
+    ):
+        raise QuantizationError(
+            "no channel group can be equalised while BatchNorm stands between its layers",
+            where=workload.name,
+            do="fold it first: fold_batch_norm_(model, batches)",
+        )
+    todo = [
+        (i, g)
+        for i, (g, reason) in enumerate(zip(groups, reasons, strict=True))
+        if reason is None
+    ]
     total = {i: torch.ones(g.size, dtype=torch.float64) for i, g in todo}
     before = {i: _spread(largest(work.model, g.producers, g.size)) for i, g in todo}
     for _ in range(rounds):
         worst = 0.0
         for i, group in todo:
-            made, read = (largest(work.model, side, group.size) for side in (group.producers, group.consumers))
+            made, read = (
+                largest(work.model, side, group.size)
+                for side in (group.producers, group.consumers)
+            )
             scale = torch.where((made > 0) & (read > 0), (made / read).sqrt(), 1.0)
             if powers_of_two:
-                scale = torch.exp2(torch.floor(torch.log2(scale).abs() + 0.49) * torch.sign(torch.log2(scale)))
+                scale = torch.exp2(
+                    torch.floor(torch.log2(scale).abs() + 0.49)
+                    * torch.sign(torch.log2(scale))
+                )
             rescale_(work.model, group, scale)
             total[i] *= scale
             worst = max(worst, float(scale.log().abs().amax()))
         if worst < 1e-3:
             break
     if todo:
-        reference = Workload(_with_clips(model, work.model), workload.batches, forward=forward)
+        reference = Workload(
+            _with_clips(model, work.model), workload.batches, forward=forward
+        )
         check_same(reference, work, "equalisation", depth=4 * len(groups))
         take_over_(model, work.model)
     rows = []
     for i, group in enumerate(groups):
         names = tuple(b.name for b in group.producers)
-        note = "; ".join(notes[n] for n in sorted(notes) if any(n == p.site.rpartition("/")[0] for p in group.operators))
+        note = "; ".join(
+            notes[n]
+            for n in sorted(notes)
+            if any(n == p.site.rpartition("/")[0] for p in group.operators)
+        )
         if i in total:
             after = _spread(largest(model, group.producers, group.size))
-            rows.append(Equalised(group.name, names, total[i], before[i], after, note=note))
+            rows.append(
+                Equalised(group.name, names, total[i], before[i], after, note=note)
+            )
         else:
-            rows.append(Equalised(group.name, names, None, float("nan"), float("nan"), str(reasons[i]), note))
+            rows.append(
+                Equalised(
+                    group.name,
+                    names,
+                    None,
+                    float("nan"),
+                    float("nan"),
+                    str(reasons[i]),
+                    note,
+                )
+            )
     return rows
 
 
@@ -235,11 +284,15 @@ def _spread(ranges: Tensor) -> float:
 def _loosen_(work: Workload, clip: str) -> dict[str, str]:
     """Give each ReLU6 module whose group could be rescaled but for it a bound for each channel; module path → note."""
     if clip not in ("channel", "relu"):
-        raise QuantizationError("unknown way to treat a clip", expected="channel or relu", got=repr(clip))
+        raise QuantizationError(
+            "unknown way to treat a clip", expected="channel or relu", got=repr(clip)
+        )
     follow = followed(work.model, work.batches, work.forward)
     notes: dict[str, str] = {}
     for group in groups_of(follow.labels, "rescale"):
-        if group.pinned is not None or any(b.part == "batch_norm" for b in group.passers):
+        if group.pinned is not None or any(
+            b.part == "batch_norm" for b in group.passers
+        ):
             continue
         if any(o.law == "other" for o in group.operators):
             continue
@@ -251,15 +304,27 @@ def _loosen_(work: Workload, clip: str) -> dict[str, str]:
             low, high = operator.bounds
             place = follow.clips.get(operator.site)
             uses = sum(p.site.partition("/")[0] == path for p in follow.labels.passed)
-            if not isinstance(module, nn.Hardtanh) or low != 0.0 or place is None or uses > 1 or "#" in call:
+            if (
+                not isinstance(module, nn.Hardtanh)
+                or low != 0.0
+                or place is None
+                or uses > 1
+                or "#" in call
+            ):
                 continue
             if clip == "relu" and _largest_input(work, module) < high:
                 new: nn.Module = nn.ReLU()
-                notes[path] = f"{path} is a plain ReLU: no calibration value reaches {high:g}"
+                notes[path] = (
+                    f"{path} is a plain ReLU: no calibration value reaches {high:g}"
+                )
             else:
                 axis, size, ndim = place
                 weight = next(work.model.parameters())
-                new = ClippedReLU(torch.full((size,), high, dtype=weight.dtype, device=weight.device), axis, ndim)
+                new = ClippedReLU(
+                    torch.full((size,), high, dtype=weight.dtype, device=weight.device),
+                    axis,
+                    ndim,
+                )
                 notes[path] = f"{path} has a bound for each channel"
             parent, _, name = path.rpartition(".")
             setattr(work.model.get_submodule(parent), name, new.train(module.training))
@@ -268,7 +333,9 @@ def _loosen_(work: Workload, clip: str) -> dict[str, str]:
 
 def _largest_input(work: Workload, module: nn.Module) -> float:
     seen = [0.0]
-    handle = module.register_forward_pre_hook(lambda _, args: seen.append(float(args[0].amax())))
+    handle = module.register_forward_pre_hook(
+        lambda _, args: seen.append(float(args[0].amax()))
+    )
     try:
         with torch.no_grad():
             for batch in work.batches:

@@ -28,9 +28,15 @@ _LEAST = 1e-5
 
 
 def flip(
-    weight: Tensor, quantized: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, sweeps: int = 200,
+    weight: Tensor,
+    quantized: Tensor,
+    hessian: Tensor,
+    fmt: Format,
+    qparams: QParams,
+    *,
+    sweeps: int = 200,
     kept: Tensor | None = None,
-) -> Repaired:  # fmt: skip
+) -> Repaired:
     """``quantized`` with codes moved by one, each row its best one in a sweep, until none lowers ``δ H δᵀ``.
 
     With ``g = δ H`` a step d of element i changes the loss by ``2 d g_i + d² H_ii``. No row gets worse. An input that is
@@ -60,13 +66,23 @@ def flip(
     dtype = working_dtype(weight)
     shape = weight.shape
     scale, zero_point = elementwise(qparams, shape)
-    w, start = (x.detach().to(dtype).reshape(-1, shape[-1]) for x in (weight, quantized.expand(shape)))
-    h = hessian.detach().to(dtype).expand(*shape[:-2], shape[-1], shape[-1]).reshape(-1, shape[-1], shape[-1])
+    w, start = (
+        x.detach().to(dtype).reshape(-1, shape[-1])
+        for x in (weight, quantized.expand(shape))
+    )
+    h = (
+        hessian.detach()
+        .to(dtype)
+        .expand(*shape[:-2], shape[-1], shape[-1])
+        .reshape(-1, shape[-1], shape[-1])
+    )
     codes = Codes(
-        start, scale.to(dtype).reshape(start.shape),
-        None if zero_point is None else zero_point.to(dtype).reshape(start.shape), fmt,
+        start,
+        scale.to(dtype).reshape(start.shape),
+        None if zero_point is None else zero_point.to(dtype).reshape(start.shape),
+        fmt,
         None if kept is None else kept.expand(shape).reshape(start.shape),
-    )  # fmt: skip
+    )
     group = torch.arange(h.shape[0], device=w.device).repeat_interleave(shape[-2])
     found = _descend(w, codes, h, group, sweeps).reshape(shape)
     given = start.reshape(shape)
@@ -93,7 +109,9 @@ def _descend(w: Tensor, codes: Codes, h: Tensor, group: Tensor, sweeps: int) -> 
             break
         if count <= 0.5 * len(rows):
             result[rows] = codes.values()
-            rows, group, slope, power, at, step = (x[active] for x in (rows, group, slope, power, at, step))
+            rows, group, slope, power, at, step = (
+                x[active] for x in (rows, group, slope, power, at, step)
+            )
             codes = codes.of(active)
             active = active[active]
         moved = step.gather(-1, at[:, None]).squeeze(-1) * active
@@ -110,13 +128,22 @@ class Codes:
     """
 
     def __init__(
-        self, values: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format, kept: Tensor | None = None
+        self,
+        values: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        fmt: Format,
+        kept: Tensor | None = None,
     ) -> None:
         self.scale, self.zero_point, self.kept = scale, zero_point, kept
         significant = values / scale
         self.table: Tensor | None = None
         if fmt.one_quantum == 1.0 and fmt.has_zero:
-            self.place = significant.round_() if zero_point is None else significant.round_().add_(zero_point)
+            self.place = (
+                significant.round_()
+                if zero_point is None
+                else significant.round_().add_(zero_point)
+            )
             self.low, self.high = fmt.min_finite, fmt.max_finite
         else:
             known = sorted({v for v in all_values(fmt) if math.isfinite(v)})
@@ -130,7 +157,9 @@ class Codes:
         part: Codes = object.__new__(Codes)
         part.table, part.low, part.high = self.table, self.low, self.high
         part.scale, part.place = self.scale[rows], self.place[rows]
-        part.zero_point, part.kept = (None if x is None else x[rows] for x in (self.zero_point, self.kept))
+        part.zero_point, part.kept = (
+            None if x is None else x[rows] for x in (self.zero_point, self.kept)
+        )
         return part
 
     def values(self) -> Tensor:

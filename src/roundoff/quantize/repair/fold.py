@@ -46,7 +46,10 @@ class Folded:
 
 
 def fold_batch_norm_(
-    model: nn.Module, batches: Iterable[Any], *, forward: Callable[[nn.Module, Any], Any] | None = None
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> list[Folded]:
     """Fold every BatchNorm that can be folded, in place: the layer takes its values, its module becomes ``nn.Identity``.
 
@@ -90,26 +93,43 @@ class _Channels:
 
     def follow(self, norm: str, layer: str, size: int) -> bool:
         """Whether the BatchNorm scales what the layer makes, whatever becomes of it later (a shuffle joins channels)."""
-        mine, made = self._ids(f"{norm}.running_mean", "batch_norm"), self._ids(f"{layer}.weight", "producer")
+        mine, made = (
+            self._ids(f"{norm}.running_mean", "batch_norm"),
+            self._ids(f"{layer}.weight", "producer"),
+        )
         if size == 1:
             return True  # all that is made is one channel
         one, other = self.pairs[:, 0], self.pairs[:, 1]
-        met = [np.stack((a[keep], b[keep])) for a, b in ((one, other), (other, one))
-               for keep in (_within(a, mine) & _within(b, made),)]  # fmt: skip
+        met = [
+            np.stack((a[keep], b[keep]))
+            for a, b in ((one, other), (other, one))
+            for keep in (_within(a, mine) & _within(b, made),)
+        ]
         channel, of_layer = np.concatenate(met, 1) - np.array([[mine[0]], [made[0]]])
-        return mine[1] == made[1] == size == len(np.unique(channel)) and np.array_equal(channel, of_layer)
+        return mine[1] == made[1] == size == len(np.unique(channel)) and np.array_equal(
+            channel, of_layer
+        )
 
     def lead(self, norm: str, layer: str, size: int) -> bool:
         """Whether the layer's inputs are what the BatchNorm makes, one by one."""
         if size == 1:
             return True
-        mine, read = (self.component[a : a + n] for a, n in (
-            self._ids(f"{norm}.running_mean", "batch_norm"), self._ids(f"{layer}.weight", "consumer")))  # fmt: skip
+        mine, read = (
+            self.component[a : a + n]
+            for a, n in (
+                self._ids(f"{norm}.running_mean", "batch_norm"),
+                self._ids(f"{layer}.weight", "consumer"),
+            )
+        )
         return len(mine) == size == len(np.unique(mine)) and np.array_equal(mine, read)
 
     def _ids(self, name: str, part: str) -> tuple[int, int]:
         """The first label of an axis, and how many there are."""
-        found = [ids for space, ids in self.labels.spaces.items() if (space.name, space.part) == (name, part)]
+        found = [
+            ids
+            for space, ids in self.labels.spaces.items()
+            if (space.name, space.part) == (name, part)
+        ]
         return found[0] if len(found) == 1 else (0, 0)
 
 
@@ -121,10 +141,24 @@ def _fold(model: nn.Module, graph: Graph, node: Node, channels: _Channels) -> Fo
     path = node.site.rpartition("/")[0]
     norm = _module(model, path)
     if not isinstance(norm, _BatchNorm):
-        return Folded(node.site, "", "the call is in the code of a module, not a BatchNorm module's own")
+        return Folded(
+            node.site,
+            "",
+            "the call is in the code of a module, not a BatchNorm module's own",
+        )
     if norm.training or norm.running_mean is None or norm.running_var is None:
-        return Folded(node.site, "", "it is in training mode or keeps no statistics: call model.eval()")
-    if sum(n.operator == "batch_norm" and n.site.rpartition("/")[0] == path for n in graph.nodes.values()) > 1:
+        return Folded(
+            node.site,
+            "",
+            "it is in training mode or keeps no statistics: call model.eval()",
+        )
+    if (
+        sum(
+            n.operator == "batch_norm" and n.site.rpartition("/")[0] == path
+            for n in graph.nodes.values()
+        )
+        > 1
+    ):
         return Folded(node.site, "", "the module is used more than once")
     if norm._forward_hooks or norm._forward_pre_hooks:
         return Folded(node.site, "", "the module has hooks")
@@ -133,7 +167,9 @@ def _fold(model: nn.Module, graph: Graph, node: Node, channels: _Channels) -> Fo
     reason = _why_not_before(model, graph, before, value)
     path_before = before.site.rpartition("/")[0] if before is not None else ""
     made = _size(_module(model, path_before), "out")
-    if not reason and (made != norm.num_features or not channels.follow(path, path_before, made)):
+    if not reason and (
+        made != norm.num_features or not channels.follow(path, path_before, made)
+    ):
         reason = f"the channels of {value} are not those of the BatchNorm"
     if not reason:
         _fold_into_producer(_module(model, path_before), norm)
@@ -143,16 +179,24 @@ def _fold(model: nn.Module, graph: Graph, node: Node, channels: _Channels) -> Fo
     reason_after = _why_not_after(model, graph, node, readers)
     path_after = readers[0].site.rpartition("/")[0] if readers else ""
     read = _size(_module(model, path_after), "in")
-    if not reason_after and (read != norm.num_features or not channels.lead(path, path_after, read)):
-        reason_after = f"the channels of {readers[0].site} are not those of the BatchNorm"
+    if not reason_after and (
+        read != norm.num_features or not channels.lead(path, path_after, read)
+    ):
+        reason_after = (
+            f"the channels of {readers[0].site} are not those of the BatchNorm"
+        )
     if reason_after:
-        return Folded(node.site, "", f"layer before it: {reason}; layer behind it: {reason_after}")
+        return Folded(
+            node.site, "", f"layer before it: {reason}; layer behind it: {reason_after}"
+        )
     _fold_into_consumer(_module(model, path_after), norm)
     _replace(model, path, nn.Identity())
     return Folded(node.site, path_after)
 
 
-def _why_not_before(model: nn.Module, graph: Graph, before: Node | None, value: str) -> str:
+def _why_not_before(
+    model: nn.Module, graph: Graph, before: Node | None, value: str
+) -> str:
     if before is None:
         return "no single operator makes its input"
     if before.kind not in ("conv", "linear"):
@@ -166,7 +210,9 @@ def _why_not_before(model: nn.Module, graph: Graph, before: Node | None, value: 
     return ""
 
 
-def _why_not_after(model: nn.Module, graph: Graph, node: Node, readers: list[Node]) -> str:
+def _why_not_after(
+    model: nn.Module, graph: Graph, node: Node, readers: list[Node]
+) -> str:
     if len(readers) != 1 or node.site in graph.outputs:
         return "its output is read by several, or is the model's output"
     layer = _module(model, readers[0].site.rpartition("/")[0])
@@ -174,16 +220,24 @@ def _why_not_after(model: nn.Module, graph: Graph, node: Node, readers: list[Nod
         return f"{readers[0].site} is no convolution or linear layer"
     if readers[0].uses[0].value != node.site:
         return f"{readers[0].site} reads other values as well"
-    if not isinstance(layer, nn.Linear) and (layer.padding == "same" or any(p for p in layer.padding if p != 0)):
+    if not isinstance(layer, nn.Linear) and (
+        layer.padding == "same" or any(p for p in layer.padding if p != 0)
+    ):
         return f"{readers[0].site} pads with zeros behind it"
     return _why_not_layer(layer, graph, readers[0])
 
 
 def _why_not_layer(layer: nn.Module | None, graph: Graph, node: Node) -> str:
-    if not isinstance(layer, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or not isinstance(layer.weight, nn.Parameter):
+    if not isinstance(layer, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or not isinstance(
+        layer.weight, nn.Parameter
+    ):
         return f"{node.site} is not in a plain convolution or linear module"
     weights = [use.value for use in node.uses if use.weight]
-    if len(weights) != 1 or sum(use.value == weights[0] for n in graph.nodes.values() for use in n.uses) > 1:
+    if (
+        len(weights) != 1
+        or sum(use.value == weights[0] for n in graph.nodes.values() for use in n.uses)
+        > 1
+    ):
         return f"the weight of {node.site} is used more than once"
     return ""
 
@@ -204,7 +258,9 @@ def _affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
 def _fold_into_producer(layer: Any, norm: _BatchNorm) -> None:
     a, d = _affine(norm)
     weight = layer.weight.double()
-    if isinstance(layer, TRANSPOSED):  # [in, out / groups, ...]: row block g makes outputs of group g
+    if isinstance(
+        layer, TRANSPOSED
+    ):  # [in, out / groups, ...]: row block g makes outputs of group g
         shape = weight.shape
         split = weight.view(layer.groups, shape[0] // layer.groups, shape[1], -1)
         scaled = (split * a.view(layer.groups, 1, -1, 1)).view(shape)
@@ -228,7 +284,9 @@ def _fold_into_consumer(layer: Any, norm: _BatchNorm) -> None:
 def _set(layer: Any, weight: Tensor, bias: Tensor) -> None:
     layer.weight.copy_(weight)
     if layer.bias is None:
-        layer.bias = nn.Parameter(bias.to(layer.weight), requires_grad=layer.weight.requires_grad)
+        layer.bias = nn.Parameter(
+            bias.to(layer.weight), requires_grad=layer.weight.requires_grad
+        )
     else:
         layer.bias.copy_(bias)
 
@@ -242,7 +300,11 @@ def _module(model: nn.Module, path: str) -> nn.Module | None:
 
 def _size(layer: nn.Module | None, side: str) -> int:
     """How many channels a layer makes (``out``) or reads (``in``)."""
-    found: int = getattr(layer, f"{side}_features" if isinstance(layer, nn.Linear) else f"{side}_channels", 0)
+    found: int = getattr(
+        layer,
+        f"{side}_features" if isinstance(layer, nn.Linear) else f"{side}_channels",
+        0,
+    )
     return found
 
 
@@ -265,15 +327,25 @@ def check_same(before: Workload, after: Workload, what: str, *, depth: int) -> N
             workload.model.eval()
             outputs.append(float_tensors(workload.run(batch)))
     for reference, found in zip(*outputs, strict=True):
-        finite = reference[torch.isfinite(reference)]  # NaN and Inf have to stay what they are
+        finite = reference[
+            torch.isfinite(reference)
+        ]  # NaN and Inf have to stay what they are
         scale = finite.abs().amax().item() if finite.numel() else 0.0
         bound = 64 * depth * torch.finfo(reference.dtype).eps * scale
-        if reference.shape != found.shape or not torch.allclose(reference, found, rtol=0.0, atol=bound, equal_nan=True):
-            off = "another shape" if reference.shape != found.shape else f"{(reference - found).abs().max():.3g}"
+        if reference.shape != found.shape or not torch.allclose(
+            reference, found, rtol=0.0, atol=bound, equal_nan=True
+        ):
+            off = (
+                "another shape"
+                if reference.shape != found.shape
+                else f"{(reference - found).abs().max():.3g}"
+            )
             raise QuantizationError(
-                f"{what} changed the model's output", expected=f"a difference of at most {bound:.3g}", got=off,
+                f"{what} changed the model's output",
+                expected=f"a difference of at most {bound:.3g}",
+                got=off,
                 do="leave it out for this model: its code depends on what was changed",
-            )  # fmt: skip
+            )
 
 
 @torch.no_grad()
@@ -285,12 +357,24 @@ def take_over_(model: nn.Module, changed: nn.Module) -> None:
         if own is None or type(own) is not type(module):
             _put(model, path, module)
             continue
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple)) and k[0] != "_"}
+        plain = {
+            k: v
+            for k, v in vars(module).items()
+            if isinstance(v, (int, float, str, tuple)) and k[0] != "_"
+        }
         vars(own).update(plain)
-        for mine, others in ((own._parameters, module._parameters), (own._buffers, module._buffers)):
+        for mine, others in (
+            (own._parameters, module._parameters),
+            (own._buffers, module._buffers),
+        ):
             for name, tensor in others.items():
                 old = mine.get(name)
-                if old is not None and tensor is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+                if (
+                    old is not None
+                    and tensor is not None
+                    and old.shape == tensor.shape
+                    and old.dtype == tensor.dtype
+                ):
                     old.copy_(tensor)
                 elif old is not tensor:
                     mine[name] = tensor  # type: ignore[assignment]

@@ -34,7 +34,9 @@ class Gain:
     @property
     def db(self) -> float:
         """How many dB were gained; 0 where both are infinite."""
-        return 0.0 if self.before_db == self.after_db else self.after_db - self.before_db
+        return (
+            0.0 if self.before_db == self.after_db else self.after_db - self.before_db
+        )
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,17 @@ def relative_db(error: Tensor | float, signal: Tensor | float) -> float:
     >>> relative_db(1.0, 100.0), relative_db(0.0, 0.0), relative_db(1.0, 0.0)
     (20.0, inf, -inf)
     """
-    wrong, right = (float(x.double().sum()) if isinstance(x, Tensor) else x for x in (error, signal))
+    wrong, right = (
+        float(x.double().sum()) if isinstance(x, Tensor) else x for x in (error, signal)
+    )
     return sqnr_db(0.0 if wrong == 0 else wrong / right if right > 0 else math.inf)
 
 
 def output_db(quantized: Tensor, weight: Tensor, hessian: Tensor) -> float:
     """SQNR of the layer's output in dB: ``tr(W H Wᵀ) / tr(Δ H Δᵀ)``, over all matrices."""
-    return relative_db(quadratic(quantized - weight, hessian), quadratic(weight, hessian))
+    return relative_db(
+        quadratic(quantized - weight, hessian), quadratic(weight, hessian)
+    )
 
 
 def check_finite(where: str, **tensors: Tensor | None) -> None:
@@ -78,17 +84,21 @@ def check_finite(where: str, **tensors: Tensor | None) -> None:
             continue
         if not tensor.is_floating_point():
             raise QuantizationError(
-                f"the {name} has no floating-point values", where=where, expected="a floating-point tensor",
+                f"the {name} has no floating-point values",
+                where=where,
+                expected="a floating-point tensor",
                 got=f"{tensor.dtype} of shape {tuple(tensor.shape)}",
-            )  # fmt: skip
+            )
         finite = tensor.isfinite()
         if not bool(finite.all()):  # counted only then: a sum takes three times as long
             bad = tensor.numel() - int(finite.sum())
             raise QuantizationError(
-                f"the {name} holds NaN or Inf", where=where, expected="finite values",
+                f"the {name} holds NaN or Inf",
+                where=where,
+                expected="finite values",
                 got=f"{bad} of {tensor.numel()} not finite, shape {tuple(tensor.shape)}",
                 do="find where it comes from (roundoff run), or leave this operator in high precision",
-            )  # fmt: skip
+            )
 
 
 def check_matrices(where: str, weight: Tensor, hessian: Tensor | None) -> None:
@@ -96,17 +106,23 @@ def check_matrices(where: str, weight: Tensor, hessian: Tensor | None) -> None:
     check_finite(where, weight=weight, hessian=hessian)
     if weight.dim() < 2 or weight.numel() == 0:
         raise QuantizationError(
-            "the weight is no matrix", where=where, expected="shape [..., out, in] without a length of 0",
-            got=f"shape {tuple(weight.shape)}", do="see matrix_view for convolutions",
-        )  # fmt: skip
+            "the weight is no matrix",
+            where=where,
+            expected="shape [..., out, in] without a length of 0",
+            got=f"shape {tuple(weight.shape)}",
+            do="see matrix_view for convolutions",
+        )
     if hessian is None:
         return
     wanted = (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
     if hessian.dim() < 2 or tuple(hessian.shape) not in (wanted, wanted[-2:]):
         raise QuantizationError(
-            "the Hessian does not fit the weight", where=where, expected=f"shape {wanted}",
-            got=f"shape {tuple(hessian.shape)}", do="one matrix per group: see matrix_view and Hessian",
-        )  # fmt: skip
+            "the Hessian does not fit the weight",
+            where=where,
+            expected=f"shape {wanted}",
+            got=f"shape {tuple(hessian.shape)}",
+            do="one matrix per group: see matrix_view and Hessian",
+        )
 
 
 def check_kept(where: str, weight: Tensor, kept: Tensor | None) -> None:
@@ -115,12 +131,17 @@ def check_kept(where: str, weight: Tensor, kept: Tensor | None) -> None:
         return
     if kept.dtype != torch.bool or kept.shape != weight.shape:
         raise QuantizationError(
-            "the mask does not fit the weight", where=where, expected=f"bool of shape {tuple(weight.shape)}",
+            "the mask does not fit the weight",
+            where=where,
+            expected=f"bool of shape {tuple(weight.shape)}",
             got=f"{kept.dtype} of shape {tuple(kept.shape)}",
-        )  # fmt: skip
+        )
     wrong = int(((weight != 0) & ~kept).sum())
     if wrong:
         raise QuantizationError(
-            "a weight that is not kept is not 0", where=where, expected="pruned weights that are 0",
-            got=f"{wrong} of {int((~kept).sum())} others", do="multiply the weight by its mask first",
-        )  # fmt: skip
+            "a weight that is not kept is not 0",
+            where=where,
+            expected="pruned weights that are 0",
+            got=f"{wrong} of {int((~kept).sum())} others",
+            do="multiply the weight by its mask first",
+        )

@@ -34,9 +34,18 @@ from roundoff.quantize.repair.matrix import elementwise
 
 
 def gptq(
-    weight: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, cross: Tensor | None = None, damp: float = 0.01,
-    order: bool = True, block: int = 128, ratios: Sequence[float] = (1.0,), kept: Tensor | None = None,
-) -> Repaired:  # fmt: skip
+    weight: Tensor,
+    hessian: Tensor,
+    fmt: Format,
+    qparams: QParams,
+    *,
+    cross: Tensor | None = None,
+    damp: float = 0.01,
+    order: bool = True,
+    block: int = 128,
+    ratios: Sequence[float] = (1.0,),
+    kept: Tensor | None = None,
+) -> Repaired:
     """Weights on the grid of ``qparams`` that keep the layer's output: small ``tr((Ŵ - W) H (Ŵ - W)ᵀ)``.
 
     With ``cross`` the inputs x̂ of the quantized layer differ from those x of the full-precision layer, whose output is
@@ -88,12 +97,20 @@ def gptq(
     """
     check_matrices("gptq", weight, hessian)
     if not ratios or not all(r > 0 for r in ratios):
-        raise QuantizationError("a ratio is not positive", where="gptq", expected="ratios > 0", got=str(tuple(ratios)))
+        raise QuantizationError(
+            "a ratio is not positive",
+            where="gptq",
+            expected="ratios > 0",
+            got=str(tuple(ratios)),
+        )
     dtype = working_dtype(weight)
     w, h = weight.detach().to(dtype), hessian.detach().to(dtype)
     check_kept("gptq", w, kept)
     scale, zero_point = elementwise(qparams, weight.shape)
-    scale, zero_point = scale.to(dtype), None if zero_point is None else zero_point.to(dtype)
+    scale, zero_point = (
+        scale.to(dtype),
+        None if zero_point is None else zero_point.to(dtype),
+    )
     damped, added, note = damped_hessian(h, damp)
     target = w if cross is None else _least_squares(w, damped, cross, added)
     scales = torch.cat([scale * r for r in ratios], -2)
@@ -104,16 +121,25 @@ def gptq(
     split = (*w.shape[:-2], len(ratios), *w.shape[-2:])
     best = quadratic(tried - wide, h).reshape(split[:-1]).argmin(-2, keepdim=True)
     at = best[..., None].expand(*best.shape, w.shape[-1])
-    chosen, scales = (t.reshape(split).gather(-3, at).squeeze(-3) for t in (tried, scales))
+    chosen, scales = (
+        t.reshape(split).gather(-3, at).squeeze(-3) for t in (tried, scales)
+    )
     nearest = fake_quantize(w, QParams(scale, zero_point), fmt)
     worse = (quadratic(chosen - target, h) > quadratic(nearest - target, h))[..., None]
-    chosen, scales = torch.where(worse, nearest, chosen), torch.where(worse, scale, scales)
-    gain = Gain("gptq", output_db(nearest, target, h), output_db(chosen, target, h), note)
+    chosen, scales = (
+        torch.where(worse, nearest, chosen),
+        torch.where(worse, scale, scales),
+    )
+    gain = Gain(
+        "gptq", output_db(nearest, target, h), output_db(chosen, target, h), note
+    )
     grid = qparams if tuple(ratios) == (1.0,) else QParams(scales, zero_point)
     return Repaired(chosen.to(weight.dtype), grid, gain)
 
 
-def least_squares(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float = 0.01) -> Tensor:
+def least_squares(
+    weight: Tensor, hessian: Tensor, cross: Tensor, damp: float = 0.01
+) -> Tensor:
     """``W* = W (C + λ) (H + λ)⁻¹``, the real weights that come nearest to the full-precision output ``W x`` from x̂.
 
     Shapes, damping and errors as in ``gptq``. With ``C = H`` it is W.
@@ -121,10 +147,14 @@ def least_squares(weight: Tensor, hessian: Tensor, cross: Tensor, damp: float = 
     check_matrices("least_squares", weight, hessian)
     dtype = working_dtype(weight)
     damped, added, _ = damped_hessian(hessian.detach().to(dtype), damp)
-    return _least_squares(weight.detach().to(dtype), damped, cross, added).to(weight.dtype)
+    return _least_squares(weight.detach().to(dtype), damped, cross, added).to(
+        weight.dtype
+    )
 
 
-def supported(weight: Tensor, parts: Sequence[tuple[Tensor, Tensor]], damp: float = 0.01) -> Tensor:
+def supported(
+    weight: Tensor, parts: Sequence[tuple[Tensor, Tensor]], damp: float = 0.01
+) -> Tensor:
     """How much of the correction ``D = W* - W`` for other inputs holds on data that it was not fitted to: κ in [0, 1].
 
     W* is fitted to as many numbers as the weight has, so with few rows much of it is noise. Each half of the data fits its
@@ -152,16 +182,27 @@ def supported(weight: Tensor, parts: Sequence[tuple[Tensor, Tensor]], damp: floa
     """
     dtype = working_dtype(weight)
     w = weight.detach().to(dtype)
-    above, below = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    above, below = (
+        torch.zeros((), dtype=torch.float64),
+        torch.zeros((), dtype=torch.float64),
+    )
     for (hessian, cross), (other, other_cross) in (tuple(parts), tuple(parts)[::-1]):
         fitted = least_squares(w, hessian.to(dtype), cross.to(dtype), damp) - w
         wanted = w @ (other_cross - other).to(dtype)
         above = above + (wanted * fitted).double().sum((-2, -1), keepdim=True)
-        below = below + ((fitted @ other.to(dtype)) * fitted).double().sum((-2, -1), keepdim=True)
-    return torch.where(below > 0, above / below.clamp(min=1e-300), 0.0).clamp_(0.0, 1.0).to(dtype)
+        below = below + ((fitted @ other.to(dtype)) * fitted).double().sum(
+            (-2, -1), keepdim=True
+        )
+    return (
+        torch.where(below > 0, above / below.clamp(min=1e-300), 0.0)
+        .clamp_(0.0, 1.0)
+        .to(dtype)
+    )
 
 
-def least_squares_output(weight: Tensor, hessian: Tensor, output: Tensor, damp: float = 0.01) -> Tensor:
+def least_squares_output(
+    weight: Tensor, hessian: Tensor, output: Tensor, damp: float = 0.01
+) -> Tensor:
     """``W* = (E[y x̂ᵀ] + λ W) (H + λ)⁻¹``: the real weights nearest to W that give any wanted output y from x̂.
 
     With ``y = W x`` this is ``least_squares``. With a residual branch y may be ``W x + s - ŝ``: then this operator makes up
@@ -179,12 +220,17 @@ def least_squares_output(weight: Tensor, hessian: Tensor, output: Tensor, damp: 
     check_finite("least_squares_output", output=output)
     if output.shape != weight.shape:
         raise QuantizationError(
-            "the wanted output does not fit the weight", where="least_squares_output",
-            expected=f"shape {tuple(weight.shape)}", got=f"shape {tuple(output.shape)}",
-        )  # fmt: skip
+            "the wanted output does not fit the weight",
+            where="least_squares_output",
+            expected=f"shape {tuple(weight.shape)}",
+            got=f"shape {tuple(output.shape)}",
+        )
     dtype = working_dtype(weight)
     damped, added, _ = damped_hessian(hessian.detach().to(dtype), damp)
-    return _solve(output.detach().to(dtype) + weight.detach().to(dtype) * added[..., None, :], damped).to(weight.dtype)
+    return _solve(
+        output.detach().to(dtype) + weight.detach().to(dtype) * added[..., None, :],
+        damped,
+    ).to(weight.dtype)
 
 
 def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, str]:
@@ -195,9 +241,11 @@ def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, str]:
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     if damp < 0 or bool((diagonal < 0).any()):
         raise QuantizationError(
-            "no second moments" if damp >= 0 else "negative damping", where="damped_hessian",
-            expected="a Hessian with diagonal ≥ 0 and damp ≥ 0", got=f"smallest {float(diagonal.min())}, damp {damp}",
-        )  # fmt: skip
+            "no second moments" if damp >= 0 else "negative damping",
+            where="damped_hessian",
+            expected="a Hessian with diagonal ≥ 0 and damp ≥ 0",
+            got=f"smallest {float(diagonal.min())}, damp {damp}",
+        )
     alive = diagonal > 0
     mean = diagonal.sum(-1, keepdim=True) / alive.sum(-1, keepdim=True).clamp(min=1)
     mean = torch.where(mean > 0, mean, 1.0)
@@ -215,20 +263,29 @@ def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, str]:
         damping = torch.where(failed[..., None], raised * mean, damping)
         note = f"damping raised to {raised:g} of the mean diagonal"
     raise QuantizationError(
-        "the Hessian is not positive semidefinite", where="damped_hessian",
-        expected="second moments of real inputs", got="no Cholesky factor, with the mean of the diagonal added",
+        "the Hessian is not positive semidefinite",
+        where="damped_hessian",
+        expected="second moments of real inputs",
+        got="no Cholesky factor, with the mean of the diagonal added",
         do="accumulate it with Hessian, in float64 if its inputs are nearly dependent",
-    )  # fmt: skip
+    )
 
 
-def _least_squares(weight: Tensor, damped: Tensor, cross: Tensor, added: Tensor) -> Tensor:
+def _least_squares(
+    weight: Tensor, damped: Tensor, cross: Tensor, added: Tensor
+) -> Tensor:
     check_finite("gptq", cross=cross)
     if cross.shape != damped.shape:
         raise QuantizationError(
-            "the cross term does not fit the Hessian", where="gptq", expected=f"shape {tuple(damped.shape)}",
-            got=f"shape {tuple(cross.shape)}", do="take both from one Hessian",
-        )  # fmt: skip
-    return _solve(weight @ (cross.detach().to(weight.dtype) + torch.diag_embed(added)), damped)
+            "the cross term does not fit the Hessian",
+            where="gptq",
+            expected=f"shape {tuple(damped.shape)}",
+            got=f"shape {tuple(cross.shape)}",
+            do="take both from one Hessian",
+        )
+    return _solve(
+        weight @ (cross.detach().to(weight.dtype) + torch.diag_embed(added)), damped
+    )
 
 
 def _solve(right: Tensor, damped: Tensor) -> Tensor:
@@ -237,14 +294,24 @@ def _solve(right: Tensor, damped: Tensor) -> Tensor:
 
 
 def _in_order(
-    w: Tensor, damped: Tensor, fmt: Format, scale: Tensor, zero_point: Tensor | None, order: bool, block: int,
+    w: Tensor,
+    damped: Tensor,
+    fmt: Format,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    order: bool,
+    block: int,
     kept: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The sequence of the module docstring. Inside, inputs lie along the rows, so that one input is contiguous."""
     turn = None
     if order:
-        turn = damped.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-        damped = damped.take_along_dim(turn[..., None], -2).take_along_dim(turn[..., None, :], -1)
+        turn = damped.diagonal(dim1=-2, dim2=-1).argsort(
+            dim=-1, descending=True, stable=True
+        )
+        damped = damped.take_along_dim(turn[..., None], -2).take_along_dim(
+            turn[..., None, :], -1
+        )
     upper = torch.linalg.cholesky(damped.flip(-1, -2)).flip(-1, -2)
     feed = (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None, :]).mT.contiguous()
     at = None if turn is None else turn.expand(*w.shape[:-2], w.shape[-1])[..., None]
@@ -260,7 +327,9 @@ def _in_order(
         for j in range(start, stop):
             value = wanted[..., j - start, :]
             if j > start:
-                value = value + (feed[..., j, None, start:j] @ errors[..., start:j, :]).squeeze(-2)
+                value = value + (
+                    feed[..., j, None, start:j] @ errors[..., start:j, :]
+                ).squeeze(-2)
             if kept is not None:
                 value = value * kept[..., j, :]
             point = None if zero_point is None else zero_point[..., j, :]
@@ -276,4 +345,8 @@ def _in_order(
 def _rows(x: Tensor, at: Tensor | None) -> Tensor:
     """``x`` ``[..., out, in]`` as ``[..., in, out]``, inputs in the order of ``at``, in memory of its own."""
     turned = x.mT
-    return turned.clone(memory_format=torch.contiguous_format) if at is None else turned.take_along_dim(at, -2).contiguous()
+    return (
+        turned.clone(memory_format=torch.contiguous_format)
+        if at is None
+        else turned.take_along_dim(at, -2).contiguous()
+    )

@@ -37,7 +37,12 @@ class Hessian:
         self._weight = 0.0
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, inputs: Tensor, weights: Tensor | None = None, reference: Tensor | None = None) -> None:
+    def add(
+        self,
+        inputs: Tensor,
+        weights: Tensor | None = None,
+        reference: Tensor | None = None,
+    ) -> None:
         """One batch: rows ``[n, in]`` or ``[groups, n, in]`` (see ``patches``), their weights ``[n]`` or ``[groups, n]``.
 
         Raises:
@@ -45,7 +50,9 @@ class Hessian:
                 a reference that is given only sometimes. The sums are then as before.
         """
         rows = inputs if inputs.dim() == 3 else inputs[None]
-        exact = reference if reference is None or reference.dim() == 3 else reference[None]
+        exact = (
+            reference if reference is None or reference.dim() == 3 else reference[None]
+        )
         self._fits(rows, exact, weights)
         if rows.dtype != torch.float64:
             rows, exact = rows.float(), None if exact is None else exact.float()
@@ -57,13 +64,25 @@ class Hessian:
         if exact is not None:
             held = exact if weights is None else exact * factor
             found |= {"cross": held.mT @ rows, "reference_mean": held.sum(1)}
-        if not all(bool(sums.isfinite().all()) for name, sums in found.items() if "mean" in name):
-            check_finite("Hessian.add", inputs=inputs, weights=weights, reference=reference)  # else only the sums are Inf
+        if not all(
+            bool(sums.isfinite().all())
+            for name, sums in found.items()
+            if "mean" in name
+        ):
+            check_finite(
+                "Hessian.add", inputs=inputs, weights=weights, reference=reference
+            )  # else only the sums are Inf
         for name, value in found.items():
-            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
+            self._sums[name] = (
+                self._sums[name].add_(value) if name in self._sums else value
+            )
         self.rows += rows.shape[1]
         # all groups have the same weights, or each its own: then the mean over groups is the common factor
-        self._weight += rows.shape[1] if weights is None else float(factor.double().sum()) / rows.shape[0]
+        self._weight += (
+            rows.shape[1]
+            if weights is None
+            else float(factor.double().sum()) / rows.shape[0]
+        )
 
     def merge(self, other: Hessian) -> Hessian:
         """The second moments of both data together.
@@ -80,7 +99,11 @@ class Hessian:
         if not self.rows or not other.rows:
             found._sums = dict((self if self.rows else other)._sums)
         else:
-            found._sums = {name: total + other._sums[name] for name, total in self._sums.items() if name in other._sums}
+            found._sums = {
+                name: total + other._sums[name]
+                for name, total in self._sums.items()
+                if name in other._sums
+            }
         return found
 
     @property
@@ -121,15 +144,21 @@ class Hessian:
         power, mean = self.matrix.diagonal(dim1=-2, dim2=-1), self.mean
         least = 1e-13 if power.dtype == torch.float64 else 1e-5
         varies = (power - mean.square() > least * power).to(power)
-        centred = (self._mean(name) - left[..., None] * mean[..., None, :]) * varies[..., None, :]
+        centred = (self._mean(name) - left[..., None] * mean[..., None, :]) * varies[
+            ..., None, :
+        ]
         return centred * varies[..., None] if name == "matrix" else centred
 
     def _mean(self, name: str) -> Tensor:
         if not self.rows or self._weight <= 0:
             raise QuantizationError(
-                "no inputs were seen" if not self.rows else "all weights of the rows are zero", where="Hessian",
-                expected="calibration data that reaches this operator", do="call add with its inputs first",
-            )  # fmt: skip
+                "no inputs were seen"
+                if not self.rows
+                else "all weights of the rows are zero",
+                where="Hessian",
+                expected="calibration data that reaches this operator",
+                do="call add with its inputs first",
+            )
         return self._sums[name] / self._weight
 
     def _fits(self, rows: Tensor, exact: Tensor | None, weights: Tensor | None) -> None:
@@ -147,9 +176,11 @@ class Hessian:
             fault = "a reference in some batches only"
         if fault:
             raise QuantizationError(
-                "the inputs do not fit", where="Hessian.add",
-                expected="[n, in] or [groups, n, in], weights ≥ 0 of [n] or [groups, n], the same in each batch", got=fault,
-            )  # fmt: skip
+                "the inputs do not fit",
+                where="Hessian.add",
+                expected="[n, in] or [groups, n, in], weights ≥ 0 of [n] or [groups, n], the same in each batch",
+                got=fault,
+            )
 
 
 def _symmetric(left: Tensor, right: Tensor, block: int = 256) -> Tensor:

@@ -49,7 +49,12 @@ class Inputs:
 
 
 def inputs_of(
-    model: QuantizedModel, graph: Graph, workload: Workload, batches: Sequence[Any], *, moments: bool = False,
+    model: QuantizedModel,
+    graph: Graph,
+    workload: Workload,
+    batches: Sequence[Any],
+    *,
+    moments: bool = False,
     tokens: int = 0,
 ) -> list[Inputs]:
     """The values that quantized weights of linear layers, products and convolutions read, in the order of the graph.
@@ -63,16 +68,24 @@ def inputs_of(
         if reader is None or (moments and node.kind == "conv"):
             continue
         use = next(u for u in node.uses if u.operand.leaf == reader.place)
-        found.setdefault((use.value, use.shape[reader.axis]), Inputs(use.value, [])).readers.append(reader)
+        found.setdefault(
+            (use.value, use.shape[reader.axis]), Inputs(use.value, [])
+        ).readers.append(reader)
     every = list(found.values())
     for some in _portions(every, found) if moments else [every]:
-        _see(model, workload, batches, some, moments, -(-tokens // max(len(batches), 1)))
+        _see(
+            model, workload, batches, some, moments, -(-tokens // max(len(batches), 1))
+        )
     return every
 
 
 def _reader(model: QuantizedModel, node: Node) -> Reader | None:
     route = model.routes.get(node.site)
-    if route is None or route.executes is not None or node.kind not in ("linear", "matmul", "conv"):
+    if (
+        route is None
+        or route.executes is not None
+        or node.kind not in ("linear", "matmul", "conv")
+    ):
         return None
     sources = [u for u in node.uses if u.operand.role == "activation"]
     weights = [u for u in node.uses if u.weight and u.operand.leaf in route.uses]
@@ -84,11 +97,17 @@ def _reader(model: QuantizedModel, node: Node) -> Reader | None:
     operator = node.operator
     if node.kind != "conv":
         operator = "linear" if weight.operand.reduce % 2 else "matmul"
-    axis = source.operand.reduce - (len(source.shape) if source.operand.reduce >= 0 else 0)
-    return Reader(node.site, source.operand.leaf, axis, weight.value, operator, node.groups)
+    axis = source.operand.reduce - (
+        len(source.shape) if source.operand.reduce >= 0 else 0
+    )
+    return Reader(
+        node.site, source.operand.leaf, axis, weight.value, operator, node.groups
+    )
 
 
-def _portions(every: Sequence[Inputs], sizes: Iterable[tuple[str, int]]) -> Iterable[list[Inputs]]:
+def _portions(
+    every: Sequence[Inputs], sizes: Iterable[tuple[str, int]]
+) -> Iterable[list[Inputs]]:
     portion: list[Inputs] = []
     held = 0
     for inputs, (_, size) in zip(every, sizes, strict=True):
@@ -102,9 +121,15 @@ def _portions(every: Sequence[Inputs], sizes: Iterable[tuple[str, int]]) -> Iter
 
 
 class _Sees:
-    def __init__(self, model: QuantizedModel, every: Sequence[Inputs], moments: bool, tokens: int) -> None:
+    def __init__(
+        self, model: QuantizedModel, every: Sequence[Inputs], moments: bool, tokens: int
+    ) -> None:
         self.model, self.tokens = model, tokens
-        self.by_site = {reader.site: (inputs, reader) for inputs in every for reader in inputs.readers}
+        self.by_site = {
+            reader.site: (inputs, reader)
+            for inputs in every
+            for reader in inputs.readers
+        }
         self.total: dict[int, Tensor] = {}
         self.rows: dict[int, int] = {}
         self.hessians = {id(inputs): Hessian() for inputs in every} if moments else {}
@@ -116,30 +141,56 @@ class _Sees:
     def call(self, call: Call) -> Any:
         site = str(call.site)
         route = self.model.routes.get(site)
-        leaves = call.leaves if route is None else self.model.divided(route, call.leaves, WeakIdKeyDictionary())
-        if site in self.by_site and self.by_site[site][1] is self.by_site[site][0].readers[0]:
+        leaves = (
+            call.leaves
+            if route is None
+            else self.model.divided(route, call.leaves, WeakIdKeyDictionary())
+        )
+        if (
+            site in self.by_site
+            and self.by_site[site][1] is self.by_site[site][0].readers[0]
+        ):
             inputs, reader = self.by_site[site]
             moved = leaves[reader.place].movedim(reader.axis, -1)
             rows = moved.reshape(-1, moved.shape[-1])
             largest, key = rows.abs().amax(0), id(inputs)
-            inputs.largest = torch.maximum(inputs.largest, largest) if inputs.largest.numel() else largest
-            self.total[key] = self.total.get(key, torch.zeros_like(largest)) + rows.abs().sum(0)
+            inputs.largest = (
+                torch.maximum(inputs.largest, largest)
+                if inputs.largest.numel()
+                else largest
+            )
+            self.total[key] = self.total.get(
+                key, torch.zeros_like(largest)
+            ) + rows.abs().sum(0)
             self.rows[key] = self.rows.get(key, 0) + len(rows)
             if self.tokens:
                 some = rows[:: -(-len(rows) // self.tokens)]
-                inputs.rows = torch.cat([inputs.rows, some]) if inputs.rows.numel() else some.clone()
+                inputs.rows = (
+                    torch.cat([inputs.rows, some])
+                    if inputs.rows.numel()
+                    else some.clone()
+                )
             if key in self.hessians:
                 self.hessians[key].add(rows)
         return call.run(leaves)
 
 
 def _see(
-    model: QuantizedModel, workload: Workload, batches: Sequence[Any], some: Sequence[Inputs], moments: bool, tokens: int
+    model: QuantizedModel,
+    workload: Workload,
+    batches: Sequence[Any],
+    some: Sequence[Inputs],
+    moments: bool,
+    tokens: int,
 ) -> None:
     """One pass over the batches in full precision."""
     handler = _Sees(model, some, moments, tokens)
     own = workload.with_model(model.model)
-    with preserve(model.model), torch.no_grad(), watch(model.model.eval(), handler) as mode:
+    with (
+        preserve(model.model),
+        torch.no_grad(),
+        watch(model.model.eval(), handler) as mode,
+    ):
         for batch in batches:
             mode.begin()
             with mode:
@@ -147,4 +198,7 @@ def _see(
     for inputs in some:
         inputs.mean = handler.total[id(inputs)] / handler.rows[id(inputs)]
         if moments:
-            inputs.moments = {reader.site: handler.hessians[id(inputs)].matrix for reader in inputs.readers}
+            inputs.moments = {
+                reader.site: handler.hessians[id(inputs)].matrix
+                for reader in inputs.readers
+            }

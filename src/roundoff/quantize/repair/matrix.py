@@ -57,7 +57,9 @@ def matrix_view(weight: Tensor, operator: str, groups: int = 1) -> Tensor:
     return weight.reshape(groups, weight.shape[0] // groups, -1)
 
 
-def from_matrix(matrices: Tensor, shape: Sequence[int], operator: str, groups: int = 1) -> Tensor:
+def from_matrix(
+    matrices: Tensor, shape: Sequence[int], operator: str, groups: int = 1
+) -> Tensor:
     """The inverse of ``matrix_view``: matrices ``[groups, out, in]`` as a weight of ``shape``.
 
     >>> weight = torch.randn(6, 4, 3)
@@ -73,7 +75,9 @@ def from_matrix(matrices: Tensor, shape: Sequence[int], operator: str, groups: i
     return matrices.reshape(tuple(shape))
 
 
-def matrix_qparams(qparams: QParams, shape: Sequence[int], operator: str, groups: int = 1) -> QParams:
+def matrix_qparams(
+    qparams: QParams, shape: Sequence[int], operator: str, groups: int = 1
+) -> QParams:
     """The qparams of a weight of ``shape`` as those of its matrices: one scale and zero point for each element.
 
     Works for every granularity, also for groups along an axis that the matrix has no axis for.
@@ -86,12 +90,17 @@ def matrix_qparams(qparams: QParams, shape: Sequence[int], operator: str, groups
     """
     scale, zero_point = elementwise(qparams, shape)
     return QParams(
-        matrix_view(scale, operator, groups), None if zero_point is None else matrix_view(zero_point, operator, groups)
+        matrix_view(scale, operator, groups),
+        None if zero_point is None else matrix_view(zero_point, operator, groups),
     )
 
 
 def weight_qparams(
-    qparams: QParams, shape: Sequence[int], operator: str, groups: int, granularity: Granularity
+    qparams: QParams,
+    shape: Sequence[int],
+    operator: str,
+    groups: int,
+    granularity: Granularity,
 ) -> QParams:
     """The inverse of ``matrix_qparams``: qparams of the matrices as those of a weight of ``shape`` with ``granularity``.
 
@@ -103,21 +112,28 @@ def weight_qparams(
     tensor([0.5000, 0.2500])
     """
     view, dims = granularity.split(shape)
-    matrices = matrix_view(torch.empty(tuple(shape), device="meta"), operator, groups).shape
+    matrices = matrix_view(
+        torch.empty(tuple(shape), device="meta"), operator, groups
+    ).shape
 
     def kept(x: Tensor) -> Tensor:
         whole = from_matrix(x.expand(matrices), shape, operator, groups).reshape(view)
         low, high = whole.amin(dims, keepdim=True), whole.amax(dims, keepdim=True)
         if not torch.equal(low, high):
             raise QuantizationError(
-                "elements that share a scale have different ones", where=operator,
+                "elements that share a scale have different ones",
+                where=operator,
                 expected=f"one scale for each set of {granularity}",
                 got=f"{int((low != high).sum())} of {low.numel()} with several",
                 do="search scales with the granularity that they are stored in",
-            )  # fmt: skip
+            )
         return high
 
-    return QParams(kept(qparams.scale), None if qparams.zero_point is None else kept(qparams.zero_point), granularity)
+    return QParams(
+        kept(qparams.scale),
+        None if qparams.zero_point is None else kept(qparams.zero_point),
+        granularity,
+    )
 
 
 def elementwise(qparams: QParams, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -125,30 +141,49 @@ def elementwise(qparams: QParams, shape: Sequence[int]) -> tuple[Tensor, Tensor 
 
     Raises QuantizationError for a scale that is not positive and finite, or that does not fit ``shape``.
     """
-    view = tuple(shape) if qparams.granularity is None else qparams.granularity.split(shape)[0]
+    view = (
+        tuple(shape)
+        if qparams.granularity is None
+        else qparams.granularity.split(shape)[0]
+    )
     try:
         scale = qparams.scale.expand(view).reshape(tuple(shape))
-        zero_point = None if qparams.zero_point is None else qparams.zero_point.expand(view).reshape(tuple(shape))
+        zero_point = (
+            None
+            if qparams.zero_point is None
+            else qparams.zero_point.expand(view).reshape(tuple(shape))
+        )
     except RuntimeError:
         raise QuantizationError(
-            "the scale does not fit the weight", expected=f"a shape that broadcasts to {view}",
-            got=f"a scale of shape {tuple(qparams.scale.shape)}", do="search_scales gives scales of the right shape",
-        ) from None  # fmt: skip
+            "the scale does not fit the weight",
+            expected=f"a shape that broadcasts to {view}",
+            got=f"a scale of shape {tuple(qparams.scale.shape)}",
+            do="search_scales gives scales of the right shape",
+        ) from None
     wrong = int((~((qparams.scale > 0) & qparams.scale.isfinite())).sum())
     if wrong:
         raise QuantizationError(
-            "a scale is not positive and finite", expected="scale > 0",
+            "a scale is not positive and finite",
+            expected="scale > 0",
             got=f"{wrong} of {qparams.scale.numel()} scales are zero, negative, NaN or Inf",
             do="choose_qparams and search_scales give 1 for a channel of zeros",
-        )  # fmt: skip
+        )
     return scale, zero_point
 
 
 def patches(
-    x: Tensor, operator: str, kernel: Sequence[int] = (), *, stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | str = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
-    output_padding: int | Sequence[int] = 0, share: float = 1.0, generator: torch.Generator | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    operator: str,
+    kernel: Sequence[int] = (),
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    output_padding: int | Sequence[int] = 0,
+    share: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """The inputs of one batch as rows ``[groups, n, in]`` that the operator's matrices multiply: ``out = rows @ Wᵀ``.
 
     The rows of a convolution are its patches (im2col); n is batch · output positions, ordered so. ``share`` below 1
@@ -176,49 +211,92 @@ def patches(
         True
     """
     if not 0 < share <= 1:
-        raise QuantizationError("no such share of the positions", where="patches", expected="in (0, 1]", got=str(share))
+        raise QuantizationError(
+            "no such share of the positions",
+            where="patches",
+            expected="in (0, 1]",
+            got=str(share),
+        )
     if operator in ("linear", "matmul"):
         rows = x.reshape(1, -1, x.shape[-1])
-        return rows if share == 1 else rows[:, _some(rows.shape[1], share, generator, x.device)]
+        return (
+            rows
+            if share == 1
+            else rows[:, _some(rows.shape[1], share, generator, x.device)]
+        )
     _check((groups, 1, *kernel), operator, groups)
     dimensions = len(kernel)
     if x.dim() == dimensions + 1:
         x = x[None]
     if x.dim() != dimensions + 2 or x.shape[1] % groups:
         raise QuantizationError(
-            "the input does not fit the operator", where=operator,
+            "the input does not fit the operator",
+            where=operator,
             expected=f"shape (batch, channels, {dimensions} lengths) with channels a multiple of {groups}",
             got=f"shape {tuple(x.shape)}",
-        )  # fmt: skip
+        )
     strides, dilations = _each(stride, dimensions), _each(dilation, dimensions)
     reach = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
     if operator.startswith("conv_transpose"):
         x, strides = _spread(x, strides), [1] * dimensions
-        cut = _each(padding, dimensions) if not isinstance(padding, str) else [0] * dimensions
-        pads = [(r - p, r - p + o) for r, p, o in zip(reach, cut, _each(output_padding, dimensions), strict=True)]
-        taps = [[r - d * t for t in range(k)] for r, d, k in zip(reach, dilations, kernel, strict=True)]
+        cut = (
+            _each(padding, dimensions)
+            if not isinstance(padding, str)
+            else [0] * dimensions
+        )
+        pads = [
+            (r - p, r - p + o)
+            for r, p, o in zip(
+                reach, cut, _each(output_padding, dimensions), strict=True
+            )
+        ]
+        taps = [
+            [r - d * t for t in range(k)]
+            for r, d, k in zip(reach, dilations, kernel, strict=True)
+        ]
     else:
         if isinstance(padding, str):
-            pads = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
+            pads = [
+                (r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach
+            ]
         else:
             pads = [(p, p) for p in _each(padding, dimensions)]
-        taps = [[d * t for t in range(k)] for d, k in zip(dilations, kernel, strict=True)]
+        taps = [
+            [d * t for t in range(k)] for d, k in zip(dilations, kernel, strict=True)
+        ]
     x = pad(x, [p for pair in reversed(pads) for p in pair])
-    lengths = [(n - r - 1) // s + 1 for n, r, s in zip(x.shape[2:], reach, strides, strict=True)]
+    lengths = [
+        (n - r - 1) // s + 1
+        for n, r, s in zip(x.shape[2:], reach, strides, strict=True)
+    ]
     if share < 1:
-        at = torch.unravel_index(_some(math.prod(lengths), share, generator, x.device), lengths)
+        at = torch.unravel_index(
+            _some(math.prod(lengths), share, generator, x.device), lengths
+        )
         steps = [math.prod(x.shape[3 + i :]) for i in range(dimensions)]
         first = sum(p * s * step for p, s, step in zip(at, strides, steps, strict=True))
-        moves = torch.tensor([sum(map(mul, tap, steps)) for tap in product(*taps)], device=x.device)
+        moves = torch.tensor(
+            [sum(map(mul, tap, steps)) for tap in product(*taps)], device=x.device
+        )
         found = x.flatten(2).index_select(2, (moves[:, None] + first).flatten())
-        stacked = found.reshape(*found.shape[:2], len(moves), -1).permute(1, 2, 0, 3)  # [channels, taps, batch, positions]
+        stacked = found.reshape(*found.shape[:2], len(moves), -1).permute(
+            1, 2, 0, 3
+        )  # [channels, taps, batch, positions]
         return stacked.reshape(groups, x.shape[1] // groups * len(moves), -1).mT
     x = x.transpose(0, 1)  # channels first: rows lie together
     columns = [
-        x[(slice(None), slice(None), *(
-            slice(t, t + s * (n - 1) + 1, s) for t, s, n in zip(tap, strides, lengths, strict=True)
-        ))] for tap in product(*taps)
-    ]  # fmt: skip
+        x[
+            (
+                slice(None),
+                slice(None),
+                *(
+                    slice(t, t + s * (n - 1) + 1, s)
+                    for t, s, n in zip(tap, strides, lengths, strict=True)
+                ),
+            )
+        ]
+        for tap in product(*taps)
+    ]
     stacked = torch.stack(columns, dim=1)  # [channels, taps, batch, ...]
     return stacked.reshape(groups, x.shape[0] // groups * len(columns), -1).mT
 
@@ -233,29 +311,48 @@ def _spread(x: Tensor, strides: Sequence[int]) -> Tensor:
     return spread
 
 
-def _some(count: int, share: float, generator: torch.Generator | None, device: torch.device) -> Tensor:
+def _some(
+    count: int, share: float, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
     """A draw of ``share`` of ``count`` positions, in order."""
     kept = max(1, round(share * count))
-    return torch.randperm(count, generator=generator, device=device)[:kept].sort().values
+    return (
+        torch.randperm(count, generator=generator, device=device)[:kept].sort().values
+    )
 
 
 def _each(value: int | Sequence[int], dimensions: int) -> list[int]:
     """One value for each axis."""
-    return [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
+    return (
+        [value] * dimensions
+        if isinstance(value, int)
+        else list(value) * (dimensions if len(value) == 1 else 1)
+    )
 
 
 def _check(shape: Sequence[int], operator: str, groups: int) -> None:
     found = re.fullmatch(r"conv(_transpose)?([123])d", operator)
-    axes = 2 if operator in ("linear", "matmul") else 2 + int(found[2]) if found else None
+    axes = (
+        2 if operator in ("linear", "matmul") else 2 + int(found[2]) if found else None
+    )
     if axes is None:
         raise QuantizationError(
-            "this operator's weight is no matrix", where=operator,
+            "this operator's weight is no matrix",
+            where=operator,
             expected="linear, matmul, conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d or conv_transpose3d",
             do="call it by the operator that it consists of (the weights of an LSTM are those of linear)",
-        )  # fmt: skip
-    if len(shape) != axes or groups < 1 or shape[0] % groups or (axes == 2 and groups != 1):
+        )
+    if (
+        len(shape) != axes
+        or groups < 1
+        or shape[0] % groups
+        or (axes == 2 and groups != 1)
+    ):
         raise QuantizationError(
-            "the weight does not fit the operator", where=operator,
-            expected=f"{axes} axes, the first a multiple of {groups} groups" if axes > 2 else "2 axes and 1 group",
+            "the weight does not fit the operator",
+            where=operator,
+            expected=f"{axes} axes, the first a multiple of {groups} groups"
+            if axes > 2
+            else "2 axes and 1 group",
             got=f"shape {tuple(shape)}, {groups} groups",
-        )  # fmt: skip
+        )

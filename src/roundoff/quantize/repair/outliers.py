@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import QuantizationError
-from roundoff.formats import Format, Granularity, PerToken, choose_qparams, fake_quantize
+from roundoff.formats import (
+    Format,
+    Granularity,
+    PerToken,
+    choose_qparams,
+    fake_quantize,
+)
 from roundoff.quantize.repair.gain import Gain, check_finite, check_matrices, output_db
 
 
@@ -29,9 +35,15 @@ class Split:
 
 
 def split_channels(
-    weight: Tensor, fmt: Format, granularity: Granularity | None = None, *, share: float = 0.02, taps: int = 1,
-    hessian: Tensor | None = None, aware: bool = True,
-) -> Split:  # fmt: skip
+    weight: Tensor,
+    fmt: Format,
+    granularity: Granularity | None = None,
+    *,
+    share: float = 0.02,
+    taps: int = 1,
+    hessian: Tensor | None = None,
+    aware: bool = True,
+) -> Split:
     """Outlier channel splitting (Zhao et al., arXiv:1901.09504, section 3): the input channel with the largest weight is
     duplicated and both halves get half of its weights, again and again, so that the largest weight falls.
 
@@ -60,22 +72,31 @@ def split_channels(
     check_matrices("split_channels", weight, hessian)
     if share < 0 or not math.isfinite(share) or taps < 1 or weight.shape[-1] % taps:
         raise QuantizationError(
-            "these channels cannot be split", where="split_channels",
+            "these channels cannot be split",
+            where="split_channels",
             expected="share ≥ 0 and taps that divide the last axis",
             got=f"share {share}, {taps} taps, shape {tuple(weight.shape)}",
-        )  # fmt: skip
+        )
     granularity = granularity or PerToken()
     channels = weight.shape[-1] // taps
     split = weight.detach().unflatten(-1, (channels, taps))  # type: ignore[no-untyped-call]
-    index = torch.arange(channels, device=weight.device).expand(*weight.shape[:-2], channels).contiguous()
+    index = (
+        torch.arange(channels, device=weight.device)
+        .expand(*weight.shape[:-2], channels)
+        .contiguous()
+    )
     for _ in range(math.ceil(share * channels)):
         at = split.abs().amax((-1, -3)).argmax(-1, keepdim=True)  # [..., 1]
         place = at[..., None, :, None].expand(*split.shape[:-2], 1, taps)
         chosen = split.gather(-2, place)
         apart: Tensor | float = 0.0
         if aware and fmt.one_quantum == 1.0:
-            apart = choose_qparams(split.flatten(-2), fmt, PerToken()).scale[..., None] / 4
-        split = torch.cat([split.scatter(-2, place, chosen / 2 - apart), chosen / 2 + apart], -2)
+            apart = (
+                choose_qparams(split.flatten(-2), fmt, PerToken()).scale[..., None] / 4
+            )
+        split = torch.cat(
+            [split.scatter(-2, place, chosen / 2 - apart), chosen / 2 + apart], -2
+        )
         index = torch.cat([index, index.gather(-1, at)], -1)
     found = split.flatten(-2)
 
@@ -85,11 +106,17 @@ def split_channels(
     eye = torch.eye(weight.shape[-1], dtype=weight.dtype, device=weight.device)
     moments = eye.expand(*weight.shape[:-2], *eye.shape) if hessian is None else hessian
     merged = merge_channels(rounded(found), index, channels, taps)
-    gain = Gain("channel splitting", output_db(rounded(weight), weight, moments), output_db(merged, weight, moments))
+    gain = Gain(
+        "channel splitting",
+        output_db(rounded(weight), weight, moments),
+        output_db(merged, weight, moments),
+    )
     return Split(found, index, gain)
 
 
-def merge_channels(weight: Tensor, index: Tensor, channels: int, taps: int = 1) -> Tensor:
+def merge_channels(
+    weight: Tensor, index: Tensor, channels: int, taps: int = 1
+) -> Tensor:
     """The weight over the old channels that gives the same output: columns that read the same channel added up.
 
     >>> merge_channels(torch.tensor([[1.0, 4.0, -2.0, 4.0]]), torch.tensor([0, 1, 2, 1]), channels=3)
@@ -119,9 +146,14 @@ class Mixed:
 
 
 def mixed_precision(
-    weight: Tensor, activation: Tensor, fmt: Format, granularity: Granularity | None = None, *, threshold: float = 6.0,
+    weight: Tensor,
+    activation: Tensor,
+    fmt: Format,
+    granularity: Granularity | None = None,
+    *,
+    threshold: float = 6.0,
     hessian: Tensor | None = None,
-) -> Mixed:  # fmt: skip
+) -> Mixed:
     """Columns whose activations reach a threshold stay in high precision (LLM.int8(), Dettmers et al., arXiv:2208.07339).
 
     Equation 8 there (section 3.2): ``Σ_{h ∈ O} x_h w_h + s Σ_{h ∉ O} x̂_h ŵ_h`` with ``O = {h : max|x_h| ≥ α}``. The
@@ -149,20 +181,28 @@ def mixed_precision(
     check_finite("mixed_precision", activation=activation)
     if weight.dim() != 2 or activation.shape != weight.shape[-1:]:
         raise QuantizationError(
-            "the activation does not fit the weight", where="mixed_precision",
+            "the activation does not fit the weight",
+            where="mixed_precision",
             expected="a weight [out, in] and magnitudes [in]",
             got=f"{tuple(weight.shape)} and {tuple(activation.shape)}",
-        )  # fmt: skip
+        )
     granularity = granularity or PerToken()
     kept = activation.abs() >= threshold
     w = weight.detach()
     rest = w.masked_fill(kept, 0.0)
-    low = fake_quantize(rest, choose_qparams(rest, fmt, granularity), fmt).masked_fill_(kept, 0.0)
+    low = fake_quantize(rest, choose_qparams(rest, fmt, granularity), fmt).masked_fill_(
+        kept, 0.0
+    )
     columns = kept.nonzero().flatten()
     high = w.index_select(-1, columns)
     moments = torch.diag(activation.to(w).square()) if hessian is None else hessian
     everything = fake_quantize(w, choose_qparams(w, fmt, granularity), fmt)
     mixed = low.index_add(-1, columns, high)
     note = f"{len(columns)} of {w.shape[-1]} columns in high precision"
-    gain = Gain("mixed precision", output_db(everything, w, moments), output_db(mixed, w, moments), note)
+    gain = Gain(
+        "mixed precision",
+        output_db(everything, w, moments),
+        output_db(mixed, w, moments),
+        note,
+    )
     return Mixed(low, high, columns, gain)

@@ -19,9 +19,18 @@ RATIOS = (1.0, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 def round_weight(
-    weight: Tensor, hessian: Tensor, fmt: Format, qparams: QParams, *, cross: Tensor | None = None, damp: float = 0.01,
-    ratios: Sequence[float] = RATIOS, rounds: int = 2, refit: bool = True, kept: Tensor | None = None,
-) -> Repaired:  # fmt: skip
+    weight: Tensor,
+    hessian: Tensor,
+    fmt: Format,
+    qparams: QParams,
+    *,
+    cross: Tensor | None = None,
+    damp: float = 0.01,
+    ratios: Sequence[float] = RATIOS,
+    rounds: int = 2,
+    refit: bool = True,
+    kept: Tensor | None = None,
+) -> Repaired:
     """``gptq`` with each row's best ratio, then ``rounds`` of ``flip`` and ``refit_scales``. No step raises the loss.
 
     Arguments and errors as for ``gptq``; the qparams have one scale per output channel (groups of inputs keep their ratio
@@ -44,8 +53,14 @@ def round_weight(
     adaround_hessian, 1000 steps, flips   –               24.8 in 80
     ====================================  ==============  =============
     """
-    found = gptq(weight, hessian, fmt, qparams, cross=cross, damp=damp, ratios=ratios, kept=kept)
-    target = weight.detach() if cross is None else least_squares(weight, hessian, cross, damp)
+    found = gptq(
+        weight, hessian, fmt, qparams, cross=cross, damp=damp, ratios=ratios, kept=kept
+    )
+    target = (
+        weight.detach()
+        if cross is None
+        else least_squares(weight, hessian, cross, damp)
+    )
     scale, zero_point = elementwise(qparams, weight.shape)
     nearest = fake_quantize(weight, QParams(scale, zero_point), fmt)
     refit = refit and bool((scale == scale[..., :1]).all())

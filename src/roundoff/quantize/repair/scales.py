@@ -38,9 +38,14 @@ RATIOS = tuple(1.1 - 0.025 * i for i in range(31))
 
 
 def search_scales(
-    weight: Tensor, fmt: Format, granularity: Granularity | None = None, *, importance: Tensor | None = None,
-    ratios: Sequence[float] = RATIOS, refits: int = 3,
-) -> Repaired:  # fmt: skip
+    weight: Tensor,
+    fmt: Format,
+    granularity: Granularity | None = None,
+    *,
+    importance: Tensor | None = None,
+    ratios: Sequence[float] = RATIOS,
+    refits: int = 3,
+) -> Repaired:
     """The qparams that minimise ``Σ h (w - ŵ)²`` over the elements that share them, and the weight rounded to nearest.
 
     Each ratio is tried on the min-max range, of asymmetric formats keeping its low end, its high end or its middle; then
@@ -72,7 +77,12 @@ def search_scales(
     """
     check_finite("search_scales", weight=weight, importance=importance)
     if not all(r > 0 for r in ratios):
-        raise QuantizationError("a ratio is not positive", where="search_scales", expected="ratios > 0", got=str(ratios))
+        raise QuantizationError(
+            "a ratio is not positive",
+            where="search_scales",
+            expected="ratios > 0",
+            got=str(ratios),
+        )
     granularity = granularity or PerTensor()
     shape, dims = granularity.split(weight.shape)
     view = weight.detach().to(working_dtype(weight)).reshape(shape)
@@ -94,15 +104,30 @@ def search_scales(
     floor = int((search.scale <= torch.finfo(view.dtype).tiny).sum())
     note = f"{floor} scales are the smallest normal number" if floor else ""
     qparams = QParams(search.scale, search.zero_point, granularity)
-    return Repaired(fake_quantize(weight, qparams, fmt), qparams, Gain("scale search", before, search.db(), note))
+    return Repaired(
+        fake_quantize(weight, qparams, fmt),
+        qparams,
+        Gain("scale search", before, search.db(), note),
+    )
 
 
 class _Search:
     """The best scale so far of each set, and its error in squared steps of the first one, which cannot overflow."""
 
-    def __init__(self, view: Tensor, h: Tensor, dims: tuple[int, ...], fmt: Format, qparams: QParams) -> None:
+    def __init__(
+        self,
+        view: Tensor,
+        h: Tensor,
+        dims: tuple[int, ...],
+        fmt: Format,
+        qparams: QParams,
+    ) -> None:
         self.view, self.h, self.dims, self.fmt = view, h, dims, fmt
-        self.start, self.scale, self.zero_point = qparams.scale, qparams.scale, qparams.zero_point
+        self.start, self.scale, self.zero_point = (
+            qparams.scale,
+            qparams.scale,
+            qparams.zero_point,
+        )
         self.error = self._error(self.scale, self.zero_point)
 
     def offer(self, scale: Tensor, zero_point: Tensor | None = None) -> None:
@@ -127,7 +152,10 @@ class _Search:
             for point in (first, last, (first + last) / 2):
                 self.offer(self.start * ratio, point.round().clamp_(low, high))
         for part in (step / 2, step / 4):
-            scale, best = self.scale, given if self.zero_point is None else self.zero_point
+            scale, best = (
+                self.scale,
+                given if self.zero_point is None else self.zero_point,
+            )
             for ratio in (1 - part, 1.0, 1 + part):
                 for shift in (-1, 0, 1):
                     self.offer(scale * ratio, (best + shift).clamp_(low, high))
@@ -137,12 +165,16 @@ class _Search:
         rounded = self._rounded(self.scale, self.zero_point) / self.start
         top = (self.h * rounded * (self.view / self.start)).sum(self.dims, keepdim=True)
         bottom = (self.h * rounded * rounded).sum(self.dims, keepdim=True)
-        self.offer(torch.where((bottom > 0) & (top > 0), self.scale * top / bottom, self.scale))
+        self.offer(
+            torch.where((bottom > 0) & (top > 0), self.scale * top / bottom, self.scale)
+        )
 
     def db(self) -> float:
         """SQNR of the rounded weights in dB, weighted as the search is."""
         unit = self.start.double() ** 2
-        signal = (self.h.double() * self.view.double() ** 2).sum(self.dims, keepdim=True)
+        signal = (self.h.double() * self.view.double() ** 2).sum(
+            self.dims, keepdim=True
+        )
         return relative_db(self.error.double() * unit, signal)
 
     def _rounded(self, scale: Tensor, zero_point: Tensor | None) -> Tensor:
@@ -153,7 +185,9 @@ class _Search:
         return off.square_().mul_(self.h).sum(self.dims, keepdim=True)
 
 
-def _importance(importance: Tensor | None, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _importance(
+    importance: Tensor | None, weight: Tensor, shape: tuple[int, ...]
+) -> Tensor:
     """h in the granularity's view, with mean 1."""
     if importance is None:
         return torch.ones(shape, dtype=working_dtype(weight), device=weight.device)
@@ -163,14 +197,17 @@ def _importance(importance: Tensor | None, weight: Tensor, shape: tuple[int, ...
         h = None
     if h is None or bool((h < 0).any()):
         raise QuantizationError(
-            "the importance does not fit the weight", where="search_scales",
+            "the importance does not fit the weight",
+            where="search_scales",
             expected=f"numbers ≥ 0 that broadcast to {tuple(weight.shape)}",
             got=f"shape {tuple(importance.shape)}" if h is None else "numbers below 0",
-        )  # fmt: skip
+        )
     return (h / h.mean() if bool(h.any()) else h).reshape(shape)
 
 
-def refit_scales(weight: Tensor, quantized: Tensor, hessian: Tensor, fmt: Format, qparams: QParams) -> Repaired:
+def refit_scales(
+    weight: Tensor, quantized: Tensor, hessian: Tensor, fmt: Format, qparams: QParams
+) -> Repaired:
     """The least-squares scale of each output channel for codes that stay as they are, under the full Hessian.
 
     With ``ŵ = s c`` a row's error ``(w - s c) H (w - s c)ᵀ`` is a parabola in s with its minimum at
@@ -198,19 +235,33 @@ def refit_scales(weight: Tensor, quantized: Tensor, hessian: Tensor, fmt: Format
     scale, zero_point = elementwise(qparams, weight.shape)
     if bool((scale != scale[..., :1]).any()):
         raise QuantizationError(
-            "several scales in one row", where="refit_scales", expected="one scale per output channel",
+            "several scales in one row",
+            where="refit_scales",
+            expected="one scale per output channel",
             do="use gptq's own grid as it is; only PerToken of a matrix view can be refitted",
-        )  # fmt: skip
+        )
     across = quantized @ hessian
-    top, bottom = (across * weight).sum(-1, keepdim=True), (across * quantized).sum(-1, keepdim=True)
+    top, bottom = (
+        (across * weight).sum(-1, keepdim=True),
+        (across * quantized).sum(-1, keepdim=True),
+    )
     factor = torch.where((top > 0) & (bottom > 0), top / bottom, 1.0)
     new_scale = (scale[..., :1] * factor).clamp(min=torch.finfo(scale.dtype).tiny)
-    rounded = fake_quantize(quantized * (new_scale / scale), QParams(new_scale, zero_point), fmt)  # the same codes
+    rounded = fake_quantize(
+        quantized * (new_scale / scale), QParams(new_scale, zero_point), fmt
+    )  # the same codes
     # Compared as rounded to fp32, where the minimum may have moved off by an ulp.
-    better = (quadratic(rounded - weight, hessian) < quadratic(quantized - weight, hessian))[..., None]
+    better = (
+        quadratic(rounded - weight, hessian) < quadratic(quantized - weight, hessian)
+    )[..., None]
     chosen = torch.where(better, rounded, quantized)
     found = QParams(
-        torch.where(better, new_scale, scale[..., :1]), None if zero_point is None else zero_point[..., :1]
+        torch.where(better, new_scale, scale[..., :1]),
+        None if zero_point is None else zero_point[..., :1],
     )
-    gain = Gain("scale refit", output_db(quantized, weight, hessian), output_db(chosen, weight, hessian))
+    gain = Gain(
+        "scale refit",
+        output_db(quantized, weight, hessian),
+        output_db(chosen, weight, hessian),
+    )
     return Repaired(chosen, found, gain)

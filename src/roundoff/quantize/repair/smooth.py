@@ -24,10 +24,17 @@ def input_amax(weight: Tensor, operator: str, groups: int = 1) -> Tensor:
     tensor([3., 4.])
     """
     matrices = matrix_view(weight, operator, groups)
-    return matrices.abs().amax(-2).reshape(_channels(weight, operator, groups), -1).amax(-1)
+    return (
+        matrices.abs()
+        .amax(-2)
+        .reshape(_channels(weight, operator, groups), -1)
+        .amax(-1)
+    )
 
 
-def scale_inputs(weight: Tensor, factors: Tensor, operator: str, groups: int = 1) -> Tensor:
+def scale_inputs(
+    weight: Tensor, factors: Tensor, operator: str, groups: int = 1
+) -> Tensor:
     """The weight with each input channel multiplied by its factor, ``[channels]``; the activation is to be divided.
 
     >>> scale_inputs(torch.ones(2, 2), torch.tensor([2.0, 0.5]), "linear")
@@ -38,11 +45,20 @@ def scale_inputs(weight: Tensor, factors: Tensor, operator: str, groups: int = 1
     channels = _channels(weight, operator, groups)
     if factors.shape != (channels,):
         raise QuantizationError(
-            "the factors do not fit the weight", where=operator, expected=f"shape ({channels},), one for each input channel",
+            "the factors do not fit the weight",
+            where=operator,
+            expected=f"shape ({channels},), one for each input channel",
             got=f"shape {tuple(factors.shape)}",
-        )  # fmt: skip
-    wide = factors.to(weight)[:, None].expand(channels, matrices.shape[0] * matrices.shape[2] // channels)
-    return from_matrix(matrices * wide.reshape(matrices.shape[0], 1, -1), weight.shape, operator, groups)
+        )
+    wide = factors.to(weight)[:, None].expand(
+        channels, matrices.shape[0] * matrices.shape[2] // channels
+    )
+    return from_matrix(
+        matrices * wide.reshape(matrices.shape[0], 1, -1),
+        weight.shape,
+        operator,
+        groups,
+    )
 
 
 def _channels(weight: Tensor, operator: str, groups: int) -> int:
@@ -52,7 +68,9 @@ def _channels(weight: Tensor, operator: str, groups: int) -> int:
     return weight.shape[1] * groups
 
 
-def smoothquant(activation: Tensor, weights: Sequence[Tensor], strength: float = 0.5) -> Tensor:
+def smoothquant(
+    activation: Tensor, weights: Sequence[Tensor], strength: float = 0.5
+) -> Tensor:
     """Factors ``s_j = max|X_j|^α / max|W_j|^(1-α)`` (SmoothQuant, equation 4), ``[channels]``.
 
     A channel in which activation or weights are all zero has no range to move: its factor is 1.
@@ -104,11 +122,19 @@ def dmq(activation: Tensor, weights: Sequence[Tensor], strength: float = 0.5) ->
 
 def _power(x: Tensor, w: Tensor, strength: float) -> Tensor:
     """Kept within 2^±60, so that neither the factor nor its inverse leaves fp32 (channels of magnitude 1e-30, say)."""
-    return (x.double() ** strength / w.double() ** (1 - strength)).clamp_(2.0**-60, 2.0**60).to(x.dtype)
+    return (
+        (x.double() ** strength / w.double() ** (1 - strength))
+        .clamp_(2.0**-60, 2.0**60)
+        .to(x.dtype)
+    )
 
 
 def _ranges(
-    where: str, activation: Tensor, weights: Sequence[Tensor], strength: float, limits: tuple[float, float]
+    where: str,
+    activation: Tensor,
+    weights: Sequence[Tensor],
+    strength: float,
+    limits: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
     check_finite(where, activation=activation)
     for weight in weights:
@@ -124,17 +150,24 @@ def _ranges(
         fault = "magnitudes below 0"
     if fault:
         raise QuantizationError(
-            "these channels cannot be balanced", where=where,
+            "these channels cannot be balanced",
+            where=where,
             expected=f"magnitudes ≥ 0 of shape [channels], of the activation and each weight, strength in {list(limits)}",
-            got=fault, do="input_amax gives those of a weight",
-        )  # fmt: skip
+            got=fault,
+            do="input_amax gives those of a weight",
+        )
     return activation, torch.stack([w.to(activation) for w in weights]).amax(0)
 
 
 def predicted_gain(
-    name: str, factors: Tensor, activation: Tensor, readers: Sequence[tuple[Tensor, Tensor]], weight_format: Format,
-    activation_format: Format, granularity: Granularity,
-) -> Gain:  # fmt: skip
+    name: str,
+    factors: Tensor,
+    activation: Tensor,
+    readers: Sequence[tuple[Tensor, Tensor]],
+    weight_format: Format,
+    activation_format: Format,
+    granularity: Granularity,
+) -> Gain:
     """What factors will gain in the operators' output, without running them: SQNR in dB with factors 1 and with these.
 
     The noise is that of the rounded weights, ``tr(Δ H Δᵀ)``, and that of the activation in one scale for the tensor: a
@@ -157,7 +190,11 @@ def predicted_gain(
         for s in (torch.ones_like(factors), factors):
             wide = s[:, None].expand(-1, taps).reshape(weight.shape[0], 1, -1)
             scaled = weight * wide
-            rounded = fake_quantize(scaled, choose_qparams(scaled, weight_format, granularity), weight_format)
+            rounded = fake_quantize(
+                scaled,
+                choose_qparams(scaled, weight_format, granularity),
+                weight_format,
+            )
             noise = float(quadratic((rounded - scaled) / wide, hessian).double().sum())
             step = float(choose_qparams(activation / s, activation_format).scale.max())
             step *= 2.0 ** activation_format.quantum_exponent(activation_format.emax)

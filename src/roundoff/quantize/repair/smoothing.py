@@ -67,10 +67,17 @@ class Smoothed:
 
 
 def smooth_(
-    model: QuantizedModel, graph: Graph, workload: Workload, importance: Importance | None = None, *,
-    method: str = "smoothquant", alpha: float | Sequence[float] | Mapping[str, float] = 0.5, explicit: bool = True,
-    batches: Iterable[Any] | None = None, measured: int = 2,
-) -> Smoothed:  # fmt: skip
+    model: QuantizedModel,
+    graph: Graph,
+    workload: Workload,
+    importance: Importance | None = None,
+    *,
+    method: str = "smoothquant",
+    alpha: float | Sequence[float] | Mapping[str, float] = 0.5,
+    explicit: bool = True,
+    batches: Iterable[Any] | None = None,
+    measured: int = 2,
+) -> Smoothed:
     """Balance the channels of a quantized model before it is calibrated, in place, if that makes its output better.
 
     Args:
@@ -91,10 +98,20 @@ def smooth_(
         QuantizationError: an unknown method, no batches, or a strength that the method does not have.
     """
     if method not in METHODS:
-        raise QuantizationError("no such method", where="smooth_", expected=", ".join(METHODS), got=repr(method))
+        raise QuantizationError(
+            "no such method",
+            where="smooth_",
+            expected=", ".join(METHODS),
+            got=repr(method),
+        )
     data = workload.batches if batches is None else list(batches)
     if not data:
-        raise QuantizationError("no calibration data", where="smooth_", expected="one batch or more", got="none")
+        raise QuantizationError(
+            "no calibration data",
+            where="smooth_",
+            expected="one batch or more",
+            got="none",
+        )
     before = simulated_db(model, workload, data[:measured])
     best: tuple[float, QuantizedModel, list[Balanced], str] | None = None
     single = isinstance(alpha, float | int | Mapping)
@@ -104,20 +121,39 @@ def smooth_(
         own = workload.with_model(trial.model)
         if method == "spread":
             if importance is None:
-                raise QuantizationError("spread weighs channels by what the output loses", where="smooth_",
-                                        expected="importance(model, workload, batches)", got="None")  # fmt: skip
-            rows, note = [], spread_(trial, graph, own, importance, batches=data[:1]).note
+                raise QuantizationError(
+                    "spread weighs channels by what the output loses",
+                    where="smooth_",
+                    expected="importance(model, workload, batches)",
+                    got="None",
+                )
+            rows, note = (
+                [],
+                spread_(trial, graph, own, importance, batches=data[:1]).note,
+            )
         else:
             rows = _balance_(trial, graph, own, data, method, strength, explicit)
         db = simulated_db(trial, workload, data[:measured])
         if best is None or db > best[0]:
             best = db, trial, rows, note
     if best is None:
-        raise QuantizationError("no strength to try", where="smooth_", expected="alpha: one number or more", got="none")
+        raise QuantizationError(
+            "no strength to try",
+            where="smooth_",
+            expected="alpha: one number or more",
+            got="none",
+        )
     after, trial, rows, note = best
     if not after > before:
-        kept = [replace(row, how=f"left: the output did not gain ({row.how})", strongest=1.0) for row in rows]
-        return Smoothed(kept, Gain(method, before, before, f"undone: {after - before:+.1f} dB"))
+        kept = [
+            replace(
+                row, how=f"left: the output did not gain ({row.how})", strongest=1.0
+            )
+            for row in rows
+        ]
+        return Smoothed(
+            kept, Gain(method, before, before, f"undone: {after - before:+.1f} dB")
+        )
     _take_(model, trial)
     return Smoothed(rows, Gain(method, before, after, note))
 
@@ -133,9 +169,15 @@ class Split:
 
 
 def split_outliers_(
-    model: QuantizedModel, graph: Graph, workload: Workload, *, threshold: float = 6.0, share: float = 0.05,
-    batches: Iterable[Any] | None = None, measured: int = 2,
-) -> tuple[list[Split], Gain]:  # fmt: skip
+    model: QuantizedModel,
+    graph: Graph,
+    workload: Workload,
+    *,
+    threshold: float = 6.0,
+    share: float = 0.05,
+    batches: Iterable[Any] | None = None,
+    measured: int = 2,
+) -> tuple[list[Split], Gain]:
     """Keep outlier channels of values, and the columns of weights that read them, in full precision, in place.
 
     LLM.int8() (Dettmers et al., arXiv:2208.07339, equation 8): ``y = x_O W_O + x̂ Ŵ``, O the channels whose magnitude
@@ -156,14 +198,20 @@ def split_outliers_(
     Raises QuantizationError for a threshold that is not positive, or a share outside [0, 1].
     """
     if not threshold > 0 or not 0 <= share <= 1:
-        raise QuantizationError("no outliers can be found so", where="split_outliers_", got=f"{threshold}, {share}",
-                                expected="threshold > 0 and share in [0, 1]")  # fmt: skip
+        raise QuantizationError(
+            "no outliers can be found so",
+            where="split_outliers_",
+            got=f"{threshold}, {share}",
+            expected="threshold > 0 and share in [0, 1]",
+        )
     data = workload.batches if batches is None else list(batches)
     before = simulated_db(model, workload, data[:measured])
     found = []
     for inputs in inputs_of(model, graph, workload, data):
         readers = [reader for reader in inputs.readers if reader.groups == 1]
-        order = inputs.largest.argsort(descending=True)[: int(share * len(inputs.largest))]
+        order = inputs.largest.argsort(descending=True)[
+            : int(share * len(inputs.largest))
+        ]
         columns = order[inputs.largest[order] >= threshold].sort().values
         if not len(columns) or not readers:
             continue
@@ -173,35 +221,62 @@ def split_outliers_(
                 if name is not None:
                     model.quantizer(name).exact = columns.clone()
         sites = tuple(reader.site for reader in readers)
-        found.append(Split(inputs.value, sites, tuple(columns.tolist()), len(inputs.largest)))
+        found.append(
+            Split(inputs.value, sites, tuple(columns.tolist()), len(inputs.largest))
+        )
     after = simulated_db(model, workload, data[:measured]) if found else before
-    return found, Gain("outliers", before, after, f"{sum(len(s.columns) for s in found)} channels of {len(found)} values")
+    return found, Gain(
+        "outliers",
+        before,
+        after,
+        f"{sum(len(s.columns) for s in found)} channels of {len(found)} values",
+    )
 
 
-def simulated_db(model: QuantizedModel, workload: Workload, batches: Sequence[Any]) -> float:
+def simulated_db(
+    model: QuantizedModel, workload: Workload, batches: Sequence[Any]
+) -> float:
     """SQNR of the output in dB when a copy is calibrated in the plainest way: min-max ranges, weights to nearest."""
     trial = copy.deepcopy(model)
-    plainly = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)
+    plainly = Rounding(
+        observer="minmax", weights="nearest", scales="minmax", bias=False
+    )
     with torch.no_grad(), model.through(Unquantized()):
-        exact = [named_tensors(workload.with_model(model).run(batch)) for batch in batches]
+        exact = [
+            named_tensors(workload.with_model(model).run(batch)) for batch in batches
+        ]
     round_in_order_(trial, workload, batches, plainly)
     with torch.no_grad():
-        found = [named_tensors(workload.with_model(trial).run(batch)) for batch in batches]
+        found = [
+            named_tensors(workload.with_model(trial).run(batch)) for batch in batches
+        ]
     return sqnr_db(noise(found, exact))
 
 
 def _take_(model: QuantizedModel, trial: QuantizedModel) -> None:
     """Take over what was balanced in a copy."""
     with torch.no_grad():
-        for own, other in zip(model.model.parameters(), trial.model.parameters(), strict=True):
+        for own, other in zip(
+            model.model.parameters(), trial.model.parameters(), strict=True
+        ):
             own.copy_(other)
-    model.routes, model.factors, model.quantizers, model.moves = trial.routes, trial.factors, trial.quantizers, trial.moves
+    model.routes, model.factors, model.quantizers, model.moves = (
+        trial.routes,
+        trial.factors,
+        trial.quantizers,
+        trial.moves,
+    )
 
 
 def _balance_(
-    model: QuantizedModel, graph: Graph, workload: Workload, batches: Sequence[Any], method: str,
-    alpha: float | Mapping[str, float], explicit: bool,
-) -> list[Balanced]:  # fmt: skip
+    model: QuantizedModel,
+    graph: Graph,
+    workload: Workload,
+    batches: Sequence[Any],
+    method: str,
+    alpha: float | Mapping[str, float],
+    explicit: bool,
+) -> list[Balanced]:
     """Choose and apply the factors of all values, in the order of the graph."""
     found = followed(model.model, batches[:1], workload.forward)
     groups = groups_of(found.labels, "rescale")
@@ -219,35 +294,69 @@ def _balance_(
                 model.moves.append((group, own.double(), False))
                 spread = max(spread, float(own.max() / own.min()))
             names = sorted({b.name for g in fold for b in g.producers})
-            rows.append(Balanced(inputs.value, sites, f"folded into {', '.join(names)}", spread))
+            rows.append(
+                Balanced(inputs.value, sites, f"folded into {', '.join(names)}", spread)
+            )
         elif explicit and method != "awq":
             divide_inputs_(model, inputs, factors)
             strongest = float(factors.max() / factors.min())
-            rows.append(Balanced(inputs.value, sites, f"divided before it is read: {reason}", strongest))
+            rows.append(
+                Balanced(
+                    inputs.value,
+                    sites,
+                    f"divided before it is read: {reason}",
+                    strongest,
+                )
+            )
         else:
             rows.append(Balanced(inputs.value, sites, f"left: {reason}"))
     return rows
 
 
-def _by_strength(seen: Sequence[Inputs], alpha: float | Mapping[str, float]) -> Iterator[tuple[Inputs, float]]:
+def _by_strength(
+    seen: Sequence[Inputs], alpha: float | Mapping[str, float]
+) -> Iterator[tuple[Inputs, float]]:
     """Each value with the readers that are balanced together, and how strongly."""
     for inputs in seen:
         if not isinstance(alpha, Mapping):
             yield inputs, float(alpha)
             continue
-        for strength in dict.fromkeys(alpha[r.site] for r in inputs.readers if r.site in alpha):
-            yield replace(inputs, readers=[r for r in inputs.readers if alpha.get(r.site) == strength]), strength
+        for strength in dict.fromkeys(
+            alpha[r.site] for r in inputs.readers if r.site in alpha
+        ):
+            yield (
+                replace(
+                    inputs,
+                    readers=[
+                        r for r in inputs.readers if alpha.get(r.site) == strength
+                    ],
+                ),
+                strength,
+            )
 
 
-def _factors(model: QuantizedModel, inputs: Inputs, method: str, alpha: float) -> Tensor:
+def _factors(
+    model: QuantizedModel, inputs: Inputs, method: str, alpha: float
+) -> Tensor:
     """One factor for each channel of a value."""
-    parameters = [(reader, model.model.get_parameter(reader.weight).detach()) for reader in inputs.readers]
+    parameters = [
+        (reader, model.model.get_parameter(reader.weight).detach())
+        for reader in inputs.readers
+    ]
     if method != "awq":
-        ranges = [input_amax(weight, reader.operator, reader.groups) for reader, weight in parameters]
+        ranges = [
+            input_amax(weight, reader.operator, reader.groups)
+            for reader, weight in parameters
+        ]
         chosen: Callable[..., Tensor] = smoothquant if method == "smoothquant" else dmq
         return chosen(inputs.largest, ranges, alpha)
-    matrices = [(matrix_view(weight, reader.operator, reader.groups), inputs.moments[reader.site])
-                for reader, weight in parameters]  # fmt: skip
+    matrices = [
+        (
+            matrix_view(weight, reader.operator, reader.groups),
+            inputs.moments[reader.site],
+        )
+        for reader, weight in parameters
+    ]
     quantizer = model.quantizer(inputs.readers[0].weight)
     return awq(matrices, inputs.mean, quantizer.fmt, _of_matrix(quantizer)).factors
 
@@ -255,13 +364,27 @@ def _factors(model: QuantizedModel, inputs: Inputs, method: str, alpha: float) -
 def _of_matrix(quantizer: Quantizer) -> Granularity:
     """The granularity of a weight as that of its matrix ``[out, in]``."""
     own = quantizer.granularity
-    return PerGroup(own.group_size) if isinstance(own, PerGroup) else PerToken() if isinstance(own, PerAxis) else PerTensor()
+    return (
+        PerGroup(own.group_size)
+        if isinstance(own, PerGroup)
+        else PerToken()
+        if isinstance(own, PerAxis)
+        else PerTensor()
+    )
 
 
-def _foldable(groups: Sequence[ChannelGroup], inputs: Inputs) -> tuple[list[ChannelGroup], str]:
+def _foldable(
+    groups: Sequence[ChannelGroup], inputs: Inputs
+) -> tuple[list[ChannelGroup], str]:
     """The groups whose channels these readers read, all of them and nobody else; or none, and why."""
     names = {reader.weight for reader in inputs.readers}
-    own = [group for group in groups if any(b.name in names and b.axis == _axis(inputs, b.name) for b in group.consumers)]
+    own = [
+        group
+        for group in groups
+        if any(
+            b.name in names and b.axis == _axis(inputs, b.name) for b in group.consumers
+        )
+    ]
     for group in own:
         others = sorted({b.name for b in group.consumers} - names)
         reason = why_not(group)
@@ -271,7 +394,12 @@ def _foldable(groups: Sequence[ChannelGroup], inputs: Inputs) -> tuple[list[Chan
             reason = "no weight makes it"
         if reason is not None:
             return [], reason
-    covered = sum(b.index.numel() for group in own for b in group.consumers if b.name == inputs.readers[0].weight)
+    covered = sum(
+        b.index.numel()
+        for group in own
+        for b in group.consumers
+        if b.name == inputs.readers[0].weight
+    )
     if covered != len(inputs.largest):
         return [], "what makes it is not known for every channel"
     return own, ""
@@ -279,7 +407,9 @@ def _foldable(groups: Sequence[ChannelGroup], inputs: Inputs) -> tuple[list[Chan
 
 def _axis(inputs: Inputs, name: str) -> int:
     """The axis of a reader's weight that its inputs lie along."""
-    operator = next(reader.operator for reader in inputs.readers if reader.weight == name)
+    operator = next(
+        reader.operator for reader in inputs.readers if reader.weight == name
+    )
     return 0 if operator == "matmul" or operator.startswith("conv_transpose") else 1
 
 

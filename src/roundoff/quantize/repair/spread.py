@@ -56,39 +56,68 @@ class _Side:
         """log s for each channel, 0 where no group is."""
         found = torch.zeros(self.length)
         for group, index in self.parts:
-            found = found.index_put((index.flatten(),), logs[group].repeat_interleave(index.shape[1]))
+            found = found.index_put(
+                (index.flatten(),), logs[group].repeat_interleave(index.shape[1])
+            )
         return found
 
 
 def spread_(
-    model: QuantizedModel, graph: Graph, workload: Workload, weights: Importance, *, batches: Iterable[Any] | None = None,
-    gamma: float = GAMMA, steps: int = 100,
-) -> Gain:  # fmt: skip
+    model: QuantizedModel,
+    graph: Graph,
+    workload: Workload,
+    weights: Importance,
+    *,
+    batches: Iterable[Any] | None = None,
+    gamma: float = GAMMA,
+    steps: int = 100,
+) -> Gain:
     """Rescale the channels of a quantized model, in place, so that its formats cost the output least; before calibration.
 
     Returns the SQNR of the output in dB that the sums above predict, before and after; NaN with a reason where nothing is to
     be rescaled. Groups that cannot be are left (``equalise.why_not`` has their reasons).
     """
     batches = workload.batches[:1] if batches is None else list(batches)
-    every = groups_of(followed(model.model, batches, workload.forward).labels, "rescale")
-    groups = [g for g in every if g.producers and g.consumers and why_not(g, clips=True) is None]
+    every = groups_of(
+        followed(model.model, batches, workload.forward).labels, "rescale"
+    )
+    groups = [
+        g
+        for g in every
+        if g.producers and g.consumers and why_not(g, clips=True) is None
+    ]
     if not groups:
-        return Gain("spread", math.nan, math.nan, "no group of channels can be rescaled")
+        return Gain(
+            "spread", math.nan, math.nan, "no group of channels can be rescaled"
+        )
     problem = _Problem(model, graph, weights, groups, gamma)
     logs, before, after = problem.solve(steps)
     if math.isnan(before):
-        return Gain("spread", math.nan, math.nan, "no channel that can be rescaled costs the output anything")
+        return Gain(
+            "spread",
+            math.nan,
+            math.nan,
+            "no channel that can be rescaled costs the output anything",
+        )
     for group, log in zip(groups, logs, strict=True):
         rescale_(model.model, group, log.double().exp(), clips=True)
         model.moves.append((group, log.double().exp(), True))
     rescaled = f"{len(groups)} of {len(every)} groups of channels"
-    db = [10 * math.log10(weights.output / noise) if weights.output > 0 else -math.inf for noise in (before, after)]
+    db = [
+        10 * math.log10(weights.output / noise) if weights.output > 0 else -math.inf
+        for noise in (before, after)
+    ]
     return Gain("spread", db[0], db[1], f"predicted, {rescaled}")
 
 
 class _Problem:
     def __init__(
-        self, model: QuantizedModel, graph: Graph, weights: Importance, groups: list[ChannelGroup], gamma: float
+        self,
+        model: QuantizedModel,
+        graph: Graph,
+        weights: Importance,
+        groups: list[ChannelGroup],
+        gamma: float,
     ) -> None:
         self.groups = groups
         made: dict[str, list[tuple[int, Tensor]]] = {}
@@ -102,10 +131,16 @@ class _Problem:
         self.highest = [torch.full((g.size,), math.inf) for g in groups]
         for name, quantizer in model.named():
             known = weights.values.get(name)
-            if quantizer.weight or known is None or not isinstance(quantizer.granularity, PerTensor):
+            if (
+                quantizer.weight
+                or known is None
+                or not isinstance(quantizer.granularity, PerTensor)
+            ):
                 continue
             parts = _origin(graph, name, made)
-            if parts and all(int(index.max()) < len(known.channel) for _, index in parts):
+            if parts and all(
+                int(index.max()) < len(known.channel) for _, index in parts
+            ):
                 levels = quantizer.fmt.max_finite - quantizer.fmt.min_finite
                 self.values.append((_Side(len(known.channel), parts), known, levels))
         self._bounds(graph, weights, made)
@@ -116,7 +151,12 @@ class _Problem:
                 self.weights.append(weight)
         self.gamma = gamma
 
-    def _bounds(self, graph: Graph, weights: Importance, made: dict[str, list[tuple[int, Tensor]]]) -> None:
+    def _bounds(
+        self,
+        graph: Graph,
+        weights: Importance,
+        made: dict[str, list[tuple[int, Tensor]]],
+    ) -> None:
         """Limits of log s where a clip follows: no channel may come to pass a bound that it did not pass."""
         for i, group in enumerate(self.groups):
             for operator in group.operators:
@@ -124,26 +164,45 @@ class _Problem:
                     continue
                 low, bound = operator.bounds
                 known = weights.values.get(operator.site)
-                parts = [index for g, index in _origin(graph, operator.site, made) if g == i]
+                parts = [
+                    index for g, index in _origin(graph, operator.site, made) if g == i
+                ]
                 if low != 0.0 or known is None or not parts:
                     self.lowest[i] = self.highest[i] = torch.zeros(group.size)
                     continue
                 reached = known.high[parts[0][:, 0]]
-                least = (reached.clamp(min=bound * 1e-3) * ROOM / bound).log().clamp(max=0.0)
+                least = (
+                    (reached.clamp(min=bound * 1e-3) * ROOM / bound)
+                    .log()
+                    .clamp(max=0.0)
+                )
                 least = torch.where(reached < bound, least, 0.0)
                 self.lowest[i] = torch.maximum(self.lowest[i], least)
-                self.highest[i] = torch.minimum(self.highest[i], torch.zeros(group.size))
+                self.highest[i] = torch.minimum(
+                    self.highest[i], torch.zeros(group.size)
+                )
 
     def _weight(
-        self, model: QuantizedModel, node: Node, read: dict[str, list[tuple[int, Tensor]]], weights: Importance
+        self,
+        model: QuantizedModel,
+        node: Node,
+        read: dict[str, list[tuple[int, Tensor]]],
+        weights: Importance,
     ) -> tuple[_Side, Tensor, Tensor, Tensor, float] | None:
         """(side, largest |W| as [groups, out, in], adjoint power [groups, out], input power [groups, in], top)."""
         route, result = model.routes.get(node.site), weights.results.get(node.site)
         if route is None or result is None or node.kind not in ("conv", "linear"):
             return None
         name = next((n for n in route.uses.values() if model.quantizer(n).weight), None)
-        value = next((n for n in route.uses.values() if not model.quantizer(n).weight), None)
-        if name is None or value is None or name not in read or value not in weights.values:
+        value = next(
+            (n for n in route.uses.values() if not model.quantizer(n).weight), None
+        )
+        if (
+            name is None
+            or value is None
+            or name not in read
+            or value not in weights.values
+        ):
             return None
         parameter = model.model.get_parameter(name).detach()
         groups = node.groups
@@ -156,7 +215,13 @@ class _Problem:
         largest = matrices.abs().reshape(*matrices.shape[:-1], channels, taps).amax(-1)
         power = known.square.view(groups, channels) / known.samples * taps
         side = _Side(groups * channels, read[name])
-        return side, largest, result.channel.view(groups, -1), power, model.quantizer(name).fmt.max_finite
+        return (
+            side,
+            largest,
+            result.channel.view(groups, -1),
+            power,
+            model.quantizer(name).fmt.max_finite,
+        )
 
     def noise(self, logs: Sequence[Tensor]) -> Tensor:
         """What the output loses with these log scales."""
@@ -168,25 +233,46 @@ class _Problem:
         for side, largest, adjoint, power, top in self.weights:
             s = side.scales(logs).exp().view(power.shape)
             step = (largest * s[:, None, :]).amax(-1) / top
-            total = total + self.gamma * ((adjoint * step * step / 12).sum(-1) * (power / (s * s)).sum(-1)).sum()
+            total = (
+                total
+                + self.gamma
+                * (
+                    (adjoint * step * step / 12).sum(-1) * (power / (s * s)).sum(-1)
+                ).sum()
+            )
         return total
 
     def solve(self, steps: int) -> tuple[list[Tensor], float, float]:
         """log s of each group, and the noise before and after; NaN where no channel that can be rescaled has a part."""
         bounds = list(zip(self.lowest, self.highest, strict=True))
-        return descend(self.noise, [g.size for g in self.groups], steps=steps, rate=0.06, bounds=bounds)
+        return descend(
+            self.noise,
+            [g.size for g in self.groups],
+            steps=steps,
+            rate=0.06,
+            bounds=bounds,
+        )
 
 
 def _extent(ends: Tensor) -> Tensor:
     return ends.clamp(min=1e-9).pow(NORM).mean().pow(1 / NORM)
 
 
-def _origin(graph: Graph, value: str, made: dict[str, list[tuple[int, Tensor]]]) -> list[tuple[int, Tensor]]:
+def _origin(
+    graph: Graph, value: str, made: dict[str, list[tuple[int, Tensor]]]
+) -> list[tuple[int, Tensor]]:
     """The groups whose channels a value holds, and where: by the weight that made it, through what only passes it on."""
     node = graph.nodes.get(value)
     while node is not None:
         weight = next((use.value for use in node.uses if use.weight), None)
         if weight is not None:
             return made.get(weight, [])
-        node = next((found for use in node.uses if (found := graph.nodes.get(use.value)) is not None), None)
+        node = next(
+            (
+                found
+                for use in node.uses
+                if (found := graph.nodes.get(use.value)) is not None
+            ),
+            None,
+        )
     return []

@@ -19,7 +19,23 @@ from roundoff.quantize.sparse.masks import (
 from roundoff.quantize.sparse.rank import evbmf_rank
 
 __all__ = [
-    "Cost", "Decomposed", "PrunedChannels", "Sparsity", "check_n_m", "cost", "decompose_", "evbmf_rank", "finish_",
-    "latency_ratio", "magnitude_scores", "n_m_mask", "n_m_masks", "prunable", "prune_channels_", "sparsify_",
-    "taylor_importance", "taylor_scores", "unstructured_masks",
-]  # fmt: skip
+    "Cost",
+    "Decomposed",
+    "PrunedChannels",
+    "Sparsity",
+    "check_n_m",
+    "cost",
+    "decompose_",
+    "evbmf_rank",
+    "finish_",
+    "latency_ratio",
+    "magnitude_scores",
+    "n_m_mask",
+    "n_m_masks",
+    "prunable",
+    "prune_channels_",
+    "sparsify_",
+    "taylor_importance",
+    "taylor_scores",
+    "unstructured_masks",
+]

@@ -86,34 +86,62 @@ def prune_channels_(
     workload = Workload(model, batches, forward=forward)
     follow = followed(model, workload.batches, forward)
     groups = [_kept_whole(g, ignored) for g in groups_of(follow.labels, "remove")]
-    scores = {i: score(model, g, importance) for i, g in enumerate(groups) if g.pinned is None}
+    scores = {
+        i: score(model, g, importance) for i, g in enumerate(groups) if g.pinned is None
+    }
     groups = _tried(workload, groups, scores)
     scores = {i: s for i, s in scores.items() if groups[i].pinned is None}
-    share = ratio if ratio is not None else _search(workload, groups, scores, float(macs or 0.0), scope, multiple)
+    share = (
+        ratio
+        if ratio is not None
+        else _search(workload, groups, scores, float(macs or 0.0), scope, multiple)
+    )
     chosen = choose(groups, scores, share, scope, multiple)
     if chosen:
         work = _shrunk(workload, groups, chosen)
-        check_same(_masked(workload, groups, chosen), work, "removing channels", depth=len(follow.labels.spaces) + 1)
+        check_same(
+            _masked(workload, groups, chosen),
+            work,
+            "removing channels",
+            depth=len(follow.labels.spaces) + 1,
+        )
         take_over_(model, work.model)
     none = torch.zeros(0, dtype=torch.int64)
     rows = [
-        PrunedChannels(g.name, g.size, g.size - len(chosen.get(i, none)), chosen.get(i, none), g.pinned or "")
+        PrunedChannels(
+            g.name,
+            g.size,
+            g.size - len(chosen.get(i, none)),
+            chosen.get(i, none),
+            g.pinned or "",
+        )
         for i, g in enumerate(groups)
     ]
     seen = {space.name for space in follow.labels.spaces} | set(follow.labels.whole)
     lost = [n for n, p in model.named_parameters() if n not in seen and p.ndim > 1]
-    return rows + [PrunedChannels(name, 0, 0, none, "no batch reached it, or its input has no channels") for name in lost]
+    return rows + [
+        PrunedChannels(
+            name, 0, 0, none, "no batch reached it, or its input has no channels"
+        )
+        for name in lost
+    ]
 
 
 def choose(
-    groups: Sequence[ChannelGroup], scores: dict[int, Tensor], share: float, scope: str, multiple: int
+    groups: Sequence[ChannelGroup],
+    scores: dict[int, Tensor],
+    share: float,
+    scope: str,
+    multiple: int,
 ) -> dict[int, Tensor]:
     """Which channels of which group go: the lowest scores, ``round(n * share)`` of n; what is left of a group is at least
     one channel and rounded up to a multiple. Of equal scores the first go."""
     count = {i: round(groups[i].size * share) for i in scores}
     if scope == "global" and scores:
         owner = torch.cat([torch.full((len(s),), i) for i, s in scores.items()])
-        lowest = torch.cat(list(scores.values())).argsort(stable=True)[: round(len(owner) * share)]
+        lowest = torch.cat(list(scores.values())).argsort(stable=True)[
+            : round(len(owner) * share)
+        ]
         count = {i: int((owner[lowest] == i).sum()) for i in scores}
     found = {}
     for i, values in scores.items():
@@ -125,8 +153,13 @@ def choose(
 
 
 def _search(
-    workload: Workload, groups: Sequence[ChannelGroup], scores: dict[int, Tensor], target: float, scope: str, multiple: int
-) -> float:  # fmt: skip
+    workload: Workload,
+    groups: Sequence[ChannelGroup],
+    scores: dict[int, Tensor],
+    target: float,
+    scope: str,
+    multiple: int,
+) -> float:
     """The smallest share of channels whose removal leaves at most ``target`` of the MACs, by bisection."""
     batch = workload.batches[0]
     whole = cost(workload.model, batch, forward=workload.forward).macs
@@ -136,7 +169,15 @@ def _search(
         chosen = choose(groups, scores, share, scope, multiple)
         key = tuple((i, len(c)) for i, c in chosen.items())
         if key not in known:
-            found = cost(_shrunk(workload, groups, chosen).model, batch, forward=workload.forward) if chosen else None
+            found = (
+                cost(
+                    _shrunk(workload, groups, chosen).model,
+                    batch,
+                    forward=workload.forward,
+                )
+                if chosen
+                else None
+            )
             known[key] = found.macs / whole if found is not None else 1.0
         return known[key]
 
@@ -144,43 +185,62 @@ def _search(
     if left(high) > target:
         pinned = sum(g.pinned is not None for g in groups)
         raise QuantizationError(
-            f"removing channels cannot leave only {target:g} of the multiply-accumulates", where=workload.name,
+            f"removing channels cannot leave only {target:g} of the multiply-accumulates",
+            where=workload.name,
             got=f"{left(high):.3g} with one channel left in each of {len(scores)} groups ({pinned} groups are pinned)",
             do="see channel_groups(model, batches) for the reasons, or raise macs",
-        )  # fmt: skip
+        )
     for _ in range(12):
         middle = (low + high) / 2
         low, high = (low, middle) if left(middle) <= target else (middle, high)
     return high
 
 
-def _tried(workload: Workload, groups: list[ChannelGroup], scores: dict[int, Tensor]) -> list[ChannelGroup]:
+def _tried(
+    workload: Workload, groups: list[ChannelGroup], scores: dict[int, Tensor]
+) -> list[ChannelGroup]:
     """The groups, pinned where the code breaks when one channel is missing; all are tried at once first."""
     able = [i for i in scores if groups[i].size > 1]
-    if not able or _fails(workload, groups, {i: scores[i].argsort()[:1] for i in able}) is None:
+    if (
+        not able
+        or _fails(workload, groups, {i: scores[i].argsort()[:1] for i in able}) is None
+    ):
         return groups
     for i in able:
         reason = _fails(workload, groups, {i: scores[i].argsort()[:1]})
         if reason is not None:
-            groups[i] = replace(groups[i], pinned=f"the code depends on its size: {reason}")
+            groups[i] = replace(
+                groups[i], pinned=f"the code depends on its size: {reason}"
+            )
     return groups
 
 
-def _fails(workload: Workload, groups: Sequence[ChannelGroup], chosen: dict[int, Tensor]) -> str | None:
+def _fails(
+    workload: Workload, groups: Sequence[ChannelGroup], chosen: dict[int, Tensor]
+) -> str | None:
     try:
-        check_same(_masked(workload, groups, chosen), _shrunk(workload, groups, chosen), "it", depth=len(groups) * 4)
+        check_same(
+            _masked(workload, groups, chosen),
+            _shrunk(workload, groups, chosen),
+            "it",
+            depth=len(groups) * 4,
+        )
     except RoundoffError as error:
         return (error.got or error.what).splitlines()[0]
     return None
 
 
-def _shrunk(workload: Workload, groups: Sequence[ChannelGroup], chosen: dict[int, Tensor]) -> Workload:
+def _shrunk(
+    workload: Workload, groups: Sequence[ChannelGroup], chosen: dict[int, Tensor]
+) -> Workload:
     work = copy.deepcopy(workload.model)
     shrink_(work, [(groups[i], removed) for i, removed in chosen.items()])
     return Workload(work, workload.batches, forward=workload.forward)
 
 
-def _masked(workload: Workload, groups: Sequence[ChannelGroup], chosen: dict[int, Tensor]) -> Workload:
+def _masked(
+    workload: Workload, groups: Sequence[ChannelGroup], chosen: dict[int, Tensor]
+) -> Workload:
     """The whole network with nothing reading the channels."""
     work = copy.deepcopy(workload.model)
     parameters = dict(work.named_parameters())
@@ -191,7 +251,11 @@ def _masked(workload: Workload, groups: Sequence[ChannelGroup], chosen: dict[int
                 places = binding.index[removed].flatten()
                 if binding.groups > 1:
                     length = view.shape[axis]
-                    for group, place in zip((places // length).tolist(), (places % length).tolist(), strict=True):
+                    for group, place in zip(
+                        (places // length).tolist(),
+                        (places % length).tolist(),
+                        strict=True,
+                    ):
                         view[group].select(axis - 1, place).zero_()
                 else:
                     view.index_fill_(axis, places.to(view.device), 0.0)
@@ -201,19 +265,40 @@ def _masked(workload: Workload, groups: Sequence[ChannelGroup], chosen: dict[int
 def _kept_whole(group: ChannelGroup, ignored: Sequence[str]) -> ChannelGroup:
     from roundoff.site import matches
 
-    hit = next((p for p in ignored for b in group.producers if matches(p, b.name)), None)
-    return group if hit is None or group.pinned else replace(group, pinned=f"ignored by {hit}")
+    hit = next(
+        (p for p in ignored for b in group.producers if matches(p, b.name)), None
+    )
+    return (
+        group
+        if hit is None or group.pinned
+        else replace(group, pinned=f"ignored by {hit}")
+    )
 
 
-def _check_arguments(ratio: float | None, macs: float | None, scope: str, multiple: int) -> None:
+def _check_arguments(
+    ratio: float | None, macs: float | None, scope: str, multiple: int
+) -> None:
     if (ratio is None) == (macs is None):
-        raise QuantizationError("how much is to be removed?", expected="ratio= or macs=",
-                                got="both" if ratio is not None else "neither")  # fmt: skip
+        raise QuantizationError(
+            "how much is to be removed?",
+            expected="ratio= or macs=",
+            got="both" if ratio is not None else "neither",
+        )
     if ratio is not None and not 0.0 <= ratio < 1.0:
-        raise QuantizationError("not a share of channels", expected="0 <= ratio < 1", got=repr(ratio))
+        raise QuantizationError(
+            "not a share of channels", expected="0 <= ratio < 1", got=repr(ratio)
+        )
     if macs is not None and not 0.0 < macs <= 1.0:
-        raise QuantizationError("not a share of multiply-accumulates", expected="0 < macs <= 1", got=repr(macs))
+        raise QuantizationError(
+            "not a share of multiply-accumulates",
+            expected="0 < macs <= 1",
+            got=repr(macs),
+        )
     if scope not in ("group", "global"):
-        raise QuantizationError("unknown scope", expected="group or global", got=repr(scope))
+        raise QuantizationError(
+            "unknown scope", expected="group or global", got=repr(scope)
+        )
     if multiple < 1:
-        raise QuantizationError("not a multiple", expected="at least 1", got=repr(multiple))
+        raise QuantizationError(
+            "not a multiple", expected="at least 1", got=repr(multiple)
+        )

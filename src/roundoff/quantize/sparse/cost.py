@@ -32,7 +32,12 @@ class Cost:
     by_site: dict[str, int] = field(repr=False, default_factory=dict)
 
 
-def cost(model: nn.Module, batch: Any, *, forward: Callable[[nn.Module, Any], Any] | None = None) -> Cost:
+def cost(
+    model: nn.Module,
+    batch: Any,
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Cost:
     """Count one forward pass in evaluation mode; the model is left as it was.
 
     Zeros count: a mask saves nothing here, removed channels do.
@@ -68,9 +73,13 @@ def latency_ratio(
         QuantizationError: fewer than one repeat.
     """
     if repeats < 1:
-        raise QuantizationError("not a number of repeats", expected="at least 1", got=str(repeats))
+        raise QuantizationError(
+            "not a number of repeats", expected="at least 1", got=str(repeats)
+        )
     fastest = [float("inf"), float("inf")]
-    workloads = [Workload(model, [batch], forward=forward) for model in (reference, candidate)]
+    workloads = [
+        Workload(model, [batch], forward=forward) for model in (reference, candidate)
+    ]
     with preserve(reference), preserve(candidate), torch.no_grad():
         for workload in workloads:
             workload.model.eval()

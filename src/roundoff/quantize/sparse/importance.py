@@ -30,20 +30,35 @@ def score(model: nn.Module, group: ChannelGroup, importance: Importance) -> Tens
     if callable(importance):
         found = importance(group).detach().double().cpu()
         if found.shape != (group.size,) or not bool(torch.isfinite(found).all()):
-            raise QuantizationError("not an importance for this group", where=group.name, got=f"{tuple(found.shape)}",
-                                    expected=f"({group.size},), finite")  # fmt: skip
+            raise QuantizationError(
+                "not an importance for this group",
+                where=group.name,
+                got=f"{tuple(found.shape)}",
+                expected=f"({group.size},), finite",
+            )
         return found
     if importance == "l2":
         return _l2(model, group)
     if importance == "batch_norm":
         parameters = dict(model.named_parameters())
-        gammas = [b for b in group.passers if b.part == "batch_norm" and b.name.endswith("weight")]
+        gammas = [
+            b
+            for b in group.passers
+            if b.part == "batch_norm" and b.name.endswith("weight")
+        ]
         if not gammas:
-            raise QuantizationError("no BatchNorm scales this group's channels", where=group.name,
-                                    do='importance="l2", or leave the group out with ignored=')  # fmt: skip
+            raise QuantizationError(
+                "no BatchNorm scales this group's channels",
+                where=group.name,
+                do='importance="l2", or leave the group out with ignored=',
+            )
         each = [_per_channel(parameters[b.name].detach().abs(), b) for b in gammas]
         return torch.stack(each).sum(0)
-    raise QuantizationError("unknown importance", expected="l2, batch_norm or a function", got=repr(importance))
+    raise QuantizationError(
+        "unknown importance",
+        expected="l2, batch_norm or a function",
+        got=repr(importance),
+    )
 
 
 def _l2(model: nn.Module, group: ChannelGroup) -> Tensor:
@@ -79,7 +94,10 @@ def taylor_importance(
     def of(group: ChannelGroup) -> Tensor:
         known = [b for b in (*group.producers, *group.consumers) if b.name in scores]
         if not known:
-            raise QuantizationError("no linear layer or convolution makes or reads this group's channels", where=group.name)
+            raise QuantizationError(
+                "no linear layer or convolution makes or reads this group's channels",
+                where=group.name,
+            )
         return torch.stack([_per_channel(scores[b.name], b) for b in known]).sum(0)
 
     return of

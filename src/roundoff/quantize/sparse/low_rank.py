@@ -89,16 +89,26 @@ def decompose_(
         (0.25, 'no rank was given for it', [(8, 64), (64, 8), (64,)])
     """
     if isinstance(rank, (int, float)) and not 0.0 < rank <= 1.0:
-        raise QuantizationError("not a share of the norm", expected="0 < rank <= 1, evbmf, or ranks by layer",
-                                got=repr(rank))  # fmt: skip
+        raise QuantizationError(
+            "not a share of the norm",
+            expected="0 < rank <= 1, evbmf, or ranks by layer",
+            got=repr(rank),
+        )
     if scheme not in ("spatial", "channel"):
-        raise QuantizationError("unknown scheme", expected="spatial or channel", got=repr(scheme))
+        raise QuantizationError(
+            "unknown scheme", expected="spatial or channel", got=repr(scheme)
+        )
     workload = Workload(model, batches, forward=forward)
     work = copy.deepcopy(model)
     inputs = _inputs(work, workload)
-    if isinstance(rank, Mapping) and (lost := [path for path in rank if path not in inputs]):
-        raise QuantizationError("no linear layer or convolution that ran", where=lost[0],
-                                expected=", ".join(list(inputs)[:8]))  # fmt: skip
+    if isinstance(rank, Mapping) and (
+        lost := [path for path in rank if path not in inputs]
+    ):
+        raise QuantizationError(
+            "no linear layer or convolution that ran",
+            where=lost[0],
+            expected=", ".join(list(inputs)[:8]),
+        )
     rows = []
     for path, example in inputs.items():
         layer: Any = work.get_submodule(path)
@@ -107,8 +117,11 @@ def decompose_(
         if new is not None:
             parent, _, name = path.rpartition(".")
             if not path:
-                raise QuantizationError("the model is a single layer: nothing can hold its two factors",
-                                        where=type(model).__name__, do="put it into an nn.Sequential")  # fmt: skip
+                raise QuantizationError(
+                    "the model is a single layer: nothing can hold its two factors",
+                    where=type(model).__name__,
+                    do="put it into an nn.Sequential",
+                )
             setattr(work.get_submodule(parent), name, new.train(layer.training))
     take_over_(model, work)
     return rows
@@ -128,7 +141,9 @@ def _inputs(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
         model.eval()
         for path, module in model.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-                handles.append(module.register_forward_pre_hook(functools.partial(keep, path)))
+                handles.append(
+                    module.register_forward_pre_hook(functools.partial(keep, path))
+                )
         copied.run(copied.batches[0])
     for handle in handles:
         handle.remove()
@@ -136,7 +151,11 @@ def _inputs(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
 
 
 def _decompose(
-    path: str, layer: Any, example: Tensor, rank: float | str | Mapping[str, int], scheme: Scheme
+    path: str,
+    layer: Any,
+    example: Tensor,
+    rank: float | str | Mapping[str, int],
+    scheme: Scheme,
 ) -> tuple[Decomposed, nn.Module | None]:
     kind = "linear" if isinstance(layer, nn.Linear) else scheme
     if kind == "spatial" and not isinstance(layer, nn.Conv2d):
@@ -144,9 +163,18 @@ def _decompose(
     reason = ""
     if isinstance(rank, Mapping) and path not in rank:
         reason = "no rank was given for it"
-    elif kind != "linear" and (layer.groups > 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str)):
+    elif kind != "linear" and (
+        layer.groups > 1
+        or layer.padding_mode != "zeros"
+        or isinstance(layer.padding, str)
+    ):
         reason = "it has groups, or padding other than a number of zeros"
-    elif kind == "spatial" and min(layer.kernel_size) == 1 or kind == "channel" and max(layer.kernel_size) == 1:
+    elif (
+        kind == "spatial"
+        and min(layer.kernel_size) == 1
+        or kind == "channel"
+        and max(layer.kernel_size) == 1
+    ):
         reason = f"a kernel of {tuple(layer.kernel_size)} has no {kind} parts"
     elif not bool(torch.isfinite(layer.weight).all()):
         reason = "its weight holds NaN or Inf"
@@ -156,15 +184,29 @@ def _decompose(
     left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
     r = _rank(path, singular, matrix, rank)
     squares = singular.square()
-    energy = float(squares[:r].sum() / squares.sum()) if float(squares.sum()) > 0.0 else 1.0
+    energy = (
+        float(squares[:r].sum() / squares.sum()) if float(squares.sum()) > 0.0 else 1.0
+    )
     if r < 1:
-        return Decomposed(path, kind, 0, len(singular), energy, 1.0, "every singular value is taken for noise"), None
+        return Decomposed(
+            path,
+            kind,
+            0,
+            len(singular),
+            energy,
+            1.0,
+            "every singular value is taken for noise",
+        ), None
     root = singular[:r].sqrt()
     new = _layers(layer, left[:, :r] * root, root[:, None] * right[:r], kind)
     before, after = (cost(m, (example,)).macs for m in (layer, new))
-    row = Decomposed(path, kind, r, len(singular), energy, after / before if before else 1.0)
+    row = Decomposed(
+        path, kind, r, len(singular), energy, after / before if before else 1.0
+    )
     if after >= before:
-        return Decomposed(**{**vars(row), "reason": f"rank {r} takes no fewer multiply-accumulates"}), None
+        return Decomposed(
+            **{**vars(row), "reason": f"rank {r} takes no fewer multiply-accumulates"}
+        ), None
     return row, new
 
 
@@ -178,25 +220,41 @@ def as_matrix(weight: Tensor, scheme: str) -> Tensor:
     return w.permute(1, 2, 0, 3).reshape(w.shape[1] * w.shape[2], -1)  # [in·kh, out·kw]
 
 
-def _rank(path: str, singular: Tensor, matrix: Tensor, rank: float | str | Mapping[str, int]) -> int:
+def _rank(
+    path: str, singular: Tensor, matrix: Tensor, rank: float | str | Mapping[str, int]
+) -> int:
     if isinstance(rank, Mapping):
         if not 1 <= rank[path] <= len(singular):
-            raise QuantizationError("not a rank of this layer", where=path, expected=f"1 to {len(singular)}",
-                                    got=repr(rank[path]))  # fmt: skip
+            raise QuantizationError(
+                "not a rank of this layer",
+                where=path,
+                expected=f"1 to {len(singular)}",
+                got=repr(rank[path]),
+            )
         return rank[path]
     values = singular.cpu().numpy()
     if rank == "evbmf":
         return evbmf_rank(values, *matrix.shape)
     if isinstance(rank, str):
-        raise QuantizationError("unknown way to choose the rank", expected="evbmf, a share, or ranks by layer", got=rank)
+        raise QuantizationError(
+            "unknown way to choose the rank",
+            expected="evbmf, a share, or ranks by layer",
+            got=rank,
+        )
     shares = np.cumsum(values**2)
     # the last share is 1 up to rounding, so a share of 1 is the whole rank
-    return min(int(np.searchsorted(shares, rank * shares[-1] * (1 - 1e-15))) + 1, len(values))
+    return min(
+        int(np.searchsorted(shares, rank * shares[-1] * (1 - 1e-15))) + 1, len(values)
+    )
 
 
 @torch.no_grad()
 def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequential:
-    r, has_bias, made = left.shape[1], layer.bias is not None, {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    r, has_bias, made = (
+        left.shape[1],
+        layer.bias is not None,
+        {"device": layer.weight.device, "dtype": layer.weight.dtype},
+    )
     first: Any
     second: Any
     if scheme == "linear":
@@ -205,18 +263,56 @@ def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequenti
         first.weight.copy_(left.T)
         second.weight.copy_(right.T)
     else:
-        inputs, outputs, kernel = layer.in_channels, layer.out_channels, layer.kernel_size
+        inputs, outputs, kernel = (
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,
+        )
         if scheme == "spatial":
-            ways = [(v[0], v[1]) for v in (kernel, layer.stride, layer.padding, layer.dilation)]
+            ways = [
+                (v[0], v[1])
+                for v in (kernel, layer.stride, layer.padding, layer.dilation)
+            ]
             (k, s, p, d) = ways
-            first = nn.Conv2d(inputs, r, (k[0], 1), (s[0], 1), (p[0], 0), (d[0], 1), bias=False, **made)
-            second = nn.Conv2d(r, outputs, (1, k[1]), (1, s[1]), (0, p[1]), (1, d[1]), bias=has_bias, **made)
-            first.weight.copy_(left.view(inputs, k[0], r).permute(2, 0, 1).unsqueeze(-1))
-            second.weight.copy_(right.view(r, outputs, k[1]).transpose(0, 1).unsqueeze(2))
+            first = nn.Conv2d(
+                inputs,
+                r,
+                (k[0], 1),
+                (s[0], 1),
+                (p[0], 0),
+                (d[0], 1),
+                bias=False,
+                **made,
+            )
+            second = nn.Conv2d(
+                r,
+                outputs,
+                (1, k[1]),
+                (1, s[1]),
+                (0, p[1]),
+                (1, d[1]),
+                bias=has_bias,
+                **made,
+            )
+            first.weight.copy_(
+                left.view(inputs, k[0], r).permute(2, 0, 1).unsqueeze(-1)
+            )
+            second.weight.copy_(
+                right.view(r, outputs, k[1]).transpose(0, 1).unsqueeze(2)
+            )
         else:
             kind = type(layer)
             first = kind(inputs, r, 1, bias=False, **made)
-            second = kind(r, outputs, kernel, layer.stride, layer.padding, layer.dilation, bias=has_bias, **made)
+            second = kind(
+                r,
+                outputs,
+                kernel,
+                layer.stride,
+                layer.padding,
+                layer.dilation,
+                bias=has_bias,
+                **made,
+            )
             first.weight.copy_(left.T.reshape(first.weight.shape))
             second.weight.copy_(right.view(r, outputs, *kernel).transpose(0, 1))
     if has_bias:

@@ -39,7 +39,11 @@ class Sparsity:
 def prunable(model: nn.Module) -> dict[str, Tensor]:
     """The weights of linear layers and convolutions by name, each once."""
     kinds = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
-    owners = {id(m.weight) for m in model.modules() if isinstance(m, kinds) and isinstance(m.weight, nn.Parameter)}
+    owners = {
+        id(m.weight)
+        for m in model.modules()
+        if isinstance(m, kinds) and isinstance(m.weight, nn.Parameter)
+    }
     return {name: p for name, p in model.named_parameters() if id(p) in owners}
 
 
@@ -70,18 +74,30 @@ def taylor_scores(
         for batch in workload.batches:
             with torch.enable_grad():
                 value = loss(workload.run(batch), batch)
-                gradients = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
-            for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+                gradients = torch.autograd.grad(
+                    value, list(weights.values()), allow_unused=True
+                )
+            for (name, weight), gradient in zip(
+                weights.items(), gradients, strict=True
+            ):
                 if gradient is None:
-                    raise QuantizationError("no gradient reaches this weight", where=name,
-                                            do="leave it out, or give a loss that depends on it")  # fmt: skip
-                scores[name] += (weight.detach() * gradient).abs() / len(workload.batches)
+                    raise QuantizationError(
+                        "no gradient reaches this weight",
+                        where=name,
+                        do="leave it out, or give a loss that depends on it",
+                    )
+                scores[name] += (weight.detach() * gradient).abs() / len(
+                    workload.batches
+                )
     _check_finite(scores)
     return scores
 
 
 def unstructured_masks(
-    scores: Mapping[str, Tensor], sparsity: float, *, scope: Literal["global", "layer"] = "global"
+    scores: Mapping[str, Tensor],
+    sparsity: float,
+    *,
+    scope: Literal["global", "layer"] = "global",
 ) -> dict[str, Tensor]:
     """Boolean masks that keep all but the ``round(sparsity * n)`` lowest scores, of all weights together or of each.
 
@@ -95,17 +111,26 @@ def unstructured_masks(
         {'w': tensor([ True, False,  True, False])}
     """
     if not 0.0 <= sparsity < 1.0:
-        raise QuantizationError("not a sparsity", expected="0 <= sparsity < 1", got=repr(sparsity))
+        raise QuantizationError(
+            "not a sparsity", expected="0 <= sparsity < 1", got=repr(sparsity)
+        )
     if scope not in ("global", "layer"):
-        raise QuantizationError("unknown scope", expected="global or layer", got=repr(scope))
+        raise QuantizationError(
+            "unknown scope", expected="global or layer", got=repr(scope)
+        )
     _check_finite(scores)
     flat = {name: score.flatten() for name, score in scores.items()}
     if scope == "global" and flat:
         sizes = [f.numel() for f in flat.values()]
-        kept = torch.split_with_sizes(_keep_highest(torch.cat([f.cpu() for f in flat.values()]), sparsity), sizes)
+        kept = torch.split_with_sizes(
+            _keep_highest(torch.cat([f.cpu() for f in flat.values()]), sparsity), sizes
+        )
     else:
         kept = tuple(_keep_highest(f, sparsity) for f in flat.values())
-    return {n: k.view(scores[n].shape).to(scores[n].device) for n, k in zip(flat, kept, strict=True)}
+    return {
+        n: k.view(scores[n].shape).to(scores[n].device)
+        for n, k in zip(flat, kept, strict=True)
+    }
 
 
 def _keep_highest(flat: Tensor, sparsity: float) -> Tensor:
@@ -149,12 +174,21 @@ def check_n_m(weight: Tensor, n: int = 2, m: int = 4, *, axis: int = 1) -> int:
     return int((groups.sum(-1) > n).sum())
 
 
-def n_m_masks(model: nn.Module, n: int = 2, m: int = 4, *, scores: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def n_m_masks(
+    model: nn.Module,
+    n: int = 2,
+    m: int = 4,
+    *,
+    scores: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """N:M masks of all prunable weights, by magnitude or the given scores, along their input channels."""
     transposed = {id(t.weight) for t in model.modules() if isinstance(t, TRANSPOSED)}
     scores = magnitude_scores(model) if scores is None else scores
     weights = prunable(model)
-    return {name: n_m_mask(score, n, m, axis=0 if id(weights[name]) in transposed else 1) for name, score in scores.items()}
+    return {
+        name: n_m_mask(score, n, m, axis=0 if id(weights[name]) in transposed else 1)
+        for name, score in scores.items()
+    }
 
 
 def sparsify_(model: nn.Module, masks: Mapping[str, Tensor]) -> list[Sparsity]:
@@ -168,9 +202,17 @@ def sparsify_(model: nn.Module, masks: Mapping[str, Tensor]) -> list[Sparsity]:
     """
     parameters = dict(model.named_parameters())
     for name, mask in masks.items():
-        if name not in parameters or parameters[name].shape != mask.shape or mask.dtype != torch.bool:
-            raise QuantizationError("no parameter for this mask", where=name, got=f"{tuple(mask.shape)} {mask.dtype}",
-                                    expected="a boolean tensor of a parameter's name and shape")  # fmt: skip
+        if (
+            name not in parameters
+            or parameters[name].shape != mask.shape
+            or mask.dtype != torch.bool
+        ):
+            raise QuantizationError(
+                "no parameter for this mask",
+                where=name,
+                got=f"{tuple(mask.shape)} {mask.dtype}",
+                expected="a boolean tensor of a parameter's name and shape",
+            )
     keep = _keeper(model)
     if keep is None:
         keep = _Keep()
@@ -184,7 +226,11 @@ def finish_(model: nn.Module) -> list[Sparsity]:
     """Make the zeros final: apply the masks once more and forget them. Raises ``QuantizationError`` when there are none."""
     keep = _keeper(model)
     if keep is None:
-        raise QuantizationError("this model has no masks", where=type(model).__name__, do="sparsify_(model, masks) first")
+        raise QuantizationError(
+            "this model has no masks",
+            where=type(model).__name__,
+            do="sparsify_(model, masks) first",
+        )
     keep(model)
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is keep:
@@ -209,7 +255,10 @@ class _Keep:
 
 
 def _keeper(model: nn.Module) -> _Keep | None:
-    return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Keep)), None)
+    return next(
+        (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Keep)),
+        None,
+    )
 
 
 def _sparsity(name: str, tensor: Tensor) -> Sparsity:
@@ -220,19 +269,32 @@ def _groups(tensor: Tensor, m: int, axis: int) -> tuple[Tensor, int]:
     """``[..., groups, m]`` along an axis moved to the back and filled with zeros, and the axis's length."""
     last = tensor.movedim(axis, -1)
     length = last.shape[-1]
-    return nn.functional.pad(last, (0, math.ceil(length / m) * m - length)).unflatten(-1, (-1, m)), length  # type: ignore[no-untyped-call]
+    return nn.functional.pad(last, (0, math.ceil(length / m) * m - length)).unflatten(
+        -1, (-1, m)
+    ), length  # type: ignore[no-untyped-call]
 
 
 def _check_n_m(tensor: Tensor, n: int, m: int, axis: int) -> None:
     if not 0 < n <= m:
-        raise QuantizationError("not an N:M structure", expected="0 < n <= m", got=f"{n}:{m}")
+        raise QuantizationError(
+            "not an N:M structure", expected="0 < n <= m", got=f"{n}:{m}"
+        )
     if not -tensor.ndim <= axis < tensor.ndim:
-        raise QuantizationError("no such axis", expected=f"an axis of {tuple(tensor.shape)}", got=str(axis))
+        raise QuantizationError(
+            "no such axis", expected=f"an axis of {tuple(tensor.shape)}", got=str(axis)
+        )
     if not bool(torch.isfinite(tensor).all()):
-        raise QuantizationError("NaN or Inf among the weights or scores", got=f"{tuple(tensor.shape)} {tensor.dtype}")
+        raise QuantizationError(
+            "NaN or Inf among the weights or scores",
+            got=f"{tuple(tensor.shape)} {tensor.dtype}",
+        )
 
 
 def _check_finite(scores: Mapping[str, Tensor]) -> None:
     for name, score in scores.items():
         if not bool(torch.isfinite(score).all()):
-            raise QuantizationError("NaN or Inf among the scores", where=name, got=f"{tuple(score.shape)} {score.dtype}")
+            raise QuantizationError(
+                "NaN or Inf among the scores",
+                where=name,
+                got=f"{tuple(score.shape)} {score.dtype}",
+            )

@@ -19,7 +19,9 @@ from roundoff.errors import QuantizationError
 Values = NDArray[np.float64]
 
 
-def evbmf_rank(singular: Values, rows: int, columns: int, *, noise: float | None = None) -> int:
+def evbmf_rank(
+    singular: Values, rows: int, columns: int, *, noise: float | None = None
+) -> int:
     """The rank that empirical variational Bayes keeps of a matrix with these singular values.
 
     Args:
@@ -43,15 +45,20 @@ def evbmf_rank(singular: Values, rows: int, columns: int, *, noise: float | None
     small, large = sorted((rows, columns))
     values = np.sort(np.asarray(singular, np.float64))[::-1]
     if len(values) != small or not np.isfinite(values).all() or (values < 0).any():
-        raise QuantizationError("not the singular values of a matrix", expected=f"{small} finite values of at least 0",
-                                got=f"{len(values)} values")  # fmt: skip
+        raise QuantizationError(
+            "not the singular values of a matrix",
+            expected=f"{small} finite values of at least 0",
+            got=f"{len(values)} values",
+        )
     if small == 0 or values[0] == 0.0:
         return 0
     alpha = small / large
     tau = _tau_low(alpha)
     # the whole estimate scales with the matrix: unit scale keeps the search well conditioned
     unit = values / values[0]
-    variance = _noise(unit, large, alpha, tau) if noise is None else noise / values[0] ** 2
+    variance = (
+        _noise(unit, large, alpha, tau) if noise is None else noise / values[0] ** 2
+    )
     threshold = math.sqrt(large * variance * (1 + tau) * (1 + alpha / tau))
     return int((unit > threshold).sum())
 
@@ -82,8 +89,12 @@ def _noise(values: Values, large: int, alpha: float, tau: float) -> float:
         with np.errstate(divide="ignore"):
             free = x - np.log(np.maximum(x, 1e-300))
         above = x[x > x_low]
-        t = 0.5 * (above - (1 + alpha) + np.sqrt((above - (1 + alpha)) ** 2 - 4 * alpha))
-        return float(free.sum() + (np.log(t + 1) + alpha * np.log(t / alpha + 1) - t).sum())
+        t = 0.5 * (
+            above - (1 + alpha) + np.sqrt((above - (1 + alpha)) ** 2 - 4 * alpha)
+        )
+        return float(
+            free.sum() + (np.log(t + 1) + alpha * np.log(t / alpha + 1) - t).sum()
+        )
 
     if lower >= upper:
         return float(upper)
@@ -91,4 +102,6 @@ def _noise(values: Values, large: int, alpha: float, tau: float) -> float:
     grid = np.linspace(math.log(lower), math.log(upper), 200)
     at = int(np.argmin([omega(g) for g in grid]))
     left, right = grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)]
-    return math.exp(float(minimize_scalar(omega, bounds=(left, right), method="bounded").x))
+    return math.exp(
+        float(minimize_scalar(omega, bounds=(left, right), method="bounded").x)
+    )

@@ -27,9 +27,15 @@ def shrink_(model: nn.Module, removals: Sequence[tuple[ChannelGroup, Tensor]]) -
     new: dict[int, Tensor] = {}
     for (name, axis), places in gone.items():
         tensor = new.get(id(named[name]), named[name])
-        keep = torch.tensor([i for i in range(tensor.shape[axis]) if i not in places], dtype=torch.int64)
+        keep = torch.tensor(
+            [i for i in range(tensor.shape[axis]) if i not in places], dtype=torch.int64
+        )
         kept = tensor.detach().index_select(axis, keep.to(tensor.device))
-        new[id(named[name])] = nn.Parameter(kept, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else kept
+        new[id(named[name])] = (
+            nn.Parameter(kept, tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else kept
+        )
     for module in model.modules():
         changed = False
         registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -48,7 +54,9 @@ def _attributes_(module: Any) -> None:
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, CONVOLUTIONS):
         rows, columns = module.weight.shape[:2]
-        if 1 < module.groups == module.in_channels:  # depthwise: the groups are the channels
+        if (
+            1 < module.groups == module.in_channels
+        ):  # depthwise: the groups are the channels
             module.groups = rows * module.groups // module.out_channels
         module.out_channels, module.in_channels = rows, columns * module.groups
     elif isinstance(module, TRANSPOSED):

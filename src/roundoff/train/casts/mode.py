@@ -22,7 +22,12 @@ from roundoff.capture.operators import CREATES, MOVES, RANDOM, Operator
 from roundoff.plan.policy import listed
 from roundoff.train.casts.rules import Action, Rules
 
-_SKIPPED = MOVES | CREATES | RANDOM | frozenset("shape dim size numel stride item tolist is_contiguous".split())
+_SKIPPED = (
+    MOVES
+    | CREATES
+    | RANDOM
+    | frozenset("shape dim size numel stride item tolist is_contiguous".split())
+)
 _RULES: dict[int, Rules] = {}  # by key: what compiled code refers to
 #: Only the first input: the statistics and weights of batch normalisation stay in fp32, beside inputs of at most fp32.
 _FIRST = frozenset({"batch_norm", "instance_norm"})
@@ -37,12 +42,17 @@ _PROMOTE = frozenset("add sub rsub mul div rdiv".split())
 #: Python functions of torch's that call one operator (of another name where that is given): not entered, since torch.compile
 #: traces the function itself, but not always what is inside it.
 _SINGLE = {
-    **{name: name for name in """adaptive_avg_pool2d adaptive_avg_pool3d batch_norm binary_cross_entropy cdist celu einsum
+    **{
+        name: name
+        for name in """adaptive_avg_pool2d adaptive_avg_pool3d batch_norm binary_cross_entropy cdist celu einsum
     binary_cross_entropy_with_logits embedding embedding_bag glu group_norm hardsigmoid hardswish hardtanh huber_loss
     elu l1_loss layer_norm leaky_relu log_softmax mish mse_loss relu relu6 rms_norm selu silu smooth_l1_loss
-    soft_margin_loss softmax""".split()},
-    "cross_entropy": "cross_entropy_loss", "nll_loss": "nll_loss_nd", "norm": "linalg_vector_norm",
-}  # fmt: skip
+    soft_margin_loss softmax""".split()
+    },
+    "cross_entropy": "cross_entropy_loss",
+    "nll_loss": "nll_loss_nd",
+    "norm": "linalg_vector_norm",
+}
 
 
 class _Local(threading.local):
@@ -67,15 +77,25 @@ class SiteMode(TorchFunctionMode):
         self.counts: dict[tuple[str, str], int] = {}
         _RULES[rules.key] = rules
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        if not self.tells or LOCAL.keys[-1] != self.key:  # a region inside this one decides
+        if (
+            not self.tells or LOCAL.keys[-1] != self.key
+        ):  # a region inside this one decides
             return func(*args, **kwargs)
         name = operator_of(func)
-        if name == "unflatten":  # torch's method calls super(), which torch.compile cannot trace from here
+        if (
+            name == "unflatten"
+        ):  # torch's method calls super(), which torch.compile cannot trace from here
             return torch.unflatten(*args, **kwargs)
         if name[:1] == ":":
-            single = _interpolation(args, **kwargs) if name == ":interpolate" else _SINGLE.get(name[1:], "")
+            single = (
+                _interpolation(args, **kwargs)
+                if name == ":interpolate"
+                else _SINGLE.get(name[1:], "")
+            )
             if not single or _writes(args, kwargs):
                 with self:
                     return _TWINS[name](*args, **kwargs)
@@ -96,7 +116,9 @@ class SiteMode(TorchFunctionMode):
             return run_in(func, operator, args, kwargs, action, self.device)
         except RuntimeError as error:  # no kernel for that format, most likely
             site = f"{path}/{operator}" + (f"#{number}" if number else "")
-            error.add_note(f"roundoff: {site} was to run in {action}, as the plan of this region says")
+            error.add_note(
+                f"roundoff: {site} was to run in {action}, as the plan of this region says"
+            )
             raise
 
 
@@ -118,7 +140,9 @@ def action_at(key: int, path: str, operator: str, number: int) -> Action:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _action_at(key: int, path: str, operator: str, number: int) -> Action:
-    return _RULES[key].action(f"{path}/{operator}" + (f"#{number}" if number else ""), operator)
+    return _RULES[key].action(
+        f"{path}/{operator}" + (f"#{number}" if number else ""), operator
+    )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -129,9 +153,16 @@ def autocast_casts(operator: str, device: str) -> bool:
 
 @functools.cache
 def _autocast_casts(operator: str, device: str) -> bool:
-    known = [name for name in (f"aten::{operator}", f"aten::{operator}.Tensor") if name in _operators()]
+    known = [
+        name
+        for name in (f"aten::{operator}", f"aten::{operator}.Tensor")
+        if name in _operators()
+    ]
     single = bool(known) and not any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd") for name in known
+        torch._C._dispatch_has_kernel_for_dispatch_key(
+            name, "CompositeImplicitAutograd"
+        )
+        for name in known
     )
     return listed(operator, device) != "follow" or not single
 
@@ -141,7 +172,14 @@ def _operators() -> frozenset[str]:
     return frozenset(torch._C._dispatch_get_all_op_names())
 
 
-def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, action: Action, device: str) -> Any:
+def run_in(
+    func: Callable[..., Any],
+    operator: str,
+    args: Any,
+    kwargs: Any,
+    action: Action,
+    device: str,
+) -> Any:
     """A call with its inputs cast. A caller's own ``dtype=`` or ``out=`` stands; fp64 is cast back, so that it does not
     spread."""
     if kwargs.get("out") is not None or isinstance(kwargs.get("dtype"), torch.dtype):
@@ -150,8 +188,16 @@ def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, acti
         return _in_tf32(func, args, kwargs)
     if operator in _RESULT:
         result = func(*args, **kwargs)
-        return cast(result, action) if isinstance(action, torch.dtype) and action != torch.float64 else result
-    dtype = action if isinstance(action, torch.dtype) else widest(args, kwargs, activations=action == "follow")
+        return (
+            cast(result, action)
+            if isinstance(action, torch.dtype) and action != torch.float64
+            else result
+        )
+    dtype = (
+        action
+        if isinstance(action, torch.dtype)
+        else widest(args, kwargs, activations=action == "follow")
+    )
     if operator in _PROMOTE and widest(args, kwargs, activations=False) == dtype:
         return func(*args, **kwargs)
     wide = False
@@ -160,8 +206,13 @@ def run_in(func: Callable[..., Any], operator: str, args: Any, kwargs: Any, acti
         args = (cast(args[0], dtype), *args[1:]) if args else args
         kwargs = {k: cast(v, dtype) if k == "input" else v for k, v in kwargs.items()}
     else:
-        wide = dtype == torch.float64 and torch.float64 not in _dtypes([*args, *kwargs.values()], False)
-        args = [a if isinstance(a, Tensor) and a.dtype == dtype else cast(a, dtype) for a in args]
+        wide = dtype == torch.float64 and torch.float64 not in _dtypes(
+            [*args, *kwargs.values()], False
+        )
+        args = [
+            a if isinstance(a, Tensor) and a.dtype == dtype else cast(a, dtype)
+            for a in args
+        ]
         kwargs = {k: cast(v, dtype) for k, v in kwargs.items()} if kwargs else kwargs
     if not autocast_casts(operator, device):
         result = func(*args, **kwargs)
@@ -185,7 +236,10 @@ def _in_tf32(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     allow()
     try:
         with torch.autocast("cuda", enabled=False):
-            result = func(*[cast(a, torch.float32) for a in args], **{k: cast(v, torch.float32) for k, v in kwargs.items()})
+            result = func(
+                *[cast(a, torch.float32) for a in args],
+                **{k: cast(v, torch.float32) for k, v in kwargs.items()},
+            )
     finally:
         _restore_tf32(saved)
     if isinstance(result, Tensor) and result.grad_fn is not None:
@@ -195,7 +249,9 @@ def _in_tf32(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _allow_tf32(saved: list[Any], *_: Any) -> None:
-    saved.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+    saved.append(
+        (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
 
@@ -207,7 +263,10 @@ def cast(value: Any, dtype: torch.dtype, wide: torch.dtype | None = None) -> Any
     """The floating-point tensors of ``value`` (in tuples and lists) as ``dtype``. fp64 tensors stay, as under autocast,
     unless ``dtype`` is fp64 or they are the ``wide`` that is asked for."""
     if isinstance(value, Tensor):
-        if value.dtype in (torch.float16, torch.bfloat16, torch.float32) or value.dtype == wide:
+        if (
+            value.dtype in (torch.float16, torch.bfloat16, torch.float32)
+            or value.dtype == wide
+        ):
             return value.to(dtype)
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -219,7 +278,9 @@ def cast(value: Any, dtype: torch.dtype, wide: torch.dtype | None = None) -> Any
 
 def widest(args: Any, kwargs: Any, *, activations: bool) -> torch.dtype:
     """The widest floating-point dtype of the inputs; of those that are no parameters, if there are any."""
-    found = _dtypes([*args, *kwargs.values()], activations) or _dtypes([*args, *kwargs.values()], False)
+    found = _dtypes([*args, *kwargs.values()], activations) or _dtypes(
+        [*args, *kwargs.values()], False
+    )
     if torch.float32 in found or torch.float64 in found or len(set(found)) > 1:
         return torch.float32
     return found[0] if found else torch.float32
@@ -229,7 +290,11 @@ def _dtypes(values: Any, activations: bool) -> list[torch.dtype]:
     found: list[torch.dtype] = []
     for value in values:
         if isinstance(value, Tensor):
-            if value.is_floating_point() and not (activations and isinstance(value, nn.Parameter)) and value.ndim:
+            if (
+                value.is_floating_point()
+                and not (activations and isinstance(value, nn.Parameter))
+                and value.ndim
+            ):
                 found.append(value.dtype)
         elif isinstance(value, list | tuple):
             found += _dtypes(value, activations)
@@ -238,7 +303,10 @@ def _dtypes(values: Any, activations: bool) -> list[torch.dtype]:
 
 def _is_site(args: Any, kwargs: Any) -> bool:
     """As ``CallMode``: a call on floating-point tensors, none of them complex, sparse or inside ``vmap``."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    ):
         return False
     found = False
     for value in args:
@@ -254,7 +322,9 @@ def _is_site(args: Any, kwargs: Any) -> bool:
     return found
 
 
-def _interpolation(args: Any, mode: str = "nearest", antialias: bool = False, **_: Any) -> str:
+def _interpolation(
+    args: Any, mode: str = "nearest", antialias: bool = False, **_: Any
+) -> str:
     """The operator that ``F.interpolate`` calls, as far as it is one of the plain ones."""
     mode = args[3] if len(args) > 3 else mode
     if mode in ("area", "nearest-exact") or antialias or not args:
@@ -271,7 +341,11 @@ def _name(func: Callable[..., Any]) -> str:
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return ""  # what compiled code is made of, cast already
     twin = entered(func)
-    if twin is not None and func.__name__ in _SKIPPED | {"dropout1d", "dropout2d", "dropout3d"}:
+    if twin is not None and func.__name__ in _SKIPPED | {
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+    }:
         return ""
     if twin is not None:
         name = f":{func.__name__}"

@@ -60,7 +60,12 @@ def _add(name: str, key: str) -> None:
     if library is None:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for overload in _overloads(name):
-            library.impl(name + _suffix(overload), _kernel(name, overload, key), key, allow_override=True)  # type: ignore[no-untyped-call]
+            library.impl(
+                name + _suffix(overload),
+                _kernel(name, overload, key),
+                key,
+                allow_override=True,
+            )  # type: ignore[no-untyped-call]
     _REGISTERED[name, key] = (library, users + 1)
 
 
@@ -76,17 +81,24 @@ def _remove(place: tuple[str, str]) -> None:
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
     packet = getattr(torch.ops.aten, name)
     found = [getattr(packet, overload) for overload in packet.overloads()]
-    known = frozenset(torch._C._dispatch_get_all_op_names())  # some exist for TorchScript only
+    known = frozenset(
+        torch._C._dispatch_get_all_op_names()
+    )  # some exist for TorchScript only
     # "out" and in-place forms are never cast; names are the dimension names of named tensors
     return [
-        o for o in found
-        if f"{o._schema.name}{_suffix(o)}" in known and not o._schema.is_mutable and "Dimname" not in str(o._schema)
+        o
+        for o in found
+        if f"{o._schema.name}{_suffix(o)}" in known
+        and not o._schema.is_mutable
+        and "Dimname" not in str(o._schema)
         and "Tensor" in str(o._schema).rpartition("->")[2]
-    ]  # fmt: skip
+    ]
 
 
 def _suffix(overload: torch._ops.OpOverload) -> str:
-    return f".{overload._schema.overload_name}" if overload._schema.overload_name else ""
+    return (
+        f".{overload._schema.overload_name}" if overload._schema.overload_name else ""
+    )
 
 
 @functools.cache
@@ -101,9 +113,15 @@ def _kernel(name: str, overload: torch._ops.OpOverload, key: str) -> Callable[..
         action = _LOCAL.rules[-1].get(name) if _LOCAL.rules else None
         if action is None and builtin is not None:
             return builtin.call_boxed(keys, *args, **kwargs)
-        given = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+        given = any(
+            isinstance(value, torch.dtype) for value in (*args, *kwargs.values())
+        )
         if action is not None and not given:
-            dtype = action if isinstance(action, torch.dtype) else widest(args, kwargs, activations=action == "follow")
+            dtype = (
+                action
+                if isinstance(action, torch.dtype)
+                else widest(args, kwargs, activations=action == "follow")
+            )
             args = tuple(cast(value, dtype) for value in args)
             kwargs = {k: cast(value, dtype) for k, value in kwargs.items()}
         with torch._C._ExcludeDispatchKeyGuard(keys):

@@ -62,7 +62,12 @@ class Recorded:
         site = str(call.site)
         decision = self.rules.decide(site)
         rule = "" if decision.pattern is None else decision.pattern
-        row = Ran(site, call.operator.name, rule, decision.format or f"autocast {_short(self.rules.dtype)}")
+        row = Ran(
+            site,
+            call.operator.name,
+            rule,
+            decision.format or f"autocast {_short(self.rules.dtype)}",
+        )
         row.inputs = _formats(float_tensors(call.leaves))
         with _Kernels() as kernels:
             result, row.note = self._run(call)
@@ -70,7 +75,9 @@ class Recorded:
         if not outputs:
             return result
         row.output = _formats(outputs)
-        row.ran = " + ".join(dict.fromkeys(_short(d) for d in kernels.computed)) or row.output
+        row.ran = (
+            " + ".join(dict.fromkeys(_short(d) for d in kernels.computed)) or row.output
+        )
         row.casts, row.cast_bytes = kernels.casts, kernels.bytes
         self._follow(row, call, outputs)
         self.rows.append(row)
@@ -87,19 +94,33 @@ class Recorded:
             return call.run(), "in place: the format of what it writes into"
         args, kwargs = call.arguments()
         if not isinstance(action, str) or action in ("follow", "promote"):
-            return run_in(call.func, call.operator.name, args, kwargs, action, self.rules.device), ""
+            return run_in(
+                call.func, call.operator.name, args, kwargs, action, self.rules.device
+            ), ""
         fmt = parse_format(action)
         why = runs(call, fmt)
-        wide = Call(call.site, call.operator, call.func, [cast(v, torch.float32) for v in call.leaves], call.layout,
-                    call.operands)  # fmt: skip
+        wide = Call(
+            call.site,
+            call.operator,
+            call.func,
+            [cast(v, torch.float32) for v in call.leaves],
+            call.layout,
+            call.operands,
+        )
         with torch.autocast(self.rules.device, enabled=False):
-            return (wide.run(), why) if why else (simulated(wide, fmt), f"{fmt.name} simulated")
+            return (
+                (wide.run(), why)
+                if why
+                else (simulated(wide, fmt), f"{fmt.name} simulated")
+            )
 
     def _follow(self, row: Ran, call: Call, outputs: list[Tensor]) -> None:
         first = outputs[0]
         if first.grad_fn is None:
             return
-        before = {t.grad_fn for t in float_tensors(call.leaves) if t.grad_fn is not None}
+        before = {
+            t.grad_fn for t in float_tensors(call.leaves) if t.grad_fn is not None
+        }
         row.backward_casts = _count_casts(first.grad_fn, before)
 
         def seen(gradient: Tensor) -> None:
@@ -111,8 +132,15 @@ class Recorded:
     def table(self) -> pl.DataFrame:
         """One row per call, in order; ``backward`` fills during the backward pass."""
         names = Ran.__dataclass_fields__
-        schema = {n: pl.Int64 if n in ("casts", "cast_bytes", "backward_casts") else pl.String for n in names}
-        return pl.DataFrame([[getattr(row, n) for n in names] for row in self.rows], schema=schema, orient="row")
+        schema = {
+            n: pl.Int64 if n in ("casts", "cast_bytes", "backward_casts") else pl.String
+            for n in names
+        }
+        return pl.DataFrame(
+            [[getattr(row, n) for n in names] for row in self.rows],
+            schema=schema,
+            orient="row",
+        )
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,7 +151,9 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.casts = self.bytes = 0
         self.computed: list[torch.dtype] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = float_tensors(args)
         outputs = float_tensors(result)
@@ -134,7 +164,9 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.bytes += outputs[0].nbytes
         elif inputs and outputs and not func.is_view:
             wide = outputs[0].dtype
-            self.computed.append(wide if any(t.dtype == wide for t in inputs) else inputs[0].dtype)
+            self.computed.append(
+                wide if any(t.dtype == wide for t in inputs) else inputs[0].dtype
+            )
         return result
 
 
@@ -156,6 +188,8 @@ def _formats(tensors: list[Tensor]) -> str:
 
 
 def _short(dtype: torch.dtype | None) -> str:
-    return "fp32" if dtype is None else _SHORT.get(dtype, str(dtype).removeprefix("torch."))
-
-
+    return (
+        "fp32"
+        if dtype is None
+        else _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+    )

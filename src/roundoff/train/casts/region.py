@@ -64,7 +64,9 @@ def hooked(model: nn.Module) -> Iterator[None]:
         modules = list(model.named_modules())
         if not hooks.users:
             for path, module in modules:
-                key, enter = hooks.keys.setdefault(path, (next(_KEYS), functools.partial(_enter, id(model), path)))
+                key, enter = hooks.keys.setdefault(
+                    path, (next(_KEYS), functools.partial(_enter, id(model), path))
+                )
                 module._forward_pre_hooks[key] = enter
                 module._forward_pre_hooks.move_to_end(key, last=False)
                 module._forward_hooks[key] = functools.partial(_leave, id(model))
@@ -88,13 +90,17 @@ def _show_to_modes() -> None:
     module: Any = sys.modules.get("torch._dynamo.variables.torch")
     if module is not None and hasattr(module, "get_overridable_functions"):
         names = ("sigmoid", "tanh", "hardsigmoid", "hardswish")
-        module.get_overridable_functions().update(getattr(nn.functional, name) for name in names)
+        module.get_overridable_functions().update(
+            getattr(nn.functional, name) for name in names
+        )
 
 
 def _enter(root: int, path: str, *_: Any) -> None:
     if LOCAL.modes and LOCAL.modes[-1].root == root:
         mode = LOCAL.modes[-1]
-        if not path and not mode.path:  # a new forward pass of the whole model: call numbers start again
+        if (
+            not path and not mode.path
+        ):  # a new forward pass of the whole model: call numbers start again
             if mode.period == 1 or mode.forwards % mode.period == 0:
                 mode.counts.clear()
             if mode.period > 1:
@@ -129,7 +135,9 @@ def checkpoints() -> Iterator[None]:
             _PATCHED -= 1
             if not _PATCHED:
                 module._checkpoint_without_reentrant_generator = _ORIGINAL["generator"]
-                del module.CheckpointFunction.apply  # that of torch.autograd.Function shows again
+                del (
+                    module.CheckpointFunction.apply
+                )  # that of torch.autograd.Function shows again
 
 
 _ORIGINAL: dict[str, Callable[..., Any]] = {}

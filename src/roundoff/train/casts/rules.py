@@ -24,7 +24,12 @@ from roundoff.site import matches
 Action = torch.dtype | str | None
 
 #: Formats that run with real casts; all others are simulated.
-NATIVE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NATIVE = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 _KEYS = itertools.count(1)
 
@@ -55,7 +60,9 @@ class Rules:
     guards on. Raises ``PlanError`` where a pattern names a module or class that the model has not.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module | None, device: str, lists: str | None = None) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module | None, device: str, lists: str | None = None
+    ) -> None:
         self.plan = plan
         self.device, self.lists = device, lists or device
         #: forward passes of the whole model that belong to one batch: calls are counted over them
@@ -67,21 +74,45 @@ class Rules:
         self._check(model)
         if plan.autocast and self.lists != device:
             self.lines += [
-                _Line(None, _FORMAT.get(theirs) or plan.autocast, f"op:{name}", f"the lists of {self.lists}")
+                _Line(
+                    None,
+                    _FORMAT.get(theirs) or plan.autocast,
+                    f"op:{name}",
+                    f"the lists of {self.lists}",
+                )
                 for name, (_, theirs) in differences(device, self.lists).items()
             ]
         self.operators: dict[str, Action] = {}
         if plan.autocast and hasattr(torch.library, "get_kernel"):
             for line in self.lines:
                 name = line.pattern.removeprefix("op:")
-                if line.pattern.startswith("op:") and name not in self.operators and hasattr(torch.ops.aten, name):
+                if (
+                    line.pattern.startswith("op:")
+                    and name not in self.operators
+                    and hasattr(torch.ops.aten, name)
+                ):
                     self.operators[name] = self._action(name, line.format)
-        self.operators = {name: action for name, action in self.operators.items() if action is not None}
-        named = [line for line in self.lines if line.pattern.removeprefix("op:") not in self.operators]
+        self.operators = {
+            name: action
+            for name, action in self.operators.items()
+            if action is not None
+        }
+        named = [
+            line
+            for line in self.lines
+            if line.pattern.removeprefix("op:") not in self.operators
+        ]
         #: whether single sites have to be told apart: without it, no module is hooked
-        self.sites = self.default is not None and self.default != "fp32" or bool(named) or self.dtype is None
+        self.sites = (
+            self.default is not None
+            and self.default != "fp32"
+            or bool(named)
+            or self.dtype is None
+        )
         real = {*NATIVE, FOLLOW, "promote", *(("tf32",) if device == "cuda" else ())}
-        self.simulated = sorted(({x.format for x in self.lines} | {self.default or "fp32"}) - real)
+        self.simulated = sorted(
+            ({x.format for x in self.lines} | {self.default or "fp32"}) - real
+        )
         self._decided: dict[str, Decision] = {}
         self.told = False  # which patterns named no site
 
@@ -93,7 +124,9 @@ class Rules:
             if line is None:
                 found = Decision(self.default, None, None)
             else:
-                found = Decision(line.format, line.rule, line.source, line.pattern.startswith("op:"))
+                found = Decision(
+                    line.format, line.rule, line.source, line.pattern.startswith("op:")
+                )
             self._decided[site] = found
         return found
 
@@ -112,18 +145,33 @@ class Rules:
     def unused(self) -> list[str]:
         """The patterns that named no site so far."""
         used = {d.pattern for d in self._decided.values()}
-        left = [x for x in self.lines if x.rule is not None and x.source not in used and x.pattern[3:] not in self.operators]
-        used |= {x.source for x in left if any(matches(x.pattern, site) for site in self._decided)}
+        left = [
+            x
+            for x in self.lines
+            if x.rule is not None
+            and x.source not in used
+            and x.pattern[3:] not in self.operators
+        ]
+        used |= {
+            x.source
+            for x in left
+            if any(matches(x.pattern, site) for site in self._decided)
+        }
         return sorted({x.source for x in left} - used)
 
     def _action(self, operator: str, name: str) -> Action:
-        here: Listed = listed(operator, self.device) if self.dtype is not None else "follow"
+        here: Listed = (
+            listed(operator, self.device) if self.dtype is not None else "follow"
+        )
         if name in (FOLLOW, "promote"):
             return None if here == name else name
         dtype = NATIVE.get(name)
         if dtype is None:
             return name
-        if self.dtype is not None and ((here == "lower" and dtype == self.dtype) or (here == "fp32" and name == "fp32")):
+        if self.dtype is not None and (
+            (here == "lower" and dtype == self.dtype)
+            or (here == "fp32" and name == "fp32")
+        ):
             return None  # what autocast does anyway
         return dtype
 
@@ -134,20 +182,30 @@ class Rules:
             if local:
                 raise PlanError(
                     f"rule {local[0].rule} of the plan names modules or calls, which need the model: {local[0].pattern}",
-                    where="plan", do="give the model too: roundoff.autocast(plan, model)",
-                )  # fmt: skip
+                    where="plan",
+                    do="give the model too: roundoff.autocast(plan, model)",
+                )
             return
         paths = {path for path, _ in model.named_modules()}
         for line in (x for x in local if x.source == x.pattern):
             path, slash, _ = line.pattern.rpartition("/")
-            known = (slash and path in paths) or _matches_a_path(path if slash else line.pattern, bool(slash), paths)
+            known = (slash and path in paths) or _matches_a_path(
+                path if slash else line.pattern, bool(slash), paths
+            )
             if not known:
-                near = difflib.get_close_matches(path or line.pattern, sorted(paths), n=3, cutoff=0.3) or sorted(paths)[1:4]
+                near = (
+                    difflib.get_close_matches(
+                        path or line.pattern, sorted(paths), n=3, cutoff=0.3
+                    )
+                    or sorted(paths)[1:4]
+                )
                 raise PlanError(
-                    f"rule {line.rule} of the plan names a site that this model has not: {line.pattern}", where="plan",
-                    expected=f"a module of the model, such as {', '.join(near)}", got=path or line.pattern,
+                    f"rule {line.rule} of the plan names a site that this model has not: {line.pattern}",
+                    where="plan",
+                    expected=f"a module of the model, such as {', '.join(near)}",
+                    got=path or line.pattern,
                     do="make the plan from this model: roundoff tune WORKLOAD.py",
-                )  # fmt: skip
+                )
 
 
 _FORMAT: dict[str, str] = {"fp32": "fp32", "promote": "promote", "follow": FOLLOW}
@@ -162,8 +220,16 @@ def _lines(plan: Plan, model: nn.Module | None) -> Iterator[_Line]:
         for source in rule.sites:
             patterns: tuple[str, ...] = (source,)
             if model is not None and (source.startswith("class:") or "/" not in source):
-                patterns = Plan((Rule(rule.format, (source,)),), autocast=plan.autocast).for_model(model).rules[0].sites
-            yield from (_Line(number, _named(rule.format), pattern, source) for pattern in patterns)
+                patterns = (
+                    Plan((Rule(rule.format, (source,)),), autocast=plan.autocast)
+                    .for_model(model)
+                    .rules[0]
+                    .sites
+                )
+            yield from (
+                _Line(number, _named(rule.format), pattern, source)
+                for pattern in patterns
+            )
 
 
 def _base(plan: Plan, lines: list[_Line]) -> torch.dtype | None:
@@ -184,4 +250,8 @@ def _matches_a_path(pattern: str, whole: bool, paths: set[str]) -> bool:
     if whole:
         return any(fnmatch.fnmatchcase(path, pattern) for path in paths)
     shapes = ("{}", "{}/x", "{}.x", "{}.x/x")
-    return any(fnmatch.fnmatchcase(shape.format(path), pattern) for path in paths for shape in shapes)
+    return any(
+        fnmatch.fnmatchcase(shape.format(path), pattern)
+        for path in paths
+        for shape in shapes
+    )

@@ -23,10 +23,17 @@ def simulated(call: Call, fmt: Format) -> Any:
     result = execute(call, fmt, straight)
     if gradient_format(fmt) is None:
         return result
-    return tree_map(lambda t: straight(t, t, fmt) if isinstance(t, Tensor) and t.requires_grad else t, result)
+    return tree_map(
+        lambda t: (
+            straight(t, t, fmt) if isinstance(t, Tensor) and t.requires_grad else t
+        ),
+        result,
+    )
 
 
-def straight(exact: Tensor, rounded: Tensor, fmt: Format | None = None, *, written: bool = False) -> Tensor:
+def straight(
+    exact: Tensor, rounded: Tensor, fmt: Format | None = None, *, written: bool = False
+) -> Tensor:
     """``rounded``, in memory of its own, whose gradient goes to ``exact``: unchanged, or rounded as an operator in ``fmt``
     receives it or, ``written``, writes it (see ``capture.execute.round_gradient``).
 
@@ -41,7 +48,13 @@ def straight(exact: Tensor, rounded: Tensor, fmt: Format | None = None, *, writt
 
 class _Straight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exact: Tensor, rounded: list[Tensor], fmt: Format | None, written: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        exact: Tensor,
+        rounded: list[Tensor],
+        fmt: Format | None,
+        written: bool,
+    ) -> Tensor:
         ctx.how = fmt, written
         # a view made here could not be written in place afterwards
         same = rounded[0].untyped_storage()._cdata == exact.untyped_storage()._cdata
@@ -51,4 +64,9 @@ class _Straight(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         fmt, written = ctx.how
         (gradient,) = gradients
-        return gradient if fmt is None else round_gradient(gradient, fmt, written=written), None, None, None
+        return (
+            gradient if fmt is None else round_gradient(gradient, fmt, written=written),
+            None,
+            None,
+            None,
+        )

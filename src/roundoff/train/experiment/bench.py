@@ -58,9 +58,13 @@ class Bench:
 
 
 def bench(
-    workload: Workload, configs: Sequence[str | Step], *, steps: int = 200, seeds: int | Iterable[int] = 3,
+    workload: Workload,
+    configs: Sequence[str | Step],
+    *,
+    steps: int = 200,
+    seeds: int | Iterable[int] = 3,
     progress: Progress | None = None,
-) -> Bench:  # fmt: skip
+) -> Bench:
     """Train a workload in several configurations side by side, in this process, and say what each gains and costs.
 
     Every configuration has its own copy of the model, its own optimizer and loss scale. For each seed all start from the
@@ -98,7 +102,9 @@ def bench(
     >>> [(row["config"], row["loss"]["verdict"]) for row in found.rows]
     [('fp32', None), ('fp64', 'no difference seen')]
     """
-    chosen = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
+    chosen = (
+        list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
+    )
     parsed = parse_configs(configs)
     _check(workload, steps, chosen)
     device = device_of(workload.model)
@@ -110,37 +116,53 @@ def bench(
         for seed in chosen:
             start = _start(workload, seed)
             starts = [*starts[:1], start]
-            trainees = [(result, trainee) for result in results if (trainee := result.begin(workload, start)) is not None]
+            trainees = [
+                (result, trainee)
+                for result in results
+                if (trainee := result.begin(workload, start)) is not None
+            ]
             for step, number in enumerate(_order(len(workload.batches), steps, seed)):
-                turns.shuffle(trainees)  # none always follows the same other one, whose data fill the caches
+                turns.shuffle(
+                    trainees
+                )  # none always follows the same other one, whose data fill the caches
                 for result, trainee in trainees:
                     result.step(trainee, step, number, seed)
                 done += 1
                 if progress is not None:
                     progress("train", done, total)
             reference: list[Any] | None = None
-            for result, trainee in sorted(trainees, key=lambda pair: results.index(pair[0])):
+            for result, trainee in sorted(
+                trainees, key=lambda pair: results.index(pair[0])
+            ):
                 reference = result.finish(trainee, reference)
     if all(result.failed for result in results):
-        raise results[0].error or WorkloadError("every configuration failed", got=results[0].failed)
+        raise results[0].error or WorkloadError(
+            "every configuration failed", got=results[0].failed
+        )
     anew = len(starts) > 1 and not _same(*starts)
     return Bench(summary(workload, results, chosen, steps, anew, device))
 
 
 def _check(workload: Workload, steps: int, seeds: list[int]) -> None:
-    calls = {"loss": "define loss(output, batch)", "optimizer": "define optimizer(model)"}
+    calls = {
+        "loss": "define loss(output, batch)",
+        "optimizer": "define optimizer(model)",
+    }
     missing = [part for part in calls if getattr(workload, part) is None]
     if missing:
         raise WorkloadError(
-            f"{' and '.join(missing)} missing", where=str(workload.path or workload.name),
+            f"{' and '.join(missing)} missing",
+            where=str(workload.path or workload.name),
             expected="a workload that says how it is trained",
             do=" and ".join(calls[part] for part in missing),
-        )  # fmt: skip
+        )
     if steps <= WARM or not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise WorkloadError(
-            "a number that cannot be", where="bench", expected=f"more than {WARM} steps, and seeds from 0 on, each once",
+            "a number that cannot be",
+            where="bench",
+            expected=f"more than {WARM} steps, and seeds from 0 on, each once",
             got=f"steps={steps}, seeds={seeds}",
-        )  # fmt: skip
+        )
 
 
 def _start(workload: Workload, seed: int) -> nn.Module:

@@ -37,9 +37,22 @@ FORMATS = ("fp32", "bf16", "fp16", "tf32", "fp64")
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZER = ("foreach", "fused", "capturable")
 WORDS = (
-    *FORMATS, "compile", "compile=aot_eager", "channels_last", "checkpoint", *OPTIMIZER, "weights=bf16", "accumulate=2",
-    "scale=dynamic", "scale=static:1024", "scale=off", "threads=1", "mkldnn=off", "cpu", "cuda",
-)  # fmt: skip
+    *FORMATS,
+    "compile",
+    "compile=aot_eager",
+    "channels_last",
+    "checkpoint",
+    *OPTIMIZER,
+    "weights=bf16",
+    "accumulate=2",
+    "scale=dynamic",
+    "scale=static:1024",
+    "scale=off",
+    "threads=1",
+    "mkldnn=off",
+    "cpu",
+    "cuda",
+)
 #: Where torch's GradScaler begins.
 INITIAL_SCALE = 65536.0
 
@@ -85,7 +98,11 @@ def parse_configs(given: Iterable[str | Step]) -> list[Config]:
     """
     found = [parse_config(one) for one in given]
     if not found:
-        raise WorkloadError("there is nothing to train", where="configs", expected="fp32,bf16 or other configurations")
+        raise WorkloadError(
+            "there is nothing to train",
+            where="configs",
+            expected="fp32,bf16 or other configurations",
+        )
     seen: Counter[str] = Counter()
     for number, config in enumerate(found):
         seen[config.name] += 1
@@ -97,13 +114,24 @@ def parse_configs(given: Iterable[str | Step]) -> list[Config]:
 def parse_config(given: str | Step) -> Config:
     """One configuration; see ``parse_configs``."""
     if not isinstance(given, str):
-        return Config(str(getattr(given, "__name__", "step")).replace("_", " "), "by hand", step=given)
+        return Config(
+            str(getattr(given, "__name__", "step")).replace("_", " "),
+            "by hand",
+            step=given,
+        )
     formats: list[str] = []
     parts: dict[str, Any] = {"changes": [], "settings": [], "optimizer": {}}
-    for word in [given] if _is_plan(given) and Path(given).exists() else given.split("+"):
+    for word in (
+        [given] if _is_plan(given) and Path(given).exists() else given.split("+")
+    ):
         _read(word.strip(), given, formats, parts)
     if len(formats) > 1:
-        raise WorkloadError("two formats in one configuration", where=given, expected="one of them", got=", ".join(formats))
+        raise WorkloadError(
+            "two formats in one configuration",
+            where=given,
+            expected="one of them",
+            got=", ".join(formats),
+        )
     name = formats[0] if formats else "fp32"
     plan = name if _is_plan(name) else None
     parts["settings"].append(partial(_tf32, name == "tf32"))
@@ -134,7 +162,11 @@ def _read(word: str, given: str, formats: list[str], parts: dict[str, Any]) -> N
         parts["changes"].append(partial(_in_format, dtype=WEIGHTS[value]))
     elif key == "accumulate" and value.isdigit() and int(value):
         parts["accumulate"] = int(value)
-    elif key == "scale" and kind in ("dynamic", "static", "off") and (not start or _positive(start)):
+    elif (
+        key == "scale"
+        and kind in ("dynamic", "static", "off")
+        and (not start or _positive(start))
+    ):
         parts["scale"] = None if kind == "off" else float(start or INITIAL_SCALE)
         parts["static"] = kind == "static"
     elif key in ("threads", "mkldnn") and mark:
@@ -151,16 +183,19 @@ def _format(word: str, given: str) -> str:
     except FormatError:
         near = difflib.get_close_matches(word, WORDS, n=3, cutoff=0.5)
         raise WorkloadError(
-            f"{word!r} is no part of a configuration", where=given,
+            f"{word!r} is no part of a configuration",
+            where=given,
             expected="fp32, bf16, fp16, tf32, fp64 or a plan file (.toml, .json), joined by + with any of "
             + ", ".join(w for w in WORDS if w not in FORMATS),
             do=f"did you mean {' or '.join(near)}?" if near else None,
-        ) from None  # fmt: skip
+        ) from None
     if name not in FORMATS:
         raise WorkloadError(
-            f"torch cannot train in {name} by itself", where=given, expected=", ".join(FORMATS),
+            f"torch cannot train in {name} by itself",
+            where=given,
+            expected=", ".join(FORMATS),
             do="write a plan that simulates it, and give the plan's file as the configuration",
-        )  # fmt: skip
+        )
     return name
 
 
@@ -181,12 +216,19 @@ def _known_backend(name: str, given: str) -> str:
     known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        raise WorkloadError("torch.compile has no such backend", where=given, expected=", ".join(known), got=repr(name),
-                            do=f"did you mean {' or '.join(near)}?" if near else None)  # fmt: skip
+        raise WorkloadError(
+            "torch.compile has no such backend",
+            where=given,
+            expected=", ".join(known),
+            got=repr(name),
+            do=f"did you mean {' or '.join(near)}?" if near else None,
+        )
     return name
 
 
-def remade(optimizer: torch.optim.Optimizer, flags: dict[str, bool]) -> torch.optim.Optimizer:
+def remade(
+    optimizer: torch.optim.Optimizer, flags: dict[str, bool]
+) -> torch.optim.Optimizer:
     """The same optimizer, not yet stepped, made with other arguments such as ``fused=True``.
 
     Raises ``WorkloadError`` for one that takes no such argument.
@@ -197,14 +239,30 @@ def remade(optimizer: torch.optim.Optimizer, flags: dict[str, bool]) -> torch.op
     takes = inspect.signature(kind).parameters
     missing = [flag for flag in flags if flag not in takes]
     if missing:
-        raise WorkloadError(f"{kind.__name__} has no {missing[0]}", where="optimizer",
-                            expected=f"one that takes {missing[0]}, such as Adam or SGD")  # fmt: skip
+        raise WorkloadError(
+            f"{kind.__name__} has no {missing[0]}",
+            where="optimizer",
+            expected=f"one that takes {missing[0]}, such as Adam or SGD",
+        )
     own = {key: value for key, value in optimizer.defaults.items() if key in takes}
-    groups = [{key: value for key, value in group.items() if key == "params" or key in takes and key not in flags}
-              for group in optimizer.param_groups]  # fmt: skip
+    groups = [
+        {
+            key: value
+            for key, value in group.items()
+            if key == "params" or key in takes and key not in flags
+        }
+        for group in optimizer.param_groups
+    ]
     if "fused" in flags or "foreach" in flags:  # the two exclude each other
         own |= {"foreach": None, "fused": None}
-        groups = [{key: value for key, value in group.items() if key not in ("foreach", "fused")} for group in groups]
+        groups = [
+            {
+                key: value
+                for key, value in group.items()
+                if key not in ("foreach", "fused")
+            }
+            for group in groups
+        ]
     made: torch.optim.Optimizer = kind(groups, **(own | flags))
     return made
 
@@ -216,7 +274,9 @@ def checkpointed(workload: Workload) -> Workload:
     Running a block again updates running statistics of BatchNorm a second time.
     """
     for block in _blocks(workload.model) or [workload.model]:
-        object.__setattr__(block, "forward", partial(checkpoint, block.forward, use_reentrant=False))
+        object.__setattr__(
+            block, "forward", partial(checkpoint, block.forward, use_reentrant=False)
+        )
     return workload
 
 

@@ -66,7 +66,9 @@ def judge(reference: Sequence[float], candidate: Sequence[float]) -> Judged:
     if not all(map(math.isfinite, reference)):
         return Judged(UNDECIDED, "the first configuration itself has no finite result")
     if not all(map(math.isfinite, candidate)):
-        return Judged(DIFFERENT, "it has no finite result where the first configuration has one")
+        return Judged(
+            DIFFERENT, "it has no finite result where the first configuration has one"
+        )
     count = len(reference)
     differences = [c - r for r, c in zip(reference, candidate, strict=True)]
     mean = statistics.fmean(differences)
@@ -74,20 +76,36 @@ def judge(reference: Sequence[float], candidate: Sequence[float]) -> Judged:
     if not any(differences):
         return Judged(NONE_SEEN, "equal for every seed", 0.0, 0.0, 0.0, noise, 0.0)
     if noise is None:
-        return Judged(UNDECIDED, "one seed tells nothing of the noise between seeds", mean)
+        return Judged(
+            UNDECIDED, "one seed tells nothing of the noise between seeds", mean
+        )
     half = _quantile(count - 1) * statistics.stdev(differences) / math.sqrt(count)
     numbers = (mean, mean - half, mean + half, noise, half)
     if noise == 0:
-        return Judged(UNDECIDED, "the seed changes nothing here, so there is no noise to compare with", *numbers)
+        return Judged(
+            UNDECIDED,
+            "the seed changes nothing here, so there is no noise to compare with",
+            *numbers,
+        )
     if abs(mean) > half and abs(mean) > noise:
-        return Judged(DIFFERENT, f"{abs(mean) / noise:.2g} times the spread between seeds", *numbers)
+        return Judged(
+            DIFFERENT,
+            f"{abs(mean) / noise:.2g} times the spread between seeds",
+            *numbers,
+        )
     if abs(mean) + half <= REPEATABILITY * noise:
         real = "real, but " if abs(mean) > half else ""
-        return Judged(NONE_SEEN, f"{real}{abs(mean) / noise:.2g} of the spread between seeds", *numbers)
+        return Judged(
+            NONE_SEEN,
+            f"{real}{abs(mean) / noise:.2g} of the spread between seeds",
+            *numbers,
+        )
     return Judged(
-        UNDECIDED, f"too few seeds: a difference of up to {(abs(mean) + half) / noise:.2g} times the spread between seeds "
-        "may hide", *numbers,
-    )  # fmt: skip
+        UNDECIDED,
+        f"too few seeds: a difference of up to {(abs(mean) + half) / noise:.2g} times the spread between seeds "
+        "may hide",
+        *numbers,
+    )
 
 
 @cache

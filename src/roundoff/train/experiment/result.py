@@ -42,8 +42,17 @@ class Result:
             return Trainee(self.config, workload, start)
         except RoundoffError as error:
             self._fail(error)
-        except (RuntimeError, TypeError) as error:  # a model that cannot be copied or cast
-            self._fail(WorkloadError("the model cannot be prepared", where=self.config.name, got=_first_line(error)))
+        except (
+            RuntimeError,
+            TypeError,
+        ) as error:  # a model that cannot be copied or cast
+            self._fail(
+                WorkloadError(
+                    "the model cannot be prepared",
+                    where=self.config.name,
+                    got=_first_line(error),
+                )
+            )
         return None
 
     def step(self, trainee: Trainee, step: int, number: int, seed: int) -> None:
@@ -51,7 +60,13 @@ class Result:
         if self.failed:
             return
         first = len(self.stepped) == 1
-        how = trainee.watch if first and step == 0 else trainee.weigh if first and step == 1 else trainee.step
+        how = (
+            trainee.watch
+            if first and step == 0
+            else trainee.weigh
+            if first and step == 1
+            else trainee.step
+        )
         try:
             self.stepped[-1].append(how(number, hash((seed, step)) % 2**31))
         except RoundoffError as error:
@@ -63,7 +78,11 @@ class Result:
             return reference
         if len(self.stepped) == 1:
             self.memory, self.findings = trainee.memory, trainee.findings()
-            self.seen = trainee.seen.plain() if trainee.seen and self.config.backend is None else None
+            self.seen = (
+                trainee.seen.plain()
+                if trainee.seen and self.config.backend is None
+                else None
+            )
         if trainee.scaler is not None:
             self.scale = trainee.scaler.get_scale()
         if trainee.workload.metric is None:
@@ -73,7 +92,9 @@ class Result:
             self.metrics.append(trainee.metric(outputs, reference or outputs) or 0.0)
         except RoundoffError as error:
             self.metrics.append(math.nan)
-            self.notes.append(f"no metric: {error.what}" + (f", {error.got}" if error.got else ""))
+            self.notes.append(
+                f"no metric: {error.what}" + (f", {error.got}" if error.got else "")
+            )
             return reference
         return reference or outputs
 
@@ -83,10 +104,15 @@ class Result:
 
     def final(self) -> list[float]:
         """The final loss of each seed."""
-        return [statistics.fmean(losses[-tail(len(losses)) :]) for losses in self.losses()]
+        return [
+            statistics.fmean(losses[-tail(len(losses)) :]) for losses in self.losses()
+        ]
 
     def _fail(self, error: RoundoffError, when: str = "") -> None:
-        self.error, self.failed = error, when + error.what + (f": {_first_line(error.got)}" if error.got else "")
+        self.error, self.failed = (
+            error,
+            when + error.what + (f": {_first_line(error.got)}" if error.got else ""),
+        )
 
 
 def tail(steps: int) -> int:

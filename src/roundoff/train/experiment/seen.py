@@ -39,7 +39,9 @@ class Seen:
         unscaled: whether every step of the optimizer was taken by the scaler, or after ``unscale_``.
     """
 
-    matrix: dict[str, Counter[str]] = field(default_factory=lambda: {"forward": Counter(), "backward": Counter()})
+    matrix: dict[str, Counter[str]] = field(
+        default_factory=lambda: {"forward": Counter(), "backward": Counter()}
+    )
     casts: int = 0
     inputs: Counter[str] = field(default_factory=Counter)
     scaler: Counter[str] = field(default_factory=Counter)
@@ -48,28 +50,35 @@ class Seen:
 
     def plain(self) -> dict[str, Any]:
         """What a report shows of it."""
-        return {"matrix": {phase: dict(counts) for phase, counts in self.matrix.items()}, "casts": self.casts}
+        return {
+            "matrix": {phase: dict(counts) for phase, counts in self.matrix.items()},
+            "casts": self.casts,
+        }
 
     def findings(self, batch: set[str]) -> list[str]:
         """What a hand-written step does wrong with autocast and its loss scale; ``batch``: formats of its batch."""
         found = []
         calls, scale = self.scaler, f"{self.scale or 0:,.0f}"
         if calls["__init__"] and calls["scale"]:
-            found.append(f"the GradScaler is made in every step: its scale starts at {scale} each time and learns nothing")
+            found.append(
+                f"the GradScaler is made in every step: its scale starts at {scale} each time and learns nothing"
+            )
         if calls["scale"] and not self.unscaled:
             found.append(
                 f"optimizer.step() runs on gradients that are {scale} times too large: neither scaler.step(optimizer) nor "
                 "unscale_ is called, so nothing divides by the scale and no step with an overflow is skipped. Adam, whose "
                 "step does not depend on the size of the gradients, hides it until the first Inf; SGD diverges"
-            )  # fmt: skip
+            )
         if calls["scale"] and not calls["update"]:
-            found.append(f"scaler.update() is never called: the scale stays at {scale}, whatever the gradients do")
+            found.append(
+                f"scaler.update() is never called: the scale stays at {scale}, whatever the gradients do"
+            )
         by_hand = sorted(set(self.inputs) - batch)
         if by_hand:
             found.append(
                 f"the inputs are cast to {', '.join(by_hand)} by hand: autocast has nothing left to cast there, and every "
                 "operator that it would run in fp32 starts from rounded inputs"
-            )  # fmt: skip
+            )
         return found
 
 
@@ -79,7 +88,11 @@ def formats_of(values: Any) -> set[str]:
     >>> sorted(formats_of({"a": torch.zeros(1), "b": [torch.zeros(1, dtype=torch.float16)], "n": torch.tensor(1)}))
     ['fp16', 'fp32']
     """
-    return {_name(leaf.dtype) for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    return {
+        _name(leaf.dtype)
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    }
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -95,10 +108,19 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         if name in MATRIX:
-            operand = next((a for a in tree_leaves(args) if isinstance(a, Tensor) and a.is_floating_point()), None)
+            operand = next(
+                (
+                    a
+                    for a in tree_leaves(args)
+                    if isinstance(a, Tensor) and a.is_floating_point()
+                ),
+                None,
+            )
             phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
             if operand is not None:
                 self.seen.matrix[phase][_name(operand.dtype)] += 1
@@ -110,11 +132,18 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _cast(before: Any, after: Any) -> bool:
     both = isinstance(before, Tensor) and isinstance(after, Tensor)
-    return both and before.is_floating_point() and after.is_floating_point() and before.dtype != after.dtype
+    return (
+        both
+        and before.is_floating_point()
+        and after.is_floating_point()
+        and before.dtype != after.dtype
+    )
 
 
 @contextmanager
-def watched(model: nn.Module, optimizer: torch.optim.Optimizer, *, kernels: bool = True) -> Iterator[Seen]:
+def watched(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, kernels: bool = True
+) -> Iterator[Seen]:
     """Watch the step that the block takes. ``kernels=False`` for a compiled model, whose operators are not seen."""
     seen = Seen()
     inside: list[str] = []
@@ -145,7 +174,10 @@ def watched(model: nn.Module, optimizer: torch.optim.Optimizer, *, kernels: bool
 
         return call
 
-    handles = [optimizer.register_step_pre_hook(stepping), model.register_forward_pre_hook(called, with_kwargs=True)]
+    handles = [
+        optimizer.register_step_pre_hook(stepping),
+        model.register_forward_pre_hook(called, with_kwargs=True),
+    ]
     for name, original in originals.items():
         setattr(scaler, name, counting(name, original))
     try:
@@ -165,7 +197,10 @@ class Kept:
     """Bytes that autograd keeps for the backward pass: every storage once, parameters and buffers left out."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self._own = {
+            t.untyped_storage().data_ptr()
+            for t in (*model.parameters(), *model.buffers())
+        }
         self._found: dict[int, int] = {}
         self.most = 0
 

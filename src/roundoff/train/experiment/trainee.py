@@ -40,7 +40,11 @@ class Trainee:
     """A configuration in training under one seed. ``start`` is copied; the workload's own model is not touched."""
 
     def __init__(self, config: Config, workload: Workload, start: nn.Module) -> None:
-        self.config, self.where, self.path = config, str(workload.path or workload.name), workload.path
+        self.config, self.where, self.path = (
+            config,
+            str(workload.path or workload.name),
+            workload.path,
+        )
         twin = copy.copy(workload)
         twin.model = copy.deepcopy(start)
         with process_kept():
@@ -49,13 +53,21 @@ class Trainee:
             self.model = twin.model
             self.device = device_of(self.model)
             if workload.optimizer is None or workload.loss is None:
-                raise WorkloadError("there is nothing to train with", where=self.where, expected="loss and optimizer")
+                raise WorkloadError(
+                    "there is nothing to train with",
+                    where=self.where,
+                    expected="loss and optimizer",
+                )
             with self._user("optimizer(model)"):
-                self.optimizer = remade(workload.optimizer(self.model), config.optimizer)
+                self.optimizer = remade(
+                    workload.optimizer(self.model), config.optimizer
+                )
             self.eager = twin
             self.workload = twin
             if config.backend is not None:
-                self.workload = compiled(twin, compile_backend(twin, config.backend or None))
+                self.workload = compiled(
+                    twin, compile_backend(twin, config.backend or None)
+                )
         self.region: autocast | None = None
         self.around = self._autocast()
         self.scaler = loss_scaler(config)
@@ -70,7 +82,9 @@ class Trainee:
             region = self.region = autocast(self.config.plan, self.model)
             return lambda: region
         if self.config.format in AUTOCAST:
-            return partial(torch.autocast, self.device.type, AUTOCAST[self.config.format])
+            return partial(
+                torch.autocast, self.device.type, AUTOCAST[self.config.format]
+            )
         return nullcontext
 
     def step(self, number: int, seed: int) -> Stepped:
@@ -84,7 +98,9 @@ class Trainee:
 
     def watch(self, number: int, seed: int) -> Stepped:
         """A step like any other, but what it does is looked at, so its times are none: see ``seen``."""
-        with watched(self.model, self.optimizer, kernels=self.config.backend is None) as self.seen:
+        with watched(
+            self.model, self.optimizer, kernels=self.config.backend is None
+        ) as self.seen:
             return self.step(number, seed)
 
     def weigh(self, number: int, seed: int) -> Stepped:
@@ -96,7 +112,9 @@ class Trainee:
             before = torch.cuda.memory_allocated(self.device)
         self._kept = Kept(self.model)
         self._gradients = 0
-        handle = self.optimizer.register_step_pre_hook(lambda *_: self._weigh_gradients())
+        handle = self.optimizer.register_step_pre_hook(
+            lambda *_: self._weigh_gradients()
+        )
         try:
             if self.config.step is None:
                 done = self.step(number, seed)
@@ -107,7 +125,9 @@ class Trainee:
             handle.remove()
             kept, self._kept = self._kept.most, None
         self._own, self._saved = own, kept
-        self._peak = torch.cuda.max_memory_allocated(self.device) - before if cuda else None
+        self._peak = (
+            torch.cuda.max_memory_allocated(self.device) - before if cuda else None
+        )
         return done
 
     @property
@@ -117,12 +137,19 @@ class Trainee:
         if self._saved is None:
             return {}
         optimizer = held([list(s.values()) for s in self.optimizer.state.values()])
-        parts = {"parameters": self._own, "gradients": self._gradients, "optimizer": optimizer, "saved": self._saved}
+        parts = {
+            "parameters": self._own,
+            "gradients": self._gradients,
+            "optimizer": optimizer,
+            "saved": self._saved,
+        }
         inside = self._gradients + self._saved if self._peak is None else self._peak
         return {**parts, "total": self._own + optimizer + inside}
 
     def _weigh_gradients(self) -> None:
-        self._gradients = held([p.grad for p in self.model.parameters() if p.grad is not None])
+        self._gradients = held(
+            [p.grad for p in self.model.parameters() if p.grad is not None]
+        )
 
     def evaluate(self) -> list[Any]:
         """Outputs of every held-out batch, or of every batch where none is held out: in eval mode, under the same autocast.
@@ -154,7 +181,9 @@ class Trainee:
     def findings(self) -> list[str]:
         """What is wrong with a step that the user wrote, or with a plan; nothing for the others."""
         if self.region is not None and (unused := self.region.rules.unused()):
-            return [f"{len(unused)} of the plan's patterns named no site: {', '.join(unused[:5])}"]
+            return [
+                f"{len(unused)} of the plan's patterns named no site: {', '.join(unused[:5])}"
+            ]
         if self.seen is None or self.config.step is None:
             return []
         found = self.seen.findings(formats_of(self.eager.batches))
@@ -167,7 +196,10 @@ class Trainee:
             return self.config.step(self.model, self.optimizer, batch).detach(), False
         total: Any = 0.0
         for part, share in _cut(batch, self.config.accumulate):
-            with nullcontext() if self._kept is None else self._kept.forward(), self.around():
+            with (
+                nullcontext() if self._kept is None else self._kept.forward(),
+                self.around(),
+            ):
                 output = self.workload.run(part)
                 with self._user("loss(output, batch)"):
                     loss = self.workload.loss(output, part) * share  # type: ignore[misc]
@@ -203,7 +235,9 @@ class Trainee:
             return nullcontext()
         import torch._dynamo
 
-        patched: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=256)
+        patched: AbstractContextManager[Any] = torch._dynamo.config.patch(
+            recompile_limit=256
+        )
         return patched
 
     def _now(self) -> tuple[float, float]:
@@ -219,7 +253,9 @@ def loss_scaler(config: Config) -> LossScaler | None:
     """The loss scale of a configuration, without the model: finding the operator behind a skip would be timed too."""
     if config.scale is None:
         return None
-    return LossScaler(rule="static" if config.static else "dynamic", init_scale=config.scale)
+    return LossScaler(
+        rule="static" if config.static else "dynamic", init_scale=config.scale
+    )
 
 
 def _cut(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
@@ -231,11 +267,20 @@ def _cut(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
     sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(sizes) != 1 or min(sizes) < parts:
         raise WorkloadError(
-            f"a batch cannot be cut into {parts} parts", where=f"accumulate={parts}",
-            expected=f"tensors with one first axis, of at least {parts} samples", got=f"first axes of {sorted(sizes)}",
-        )  # fmt: skip
+            f"a batch cannot be cut into {parts} parts",
+            where=f"accumulate={parts}",
+            expected=f"tensors with one first axis, of at least {parts} samples",
+            got=f"first axes of {sorted(sizes)}",
+        )
     (size,) = sizes
-    cut = [torch.tensor_split(leaf, parts) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * parts for leaf in leaves]
+    cut = [
+        torch.tensor_split(leaf, parts)
+        if isinstance(leaf, Tensor) and leaf.dim()
+        else [leaf] * parts
+        for leaf in leaves
+    ]
     for pieces in zip(*cut, strict=True):
-        samples = next(len(piece) for piece in pieces if isinstance(piece, Tensor) and piece.dim())
+        samples = next(
+            len(piece) for piece in pieces if isinstance(piece, Tensor) and piece.dim()
+        )
         yield tree_unflatten(list(pieces), tree), samples / size

@@ -15,11 +15,18 @@ def saved(rule: Rule, start: dict[str, Any], state: Scale | None) -> dict[str, A
     """Plain numbers; ``start`` stands for a state that is not on a device yet."""
     now = start
     if state is not None:
-        now = {"scale": float(state.scale), **{key: int(getattr(state, key)) for key in ("good", "bad", "stuck")}}
+        now = {
+            "scale": float(state.scale),
+            **{key: int(getattr(state, key)) for key in ("good", "bad", "stuck")},
+        }
     return {
-        "scale": now["scale"], **rule.constants(), "_growth_tracker": now.get("good", 0), "rule": rule.name,
-        "bad_steps": now.get("bad", 0), "stuck": now.get("stuck", 0),
-    }  # fmt: skip
+        "scale": now["scale"],
+        **rule.constants(),
+        "_growth_tracker": now.get("good", 0),
+        "rule": rule.name,
+        "bad_steps": now.get("bad", 0),
+        "stuck": now.get("stuck", 0),
+    }
 
 
 def loaded(rule: Rule, state: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
@@ -27,20 +34,37 @@ def loaded(rule: Rule, state: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
     does. Raises ``ScalerError``."""
     if "scale" not in state:
         raise ScalerError(
-            "the checkpoint holds no loss scale: was it saved by a disabled scaler?", where=_WHERE,
-            expected="scale, _growth_tracker, ...", got=", ".join(state) or "an empty dict",
-        )  # fmt: skip
+            "the checkpoint holds no loss scale: was it saved by a disabled scaler?",
+            where=_WHERE,
+            expected="scale, _growth_tracker, ...",
+            got=", ".join(state) or "an empty dict",
+        )
     scale, other = float(state["scale"]), state.get("rule", "dynamic")
     if not 0 < scale < math.inf:
         raise ScalerError(
-            "the checkpoint's loss scale is of no use", where=_WHERE, expected="a positive number", got=f"{scale:g}",
+            "the checkpoint's loss scale is of no use",
+            where=_WHERE,
+            expected="a positive number",
+            got=f"{scale:g}",
             do="start with a new LossScaler, and see why every step was skipped before it",
-        )  # fmt: skip
+        )
     if other != rule.name:
-        raise ScalerError("the checkpoint is of another rule", where=_WHERE, expected=rule.name, got=str(other),
-                          do=f"LossScaler(rule={other!r})")  # fmt: skip
+        raise ScalerError(
+            "the checkpoint is of another rule",
+            where=_WHERE,
+            expected=rule.name,
+            got=str(other),
+            do=f"LossScaler(rule={other!r})",
+        )
     if rule.name == "dynamic":
         keys = {"growth_factor", "backoff_factor", "growth_interval"} & set(state)
-        rule = parse_rule("dynamic", {"init_scale": rule.init_scale, **{key: state[key] for key in keys}})
-    return rule, {"scale": scale, "good": int(state.get("_growth_tracker", 0)), "bad": int(state.get("bad_steps", 0)),
-                  "stuck": int(state.get("stuck", 0))}  # fmt: skip
+        rule = parse_rule(
+            "dynamic",
+            {"init_scale": rule.init_scale, **{key: state[key] for key in keys}},
+        )
+    return rule, {
+        "scale": scale,
+        "good": int(state.get("_growth_tracker", 0)),
+        "bad": int(state.get("bad_steps", 0)),
+        "stuck": int(state.get("stuck", 0)),
+    }

@@ -94,7 +94,11 @@ def backward_order(root: Any) -> Iterator[tuple[Tensor, str]]:
             waiting[following] -= 1
             if not waiting[following]:
                 count += 1
-                number = -(2**64) if not following.next_functions else -following._sequence_nr()
+                number = (
+                    -(2**64)
+                    if not following.next_functions
+                    else -following._sequence_nr()
+                )
                 heapq.heappush(ready, (number, count, following))
 
 
@@ -136,6 +140,11 @@ def _look(near: list[tuple[str, list[Tensor]]], name: str, made: Any, _: Any) ->
 def _ends(gradients: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for gradient in gradients:
-        if isinstance(gradient, Tensor) and gradient.is_floating_point() and gradient.numel() and not gradient.is_sparse:
+        if (
+            isinstance(gradient, Tensor)
+            and gradient.is_floating_point()
+            and gradient.numel()
+            and not gradient.is_sparse
+        ):
             found += torch.aminmax(gradient.detach())
     return found

@@ -32,7 +32,11 @@ class Static:
 
     def constants(self) -> dict[str, Any]:
         """As torch's ``GradScaler`` names them: with factors of 1 it keeps the scale too."""
-        return {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 2**31 - 1}
+        return {
+            "growth_factor": 1.0,
+            "backoff_factor": 1.0,
+            "growth_interval": 2**31 - 1,
+        }
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,19 @@ class Dynamic:
     def update(self, state: Scale, found: Tensor) -> None:
         """``found`` is 1 where a gradient was not finite, else 0."""
         torch._amp_update_scale_(
-            state.scale, state.good, found, self.growth_factor, self.backoff_factor, self.growth_interval
+            state.scale,
+            state.good,
+            found,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
         )
 
     def constants(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("growth_factor", "backoff_factor", "growth_interval")}
+        return {
+            key: getattr(self, key)
+            for key in ("growth_factor", "backoff_factor", "growth_interval")
+        }
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,12 @@ class Exponential:
     def __post_init__(self) -> None:
         _check_scale(self, "init_loss_scale")
         _check(self, "incr_every_n_steps", self.incr_every_n_steps >= 1, "at least 1")
-        _check(self, "decr_every_n_nan_or_inf", self.decr_every_n_nan_or_inf >= 1, "at least 1")
+        _check(
+            self,
+            "decr_every_n_nan_or_inf",
+            self.decr_every_n_nan_or_inf >= 1,
+            "at least 1",
+        )
         _check(self, "incr_ratio", self.incr_ratio > 1, "more than 1")
         _check(self, "decr_ratio", 0 < self.decr_ratio < 1, "between 0 and 1")
 
@@ -106,7 +123,11 @@ class Exponential:
         shrinks = bad_step & (bad >= self.decr_every_n_nan_or_inf)
         larger = scale * self.incr_ratio
         larger = torch.where(torch.isfinite(larger), larger, scale)
-        scale.copy_(torch.where(grows, larger, torch.where(shrinks, scale * self.decr_ratio, scale)))
+        scale.copy_(
+            torch.where(
+                grows, larger, torch.where(shrinks, scale * self.decr_ratio, scale)
+            )
+        )
         moved = grows | shrinks
         state.good.copy_(torch.where(moved, 0, good))
         state.bad.copy_(torch.where(moved, 0, bad))
@@ -114,9 +135,10 @@ class Exponential:
     def constants(self) -> dict[str, Any]:
         """The nearest that torch's ``GradScaler`` can follow: it would shrink at every bad step."""
         return {
-            "growth_factor": self.incr_ratio, "backoff_factor": self.decr_ratio,
+            "growth_factor": self.incr_ratio,
+            "backoff_factor": self.decr_ratio,
             "growth_interval": self.incr_every_n_steps,
-        }  # fmt: skip
+        }
 
 
 Rule = Static | Dynamic | Exponential
@@ -133,18 +155,28 @@ def parse_rule(rule: str | Rule, options: dict[str, Any]) -> Rule:
     """
     if not isinstance(rule, str):
         if options:
-            raise ScalerError("a rule that is made already takes no constants", where="LossScaler", got=", ".join(options))
+            raise ScalerError(
+                "a rule that is made already takes no constants",
+                where="LossScaler",
+                got=", ".join(options),
+            )
         return rule
     if rule not in RULES:
-        raise ScalerError("unknown rule", where=f"LossScaler(rule={rule!r})", expected=", ".join(RULES))
+        raise ScalerError(
+            "unknown rule",
+            where=f"LossScaler(rule={rule!r})",
+            expected=", ".join(RULES),
+        )
     known = [field.name for field in dataclasses.fields(RULES[rule])]
     for key in options:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             raise ScalerError(
-                f"the {rule} rule has no {key!r}", where="LossScaler", expected=", ".join(known),
+                f"the {rule} rule has no {key!r}",
+                where="LossScaler",
+                expected=", ".join(known),
                 do=f"did you mean {near[0]!r}?" if near else _owner(key),
-            )  # fmt: skip
+            )
     return RULES[rule](**options)
 
 
@@ -163,13 +195,21 @@ class Scale:
     """
 
     def __init__(
-        self, rule: Rule, device: torch.device, scale: float, floor: float, ceiling: float, good: int = 0, bad: int = 0,
+        self,
+        rule: Rule,
+        device: torch.device,
+        scale: float,
+        floor: float,
+        ceiling: float,
+        good: int = 0,
+        bad: int = 0,
         stuck: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rule, self.floor, self.ceiling = rule, floor, ceiling
         self.scale = torch.full((), scale, dtype=torch.float32, device=device)
         self.good, self.bad, self.stuck = (
-            torch.full((), count, dtype=torch.int32, device=device) for count in (good, bad, stuck)
+            torch.full((), count, dtype=torch.int32, device=device)
+            for count in (good, bad, stuck)
         )
 
     def update(self, found: Tensor, blameless: Tensor | None = None) -> None:
@@ -182,9 +222,15 @@ class Scale:
         if math.isfinite(self.ceiling):
             self.scale.copy_(torch.minimum(self.scale, before.clamp(min=self.ceiling)))
         if blameless is not None:
-            for now, then in zip((self.scale, self.good, self.bad), (before, *counts), strict=True):
+            for now, then in zip(
+                (self.scale, self.good, self.bad), (before, *counts), strict=True
+            ):
                 now.copy_(torch.where(blameless, then, now))
-        fixed = before <= self.floor if self.rule.name != "static" else torch.ones_like(found, dtype=torch.bool)
+        fixed = (
+            before <= self.floor
+            if self.rule.name != "static"
+            else torch.ones_like(found, dtype=torch.bool)
+        )
         if blameless is not None:
             fixed = fixed | blameless
         skipped = found > 0
@@ -194,10 +240,18 @@ class Scale:
 def _check(rule: Any, name: str, good: bool, expected: str) -> None:
     if not good:
         raise ScalerError(
-            f"{name} of the {rule.name} rule", where="LossScaler", expected=expected, got=f"{getattr(rule, name)}"
+            f"{name} of the {rule.name} rule",
+            where="LossScaler",
+            expected=expected,
+            got=f"{getattr(rule, name)}",
         )
 
 
 def _check_scale(rule: Any, name: str) -> None:
     value = getattr(rule, name)
-    _check(rule, name, 0 < value <= torch.finfo(torch.float32).max, "a positive number that float32 holds")
+    _check(
+        rule,
+        name,
+        0 < value <= torch.finfo(torch.float32).max,
+        "a positive number that float32 holds",
+    )

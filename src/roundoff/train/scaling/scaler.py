@@ -77,20 +77,34 @@ class LossScaler:
     """
 
     def __init__(
-        self, model: nn.Module | None = None, rule: str | Rule = "dynamic", *, floor: float | None = None,
-        ceiling: float = math.inf, saturation: str | None = None, bad_loss: str = "keep", patience: int | None = 20,
-        enabled: bool = True, **constants: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module | None = None,
+        rule: str | Rule = "dynamic",
+        *,
+        floor: float | None = None,
+        ceiling: float = math.inf,
+        saturation: str | None = None,
+        bad_loss: str = "keep",
+        patience: int | None = 20,
+        enabled: bool = True,
+        **constants: Any,
+    ) -> None:
         self.rule = parse_rule(rule, constants)
         start = self.rule.init_scale
         self.floor, self.ceiling = min(1.0, start) if floor is None else floor, ceiling
         if not 0 <= self.floor <= start <= ceiling:
             raise ScalerError(
-                "the initial scale lies outside its bounds", where="LossScaler",
-                expected=f"floor ({self.floor:g}) <= scale <= ceiling ({ceiling:g})", got=f"{start:g}",
-            )  # fmt: skip
+                "the initial scale lies outside its bounds",
+                where="LossScaler",
+                expected=f"floor ({self.floor:g}) <= scale <= ceiling ({ceiling:g})",
+                got=f"{start:g}",
+            )
         if bad_loss not in ("keep", "lower"):
-            raise ScalerError("unknown bad_loss", where=f"LossScaler(bad_loss={bad_loss!r})", expected="keep or lower")
+            raise ScalerError(
+                "unknown bad_loss",
+                where=f"LossScaler(bad_loss={bad_loss!r})",
+                expected="keep or lower",
+            )
         self.saturation = None if saturation is None else largest_of(saturation)
         self.bad_loss, self.patience, self.enabled = bad_loss, patience, enabled
         self.skips: deque[Skip] = deque(maxlen=100)
@@ -123,8 +137,11 @@ class LossScaler:
         if self._stepping:
             self._forget()  # an optimizer failed, and that step was given up
         if self._unscaled is not None:
-            raise ScalerError("backward between unscale and step would mix scaled gradients with unscaled ones",
-                              where="LossScaler.backward", do="unscale after the last backward of the step")  # fmt: skip
+            raise ScalerError(
+                "backward between unscale and step would mix scaled gradients with unscaled ones",
+                where="LossScaler.backward",
+                do="unscale after the last backward of the step",
+            )
         scale = self._on(loss.device).scale
         finite = torch.isfinite(loss.detach()).all().to(scale.device)
         self._loss_bad = ~finite if self._loss_bad is None else self._loss_bad | ~finite
@@ -136,7 +153,9 @@ class LossScaler:
         if not retain_graph:
             self._done.append(weakref.ref(loss))
         self._backwards += 1
-        self._order.after_backward(p for o in self._known for group in o.param_groups for p in group["params"])
+        self._order.after_backward(
+            p for o in self._known for group in o.param_groups for p in group["params"]
+        )
 
     def unscale(self, *optimizers: Optimizer) -> None:
         """Divide the gradients by the scale now, to look at them or change them; ``step`` won't do it again."""
@@ -156,7 +175,12 @@ class LossScaler:
         """
         if not self.enabled:
             if clip is not None:
-                every = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+                every = [
+                    p
+                    for o in optimizers
+                    for group in o.param_groups
+                    for p in group["params"]
+                ]
                 nn.utils.clip_grad_norm_(every, clip)
             for optimizer in optimizers:
                 optimizer.step()
@@ -169,23 +193,47 @@ class LossScaler:
             now = Gradients(optimizers, self._names)
             _check_clip(now, clip, "LossScaler.step")
             if {id(p) for p in now.parameters} != {id(p) for p in gradients.parameters}:
-                raise ScalerError("other gradients than those that were unscaled", where="LossScaler.step",
-                                  do="give unscale and step the same optimizers")  # fmt: skip
-        self._unscaled, self._stepping = (gradients, found), True  # where an optimizer fails, a second try does not unscale
+                raise ScalerError(
+                    "other gradients than those that were unscaled",
+                    where="LossScaler.step",
+                    do="give unscale and step the same optimizers",
+                )
+        self._unscaled, self._stepping = (
+            (gradients, found),
+            True,
+        )  # where an optimizer fails, a second try does not unscale
         state = self._on(found.device)
-        asks = self._watch is not None or found.device.type != "cuda" or not all(map(takes_found_inf, optimizers))
+        asks = (
+            self._watch is not None
+            or found.device.type != "cuda"
+            or not all(map(takes_found_inf, optimizers))
+        )
         skipped = asks and bool(found)
         with whole_step(optimizers, self.get_scale):
-            self._take(optimizers, gradients, found, state, None if asks else found, skipped, clip)
+            self._take(
+                optimizers,
+                gradients,
+                found,
+                state,
+                None if asks else found,
+                skipped,
+                clip,
+            )
         if skipped:
             self._raise_if_stuck(int(state.stuck))
         elif not asks:
             self._stuck.send(state.stuck)
 
     def _take(
-        self, optimizers: tuple[Optimizer, ...], gradients: Gradients, found: Tensor, state: Scale, told: Tensor | None,
-        skipped: bool, clip: float | None,
-    ) -> None:  # fmt: skip
+        self,
+        optimizers: tuple[Optimizer, ...],
+        gradients: Gradients,
+        found: Tensor,
+        state: Scale,
+        told: Tensor | None,
+        skipped: bool,
+        clip: float | None,
+    ) -> None:
         """The step itself; ``told`` is what a fused optimizer is told, in place of a look at ``found``."""
         if skipped:
             self._explain(gradients, state)
@@ -194,30 +242,51 @@ class LossScaler:
                 nn.utils.clip_grad_norm_(gradients.parameters, clip)
             for optimizer in optimizers:
                 _step(optimizer, told)
-        keep = self._loss_bad is not None and self.bad_loss == "keep" and not _distributed()
-        state.update(found, self._loss_bad & (found > 0) if keep and self._loss_bad is not None else None)
+        keep = (
+            self._loss_bad is not None
+            and self.bad_loss == "keep"
+            and not _distributed()
+        )
+        state.update(
+            found,
+            self._loss_bad & (found > 0)
+            if keep and self._loss_bad is not None
+            else None,
+        )
         self._found, self._used = found, tuple(map(weakref.ref, optimizers))
         self._known.update(optimizers)
         self._order.after_step(gradients.parameters)
         self.steps += 1
         self._forget()
 
-    def _unscale(self, optimizers: tuple[Optimizer, ...], where: str, clip: float | None = None) -> tuple[Gradients, Tensor]:
+    def _unscale(
+        self, optimizers: tuple[Optimizer, ...], where: str, clip: float | None = None
+    ) -> tuple[Gradients, Tensor]:
         where = f"LossScaler.{where}"
         if not self._backwards:
-            what, do = "nothing was run backward by this scaler", "scaler.backward(loss) instead of loss.backward()"
+            what, do = (
+                "nothing was run backward by this scaler",
+                "scaler.backward(loss) instead of loss.backward()",
+            )
             if self.steps:
                 what += " since its last step"
                 do += "; give all optimizers of a step to one call: scaler.step(first, second)"
             raise ScalerError(what, where=where, do=do)
         if self._unscaled is not None:
-            raise ScalerError("the gradients of this step are unscaled already", where=where)
+            raise ScalerError(
+                "the gradients of this step are unscaled already", where=where
+            )
         gradients = Gradients(optimizers, self._names)
         _check_clip(gradients, clip, where)
         self._check_order(gradients, where)
-        if torch.bfloat16 in gradients.dtypes() or (self._watch is not None and self._watch.autocast_to(torch.bfloat16)):
-            self._warn("bf16", "bfloat16 has the range of float32: its gradients need no loss scale, and a scaler can only "
-                       "skip steps that would have been good (LossScaler(enabled=False) passes through)")  # fmt: skip
+        if torch.bfloat16 in gradients.dtypes() or (
+            self._watch is not None and self._watch.autocast_to(torch.bfloat16)
+        ):
+            self._warn(
+                "bf16",
+                "bfloat16 has the range of float32: its gradients need no loss scale, and a scaler can only "
+                "skip steps that would have been good (LossScaler(enabled=False) passes through)",
+            )
         state = self._on(gradients.values()[0].device)
         return gradients, gradients.unscale_(state.scale, self.saturation)
 
@@ -244,12 +313,23 @@ class LossScaler:
         Call it between ``backward`` and ``step``, or after ``step`` while the gradients are there. Without arguments,
         the optimizers of the last step.
         """
-        given = optimizers or tuple(o for used in self._used if (o := used()) is not None)
+        given = optimizers or tuple(
+            o for used in self._used if (o := used()) is not None
+        )
         if not given:
-            raise ScalerError("which gradients?", where="LossScaler.underflow", do="scaler.underflow(optimizer)")
+            raise ScalerError(
+                "which gradients?",
+                where="LossScaler.underflow",
+                do="scaler.underflow(optimizer)",
+            )
         scale = self.get_scale()
         scaled = bool(self._backwards) and self._unscaled is None and self.enabled
-        return underflow(Gradients(given, self._names).values(), scale, 1.0 if scaled else scale, format)
+        return underflow(
+            Gradients(given, self._names).values(),
+            scale,
+            1.0 if scaled else scale,
+            format,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, between steps. ``torch.amp.GradScaler`` reads it, and its own can be loaded here."""
@@ -265,14 +345,21 @@ class LossScaler:
 
     def _on(self, device: torch.device) -> Scale:
         if self._state is None:
-            self._state = Scale(self.rule, device, floor=self.floor, ceiling=self.ceiling, **self._start)
+            self._state = Scale(
+                self.rule, device, floor=self.floor, ceiling=self.ceiling, **self._start
+            )
         return self._state
 
     def _names(self) -> dict[int, str]:
         return {} if self._watch is None else self._watch.names()
 
     def _forget(self) -> None:
-        self._backwards, self._unscaled, self._loss_bad, self._stepping = 0, None, None, False
+        self._backwards, self._unscaled, self._loss_bad, self._stepping = (
+            0,
+            None,
+            None,
+            False,
+        )
         self._done.clear()
         self._graph.clear()
         if self._watch is not None:
@@ -280,46 +367,76 @@ class LossScaler:
 
     def _explain(self, gradients: Gradients, state: Scale) -> None:
         bad = self._loss_bad is not None and bool(self._loss_bad)
-        about = {"step": self.steps, "scale": float(state.scale), "loss_finite": not bad}
-        skip = Skip.explained(gradients, self._graph, self._watch, self.saturation, about)
+        about = {
+            "step": self.steps,
+            "scale": float(state.scale),
+            "loss_finite": not bad,
+        }
+        skip = Skip.explained(
+            gradients, self._graph, self._watch, self.saturation, about
+        )
         self.skips.append(skip)
         log.info("%s", skip)
         if bad:
-            more = "the scale stays as it is" if self.bad_loss == "keep" else "a lower scale will not help"
-            self._warn("nan-loss", "the loss itself was NaN or Inf before it was scaled, so the scale is not to blame: the "
-                       f"step is skipped and {more}; look at the data and the weights. {skip}")  # fmt: skip
+            more = (
+                "the scale stays as it is"
+                if self.bad_loss == "keep"
+                else "a lower scale will not help"
+            )
+            self._warn(
+                "nan-loss",
+                "the loss itself was NaN or Inf before it was scaled, so the scale is not to blame: the "
+                f"step is skipped and {more}; look at the data and the weights. {skip}",
+            )
 
     def _raise_if_stuck(self, stuck: int) -> None:
         if self.patience is not None and stuck >= self.patience:
             if self._state is not None:
                 self._state.stuck.zero_()
             self._stuck.forget()
-            raise StuckError(**diagnosis(stuck, self.get_scale(), self.rule.name, self.last_skip))
+            raise StuckError(
+                **diagnosis(stuck, self.get_scale(), self.rule.name, self.last_skip)
+            )
 
     def _check_loss(self, loss: Tensor) -> None:
         check_loss(loss)
         if any(done() is loss for done in self._done):
-            raise ScalerError("this loss was run backward already, and its graph was freed", where="LossScaler.backward",
-                              do="backward once, or retain_graph=True the first time")  # fmt: skip
-        if loss.dtype is torch.float16 and "fp16-loss" not in self._told and self.get_scale() > LARGEST["float16"]:
-            self._warn("fp16-loss", "the loss is float16, in which a scale above 65504 is Inf: steps will be skipped until "
-                       "it is lower; compute the loss in float32 (loss.float(), or what autocast does)")  # fmt: skip
+            raise ScalerError(
+                "this loss was run backward already, and its graph was freed",
+                where="LossScaler.backward",
+                do="backward once, or retain_graph=True the first time",
+            )
+        if (
+            loss.dtype is torch.float16
+            and "fp16-loss" not in self._told
+            and self.get_scale() > LARGEST["float16"]
+        ):
+            self._warn(
+                "fp16-loss",
+                "the loss is float16, in which a scale above 65504 is Inf: steps will be skipped until "
+                "it is lower; compute the loss in float32 (loss.float(), or what autocast does)",
+            )
         if torch.is_autocast_enabled(loss.device.type):
-            self._warn("autocast-backward", "backward ran inside autocast, where only forward pass and loss belong")
+            self._warn(
+                "autocast-backward",
+                "backward ran inside autocast, where only forward pass and loss belong",
+            )
 
     def _check_order(self, gradients: Gradients, where: str) -> None:
         if stale := self._order.stale(gradients):
             raise ScalerError(
-                "scaled gradients were added to the unscaled ones of the step before", where=f"{where}: {listed(stale)}",
+                "scaled gradients were added to the unscaled ones of the step before",
+                where=f"{where}: {listed(stale)}",
                 do="optimizer.zero_grad() after each step",
-            )  # fmt: skip
+            )
         ask = self._watch is not None or gradients.parameters[0].device.type != "cuda"
         if changed := self._order.changed(gradients, ask=ask):
             self._warn(
-                "changed-gradients", f"{listed(changed)}: the gradient was changed between backward and step, where it is "
+                "changed-gradients",
+                f"{listed(changed)}: the gradient was changed between backward and step, where it is "
                 "still multiplied by the scale. A clip there cuts far too low, another scaler unscales twice, and a plain "
                 "loss.backward() adds what is not scaled: use step(clip=...), or call unscale() first",
-            )  # fmt: skip
+            )
 
     def _warn(self, rule: str, text: str) -> None:
         if rule not in self._told:
@@ -331,7 +448,10 @@ def _step(optimizer: Any, found: Tensor | None) -> None:
     if found is None:
         optimizer.step()
         return
-    optimizer.grad_scale, optimizer.found_inf = None, found  # torch's contract with fused optimizers
+    optimizer.grad_scale, optimizer.found_inf = (
+        None,
+        found,
+    )  # torch's contract with fused optimizers
     try:
         optimizer.step()
     finally:
@@ -341,11 +461,19 @@ def _step(optimizer: Any, found: Tensor | None) -> None:
 def _check_clip(gradients: Gradients, clip: float | None, where: str) -> None:
     if clip is not None and (gradients.sparse or not clip > 0):
         raise ScalerError(
-            "sparse gradients cannot be clipped" if gradients.sparse else "clip is the largest norm of the gradients",
-            where=where, expected="dense gradients" if gradients.sparse else "a positive number", got=f"clip={clip}",
-        )  # fmt: skip
+            "sparse gradients cannot be clipped"
+            if gradients.sparse
+            else "clip is the largest norm of the gradients",
+            where=where,
+            expected="dense gradients" if gradients.sparse else "a positive number",
+            got=f"clip={clip}",
+        )
 
 
 def _distributed() -> bool:
     distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )

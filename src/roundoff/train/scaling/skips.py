@@ -32,8 +32,15 @@ _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 class Call:
     """One call of the model, and the gradients of its outputs (``gradients``: by place among all outputs)."""
 
-    def __init__(self, modules: Modules, args: Any, kwargs: Any, buffers: dict[str, Tensor]) -> None:
-        self.args, self.kwargs, self.buffers, self.made = args, kwargs, buffers, next(_made)
+    def __init__(
+        self, modules: Modules, args: Any, kwargs: Any, buffers: dict[str, Tensor]
+    ) -> None:
+        self.args, self.kwargs, self.buffers, self.made = (
+            args,
+            kwargs,
+            buffers,
+            next(_made),
+        )
         self.modules = modules
         self.training = [module.training for module, _ in modules]
         self.random = _random_states()
@@ -60,7 +67,11 @@ class Call:
         _set_random_states(self.random)
         with ExitStack() as stack:
             for device, (enabled, dtype, cached) in self.autocast.items():
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
+                stack.enter_context(
+                    torch.autocast(
+                        device, dtype=dtype, enabled=enabled, cache_enabled=cached
+                    )
+                )
             if self.region is not None:
                 stack.enter_context(self.region.again())
             stack.callback(torch.clear_autocast_cache)
@@ -89,7 +100,9 @@ class Steps:
     def __init__(self, model: nn.Module) -> None:
         outer, model = model, _unwrapped(model)
         self.model = model
-        self.sharded = any(type(module).__name__ in _SHARDED for module in (outer, *model.modules()))
+        self.sharded = any(
+            type(module).__name__ in _SHARDED for module in (outer, *model.modules())
+        )
         self.calls: list[Call] = []
         self.paused = False
         self._open: list[Call] = []
@@ -97,8 +110,12 @@ class Steps:
         self._statistics: set[str] = set()
         self._modules: Modules = []
         handles = (
-            model.register_forward_pre_hook(_Hook(self, "_before"), with_kwargs=True, prepend=True),
-            model.register_forward_hook(_Hook(self, "_after"), with_kwargs=True, always_call=True),
+            model.register_forward_pre_hook(
+                _Hook(self, "_before"), with_kwargs=True, prepend=True
+            ),
+            model.register_forward_hook(
+                _Hook(self, "_after"), with_kwargs=True, always_call=True
+            ),
         )
         self.remove = weakref.finalize(self, _remove, handles)
 
@@ -109,23 +126,46 @@ class Steps:
 
     def names(self) -> dict[int, str]:
         """Parameter names by identity."""
-        return {id(parameter): _clean(name) for name, parameter in self.model.named_parameters()}
+        return {
+            id(parameter): _clean(name)
+            for name, parameter in self.model.named_parameters()
+        }
 
     def spoilt(self) -> list[str]:
         """Buffers, such as running statistics, that hold NaN or Inf now."""
-        buffers = {_clean(name): b for name, b in self.model.named_buffers() if b.is_floating_point() and not b.is_sparse}
-        return [name for name, buffer in buffers.items() if not bool(torch.isfinite(buffer).all())]
+        buffers = {
+            _clean(name): b
+            for name, b in self.model.named_buffers()
+            if b.is_floating_point() and not b.is_sparse
+        }
+        return [
+            name
+            for name, buffer in buffers.items()
+            if not bool(torch.isfinite(buffer).all())
+        ]
 
     def autocast_to(self, dtype: torch.dtype) -> bool:
         """Whether a call of this step ran under torch's autocast to ``dtype``."""
-        return any(on and to is dtype for call in self.calls for on, to, _ in call.autocast.values())
+        return any(
+            on and to is dtype
+            for call in self.calls
+            for on, to, _ in call.autocast.values()
+        )
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is not self.model or self.paused or not torch.is_grad_enabled():
             return
         if not self.calls:  # once a step: walking through a large model takes its time
             self._modules = [(module, path) for path, module in model.named_modules()]
-        buffers = {n: b.detach().clone() for n, b in _buffers(self._modules) if n in self._own} if self._own else {}
+        buffers = (
+            {
+                n: b.detach().clone()
+                for n, b in _buffers(self._modules)
+                if n in self._own
+            }
+            if self._own
+            else {}
+        )
         self._open.append(Call(self._modules, args, kwargs, buffers))
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
@@ -135,7 +175,11 @@ class Steps:
         before, buffers = call.written["buffers"], _buffers(call.modules)
         now = tuple(_version(buffer) for _, buffer in buffers)
         if before != now:
-            written = {name for (name, _), old, new in zip(buffers, before, now, strict=False) if old != new}
+            written = {
+                name
+                for (name, _), old, new in zip(buffers, before, now, strict=False)
+                if old != new
+            }
             if not written <= self._own | self._statistics:
                 self._statistics = _statistics(model)
                 self._own |= written - self._statistics
@@ -144,7 +188,11 @@ class Steps:
             return  # the call has failed
         seen: set[int] = set()  # one tensor may be given twice
         for place, tensor in enumerate(tree_leaves(output)):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None and id(tensor) not in seen:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.grad_fn is not None
+                and id(tensor) not in seen
+            ):
                 seen.add(id(tensor))
                 node: Any = tensor.grad_fn
                 node.metadata[OUTPUT] = place
@@ -212,22 +260,35 @@ def _statistics(model: nn.Module) -> set[str]:
     """Buffers of normalizations that training writes but does not read."""
     found = set()
     for path, module in model.named_modules():
-        if isinstance(module, (nn.modules.batchnorm._NormBase, nn.SyncBatchNorm)) and module.training:
-            found |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)}
+        if (
+            isinstance(module, (nn.modules.batchnorm._NormBase, nn.SyncBatchNorm))
+            and module.training
+        ):
+            found |= {
+                f"{path}.{name}".lstrip(".")
+                for name, _ in module.named_buffers(recurse=False)
+            }
     return found
 
 
 def _buffers(modules: Modules) -> list[tuple[str, Tensor]]:
     return [
         (f"{path}.{name}" if path else name, buffer)
-        for module, path in modules if module._buffers for name, buffer in module._buffers.items() if buffer is not None
-    ]  # fmt: skip
+        for module, path in modules
+        if module._buffers
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
 
 
 def _versions(modules: Modules, args: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
-    every = (p for module, _ in modules for p in module._parameters.values() if p is not None)
+    every = (
+        p for module, _ in modules for p in module._parameters.values() if p is not None
+    )
     return {
-        "inputs": tuple(_version(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)),
+        "inputs": tuple(
+            _version(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        ),
         "parameters": tuple(map(_version, every)),
         "buffers": tuple(_version(buffer) for _, buffer in _buffers(modules)),
     }
@@ -238,7 +299,11 @@ def _version(tensor: Tensor) -> int:
 
 
 def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "cpu": torch.get_rng_state()}  # noqa: NPY002
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "cpu": torch.get_rng_state(),
+    }
     cuda: Any = torch.cuda
     if cuda.is_available() and cuda.is_initialized():
         states["cuda"] = cuda.get_rng_state_all()
@@ -247,7 +312,7 @@ def _random_states() -> dict[str, Any]:
 
 def _set_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
+    np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state_all(states["cuda"])
@@ -255,11 +320,18 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 def _autocast_states() -> dict[str, tuple[bool, torch.dtype, bool]]:
     cached = torch.is_autocast_cache_enabled()
-    return {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cached) for d in _devices()}
+    return {
+        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cached)
+        for d in _devices()
+    }
 
 
 def _devices() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    accelerator = (
+        torch.accelerator.current_accelerator()
+        if hasattr(torch, "accelerator")
+        else None
+    )
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 

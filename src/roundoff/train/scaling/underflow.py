@@ -43,7 +43,12 @@ class Underflow:
         return asdict(self)
 
 
-def underflow(gradients: Sequence[Tensor], scale: float, factor: float | None = None, fmt: str = "fp16") -> Underflow:
+def underflow(
+    gradients: Sequence[Tensor],
+    scale: float,
+    factor: float | None = None,
+    fmt: str = "fp16",
+) -> Underflow:
     """Measure ``gradients``, which times ``factor`` are those at ``scale`` (``scale`` itself where they are unscaled).
 
     NaN and Inf are counted and left out. One read of all values, in float64 chunks of the tensors.
@@ -67,6 +72,12 @@ def underflow(gradients: Sequence[Tensor], scale: float, factor: float | None = 
     there = values - zero - bad
     largest *= factor / scale
     return Underflow(
-        target.name, scale, lost / there if there else None, zero / values if values else 0.0, largest,
-        power_below(target.max_finite * 2.0**-MARGIN, largest) if largest else None, values, bad,
-    )  # fmt: skip
+        target.name,
+        scale,
+        lost / there if there else None,
+        zero / values if values else 0.0,
+        largest,
+        power_below(target.max_finite * 2.0**-MARGIN, largest) if largest else None,
+        values,
+        bad,
+    )

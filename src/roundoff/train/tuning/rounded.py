@@ -47,7 +47,9 @@ class Straight(Plain):
             how = rule.activation if operand.role == "activation" else rule.weight
             if how is not None and (operand.role != "bias" or rule.bias):
                 x = leaves[operand.leaf]
-                leaves[operand.leaf] = straight(x, round_operand(x, operand, fmt), fmt, written=True)
+                leaves[operand.leaf] = straight(
+                    x, round_operand(x, operand, fmt), fmt, written=True
+                )
         result = call.again(leaves)
         result = tree_map(lambda y: _output(y, fmt) if _floating(y) else y, result)
         return call.leaves[0].copy_(result) if call.operator.inplace else result
@@ -78,7 +80,11 @@ class Autocast(Straight):
     def format_of(self, call: Call) -> Format | None:
         """The format of this call under autocast."""
         kind = listed(call.operator.name, self.device)
-        lower = self._arrives(call) if call.operator.inplace or kind in ("follow", "promote") else kind == "lower"
+        lower = (
+            self._arrives(call)
+            if call.operator.inplace or kind in ("follow", "promote")
+            else kind == "lower"
+        )
         if lower:
             self.chosen[str(call.site)] = self.fmt.name
         return self.fmt if lower else None
@@ -90,7 +96,9 @@ class Autocast(Straight):
             operands = [o for o in operands if o.leaf == 0]
         elif call.kind != "normalization" and len(operands) < len(call.operands):
             return False
-        return bool(operands) and all(o.sources and all(s in self.chosen for s in o.sources) for o in operands)
+        return bool(operands) and all(
+            o.sources and all(s in self.chosen for s in o.sources) for o in operands
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,11 @@ class Gradients:
 
 
 def gradients_of(
-    workload: Workload, formats: Mapping[str, str] | Straight | None = None, *, batches: int | None = None, seed: int = 0,
+    workload: Workload,
+    formats: Mapping[str, str] | Straight | None = None,
+    *,
+    batches: int | None = None,
+    seed: int = 0,
     scale: float = 1.0,
 ) -> list[Gradients]:
     """Loss and gradients of the first ``batches`` batches in training mode, with ``formats`` (site to format, or a
@@ -110,7 +122,9 @@ def gradients_of(
     The loss is multiplied by ``scale`` for the backward pass, and the gradients divided by it. The model is left as it was.
     """
     if not isinstance(formats, Straight):
-        formats = Straight({site: parse_format(name) for site, name in (formats or {}).items()})
+        formats = Straight(
+            {site: parse_format(name) for site, name in (formats or {}).items()}
+        )
     found = []
     with preserve(workload.model):
         workload.model.train()
@@ -127,29 +141,53 @@ def gradients_of(
 def backward(workload: Workload, loss: Tensor, scale: float = 1.0) -> Gradients:
     """The gradients of a loss, computed from ``scale`` times the loss and divided by it; ``.grad`` is not touched."""
     weights = trainable(workload)
-    values: tuple[Tensor | None, ...] = torch.autograd.grad(loss * scale, list(weights.values()), allow_unused=True)
-    return Gradients(float(loss.detach()), {n: g / scale for n, g in zip(weights, values, strict=True) if g is not None})
+    values: tuple[Tensor | None, ...] = torch.autograd.grad(
+        loss * scale, list(weights.values()), allow_unused=True
+    )
+    return Gradients(
+        float(loss.detach()),
+        {n: g / scale for n, g in zip(weights, values, strict=True) if g is not None},
+    )
 
 
 def loss_of(workload: Workload, batch: Any) -> Tensor:
     """The loss of one batch. Raises ``WorkloadError`` where the workload has none, or it is not one number."""
     if workload.loss is None:
-        raise WorkloadError("the workload has no loss", where=workload.name, expected="loss(output, batch)",
-                            do="define loss(output, batch) in the workload: tuning needs its gradients")  # fmt: skip
+        raise WorkloadError(
+            "the workload has no loss",
+            where=workload.name,
+            expected="loss(output, batch)",
+            do="define loss(output, batch) in the workload: tuning needs its gradients",
+        )
     loss: Any = workload.loss(workload.run(batch), batch)
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise WorkloadError("the loss is not one number", where=f"{workload.name}, loss",
-                            expected="a floating-point tensor of one element",
-                            got=f"{loss.dtype}, shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss)),
-                            do="take its mean")  # fmt: skip
+    if (
+        not isinstance(loss, Tensor)
+        or loss.numel() != 1
+        or not loss.is_floating_point()
+    ):
+        raise WorkloadError(
+            "the loss is not one number",
+            where=f"{workload.name}, loss",
+            expected="a floating-point tensor of one element",
+            got=f"{loss.dtype}, shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else repr(type(loss)),
+            do="take its mean",
+        )
     found: Tensor = loss.reshape(())
     return found
 
 
 def trainable(workload: Workload) -> dict[str, nn.Parameter]:
     """The parameters that have gradients, by name. Raises ``WorkloadError`` where there are none."""
-    found = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
+    found = {
+        name: p for name, p in workload.model.named_parameters() if p.requires_grad
+    }
     if not found:
-        raise WorkloadError("the model has no trainable parameters", where=workload.name,
-                            expected="parameters with requires_grad", do="unfreeze what is to be trained")  # fmt: skip
+        raise WorkloadError(
+            "the model has no trainable parameters",
+            where=workload.name,
+            expected="parameters with requires_grad",
+            do="unfreeze what is to be trained",
+        )
     return found

@@ -26,15 +26,44 @@ class Search:
     """The optimisation: a budget, the baseline, and the plans between them."""
 
     def __init__(
-        self, workload: Workload, on: str, measured: list[str], offered: list[str], half: str, device: str, loss: bool,
-        cost: str, table: Any, given: Budget | None,
-        pin: dict[str, str], allow: dict[str, Sequence[str]], batches: int, probes: int | None, seed: int,
+        self,
+        workload: Workload,
+        on: str,
+        measured: list[str],
+        offered: list[str],
+        half: str,
+        device: str,
+        loss: bool,
+        cost: str,
+        table: Any,
+        given: Budget | None,
+        pin: dict[str, str],
+        allow: dict[str, Sequence[str]],
+        batches: int,
+        probes: int | None,
+        seed: int,
         progress: Progress | None,
-    ) -> None:  # fmt: skip
-        self.workload, self.on, self.measured, self.offered = workload, on, measured, offered
+    ) -> None:
+        self.workload, self.on, self.measured, self.offered = (
+            workload,
+            on,
+            measured,
+            offered,
+        )
         self.half, self.device = half, device
-        self.loss, self.cost, self.table, self.pin, self.allow = loss, cost, table, pin, allow
-        self.batches, self.probes, self.seed, self.progress = batches, probes, seed, progress
+        self.loss, self.cost, self.table, self.pin, self.allow = (
+            loss,
+            cost,
+            table,
+            pin,
+            allow,
+        )
+        self.batches, self.probes, self.seed, self.progress = (
+            batches,
+            probes,
+            seed,
+            progress,
+        )
         self.given = given
         self.scale = 1.0
         self.autocast: dict[str, str] = {}
@@ -45,19 +74,33 @@ class Search:
         self.scale = SCALE if "fp16" in self.measured else 1.0
         while True:
             handler = Autocast(fmt, self.device)
-            found = gradients_of(self.workload, handler, batches=self.batches, seed=self.seed, scale=self.scale)
-            finite = all(bool(g.isfinite().all()) for one in found for g in one.weights.values())
+            found = gradients_of(
+                self.workload,
+                handler,
+                batches=self.batches,
+                seed=self.seed,
+                scale=self.scale,
+            )
+            finite = all(
+                bool(g.isfinite().all()) for one in found for g in one.weights.values()
+            )
             if finite or self.scale <= 1.0:
                 break
             self.scale /= 4
         if self.given is None:
             self.around(handler.chosen)
         else:
-            held, target = self.given.about["formats"], self.given.about["target"]["name"]
+            held, target = (
+                self.given.about["formats"],
+                self.given.about["target"]["name"],
+            )
             if not set(self.measured) <= set(held) or "gradients" not in target:
-                raise PlanError("this budget is not one of these gradients", where="budget",
-                                expected=f"the budget of an earlier tune in {', '.join(self.measured)}",
-                                got=f"{target} in {', '.join(held)}")  # fmt: skip
+                raise PlanError(
+                    "this budget is not one of these gradients",
+                    where="budget",
+                    expected=f"the budget of an earlier tune in {', '.join(self.measured)}",
+                    got=f"{target} in {', '.join(held)}",
+                )
             self._use(self.given)
         # what no gradient reaches costs no noise, and stays in fp32 in every plan: left out of both sides
         followed = {s["site"] for s in self.budget.sites if not s["no_path"]}
@@ -65,21 +108,41 @@ class Search:
 
     def around(self, formats: Mapping[str, str]) -> None:
         """Measure the budget, with derivatives that jump smeared over the errors that ``formats`` make."""
-        self._use(gradient_budget(
-            self.workload, self.measured, loss=self.loss, around=formats, batches=self.batches, probes=self.probes,
-            seed=self.seed, scale=self.scale, progress=self.progress,
-        ))  # fmt: skip
+        self._use(
+            gradient_budget(
+                self.workload,
+                self.measured,
+                loss=self.loss,
+                around=formats,
+                batches=self.batches,
+                probes=self.probes,
+                seed=self.seed,
+                scale=self.scale,
+                progress=self.progress,
+            )
+        )
 
     def _use(self, budget: Budget) -> None:
         self.budget = budget
-        losses = {s["site"]: "fp32" for s in self.budget.sites if _is_loss(s["operator"])}
-        self.problem = Problem(self.budget, self.cost, self.table, {**self.pin, **losses}, self.allow, self.offered)
+        losses = {
+            s["site"]: "fp32" for s in self.budget.sites if _is_loss(s["operator"])
+        }
+        self.problem = Problem(
+            self.budget,
+            self.cost,
+            self.table,
+            {**self.pin, **losses},
+            self.allow,
+            self.offered,
+        )
 
     def within(self, bound: float) -> dict[str, str]:
         """The most exact plan of at most this cost; the cheapest where none is."""
         if bound < self.problem.cost_of(cheapest := self.problem.lowest()[0]):
             return cheapest
-        return self.problem.sites(solve(self.problem.decisions, self.problem.edges, max_cost=bound))
+        return self.problem.sites(
+            solve(self.problem.decisions, self.problem.edges, max_cost=bound)
+        )
 
     def plan(self, aim: str, extra: float, shift: float = 0.0) -> dict[str, str]:
         """The plan of an aim; ``shift`` dB more than autocast is predicted to have, for the cheapest."""
@@ -94,7 +157,10 @@ class Search:
 
     def pareto(self) -> list[dict[str, Any]]:
         """The most exact plan at each of some costs between the least and that of fp32."""
-        lowest, full = self.problem.cost_of(self.problem.lowest()[0]), self.problem.cost_of({})
+        lowest, full = (
+            self.problem.cost_of(self.problem.lowest()[0]),
+            self.problem.cost_of({}),
+        )
         points: list[dict[str, Any]] = []
         least = math.inf
         for index in range(POINTS):
@@ -105,23 +171,54 @@ class Search:
                 continue
             noise = self.budget.predict(chosen).noise
             spent = self.problem.cost_of(chosen)
-            if noise >= least:  # no better than a cheaper one: the solver adds powers, this prediction correlates
+            if (
+                noise >= least
+            ):  # no better than a cheaper one: the solver adds powers, this prediction correlates
                 continue
             least = noise
-            points.append({"cost": spent, "of_fp32": spent / full if full else 1.0, "predicted_db": decibels(noise),
-                           "fp32_operators": self.fp32(chosen)})  # fmt: skip
+            points.append(
+                {
+                    "cost": spent,
+                    "of_fp32": spent / full if full else 1.0,
+                    "predicted_db": decibels(noise),
+                    "fp32_operators": self.fp32(chosen),
+                }
+            )
         return points
 
     def ranking(self) -> list[dict[str, Any]]:
         """Sites in the half format, worst first, with the parts of their noise in dB."""
         rows = []
-        for row in self.budget.table.filter(self.budget.table["format"] == self.half).iter_rows(named=True):
-            terms = [t for t in self.budget.rows(row["site"], self.half) if t.part == "gradient"]
-            keys = ("site", "operator", "sqnr_db", "stderr_db", "share", "activation_db", "weight_db", "output_db", "note")
-            rows.append({key: row[key] for key in keys} | {"gradient_db": decibels(power(terms)[0])})
+        for row in self.budget.table.filter(
+            self.budget.table["format"] == self.half
+        ).iter_rows(named=True):
+            terms = [
+                t
+                for t in self.budget.rows(row["site"], self.half)
+                if t.part == "gradient"
+            ]
+            keys = (
+                "site",
+                "operator",
+                "sqnr_db",
+                "stderr_db",
+                "share",
+                "activation_db",
+                "weight_db",
+                "output_db",
+                "note",
+            )
+            rows.append(
+                {key: row[key] for key in keys}
+                | {"gradient_db": decibels(power(terms)[0])}
+            )
         return rows
 
 
 def _is_loss(operator: str) -> bool:
     """Losses stay in fp32: their sums are where a format is worth least and hurts most, and autocast keeps them there."""
-    return "_loss" in operator or operator in ("kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+    return "_loss" in operator or operator in (
+        "kl_div",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+    )

@@ -55,20 +55,48 @@ class Trials:
     ``scale`` multiplies the loss before every backward pass and divides the gradients after it (loss scaling).
     """
 
-    def __init__(self, workload: Workload, *, steps: int, batches: int, seed: int, scale: float = 1.0) -> None:
-        self.workload, self.steps, self.batches, self.seed, self.scale = workload, steps, batches, seed, scale
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        steps: int,
+        batches: int,
+        seed: int,
+        scale: float = 1.0,
+    ) -> None:
+        self.workload, self.steps, self.batches, self.seed, self.scale = (
+            workload,
+            steps,
+            batches,
+            seed,
+            scale,
+        )
         self.marks: list[_Mark] = []
         self.start = gradients_of(workload, batches=batches, seed=seed)
         self.reference = Trial(math.inf, 0.0, [], self._train(Straight({}), mark=True))
 
     def run(self, make: Callable[[], Straight]) -> Trial:
         """Gradients at the start and at the marks, and N steps of its own. ``make`` gives a handler for each pass."""
-        found = gradients_of(self.workload, make(), batches=self.batches, seed=self.seed, scale=self.scale)
-        errors = [abs(a.loss - b.loss) / abs(b.loss) if b.loss else 0.0 for a, b in zip(found, self.start, strict=True)]
+        found = gradients_of(
+            self.workload,
+            make(),
+            batches=self.batches,
+            seed=self.seed,
+            scale=self.scale,
+        )
+        errors = [
+            abs(a.loss - b.loss) / abs(b.loss) if b.loss else 0.0
+            for a, b in zip(found, self.start, strict=True)
+        ]
         along = []
         for mark in self.marks:
             with _weights(self.workload.model, mark.state):
-                (there,) = gradients_of(self._at(mark.step), make(), seed=self.seed + mark.step, scale=self.scale)
+                (there,) = gradients_of(
+                    self._at(mark.step),
+                    make(),
+                    seed=self.seed + mark.step,
+                    scale=self.scale,
+                )
             along.append((mark.step, sqnr([there], [mark.gradients])))
         return Trial(sqnr(found, self.start), max(errors), along, self._train(make()))
 
@@ -78,7 +106,9 @@ class Trials:
         model, found = self.workload.model, []
         region = autocast(what, model, policy=policy)
         with preserve(model), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=RuntimeWarning)  # what it would warn of is asked for below
+            warnings.filterwarnings(
+                "ignore", category=RuntimeWarning
+            )  # what it would warn of is asked for below
             model.train()
             for index, batch in enumerate(self.workload.batches[: self.batches]):
                 torch.manual_seed(self.seed + index)
@@ -90,7 +120,9 @@ class Trials:
     def _at(self, step: int) -> Workload:
         own = self.workload
         batch = own.batches[step % len(own.batches)]
-        return Workload(own.model, [batch], forward=own.forward, loss=own.loss, name=own.name)
+        return Workload(
+            own.model, [batch], forward=own.forward, loss=own.loss, name=own.name
+        )
 
     def _train(self, handler: Straight, *, mark: bool = False) -> list[float]:
         workload, model, losses = self.workload, self.workload.model, []
@@ -104,7 +136,9 @@ class Trials:
                 before = _state(model) if step in wanted else {}
                 mode.begin()
                 with torch.enable_grad(), mode:
-                    loss = loss_of(workload, workload.batches[step % len(workload.batches)])
+                    loss = loss_of(
+                        workload, workload.batches[step % len(workload.batches)]
+                    )
                 found = backward(workload, loss, self.scale)
                 losses.append(found.loss)
                 if step in wanted:
@@ -119,7 +153,9 @@ class Trials:
 
 def sqnr(candidate: Sequence[Gradients], reference: Sequence[Gradients]) -> float:
     """SQNR in dB of all gradients over all batches; ``inf`` where they are equal, ``-inf`` where one is not finite."""
-    return sqnr_db(noise([got.weights for got in candidate], [want.weights for want in reference]))
+    return sqnr_db(
+        noise([got.weights for got in candidate], [want.weights for want in reference])
+    )
 
 
 def _optimizer(workload: Workload) -> torch.optim.Optimizer:
@@ -127,13 +163,20 @@ def _optimizer(workload: Workload) -> torch.optim.Optimizer:
         return torch.optim.SGD(list(trainable(workload).values()), lr=RATE)
     made = workload.optimizer(workload.model)
     if not isinstance(made, torch.optim.Optimizer):
-        raise WorkloadError("optimizer made no optimizer", where=f"{workload.name}, optimizer(model)",
-                            expected="a torch.optim.Optimizer", got=type(made).__name__)  # fmt: skip
+        raise WorkloadError(
+            "optimizer made no optimizer",
+            where=f"{workload.name}, optimizer(model)",
+            expected="a torch.optim.Optimizer",
+            got=type(made).__name__,
+        )
     return made
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        n: t.detach().clone()
+        for n, t in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 @contextmanager

@@ -26,18 +26,28 @@ class Present:
 
     def loss(self) -> float | None:
         """The mean of the losses, without the scale."""
-        values = [float(loss) / (self.factor if scaled else 1.0) for loss, scaled in self.losses]
+        values = [
+            float(loss) / (self.factor if scaled else 1.0)
+            for loss, scaled in self.losses
+        ]
         return sum(values) / len(values) if values else None
 
     def measure(self, optimizer: Optimizer, scale: float) -> bool:
         """Takes the gradients of one more optimizer, which are multiplied by ``scale``; False where it has none."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         if not gradients:
             return False
         bad, total, norm = _of(gradients)
         self.bad, self.elements = self.bad + bad, self.elements + total
         if bad < total:
-            self.norm = math.hypot(self.norm or 0.0, norm / scale if scale else math.nan)
+            self.norm = math.hypot(
+                self.norm or 0.0, norm / scale if scale else math.nan
+            )
         return True
 
     def forget_gradients(self) -> None:
@@ -54,7 +64,9 @@ def _of(gradients: Sequence[Tensor]) -> tuple[int, int, float]:
     """How many elements are NaN or Inf, how many there are, and the L2 norm of the others."""
     values = [g.detach()._values() if g.is_sparse else g.detach() for g in gradients]
     norms = torch._foreach_norm(values, 2, dtype=torch.float32)
-    norm = float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+    norm = float(
+        torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    )
     total = sum(value.numel() for value in values)
     if math.isfinite(norm):
         return 0, total, norm

@@ -40,7 +40,7 @@ RULES = {
     ),
     "fp16-on-cpu": SLOW_FP16,
     "adam-eps": "{optimizer} adds eps {eps:g} to float16 numbers, where it is 0: the first step divides by zero; eps=1e-4",
-}  # fmt: skip
+}
 
 
 def eps_vanishes(optimizer: torch.optim.Optimizer) -> float | None:
@@ -48,10 +48,19 @@ def eps_vanishes(optimizer: torch.optim.Optimizer) -> float | None:
     for group in optimizer.param_groups:
         eps: Any = group.get("eps")
         half = any(p.dtype is torch.float16 for p in group["params"])
-        if half and isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=torch.float16) == 0:
+        if (
+            half
+            and isinstance(eps, float)
+            and eps > 0
+            and torch.tensor(eps, dtype=torch.float16) == 0
+        ):
             return eps
     return None
 
 
 def has_bf16(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.dtype is torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
+    return any(
+        p.dtype is torch.bfloat16
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )

@@ -26,11 +26,15 @@ def summary(tensor: Tensor) -> Summary | Tensor | None:
     """What a row says of a tensor: on the CPU numbers, elsewhere ``[least, most, sum, norm]`` that nobody has waited for,
     None where there are no values to read (meta tensors)."""
     with torch._C.DisableTorchFunction():  # modes of the program don't see us
-        if _ordinary(tensor):  # nearly all are: a short way, since none of it is in the processor's caches
+        if _ordinary(
+            tensor
+        ):  # nearly all are: a short way, since none of it is in the processor's caches
             count = tensor.numel()
             run = compiled("sums", tensor.dtype)
             if run is not None and count % ROW == 0 and 2 * ROW <= count <= LARGEST:
-                low, high, total, squares, _ = run([tensor.detach().view(-1, ROW)])[0].tolist()
+                low, high, total, squares, _ = run([tensor.detach().view(-1, ROW)])[
+                    0
+                ].tolist()
                 if 2.0**-100 <= squares < math.inf:
                     return low, high, total / count, math.sqrt(squares), 0
         value, _ = plain(tensor.detach())
@@ -40,22 +44,34 @@ def summary(tensor: Tensor) -> Summary | Tensor | None:
             return None, None, None, None, 0
         if value.device.type == "cpu":
             return _read(value)
-        return torch.stack(reduced(value if value.dtype in _REDUCED else value.to(torch.float32)))
+        return torch.stack(
+            reduced(value if value.dtype in _REDUCED else value.to(torch.float32))
+        )
 
 
 def _ordinary(tensor: Tensor) -> bool:
     """A dense CPU tensor with memory of its own, of a type that has a compiled pass."""
     return (
-        type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_cpu and tensor.dtype in COMPILED
-        and not tensor.is_nested and tensor.is_contiguous() and not _wrapped(tensor) and bool(tensor.data_ptr())
-    )  # fmt: skip
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.dtype in COMPILED
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not _wrapped(tensor)
+        and bool(tensor.data_ptr())
+    )
 
 
 def _read(value: Tensor) -> Summary:
     """Of a CPU tensor with elements."""
     count, dtype = value.numel(), value.dtype
     run = compiled("sums", dtype) if dtype in COMPILED else None
-    whole = in_memory_order(value) if run and count % ROW == 0 and 2 * ROW <= count <= LARGEST else None
+    whole = (
+        in_memory_order(value)
+        if run and count % ROW == 0 and 2 * ROW <= count <= LARGEST
+        else None
+    )
     low = high = total = squares = math.nan
     if run is not None and whole is not None:
         low, high, total, squares, _ = run([whole.view(-1, ROW)])[0].tolist()
@@ -75,7 +91,12 @@ def reduced(value: Tensor) -> list[Tensor]:
     """
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32
     low, high = torch.aminmax(value)
-    return [low.to(wide), high.to(wide), value.sum(dtype=wide), torch.linalg.vector_norm(value, dtype=wide)]
+    return [
+        low.to(wide),
+        high.to(wide),
+        value.sum(dtype=wide),
+        torch.linalg.vector_norm(value, dtype=wide),
+    ]
 
 
 def fetched(values: Sequence[float], numel: int) -> Summary:

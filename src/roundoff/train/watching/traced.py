@@ -23,7 +23,9 @@ class _Beside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.cat([_found(gradient), gradient.new_ones(1, dtype=torch.float32)])
+        return gradient, torch.cat(
+            [_found(gradient), gradient.new_ones(1, dtype=torch.float32)]
+        )
 
 
 class Sink:
@@ -35,7 +37,9 @@ class Sink:
         first = next(iter(module.parameters()), None)
         device = torch.device("cpu") if first is None else first.device
         self.output = torch.zeros(4, device=device)
-        self.gradient = torch.zeros(5, device=device, requires_grad=True) if gradients else None
+        self.gradient = (
+            torch.zeros(5, device=device, requires_grad=True) if gradients else None
+        )
         self.numel = 0
         #: set by the compiled code whenever it runs
         self.written = False
@@ -43,9 +47,18 @@ class Sink:
     def look(self, output: Any) -> Any:
         """Traced by the compiler: what the module returns in place of ``output``, which is a tensor or a tuple that starts
         with one (anything else is not looked at)."""
-        if isinstance(output, tuple) and type(output) is tuple and output and isinstance(output[0], Tensor):
+        if (
+            isinstance(output, tuple)
+            and type(output) is tuple
+            and output
+            and isinstance(output[0], Tensor)
+        ):
             return (self.look(output[0]), *output[1:])
-        if not isinstance(output, Tensor) or not output.is_floating_point() or not output.numel():
+        if (
+            not isinstance(output, Tensor)
+            or not output.is_floating_point()
+            or not output.numel()
+        ):
             return output
         self.output.copy_(_found(output))
         self.written, self.numel = True, output.numel()

@@ -20,10 +20,9 @@ from common import FORMATS, clock, middle, options, progress, table, verdict, wo
 from one_site import Target, find_sites, rounding_alone
 
 import roundoff as ro
-from roundoff.attribute.target import target_tensors
-from roundoff.capture.execute import round_rows
 from roundoff.formats import PerAxis, parse_format, round_tensor
-from roundoff.workload import Workload
+from roundoff.ops import round_rows
+from roundoff.workload import Workload, target_tensors
 
 BAR = 30.0
 

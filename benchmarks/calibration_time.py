@@ -24,7 +24,7 @@ from roundoff.formats import (
     fake_quantize,
     parse_format,
 )
-from roundoff.quantize.observers import make_observer
+from roundoff.quantize import make_observer
 
 NAMES = ("minmax", "percentile", "entropy", "mse", "ifmr", "hfmg", "adjoint")
 #: those that search as IFMR does; the others are quicker or coarser by design

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 import torch
 
 from roundoff.errors import RoundoffError
-from roundoff.plan.rounded import run_batches
+from roundoff.plan import run_batches
 from roundoff.workload import Workload
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def measured_noise(
     reference: list[dict[str, torch.Tensor]],
 ) -> float:
     """Relative noise power of a real simulated run against reference targets."""
-    from roundoff.plan.rounded import noise
+    from roundoff.plan import noise
 
     return noise(run_batches(workload, formats).targets, reference)
 

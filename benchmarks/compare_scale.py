@@ -26,16 +26,16 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import roundoff as ro
-from roundoff.store import OPS
-from roundoff.store.schema import (
+from roundoff.record import (
     ABOUT,
     CHECKSUMS,
     OPERATORS,
+    OPS,
+    checksum,
     rank_name,
     site_name,
     step_name,
 )
-from roundoff.store.tensors import checksum
 
 SECONDS, GIGABYTES = 20.0, 2.0
 STATISTICS = ("min", "max", "mean", "l2", "std")

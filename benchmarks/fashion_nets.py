@@ -15,8 +15,8 @@ import torch
 from common import ROOT, progress
 from torch import Tensor, nn
 
-from roundoff.plan.budget import sqnr_db
-from roundoff.plan.rounded import noise
+from roundoff.budget import sqnr_db
+from roundoff.plan import noise
 
 sys.path.insert(0, str(ROOT / "examples"))
 from fashion_mnist import read

@@ -28,13 +28,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundoff.formats import Format, integer, parse_format
-from roundoff.quantize.graph import trace
-from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.options import Options
-from roundoff.quantize.qat.loop import train
-from roundoff.quantize.qat.prepare import convert, prepare_qat
-from roundoff.quantize.qat.training import Freezing, parameter_groups
-from roundoff.quantize.scheme import scheme
+from roundoff.quantize import (
+    Freezing,
+    Options,
+    QuantizedModel,
+    convert,
+    parameter_groups,
+    prepare_qat,
+    scheme,
+    trace,
+    train,
+)
 from roundoff.workload import Workload
 
 DATA = Path("/usr/share/datasets/fashion-mnist")

@@ -22,10 +22,9 @@ import torch
 from common import FORMATS, ROOT, options, progress, table, verdict
 
 import roundoff as ro
-from roundoff.attribute.target import target_tensors
-from roundoff.capture.calls import Call, float_tensors, watch
-from roundoff.plan.rounded import Plain
-from roundoff.workload import Workload
+from roundoff.ops import Call, float_tensors, watch
+from roundoff.plan import Plain
+from roundoff.workload import Workload, target_tensors
 
 BAR = 1.5
 ROWS = 32

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundoff.compare.metrics import measure
+from roundoff.compare import measure
 
 BARS = {torch.float32: 0.60, torch.bfloat16: 0.30}
 

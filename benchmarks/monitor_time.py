@@ -17,7 +17,7 @@ from capture_models import BUILDERS, build
 from common import clock, middle, options, progress, table, verdict
 from torch import Tensor, nn
 
-from roundoff.train.monitor import Monitor
+from roundoff.train import Monitor
 
 BAR = 1.08
 WARM, PAIRS = 3, 25

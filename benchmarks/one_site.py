@@ -14,10 +14,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from roundoff.capture.calls import Call, CallMode, _inner, watch
-from roundoff.capture.execute import execute, round_operand, round_output
 from roundoff.formats import Format
-from roundoff.plan.rounded import Plain
+from roundoff.ops import (
+    Call,
+    CallMode,
+    entered,
+    execute,
+    round_operand,
+    round_output,
+    watch,
+)
+from roundoff.plan import Plain
 from roundoff.workload import Workload
 
 
@@ -56,7 +63,7 @@ class _Counting(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self.recorder.seen.update({"", *self.mode.path})
-        inner = _inner(func)
+        inner = entered(func)
         if inner is not None:
             with self:
                 return inner(*args, **(kwargs or {}))
@@ -94,7 +101,7 @@ class OneSite(TorchFunctionMode):
         if self.count == self.target.ordinal:
             return self._round(args, kwargs)
         if self.count < self.target.ordinal:
-            inner = _inner(func)
+            inner = entered(func)
             if inner is not None:
                 with self:
                     return inner(*args, **kwargs)

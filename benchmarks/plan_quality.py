@@ -16,16 +16,13 @@ from common import FORMATS, measured_noise, options, progress, table, workloads
 from one_site import find_sites
 
 import roundoff as ro
-from roundoff.attribute.target import target_tensors
-from roundoff.capture.calls import watch
-from roundoff.capture.execute import round_operand
+from roundoff.budget import Budget, Problem
 from roundoff.errors import PlanError
 from roundoff.formats import parse_format
-from roundoff.plan.budget import Budget
-from roundoff.plan.choose import Problem
-from roundoff.plan.rounded import noise, run_batches
-from roundoff.train.tuning.rounded import Autocast
-from roundoff.workload import Workload
+from roundoff.ops import round_operand, watch
+from roundoff.plan import noise, run_batches
+from roundoff.train import Autocast
+from roundoff.workload import Workload, target_tensors
 
 BAR_DB, BAR_COST = 3.0, 15.0
 Targets = list[dict[str, torch.Tensor]]

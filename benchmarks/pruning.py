@@ -22,9 +22,8 @@ from common import table
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from roundoff.quantize.sparse import (
+from roundoff.quantize import (
     check_n_m,
-    cost,
     finish_,
     latency_ratio,
     n_m_masks,
@@ -33,6 +32,7 @@ from roundoff.quantize.sparse import (
     sparsify_,
     taylor_importance,
 )
+from roundoff.quantize.sparsity import cost
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from fashion_mnist import read

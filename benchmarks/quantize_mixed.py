@@ -21,7 +21,7 @@ from fashion_nets import Data, clock, nets, options, part, table, verdict
 from torch import Tensor, nn
 
 from roundoff.errors import RoundoffError
-from roundoff.quantize.fallback import Reached, average_bits, reach
+from roundoff.quantize import Reached, average_bits, reach
 from roundoff.workload import Workload
 
 FORMATS = ("w8a8", "w6a6", "w5a6", "w5a5", "w4a6", "w4a5", "w4a4", "w3a4")

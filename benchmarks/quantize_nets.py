@@ -42,14 +42,17 @@ from fashion_nets import (
 from torch import Tensor, nn
 
 import roundoff as ro
-from roundoff.export.deployed import Deployed
-from roundoff.export.onnx import export_onnx
-from roundoff.quantize import Options, Rounding
-from roundoff.quantize.given import site_formats
-from roundoff.quantize.graph import trace
-from roundoff.quantize.model import Passing, QuantizedModel
-from roundoff.quantize.observers import make_observer
-from roundoff.quantize.scheme import scheme
+from roundoff.export import Deployed, export_onnx
+from roundoff.quantize import (
+    Options,
+    Passing,
+    QuantizedModel,
+    Rounding,
+    make_observer,
+    scheme,
+    site_formats,
+    trace,
+)
 
 #: In this Python always; the others where an environment has them.
 HERE = ("ort-minmax-channel", "ort-minmax-tensor", "ort-percentile-channel")

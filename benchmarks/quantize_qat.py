@@ -30,9 +30,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roundoff as ro
-from roundoff.quantize.qat.loop import Distillation, train
-from roundoff.quantize.qat.prepare import convert, prepare_qat
-from roundoff.quantize.qat.training import parameter_groups
+from roundoff.quantize import (
+    Distillation,
+    convert,
+    parameter_groups,
+    prepare_qat,
+    train,
+)
 
 BATCH = 128
 

@@ -30,17 +30,20 @@ import torch
 from common import ROOT, options, progress, table, verdict
 from torch import Tensor, nn
 
-from roundoff.export.weights import write_checkpoint
+from roundoff.budget import sqnr_db
+from roundoff.export import write_checkpoint
 from roundoff.formats import parse_format
-from roundoff.plan.budget import sqnr_db
-from roundoff.quantize.graph import Graph, trace
-from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.options import Options
-from roundoff.quantize.pipeline import quantize
-from roundoff.quantize.repair.smoothing import smooth_
-from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.scheme import scheme
-from roundoff.quantize.sequential import round_in_order_
+from roundoff.quantize import (
+    Graph,
+    Options,
+    QuantizedModel,
+    Rounding,
+    quantize,
+    round_in_order_,
+    scheme,
+    smooth_,
+    trace,
+)
 from roundoff.workload import Workload
 
 sys.path.insert(0, str(ROOT / "examples"))

@@ -15,7 +15,7 @@ from common import FORMATS, measured_noise, options, progress, table, verdict, w
 from scipy.stats import spearmanr
 
 import roundoff as ro
-from roundoff.plan.rounded import run_batches
+from roundoff.plan import run_batches
 
 BAR = 0.97
 

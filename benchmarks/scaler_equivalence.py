@@ -18,7 +18,7 @@ from common import ROOT, options, table, verdict
 from torch import Tensor, nn
 
 import roundoff as ro
-from roundoff.train.scaling.scale_rules import Exponential, Scale
+from roundoff.train import Exponential, Scale
 
 sys.path.insert(0, str(ROOT / "tests" / "train"))
 from published import paddle, tensorflow

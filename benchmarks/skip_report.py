@@ -23,7 +23,7 @@ import torch
 from common import ROOT, progress, table, verdict
 
 import roundoff as ro
-from roundoff.train.scaling.skip import Skip
+from roundoff.train import Skip
 
 sys.path.insert(0, str(ROOT / "tests" / "train"))
 from planted import CASES, MODELS, Case, build

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import roundoff as ro
-from roundoff.plan.plan import Plan, Rule
+from roundoff.plan import Plan, Rule
 
 WARM, ROUNDS = 3, 40
 BAR = 1.05

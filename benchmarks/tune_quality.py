@@ -16,11 +16,10 @@ from common import ROOT, options, progress, table, verdict
 from scipy.stats import spearmanr
 
 import roundoff as ro
+from roundoff.budget import Budget
 from roundoff.errors import RoundoffError
-from roundoff.plan.budget import Budget
-from roundoff.train.tuning.rounded import gradients_of
-from roundoff.train.tuning.trial import sqnr
-from roundoff.train.tuning.tune import TunedRun
+from roundoff.train import gradients_of, sqnr
+from roundoff.verbs.tune import TunedRun
 from roundoff.workload import Workload
 
 BAR_EQUAL, BAR_MORE = 3.0, 10.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import roundoff as ro
-from roundoff.plan.rounded import noise, run_batches
+from roundoff.plan import noise, run_batches
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FASHION = Path("/usr/share/datasets/fashion-mnist")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from roundoff.cli.app import main
-from roundoff.store import Writer
+from roundoff.record.disk.writer import Writer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 

@@ -9,9 +9,9 @@ import torch
 
 import roundoff as ro
 from roundoff.cli.app import main
-from roundoff.export.artefact.folder import FILES
-from roundoff.export.artefact.loading import load_model
-from roundoff.plan.plan import Rule
+from roundoff.export.delivery.load import load_model
+from roundoff.plan.rules import Rule
+from roundoff.verbs.quantize import FILES
 
 WORKLOAD = """
 import torch

@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import roundoff
-from roundoff.capture.statistics import COLUMNS
-from roundoff.capture.statistics import measure as statistics
 from roundoff.compare.distance import (
     VALUES,
     Distances,
@@ -23,6 +21,8 @@ from roundoff.compare.distance import (
     relative,
 )
 from roundoff.compare.metrics import measure
+from roundoff.record.statistics import COLUMNS
+from roundoff.record.statistics import measure as statistics
 
 INF, NAN = math.inf, math.nan
 

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from roundoff.capture.kernel import ROW, compiled
-from roundoff.compare import rows
+from roundoff.compare import metric_rows as rows
 from roundoff.compare.exact import Totals, add_exact, grid_of
-from roundoff.compare.kernel import WIDE
+from roundoff.compare.metric_kernel import WIDE
+from roundoff.compare.metric_rows import add_rows
 from roundoff.compare.metrics import measure
-from roundoff.compare.rows import add_rows
+from roundoff.record.statistics_kernel import ROW, compiled
 
 #: As in test_metrics.py: fp32 sums of a row.
 ROWS = 2.0**-17

@@ -14,8 +14,8 @@ from roundoff.formats import choose_qparams, parse_format
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.options import Options
-from roundoff.quantize.scheme import scheme
-from roundoff.workload import Workload
+from roundoff.quantize.schemes import scheme
+from roundoff.workload.workload import Workload
 
 
 class Net(nn.Module):

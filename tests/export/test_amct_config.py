@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundoff.errors import QuantizationError
-from roundoff.export.amct import (
+from roundoff.export.amct.cfg import read_config
+from roundoff.export.amct.config import (
+    ADAROUND,
+    IFMR,
     AutoPrune,
     LayerConfig,
     Levels,
     Pruning,
     QuantizeConfig,
-    read_config,
-    write_config,
 )
-from roundoff.export.amct.config import ADAROUND, IFMR
+from roundoff.export.amct.write_cfg import write_config
 from roundoff.quantize.observers import make_observer
 
 pytest.importorskip("google.protobuf.text_format")

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from roundoff.capture.calls import Operand
-from roundoff.export.arithmetic import plainly, rounded
-from roundoff.export.stored import expresses
-from roundoff.export.tally import Power, code_steps
+from roundoff.export.onnx.arithmetic import plainly, rounded
+from roundoff.export.onnx.stored import expresses
+from roundoff.export.onnx.sums import Power, code_steps
 from roundoff.formats import (
     PerAxis,
     PerGroup,
@@ -19,6 +18,7 @@ from roundoff.formats import (
     QParams,
     parse_format,
 )
+from roundoff.ops.calls import Operand
 from roundoff.quantize.quantizer import Quantizer
 
 FLOATS = {

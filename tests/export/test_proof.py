@@ -15,15 +15,15 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from roundoff.errors import QuantizationError
-from roundoff.export.deployed import Deployed
-from roundoff.export.kernels import became
-from roundoff.export.onnx import export_fake_quant, export_onnx
-from roundoff.export.proof import Proof, prove
-from roundoff.export.runtime import Kernels, kernels
+from roundoff.export.onnx.deployed import Deployed
+from roundoff.export.onnx.export import export_fake_quant, export_onnx
+from roundoff.export.onnx.kernels import became
+from roundoff.export.onnx.proof import Proof, prove
+from roundoff.export.onnx.runtime import Kernels, kernels
 from roundoff.formats import choose_qparams, parse_format
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.pipeline import quantize
-from roundoff.workload import Workload
+from roundoff.workload.workload import Workload
 
 
 @pytest.fixture(scope="module")

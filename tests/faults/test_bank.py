@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import roundoff
-from roundoff.store.schema import site_name
+from roundoff.record.disk.schema import site_name
 
 from . import FAULTS, Fault, clean_pairs, record
 from .bank import write

@@ -7,7 +7,7 @@ from roundoff.errors import FormatError
 from roundoff.formats import FORMATS, fake_quantize, integer, parse_format
 from roundoff.formats.affine import choose_qparams
 from roundoff.formats.granularity import PerAxis
-from roundoff.plan.cost import Work, cost
+from roundoff.plan.cost_models import Work, cost
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from roundoff.plan.budget import TERM_SCHEMA, Budget, Term, power
+from roundoff.budget.table import TERM_SCHEMA, Budget, Term, power
 
 
 class Made:

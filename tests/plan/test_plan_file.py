@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundoff.errors import PlanError
-from roundoff.plan.plan import Plan, Rule
+from roundoff.plan.rules import Plan, Rule
 
 NAMES = st.text(alphabet='ab.0/#*"\\é[]', min_size=1, max_size=12)
 ABOUT = st.dictionaries(

@@ -12,9 +12,9 @@ from roundoff.quantize.graph import trace
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options
 from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.scheme import scheme
+from roundoff.quantize.schemes import scheme
 from roundoff.quantize.sequential import round_in_order_
-from roundoff.workload import Workload
+from roundoff.workload.workload import Workload
 
 PLAIN = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)
 

@@ -9,15 +9,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import roundoff as ro
-from roundoff.capture.calls import Operand
 from roundoff.formats import PerAxis, PerGroup, PerTensor, PerToken, integer
+from roundoff.ops.calls import Operand
+from roundoff.quantize.channels.divide import _Problem, divide_
+from roundoff.quantize.channels.smooth_model import simulated_db
+from roundoff.quantize.channels.spread import GAMMA
 from roundoff.quantize.importance import importance
 from roundoff.quantize.model import Unquantized
 from roundoff.quantize.options import Options
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.repair.divide import _Problem, divide_
-from roundoff.quantize.repair.smoothing import simulated_db
-from roundoff.quantize.repair.spread import GAMMA
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from roundoff.errors import InfeasibleError
 from roundoff.quantize.fallback import reach
-from roundoff.workload import Workload
+from roundoff.workload.workload import Workload
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError
 from roundoff.quantize.graph import trace
-from roundoff.workload import Workload
+from roundoff.workload.workload import Workload
 
 
 def graph_of(model, *batches):

@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import roundoff as ro
-from roundoff.capture.execute import runs_kind
 from roundoff.errors import QuantizationError
 from roundoff.formats import parse_format
+from roundoff.ops.execute import runs_kind
 from roundoff.quantize.options import Options
-from roundoff.workload import Workload
+from roundoff.workload.workload import Workload
 
 
 def data(*shape, count=2, seed=0):
@@ -319,7 +319,7 @@ def test_calls_that_share_no_channels_leave_nothing_to_rescale(Model):
 
 def test_channels_whose_rescaling_changes_the_model_are_left(monkeypatch):
     """A safety net: nothing that it is needed for is known."""
-    from roundoff.quantize.repair import spread
+    from roundoff.quantize.channels import spread
 
     net, batches = (
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 import roundoff as ro
 from roundoff.errors import QuantizationError
 from roundoff.formats import PerAxis, choose_qparams, fake_quantize, integer
+from roundoff.quantize.join_batches import in_stacks, samples, stack
 from roundoff.quantize.lockstep import Lockstep
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.rounding import Rounding
 from roundoff.quantize.sequential import round_in_order_
-from roundoff.quantize.side_by_side import in_stacks, samples, stack
-from roundoff.workload import Workload
+from roundoff.workload.workload import Workload
 
 NEAREST = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)
 ASYM = integer(8, symmetric=False)

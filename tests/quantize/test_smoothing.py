@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError
-from roundoff.export.deployed import Deployed
-from roundoff.export.onnx import export_onnx
+from roundoff.export.onnx.deployed import Deployed
+from roundoff.export.onnx.export import export_onnx
 from roundoff.formats import (
     PerAxis,
     PerToken,
@@ -18,17 +18,17 @@ from roundoff.formats import (
     integer,
     parse_format,
 )
-from roundoff.quantize.importance import importance
-from roundoff.quantize.model import Unquantized
-from roundoff.quantize.repair.inputs import inputs_of
-from roundoff.quantize.repair.smoothing import (
+from roundoff.quantize.channels.smooth_model import (
     METHODS,
     simulated_db,
     smooth_,
     split_outliers_,
 )
+from roundoff.quantize.importance import importance
+from roundoff.quantize.model import Unquantized
 from roundoff.quantize.rounding import Rounding
 from roundoff.quantize.sequential import round_in_order_
+from roundoff.quantize.weights.inputs import inputs_of
 
 INT8, ASYM = parse_format("int8"), integer(8, symmetric=False)
 

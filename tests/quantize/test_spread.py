@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from roundoff.quantize.channels import followed, groups_of
+from roundoff.quantize.channels import spread
+from roundoff.quantize.channels.groups import followed, groups_of
+from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.importance import importance
-from roundoff.quantize.repair import spread
-from roundoff.quantize.repair.spread import spread_
 
 
 def data(*shape, count=2, seed=0):

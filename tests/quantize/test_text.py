@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 import roundoff as ro
 from roundoff.errors import QuantizationError
-from roundoff.export.checkpoint import read_compressed
-from roundoff.export.weights import load_checkpoint_, write_checkpoint
+from roundoff.export.checkpoint.read import read_compressed
+from roundoff.export.checkpoint.weights import load_checkpoint_, write_checkpoint
 from roundoff.formats import PerToken, choose_qparams, fake_quantize, parse_format
 from roundoff.quantize.attention import Cache, keys_and_values
 from roundoff.quantize.graph import trace
 from roundoff.quantize.options import Options
-from roundoff.quantize.repair.gptq import supported
 from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.weights.gptq import supported
 
 transformers = pytest.importorskip("transformers")
 NEAREST = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import roundoff as ro
-from roundoff.capture.calls import float_tensors, watch
-from roundoff.export.artefact.ask import Ask
-from roundoff.export.artefact.make import make
-from roundoff.export.artefact.sites import compare, site_rows
-from roundoff.quantize import Rounding
+from roundoff.export.delivery.make import make
+from roundoff.export.delivery.request import Ask
+from roundoff.export.delivery.sites import compare, site_rows
+from roundoff.ops.calls import float_tensors, watch
 from roundoff.quantize.pipeline import unrounded
-from roundoff.workload import Workload
+from roundoff.quantize.rounding import Rounding
+from roundoff.workload.workload import Workload
 
 
 def skewed(seed=0):

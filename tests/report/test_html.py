@@ -9,8 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from roundoff.report import strict, write_html
+from roundoff.report import strict
 from roundoff.report.answer import NO_SITES
+from roundoff.report.html import write_html
 
 VOID = {"meta", "input"}
 HOSTILE = "<script>alert('x')&amp;</script>/linear"

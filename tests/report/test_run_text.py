@@ -8,10 +8,10 @@ import polars as pl
 import pytest
 from rich.console import Console
 
-from roundoff.attribute.overflow import overflow
+from roundoff.compare.nonfinite.overflow import overflow
+from roundoff.record.disk.sites import show
 from roundoff.report.overflow_text import answer, print_overflow
 from roundoff.report.run_text import histogram, print_show
-from roundoff.store.sites import show
 
 
 def text(function, data, width, **options):

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from roundoff.errors import OutputError
-from roundoff.report import strict, write_html, write_json
+from roundoff.report import strict
+from roundoff.report.html import write_html
+from roundoff.report.strict import write_json
 
 
 def read(path):

@@ -9,14 +9,9 @@ import math
 import pytest
 from rich.console import Console
 
-from roundoff.report import (
-    print_plan,
-    print_ranking,
-    print_summary,
-    print_verify,
-    strict,
-)
+from roundoff.report import strict
 from roundoff.report.answer import NO_SITES
+from roundoff.report.text import print_plan, print_ranking, print_summary, print_verify
 
 
 def show(function, data, width, **options):

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import roundoff
-from roundoff.capture.calls import watch
 from roundoff.errors import PlanError
-from roundoff.plan.plan import Plan, Rule
-from roundoff.plan.rounded import Plain
-from roundoff.train.autocast import active
-from roundoff.train.casts.overrides import _REGISTERED
-from roundoff.train.casts.rules import Rules
+from roundoff.ops.calls import watch
+from roundoff.plan.rounded_model import Plain
+from roundoff.plan.rules import Plan, Rule
+from roundoff.train.autocast.context import active
+from roundoff.train.autocast.overrides import _REGISTERED
+from roundoff.train.autocast.rules import Rules
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -538,7 +538,7 @@ def test_one_set_of_rules_for_one_plan():
 
 def test_tf32_on_cuda_is_allowed_for_one_call_and_its_backward():
     """The flags can be set without a GPU: they stand during the call and its backward, and are as before after both."""
-    from roundoff.train.casts.mode import run_in
+    from roundoff.train.autocast.mode import run_in
 
     seen = []
 

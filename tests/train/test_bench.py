@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 import roundoff as ro
-from roundoff.plan.plan import Plan
-from roundoff.train.experiment.bench import bench
-from roundoff.train.experiment.rows import _ratios
-from roundoff.train.experiment.seen import Kept
+from roundoff.plan.rules import Plan
+from roundoff.train.bench.observe import Kept
+from roundoff.train.bench.rows import _ratios
+from roundoff.verbs.bench import bench
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp16 on")
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import roundoff as ro
-from roundoff.train.experiment.configs import parse_config, parse_configs, remade
+from roundoff.train.bench.configs import parse_config, parse_configs, remade
 
 FORMATS = "expected: fp32, bf16, fp16, tf32, fp64 or a plan file"
 

@@ -12,13 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from roundoff.capture.execute import round_gradient
 from roundoff.errors import GradientPathError, NonFiniteError, WorkloadError
 from roundoff.formats import parse_format
-from roundoff.train.tuning.gradients import gradient_budget
-from roundoff.train.tuning.rounded import Autocast, gradients_of
-from roundoff.train.tuning.trial import sqnr
-from roundoff.workload import Workload
+from roundoff.ops.execute import round_gradient
+from roundoff.train.tune.gradients import gradient_budget
+from roundoff.train.tune.rounded_step import Autocast, gradients_of
+from roundoff.train.tune.trial import sqnr
+from roundoff.workload.workload import Workload
 
 
 def seeded(seed=0):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from roundoff.train.experiment.judge import judge
+from roundoff.train.bench.judge import judge
 
 numbers = st.lists(
     st.floats(-100, 100).map(lambda v: round(v, 3)), min_size=2, max_size=8

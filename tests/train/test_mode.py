@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundoff
-from roundoff.capture.calls import watch
-from roundoff.plan.plan import Plan
-from roundoff.plan.rounded import Plain
+from roundoff.ops.calls import watch
+from roundoff.plan.rounded_model import Plain
+from roundoff.plan.rules import Plan
 
 
 def _beside_half(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from roundoff.errors import PatternError, RoundoffError
 from roundoff.train import monitor as module
 from roundoff.train.monitor import Monitor
-from roundoff.train.watching.summary import fetched, reduced, summary
+from roundoff.train.watch.summary import fetched, reduced, summary
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

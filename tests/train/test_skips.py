@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import roundoff as ro
-from roundoff.plan.plan import Rule
-from roundoff.train.scaling.graph import backward_order
-from roundoff.train.scaling.skips import Steps
+from roundoff.plan.rules import Rule
+from roundoff.train.scaling.autograd_graph import backward_order
+from roundoff.train.scaling.rerun_step import Steps
 
 from .planted import CASES, MODELS, H, Plant, build
 

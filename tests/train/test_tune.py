@@ -13,8 +13,8 @@ from torch import nn
 import roundoff as ro
 from roundoff.cli.app import main
 from roundoff.errors import FormatError, NonFiniteError, PlanError, WorkloadError
-from roundoff.train.tuning.rounded import Autocast, gradients_of
-from roundoff.train.tuning.trial import Trials, sqnr
+from roundoff.train.tune.rounded_step import Autocast, gradients_of
+from roundoff.train.tune.trial import Trials, sqnr
 
 SOURCE = """
 import torch
@@ -345,7 +345,7 @@ def test_command(tmp_path, monkeypatch, capsys):
 
 def test_a_plan_that_misses_is_mended_within_the_runs(work, monkeypatch):
     """With the first plan spoilt, a second one is made from a budget around it."""
-    from roundoff.train.tuning.search import Search
+    from roundoff.train.tune.search import Search
 
     plan, calls = Search.plan, []
 

@@ -21,13 +21,13 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from roundoff.capture.program import ScriptError
 from roundoff.cli.app import app, main
 from roundoff.cli.watch import _text
 from roundoff.errors import RunError
+from roundoff.record.program import ScriptError
 from roundoff.train.scaling.scaler import LossScaler
-from roundoff.train.watch import watch_script
-from roundoff.train.watching.rules import RULES
+from roundoff.train.watch.rules import RULES
+from roundoff.verbs.watch import watch_script
 
 HEAD = """
 import math, sys, torch
@@ -569,10 +569,10 @@ def test_on_a_terminal_one_line_is_refreshed(watch):
     with _text(
         Console(file=out, force_terminal=True, width=120, highlight=False), 10
     ) as say:
-        from roundoff.train.watching.events import Step, Trouble
+        from roundoff.train.watch.events import StepEnd, Trouble
 
         for step in range(30):
-            say(Step(step, 1.0, 8.0, 1.0, 0.0, False, 0, 0.1))
+            say(StepEnd(step, 1.0, 8.0, 1.0, 0.0, False, 0, 0.1))
         say(Trouble(30, 8.0, True, "the output of b (Linear)"))
         say(Trouble(31, 8.0, True, "the output of b (Linear)"))
     text = out.getvalue()

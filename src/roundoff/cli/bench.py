@@ -49,8 +49,7 @@ def command(
     """
     import roundoff
     from roundoff.files import check_folder
-    from roundoff.report import write_json
-    from roundoff.report.bench_text import print_bench
+    from roundoff.report import print_bench, write_json
 
     folder = check_folder(output)
     with o.progress(json) as progress, warnings.catch_warnings():

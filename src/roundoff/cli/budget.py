@@ -27,8 +27,8 @@ def command(
     """Measure what rounding each operator costs the output in each format."""
     import roundoff
     from roundoff.files import check_folder
-    from roundoff.plan.diagnose import coverage, ranked
     from roundoff.report import print_ranking
+    from roundoff.verbs.diagnose import coverage, ranked
 
     check_folder(output.parent)
     with o.progress(json) as progress:

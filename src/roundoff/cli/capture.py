@@ -80,11 +80,9 @@ def command(
     """Run a training script unchanged and record every operator call of its first steps."""
     import polars as pl
 
-    from roundoff.capture.script import capture_script
     from roundoff.cli.repeats import Repeats
-    from roundoff.report.run_text import print_captured
-    from roundoff.store import load
-    from roundoff.store.sites import complete, coverage
+    from roundoff.record import capture_script, complete, coverage, load
+    from roundoff.report import print_captured
 
     options: dict[str, Any] = {
         "stop": stop,

@@ -13,7 +13,7 @@ from roundoff.cli import options as o
 from roundoff.errors import RunError
 
 if TYPE_CHECKING:
-    from roundoff.compare.comparison import Comparison
+    from roundoff.verbs.compare import Comparison
 
 Advance = Callable[[int, int], None]
 
@@ -86,7 +86,7 @@ def command(
     The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input, damaged files among it. In place of the
     two runs, the folder of a comparison that --save wrote is judged again without computing it again.
     """
-    from roundoff.report.comparison_text import print_comparison
+    from roundoff.report import print_comparison
 
     limits = _limits(limit) | ({} if cosine is None else {"cosine": cosine})
     if candidate is None:
@@ -147,8 +147,8 @@ def _compared(
     quiet: bool,
 ) -> Comparison:
     with _not_collected():
-        from roundoff.compare.comparison import compare
-        from roundoff.compare.modules import read_modules
+        from roundoff.compare import read_modules
+        from roundoff.verbs.compare import compare
 
     renamed = None if modules is None else read_modules(modules)
     with _progress(quiet) as progress:
@@ -165,7 +165,7 @@ def _compared(
 
 
 def _saved(path: str, given: dict[str, object]) -> Comparison:
-    from roundoff.compare.comparison import Comparison, is_saved
+    from roundoff.verbs.compare import Comparison, is_saved
 
     if not is_saved(path):
         raise RunError(

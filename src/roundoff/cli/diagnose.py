@@ -10,7 +10,7 @@ import typer
 from roundoff.cli import options as o
 
 if TYPE_CHECKING:
-    from roundoff.plan.candidate import CandidateDiagnosis
+    from roundoff.verbs.diagnose_candidate import CandidateDiagnosis
 
 
 def command(
@@ -128,8 +128,7 @@ def command(
 
 def _against(found: CandidateDiagnosis, folder: Path, json: bool, top: int) -> int:
     """Write and print what a candidate's diagnosis found; the exit code."""
-    from roundoff.report import write_html, write_json
-    from roundoff.report.candidate_text import print_candidate
+    from roundoff.report import print_candidate, write_html, write_json
 
     written = ["reference", "candidate", "comparison", "report.html", "summary.json"]
     found.comparison.report(folder / "report.html")

@@ -50,9 +50,9 @@ def command(
 
     The exit code is 0, also where they differ; 2 for bad input.
     """
-    from roundoff.compare.diff import diff
-    from roundoff.compare.modules import read_modules
-    from roundoff.report.diff_text import print_diff
+    from roundoff.compare import read_modules
+    from roundoff.report import print_diff
+    from roundoff.verbs.diff import diff
 
     renamed = None if modules is None else read_modules(modules)
     found = diff(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from roundoff.plan.measure import Progress
+    from roundoff.budget import Progress
 
 Formats = Annotated[
     str,
@@ -116,8 +116,7 @@ def allowed(options: list[str] | None) -> dict[str, list[str]]:
 
 def cost_table(cost: str, path: str | None, formats: list[str]) -> Any:
     """The table of the seconds model: the user's file, or measured on this machine; None for the other models."""
-    from roundoff.plan.clock import measure_seconds
-    from roundoff.plan.seconds import read_seconds
+    from roundoff.plan import measure_seconds, read_seconds
 
     if cost != "seconds":
         if path is not None:

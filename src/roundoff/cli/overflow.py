@@ -55,10 +55,9 @@ def command(
 
     The exit code is 1 when a NaN or Inf that is not allowed was born or arrived, 0 when none was, 2 for bad input.
     """
-    from roundoff.attribute.overflow import overflow
-    from roundoff.report.overflow_text import print_overflow
-    from roundoff.store import load
-    from roundoff.store.sites import select_steps
+    from roundoff.compare import overflow
+    from roundoff.record import load, select_steps
+    from roundoff.report import print_overflow
 
     loaded = load(run)
     found = overflow(

@@ -32,9 +32,9 @@ def command(
     json: o.Json = False,
 ) -> int:
     """Choose a format for each site: the cheapest plan whose predicted SQNR meets the target."""
-    from roundoff.plan.budget import Budget
-    from roundoff.plan.diagnose import plan_summary
+    from roundoff.budget import Budget
     from roundoff.report import print_plan
+    from roundoff.verbs.diagnose import plan_summary
 
     measured = Budget.load(budget)
     names = None if formats is None else o.split(formats)

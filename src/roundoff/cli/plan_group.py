@@ -97,7 +97,7 @@ def convert(
     json: o.Json = False,
 ) -> int:
     """Read a plan or another tool's operator lists, and write them as a plan or for another tool."""
-    from roundoff.plan.lists import Lists, read_lists, write_lists
+    from roundoff.plan import Lists, read_lists, write_lists
     from roundoff.workload import Workload
 
     module = Workload.load(model).model if model is not None else None
@@ -176,9 +176,8 @@ def explain(
     from rich.table import Table
     from rich.text import Text
 
-    from roundoff.plan.explain import DEVICES
-    from roundoff.plan.explain import explain as decide
-    from roundoff.plan.lists import read_lists
+    from roundoff.plan import DEVICES, read_lists
+    from roundoff.plan import explain as decide
     from roundoff.workload import Workload
 
     model = Workload.load(workload).model if workload is not None else None
@@ -205,8 +204,7 @@ def explain(
 
 def _ascend(source: Path, tool: str | None) -> bool:
     """Whether the input is one of Ascend's mixlists: those edit the library."""
-    from roundoff.plan.lists import READERS
-    from roundoff.plan.lists.source import read_file
+    from roundoff.plan import READERS, read_file
 
     return (
         tool in ("ascend", "cann")

@@ -172,11 +172,11 @@ def command(
     report.html and summary.json. The exit code is 1 when the target is missed or out of reach.
     """
     import roundoff
-    from roundoff.export.artefact.ask import Ask, asked_formats, rounding
-    from roundoff.export.artefact.folder import check_free, deliver
-    from roundoff.plan.plan import Plan
-    from roundoff.quantize.options import Options
-    from roundoff.report.quantize_text import print_files, print_quantize
+    from roundoff.export import Ask, asked_formats, rounding
+    from roundoff.plan import Plan
+    from roundoff.quantize import Options
+    from roundoff.report import print_files, print_quantize
+    from roundoff.verbs.quantize import check_free, deliver
 
     options: dict[str, Any] = {
         "formats": asked_formats(o.split(formats), weights_only, group),
@@ -207,7 +207,7 @@ def command(
     with o.progress(json) as progress:
         loaded = roundoff.Workload.load(workload)
         if config is not None:
-            from roundoff.export.artefact.amct import with_config
+            from roundoff.export import with_config
 
             asked = with_config(asked, config, loaded.model)
         made, summary = deliver(

@@ -39,9 +39,7 @@ class Repeats:
     def __init__(
         self, output: Path, noise: int, repeats: int, *, overwrite: bool, level: str
     ) -> None:
-        from roundoff.capture.session import check_noise
-        from roundoff.store.schema import ABOUT
-        from roundoff.store.siblings import sibling
+        from roundoff.record import ABOUT, check_noise, sibling
 
         self.all = [
             Repeat(sibling(output, "noise", i), "noise", i) for i in range(1, noise + 1)
@@ -111,7 +109,7 @@ class Repeats:
 
 def child(script: Sequence[str], path: str, of: str, options: dict[str, Any]) -> int:
     """What the process does; its exit code."""
-    from roundoff.capture.script import capture_script
+    from roundoff.record import capture_script
 
     try:
         capture_script(script, path, of=of, **options)

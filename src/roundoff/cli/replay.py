@@ -43,9 +43,9 @@ def command(
     json: o.Json = False,
 ) -> int:
     """Run recorded operators again on the inputs they had, and show the own error of each, worst first."""
-    from roundoff.capture.replay import replay
-    from roundoff.report.replay import print_replay
-    from roundoff.store import load
+    from roundoff.record import load
+    from roundoff.report import print_replay
+    from roundoff.verbs.replay import replay
 
     rows = replay(
         load(run),

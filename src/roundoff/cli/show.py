@@ -44,9 +44,8 @@ def command(
     json: o.Json = False,
 ) -> int:
     """Show one row for each site of a run's step; or one site: statistics, histogram, source line, inputs, users."""
-    from roundoff.report.run_text import print_show
-    from roundoff.store import load
-    from roundoff.store.sites import show
+    from roundoff.record import load, show
+    from roundoff.report import print_show
 
     recorded = load(run)
     found = show(

@@ -75,7 +75,7 @@ def command(
     The exit code is 0 when the plan's measured gradients are better than those of built-in autocast, as --aim asks.
     """
     import roundoff
-    from roundoff.report.tune_text import print_tuning
+    from roundoff.report import print_tuning
 
     names = o.split(formats)
     with o.progress(json) as progress:

@@ -39,7 +39,7 @@ def command(
 ) -> int:
     """Run a plan by simulated rounding, measure SQNR and metric, and say whether the target is met."""
     import roundoff
-    from roundoff.plan.targets import parse_drop, parse_target
+    from roundoff.budget import parse_drop, parse_target
     from roundoff.report import print_verify
 
     written = roundoff.Plan.load(plan)

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from roundoff.train.watching.events import Event
+    from roundoff.train import Event
 
 
 def command(
@@ -62,7 +62,7 @@ def command(
     """
     from rich.console import Console
 
-    from roundoff.train.watch import watch_script
+    from roundoff.verbs.watch import watch_script
 
     with (
         _json() if json else _text(Console(stderr=True, highlight=False), lines) as say

@@ -1,19 +1,12 @@
-"""Compare two recorded runs. The package is also the verb: ``roundoff.compare(reference=..., candidate=...)``."""
+"""Two runs: align, measure, judge against what rounding explains, name the operator.
+
+The package is also the verb: ``roundoff.compare(reference=..., candidate=...)``."""
 
 from __future__ import annotations
 
-import sys
-import types
-from typing import Any
+import lazy_loader
 
+from roundoff.packages import call_forwards_to
 
-class _Verb(types.ModuleType):
-    """A package that is called like the function it is named for, so that ``roundoff.compare`` is one thing."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from roundoff.compare.comparison import compare
-
-        return compare(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Verb
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+call_forwards_to(__name__, "roundoff.verbs.compare:compare")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from roundoff.attribute.findings import Distance
+from roundoff.compare.findings import Distance
 from roundoff.compare.metrics import Metrics, measure
-from roundoff.store.step_tensors import StepTensors
+from roundoff.record import StepTensors
 
 Row = Mapping[str, Any]
 

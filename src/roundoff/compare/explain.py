@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundoff.attribute.divergence import Divergence
-from roundoff.attribute.findings import Finding
-from roundoff.attribute.looks import ADVICE, looks_like
-from roundoff.compare.calls import TRANSPARENT
-from roundoff.store.step_tensors import StepTensors
+from roundoff.compare.call_pairs import TRANSPARENT
+from roundoff.compare.divergence import Divergence
+from roundoff.compare.findings import Finding
+from roundoff.compare.symptoms import ADVICE, looks_like
+from roundoff.record import StepTensors
 
 Row = Mapping[str, Any]
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundoff.capture.plain import plain
 from roundoff.compare.exact import Grid, Totals, add_exact, grid_of
-from roundoff.compare.rows import FLOATS, add_rows
+from roundoff.compare.metric_rows import FLOATS, add_rows
+from roundoff.ops import plain
 
 _WHOLE = (
     torch.bool,

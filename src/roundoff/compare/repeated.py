@@ -7,11 +7,10 @@ from typing import Any
 
 import polars as pl
 
-from roundoff.compare.floor import SPECIALS, ZERO, noise_floor
-from roundoff.compare.unstable import unstable
+from roundoff.compare.noise_floor import SPECIALS, ZERO, noise_floor
+from roundoff.compare.reproducibility import unstable
 from roundoff.files import is_url
-from roundoff.store import Run, load
-from roundoff.store.siblings import siblings
+from roundoff.record import Run, load, siblings
 
 Floor = dict[tuple[int, int], dict[int, float]]
 

@@ -12,15 +12,14 @@ import numpy as np
 import polars as pl
 import torch
 
-from roundoff.compare.align import MATCHED
+from roundoff.compare.alignment import MATCHED
 from roundoff.compare.distance import VALUES, relative
 from roundoff.compare.explain import Memory, Sides
+from roundoff.compare.rounding_bound import MARGIN, unit
 from roundoff.compare.step import compare_step
 from roundoff.compare.table import frame_of
-from roundoff.compare.tolerance import MARGIN, unit
 from roundoff.errors import RunError
-from roundoff.store import Run, load, site_name
-from roundoff.store.step_tensors import StepTensors
+from roundoff.record import Run, StepTensors, load, site_name
 
 Row = dict[str, Any]
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roundoff.attribute.divergence import Divergence
-from roundoff.attribute.findings import OWN, Bound, Finding, contributions
-from roundoff.attribute.replayed import Replayed, differences, replayed
-from roundoff.attribute.rerun import Expected, Runs
-from roundoff.attribute.roles import EMPTY, base, values_read
-from roundoff.capture.refusal import CASTS
-from roundoff.compare.align import REFERENCE_ONLY, Pair, align
-from roundoff.compare.calls import TRANSPARENT
+from roundoff.compare.alignment import REFERENCE_ONLY, Pair, align
+from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.distance import Distances, of_statistics
+from roundoff.compare.divergence import Divergence
 from roundoff.compare.explain import Memory, Sides, explained, unwritten
-from roundoff.compare.tolerance import (
+from roundoff.compare.findings import OWN, Bound, Finding, contributions
+from roundoff.compare.replayed import Replayed, differences, replayed
+from roundoff.compare.rerun import Expected, Runs
+from roundoff.compare.rounding_bound import (
     SUMS,
     amplification,
     condition,
@@ -26,6 +24,7 @@ from roundoff.compare.tolerance import (
     unit,
     working,
 )
+from roundoff.ops import CASTS, EMPTY, base, values_read
 
 Row = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from roundoff.attribute.findings import INHERITED, OWN
+from roundoff.compare.findings import INHERITED, OWN
 from roundoff.errors import RunError
 
 PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"

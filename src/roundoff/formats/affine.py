@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roundoff.errors import FormatError
 from roundoff.formats.granularity import Granularity, PerTensor
-from roundoff.formats.tensor import (
+from roundoff.formats.tensors import (
     check_floating,
     round_values,
     to_integer,

@@ -1,0 +1,7 @@
+"""A plan: which format each site runs in; its cost, the exact solver, other tools' lists."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -14,22 +14,26 @@ from typing import Any
 
 import torch
 
-from roundoff.attribute.target import named_tensors
+from roundoff.budget import (
+    Problem,
+    Progress,
+    budget,
+    drop_to_db,
+    parse_drop,
+    parse_target,
+    sqnr_db,
+)
 from roundoff.errors import InfeasibleError, QuantizationError
 from roundoff.formats import parse_format
-from roundoff.plan.budget import sqnr_db
-from roundoff.plan.choose import Problem
-from roundoff.plan.measure import Progress, budget
-from roundoff.plan.plan import Plan
-from roundoff.plan.rounded import detached, noise
-from roundoff.plan.targets import drop_to_db, parse_drop, parse_target
-from roundoff.quantize.missed import EXPECTED_GAIN, in_the_way, quietest, shares
+from roundoff.plan import Plan, detached, noise
+from roundoff.preserve import preserve
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options
 from roundoff.quantize.pipeline import quantize
 from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.unreachable import EXPECTED_GAIN, in_the_way, quietest, shares
 from roundoff.site import select
-from roundoff.workload import Workload, preserve
+from roundoff.workload import Workload, named_tensors
 
 #: A plan this much above its target is worth trying to make cheaper, in dB.
 SLACK = 3.0

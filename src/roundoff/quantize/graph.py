@@ -16,17 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundoff.capture.calls import (
-    Call,
-    CallMode,
-    Excluded,
-    Operand,
-    float_tensors,
-    watch,
-)
 from roundoff.errors import QuantizationError
-from roundoff.plan.rounded import Plain
-from roundoff.workload import Workload, preserve
+from roundoff.ops import Call, CallMode, Excluded, Operand, float_tensors, watch
+from roundoff.plan import Plain
+from roundoff.preserve import preserve
+from roundoff.workload import Workload
 
 #: Why calls are no sites that round nothing.
 _HARMLESS = (
@@ -251,6 +245,6 @@ def _read(node: Node) -> list[tuple[str, int]]:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    from roundoff.attribute.target import named_tensors
+    from roundoff.workload import named_tensors
 
     return list(named_tensors(output).values())

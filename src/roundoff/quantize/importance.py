@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.attribute.target import named_tensors
 from roundoff.errors import QuantizationError
+from roundoff.preserve import preserve
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.workload import Workload, preserve
+from roundoff.workload import Workload, named_tensors
 
 #: Batches that gradients are sent back through.
 GRADIENTS = 2

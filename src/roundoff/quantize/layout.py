@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roundoff.capture.execute import runs_kind
 from roundoff.errors import FormatError
 from roundoff.formats import Format, Granularity, PerGroup, PerToken
+from roundoff.ops import runs_kind
 from roundoff.quantize.attention import Cache, keys_and_values
 from roundoff.quantize.graph import Graph, Node, Use
 from roundoff.quantize.options import Options, is_integer

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundoff.capture.calls import Call, float_tensors, watch
-from roundoff.capture.execute import execute
+from roundoff.ops import Call, execute, float_tensors, watch
 from roundoff.quantize.graph import Graph
+from roundoff.quantize.integer_sums import on_sums
 from roundoff.quantize.layout import Route
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.record import Entry, Record, Step, fingerprint
-from roundoff.quantize.scheme import Row, Scheme
-from roundoff.quantize.sums import on_sums
-from roundoff.train.casts.simulate import straight
+from roundoff.quantize.schemes import Row, Scheme
+from roundoff.train import straight
 
 
 class Passing:

@@ -15,8 +15,8 @@ from roundoff.formats import (
     PerGroup,
     PerTensor,
     PerToken,
+    integer,
 )
-from roundoff.formats.named import integer
 from roundoff.quantize.graph import Use
 from roundoff.site import matches
 

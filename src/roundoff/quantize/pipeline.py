@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundoff.attribute.target import named_tensors
+from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
-from roundoff.plan.budget import sqnr_db
-from roundoff.plan.plan import Plan
-from roundoff.plan.rounded import noise
-from roundoff.quantize.apart import apart_
-from roundoff.quantize.given import (
+from roundoff.plan import Plan, noise
+from roundoff.quantize.channels.divide import divide_
+from roundoff.quantize.channels.equalise import rescale_
+from roundoff.quantize.channels.smooth_model import smooth_
+from roundoff.quantize.channels.spread import spread_
+from roundoff.quantize.checks import (
     check_data,
     check_weights,
     given_workload,
@@ -31,16 +32,13 @@ from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options
 from roundoff.quantize.record import Step
-from roundoff.quantize.repair.divide import divide_
-from roundoff.quantize.repair.equalise import rescale_
-from roundoff.quantize.repair.fold import fold_batch_norm_
-from roundoff.quantize.repair.smoothing import smooth_
-from roundoff.quantize.repair.spread import spread_
 from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.scheme import Row, scheme
+from roundoff.quantize.schemes import Row, scheme
 from roundoff.quantize.sequential import round_in_order_
+from roundoff.quantize.shared_values import apart_
+from roundoff.quantize.weights.fold import fold_batch_norm_
 from roundoff.site import select
-from roundoff.workload import Workload
+from roundoff.workload import Workload, named_tensors
 
 #: By what share the power of the output may change when channels are rescaled: rounding, far below any real change.
 SAME = 1e-3

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from roundoff.capture.calls import Operand
-from roundoff.capture.execute import round_operand
 from roundoff.errors import QuantizationError
 from roundoff.formats import (
     BlockFormat,
@@ -20,7 +18,8 @@ from roundoff.formats import (
     fake_quantize,
     quantize,
 )
-from roundoff.train.casts.simulate import straight
+from roundoff.ops import Operand, round_operand
+from roundoff.train import straight
 
 
 class Quantizer(nn.Module):

@@ -26,10 +26,8 @@ The plan meets the target: 41.0 dB measured, 41.3 dB predicted, 40.0 dB asked. I
 '<!doctype html>'
 """
 
-from roundoff.report.html import write_html as write_html
-from roundoff.report.strict import strict as strict
-from roundoff.report.strict import write_json as write_json
-from roundoff.report.text import print_plan as print_plan
-from roundoff.report.text import print_ranking as print_ranking
-from roundoff.report.text import print_summary as print_summary
-from roundoff.report.text import print_verify as print_verify
+from __future__ import annotations
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

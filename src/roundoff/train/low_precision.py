@@ -20,8 +20,14 @@ from torch.optim import Optimizer
 
 from roundoff.errors import OptimizerError, warn
 from roundoff.formats import Rounding, round_tensor
-from roundoff.train.scaling.later import Later
-from roundoff.train.stand_ins import FORMATS, LOST, Wide, on_the_weights, stand_ins
+from roundoff.train.fp32_parameters import (
+    FORMATS,
+    LOST,
+    Wide,
+    on_the_weights,
+    stand_ins,
+)
+from roundoff.train.scaling.delayed_read import Later
 
 METHODS = ("stochastic", "kahan", "nearest")
 #: The key of the count of rounded steps in ``optimizer.param_groups``.

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from roundoff.capture.kernel import compiled
-from roundoff.capture.paths import module_path
 from roundoff.errors import PatternError, RoundoffError, warn
+from roundoff.record import compiled, module_path
 from roundoff.site import matches
-from roundoff.train.watching.summary import Summary, fetched, summary
-from roundoff.train.watching.traced import Sink
+from roundoff.train.watch.compiled import Sink
+from roundoff.train.watch.summary import Summary, fetched, summary
 
 SCHEMA = {
     "step": pl.Int64,

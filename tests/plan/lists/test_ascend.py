@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from roundoff.errors import PlanError
-from roundoff.plan.lists import read_lists, write_lists
+from roundoff.plan.lists.convert import read_lists, write_lists
 from roundoff.plan.lists.fold import MATRIX
-from roundoff.plan.plan import Plan, Rule
+from roundoff.plan.rules import Plan, Rule
 
 LIBRARY = {
     "Conv2D": {"precision_reduce": {"flag": "true"}, "input0": {"name": "x"}},

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from roundoff.errors import PlanError
-from roundoff.plan.lists import read_lists, write_lists
+from roundoff.plan.lists.convert import read_lists, write_lists
 from roundoff.plan.lists.paddle import BLACK_O2, WHITE
-from roundoff.plan.plan import Plan, Rule
+from roundoff.plan.rules import Plan, Rule
 
 PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 # Intel's recipe for SSD-MobileNet in bfloat16

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from roundoff.errors import PlanError
-from roundoff.plan.lists import read_lists, write_lists
-from roundoff.plan.plan import Plan, Rule
+from roundoff.plan.lists.convert import read_lists, write_lists
+from roundoff.plan.rules import Plan, Rule
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 LAYERS = [

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from roundoff.quantize.repair.absorb import absorb_bias_
+from roundoff.quantize.channels.absorb import absorb_bias_
 
 NETS = {
     "linear": (

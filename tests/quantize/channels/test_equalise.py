@@ -11,9 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError
-from roundoff.quantize.channels import channel_groups
-from roundoff.quantize.repair.equalise import ClippedReLU, equalise_, rescale_, why_not
-from roundoff.quantize.repair.fold import fold_batch_norm_
+from roundoff.quantize.channels.equalise import (
+    ClippedReLU,
+    equalise_,
+    rescale_,
+    why_not,
+)
+from roundoff.quantize.channels.groups import channel_groups
+from roundoff.quantize.weights.fold import fold_batch_norm_
 
 NAMES = (
     "Residual Dense Inverted Grouped UNet Transformer Gated Twice Gate Pixels".split()

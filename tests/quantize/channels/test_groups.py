@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError, WorkloadError
-from roundoff.quantize.channels import ChannelGroup, channel_groups
+from roundoff.quantize.channels.groups import ChannelGroup, channel_groups
 
 
 def told(group: ChannelGroup) -> tuple[int, str, str]:

@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError
-from roundoff.quantize.channels import channel_groups
-from roundoff.quantize.sparse import cost, prune_channels_, taylor_importance
+from roundoff.quantize.channels.groups import channel_groups
+from roundoff.quantize.sparsity import cost
+from roundoff.quantize.sparsity.channels import prune_channels_
+from roundoff.quantize.sparsity.importance import taylor_importance
 
 NAMES = "Residual Dense Inverted Grouped UNet Transformer Gated Twice Branching Gate Pixels".split()
 

@@ -19,8 +19,8 @@ from roundoff.quantize.qat.loop import train
 from roundoff.quantize.qat.prepare import clip_binary_, convert, prepare_qat
 from roundoff.quantize.qat.training import learners, parameter_groups
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.scheme import scheme
-from roundoff.workload import Workload
+from roundoff.quantize.schemes import scheme
+from roundoff.workload.workload import Workload
 
 
 class Net(nn.Module):

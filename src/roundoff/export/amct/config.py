@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from roundoff.errors import QuantizationError
 from roundoff.export.amct.record import OPERATORS
-from roundoff.plan.lists.source import place
+from roundoff.plan import place
 
 IFMR = {
     "search_range": (0.7, 1.3),

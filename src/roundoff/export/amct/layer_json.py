@@ -19,7 +19,7 @@ from roundoff.export.amct.config import (
     check_ranges,
 )
 from roundoff.files import write_text
-from roundoff.plan.lists.source import check_keys, place, read_json
+from roundoff.plan import check_keys, place, read_json
 
 _GLOBALS = (
     "version",

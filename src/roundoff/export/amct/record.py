@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 from roundoff.errors import QuantizationError
 from roundoff.export.amct.text import Lines, read_text
 from roundoff.formats import PerBlock
-from roundoff.quantize.record import (
-    Entry,
-    Fingerprint,
-    Record,
-    fingerprint,
-    granularity_name,
-)
+from roundoff.quantize import Entry, Fingerprint, Record, fingerprint, granularity_name
 from roundoff.site import Site
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from roundoff.export.amct.record import ANY, BITS, SMALLEST_FACTOR
 from roundoff.export.amct.schema import message_class
 from roundoff.export.amct.text import write_message
-from roundoff.quantize.record import Entry, Record, format_named
+from roundoff.quantize import Entry, Record, format_named
 from roundoff.site import Site
 
 

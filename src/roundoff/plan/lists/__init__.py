@@ -3,7 +3,7 @@ Transformer Engine."""
 
 from __future__ import annotations
 
+from roundoff.ops import translate
 from roundoff.plan.lists.convert import READERS, WRITERS, Lists, read_lists, write_lists
-from roundoff.plan.lists.names import translate
 
 __all__ = ["READERS", "WRITERS", "Lists", "read_lists", "translate", "write_lists"]

@@ -13,7 +13,7 @@ from typing import Any
 from roundoff.errors import PlanError
 from roundoff.plan.lists.fold import FORMATS, Operators, Read, Written
 from roundoff.plan.lists.source import check_keys
-from roundoff.plan.plan import Plan
+from roundoff.plan.rules import Plan
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "O0": {

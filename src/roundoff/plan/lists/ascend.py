@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from roundoff.errors import PlanError
+from roundoff.ops import known, translate
 from roundoff.plan.lists.fold import MATRIX, Entry, Operators, Read, Written, low_format
-from roundoff.plan.lists.names import known, translate
 from roundoff.plan.lists.source import Name, check_keys, names_of, place, read_file
-from roundoff.plan.plan import FOLLOW, Plan, Rule
+from roundoff.plan.rules import FOLLOW, Plan, Rule
 
 LISTS = {"black-list": "fp32", "white-list": "low"}
 OPTIONS = ("precision_mode", "precision_mode_v2", "modify_mixlist")

@@ -18,7 +18,7 @@ from roundoff.plan.lists import (
 )
 from roundoff.plan.lists.fold import Written, refuse
 from roundoff.plan.lists.source import read_file
-from roundoff.plan.plan import Plan
+from roundoff.plan.rules import Plan
 
 if TYPE_CHECKING:
     from torch import nn

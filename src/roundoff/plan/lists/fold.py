@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from roundoff.errors import PlanError
 from roundoff.formats import parse_format
-from roundoff.plan.lists.names import forward_of, known, translate, unknown
+from roundoff.ops import forward_of, known, translate, unknown
 from roundoff.plan.lists.source import place
-from roundoff.plan.plan import FOLLOW, Plan, Rule
+from roundoff.plan.rules import FOLLOW, Plan, Rule
 
 #: Formats by what other tools call them.
 FORMATS = {

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundoff.errors import PlanError
+from roundoff.ops import known, unknown
 from roundoff.plan.lists.fold import Entry, Read, low_format
-from roundoff.plan.lists.names import known, unknown
 from roundoff.plan.lists.source import Name, check_keys, names_of, place
-from roundoff.plan.plan import Plan, Rule
+from roundoff.plan.rules import Plan, Rule
 
 KEYS = ("white_list", "black_list", "dtype")
 #: Cells whose name is another than that of torch's module.

@@ -13,7 +13,7 @@ from typing import Any
 from roundoff.errors import PlanError
 from roundoff.plan.lists.fold import Entry, Operators, Read, Written, low_format
 from roundoff.plan.lists.source import check_keys, names_of
-from roundoff.plan.plan import FOLLOW, Plan
+from roundoff.plan.rules import FOLLOW, Plan
 
 KEYS = (
     "enable",

@@ -13,7 +13,7 @@ from typing import Any
 from roundoff.errors import PlanError
 from roundoff.plan.lists.fold import Entry, Operators, Read, Written, low_format
 from roundoff.plan.lists.source import Name, check_keys, place
-from roundoff.plan.plan import FOLLOW, Plan
+from roundoff.plan.rules import FOLLOW, Plan
 
 PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 LISTS = {

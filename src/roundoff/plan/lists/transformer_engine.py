@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from roundoff.errors import PlanError
 from roundoff.plan.lists.fold import Read, Written, low_format, patterns
 from roundoff.plan.lists.source import check_keys, names_of
-from roundoff.plan.plan import Plan, Rule
+from roundoff.plan.rules import Plan, Rule
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.capture.calls import float_tensors
+from roundoff.ops import float_tensors
 from roundoff.quantize.channels.contract import Contractions
 from roundoff.quantize.channels.labels import (
     Labels,

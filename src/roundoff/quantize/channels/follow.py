@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from roundoff.capture.calls import Call, CallMode, Handler, float_tensors
-from roundoff.capture.operators import Operator
+from roundoff.ops import Call, CallMode, Handler, Operator, float_tensors
 from roundoff.quantize.channels.elementwise import (
     ELEMENTWISE,
     HOMOGENEOUS,

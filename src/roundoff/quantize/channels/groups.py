@@ -13,8 +13,8 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
-from roundoff.capture.calls import float_tensors, watch
 from roundoff.errors import QuantizationError
+from roundoff.ops import float_tensors, watch
 from roundoff.preserve import preserve
 from roundoff.quantize.channels.follow import Follow, MovesMode
 from roundoff.quantize.channels.labels import Ids, Labels, Passed, Space
@@ -95,7 +95,7 @@ def channel_groups(
     A channel is pinned, with a reason, where it reaches the model's output, or an operator that runs over channels or is
     not known, or where the code cuts the channel axis at a place that it may hold as a number. What is not pinned is what
     the run has shown: code that holds a channel count as a number is found by running the changed model
-    (:func:`~roundoff.quantize.sparse.prune_channels` does).
+    (:func:`~roundoff.quantize.sparsity.prune_channels` does).
 
     Args:
         model: any module; it runs in evaluation mode and is left as it was.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from roundoff.capture.calls import float_tensors
+from roundoff.ops import float_tensors
 from roundoff.quantize.channels.labels import (
     Labels,
     Passed,

@@ -18,8 +18,8 @@ from roundoff.formats import (
     PerToken,
     QParams,
     choose_qparams,
+    working_dtype,
 )
-from roundoff.formats.tensor import working_dtype
 
 __all__ = ["Observer", "RangeObserver", "check_format", "check_parameter"]
 

@@ -13,10 +13,16 @@ import math
 import torch
 from torch import Tensor
 
-from roundoff.formats import Format, Granularity, QParams, choose_qparams
-from roundoff.formats.affine import extremes, mean_magnitude
-from roundoff.quantize.qat.estimate import Affine, At
+from roundoff.formats import (
+    Format,
+    Granularity,
+    QParams,
+    choose_qparams,
+    extremes,
+    mean_magnitude,
+)
 from roundoff.quantize.qat.learner import TINY, Role, range_qparams
+from roundoff.quantize.qat.straight_through import Affine, At
 
 __all__ = ["Lsq", "LsqPlus", "Ste"]
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from roundoff.errors import QuantizationError
-from roundoff.formats.tensor import working_dtype
+from roundoff.formats import working_dtype
 
 __all__ = ["FoldedNorm", "freeze_batch_norm"]
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from roundoff.formats import Format, Granularity, QParams
-from roundoff.formats.affine import extremes
-from roundoff.quantize.qat.estimate import Affine, At
+from roundoff.formats import Format, Granularity, QParams, extremes
 from roundoff.quantize.qat.learner import TINY, Learner, Role, range_qparams
+from roundoff.quantize.qat.straight_through import Affine, At
 
 __all__ = ["Pact", "Ulq"]
 

@@ -25,10 +25,11 @@ from roundoff.formats import (
     PerAxis,
     PerTensor,
     QParams,
+    check_floating,
     choose_qparams,
     parse_format,
+    working_dtype,
 )
-from roundoff.formats.tensor import check_floating, working_dtype
 
 __all__ = ["Learner", "Role", "range_qparams"]
 

@@ -20,12 +20,12 @@ from roundoff.formats import (
     QParams,
     fake_quantize,
     integer,
+    mean_magnitude,
     parse_format,
 )
-from roundoff.formats.affine import mean_magnitude
 from roundoff.quantize.qat.clip import needs_zero_point
 from roundoff.quantize.qat.learner import TINY, Learner, Role
-from roundoff.train.casts.simulate import straight
+from roundoff.train import straight
 
 __all__ = ["Bnn", "Dorefa", "Transformed", "Xnor", "quantize_gradient", "spatial_scale"]
 

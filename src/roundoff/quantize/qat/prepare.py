@@ -11,10 +11,10 @@ from torch import nn
 
 from roundoff.errors import PatternError, QuantizationError
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.qat.estimate import Affine
 from roundoff.quantize.qat.learner import Learner
 from roundoff.quantize.qat.learners import make_learner
 from roundoff.quantize.qat.low_bit import Bnn, Xnor
+from roundoff.quantize.qat.straight_through import Affine
 from roundoff.quantize.quantizer import Quantizer
 
 __all__ = ["clip_binary_", "convert", "prepare_qat"]

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.formats import Format, QParams, integer, parse_format
-from roundoff.formats.affine import extremes, mean_magnitude
+from roundoff.formats import (
+    Format,
+    QParams,
+    extremes,
+    integer,
+    mean_magnitude,
+    parse_format,
+)
 from roundoff.quantize.qat.learner import TINY, Learner
 from roundoff.quantize.qat.low_bit import Transformed, needs
 

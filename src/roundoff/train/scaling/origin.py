@@ -14,13 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from roundoff.attribute.cause import LOWER_SCALE
-from roundoff.attribute.overflow import overflow
-from roundoff.capture.session import Capture
+from roundoff.compare import LOWER_SCALE, overflow
 from roundoff.preserve import preserve
-from roundoff.store import load
-from roundoff.store.schema import site_name
-from roundoff.train.scaling.skips import Call, Steps
+from roundoff.record import Capture, load, site_name
+from roundoff.train.scaling.rerun_step import Call, Steps
 
 #: What an "arrived" NaN or Inf came in with.
 LOSS, DATA, WEIGHTS = "loss", "data", "weights"

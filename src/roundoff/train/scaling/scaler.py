@@ -16,14 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundoff.attribute.limits import LARGEST
-from roundoff.capture.ends import whole_step
 from roundoff.errors import ScalerError, StuckError, warn
+from roundoff.formats import LARGEST
+from roundoff.record import whole_step
+from roundoff.train.scaling.autograd_graph import Graph
 from roundoff.train.scaling.checkpoint import loaded, saved
-from roundoff.train.scaling.graph import Graph
-from roundoff.train.scaling.later import Later
+from roundoff.train.scaling.delayed_read import Later
+from roundoff.train.scaling.rerun_step import Steps
 from roundoff.train.scaling.scale_rules import Rule, Scale, parse_rule
-from roundoff.train.scaling.scaled import (
+from roundoff.train.scaling.skip import Skip, diagnosis
+from roundoff.train.scaling.underflow import Underflow, underflow
+from roundoff.train.scaling.unscale import (
     Gradients,
     Order,
     check_loss,
@@ -31,9 +34,6 @@ from roundoff.train.scaling.scaled import (
     listed,
     takes_found_inf,
 )
-from roundoff.train.scaling.skip import Skip, diagnosis
-from roundoff.train.scaling.skips import Steps
-from roundoff.train.scaling.underflow import Underflow, underflow
 
 log = logging.getLogger("roundoff")
 

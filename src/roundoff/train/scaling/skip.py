@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.train.scaling.graph import Graph, operator_of
-from roundoff.train.scaling.scaled import Gradients, listed
-from roundoff.train.scaling.skips import Steps
+from roundoff.train.scaling.autograd_graph import Graph, operator_of
+from roundoff.train.scaling.rerun_step import Steps
+from roundoff.train.scaling.unscale import Gradients, listed
 
 _WHERE = {
     "forward": "in the forward pass",

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.attribute.limits import limits
-from roundoff.attribute.loss_scale import power_below
-from roundoff.formats import parse_format
+from roundoff.compare import power_below
+from roundoff.formats import limits, parse_format
 
 #: As attribute.loss_scale: room for gradients twice as large as any measured.
 MARGIN = 1.0

@@ -1,0 +1,242 @@
+"""Ask: what a user wants of a quantized model, checked before anything is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from roundoff.errors import FormatError, QuantizationError
+from roundoff.formats import parse_format
+from roundoff.plan import UNITS, Plan
+from roundoff.quantize import OBSERVERS, Options, Rounding, among
+
+#: Samples that are calibrated on when nothing is said.
+SAMPLES = 512
+#: ``--method`` -> how channels are balanced first, how weights are rounded then. AWQ and SmoothQuant as published.
+METHODS = {
+    "gptq": ("", "gptq"),
+    "nearest": ("", "nearest"),
+    "awq": ("awq", "nearest"),
+    "awq+gptq": ("awq", "gptq"),
+    "smoothquant": ("smoothquant", "nearest"),
+    "smoothquant+gptq": ("smoothquant", "gptq"),
+    "dmq": ("dmq", "nearest"),
+    "dmq+gptq": ("dmq", "gptq"),
+}
+_PRUNE = re.compile(
+    r"(?P<n>\d+):(?P<m>\d+)|(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)"
+)
+
+
+class Goal(NamedTuple):
+    """A target: at most so much less of the metric (``drop``), or at least so many ``db``."""
+
+    kind: Literal["drop", "db"]
+    value: float
+    text: str
+
+
+class Prune(NamedTuple):
+    """``2:4`` (n of m weights stay), ``channel:0.3`` or ``magnitude:0.5`` (that share goes)."""
+
+    kind: Literal["n_m", "channel", "magnitude"]
+    n: int
+    m: int
+    share: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What to make of a workload's model.
+
+    Attributes:
+        formats: those that may be used; one is taken for all products with weights, several need a target.
+        target: ``0.5%`` or ``0.005`` of the metric less at most, or ``38dB`` at least.
+        plan: instead of both, which site runs in which format.
+        skip: patterns of sites that stay in fp32.
+        pin: pattern of sites -> the format they run in.
+        cost: what a target's plan saves (see ``plan.cost``).
+        options, rounding: see ``roundoff.quantize``.
+        samples: calibration data, from the first batches on; None: ``SAMPLES``.
+        batches: instead, so many batches.
+        fold: fold BatchNorm first.
+        prune: ``2:4``, ``channel:0.3`` or ``magnitude:0.5``; before quantization, which is then calibrated on what is left.
+        qat: train with quantization afterwards.
+        epochs: of that, and of the training after pruning.
+        lr: learning rate of AdamW.
+        distill: the fp32 model is the teacher.
+        tradeoff: also measure the same model in each usual format alone.
+        notes: for the report.
+
+    Raises:
+        QuantizationError, FormatError: these do not go together, or one of them is unknown; the message says which.
+    """
+
+    formats: tuple[str, ...] = ("int8",)
+    target: str | None = None
+    plan: Plan | None = None
+    skip: tuple[str, ...] = ()
+    pin: Mapping[str, str] = field(default_factory=dict)
+    cost: str = "bitops"
+    options: Options = field(default_factory=Options)
+    rounding: Rounding = field(default_factory=Rounding)
+    samples: int | None = None
+    batches: int | None = None
+    fold: bool = True
+    prune: str = ""
+    qat: bool = False
+    epochs: int = 0
+    lr: float = 1e-4
+    distill: bool = False
+    tradeoff: bool = True
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (*self.formats, *self.pin.values()):
+            parse_format(name)
+        among(
+            "--cost", self.cost, [name for name in UNITS if name != "seconds"]
+        )  # integer kernels are not in its tables
+        if self.target is not None and self.plan is not None:
+            raise QuantizationError(
+                "a target chooses a plan itself",
+                where="--target",
+                got="a plan too",
+                do="leave one of them out",
+            )
+        if self.plan is None and not self.formats:
+            raise QuantizationError(
+                "no format to quantize to",
+                where="--formats",
+                expected="one, such as int8",
+            )
+        if self.plan is None and self.target is None and len(self.formats) > 1:
+            raise QuantizationError(
+                "which site runs in which of these formats?",
+                where="--formats",
+                got=", ".join(self.formats),
+                expected="one format, or a target or a plan that decides",
+                do="add --target 0.5% or --target 38dB",
+            )
+        if self.plan is not None and self.plan.autocast:
+            self.plan.format_of("")  # says why not
+        if self.samples is not None and self.samples < 1:
+            raise QuantizationError(
+                "no calibration data",
+                where="--samples",
+                expected="one or more",
+                got=str(self.samples),
+            )
+        if (self.qat or self.distill) and self.epochs < 1:
+            raise QuantizationError(
+                "training needs a number of epochs",
+                where="--epochs",
+                expected="1 or more",
+                got=str(self.epochs),
+            )
+        if self.epochs and not (self.qat or self.prune):
+            raise QuantizationError(
+                "nothing would be trained",
+                where="--epochs",
+                expected="--qat or --prune beside it",
+            )
+        _ = self.goal, self.pruning  # these raise
+
+    @property
+    def goal(self) -> Goal | None:
+        """The target, read."""
+        return None if self.target is None else parse_goal(self.target)
+
+    @property
+    def pruning(self) -> Prune | None:
+        """What to prune, read."""
+        return parse_prune(self.prune) if self.prune else None
+
+
+def parse_goal(text: str) -> Goal:
+    """A target.
+
+    >>> parse_goal("0.5%"), parse_goal("38 dB").value
+    (Goal(kind='drop', value=0.005, text='0.5%'), 38.0)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(%|dB)\s*", text, flags=re.IGNORECASE)
+    if found is None:
+        raise QuantizationError(
+            "not a target",
+            where="--target",
+            got=repr(text),
+            expected="a drop of the metric such as 0.5% (of 1), or decibels such as 38dB",
+        )
+    number = float(found[1])
+    return (
+        Goal("drop", number / 100, text)
+        if found[2] == "%"
+        else Goal("db", number, text)
+    )
+
+
+def parse_prune(text: str) -> Prune:
+    """What to prune.
+
+    >>> parse_prune("2:4").kind, parse_prune("channel:0.3").share
+    ('n_m', 0.3)
+    """
+    found = _PRUNE.fullmatch(text)
+    n, m = (int(found[k] or 0) for k in ("n", "m")) if found else (0, 0)
+    share = float(found["share"] or 0) if found else 0.0
+    if found is None or not (0 < n < m if found["n"] else 0 < share < 1):
+        raise QuantizationError(
+            "not a way to prune",
+            where="--prune",
+            got=repr(text),
+            expected="2:4, channel:0.3 or magnitude:0.5 (the share that goes, below 1)",
+        )
+    return Prune("n_m" if found["n"] else found["kind"], n, m, share, text)  # type: ignore[arg-type]
+
+
+def weights_only(name: str, group: int | None) -> str:
+    """The format that keeps weights alone in another one: ``w4`` or ``w4g64`` for ``int4``.
+
+    >>> weights_only("int4", 64), weights_only("int8", None)
+    ('w4g64', 'w8')
+    """
+    fmt = parse_format(name)
+    if fmt.one_quantum != 1.0 or not fmt.symmetric:
+        raise FormatError(
+            "weights alone are integers",
+            where="--weights-only",
+            expected="int4, int8 or another width",
+            got=name,
+        )
+    return parse_format(f"w{fmt.width}" + (f"g{group}" if group else "")).name
+
+
+def rounding(observer: str, method: str) -> Rounding:
+    """What ``--observer`` and ``--method`` say.
+
+    >>> rounding("mse", "awq+gptq").balance, rounding("mse", "awq").weights
+    ('awq', 'nearest')
+    """
+    among("--observer", observer, OBSERVERS)
+    among("--method", method, METHODS)
+    balance, weights = METHODS[method]
+    return Rounding(observer=observer, weights=weights, balance=balance)
+
+
+def asked_formats(
+    formats: Sequence[str], only: str | None, group: int | None
+) -> tuple[str, ...]:
+    """The formats of ``--formats``, or the one of ``--weights-only`` and ``--group`` where these are given."""
+    if only is not None:
+        return (weights_only(only, group),)
+    if group is not None:
+        raise QuantizationError(
+            "groups of weights are for weights alone",
+            where="--group",
+            got=str(group),
+            do="add --weights-only int4, or name the format: --formats w4a8g64",
+        )
+    return tuple(formats)

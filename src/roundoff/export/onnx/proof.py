@@ -1,0 +1,315 @@
+"""Proof: what ONNX Runtime computes from the exported file, against the fp32 model and against our simulation.
+
+Both files run on the evaluation set: the candidate's metric, how often it decides as the fp32 model does, how far its output
+and each quantized value inside are from fp32 and from the simulation, which kernels it runs, how fast, how large.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from roundoff.export.onnx.deployed import Deployed
+from roundoff.export.onnx.export import Traced, write
+from roundoff.export.onnx.kernels import Site, became
+from roundoff.export.onnx.runtime import (
+    Kernels,
+    Latency,
+    kernels,
+    latency,
+    run,
+    session,
+)
+from roundoff.export.onnx.sums import Agreement, Differing, Tally
+from roundoff.ops import Call, watch
+from roundoff.plan import replaced
+from roundoff.preserve import preserve
+from roundoff.quantize import Passing, QuantizedModel
+from roundoff.workload import Workload, named_tensors
+
+__all__ = ["Proof", "SiteProof", "prove"]
+
+
+@dataclass(frozen=True)
+class SiteProof:
+    """One quantized value in the file, on the whole evaluation set.
+
+    Attributes:
+        name: the value, as the quantizer is called.
+        format: of its codes.
+        fp32_db: SQNR against the fp32 run; None where that has no value of this name and shape.
+        simulation_db: SQNR against the simulation; infinite where all values are equal.
+        own: codes that differ from what the simulation makes of the file's own values before it: what this kernel alone does
+            in another way. None where the scale is chosen while the model runs.
+        carried: codes that differ between the file and the simulation, each run from the input on. One code more or less in
+            a value can move the next one by several, where its weights are large beside its scale.
+    """
+
+    name: str
+    format: str
+    fp32_db: float | None
+    simulation_db: float
+    own: Differing | None
+    carried: Differing | None
+
+    @property
+    def codes(self) -> int | None:
+        """The greatest difference of a code that the kernel makes by itself."""
+        return self.own.most if self.own else None
+
+    @property
+    def differing(self) -> float | None:
+        """The share of codes that the kernel makes differ."""
+        return self.own.share if self.own else None
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was measured on the file.
+
+    Attributes:
+        samples: how many rows of outputs the set has.
+        metric, metric_fp32: the workload's metric of this file and of the fp32 file; None without one.
+        agreement: share of rows of the output with the same arg-max over the last axis as in fp32; None with one column.
+        sqnr_db: of the output against fp32.
+        simulation_db: of the output against our simulation.
+        sites: one row for each quantized value, in the order of the run.
+        became: one row for each quantized call: the kernel that runs it, or why none with integers does.
+        kernels: the optimised graph that ONNX Runtime runs.
+        latency: seconds of both files; None where not asked for.
+        bytes, bytes_fp32: sizes of the files.
+        notes: quantizers that ONNX cannot express, or that are slow in ONNX Runtime, with the reason.
+    """
+
+    samples: int
+    metric: float | None
+    metric_fp32: float | None
+    agreement: float | None
+    sqnr_db: float
+    simulation_db: float
+    sites: tuple[SiteProof, ...]
+    became: tuple[Site, ...]
+    kernels: Kernels
+    latency: Latency | None
+    bytes: int
+    bytes_fp32: int
+    notes: dict[str, str]
+
+    @property
+    def codes(self) -> int:
+        """The greatest difference of a code that a kernel makes by itself: 1 or 0 where file and simulation agree."""
+        return max((site.own.most for site in self.sites if site.own), default=0)
+
+    @property
+    def differing(self) -> float:
+        """The largest share of codes of a value that a kernel makes differ."""
+        return max((site.own.share for site in self.sites if site.own), default=0.0)
+
+
+def prove(
+    workload: Workload,
+    quantized: QuantizedModel,
+    path_quantized: str | Path,
+    path_fp32: str | Path,
+    *,
+    exact: nn.Module | None = None,
+    pack: bool = True,
+    seconds: float = 3.0,
+) -> Proof:
+    """Write both files, run them in ONNX Runtime on the evaluation set (``held_out``, or else the batches), and measure.
+
+    Args:
+        workload: with the fp32 model, its metric and batches.
+        quantized: the simulation of the quantized model.
+        path_quantized: of the file to write and prove.
+        path_fp32: of the file of the fp32 model, which is written too.
+        exact: the model in full precision whose values inside are those of the quantized one; by default the workload's own.
+            Give ``quantize.pipeline.unrounded(quantized, workload)`` where BatchNorm was folded or channels were divided:
+            the values inside are others then.
+        pack: as ``export_onnx`` has it.
+        seconds: how long to race both files on the first batch; 0: not at all.
+
+    Raises:
+        QuantizationError: as ``export_onnx``, or onnxruntime is not installed.
+    """
+    plain = write(workload, workload.model, path_fp32)
+    batches = workload.held_out or workload.batches
+    with tempfile.TemporaryDirectory() as folder:
+        deployed, file = Deployed(quantized, probe=True), Path(folder) / "probed.onnx"
+        probed = write(workload, deployed, path_quantized, pack=pack, probed=file)
+        measured = _measure(
+            workload, quantized, exact or workload.model, batches, probed, file
+        )
+    judged = workload.with_model(workload.model)
+    judged.batches = batches
+    outputs, outputs_fp32 = _outputs(
+        batches, plain, measured, path_quantized, path_fp32
+    )
+    found = kernels(path_quantized)
+    agreement = Agreement()
+    for ours, theirs, simulated in zip(
+        outputs, outputs_fp32, measured.simulated, strict=True
+    ):
+        agreement.add(
+            named_tensors(ours), named_tensors(theirs), named_tensors(simulated)
+        )
+    raced = None
+    if seconds > 0:
+        raced = latency(path_fp32, path_quantized, _feed(plain, batches[0]), seconds)
+    return Proof(
+        samples=agreement.samples,
+        metric=judged.evaluate(outputs, outputs_fp32),
+        metric_fp32=judged.evaluate(outputs_fp32, outputs_fp32),
+        agreement=agreement.share,
+        sqnr_db=agreement.fp32.db,
+        simulation_db=agreement.simulation.db,
+        sites=tuple(measured.rows(quantized)),
+        became=became(quantized, deployed, found),
+        kernels=found,
+        latency=raced,
+        bytes=Path(path_quantized).stat().st_size,
+        bytes_fp32=Path(path_fp32).stat().st_size,
+        notes={**deployed.slow, **deployed.reasons},
+    )
+
+
+class _Measured:
+    def __init__(self) -> None:
+        self.tallies: dict[str, Tally] = {}
+        self.simulated: list[Any] = []
+
+    def rows(self, quantized: QuantizedModel) -> list[SiteProof]:
+        found = []
+        for name, tally in self.tallies.items():
+            fp32 = tally.fp32.db if tally.fp32.count else None
+            found.append(
+                SiteProof(
+                    name,
+                    quantized.quantizer(name).fmt.name,
+                    fp32,
+                    tally.simulation.db,
+                    tally.own.seen(),
+                    tally.carried.seen(),
+                )
+            )
+        return found
+
+
+def _measure(
+    workload: Workload,
+    quantized: QuantizedModel,
+    exact: nn.Module,
+    batches: list[Any],
+    probed: Traced,
+    path: Path,
+) -> _Measured:
+    """Run file, simulation and full precision side by side, a batch at a time: nothing is kept but sums."""
+    measured, ready = _Measured(), session(path)
+    names = [output.name for output in ready.get_outputs()]
+    for batch in batches:
+        arrays = dict(zip(names, run(ready, _feed(probed, batch)), strict=True))
+        found = {
+            name: torch.from_numpy(arrays[f"probe_{i}"])
+            for i, name in enumerate(probed.probes)
+        }
+        free, led = _Seen({}), _Seen(found)
+        with torch.no_grad(), preserve(quantized):
+            for seen in (free, led):
+                with quantized.eval().through(seen):
+                    output = workload.with_model(quantized).run(batch)
+                if seen is free:
+                    measured.simulated.append(output)
+        wanted = exact_values(workload, exact, quantized, batch)
+        for name, value in found.items():
+            tally = measured.tallies.setdefault(name, Tally(quantized.quantizer(name)))
+            tally.add(value, free.values[name], led.values[name], wanted.get(name))
+    return measured
+
+
+class _Seen(Passing):
+    """What each value is behind its quantizer; of values that pass more than once, the first. Values in ``given`` are handed
+    on in their place: what comes next is made of them."""
+
+    def __init__(self, given: dict[str, Tensor]) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.given = given
+
+    def value(self, name: str, quantizer: Any, value: Tensor) -> Tensor:
+        found: Tensor = quantizer(value)
+        if quantizer.weight or name in self.values:
+            return found
+        self.values[name] = found.detach()
+        return self.given.get(name, found)
+
+
+class _Exact:
+    """Calls as they are; keeps the values that have quantizers in the quantized model."""
+
+    def __init__(self, quantized: QuantizedModel) -> None:
+        self.quantized = quantized
+        self.values: dict[str, Tensor] = {}
+
+    def before_write(self, tensor: Tensor) -> None:
+        for name, value in self.values.items():
+            if value is tensor:
+                self.values[name] = value.clone()
+
+    def call(self, call: Call) -> Any:
+        route = self.quantized.routes.get(str(call.site))
+        if route is not None:
+            leaves = self.quantized.divided(route, call.leaves, WeakIdKeyDictionary())
+            for place, name in route.uses.items():
+                if place < len(leaves) and isinstance(leaves[place], Tensor):
+                    self.values.setdefault(name, leaves[place])
+        result = call.run()
+        if route is not None and route.output and isinstance(result, Tensor):
+            self.values.setdefault(route.output, result)
+        return result
+
+
+def exact_values(
+    workload: Workload, exact: nn.Module, quantized: QuantizedModel, batch: Any
+) -> Mapping[str, Tensor]:
+    """What a full-precision model has where the quantized one passes a quantizer, by the quantizer's name."""
+    handler = _Exact(quantized)
+    with preserve(exact), torch.no_grad(), watch(exact.eval(), handler) as mode:
+        mode.begin()
+        with mode:
+            workload.with_model(exact).run(batch)
+    return handler.values
+
+
+def _outputs(
+    batches: list[Any], plain: Traced, measured: _Measured, *paths: str | Path
+) -> tuple[list[Any], list[Any]]:
+    """Outputs of both files, in the containers that the model returns."""
+    found: list[list[Any]] = []
+    for path in paths:
+        ready, outputs = session(path), []
+        for batch, like in zip(batches, measured.simulated, strict=True):
+            outputs.append(_filled(like, run(ready, _feed(plain, batch))))
+        found.append(outputs)
+    return found[0], found[1]
+
+
+def _filled(like: Any, arrays: list[Any]) -> Any:
+    """An output with these arrays in the places of its tensors."""
+    given = iter(arrays)
+    return replaced(like, lambda t: torch.from_numpy(next(given)) if t.numel() else t)
+
+
+def _feed(traced: Traced, batch: Any) -> dict[str, Any]:
+    return dict(
+        zip(
+            traced.inputs,
+            (t.detach().cpu().numpy() for t in traced.tensors(batch)),
+            strict=True,
+        )
+    )

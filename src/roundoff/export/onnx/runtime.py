@@ -1,0 +1,143 @@
+"""ONNX Runtime: run a file, read what became integer kernels in it, and race two files."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roundoff.errors import QuantizationError
+from roundoff.export.onnx.export import needs
+
+__all__ = ["Kernels", "Latency", "kernels", "latency", "run", "session"]
+
+#: Operators whose sums are integers. ``MatMulNBits`` reads weights of 4 bits and adds in fp32 or int8.
+INTEGER = frozenset(
+    {
+        "QGemm",
+        "ConvInteger",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "DynamicQuantizeMatMul",
+        "QAttention",
+        "QEmbedLayerNormalization",
+        "MatMulNBits",
+        "QMoE",
+        "ConvIntegerToFloat",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What ONNX Runtime made of a file after its own optimisation.
+
+    Attributes:
+        counts: how often each operator stands in the optimised graph.
+        nodes: name and operator of each node in it.
+    """
+
+    counts: dict[str, int]
+    nodes: tuple[tuple[str, str], ...]
+
+    @property
+    def integer(self) -> dict[str, int]:
+        """The operators among them that compute with integers."""
+        return {name: count for name, count in self.counts.items() if is_integer(name)}
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of two files, run in turns on one thread: medians, and quartiles of the ratios of neighbouring runs.
+
+    ``ratio`` is the median of reference / candidate: above 1 the candidate is faster.
+    """
+
+    reference: float
+    candidate: float
+    ratio: float
+    quartiles: tuple[float, float]
+    runs: int
+
+
+def is_integer(operator: str) -> bool:
+    """Whether an operator of ONNX Runtime computes with integers."""
+    return operator.startswith("QLinear") or operator in INTEGER
+
+
+def session(path: str | Path, optimised: str | Path | None = None) -> Any:
+    """An ``InferenceSession`` on the CPU with one thread; it can write its optimised graph.
+
+    Raises ``QuantizationError`` where onnxruntime is missing, or does not take the file (with its words).
+    """
+    needs("onnxruntime")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    if optimised is not None:
+        options.optimized_model_filepath = str(optimised)
+    try:
+        return onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:  # onnxruntime's own classes have no public base
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        raise QuantizationError(
+            "ONNX Runtime cannot load this file",
+            where=Path(path).name,
+            got=str(error).strip().splitlines()[0][:300],
+        ) from error
+
+
+def run(ready: Any, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """All outputs of a session; inputs that the graph does not read are left out."""
+    taken = {i.name for i in ready.get_inputs()}
+    found: list[np.ndarray] = ready.run(
+        None, {name: array for name, array in inputs.items() if name in taken}
+    )
+    return found
+
+
+def kernels(path: str | Path) -> Kernels:
+    """What ONNX Runtime makes of a file. The optimised graph is written to a temporary folder and read again."""
+    needs("onnx")
+    import onnx
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "optimised.onnx"
+        session(path, file)
+        nodes = tuple((n.name, n.op_type) for n in onnx.load(str(file)).graph.node)
+    return Kernels(dict(Counter(operator for _, operator in nodes)), nodes)
+
+
+def latency(
+    reference: str | Path,
+    candidate: str | Path,
+    inputs: dict[str, np.ndarray],
+    seconds: float = 3.0,
+    least: int = 15,
+) -> Latency:
+    """Race two files on the same inputs, in turns, for ``seconds`` and at least ``least`` runs each, after a warm-up."""
+    both = session(reference), session(candidate)
+    times: tuple[list[float], list[float]] = ([], [])
+    for one in both * 2:
+        run(one, inputs)
+    end = time.perf_counter() + seconds
+    while len(times[0]) < least or time.perf_counter() < end:
+        for one, into in zip(both, times, strict=True):
+            start = time.perf_counter()
+            run(one, inputs)
+            into.append(time.perf_counter() - start)
+    ratios = np.array(times[0]) / np.array(times[1])
+    low, middle, high = (float(v) for v in np.quantile(ratios, [0.25, 0.5, 0.75]))
+    medians: Sequence[float] = [float(np.median(t)) for t in times]
+    return Latency(medians[0], medians[1], middle, (low, high), len(ratios))

@@ -1,0 +1,147 @@
+"""What a repair gives back: the new weight and how many dB it gained, measured in the layer's own output error.
+
+All repairs of this folder see the weight of a contracting operator as matrices ``W`` of shape ``[..., out, in]`` (see
+``matrix.py``), and the inputs ``X`` (``in`` × samples) by their second moments ``H = E[x xᵀ]`` of shape ``[..., in, in]``.
+The error of the output is then ``E|(Ŵ - W) x|² = tr((Ŵ - W) H (Ŵ - W)ᵀ)``, without another pass over the data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roundoff.budget import sqnr_db
+from roundoff.errors import QuantizationError
+from roundoff.formats import QParams
+
+
+@dataclass(frozen=True)
+class Gain:
+    """SQNR in dB before and after a repair, of what it says in its docstring; ``note`` is what else the user has to know.
+
+    >>> Gain("gptq", 14.0, 17.5).db, Gain("flips", math.inf, math.inf).db
+    (3.5, 0.0)
+    """
+
+    name: str
+    before_db: float
+    after_db: float
+    note: str = ""
+
+    @property
+    def db(self) -> float:
+        """How many dB were gained; 0 where both are infinite."""
+        return (
+            0.0 if self.before_db == self.after_db else self.after_db - self.before_db
+        )
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """A weight on the grid of ``qparams``, in the shape it came in, and what that gained."""
+
+    weight: Tensor
+    qparams: QParams
+    gain: Gain
+
+
+def quadratic(delta: Tensor, hessian: Tensor) -> Tensor:
+    """``δ H δᵀ`` of each row of ``delta`` ``[..., out, in]``: shape ``[..., out]``, never below 0.
+
+    >>> import torch
+    >>> quadratic(torch.tensor([[1.0, -1.0], [2.0, 0.0]]), torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
+    tensor([3., 8.])
+    """
+    return ((delta @ hessian) * delta).sum(-1).clamp_(min=0.0)
+
+
+def relative_db(error: Tensor | float, signal: Tensor | float) -> float:
+    """SQNR in dB of error power over signal power, both summed; no error is infinite, error without signal minus it.
+
+    >>> relative_db(1.0, 100.0), relative_db(0.0, 0.0), relative_db(1.0, 0.0)
+    (20.0, inf, -inf)
+    """
+    wrong, right = (
+        float(x.double().sum()) if isinstance(x, Tensor) else x for x in (error, signal)
+    )
+    return sqnr_db(0.0 if wrong == 0 else wrong / right if right > 0 else math.inf)
+
+
+def output_db(quantized: Tensor, weight: Tensor, hessian: Tensor) -> float:
+    """SQNR of the layer's output in dB: ``tr(W H Wᵀ) / tr(Δ H Δᵀ)``, over all matrices."""
+    return relative_db(
+        quadratic(quantized - weight, hessian), quadratic(weight, hessian)
+    )
+
+
+def check_finite(where: str, **tensors: Tensor | None) -> None:
+    """QuantizationError unless every tensor is floating point and finite."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
+            raise QuantizationError(
+                f"the {name} has no floating-point values",
+                where=where,
+                expected="a floating-point tensor",
+                got=f"{tensor.dtype} of shape {tuple(tensor.shape)}",
+            )
+        finite = tensor.isfinite()
+        if not bool(finite.all()):  # counted only then: a sum takes three times as long
+            bad = tensor.numel() - int(finite.sum())
+            raise QuantizationError(
+                f"the {name} holds NaN or Inf",
+                where=where,
+                expected="finite values",
+                got=f"{bad} of {tensor.numel()} not finite, shape {tuple(tensor.shape)}",
+                do="find where it comes from (roundoff run), or leave this operator in high precision",
+            )
+
+
+def check_matrices(where: str, weight: Tensor, hessian: Tensor | None) -> None:
+    """QuantizationError unless ``weight`` is ``[..., out, in]``, not empty, and ``hessian`` ``[..., in, in]`` fits it."""
+    check_finite(where, weight=weight, hessian=hessian)
+    if weight.dim() < 2 or weight.numel() == 0:
+        raise QuantizationError(
+            "the weight is no matrix",
+            where=where,
+            expected="shape [..., out, in] without a length of 0",
+            got=f"shape {tuple(weight.shape)}",
+            do="see matrix_view for convolutions",
+        )
+    if hessian is None:
+        return
+    wanted = (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
+    if hessian.dim() < 2 or tuple(hessian.shape) not in (wanted, wanted[-2:]):
+        raise QuantizationError(
+            "the Hessian does not fit the weight",
+            where=where,
+            expected=f"shape {wanted}",
+            got=f"shape {tuple(hessian.shape)}",
+            do="one matrix per group: see matrix_view and Hessian",
+        )
+
+
+def check_kept(where: str, weight: Tensor, kept: Tensor | None) -> None:
+    """QuantizationError unless ``kept`` is bool, of the weight's shape, and the weight is 0 where it is False."""
+    if kept is None:
+        return
+    if kept.dtype != torch.bool or kept.shape != weight.shape:
+        raise QuantizationError(
+            "the mask does not fit the weight",
+            where=where,
+            expected=f"bool of shape {tuple(weight.shape)}",
+            got=f"{kept.dtype} of shape {tuple(kept.shape)}",
+        )
+    wrong = int(((weight != 0) & ~kept).sum())
+    if wrong:
+        raise QuantizationError(
+            "a weight that is not kept is not 0",
+            where=where,
+            expected="pruned weights that are 0",
+            got=f"{wrong} of {int((~kept).sum())} others",
+            do="multiply the weight by its mask first",
+        )

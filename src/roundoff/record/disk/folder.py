@@ -1,0 +1,201 @@
+"""Taking a folder for a run: what is refused, what is cleaned up, and what is never deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roundoff.errors import OutputError
+from roundoff.files import check_folder
+from roundoff.record.disk.schema import (
+    ABOUT,
+    CHECKSUMS,
+    OPERATORS,
+    SCALAR_FILE,
+    is_chunk,
+    parse_rank,
+    parse_step,
+    rank_name,
+    step_name,
+)
+
+# What a killed writer may leave: files.atomic_path's temporary files, steps that were not finished, and steps that
+# were just being replaced.
+_TEMPORARY = re.compile(rf"\.{re.escape(ABOUT)}\..+")
+_UNFINISHED = re.compile(r"\.(step[0-9]{6,18})\.(partial|replaced)")
+
+
+def claim(
+    path: Path, rank: int, identity: str | None, ranks: int, *, overwrite: bool
+) -> None:
+    """Make ``path`` ready for ``rank`` to write into, or raise ``OutputError`` and change nothing.
+
+    A run that is there already is refused, unless it has the same identity (then this rank joins it, and its steps
+    so far stay) or ``overwrite`` is given: then rank 0 deletes ``run.json`` and the folders of ranks from ``ranks`` on,
+    and each rank its own folder, so that ranks that start at different times don't delete each other's. Only files
+    with the names that a writer gives them are deleted.
+    """
+    try:
+        if path.exists() and not path.is_dir():
+            raise OutputError(
+                "a file is where the run should go",
+                where=str(path),
+                expected="a folder, or a name that is still free",
+                do="choose another place with -o",
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        doomed, joins = _may_delete(path, rank, identity, ranks, overwrite=overwrite)
+        if overwrite and rank == 0:
+            (path / ABOUT).unlink(missing_ok=True)
+        for folder in filter(Path.exists, doomed):
+            shutil.rmtree(folder)
+        mine = path / rank_name(rank)
+        # Of processes that all take themselves for rank 0 and start at once, only one makes the folder.
+        mine.mkdir(exist_ok=joins)
+        check_folder(mine)
+        _clean(mine)
+        for file in path.iterdir() if rank == 0 else ():
+            if _TEMPORARY.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+    except FileExistsError as error:
+        raise _taken(path) from error
+    except OSError as error:
+        raise OutputError(
+            "cannot write here, or clean up what an earlier run left",
+            where=str(path),
+            expected="a folder that this user may write to",
+            got=f"{type(error).__name__}: {error.strerror or error}",
+            do="choose another place with -o",
+        ) from error
+
+
+def _may_delete(
+    path: Path, rank: int, identity: str | None, ranks: int, *, overwrite: bool
+) -> tuple[list[Path], bool]:
+    """The folders to be deleted first, and whether this rank may join what is there.
+
+    ``OutputError`` when this run may not go here.
+    """
+    there = _about(path)
+    mine = path / rank_name(rank)
+    if there is None:
+        _refuse_foreign(path)
+        taken = (
+            mine.exists()
+        )  # by a run that was killed while it began, or is beginning
+    else:
+        taken = identity is None or str(there.get("id")) != str(identity)
+    if taken and not overwrite:
+        raise _taken(path)
+    doomed = [mine] if overwrite else []
+    if overwrite and rank == 0:
+        for folder in sorted(path.iterdir()):
+            other = parse_rank(folder.name)
+            if other is not None and other >= ranks:
+                doomed.append(folder)
+    for folder in {mine, *doomed}:
+        _refuse_strangers(folder)
+    return list(dict.fromkeys(doomed)), there is not None and not taken
+
+
+def _taken(path: Path) -> OutputError:
+    return OutputError(
+        "there is a run here already",
+        where=str(path),
+        expected="an empty folder; for several processes of one run, a rank for each and the same id",
+        do="choose another place with -o, or say that it may be deleted: --overwrite (overwrite=True)",
+    )
+
+
+def _about(path: Path) -> dict[str, Any] | None:
+    """The object in run.json, None where there is no such file."""
+    file = path / ABOUT
+    if not os.path.lexists(file):
+        return None
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict) or type(about.get("schema")) is not int:
+        raise OutputError(
+            "this file is not of a roundoff run, so it is not replaced",
+            where=str(file),
+            expected='an object with "schema": 1',
+            do="choose another place with -o, or delete the file yourself",
+        )
+    return about
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A folder without run.json must hold nothing but what ranks that were here first, or killed, have left."""
+    for file in sorted(path.iterdir()):
+        if parse_rank(file.name) is None and not _TEMPORARY.fullmatch(file.name):
+            raise OutputError(
+                "the folder is not empty and holds no run, so nothing is written or deleted here",
+                where=str(path),
+                expected="an empty folder, or one that is not there yet",
+                got=f"a folder with {file.name!r} in it",
+                do="choose another place with -o",
+            )
+
+
+def _refuse_strangers(folder: Path) -> None:
+    for stranger in _strangers(folder):
+        raise OutputError(
+            "roundoff has not written this, so the folder around it is not deleted",
+            where=str(stranger),
+            do="move it away, or choose another place with -o",
+        )
+
+
+def _strangers(folder: Path) -> Iterator[Path]:
+    """What is in a rank's folder, or is it, and does not look like a writer's."""
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        yield folder
+        return
+    for entry in sorted(folder.iterdir()):
+        if entry.is_symlink():
+            yield entry
+        elif entry.is_dir():
+            if parse_step(entry.name) is not None:
+                yield from (
+                    file
+                    for file in sorted(entry.iterdir())
+                    if file.is_symlink()
+                    or not (file.name in (OPERATORS, CHECKSUMS) or is_chunk(file.name))
+                )
+            elif not _UNFINISHED.fullmatch(entry.name):
+                yield entry
+        elif entry.name != SCALAR_FILE and not _TEMPORARY.fullmatch(entry.name):
+            yield entry
+
+
+def _clean(folder: Path) -> None:
+    """Remove what a killed writer left in a rank's folder; a step it was replacing gets its name back."""
+    for entry in sorted(folder.iterdir()):
+        match = _UNFINISHED.fullmatch(entry.name)
+        if match and match[2] == "replaced" and not (folder / match[1]).exists():
+            entry.rename(folder / match[1])
+        elif match:
+            shutil.rmtree(entry)
+        elif _TEMPORARY.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
+
+
+def publish(partial: Path, step: int) -> None:
+    """Give a finished step its name. A step of that name is replaced."""
+    target = partial.parent / step_name(step)
+    aside = partial.parent / f".{step_name(step)}.replaced"
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    partial.rename(target)
+    if aside.exists():
+        shutil.rmtree(aside, ignore_errors=True)

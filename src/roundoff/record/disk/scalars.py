@@ -1,0 +1,49 @@
+"""Numbers of a run beside its tensors: lines of text that are appended, each with a checksum of its own.
+
+A line is ``[step, name, value]`` in JSON (``value`` as text, which is exact and has NaN and infinities), a tab and the
+xxh3_64 of that in hex. A last line without its end is what a killed process was writing, and is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import polars as pl
+import torch
+import xxhash
+
+from roundoff.record.disk.checked import damaged
+from roundoff.record.disk.schema import SCALARS
+
+
+def append(path: Path, step: int, name: str, value: float | torch.Tensor) -> None:
+    """Add one number. Raises ``OSError``."""
+    text = json.dumps([int(step), str(name), repr(float(value))])
+    with path.open("a", encoding="utf-8", newline="") as file:
+        file.write(f"{text}\t{_check(text.encode())}\n")
+
+
+def repair(path: Path) -> None:
+    """Cut off the line that a killed process was writing."""
+    if path.exists():
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            path.write_bytes(whole)
+
+
+def read(path: Path) -> pl.DataFrame:
+    """Columns as SCALARS. Raises ``RunError`` naming a damaged file."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        text, _, check = line.rpartition(b"\t")
+        if check != _check(text).encode():
+            raise damaged(path, f"line {number} has other bytes than were written")
+        step, name, value = json.loads(text)
+        rows.append((step, name, float(value)))
+    return pl.DataFrame(rows, schema=SCALARS, orient="row")
+
+
+def _check(text: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(text)

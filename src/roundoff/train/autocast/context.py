@@ -1,0 +1,342 @@
+"""``roundoff.autocast``: forward and loss in the formats that a plan gives; everything is undone on exit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ContextDecorator, ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import nn
+
+from roundoff.errors import PlanError
+from roundoff.formats import FORMATS
+from roundoff.ops import KEYS, SLOW_FP16, CallMode, slow_in_fp16, watch
+from roundoff.plan import Plan, explain
+from roundoff.train.autocast.mode import LOCAL
+from roundoff.train.autocast.overrides import overridden
+from roundoff.train.autocast.recorded import Recorded
+from roundoff.train.autocast.region import REGIONS, State, checkpoints, hooked, mode_of
+from roundoff.train.autocast.rules import Rules
+
+
+class autocast(ContextDecorator):  # noqa: N801
+    """Run what is inside in the formats of a plan, forward; the backward pass follows each operator's own format.
+
+    Use it around forward and loss, like ``torch.autocast``; call ``backward`` outside. One object may be entered again and
+    again, from several threads, and inside another region, whose plan it replaces meanwhile. Sites in fp32, bf16, fp16 and
+    fp64 run with real casts; a site in any other format (fp8, HiF8, int8 ...) is simulated: operands rounded, gradients
+    rounded at its output, straight-through (slow, and compiled modules run uncompiled). In-place operators stay in the
+    format of what they write into. fp64 tensors are never cast down.
+
+    Args:
+        what: a ``Plan``; the path of a plan or of another tool's operator lists (see docs/train.md); or a format: bf16 and
+            fp16 mean torch.autocast's own lists, any other that every site runs in it.
+        model: the model whose sites the plan names; needed as soon as a rule names more than operators.
+        device: where it runs, ``cpu``, ``cuda`` ...; by default that of the model's first parameter.
+        policy: the device whose built-in lists apply, if other than ``device``: ``"cuda"`` on a CPU gives CUDA's casts.
+        record: keep what ran in which format, see ``report``. Slower; not for training.
+
+    Raises:
+        PlanError: the plan names modules that the model has not, or needs a model and has none.
+
+    Warns:
+        RuntimeWarning: fp16 on a CPU without arithmetic for it; rules that named no site in the first pass; a plan inside
+            another one that contradicts it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+        >>> plan = Plan.from_formats({"0/linear": "bf16"}, {})
+        >>> with autocast(plan, model):
+        ...     output = model(torch.zeros(2, 4))
+        >>> output.dtype  # the plan's default is fp32: so does softmax run, and gives
+        torch.float32
+    """
+
+    def __init__(
+        self,
+        what: Plan | str | Path | Mapping[str, Any],
+        model: nn.Module | None = None,
+        *,
+        device: str | torch.device | None = None,
+        policy: str | None = None,
+        record: bool = False,
+    ) -> None:
+        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise PlanError(
+                "DataParallel runs copies of the model on threads of its own, which no plan reaches",
+                where="model",
+                got=f"DataParallel on {len(model.device_ids)} devices",
+                do="use DistributedDataParallel",
+            )
+        self.model = None if model is None else unwrapped(model)
+        self.device = _device(device, self.model)
+        self.rules = _rules(
+            read_plan(what, self.model), self.model, self.device, policy
+        )
+        self._record = record
+        self._entered = threading.local()
+        self.recorded = Recorded(self.rules, record)
+        if self.rules.simulated and self.model is None:
+            raise PlanError(
+                f"{self.rules.simulated[0]} is simulated, which needs the model",
+                where="plan",
+                do="give the model too: roundoff.autocast(plan, model)",
+            )
+        if self.rules.dtype == torch.float16 and slow_in_fp16(
+            torch.device(self.device)
+        ):
+            warnings.warn(SLOW_FP16, RuntimeWarning, stacklevel=2)
+
+    @property
+    def report(self) -> Any:
+        """What ran in which format since the region was made, one row per call (polars; see ``recorded.Ran``): the rule,
+        the formats of inputs, kernels and output, the casts and their bytes, and, once ``backward`` ran, the format of the
+        gradient and its casts. Needs ``record=True``."""
+        if not self._record:
+            raise PlanError(
+                "nothing was recorded",
+                where="report",
+                do="give record=True to roundoff.autocast",
+            )
+        return self.recorded.table
+
+    def explain(self, site: str) -> str:
+        """Which rule decides at a site, in a sentence (``roundoff plan explain`` in code)."""
+        (decision,) = explain(
+            self.rules.plan, [site], model=self.model, device=self.rules.lists
+        )
+        return f"{site} runs in {decision.format}: {decision.why}"
+
+    def __enter__(self) -> autocast:
+        outer = active()
+        if outer is not None and outer is not self:
+            _warn_of_contradictions(outer.rules, self.rules)
+        stacks: list[ExitStack] = self._entered.__dict__.setdefault("stacks", [])
+        with ExitStack() as stack:
+            self._run(stack, None)
+            stacks.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._entered.stacks.pop().__exit__(kind, error, trace)
+        if kind is None and self.rules.seen and not self.rules.told:
+            self.rules.told = True
+            unused = self.rules.unused()
+            if unused:
+                warnings.warn(
+                    f"{len(unused)} of the plan's patterns named no site in the first forward pass: {', '.join(unused[:5])}"
+                    + (" ..." if len(unused) > 5 else ""),
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    @contextmanager
+    def again(self, state: State | None = None) -> Iterator[None]:
+        """The same region for a part that is run again (activation checkpointing), from where ``state`` was kept."""
+        with ExitStack() as stack:
+            self._run(stack, state)
+            yield
+
+    def _run(self, stack: ExitStack, state: State | None) -> None:
+        rules = self.rules
+        if rules.dtype is None:
+            stack.enter_context(torch.autocast(self.device, enabled=False))
+        else:
+            stack.enter_context(torch.autocast(self.device, dtype=rules.dtype))
+        stack.enter_context(overridden(rules.operators, self.device))
+        LOCAL.keys.append(rules.key)
+        stack.callback(LOCAL.keys.pop)
+        if not rules.lines and rules.default is None and not self._record:
+            REGIONS.inside.append(
+                (self, None)
+            )  # autocast's own lists: nothing else to do
+            stack.callback(REGIONS.inside.pop)
+            return
+        if (
+            rules.lines or rules.default
+        ):  # compiled backward passes would be traced under autocast; eager ones never run so
+            stack.enter_context(
+                torch._functorch.config.patch(backward_pass_autocast="off")
+            )
+        if self.model is not None and (self._record or rules.simulated):
+            mode: Any = stack.enter_context(watch(self.model, self.recorded))
+        else:
+            mode = mode_of(rules, self.model)
+        counts = mode.counts
+        held = (dict(counts), list(mode.path), mode.forwards)
+        counts.clear()
+        mode.forwards = 0
+        mode.path.clear()
+        if state is not None:
+            counts.update(state[0])
+            mode.path += state[1]
+
+        def restore() -> None:
+            counts.clear()
+            counts.update(held[0])
+            mode.path[:] = held[1]
+            mode.forwards = held[2]
+
+        stack.callback(restore)
+        if self.model is not None and isinstance(mode, CallMode):
+            handle = self.model.register_forward_pre_hook(
+                functools.partial(_begin, mode, rules.forwards), prepend=True
+            )
+            stack.callback(handle.remove)
+        elif self.model is not None and rules.sites:
+            stack.enter_context(hooked(self.model))
+        stack.enter_context(checkpoints())
+        LOCAL.modes.append(mode)
+        stack.callback(LOCAL.modes.pop)
+        REGIONS.inside.append((self, mode))
+        stack.callback(REGIONS.inside.pop)
+        stack.enter_context(mode)
+
+
+def _begin(mode: CallMode, period: int, *_: Any) -> None:
+    """A new forward pass of the whole model: call numbers start again."""
+    if not mode.path and mode.forwards % period == 0:
+        mode.counts.clear()
+
+
+def active() -> autocast | None:
+    """The innermost region of this thread."""
+    return REGIONS.inside[-1][0] if REGIONS.inside else None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's, DistributedDataParallel's and DataParallel's wrappers: its paths are the sites'."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(
+            model, nn.DataParallel | nn.parallel.DistributedDataParallel
+        ):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def read_plan(
+    what: Plan | str | Path | Mapping[str, Any], model: nn.Module | None = None
+) -> Plan:
+    """The plan that ``what`` stands for: itself, a format's name, or a file."""
+    if isinstance(what, Plan):
+        return what
+    if isinstance(what, str) and what in ("bf16", "fp16"):
+        return Plan((), autocast=what)
+    if isinstance(what, str) and what in FORMATS:
+        return Plan((), default=what)
+    if isinstance(what, str) and not Path(what).suffix:
+        from roundoff.formats import parse_format
+
+        return read_plan(parse_format(what).name)
+    if not isinstance(what, Mapping) and _is_plan(Path(what)):
+        path = Path(what)
+        return (
+            _loaded(path, path.stat().st_mtime_ns)
+            if path.is_file()
+            else Plan.load(path)
+        )
+    from roundoff.plan import read_lists
+
+    plan: Plan = read_lists(what, model=model)
+    return plan
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(path: Path, _changed: int) -> Plan:
+    """A plan file read once, for regions that are made in every step."""
+    return Plan.load(path)
+
+
+def _is_plan(path: Path) -> bool:
+    if path.suffix == ".toml" or not path.is_file():
+        return True
+    return path.suffix == ".json" and '"schema"' in path.read_text(
+        encoding="utf-8", errors="replace"
+    )
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, Rules]] = (
+    weakref.WeakKeyDictionary()
+)
+_WITHOUT_MODEL: dict[Any, Rules] = {}
+
+
+def _rules(
+    plan: Plan, model: nn.Module | None, device: str, policy: str | None
+) -> Rules:
+    """One object for one plan, model and device, so that compiled code stays valid."""
+    known = _WITHOUT_MODEL if model is None else _KNOWN.setdefault(model, {})
+    key = (
+        plan.rules,
+        plan.default,
+        plan.autocast,
+        plan.about.get("forwards"),
+        device,
+        policy,
+    )
+    if key not in known:
+        known[key] = Rules(plan, model, device, policy)
+    return known[key]
+
+
+def _device(device: str | torch.device | None, model: nn.Module | None) -> str:
+    if device is None:
+        tensors = (
+            ()
+            if model is None
+            else itertools.chain(model.parameters(), model.buffers())
+        )
+        device = next((t.device for t in tensors), torch.device("cpu"))
+    kind = torch.device(device).type
+    if kind not in KEYS:
+        raise PlanError(
+            "no autocast on such a device",
+            where="device",
+            expected=", ".join(KEYS),
+            got=repr(kind),
+        )
+    return kind
+
+
+def _warn_of_contradictions(outer: Rules, inner: Rules) -> None:
+    """A rule of the inner plan against one of the outer plan's about the same sites."""
+    theirs = {line.source: line for line in outer.lines if line.rule is not None}
+    for line in inner.lines:
+        if line.rule is None:
+            continue
+        other = theirs.get(line.source)
+        exact = not any(c in line.pattern for c in "*?[:")
+        decision = outer.decide(line.pattern) if other is None and exact else None
+        said = (
+            other.format
+            if other
+            else decision.format
+            if decision and decision.rule is not None
+            else None
+        )
+        if said is not None and said != line.format:
+            where = other.source if other else decision.pattern if decision else ""
+            warnings.warn(
+                f"two plans contradict each other: inside {line.source} is to run in {line.format} (rule {line.rule}), "
+                f"outside in {said} ({where}); the inner plan decides",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return

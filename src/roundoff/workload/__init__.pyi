@@ -1,0 +1,6 @@
+from .code import user_code as user_code
+from .file import execute as execute
+from .outputs import named_tensors as named_tensors
+from .outputs import target_tensors as target_tensors
+from .workload import Workload as Workload
+from .workload import describe as describe

@@ -1,0 +1,150 @@
+"""Which axis counts the samples: found by a probe that looks at some samples only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from roundoff import Workload, budget
+from roundoff.budget.probes import sample_axis
+
+KEEP = torch.tensor([True, False, True, False])
+
+
+def masked(shape, axis, repeats=1):
+    """A gradient that is zero on the samples that are not kept, dense elsewhere."""
+    gradient = torch.rand(shape) + 0.1
+    keep = KEEP.repeat_interleave(repeats)
+    return gradient * keep.view(-1, *[1] * (len(shape) - axis - 1))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "expected"),
+    [
+        (masked((4, 3), 0), (0, 1)),
+        (masked((4,), 0), (0, 1)),
+        (masked((4, 4), 0), (0, 1)),
+        (masked((4, 4), 1), (1, 1)),  # sequence first, as many steps as samples
+        (masked((5, 4, 3), 1), (1, 1)),
+        (
+            masked((12, 3), 0, repeats=3),
+            (0, 3),
+        ),  # batch and steps flattened, samples slowest
+        (torch.rand(4, 3) + 0.1, None),  # every sample reaches every element: mixed
+        (torch.rand(3, 3) + 0.1, None),  # no axis of that length: a table, say
+        (masked((5, 3, 4), 2), None),  # only the first two axes are looked at
+        (torch.zeros(4, 3), None),  # nothing to tell from
+        (
+            torch.rand(12, 3) * KEEP.repeat(3)[:, None],
+            None,
+        ),  # flattened with the samples fastest
+        (torch.tensor(1.0), None),
+        (torch.zeros(0, 4), None),
+    ],
+)
+def test_the_axis(gradient, expected):
+    assert sample_axis(gradient, 4, KEEP) == expected
+
+
+def test_one_sample_has_no_axis():
+    assert sample_axis(torch.rand(1, 3), 1, torch.tensor([True])) is None
+
+
+class BatchFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.to_inner, self.from_inner = lambda x: x, lambda x: x
+
+    def forward(self, x):  # x and the result: (batch, steps, channels)
+        y = self.from_inner(torch.tanh(self.inner(self.to_inner(x))))
+        return self.head(y + (y @ y.transpose(1, 2)).softmax(-1) @ y)  # mixes the steps
+
+
+class SequenceFirst(BatchFirst):
+    def __init__(self):
+        super().__init__()
+        self.to_inner = self.from_inner = lambda x: x.transpose(0, 1)
+
+
+class Flattened(BatchFirst):
+    def __init__(self):
+        super().__init__()
+        self.to_inner = lambda x: x.flatten(0, 1)
+        self.from_inner = lambda y: y.unflatten(0, (-1, 4))
+
+
+class Pooled(BatchFirst):
+    def __init__(self):
+        super().__init__()
+        self.from_inner = lambda y: y - y.mean(0)
+
+
+class ReversedSteps(BatchFirst):
+    """Flattened with the samples fastest: no axis on which a sample is one run."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_inner = lambda x: x.transpose(0, 1).reshape(-1, 4)
+        self.from_inner = lambda y: y.unflatten(0, (4, -1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "pooled"),
+    [
+        (BatchFirst, False),
+        (SequenceFirst, False),
+        (Flattened, False),
+        (Pooled, True),
+        (ReversedSteps, True),
+    ],
+)
+@pytest.mark.parametrize("samples", [3, 4])  # 4: as many as steps
+def test_models(model, pooled, samples):
+    """The noise is that of the model computed in fp64 with the inner layer's result in bf16, to first order."""
+    torch.manual_seed(0)
+    net = model().double().requires_grad_(False)
+    x = torch.randn(samples, 4, 4, dtype=torch.float64)
+    probes = 4000 if pooled else 1500
+    measured = budget(Workload(net, [x]), ["bf16"], probes=probes)
+    found = dict(measured.terms.select("site", "pooled").iter_rows())
+    assert found["inner/linear"] is pooled
+    assert found["/tanh"] is pooled
+    assert found["head/linear"] is False
+    (row,) = [r for r in measured.table.to_dicts() if r["site"] == "/tanh"]
+
+    exact = net(x)
+    original = net.from_inner
+    inner = torch.tanh(net.inner(net.to_inner(x)))
+    low = torch.tanh(net.inner(net.to_inner(x)).bfloat16().double()).bfloat16().double()
+    step = (
+        2.0**-10
+    )  # a directional derivative: J e from a step so small that second order is 2**-10 of it
+    net.from_inner = lambda y: original(inner + step * (low - inner))
+    expected = float(((net(x) - exact) / step).square().sum() / exact.square().sum())
+    # 4 sigma of at least 1500 * 3 (or 4000) products, and the second order
+    assert row["noise"] == pytest.approx(expected, rel=4 * (2 / 4000) ** 0.5 + 2**-9)
+
+
+def test_the_axes_of_the_first_batch_serve_the_others():
+    torch.manual_seed(0)
+    net = Flattened()
+    batches = [
+        torch.randn(n, 4, 4) for n in (1, 6, 2, 1)
+    ]  # the first has one sample, so the second tells
+    measured = budget(Workload(net, batches), ["bf16"])
+    assert not measured.terms["pooled"].any()
+    assert measured.about["batch_samples"] == [1, 6, 2, 1]
+    widths = measured.terms["projections"].list.len() / measured.about["probes"]
+    assert widths.unique().to_list() == [10]
+
+
+def test_outputs_with_unlike_first_axes_are_pooled():
+    """An LSTM's states are (layers, batch, channels): the whole batch is one sample then."""
+    torch.manual_seed(0)
+    measured = budget(
+        Workload(nn.LSTM(3, 3, batch_first=True), [torch.randn(4, 5, 3)]), ["bf16"]
+    )
+    assert measured.about["samples"] == 1
+    assert measured.about["probes"] == 16

@@ -378,7 +378,7 @@ def test_names_of_known_operators_are_torchs():
 
 def test_siblings(tmp_path):
     main = record(tmp_path / "a+b")
-    of = main.about["id"]
+    of = main.about.id
     for name, whose in (
         ("a+b.noise10", of),
         ("a+b.noise2", of),

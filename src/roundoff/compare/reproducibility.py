@@ -10,7 +10,7 @@ import torch
 
 from roundoff.compare.noise_floor import comparable, distances, pair, rows_of, theirs
 from roundoff.errors import RunError
-from roundoff.record import Run, content_hash
+from roundoff.record import Run, StoredTensor, content_hash
 
 #: Operators that torch.use_deterministic_algorithms documents as nondeterministic on CUDA, and kernels that add with
 #: atomic operations; without ``_foreach_`` and the underscore of operators in place.
@@ -174,7 +174,7 @@ def _bits(reference: Run, repeat: Run, row: dict[str, Any], exact: bool) -> bool
         or row["blob_other"] is None
     ):
         return True
-    return content_hash(reference.kept(row)) == content_hash(repeat.kept(theirs(row)))
+    return content_hash(reference.kept(StoredTensor.of_row(row))) == content_hash(repeat.kept(StoredTensor.of_row(theirs(row))))
 
 
 def _note(row: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ from .disk.schema import OPERATORS as OPERATORS
 from .disk.schema import OPS as OPS
 from .disk.schema import SCALARS as SCALARS
 from .disk.schema import SCHEMA as SCHEMA
+from .disk.schema import Record as Record
+from .disk.schema import records_of as records_of
 from .disk.schema import rank_name as rank_name
 from .disk.schema import site_name as site_name
 from .disk.schema import step_name as step_name
@@ -13,8 +15,9 @@ from .disk.siblings import sibling as sibling
 from .disk.siblings import siblings as siblings
 from .disk.sites import complete as complete
 from .disk.sites import coverage as coverage
+from .disk.sites import describe_sites as describe_sites
 from .disk.sites import select_steps as select_steps
-from .disk.sites import show as show
+from .disk.stored_tensor import StoredTensor as StoredTensor
 from .disk.step_tensors import StepTensors as StepTensors
 from .disk.tensors import checksum as checksum
 from .disk.tensors import content_hash as content_hash

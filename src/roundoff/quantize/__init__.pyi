@@ -1,6 +1,7 @@
 from .channels.equalise import equalise_ as equalise_
+from .channels.fold_batch_norm import fold_batch_norm_ as fold_batch_norm_
 from .channels.groups import channel_groups as channel_groups
-from .channels.smooth_model import smooth_ as smooth_
+from .channels.smooth import smooth_ as smooth_
 from .checks import site_formats as site_formats
 from .checks import traced as traced
 from .code_flow import CLIPS as CLIPS
@@ -52,10 +53,9 @@ from .sparsity.masks import prunable as prunable
 from .sparsity.masks import sparsify_ as sparsify_
 from .sparsity.masks import unstructured_masks as unstructured_masks
 from .weights.bias import mean_error as mean_error
-from .weights.fold import fold_batch_norm_ as fold_batch_norm_
 from .weights.hessian import Hessian as Hessian
 from .weights.matrix import from_matrix as from_matrix
 from .weights.matrix import matrix_view as matrix_view
 from .weights.matrix import patches as patches
-from .weights.rounding import round_weight as round_weight
+from .weights.round_weight import round_weight as round_weight
 from .weights.scales import search_scales as search_scales

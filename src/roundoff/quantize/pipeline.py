@@ -18,7 +18,8 @@ from roundoff.errors import QuantizationError
 from roundoff.plan import Plan, noise
 from roundoff.quantize.channels.divide import divide_
 from roundoff.quantize.channels.equalise import rescale_
-from roundoff.quantize.channels.smooth_model import smooth_
+from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_
+from roundoff.quantize.channels.smooth import smooth_
 from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.checks import (
     check_data,
@@ -36,7 +37,6 @@ from roundoff.quantize.rounding import Rounding
 from roundoff.quantize.schemes import Row, scheme
 from roundoff.quantize.sequential import round_in_order_
 from roundoff.quantize.shared_values import apart_
-from roundoff.quantize.weights.fold import fold_batch_norm_
 from roundoff.site import select
 from roundoff.workload import Workload, named_tensors
 

@@ -35,7 +35,7 @@ from roundoff.quantize.observers import make_observer
 from roundoff.quantize.rounding import Rounding
 from roundoff.quantize.schemes import Row
 from roundoff.quantize.weighted_call import Arrived, Settled, Weighed, naming, run
-from roundoff.quantize.weights.gain import Gain
+from roundoff.quantize.weights.output_error import Gain
 from roundoff.workload import Workload
 
 #: Ranges of eight bits and more are made this much wider than calibration asks for: other samples have values beyond its

@@ -21,7 +21,6 @@ from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.weights.gain import Gain
 from roundoff.quantize.weights.gptq import supported
 from roundoff.quantize.weights.hessian import Hessian
 from roundoff.quantize.weights.matrix import (
@@ -31,7 +30,8 @@ from roundoff.quantize.weights.matrix import (
     patches,
     weight_qparams,
 )
-from roundoff.quantize.weights.rounding import RATIOS, round_weight
+from roundoff.quantize.weights.output_error import Gain
+from roundoff.quantize.weights.round_weight import RATIOS, round_weight
 from roundoff.quantize.weights.scales import search_scales
 
 #: Rows of inputs that second moments are taken from, at most: more add little.

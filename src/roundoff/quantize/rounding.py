@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from roundoff.errors import QuantizationError
+from roundoff.errors import QuantizationError, did_you_mean, nearest
 from roundoff.quantize.observers import OBSERVERS
 from roundoff.site import matches
 
@@ -95,11 +94,10 @@ class Rounding:
 def among(where: str, name: str, known: Collection[str]) -> None:
     """Raise ``QuantizationError`` with the nearest name for one that is not ``known``."""
     if name not in known:
-        near = difflib.get_close_matches(name, list(known), n=1)
         raise QuantizationError(
             f"unknown {where.lstrip('-')}",
             where=where,
             expected=", ".join(known),
             got=name,
-            do=f"did you mean {near[0]}?" if near else None,
+            do=did_you_mean(nearest(name, known, at_most=1)),
         )

@@ -9,8 +9,8 @@ import re
 import pytest
 from rich.console import Console
 
-from roundoff.report import bench_answer, bench_chart, strict
-from roundoff.report.bench_html import render, write_bench
+from roundoff.report import bench_answer, bench_chart, bench_html, strict
+from roundoff.report.bench_html import write_bench
 from roundoff.report.bench_text import as_text, print_bench
 
 
@@ -162,7 +162,9 @@ def test_the_text_says_what_could_have_been_seen():
 
 def test_the_page_is_whole_and_escapes_names(tmp_path):
     evil = '<script>alert("1")</script>'
-    page = render(data(row("fp32"), row(evil, "undecided", notes=[evil]), metric=evil))
+    page = bench_html.page(
+        data(row("fp32"), row(evil, "undecided", notes=[evil]), metric=evil)
+    ).render()
     assert evil not in page
     assert "&lt;script&gt;" in page
     assert not re.search(r'(src|href)="(?!#)', page)
@@ -177,15 +179,20 @@ def test_the_page_of_what_failed_and_diverged():
     lost = row("d", "different", worse=True)
     found = data(row("fp32"), broken, lost)
     found["curves"]["d"] = [[1.0, math.nan, math.nan, 1.0]] * 2
-    page = render(found)
+    page = bench_html.page(found).render()
     assert "no compiler" in page
     assert "nan," not in page
-    render(data(row("fp32", failed="no", speed=None, loss=None, memory=None), broken))
+    bench_html.page(
+        data(row("fp32", failed="no", speed=None, loss=None, memory=None), broken)
+    ).render()
 
 
 def test_the_page_is_the_same_from_json():
     found = data()
-    assert render(json.loads(json.dumps(strict(copy.deepcopy(found))))) == render(found)
+    assert (
+        bench_html.page(json.loads(json.dumps(strict(copy.deepcopy(found))))).render()
+        == bench_html.page(found).render()
+    )
 
 
 def test_curves_by_hand():

@@ -161,9 +161,7 @@ def comparable(one: Run, other: Run) -> str | None:
     if keep != other.about.keep or keep not in ("tensors", "sample"):
         return None
     return (
-        None
-        if keep == "sample" and one.about.seed != other.about.seed
-        else str(keep)
+        None if keep == "sample" and one.about.seed != other.about.seed else str(keep)
     )
 
 
@@ -193,7 +191,10 @@ def _tensors(
     one: Run, other: Run, couple: dict[str, Any]
 ) -> tuple[float | None, str | None]:
     try:
-        return relative(one.kept(StoredTensor.of_row(couple)), other.kept(StoredTensor.of_row(theirs(couple))))
+        return relative(
+            one.kept(StoredTensor.of_row(couple)),
+            other.kept(StoredTensor.of_row(theirs(couple))),
+        )
     except RunError as error:  # a damaged file
         return None, str(error).splitlines()[0]
 

@@ -174,7 +174,9 @@ def _bits(reference: Run, repeat: Run, row: dict[str, Any], exact: bool) -> bool
         or row["blob_other"] is None
     ):
         return True
-    return content_hash(reference.kept(StoredTensor.of_row(row))) == content_hash(repeat.kept(StoredTensor.of_row(theirs(row))))
+    return content_hash(reference.kept(StoredTensor.of_row(row))) == content_hash(
+        repeat.kept(StoredTensor.of_row(theirs(row)))
+    )
 
 
 def _note(row: dict[str, Any]) -> str:

@@ -7,8 +7,8 @@ from .disk.schema import OPS as OPS
 from .disk.schema import SCALARS as SCALARS
 from .disk.schema import SCHEMA as SCHEMA
 from .disk.schema import Record as Record
-from .disk.schema import records_of as records_of
 from .disk.schema import rank_name as rank_name
+from .disk.schema import records_of as records_of
 from .disk.schema import site_name as site_name
 from .disk.schema import step_name as step_name
 from .disk.siblings import sibling as sibling
@@ -17,8 +17,8 @@ from .disk.sites import complete as complete
 from .disk.sites import coverage as coverage
 from .disk.sites import describe_sites as describe_sites
 from .disk.sites import select_steps as select_steps
-from .disk.stored_tensor import StoredTensor as StoredTensor
 from .disk.step_tensors import StepTensors as StepTensors
+from .disk.stored_tensor import StoredTensor as StoredTensor
 from .disk.tensors import checksum as checksum
 from .disk.tensors import content_hash as content_hash
 from .disk.writer import Writer as Writer

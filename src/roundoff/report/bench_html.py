@@ -1,4 +1,4 @@
-"""What ``roundoff bench`` found as one self-contained HTML page."""
+"""The page of ``roundoff bench``."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from roundoff.files import open_output
-from roundoff.report import bench_answer, bench_chart
+from roundoff.report import bench_answer, bench_chart, figures
 from roundoff.report.bench_text import details
 from roundoff.report.charts import COLOURS
-from roundoff.report.html import _source, _templates
+from roundoff.report.page import Page
 
 Row = Mapping[str, Any]
 
 
 def write_bench(data: Row, path: str | os.PathLike[str]) -> None:
-    """Write the page of ``Bench.summary`` to a path or URL, whole or not at all. Raises ``OutputError`` where it cannot."""
-    page = render(data)
-    with open_output(path) as temporary:
-        # a file name that isn't UTF-8 has lone surrogates
-        temporary.write_text(
-            page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n"
-        )
+    """Write the page of ``Bench.summary`` to a path or URL, whole or not at all.
+
+    Raises ``OutputError`` when it cannot be written.
+    """
+    page(data).write(path)
 
 
-def render(data: Row) -> str:
-    """The page as a string. Every name is escaped."""
+def page(data: Row) -> Page:
+    """Return the page of ``Bench.summary``."""
     names = list(data["curves"])
-    return (
-        _templates()
-        .get_template("bench.html")
-        .render(
-            d=data,
-            sentences=bench_answer.answer(data),
-            said=bench_answer,
-            details=details,
-            curves=bench_chart.curves(data),
-            differences=bench_chart.differences(data),
-            colour=lambda name: f"c{names.index(name) % COLOURS}",
-            well=not any(row["failed"] or row["worse"] for row in data["rows"]),
-            style=_source("report.css") + _source("bench.css"),
-        )
+    headline, *sentences = bench_answer.answer(data)
+    in_doubt = any(row["failed"] or row["worse"] for row in data["rows"])
+    configurations = figures.count(len(data["rows"]), "configuration")
+    return Page(
+        template="bench.html",
+        title=f"Training {data['workload']} in {configurations}",
+        headline=headline,
+        sentences=sentences,
+        mark="missed" if in_doubt else "met",
+        styles=["bench.css"],
+        values={
+            "d": data,
+            "said": bench_answer,
+            "details": details,
+            "curves": bench_chart.curves(data),
+            "differences": bench_chart.differences(data),
+            "colour": lambda name: f"c{names.index(name) % COLOURS}",
+        },
     )

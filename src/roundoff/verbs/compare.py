@@ -440,9 +440,7 @@ def compare(
         "notes": notes,
         "unstable": random,
         "repeats": sentences(random, more, same and differs),
-        "kept": {
-            side: run.about.keep or "tensors" for side, run in runs.items()
-        },
+        "kept": {side: run.about.keep or "tensors" for side, run in runs.items()},
         "environment": {
             side: run.about.environment or [] for side, run in runs.items()
         },

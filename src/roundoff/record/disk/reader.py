@@ -3,7 +3,6 @@ that names the file."""
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from roundoff.errors import RunError
+from roundoff.errors import RunError, examples
 from roundoff.record.disk import scalars
 from roundoff.record.disk.checked_reading import (
     columns_of,
@@ -334,9 +333,8 @@ class Run:
         elif site is None:
             expected = "a value of the column record in Run.ops"
         else:
-            near = difflib.get_close_matches(site, names, n=3, cutoff=0.3)
-            examples = f", such as {', '.join(near)}" if near else ""
-            expected = f"one of {len(names)} names{examples}"
+            choices = examples(site, sorted(names))
+            expected = f"one of {len(names)} names, such as {choices}"
         in_step = "" if step is None else f", step {step}"
         return RunError(
             "the run has no such tensor",

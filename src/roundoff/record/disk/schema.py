@@ -29,6 +29,7 @@ OPERATORS = "ops.parquet"
 CHECKSUMS = "checksums.json"
 SCALAR_FILE = "scalars.txt"
 
+
 def _column(dtype: Any) -> Any:
     """A field of ``Record`` that is a column of this type."""
     return field(default=None, metadata={"dtype": dtype})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
-from roundoff.errors import PatternError, RunError
+from roundoff.errors import PatternError, RunError, examples
 from roundoff.record.disk.schema import OPS, Record, records_of, site_name
 from roundoff.site import matches
 
@@ -217,7 +216,7 @@ _STEP_FIELDS = tuple(SiteStep.__dataclass_fields__)
 _COPIED_FIELDS = tuple(
     name
     for name in SiteInFull.__dataclass_fields__
-    if name in OPS and name != "inputs" or name == "site"
+    if name == "site" or (name in OPS and name != "inputs")
 )
 #: Two rows of the same tensor in different steps have the same values here.
 _IDENTITY = ("rank", "phase", "module", "operator", "index", "place", "role")
@@ -360,12 +359,11 @@ def _matching(rows: pl.DataFrame, site: str) -> pl.DataFrame:
 
 
 def _no_such_site(site: str, names: Sequence[str]) -> PatternError:
-    near = difflib.get_close_matches(site, names, n=3, cutoff=0.3)
-    examples = "such as " + ", ".join(near or names[:3])
+    choices = "such as " + examples(site, names)
     return PatternError(
         "the run has no such site",
         where=site,
-        expected=examples if names else "the step has no site",
+        expected=choices if names else "the step has no site",
         do="roundoff show RUN lists them; * stands for any characters",
     )
 

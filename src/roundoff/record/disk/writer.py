@@ -18,7 +18,6 @@ import torch
 from roundoff.errors import warn
 from roundoff.files import atomic_path
 from roundoff.record.disk import scalars
-from roundoff.record.disk.step_table import table_of
 from roundoff.record.disk.folder import claim, publish
 from roundoff.record.disk.schema import (
     ABOUT,
@@ -29,6 +28,7 @@ from roundoff.record.disk.schema import (
     partial_name,
     rank_name,
 )
+from roundoff.record.disk.step_table import table_of
 from roundoff.record.disk.tensors import Chunks, checksum
 
 _T = TypeVar("_T")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from roundoff.errors import FormatError, WorkloadError
+from roundoff.errors import FormatError, WorkloadError, did_you_mean, nearest
 from roundoff.formats import parse_format
 from roundoff.plan import (
     Change,
@@ -181,13 +180,12 @@ def _format(word: str, given: str) -> str:
     try:
         name = parse_format(word).name
     except FormatError:
-        near = difflib.get_close_matches(word, WORDS, n=3, cutoff=0.5)
         raise WorkloadError(
             f"{word!r} is no part of a configuration",
             where=given,
             expected="fp32, bf16, fp16, tf32, fp64 or a plan file (.toml, .json), joined by + with any of "
             + ", ".join(w for w in WORDS if w not in FORMATS),
-            do=f"did you mean {' or '.join(near)}?" if near else None,
+            do=did_you_mean(nearest(word, WORDS)),
         ) from None
     if name not in FORMATS:
         raise WorkloadError(
@@ -215,13 +213,12 @@ def _known_backend(name: str, given: str) -> str:
         return name
     known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         raise WorkloadError(
             "torch.compile has no such backend",
             where=given,
             expected=", ".join(known),
             got=repr(name),
-            do=f"did you mean {' or '.join(near)}?" if near else None,
+            do=did_you_mean(nearest(name, known)),
         )
     return name
 

@@ -52,3 +52,8 @@ def _open(
             do="let the recorded program finish at least one step",
         )
     return run
+
+
+def as_run(run: Run | str | os.PathLike[str]) -> Run:
+    """The run itself, or the one that ``load`` finds at a path or URL."""
+    return run if isinstance(run, Run) else load(run)

@@ -39,8 +39,6 @@ from roundoff.record.disk.stored_tensor import StoredTensor
 from roundoff.record.disk.tensors import TensorFile
 
 _INDEX_COLUMNS = (
-    "rank",
-    "step",
     "record",
     "call",
     "phase",
@@ -185,7 +183,9 @@ class Run:
             rows = self._rows(rank, number).filter(is_wanted)
             for row in rows.iter_rows(named=True):
                 if row["blob"] is not None:
-                    return self.kept(StoredTensor.of_row(row))
+                    return self.kept(
+                        StoredTensor.of_row(row | {"rank": rank, "step": number})
+                    )
                 first_without = first_without or row
         if first_without is not None:
             raise self._not_kept(rank, first_without)
@@ -206,8 +206,9 @@ class Run:
 
     def stored(self, rank: int, step: int) -> dict[int, StoredTensor]:
         """Where the tensors of one step of one rank are, by record."""
+        place = {"rank": rank, "step": step}
         rows = self._rows(rank, step).iter_rows(named=True)
-        return {row["record"]: StoredTensor.of_row(row) for row in rows}
+        return {row["record"]: StoredTensor.of_row(row | place) for row in rows}
 
     def verify(self) -> list[Path] | list[str]:
         """The damaged files: missing, of another length, or with other bytes than were

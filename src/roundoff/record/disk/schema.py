@@ -14,6 +14,7 @@ kills the process, a folder with a step's name is a whole step.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -28,6 +29,9 @@ ABOUT = "run.json"
 OPERATORS = "ops.parquet"
 CHECKSUMS = "checksums.json"
 SCALAR_FILE = "scalars.txt"
+
+
+_INTEGERS = pl.List(pl.Int64)
 
 
 def _column(dtype: Any) -> Any:
@@ -68,7 +72,7 @@ class Record:
     #: "train.py:31"
     line: str | None = _column(pl.Utf8)
     #: records of the call's tensor arguments, in order
-    inputs: list[int] | None = _column(pl.List(pl.Int64))
+    inputs: Sequence[int] | None = _column(_INTEGERS)
     #: JSON of the others, {"record": id} in place of tensors; null: unwritable
     arguments: str | None = _column(pl.Utf8)
     #: record whose memory this is a view of
@@ -78,11 +82,11 @@ class Record:
     recomputed: bool | None = _column(pl.Boolean)
     #: "float32"
     dtype: str | None = _column(pl.Utf8)
-    shape: list[int] | None = _column(pl.List(pl.Int64))
+    shape: Sequence[int] | None = _column(_INTEGERS)
     #: with ``offset``: how the kept elements, which lie in the order of memory, become
     #: the tensor: of the record itself, or of view_of; null where they do not: the
     #: values of a sparse or nested tensor, the shard of a distributed one
-    stride: list[int] | None = _column(pl.List(pl.Int64))
+    stride: Sequence[int] | None = _column(_INTEGERS)
     offset: int | None = _column(pl.Int64)
     device: str | None = _column(pl.Utf8)
     #: strided | sparse_coo | nested ...
@@ -106,7 +110,7 @@ class Record:
     #: exponents[i]: how many of ``sampled`` elements, finite and not zero, have
     #: floor(log2|x|) = exponent + i
     exponent: int | None = _column(pl.Int32)
-    exponents: list[int] | None = _column(pl.List(pl.Int64))
+    exponents: Sequence[int] | None = _column(_INTEGERS)
     sampled: int | None = _column(pl.Int64)
     #: content_hash
     hash: str | None = _column(pl.Utf8)

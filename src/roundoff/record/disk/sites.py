@@ -85,7 +85,7 @@ class SiteRow:
     line: str | None
     operator: str
     dtype: str | None
-    shape: list[int] | None
+    shape: Sequence[int] | None
     numel: int | None
     min: float | None
     max: float | None
@@ -113,7 +113,7 @@ class SiteInput:
     phase: str
     line: str | None
     dtype: str | None
-    shape: list[int] | None
+    shape: Sequence[int] | None
     min: float | None
     max: float | None
     nan: int | None
@@ -171,7 +171,7 @@ class SiteInFull(SiteRow):
     view_of: int | None
     arguments: str | None
     exponent: int | None
-    exponents: list[int] | None
+    exponents: Sequence[int] | None
     sampled: int | None
     own_reason: str | None
     blob: str | None

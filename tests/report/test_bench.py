@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from roundoff.report import bench_answer, bench_chart, strict
-from roundoff.report.bench_html import render, write_bench
+from roundoff.report import bench_answer, bench_chart, bench_html, strict
+from roundoff.report.bench_html import write_bench
 from roundoff.report.bench_text import as_text, print_bench
 from roundoff.train import BenchRow, BenchSummary, Memory, Outcome, Ratios
 
@@ -146,7 +146,9 @@ def test_the_text_says_what_could_have_been_seen():
 
 def test_the_page_is_whole_and_escapes_names(tmp_path):
     evil = '<script>alert("1")</script>'
-    page = render(data(row("fp32"), row(evil, "undecided", notes=[evil]), metric=evil))
+    page = bench_html.page(
+        data(row("fp32"), row(evil, "undecided", notes=[evil]), metric=evil)
+    ).render()
     assert evil not in page
     assert "&lt;script&gt;" in page
     assert not re.search(r'(src|href)="(?!#)', page)
@@ -161,10 +163,12 @@ def test_the_page_of_what_failed_and_diverged():
     lost = row("d", "different", worse=True)
     found = data(row("fp32"), broken, lost)
     found.curves["d"] = [[1.0, math.nan, math.nan, 1.0]] * 2
-    page = render(found)
+    page = bench_html.page(found).render()
     assert "no compiler" in page
     assert "nan," not in page
-    render(data(row("fp32", failed="no", speed=None, loss=None, memory=None), broken))
+    bench_html.page(
+        data(row("fp32", failed="no", speed=None, loss=None, memory=None), broken)
+    ).render()
 
 
 def test_the_json_has_the_keys_of_the_rows():

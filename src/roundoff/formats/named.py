@@ -13,12 +13,11 @@ rounding for training is left out.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from dataclasses import replace
 
-from roundoff.errors import FormatError
+from roundoff.errors import FormatError, did_you_mean, nearest
 from roundoff.formats.types import BlockFormat, Execution, Format, Layout, Rounding
 
 __all__ = ["ALIASES", "FORMATS", "parse_format"]
@@ -341,12 +340,12 @@ def parse_format(name: str | Format) -> Format:
     key = name.strip().lower().replace("-", "_").removeprefix("torch.")
     fmt = FORMATS.get(ALIASES.get(key, key)) or mixed(key)
     if fmt is None:
-        near = difflib.get_close_matches(key, [*FORMATS, *ALIASES], n=3, cutoff=0.5)
-        near = list(dict.fromkeys(ALIASES.get(n, n) for n in near))
+        near = nearest(key, [*FORMATS, *ALIASES])
         raise FormatError(
             "unknown format",
             expected=", ".join(FORMATS),
             got=name,
-            do=f"did you mean {' or '.join(near)}?" if near else "choose one of these",
+            do=did_you_mean(dict.fromkeys(ALIASES.get(n, n) for n in near))
+            or "choose one of these",
         )
     return fmt

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from roundoff.report.figures import NONE, count, finite, listing
-from roundoff.train import BenchRow, BenchSummary, Outcome, Ratios
+
+if TYPE_CHECKING:
+    from roundoff.train import BenchRow, BenchSummary, Outcome, Ratios
 
 MEBIBYTE = 1 << 20
 #: Memory below this share of the reference's is worth a sentence.
@@ -125,6 +128,7 @@ def median_ratio(ratios: Ratios | None) -> str:
 def quartiles(ratios: Ratios | None) -> str:
     """Write the quartiles of ratios.
 
+    >>> from roundoff.train import Ratios
     >>> quartiles(Ratios(median=1.35, low=1.3, high=1.41, rounds=50))
     '1.30–1.41'
     """
@@ -152,6 +156,7 @@ def mebibytes(value: int | None) -> str:
 def mean(outcome: Outcome | None) -> str:
     """Write the mean over seeds, with the spread between them.
 
+    >>> from roundoff.train import Outcome
     >>> mean(Outcome(mean=1.23456, spread=0.0123, seeds=[]))
     '1.235 ± 0.012'
     >>> mean(Outcome(mean=0.5, spread=None, seeds=[0.5]))
@@ -174,6 +179,7 @@ def digits(number: float | None) -> str:
 def difference(outcome: Outcome | None) -> str:
     """Write the mean difference with its 95 % interval.
 
+    >>> from roundoff.train import Outcome
     >>> difference(Outcome(mean=1.0, spread=None, seeds=[], difference=0.0021, low=-0.004, high=0.0082))
     '+0.0021 [-0.004, +0.0082]'
     """
@@ -202,7 +208,7 @@ def judgement(outcome: Outcome | None) -> str:
 def formats(row: BenchRow) -> str:
     """Write the formats that the matrix work of one step ran in.
 
-    >>> from roundoff.train import StepFormats
+    >>> from roundoff.train import BenchRow, StepFormats
     >>> matrix = {"forward": {"bf16": 20, "fp32": 1}, "backward": {"bf16": 40}}
     >>> formats(BenchRow(config="bf16", format="bf16", notes=[], findings=[], seen=StepFormats(matrix, 62)))
     'matrix work 60 bf16, 1 fp32; 62 casts'

@@ -6,12 +6,15 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
 from roundoff.report.charts import COLOURS, Scale, _axes, _line, _svg, nice_ticks
 from roundoff.report.figures import finite
-from roundoff.train import BenchSummary
+
+if TYPE_CHECKING:
+    from roundoff.train import BenchSummary
 
 #: A value for each step; None where there is none.
 Points = list[float | None]

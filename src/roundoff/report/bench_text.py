@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -10,7 +11,9 @@ from rich.text import Text
 from roundoff.report import bench_answer as texts
 from roundoff.report.figures import NONE, count
 from roundoff.report.text import _heading, _print, _print_table, _say
-from roundoff.train import BenchRow, BenchSummary
+
+if TYPE_CHECKING:
+    from roundoff.train import BenchRow, BenchSummary
 
 STYLES = {"different": "yellow", "undecided": ""}
 #: Columns that a narrow console does without, the first one first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from roundoff.errors import FormatError, WorkloadError
+from roundoff.errors import FormatError, WorkloadError, did_you_mean, nearest
 from roundoff.formats import parse_format
 from roundoff.plan import (
     Change,
@@ -232,7 +231,7 @@ def _format(word: str, name: str) -> str:
             where=name,
             expected="fp32, bf16, fp16, tf32, fp64 or a plan file (.toml, .json), joined by + with any of "
             + ", ".join(WORDS),
-            do=_did_you_mean(word, (*FORMATS, *WORDS), 0.5),
+            do=did_you_mean(nearest(word, (*FORMATS, *WORDS))),
         ) from None
     if fmt not in FORMATS:
         raise WorkloadError(
@@ -254,14 +253,9 @@ def _known_backend(backend: str, name: str) -> str:
             where=name,
             expected=", ".join(backends),
             got=repr(backend),
-            do=_did_you_mean(backend, backends, 0.4),
+            do=did_you_mean(nearest(backend, backends)),
         )
     return backend
-
-
-def _did_you_mean(word: str, choices: Iterable[str], cutoff: float) -> str | None:
-    near = difflib.get_close_matches(word, list(choices), n=3, cutoff=cutoff)
-    return f"did you mean {' or '.join(near)}?" if near else None
 
 
 def _is_plan(word: str) -> bool:

@@ -16,13 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.errors import FormatError
 from roundoff.formats import parse_format
+from roundoff.ops import facts
 
-#: Operators of aten that do matrix work: their format decides the time.
-MATRIX = frozenset(
-    "mm addmm bmm baddbmm addbmm mv addmv dot linear convolution convolution_backward _convolution mkldnn_rnn_layer "
-    "_cudnn_rnn _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention".split()
-)
 SCALER = ("__init__", "scale", "unscale_", "step", "update")
 
 
@@ -112,7 +107,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name in MATRIX:
+        if facts(name).multiplies:
             operand = next(
                 (
                     a

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from roundoff.budget.signs import draw_signs
 from roundoff.ops import Call, facts
 
 #: Share of the elements in the window, and the least number of them: few would say little of the density.
@@ -54,7 +55,4 @@ class Kinks:
                 found += inside * (
                     jump * math.sqrt(absolute / (2 * float(width) * square))
                 )
-        signs = torch.randint(
-            0, 2, exact.shape, generator=self.generator, dtype=torch.int8
-        )
-        return found * signs.to(exact.device, exact.dtype).mul_(2).sub_(1)
+        return found * draw_signs(exact.shape, self.generator, exact)

@@ -86,3 +86,21 @@ def test_copy_and_pickle_keep_text_and_attributes(error, clone):
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert vars(again) == vars(error)
+
+
+def test_the_nearest_names_come_best_first_whatever_their_case():
+    names = ["MatMul", "BatchMatMul", "Softmax"]
+    assert errors.nearest("matmul", names) == ["MatMul", "BatchMatMul"]
+    assert errors.nearest("matmul", names, at_most=1) == ["MatMul"]
+    assert errors.nearest("zzz", names) == []
+
+
+def test_the_question_names_every_choice_and_is_none_without_one():
+    assert errors.did_you_mean(["bf16", "fp16"]) == "did you mean bf16 or fp16?"
+    assert errors.did_you_mean([]) is None
+
+
+def test_examples_are_the_first_names_where_none_is_near():
+    assert errors.examples("layr", ["", "head", "layer"]) == "layer"
+    assert errors.examples("zzz", ["", "head", "layer"]) == "head, layer"
+    assert errors.examples("zzz", []) == ""

@@ -6,9 +6,10 @@ torch.
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "FormatError",
@@ -171,3 +172,46 @@ def warn(text: str) -> None:
         )  # whoever called what stopped: of store.Writer, its caller
     except Warning:
         sys.stderr.write(f"RuntimeWarning: {text}\n")
+
+
+def nearest(
+    name: str, names: Iterable[str], *, at_most: int = 3, likeness: float = 0.5
+) -> list[str]:
+    """Return the names spelled most like ``name``, best first; upper and lower case are alike.
+
+    Args:
+        name: what the user wrote.
+        names: the names that there are.
+        at_most: how many to return.
+        likeness: the least ratio of matching letters, 0 to 1 (``difflib``).
+
+    >>> nearest("Matmull", ["MatMul", "Softmax"])
+    ['MatMul']
+    """
+    spellings: dict[str, list[str]] = {}
+    for each in names:
+        spellings.setdefault(each.casefold(), []).append(each)
+    near = difflib.get_close_matches(
+        name.casefold(), spellings, n=at_most, cutoff=likeness
+    )
+    return [each for folded in near for each in spellings[folded]][:at_most]
+
+
+def did_you_mean(near: Iterable[str]) -> str | None:
+    """Return the question for the ``do`` part of an error; None where no name is near.
+
+    >>> did_you_mean(nearest("bf61", ["bf16", "fp8"]))
+    'did you mean bf16?'
+    """
+    choices = " or ".join(near)
+    return f"did you mean {choices}?" if choices else None
+
+
+def examples(name: str, names: Iterable[str]) -> str:
+    """Return three names for "such as ...": the nearest to ``name``, else the first that there are.
+
+    >>> examples("qqq", ["", "body", "head"])
+    'body, head'
+    """
+    choices = [each for each in names if each]
+    return ", ".join(nearest(name, choices, likeness=0.3) or choices[:3])

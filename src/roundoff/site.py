@@ -8,12 +8,11 @@ fully qualified name, which never contains a slash.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from roundoff.errors import PatternError
+from roundoff.errors import PatternError, examples
 
 
 @dataclass(frozen=True, order=True)
@@ -59,11 +58,10 @@ def select(pattern: str, names: Iterable[str]) -> list[str]:
     names = list(names)
     found = [name for name in names if matches(pattern, name)]
     if not found:
-        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
         raise PatternError(
             f"the pattern {pattern!r} matches no site",
             expected=f"a glob over {len(names)} site names, such as "
-            + ", ".join(near or names[:3]),
+            + examples(pattern, names),
             got=repr(pattern),
             do="copy a name from the ranked table; * stands for any characters",
         )

@@ -125,8 +125,10 @@ _PAIRS = [
 
 
 @pytest.mark.parametrize("pair", _PAIRS, ids=lambda pair: pair.name)
-def test_what_a_clean_pair_runs_is_one_program(pair, tmp_path):
+def test_what_a_clean_pair_runs_is_one_program(pair, tmp_path, request):
     """The loss agrees to the rounding of bf16 (unit roundoff 2^-8) in one of its terms: all else is above that."""
+    if "bf16" in pair.name:
+        request.getfixturevalue("bf16_lstm")
     pair.reference(tmp_path / "reference")
     pair.candidate(tmp_path / "candidate")
     runs = (roundoff.load(tmp_path / name) for name in ("reference", "candidate"))

@@ -200,7 +200,11 @@ OPTIMIZERS = [{"foreach": True}, {"foreach": False}, {"fused": True}]
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{o}"[2:9])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_call_is_close_or_refused_for_a_listed_reason(name, optimizer, amp):
+def test_every_call_is_close_or_refused_for_a_listed_reason(
+    name, optimizer, amp, request
+):
+    if name == "lstm" and amp:
+        request.getfixturevalue("bf16_lstm")
     mode = Again()
     with_it = train(name, optimizer, amp, mode)
     without = train(name, optimizer, amp, contextlib.nullcontext())

@@ -12,7 +12,7 @@ import roundoff as ro
 from roundoff.formats import PerAxis, PerGroup, PerTensor, PerToken, integer
 from roundoff.ops.calls import Operand
 from roundoff.quantize.channels.divide import _Problem, divide_
-from roundoff.quantize.channels.smooth_model import simulated_db
+from roundoff.quantize.channels.smooth import simulated_db
 from roundoff.quantize.channels.spread import GAMMA
 from roundoff.quantize.importance import importance
 from roundoff.quantize.model import Unquantized

@@ -18,7 +18,8 @@ from roundoff.formats import (
     integer,
     parse_format,
 )
-from roundoff.quantize.channels.smooth_model import (
+from roundoff.quantize.channels.input_statistics import inputs_of
+from roundoff.quantize.channels.smooth import (
     METHODS,
     simulated_db,
     smooth_,
@@ -26,9 +27,8 @@ from roundoff.quantize.channels.smooth_model import (
 )
 from roundoff.quantize.importance import importance
 from roundoff.quantize.model import Unquantized
-from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.sequential import round_in_order_
-from roundoff.quantize.weights.inputs import inputs_of
+from roundoff.quantize.options import Rounding
+from roundoff.quantize.round_in_order import round_in_order_
 
 INT8, ASYM = parse_format("int8"), integer(8, symmetric=False)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from roundoff.budget.signs import draw_signs
 from roundoff.ops import Call
 
 #: (where, how far) the derivative jumps, by operator. leaky_relu's slope below zero is small.
@@ -63,7 +64,4 @@ class Kinks:
                 found += inside * (
                     jump * math.sqrt(absolute / (2 * float(width) * square))
                 )
-        signs = torch.randint(
-            0, 2, exact.shape, generator=self.generator, dtype=torch.int8
-        )
-        return found * signs.to(exact.device, exact.dtype).mul_(2).sub_(1)
+        return found * draw_signs(exact.shape, self.generator, exact)

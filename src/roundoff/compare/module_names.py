@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Mapping
 
 import polars as pl
 
-from roundoff.errors import RunError
+from roundoff.errors import RunError, examples
 from roundoff.files import masked
 from roundoff.record import Run
 
@@ -77,16 +76,11 @@ def check_modules(
         }
         for prefix in wanted:
             if prefix and prefix not in every:
-                near = (
-                    difflib.get_close_matches(prefix, sorted(every), n=3, cutoff=0.3)
-                    or sorted(every)[:3]
-                )
+                near = examples(prefix, sorted(every))
                 raise RunError(
                     f"the mapping of modules matches nothing: the {side} has no module {prefix!r}",
                     where=run.location,
-                    expected="such as " + ", ".join(near)
-                    if near
-                    else "a run with modules",
+                    expected="such as " + near if near else "a run with modules",
                     got=prefix,
                     do="the names of the reference stand left, those of the candidate right",
                 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterable
 from typing import Any
 
-from roundoff.errors import PlanError
+from roundoff.errors import PlanError, nearest
 from roundoff.ops.names_table import SYSTEMS, TABLE
 
 #: What a gradient operator adds to the name of its forward operator.
@@ -72,14 +71,10 @@ def unknown(
 ) -> PlanError:
     """The error for names that a system does not have: each with its place and the nearest that there are."""
     choices = sorted(known(source))
-    lower = {choice.lower(): choice for choice in choices}
     places = list(places)
     lines = []
     for i, name in enumerate(names := list(names)):
-        near = [
-            lower[n]
-            for n in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)
-        ]
+        near = nearest(name, choices)
         place = f"{places[i]}: " if places else ""
         lines.append(
             f"{place}{name}" + (f" (nearest: {', '.join(near)})" if near else "")

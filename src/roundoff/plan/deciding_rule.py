@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roundoff.errors import PatternError, PlanError
+from roundoff.errors import PatternError, PlanError, examples
 from roundoff.formats import parse_format
 from roundoff.ops import listed
 from roundoff.plan.rules import FOLLOW, Plan, Rule
@@ -216,9 +215,8 @@ def _check(site: str, model: nn.Module) -> None:
     wanted = module if slash else site
     if wanted in names:
         return
-    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[1:4]
     raise PatternError(
         f"the model has no {'module' if slash else 'parameter'} {wanted!r}",
         where=site,
-        expected=f"module/operator of one of its modules, such as {', '.join(near)}",
+        expected=f"module/operator of one of its modules, such as {examples(wanted, names)}",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import tomllib
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundoff.errors import FormatError, PlanError
+from roundoff.errors import FormatError, PlanError, examples
 from roundoff.files import atomic_path, toml_string, toml_value
 from roundoff.formats import parse_format
 from roundoff.site import first_match, matches
@@ -235,11 +234,10 @@ def _written_out(
     name, slash, operator = pattern.removeprefix("class:").partition("/")
     if name not in paths:
         own = sorted({type(module).__name__ for module in model.modules()})
-        near = difflib.get_close_matches(name, own, n=3, cutoff=0.3) or own[:3]
         raise PlanError(
             f"a rule names a class that no module of this model has: {pattern}",
             where="plan",
-            expected=f"a class of its modules, such as {', '.join(near)}",
+            expected=f"a class of its modules, such as {examples(name, own)}",
             got=name,
         )
     calls = [operator, f"{operator}#*"] if slash else ["*"]

@@ -6,7 +6,6 @@ A weight is named by its parameter, ``body.0.c1.weight``. An activation is named
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import xxhash
 
-from roundoff.errors import QuantizationError
+from roundoff.errors import QuantizationError, examples
 from roundoff.files import atomic_path, toml_string, toml_value
-from roundoff.quantize.record_entry import Entry as Entry
-from roundoff.quantize.record_entry import format_named as format_named
-from roundoff.quantize.record_entry import granularity_name as granularity_name
-from roundoff.quantize.record_entry import granularity_named as granularity_named
+from roundoff.quantize.entry import Entry as Entry
+from roundoff.quantize.entry import format_named as format_named
+from roundoff.quantize.entry import granularity_name as granularity_name
+from roundoff.quantize.entry import granularity_named as granularity_named
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,7 +86,7 @@ class Record:
         raise QuantizationError(
             "the record has no such entry",
             where=f"record, {name}",
-            expected=_near(name, [e.name for e in self.entries]),
+            expected=examples(name, [e.name for e in self.entries]) or "none",
         )
 
     def check(self, model: nn.Module) -> None:
@@ -98,7 +97,7 @@ class Record:
         own = _shapes(model)
         made_for = self.model.shapes
         lines = [
-            f"{name} {tuple(shape)}: the model has none; nearest: {_near(name, own)}"
+            f"{name} {tuple(shape)}: the model has none; nearest: {examples(name, own) or 'none'}"
             for name, shape in made_for.items()
             if name not in own
         ]
@@ -119,7 +118,7 @@ class Record:
                 and entry.name not in made_for
             ):
                 lines.append(
-                    f"{entry.name}: an entry without a parameter; nearest: {_near(entry.name, own)}"
+                    f"{entry.name}: an entry without a parameter; nearest: {examples(entry.name, own) or 'none'}"
                 )
             elif entry.kind == "weight" and entry.scale and not made_for:
                 try:
@@ -322,11 +321,3 @@ def _values(model: nn.Module) -> str:
             digest.update(f"{name} {plain.dtype} ".encode())
             digest.update(plain.view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    names = list(names)
-    return (
-        ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3])
-        or "none"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from roundoff.compare import (
     tolerance,
     working,
 )
-from roundoff.errors import RunError
+from roundoff.errors import RunError, examples
 from roundoff.ops import values_read
 from roundoff.record import Run, StepTensors, load
 from roundoff.verbs.compare import common, without_tensors
@@ -282,14 +281,10 @@ def _no_such(
         for n in (r["site"], r["name"])
         if n
     ]
-    near = (
-        difflib.get_close_matches(site, dict.fromkeys(names), n=3, cutoff=0.3)
-        or [*dict.fromkeys(names)][:3]
-    )
     return RunError(
         "neither run has this site",
         where=where,
-        expected="such as " + ", ".join(near),
+        expected="such as " + examples(site, dict.fromkeys(names)),
         got=repr(site),
         do="roundoff show RUN lists them",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import traceback
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from roundoff.errors import RoundoffError, WorkloadError
+from roundoff.errors import RoundoffError, WorkloadError, nearest
 
 __all__ = ["METRIC_ARGUMENTS", "check_call", "metric_arguments", "name_of", "user_code"]
 
@@ -163,7 +162,7 @@ def metric_arguments(metric: object, where: str) -> list[str]:
             and parameter.kind is not parameter.POSITIONAL_ONLY
         )
         if not known and not optional:
-            near = difflib.get_close_matches(parameter.name, METRIC_ARGUMENTS, n=1)
+            near = nearest(parameter.name, METRIC_ARGUMENTS, at_most=1)
             raise WorkloadError(
                 f"the metric {name_of(metric)} has an unknown parameter",
                 where=where,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 import __future__
 
-import difflib
 import importlib
 import importlib.util
 import itertools
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from roundoff.errors import WorkloadError
+from roundoff.errors import WorkloadError, did_you_mean, nearest
 from roundoff.workload.code import user_code
 
 __all__ = ["check_defined", "execute"]
@@ -64,15 +63,13 @@ def _find_file(source: str | Path) -> Path | None:
             "not a Python file", where=text, expected="a file ending in .py", got=kind
         )
     found = sorted(file.name for file in path.parent.glob("*.py"))
-    near = difflib.get_close_matches(path.with_suffix(".py").name, found, n=1)
-    do = f"check the path; the current folder is {Path.cwd()}"
-    if near:
-        do = f"did you mean {path.with_name(near[0])}?"
+    near = nearest(path.with_suffix(".py").name, found, at_most=1)
+    do = did_you_mean(str(path.with_name(name)) for name in near)
     raise WorkloadError(
         "no such file",
         where=text,
         expected="a Python file or the dotted name of a module",
-        do=do,
+        do=do or f"check the path; the current folder is {Path.cwd()}",
     )
 
 
@@ -146,7 +143,7 @@ def check_defined(namespace: dict[str, Any], where: str) -> None:
         for name, value in namespace.items()
         if _is_own(name, value, namespace["__name__"])
     ]
-    near = [(name, difflib.get_close_matches(name, own, n=1)) for name in missing]
+    near = [(name, nearest(name, own, at_most=1)) for name in missing]
     hints = [f"rename {found[0]!r} to {name!r}" for name, found in near if found]
     raise WorkloadError(
         " and ".join(f"{name}()" for name in missing) + " missing",

@@ -18,7 +18,7 @@ from roundoff.formats import (
     parse_format,
 )
 from roundoff.quantize.channels.awq import awq, clip_search
-from roundoff.quantize.channels.balance import (
+from roundoff.quantize.channels.smoothing_factors import (
     dmq,
     input_amax,
     predicted_gain,
@@ -26,14 +26,14 @@ from roundoff.quantize.channels.balance import (
     smoothquant,
 )
 from roundoff.quantize.weights.bias import OutputErrors, mean_error
-from roundoff.quantize.weights.gain import quadratic
-from roundoff.quantize.weights.hessian import Hessian
-from roundoff.quantize.weights.matrix import matrix_view, patches
-from roundoff.quantize.weights.outliers import (
+from roundoff.quantize.weights.channel_splitting import (
     merge_channels,
     mixed_precision,
     split_channels,
 )
+from roundoff.quantize.weights.hessian import Hessian
+from roundoff.quantize.weights.matrix import matrix_view, patches
+from roundoff.quantize.weights.output_error import quadratic
 
 INT4, INT8 = parse_format("int4"), parse_format("int8")
 POSITIVE = st.lists(

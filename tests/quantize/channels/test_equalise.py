@@ -17,8 +17,8 @@ from roundoff.quantize.channels.equalise import (
     rescale_,
     why_not,
 )
+from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_
 from roundoff.quantize.channels.groups import channel_groups
-from roundoff.quantize.weights.fold import fold_batch_norm_
 
 NAMES = (
     "Residual Dense Inverted Grouped UNet Transformer Gated Twice Gate Pixels".split()

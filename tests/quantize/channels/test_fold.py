@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError, WorkloadError
-from roundoff.quantize.weights.fold import fold_batch_norm_
+from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_
 
 
 def used(norm: nn.Module) -> nn.Module:

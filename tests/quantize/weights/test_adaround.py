@@ -19,7 +19,7 @@ from roundoff.quantize.weights.adaround import (
     adaround,
     adaround_hessian,
 )
-from roundoff.quantize.weights.gain import quadratic
+from roundoff.quantize.weights.output_error import quadratic
 
 INT4 = parse_format("int4")
 

@@ -22,14 +22,14 @@ from roundoff.formats import (
     parse_format,
 )
 from roundoff.quantize.weights.flips import flip
-from roundoff.quantize.weights.gain import output_db, quadratic
 from roundoff.quantize.weights.gptq import (
     damped_hessian,
     gptq,
     least_squares,
     least_squares_output,
 )
-from roundoff.quantize.weights.rounding import round_weight
+from roundoff.quantize.weights.output_error import output_db, quadratic
+from roundoff.quantize.weights.round_weight import round_weight
 from roundoff.quantize.weights.scales import refit_scales
 
 INT4 = parse_format("int4")

@@ -7,12 +7,11 @@ AMCT's names → ours: ``ifmr_quantize`` ``ifmr``, ``hfmg_quantize`` ``hfmg`` an
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from roundoff.errors import QuantizationError
+from roundoff.errors import QuantizationError, examples
 from roundoff.export.amct.record import OPERATORS
 from roundoff.plan import place
 
@@ -203,11 +202,10 @@ def _known(names: Iterable[str], known: Iterable[str], what: str) -> None:
     known = list(known)
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
             raise QuantizationError(
                 f"{what} {name}",
                 where=place(name) or None,
-                expected=f"such as {', '.join(near)}",
+                expected=f"such as {examples(name, known)}",
             )
 
 

@@ -7,12 +7,11 @@ one for each output channel. Codes have the full range, [-128, 127]: formats ``i
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundoff.errors import QuantizationError
+from roundoff.errors import QuantizationError, examples
 from roundoff.export.amct.text import Lines, read_text
 from roundoff.formats import PerBlock
 from roundoff.quantize import Entry, Fingerprint, Record, fingerprint, granularity_name
@@ -145,11 +144,10 @@ def _site(layer: str, layers: Mapping[str, Any] | None, at: _Place) -> Site:
     if layers is None:
         return Site(layer, ANY)
     if layer not in layers:
-        near = difflib.get_close_matches(layer, list(layers), n=3, cutoff=0.3)
         raise QuantizationError(
             f"the model has no layer {layer}",
             where=at("key"),
-            expected=f"the path of a module, such as {', '.join(near or list(layers)[1:4])}",
+            expected=f"the path of a module, such as {examples(layer, layers)}",
             do="read the record of this model, or leave model= out",
         )
     kind = type(layers[layer]).__name__

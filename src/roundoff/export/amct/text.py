@@ -6,13 +6,12 @@ without a word. Here both are errors with both lines.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from roundoff.errors import QuantizationError
+from roundoff.errors import QuantizationError, did_you_mean, nearest
 from roundoff.export.amct.schema import message_class
 from roundoff.files import write_text
 
@@ -138,12 +137,11 @@ def _lines(text: str, descriptor: Any, where: str) -> Lines:
 
 def _unknown(name: str, descriptor: Any, where: str) -> Any:
     known = list(descriptor.fields_by_name)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     raise QuantizationError(
         f"an unknown field: {name}",
         where=where,
         expected=", ".join(known),
-        do=f"did you mean {near[0]}?" if near else None,
+        do=did_you_mean(nearest(name, known, at_most=1)),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roundoff.errors import PlanError
+from roundoff.errors import PlanError, did_you_mean, nearest
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT = re.compile(
@@ -152,13 +151,12 @@ def check_keys(
     for key in data:
         if key in allowed:
             continue
-        near = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.5)
         at = ", ".join(part for part in (where, place(key)) if part)
         raise PlanError(
             f"an unknown {what}: {key}",
             where=at,
             expected=", ".join(allowed),
-            do=f"did you mean {near[0]}?" if near else None,
+            do=did_you_mean(nearest(str(key), allowed, at_most=1)),
         )
 
 

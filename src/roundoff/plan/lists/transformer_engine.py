@@ -7,14 +7,13 @@ nvdlfw_inspect/config_manager.py and transformer_engine/debug/features.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from roundoff.errors import PlanError
+from roundoff.errors import PlanError, examples
 from roundoff.plan.lists.fold import Read, Written, low_format, patterns
 from roundoff.plan.lists.source import check_keys, names_of
 from roundoff.plan.rules import Plan, Rule
@@ -237,11 +236,10 @@ def _matched(spec: Any, layers: Sequence[str], where: str) -> list[str]:
 
     found = [name for name in layers if test(name)]
     if not found:
-        near = difflib.get_close_matches(shown, layers, n=3, cutoff=0.2) or layers[:3]
         raise PlanError(
             f"no layer of the model matches {shown}",
             where=f"{where}, layers",
-            expected=f"the name of one of {len(layers)} layers, such as {', '.join(near)}",
+            expected=f"the name of one of {len(layers)} layers, such as {examples(shown, layers)}",
         )
     return found
 

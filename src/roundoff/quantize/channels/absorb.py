@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from roundoff.preserve import preserve
+from roundoff.quantize.channels.fold_batch_norm import CONVOLUTIONS, take_over_
 from roundoff.quantize.channels.groups import ChannelGroup, channel_groups
-from roundoff.quantize.weights.fold import CONVOLUTIONS, take_over_
 from roundoff.workload import Workload
 
 

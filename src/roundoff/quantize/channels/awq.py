@@ -24,7 +24,7 @@ from roundoff.formats import (
     fake_quantize,
     working_dtype,
 )
-from roundoff.quantize.weights.gain import (
+from roundoff.quantize.weights.output_error import (
     Gain,
     Repaired,
     check_finite,

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from roundoff.formats import Granularity, PerAxis, PerGroup, PerTensor
-from roundoff.quantize.channels.balance import scale_inputs
 from roundoff.quantize.channels.descent import descend
+from roundoff.quantize.channels.input_statistics import Inputs, inputs_of
+from roundoff.quantize.channels.smoothing_factors import scale_inputs
 from roundoff.quantize.channels.spread import GAMMA
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.weights.gain import Gain
-from roundoff.quantize.weights.inputs import Inputs, inputs_of
 from roundoff.quantize.weights.matrix import matrix_view
+from roundoff.quantize.weights.output_error import Gain
 from roundoff.workload import Workload
 
 #: Tokens of a value that its ranges are taken from.

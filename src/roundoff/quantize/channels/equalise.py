@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
+from roundoff.quantize.channels.fold_batch_norm import check_same, take_over_
 from roundoff.quantize.channels.groups import Binding, ChannelGroup, followed, groups_of
-from roundoff.quantize.weights.fold import check_same, take_over_
 from roundoff.workload import Workload
 
 
@@ -190,7 +190,7 @@ def equalise_(
     thousandth (with ``powers_of_two``, when all are 1).
 
     Args:
-        model: with BatchNorm folded (:func:`~roundoff.quantize.weights.fold.fold_batch_norm_`).
+        model: with BatchNorm folded (:func:`~roundoff.quantize.channels.fold_batch_norm.fold_batch_norm_`).
         batches: one is enough for ``clip="channel"``.
         forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload` calls a model.
         clip: a ReLU6 between becomes a :class:`ClippedReLU` with a bound for each channel; ``relu``: a plain ReLU where

@@ -32,8 +32,8 @@ from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.weights.gain import Gain
 from roundoff.quantize.weights.matrix import matrix_view
+from roundoff.quantize.weights.output_error import Gain
 from roundoff.workload import Workload
 
 #: What GPTQ leaves of a weight's noise, for the balance with the values' noise (measured: 0.1 to 0.4).

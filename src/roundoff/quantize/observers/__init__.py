@@ -10,11 +10,10 @@ tensor([-8.])
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
-from roundoff.errors import QuantizationError
+from roundoff.errors import QuantizationError, did_you_mean, nearest
 from roundoff.formats import Granularity
 from roundoff.quantize.observers.ascend import Hfmg, Ifmr
 from roundoff.quantize.observers.entropy import Entropy
@@ -63,7 +62,7 @@ def make_observer(
             "unknown observer",
             expected=", ".join(OBSERVERS),
             got=name,
-            do=_nearest(name, list(OBSERVERS)),
+            do=did_you_mean(nearest(name, OBSERVERS, at_most=1)),
         )
     known = [p for p in inspect.signature(made).parameters if p != "granularity"]
     for parameter in parameters:
@@ -73,11 +72,6 @@ def make_observer(
                 where=f"observer {name}",
                 expected=", ".join(known) or "no parameters",
                 got=parameter,
-                do=_nearest(parameter, known),
+                do=did_you_mean(nearest(parameter, known, at_most=1)),
             )
     return made(granularity, **parameters)
-
-
-def _nearest(name: str, known: list[str]) -> str | None:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else None

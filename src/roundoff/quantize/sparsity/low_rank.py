@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
 from roundoff.preserve import preserve
+from roundoff.quantize.channels.fold_batch_norm import take_over_
 from roundoff.quantize.sparsity.cost import cost
 from roundoff.quantize.sparsity.rank import evbmf_rank
-from roundoff.quantize.weights.fold import take_over_
 from roundoff.workload import Workload
 
 Scheme = Literal["spatial", "channel"]

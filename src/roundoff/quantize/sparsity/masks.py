@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
 from roundoff.preserve import preserve
-from roundoff.quantize.weights.fold import CONVOLUTIONS, TRANSPOSED
+from roundoff.quantize.channels.fold_batch_norm import CONVOLUTIONS, TRANSPOSED
 from roundoff.workload import Workload
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from roundoff.quantize.channels.fold_batch_norm import CONVOLUTIONS, TRANSPOSED
 from roundoff.quantize.channels.groups import ChannelGroup
-from roundoff.quantize.weights.fold import CONVOLUTIONS, TRANSPOSED
 
 
 def shrink_(model: nn.Module, removals: Sequence[tuple[ChannelGroup, Tensor]]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from roundoff.errors import QuantizationError
 from roundoff.formats import Format, QParams, fake_quantize, working_dtype
 from roundoff.quantize.weights.flips import Codes
-from roundoff.quantize.weights.gain import (
+from roundoff.quantize.weights.matrix import elementwise
+from roundoff.quantize.weights.output_error import (
     Gain,
     Repaired,
     check_finite,
@@ -26,7 +27,6 @@ from roundoff.quantize.weights.gain import (
     quadratic,
     relative_db,
 )
-from roundoff.quantize.weights.matrix import elementwise
 
 _ZETA, _GAMMA = 1.1, -0.1
 #: β at the end of the warm-up and at the end.

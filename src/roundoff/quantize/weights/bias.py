@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import QuantizationError
-from roundoff.quantize.weights.gain import (
+from roundoff.quantize.weights.hessian import Hessian
+from roundoff.quantize.weights.output_error import (
     Gain,
     check_finite,
     check_matrices,
     relative_db,
 )
-from roundoff.quantize.weights.hessian import Hessian
 
 
 @dataclass(frozen=True)

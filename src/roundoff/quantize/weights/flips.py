@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from roundoff.formats import Format, QParams, all_values, working_dtype
-from roundoff.quantize.weights.gain import (
+from roundoff.quantize.weights.matrix import elementwise
+from roundoff.quantize.weights.output_error import (
     Gain,
     Repaired,
     check_finite,
@@ -20,7 +21,6 @@ from roundoff.quantize.weights.gain import (
     output_db,
     quadratic,
 )
-from roundoff.quantize.weights.matrix import elementwise
 
 #: A flip must lower the loss by this share of what the step alone costs: else fp32 noise could flip back and forth.
 _LEAST = 1e-5

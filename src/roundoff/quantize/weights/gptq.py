@@ -20,7 +20,8 @@ from torch import Tensor
 
 from roundoff.errors import QuantizationError
 from roundoff.formats import Format, QParams, fake_quantize, working_dtype
-from roundoff.quantize.weights.gain import (
+from roundoff.quantize.weights.matrix import elementwise
+from roundoff.quantize.weights.output_error import (
     Gain,
     Repaired,
     check_finite,
@@ -29,7 +30,6 @@ from roundoff.quantize.weights.gain import (
     output_db,
     quadratic,
 )
-from roundoff.quantize.weights.matrix import elementwise
 
 
 def gptq(

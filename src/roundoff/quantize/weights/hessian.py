@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import QuantizationError
-from roundoff.quantize.weights.gain import check_finite
+from roundoff.quantize.weights.output_error import check_finite
 
 
 class Hessian:

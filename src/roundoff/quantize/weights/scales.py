@@ -22,7 +22,8 @@ from roundoff.formats import (
     fake_quantize,
     working_dtype,
 )
-from roundoff.quantize.weights.gain import (
+from roundoff.quantize.weights.matrix import elementwise
+from roundoff.quantize.weights.output_error import (
     Gain,
     Repaired,
     check_finite,
@@ -31,7 +32,6 @@ from roundoff.quantize.weights.gain import (
     quadratic,
     relative_db,
 )
-from roundoff.quantize.weights.matrix import elementwise
 
 #: Candidate ranges as shares of [min, max]. Above 1, large weights may come to lie nearer to a coarser grid.
 RATIOS = tuple(1.1 - 0.025 * i for i in range(31))

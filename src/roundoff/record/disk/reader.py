@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from roundoff.errors import RunError
+from roundoff.errors import RunError, examples
 from roundoff.record.disk import scalars
 from roundoff.record.disk.checked import (
     columns_of,
@@ -284,12 +283,8 @@ class Run:
         elif site is None:
             expected = "a value of the column record in Run.ops"
         else:
-            near = difflib.get_close_matches(site, names, n=3, cutoff=0.3)
-            expected = (
-                f"one of {len(names)} names"
-                + (", such as " if near else "")
-                + ", ".join(near)
-            )
+            choices = examples(site, sorted(names))
+            expected = f"one of {len(names)} names, such as {choices}"
         return RunError(
             "the run has no such tensor",
             where=f"{self.path}: rank {rank}"

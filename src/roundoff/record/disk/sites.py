@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import polars as pl
 
-from roundoff.errors import PatternError, RunError
+from roundoff.errors import PatternError, RunError, examples
 from roundoff.record.disk.schema import OPS, site_name
 from roundoff.site import matches
 
@@ -230,11 +229,10 @@ def _matching(rows: pl.DataFrame, site: str) -> pl.DataFrame:
     )
     found = [site] if site in names else [name for name in names if matches(site, name)]
     if not found:
-        near = difflib.get_close_matches(site, names, n=3, cutoff=0.3)
         raise PatternError(
             "the run has no such site",
             where=site,
-            expected="such as " + ", ".join(near or list(names)[:3])
+            expected="such as " + examples(site, names)
             if names
             else "the step has no site",
             do="roundoff show RUN lists them; * stands for any characters",

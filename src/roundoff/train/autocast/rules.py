@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import itertools
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from roundoff.errors import PlanError
+from roundoff.errors import PlanError, examples
 from roundoff.formats import parse_format
 from roundoff.ops import Listed, differences, listed
 from roundoff.plan import FOLLOW, Plan, Rule
@@ -193,16 +192,11 @@ class Rules:
                 path if slash else line.pattern, bool(slash), paths
             )
             if not known:
-                near = (
-                    difflib.get_close_matches(
-                        path or line.pattern, sorted(paths), n=3, cutoff=0.3
-                    )
-                    or sorted(paths)[1:4]
-                )
+                near = examples(path or line.pattern, sorted(paths))
                 raise PlanError(
                     f"rule {line.rule} of the plan names a site that this model has not: {line.pattern}",
                     where="plan",
-                    expected=f"a module of the model, such as {', '.join(near)}",
+                    expected=f"a module of the model, such as {near}",
                     got=path or line.pattern,
                     do="make the plan from this model: roundoff tune WORKLOAD.py",
                 )

@@ -6,7 +6,6 @@ A rule holds the constants, ``Scale`` the state. Scales are float32 and the coun
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from roundoff.errors import ScalerError
+from roundoff.errors import ScalerError, did_you_mean, nearest
 
 
 @dataclass(frozen=True)
@@ -170,12 +169,12 @@ def parse_rule(rule: str | Rule, options: dict[str, Any]) -> Rule:
     known = [field.name for field in dataclasses.fields(RULES[rule])]
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
+            near = nearest(key, known, at_most=1)
             raise ScalerError(
                 f"the {rule} rule has no {key!r}",
                 where="LossScaler",
                 expected=", ".join(known),
-                do=f"did you mean {near[0]!r}?" if near else _owner(key),
+                do=did_you_mean(map(repr, near)) or _owner(key),
             )
     return RULES[rule](**options)
 

@@ -350,9 +350,10 @@ def test_a_model_inside_wrappers_and_several_passes_in_one_region():
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "resnet", "lstm", "mha"])
-def test_sites_have_the_names_of_the_budget(kind):
+def test_sites_have_the_names_of_the_budget(kind, request):
     """The light mode names what ``capture.calls`` names: every site of a budget is found."""
     if kind == "lstm":
+        request.getfixturevalue("bf16_lstm")
 
         class Recurrent(nn.Module):
             def __init__(self) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from roundoff.formats import Format, QParams, fake_quantize
 from roundoff.quantize.weights.flips import flip
-from roundoff.quantize.weights.gain import Gain, Repaired, output_db
 from roundoff.quantize.weights.gptq import gptq, least_squares
 from roundoff.quantize.weights.matrix import elementwise
+from roundoff.quantize.weights.output_error import Gain, Repaired, output_db
 from roundoff.quantize.weights.scales import refit_scales
 
 #: Ratios of the given scales that each output channel tries.

@@ -16,7 +16,12 @@ from roundoff.formats import (
     choose_qparams,
     fake_quantize,
 )
-from roundoff.quantize.weights.gain import Gain, check_finite, check_matrices, output_db
+from roundoff.quantize.weights.output_error import (
+    Gain,
+    check_finite,
+    check_matrices,
+    output_db,
+)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,13 @@ from torch import Tensor
 
 from roundoff.errors import QuantizationError
 from roundoff.formats import Format, Granularity, choose_qparams, fake_quantize
-from roundoff.quantize.weights.gain import Gain, check_finite, quadratic, relative_db
 from roundoff.quantize.weights.matrix import from_matrix, matrix_view
+from roundoff.quantize.weights.output_error import (
+    Gain,
+    check_finite,
+    quadratic,
+    relative_db,
+)
 
 
 def input_amax(weight: Tensor, operator: str, groups: int = 1) -> Tensor:

@@ -21,20 +21,20 @@ from roundoff.errors import QuantizationError
 from roundoff.formats import Granularity, PerAxis, PerGroup, PerTensor, PerToken
 from roundoff.plan import noise
 from roundoff.quantize.channels.awq import awq
-from roundoff.quantize.channels.balance import dmq, input_amax, smoothquant
 from roundoff.quantize.channels.divide import divide_inputs_
 from roundoff.quantize.channels.equalise import rescale_, why_not
 from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
+from roundoff.quantize.channels.input_statistics import Inputs, inputs_of
+from roundoff.quantize.channels.smoothing_factors import dmq, input_amax, smoothquant
 from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel, Unquantized
+from roundoff.quantize.options import Rounding
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.sequential import round_in_order_
-from roundoff.quantize.weights.gain import Gain
-from roundoff.quantize.weights.inputs import Inputs, inputs_of
+from roundoff.quantize.round_in_order import round_in_order_
 from roundoff.quantize.weights.matrix import matrix_view
+from roundoff.quantize.weights.output_error import Gain
 from roundoff.workload import Workload, named_tensors
 
 METHODS = ("smoothquant", "dmq", "awq", "spread")

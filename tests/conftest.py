@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functoolsfrom collections.abc import Callable
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from roundoff.errors import PlanError
 from roundoff.formats import FORMATS, Format
+from roundoff.ops import MATRIX_KINDS
 from roundoff.plan.seconds import KINDS, SecondsTable
 
 __all__ = ["UNITS", "Work", "cost"]
@@ -30,7 +31,6 @@ PER_UNIT: Mapping[str, float] = {
     "storage": 1e6,
 }
 # What "matrix" means in an execution rule.
-MATRIX_KINDS = frozenset({"linear", "matmul", "conv", "attention", "rnn", "embedding"})
 
 
 @dataclass(frozen=True)

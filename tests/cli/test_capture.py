@@ -12,8 +12,8 @@ import pytest
 
 from roundoff.cli.app import main
 from roundoff.compare.reproducibility import RANDOM, unstable
-from roundoff.record.disk import siblings
 from roundoff.record.disk.loading import load
+from roundoff.record.disk.siblings import siblings
 from roundoff.record.disk.writer import Writer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundoff.compare.nonfinite.loss_scale import power_below
-from roundoff.compare.nonfinite.overflow import overflow
+from roundoff.compare.nonfinite.overflow import trace_overflow
 from roundoff.errors import FormatError
 from roundoff.formats import FORMATS, round_scalar
 from roundoff.formats.limits import LARGEST, limits, plain_formats
@@ -62,7 +62,7 @@ def row(values, *, sample=None, dtype="float32", **about):
 
 
 def measured(*rows, **options):
-    return overflow(pl.DataFrame(list(rows), infer_schema_length=None), **options)
+    return trace_overflow(pl.DataFrame(list(rows), infer_schema_length=None), **options)
 
 
 def rounded_shares(values, fmt):
@@ -158,7 +158,7 @@ def test_shares_hold_the_exact_ones_when_the_sample_is_everything(values, fmt):
     values = np.array(values)
     if not (np.isfinite(values) & (values != 0)).any():
         return
-    table = measured(row(values), formats=[fmt]).formats
+    table = measured(row(values), formats=[fmt]).format_table
     for fate, exact in zip(
         ("overflow", "subnormal", "zero"), rounded_shares(values, fmt), strict=True
     ):
@@ -175,7 +175,7 @@ def test_shares_of_a_sample_are_within_their_standard_error(fmt, spread):
     misses = 0
     for seed in range(20):
         values = np.random.default_rng(seed).normal(0, spread, 2**16)
-        table = measured(row(values, sample=512), formats=[fmt]).formats
+        table = measured(row(values, sample=512), formats=[fmt]).format_table
         for found, exact in zip(
             table.to_dicts(), rounded_shares(values, fmt), strict=True
         ):
@@ -188,7 +188,9 @@ def test_shares_of_a_sample_are_within_their_standard_error(fmt, spread):
 def test_an_outlier_that_the_sample_missed_counts_once():
     values = np.ones(10_000)
     values[1] = 70000.0
-    (over, *_) = measured(row(values, sample=100), formats=["fp16"]).formats.to_dicts()
+    (over, *_) = measured(
+        row(values, sample=100), formats=["fp16"]
+    ).format_table.to_dicts()
     assert over["share"] == pytest.approx(1e-4)
     assert over["low"] == pytest.approx(1e-4)
     assert over["site"] == "/mul"
@@ -201,7 +203,7 @@ def test_phases_are_apart_and_weighted_by_size():
         row([1e-9] * 4, record=2, phase="backward"),
         row([1e5] * 10, record=3, view_of=0),
     )
-    table = measured(*rows, formats=["fp16"]).formats
+    table = measured(*rows, formats=["fp16"]).format_table
     shares = {(r["phase"], r["fate"]): r["share"] for r in table.to_dicts()}
     assert shares["forward", "overflow"] == 0.25
     assert shares["backward", "zero"] == 1.0
@@ -218,7 +220,7 @@ def test_margins():
         row([1, 2], dtype="int64", record=5, operator="f"),
         row([-4.0, math.inf], dtype="float16", record=6, step=1, operator="c"),
     )
-    table = measured(*rows, within=3).margins
+    table = measured(*rows, within=3).margin_table
     found = {r["site"]: r for r in table.to_dicts()}
     assert table["site"].to_list() == ["/a", "/e", "/b", "/c", "/d"]
     assert [found[s]["margin"] for s in ("/a", "/e", "/b")] == pytest.approx([0, 0, 3])

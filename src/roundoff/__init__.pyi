@@ -17,4 +17,5 @@ from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
 from .verbs.tune import tune as tune
 from .verbs.verify import verify as verify
+from .verbs.watch import watch as watch
 from .workload.workload import Workload as Workload

@@ -12,7 +12,13 @@ import torch
 from roundoff.budget import Budget, Progress, parse_formats
 from roundoff.errors import PlanError
 from roundoff.formats import parse_format
-from roundoff.ops import MATRIX_KINDS, SLOW_FP16, Excluded, round_gradient, slow_in_fp16
+from roundoff.ops import (
+    MULTIPLYING_KINDS,
+    SLOW_FP16,
+    Excluded,
+    round_gradient,
+    slow_in_fp16,
+)
 from roundoff.plan import UNITS, Plan
 from roundoff.train import (
     BATCHES,
@@ -44,8 +50,6 @@ STEPS = 20
 EXTRA = 0.2
 #: Formats of torch's autocast.
 HALF = ("bf16", "fp16")
-#: Kinds of operators whose time is that of their products.
-PRODUCTS = MATRIX_KINDS - {"embedding"}
 #: What a second try must be predicted beyond what the first one missed, in dB.
 MARGIN_DB = 0.5
 #: The same where the first one has no finite SQNR.
@@ -310,7 +314,7 @@ def _wide_products(search: Search, best: TunedRun, autocast: TunedRun) -> list[s
     in_fp32 = [
         site["site"]
         for site in search.budget.sites
-        if site["kind"] in PRODUCTS
+        if site["kind"] in MULTIPLYING_KINDS
         and site["site"] in autocast.formats
         and site["site"] not in best.formats
     ]

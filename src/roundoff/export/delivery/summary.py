@@ -16,8 +16,7 @@ from roundoff.export.delivery.tradeoff import chosen
 from roundoff.export.onnx.proof import Proof
 from roundoff.ops import MULTIPLYING_KINDS
 from roundoff.plan import UNITS
-from roundoff.quantize import average_bits
-from roundoff.quantize.sparsity import cost
+from roundoff.quantize import average_bits, model_cost
 
 
 def summarize(made: Made, ask: Ask) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         "bits": {"weight": weight_bits, "value": value_bits},
         "weights": {
             "bytes": stored_bytes(made.model),
-            "fp32": cost(own.model, own.batches[0], forward=own.forward).bytes,
+            "fp32": model_cost(own.model, own.batches[0], forward=own.forward).bytes,
         },
         "chosen": chosen(made),
         "steps": [

@@ -15,6 +15,7 @@ from roundoff.export.delivery.storage import stored_bytes
 from roundoff.export.delivery.tradeoff import chosen
 from roundoff.export.onnx.proof import Proof
 from roundoff.ops import MULTIPLYING_KINDS
+from roundoff.packages import installed_version
 from roundoff.plan import UNITS
 from roundoff.quantize import average_bits, model_cost
 
@@ -33,7 +34,7 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         else judge.metric - judged.metric
     )
     return {
-        "version": _version(),
+        "version": installed_version(),
         "workload": own.name,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -170,12 +171,3 @@ def _formats(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def _none(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("roundoff")
-    except PackageNotFoundError:
-        return "0"

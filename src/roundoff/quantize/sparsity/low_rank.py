@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from roundoff.errors import QuantizationError
 from roundoff.preserve import preserve
 from roundoff.quantize.channels.fold_batch_norm import take_over_
-from roundoff.quantize.sparsity.cost import cost
+from roundoff.quantize.sparsity.model_cost import model_cost
 from roundoff.quantize.sparsity.rank import evbmf_rank
 from roundoff.workload import Workload
 
@@ -199,7 +199,7 @@ def _decompose(
         ), None
     root = singular[:r].sqrt()
     new = _layers(layer, left[:, :r] * root, root[:, None] * right[:r], kind)
-    before, after = (cost(m, (example,)).macs for m in (layer, new))
+    before, after = (model_cost(m, (example,)).macs for m in (layer, new))
     row = Decomposed(
         path, kind, r, len(singular), energy, after / before if before else 1.0
     )

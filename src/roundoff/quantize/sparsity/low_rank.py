@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
 from roundoff.preserve import preserve
-from roundoff.quantize.channels.fold_batch_norm import take_over_
+from roundoff.quantize.channels.changed_copy import take_over_
 from roundoff.quantize.sparsity.cost import cost
 from roundoff.quantize.sparsity.rank import evbmf_rank
 from roundoff.workload import Workload

@@ -14,6 +14,7 @@ from .replay import print_replay as print_replay
 from .run_text import print_captured as print_captured
 from .run_text import print_show as print_show
 from .run_text import span as span
+from .strict import json_text as json_text
 from .strict import strict as strict
 from .strict import write_json as write_json
 from .text import print_plan as print_plan

@@ -1,4 +1,4 @@
-"""A comparison as one self-contained HTML page, with the style sheet and the script of the other report."""
+"""The page of ``roundoff compare``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from roundoff.files import open_output
 from roundoff.report import comparison_answer, comparison_text, figures, run_text
 from roundoff.report.comparison_chart import error_chart
-from roundoff.report.html import _source, _templates
+from roundoff.report.page import Mark, Page
 
 Row = Mapping[str, Any]
 
@@ -18,44 +17,49 @@ Row = Mapping[str, Any]
 def write_comparison(data: Row, path: str | os.PathLike[str]) -> None:
     """Write the page to a path or URL, whole or not at all.
 
-    ``data`` is ``Comparison.to_dict(limit)``; its ``points``, where it has them, are drawn. Every name is escaped. Raises
-    ``OutputError`` when it cannot be written.
+    ``data`` is ``Comparison.to_dict(limit)``; its ``points``, where it has them, are
+    drawn. Every name is escaped. Raises ``OutputError`` when it cannot be written.
     """
-    page = render(data)
-    with open_output(path) as temporary:
-        # a file name that isn't UTF-8 has lone surrogates
-        temporary.write_text(
-            page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n"
-        )
+    page(data).write(path)
 
 
-def render(data: Row) -> str:
-    """The page as a string."""
-    return (
-        _templates()
-        .get_template("comparison.html")
-        .render(
-            d=data,
-            sentences=comparison_answer.answer(data),
-            chart=error_chart(data.get("points") or [], data.get("divergence")),
-            environment=environment(data.get("environment") or {}),
-            bounds=comparison_answer.bounds,
-            called=comparison_answer.called,
-            size=comparison_answer.size,
-            times=comparison_answer.times,
-            label=comparison_text.label,
-            source=comparison_text.source,
-            cosine=comparison_text.cosine,
-            number=run_text.number,
-            shape=run_text.shape,
-            whole=run_text.whole,
-            value=value,
-            script=_source("report.js"),
-            percent=figures.percent,
-            db=figures.db,
-            style=_source("report.css") + _source("comparison.css"),
-        )
+def page(data: Row) -> Page:
+    """Return the page of a comparison."""
+    headline, *sentences = comparison_answer.answer(data)
+    return Page(
+        template="comparison.html",
+        title=f"{data['candidate']} against {data['reference']}",
+        headline=headline,
+        sentences=sentences,
+        mark=_mark(data),
+        styles=["comparison.css"],
+        script="report.js",
+        values={
+            "d": data,
+            "chart": error_chart(data.get("points") or [], data.get("divergence")),
+            "environment": environment(data.get("environment") or {}),
+            "bounds": comparison_answer.bounds,
+            "called": comparison_answer.called,
+            "size": comparison_answer.size,
+            "times": comparison_answer.times,
+            "label": comparison_text.label,
+            "source": comparison_text.source,
+            "cosine": comparison_text.cosine,
+            "number": run_text.number,
+            "shape": run_text.shape,
+            "whole": run_text.whole,
+            "value": value,
+            "percent": figures.percent,
+            "db": figures.db,
+        },
     )
+
+
+def _mark(data: Row) -> Mark:
+    """Return ``doubt`` for sides that agree although an operator is at fault."""
+    if not data["agrees"]:
+        return "missed"
+    return "doubt" if data["culprits"] else "met"
 
 
 def environment(both: Row) -> list[dict[str, Any]]:

@@ -49,7 +49,6 @@ from .record import fingerprint as fingerprint
 from .round_in_order import round_in_order_ as round_in_order_
 from .schemes import scheme as scheme
 from .sparsity.channels import prune_channels_ as prune_channels_
-from .sparsity.cost import latency_ratio as latency_ratio
 from .sparsity.importance import taylor_importance as taylor_importance
 from .sparsity.low_rank import decompose_ as decompose_
 from .sparsity.masks import check_n_m as check_n_m
@@ -59,6 +58,8 @@ from .sparsity.masks import n_m_masks as n_m_masks
 from .sparsity.masks import prunable as prunable
 from .sparsity.masks import sparsify_ as sparsify_
 from .sparsity.masks import unstructured_masks as unstructured_masks
+from .sparsity.model_cost import latency_ratio as latency_ratio
+from .sparsity.model_cost import model_cost as model_cost
 from .weights.adaround import adaround as adaround
 from .weights.adaround import adaround_hessian as adaround_hessian
 from .weights.channel_splitting import split_channels as split_channels

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError, RoundoffError
-from roundoff.quantize.channels.equalise import grouped_view
-from roundoff.quantize.channels.fold_batch_norm import check_same, take_over_
+from roundoff.quantize.channels.changed_copy import check_same, take_over_
 from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
+from roundoff.quantize.channels.rescale import grouped_view
 from roundoff.quantize.sparsity.importance import Importance, score
 from roundoff.quantize.sparsity.model_cost import model_cost
 from roundoff.quantize.sparsity.shrink import shrink_

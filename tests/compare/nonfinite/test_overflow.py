@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import math
+from dataclasses import asdict
 
 import numpy as np
 import polars as pl

@@ -19,4 +19,5 @@ from .verbs.replay import replay as replay
 from .verbs.show import show as show
 from .verbs.tune import tune as tune
 from .verbs.verify import verify as verify
+from .verbs.watch import watch as watch
 from .workload.workload import Workload as Workload

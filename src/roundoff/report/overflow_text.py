@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from roundoff.report.figures import NONE, count, listing, percent
-from roundoff.report.run_text import number, print_fitting, whole
+from roundoff.report.run_text import columns_of, number, print_fitting, whole
 from roundoff.report.text import _heading, _print, _print_table, _say
 
 if TYPE_CHECKING:
@@ -105,13 +105,17 @@ def _reach(first: NonfiniteEvent, descended: Sequence[NonfiniteEvent]) -> list[s
         more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
         sentences.append(f"It reached {listing(names[:3])}{more}.")
     if deaths:
-        times = count(len(deaths) - 1, "time")
-        more = f", and {times} after that" if len(deaths) > 1 else ""
-        death = deaths[0]
-        sentences.append(f"{death.site}{_line(death)} silently removed it{more}.")
+        sentences.append(_removal(deaths))
     elif not first.reached:
         sentences.append("No recorded operator took it further.")
     return sentences
+
+
+def _removal(deaths: Sequence[NonfiniteEvent]) -> str:
+    first = deaths[0]
+    times = count(len(deaths) - 1, "time")
+    more = f", and {times} after that" if len(deaths) > 1 else ""
+    return f"{first.site}{_line(first)} silently removed it{more}."
 
 
 def _later_births(overflow: Overflow) -> list[str]:
@@ -156,20 +160,10 @@ def _print_events(
 ) -> None:
     has_several_steps = len({(e.rank, e.step) for e in events}) > 1
     shown = _most_telling(events, limit)
-    columns: dict[str, list[str]] = {}
-    if has_several_steps:
-        columns["step"] = [f"{e.step}.{e.rank}" for e in shown]
-    columns |= {
-        "event": [e.kind for e in shown],
-        "site": [f"{e.site} {e.name}" if e.name else e.site for e in shown],
-        "phase": [e.phase for e in shown],
-        "dtype": [e.dtype or NONE for e in shown],
-        "NaN": [whole(e.nan) for e in shown],
-        "Inf": [whole((e.posinf or 0) + (e.neginf or 0)) for e in shown],
-        "of": [whole(e.numel) for e in shown],
-        "line": [e.line or "" for e in shown],
-    }
-    styles = [_STYLES.get(e.kind, "") for e in shown]
+    columns = columns_of([_event_cells(event) for event in shown])
+    if not has_several_steps:
+        del columns["step"]
+    styles = [_STYLES.get(event.kind, "") for event in shown]
     print_fitting(columns, console, ("dtype", "phase", "of"), styles)
     if has_several_steps:
         _say(console, "step is step.rank.", style="dim")
@@ -178,6 +172,20 @@ def _print_events(
         more = count(hidden, "more event")
         text = f"{more}; births and deaths are shown first: --limit {len(events)}."
         _say(console, text, style="dim")
+
+
+def _event_cells(event: NonfiniteEvent) -> dict[str, str]:
+    return {
+        "step": f"{event.step}.{event.rank}",
+        "event": event.kind,
+        "site": f"{event.site} {event.name}" if event.name else event.site,
+        "phase": event.phase,
+        "dtype": event.dtype or NONE,
+        "NaN": whole(event.nan),
+        "Inf": whole((event.posinf or 0) + (event.neginf or 0)),
+        "of": whole(event.numel),
+        "line": event.line or "",
+    }
 
 
 def _most_telling(events: Sequence[NonfiniteEvent], limit: int) -> list[NonfiniteEvent]:
@@ -197,17 +205,7 @@ def _print_margins(overflow: Overflow, console: Console, limit: int) -> None:
         _say(console, "No floating-point values were recorded.")
         return
     shown = rows[:limit]
-    columns = {
-        "site": [m.site for m in shown],
-        "phase": [m.phase for m in shown],
-        "dtype": [m.dtype for m in shown],
-        "largest": [number(m.amax) for m in shown],
-        "limit": [number(m.largest) for m in shown],
-        "margin": [_margin(m) for m in shown],
-        "at limit": [whole(m.saturated) for m in shown],
-        "Inf": [whole(m.infinite) for m in shown],
-        "line": [m.line or "" for m in shown],
-    }
+    columns = columns_of([_margin_cells(margin) for margin in shown])
     print_fitting(columns, console, ("limit", "phase", "line", "largest"))
     hidden = len(rows) - len(shown)
     if hidden:
@@ -215,8 +213,18 @@ def _print_margins(overflow: Overflow, console: Console, limit: int) -> None:
         _say(console, more, style="dim")
 
 
-def _margin(row: SiteMargin) -> str:
-    return NONE if row.margin is None else f"{row.margin:.1f}"
+def _margin_cells(row: SiteMargin) -> dict[str, str]:
+    return {
+        "site": row.site,
+        "phase": row.phase,
+        "dtype": row.dtype,
+        "largest": number(row.amax),
+        "limit": number(row.largest),
+        "margin": NONE if row.margin is None else f"{row.margin:.1f}",
+        "at limit": whole(row.saturated),
+        "Inf": whole(row.infinite),
+        "line": row.line or "",
+    }
 
 
 def _print_formats(rows: Sequence[FormatShare], console: Console) -> None:
@@ -230,15 +238,7 @@ def _print_formats(rows: Sequence[FormatShare], console: Console) -> None:
     fates_of: dict[tuple[str, str], dict[str, FormatShare]] = {}
     for row in rows:
         fates_of.setdefault((row.phase, row.format), {})[row.fate] = row
-    fates = list(fates_of.values())
-    columns = {
-        "phase": [phase for phase, _ in fates_of],
-        "format": [fmt for _, fmt in fates_of],
-        "overflow": [_share(f["overflow"]) for f in fates],
-        "subnormal": [_share(f["subnormal"]) for f in fates],
-        "zero": [_share(f["zero"]) for f in fates],
-        "site": [f["overflow"].site or f["zero"].site or NONE for f in fates],
-    }
+    columns = columns_of([_format_cells(fates) for fates in fates_of.values()])
     print_fitting(columns, console, ())
     _say(
         console,
@@ -246,6 +246,18 @@ def _print_formats(rows: Sequence[FormatShare], console: Console) -> None:
         "to zero.",
         style="dim",
     )
+
+
+def _format_cells(fates: dict[str, FormatShare]) -> dict[str, str]:
+    overflow = fates["overflow"]
+    return {
+        "phase": overflow.phase,
+        "format": overflow.format,
+        "overflow": _share(overflow),
+        "subnormal": _share(fates["subnormal"]),
+        "zero": _share(fates["zero"]),
+        "site": overflow.site or fates["zero"].site or NONE,
+    }
 
 
 def _share(row: FormatShare) -> str:

@@ -61,23 +61,10 @@ def _print_rows(table: SiteTable, console: Console, limit: int) -> None:
         _say(console, "No tensor matches.")
         return
     rows = table.rows[:limit]
-    columns = {
-        "site": [_label(r) for r in rows],
-        "phase": [r.phase for r in rows],
-        "dtype": [r.dtype or NONE for r in rows],
-        "shape": [shape(r.shape) for r in rows],
-        "min": [number(r.min) for r in rows],
-        "max": [number(r.max) for r in rows],
-        "mean": [number(r.mean) for r in rows],
-        "l2": [number(r.l2) for r in rows],
-        "NaN": [whole(r.nan) for r in rows],
-        "Inf": [whole(_infinite(r)) for r in rows],
-        "zero": [percent(ratio(r.zero, r.numel)) for r in rows],
-        "line": [r.line or "" for r in rows],
-    }
-    if any(r.own_l2 is not None for r in rows):
-        columns["own error"] = [number(ratio(r.own_l2, r.l2)) for r in rows]
-    styles = ["bold red" if r.nan or _infinite(r) else "" for r in rows]
+    columns = columns_of([_row_cells(row) for row in rows])
+    if all(row.own_l2 is None for row in rows):
+        del columns["own error"]
+    styles = ["bold red" if row.nan or _infinite(row) else "" for row in rows]
     spare = ("line", "mean", "shape", "zero", "min", "phase")
     print_fitting(columns, console, spare, styles)
     for row in rows:
@@ -87,6 +74,24 @@ def _print_rows(table: SiteTable, console: Console, limit: int) -> None:
     if hidden:
         more = f"{count(hidden, 'more row')} below: --limit {len(table.rows)}."
         _say(console, more, style="dim")
+
+
+def _row_cells(row: SiteRow) -> dict[str, str]:
+    return {
+        "site": _label(row),
+        "phase": row.phase,
+        "dtype": row.dtype or NONE,
+        "shape": shape(row.shape),
+        "min": number(row.min),
+        "max": number(row.max),
+        "mean": number(row.mean),
+        "l2": number(row.l2),
+        "NaN": whole(row.nan),
+        "Inf": whole(_infinite(row)),
+        "zero": percent(ratio(row.zero, row.numel)),
+        "line": row.line or "",
+        "own error": number(ratio(row.own_l2, row.l2)),
+    }
 
 
 def print_captured(summary: CaptureSummary, console: Console) -> None:
@@ -242,36 +247,25 @@ def _print_inputs(
     if not inputs:
         return
     _heading(console, "Inputs")
-    columns: Columns = {name: [] for name in _INPUT_COLUMNS}
-    for entry in inputs:
-        if isinstance(entry, SiteInput):
-            cells = _input_cells(entry)
-        else:
-            cells = _unrecorded_cells(entry.record)
-        for name, cell in zip(_INPUT_COLUMNS, cells, strict=True):
-            columns[name].append(cell)
+    columns = columns_of([_input_cells(entry) for entry in inputs])
     print_fitting(columns, console, ("shape", "line", "min"))
 
 
-_INPUT_COLUMNS = ("site", "dtype", "shape", "min", "max", "NaN", "Inf", "line")
-
-
-def _input_cells(entry: SiteInput) -> list[str]:
-    return [
-        _label(entry),
-        entry.dtype or NONE,
-        shape(entry.shape),
-        number(entry.min),
-        number(entry.max),
-        whole(entry.nan),
-        whole(_infinite(entry)),
-        entry.line or "",
-    ]
-
-
-def _unrecorded_cells(record: int) -> list[str]:
-    site = f"record {record}, which was not recorded"
-    return [site, NONE, NONE, NONE, NONE, NONE, NONE, ""]
+def _input_cells(entry: SiteInput | UnrecordedInput) -> dict[str, str]:
+    if not isinstance(entry, SiteInput):
+        names = ("dtype", "shape", "min", "max", "NaN", "Inf")
+        site = f"record {entry.record}, which was not recorded"
+        return {"site": site, **dict.fromkeys(names, NONE), "line": ""}
+    return {
+        "site": _label(entry),
+        "dtype": entry.dtype or NONE,
+        "shape": shape(entry.shape),
+        "min": number(entry.min),
+        "max": number(entry.max),
+        "NaN": whole(entry.nan),
+        "Inf": whole(_infinite(entry)),
+        "line": entry.line or "",
+    }
 
 
 def _print_users(entry: SiteInFull, console: Console) -> None:
@@ -290,20 +284,30 @@ def _print_history(history: Sequence[SiteStep], console: Console) -> None:
         return
     _heading(console, "In other steps")
     steps = history[-_MOST_STEPS:]
-    _print_table(
-        console,
-        {
-            "step": [str(s.step) for s in steps],
-            "min": [number(s.min) for s in steps],
-            "max": [number(s.max) for s in steps],
-            "l2": [number(s.l2) for s in steps],
-            "NaN": [whole(s.nan) for s in steps],
-            "Inf": [whole(_infinite(s)) for s in steps],
-        },
-    )
+    _print_table(console, columns_of([_step_cells(step) for step in steps]))
     hidden = len(history) - len(steps)
     if hidden:
         _say(console, f"and {count(hidden, 'earlier step')}", style="dim")
+
+
+def _step_cells(step: SiteStep) -> dict[str, str]:
+    return {
+        "step": str(step.step),
+        "min": number(step.min),
+        "max": number(step.max),
+        "l2": number(step.l2),
+        "NaN": whole(step.nan),
+        "Inf": whole(_infinite(step)),
+    }
+
+
+def columns_of(rows: Sequence[dict[str, str]]) -> Columns:
+    """The columns of rows of cells that all have the same names.
+
+    >>> columns_of([{"site": "/exp", "max": "1"}, {"site": "/log", "max": "2"}])
+    {'site': ['/exp', '/log'], 'max': ['1', '2']}
+    """
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def histogram(bins: Sequence[HistogramBin]) -> list[str]:

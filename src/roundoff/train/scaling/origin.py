@@ -103,7 +103,7 @@ def _again(model: nn.Module, call: Call) -> dict[str, Any]:
             with Capture(path, model, eager=True) as run:
                 made, outputs, inputs = _forward(model, call)
                 ends = [
-                    run.recorder.known(o)
+                    run.recorder.recorded(o)
                     for o in outputs
                     if o.is_floating_point() and not _finite(o)
                 ]

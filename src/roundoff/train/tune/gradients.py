@@ -303,7 +303,7 @@ class _Run:
             "seed": self.seed,
             "samples": batches,
             "signal": gradient,
-            "forwards": max(1, mode.forwards),
+            "forwards": max(1, mode.position.forwards),
             "batch_samples": [1] * batches,
             "batch_signal": shares,
             "sample_signal": shares,

@@ -8,7 +8,7 @@ measurement is one evaluation of the metric; there are at most four.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -315,51 +315,6 @@ def _better(
         return (model, trial) if trial.met else best
     better = trial.cost < old.cost if trial.met else trial.measured_db > old.measured_db
     return (model, trial) if better else best
-
-
-def average_bits(model: QuantizedModel) -> tuple[float, float]:
-    """Bits per weight and per activation of a quantized model: over the weights of all calls that multiply, and over the
-    activations that those calls read; what has no quantizer counts 32."""
-    weights: dict[str, tuple[int, float]] = {}
-    activations: list[tuple[int, float]] = []
-    for site, route in model.routes.items():
-        node = model.graph.nodes.get(site)
-        if node is None or node.kind not in (
-            "conv",
-            "linear",
-            "matmul",
-            "attention",
-            "embedding",
-        ):
-            continue
-        for use in node.uses:
-            name = route.uses.get(use.operand.leaf)
-            bits = model.quantizer(name).fmt.bits if name is not None else 32.0
-            size = math.prod(use.shape)
-            if use.weight:
-                weights[use.value] = (size, bits)
-            elif use.operand.role == "activation":
-                activations.append((math.prod(use.shape[1:]), bits))
-    for node in model.graph.nodes.values():
-        if node.site in model.routes or node.kind not in (
-            "conv",
-            "linear",
-            "matmul",
-            "attention",
-            "embedding",
-        ):
-            continue
-        for use in node.uses:
-            if use.weight:
-                weights.setdefault(use.value, (math.prod(use.shape), 32.0))
-            elif use.operand.role == "activation":
-                activations.append((math.prod(use.shape[1:]), 32.0))
-    return _mean(list(weights.values())), _mean(activations)
-
-
-def _mean(pairs: Sequence[tuple[int, float]]) -> float:
-    total = sum(size for size, _ in pairs)
-    return sum(size * bits for size, bits in pairs) / total if total else math.nan
 
 
 def quietest(problem: Problem) -> str:

@@ -16,24 +16,22 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from roundoff.formats import Granularity, PerAxis, PerGroup, PerTensor
+from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels.descent import descend
 from roundoff.quantize.channels.input_statistics import Inputs, inputs_of
 from roundoff.quantize.channels.smoothing_factors import scale_inputs
 from roundoff.quantize.channels.spread import GAMMA
-from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.weights.matrix import matrix_view
 from roundoff.quantize.weights.output_error import Gain
-from roundoff.workload import Workload
 
 #: Tokens of a value that its ranges are taken from.
 TOKENS = 512
@@ -41,31 +39,22 @@ TOKENS = 512
 STEPS = 150
 
 
-def divide_(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
-    weights: Importance,
-    *,
-    batches: Iterable[Any] | None = None,
-) -> Gain:
+def divide_(calibration: Calibration, weights: Importance) -> Gain:
     """Divide what linear layers read by factors for each channel, in place, and multiply their weights by them.
 
     Args:
-        model: not calibrated yet; the function that it computes stays the same.
-        graph: of the model.
-        workload: whose model it is.
+        calibration: the model, not calibrated yet, which computes the same function
+            afterwards; ranges are taken from the batches.
         weights: what errors cost the output, from ``importance`` of the same model.
-        batches: that ranges are taken from; by default the workload's.
 
     Returns:
         The gain in dB that the sums above predict for the values that were divided. Convolutions, values in formats other
         than integers, and values that no gradient reached are left.
     """
-    data = workload.batches if batches is None else list(batches)
+    model = calibration.model
     before = after = 0.0
     count = 0
-    every = inputs_of(model, graph, workload, data, tokens=TOKENS)
+    every = inputs_of(calibration, tokens=TOKENS)
     for inputs in every:
         problem = _problem(model, inputs, weights)
         if problem is None:
@@ -212,7 +201,7 @@ def divide_inputs_(model: QuantizedModel, inputs: Inputs, factors: Tensor) -> No
         model.quantizer(known).sites = kept
         for reader in inputs.readers:
             model.routes[reader.site].uses[reader.place] = name
-        model.add_(name, own)
+        model.put_(name, own)
         if not kept:
             model.drop_(known)
     with torch.no_grad():

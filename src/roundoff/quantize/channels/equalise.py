@@ -207,7 +207,7 @@ def equalise_(
     workload = Workload(model, batches, forward=forward)
     work = Workload(copy.deepcopy(model), workload.batches, forward=forward)
     notes = _loosen_(work, clip)
-    groups = groups_of(followed(work.model, work.batches, forward).labels, "rescale")
+    groups = groups_of(followed(work).labels, "rescale")
     reasons = [why_not(group) for group in groups]
     if any(b.part == "batch_norm" for g in groups for b in g.passers) and all(
         r is not None for r in reasons
@@ -287,7 +287,7 @@ def _loosen_(work: Workload, clip: str) -> dict[str, str]:
         raise QuantizationError(
             "unknown way to treat a clip", expected="channel or relu", got=repr(clip)
         )
-    follow = followed(work.model, work.batches, work.forward)
+    follow = followed(work)
     notes: dict[str, str] = {}
     for group in groups_of(follow.labels, "rescale"):
         if group.pinned is not None or any(

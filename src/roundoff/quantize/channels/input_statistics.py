@@ -12,10 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.ops import Call, watch
 from roundoff.preserve import preserve
-from roundoff.quantize.graph import Graph, Node
+from roundoff.quantize.calibration import Calibration
+from roundoff.quantize.graph import Node
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.weights.hessian import Hessian
-from roundoff.workload import Workload
 
 #: Bytes of second moments that are kept at a time; more weights than that take more passes over the data.
 MOMENTS = 2**29
@@ -50,10 +50,7 @@ class Inputs:
 
 
 def inputs_of(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
-    batches: Sequence[Any],
+    calibration: Calibration,
     *,
     moments: bool = False,
     tokens: int = 0,
@@ -64,8 +61,8 @@ def inputs_of(
     Second moments are of linear layers and products alone, and of as many at a time as ``MOMENTS`` bytes hold.
     """
     found: dict[tuple[str, int], Inputs] = {}
-    for node in graph.nodes.values():
-        reader = _reader(model, node)
+    for node in calibration.graph.nodes.values():
+        reader = _reader(calibration.model, node)
         if reader is None or (moments and node.kind == "conv"):
             continue
         use = next(u for u in node.uses if u.operand.leaf == reader.place)
@@ -73,10 +70,9 @@ def inputs_of(
             (use.value, use.shape[reader.axis]), Inputs(use.value, [])
         ).readers.append(reader)
     every = list(found.values())
+    per_batch = -(-tokens // max(len(calibration.batches), 1))
     for some in _portions(every, found) if moments else [every]:
-        _see(
-            model, workload, batches, some, moments, -(-tokens // max(len(batches), 1))
-        )
+        _see(calibration, some, moments, per_batch)
     return every
 
 
@@ -177,25 +173,19 @@ class _Sees:
 
 
 def _see(
-    model: QuantizedModel,
-    workload: Workload,
-    batches: Sequence[Any],
+    calibration: Calibration,
     some: Sequence[Inputs],
     moments: bool,
     tokens: int,
 ) -> None:
     """One pass over the batches in full precision."""
-    handler = _Sees(model, some, moments, tokens)
-    own = workload.with_model(model.model)
-    with (
-        preserve(model.model),
-        torch.no_grad(),
-        watch(model.model.eval(), handler) as mode,
-    ):
-        for batch in batches:
+    handler = _Sees(calibration.model, some, moments, tokens)
+    network = calibration.workload.model
+    with preserve(network), torch.no_grad(), watch(network.eval(), handler) as mode:
+        for batch in calibration.batches:
             mode.begin()
             with mode:
-                own.run(batch)
+                calibration.workload.run(batch)
     for inputs in some:
         inputs.mean = handler.total[id(inputs)] / handler.rows[id(inputs)]
         if moments:

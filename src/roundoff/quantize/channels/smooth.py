@@ -8,7 +8,6 @@ stays in front of the readers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
 from roundoff.formats import Granularity, PerAxis, PerGroup, PerTensor, PerToken
 from roundoff.plan import noise
+from roundoff.quantize.calibration import MEASURED_BATCHES, Calibration
 from roundoff.quantize.channels.awq import awq
 from roundoff.quantize.channels.divide import divide_inputs_
 from roundoff.quantize.channels.equalise import rescale_, why_not
@@ -29,13 +29,13 @@ from roundoff.quantize.channels.smoothing_factors import dmq, input_amax, smooth
 from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import Importance
-from roundoff.quantize.model import QuantizedModel, Unquantized
+from roundoff.quantize.model import QuantizedModel, Rescaling, Unquantized
 from roundoff.quantize.options import Rounding
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.round_in_order import round_in_order_
+from roundoff.quantize.round_in_order import round_model_
 from roundoff.quantize.weights.matrix import matrix_view
 from roundoff.quantize.weights.output_error import Gain
-from roundoff.workload import Workload, named_tensors
+from roundoff.workload import Workload
 
 METHODS = ("smoothquant", "dmq", "awq", "spread")
 
@@ -75,7 +75,7 @@ def smooth_(
     alpha: float | Sequence[float] | Mapping[str, float] = 0.5,
     explicit: bool = True,
     batches: Iterable[Any] | None = None,
-    measured: int = 2,
+    measured: int = MEASURED_BATCHES,
 ) -> Smoothed:
     """Balance the channels of a quantized model before it is calibrated, in place, if that makes its output better.
 
@@ -103,21 +103,40 @@ def smooth_(
             expected=", ".join(METHODS),
             got=repr(method),
         )
-    data = workload.batches if batches is None else list(batches)
-    if not data:
+    return smooth_channels_(
+        Calibration.of(model, workload, batches, graph),
+        importance,
+        method=method,
+        alpha=alpha,
+        explicit=explicit,
+        measured=measured,
+    )
+
+
+def smooth_channels_(
+    calibration: Calibration,
+    importance: Importance | None = None,
+    *,
+    method: str,
+    alpha: float | Sequence[float] | Mapping[str, float],
+    explicit: bool = True,
+    measured: int = MEASURED_BATCHES,
+) -> Smoothed:
+    """Balance channels as ``smooth_`` does, in a model that is packed with its data."""
+    if not calibration.batches:
         raise QuantizationError(
             "no calibration data",
             where="smooth_",
             expected="one batch or more",
             got="none",
         )
-    before = simulated_db(model, workload, data[:measured])
+    before = simulated_db(calibration, measured)
     best: tuple[float, QuantizedModel, list[Balanced], str] | None = None
     single = isinstance(alpha, float | int | Mapping)
     strengths: list[Any] = [alpha] if single else list(alpha)  # type: ignore[arg-type]
     for strength in strengths:
-        trial, note = copy.deepcopy(model), "" if single else f"alpha {strength:g}"
-        own = workload.with_model(trial.model)
+        trial = calibration.trial()
+        note = "" if single else f"alpha {strength:g}"
         if method == "spread":
             if importance is None:
                 raise QuantizationError(
@@ -126,15 +145,13 @@ def smooth_(
                     expected="importance(model, workload, batches)",
                     got="None",
                 )
-            rows, note = (
-                [],
-                spread_(trial, graph, own, importance, batches=data[:1]).note,
-            )
+            rows = []
+            note = spread_(trial, importance).note
         else:
-            rows = _balance_(trial, graph, own, data, method, strength, explicit)
-        db = simulated_db(trial, workload, data[:measured])
+            rows = _balance_(trial, method, strength, explicit)
+        db = simulated_db(trial, measured)
         if best is None or db > best[0]:
-            best = db, trial, rows, note
+            best = db, trial.model, rows, note
     if best is None:
         raise QuantizationError(
             "no strength to try",
@@ -142,7 +159,7 @@ def smooth_(
             expected="alpha: one number or more",
             got="none",
         )
-    after, trial, rows, note = best
+    after, balanced, rows, note = best
     if not after > before:
         kept = [
             replace(
@@ -153,7 +170,7 @@ def smooth_(
         return Smoothed(
             kept, Gain(method, before, before, f"undone: {after - before:+.1f} dB")
         )
-    _take_(model, trial)
+    _take_(calibration.model, balanced)
     return Smoothed(rows, Gain(method, before, after, note))
 
 
@@ -175,7 +192,7 @@ def split_outliers_(
     threshold: float = 6.0,
     share: float = 0.05,
     batches: Iterable[Any] | None = None,
-    measured: int = 2,
+    measured: int = MEASURED_BATCHES,
 ) -> tuple[list[Split], Gain]:
     """Keep outlier channels of values, and the columns of weights that read them, in full precision, in place.
 
@@ -203,10 +220,10 @@ def split_outliers_(
             got=f"{threshold}, {share}",
             expected="threshold > 0 and share in [0, 1]",
         )
-    data = workload.batches if batches is None else list(batches)
-    before = simulated_db(model, workload, data[:measured])
+    calibration = Calibration.of(model, workload, batches, graph)
+    before = simulated_db(calibration, measured)
     found = []
-    for inputs in inputs_of(model, graph, workload, data):
+    for inputs in inputs_of(calibration):
         readers = [reader for reader in inputs.readers if reader.groups == 1]
         order = inputs.largest.argsort(descending=True)[
             : int(share * len(inputs.largest))
@@ -223,7 +240,7 @@ def split_outliers_(
         found.append(
             Split(inputs.value, sites, tuple(columns.tolist()), len(inputs.largest))
         )
-    after = simulated_db(model, workload, data[:measured]) if found else before
+    after = simulated_db(calibration, measured) if found else before
     return found, Gain(
         "outliers",
         before,
@@ -232,24 +249,20 @@ def split_outliers_(
     )
 
 
-def simulated_db(
-    model: QuantizedModel, workload: Workload, batches: Sequence[Any]
-) -> float:
-    """SQNR of the output in dB when a copy is calibrated in the plainest way: min-max ranges, weights to nearest."""
-    trial = copy.deepcopy(model)
+def simulated_db(calibration: Calibration, measured: int = MEASURED_BATCHES) -> float:
+    """SQNR of the output in dB when a copy is calibrated in the plainest way.
+
+    That is on ``measured`` batches, with min-max ranges and weights to nearest.
+    """
+    calibration = calibration.on(calibration.batches[:measured])
+    with calibration.model.through(Unquantized()):
+        exact = calibration.outputs(calibration.batches)
+    trial = calibration.trial()
     plainly = Rounding(
         observer="minmax", weights="nearest", scales="minmax", bias=False
     )
-    with torch.no_grad(), model.through(Unquantized()):
-        exact = [
-            named_tensors(workload.with_model(model).run(batch)) for batch in batches
-        ]
-    round_in_order_(trial, workload, batches, plainly)
-    with torch.no_grad():
-        found = [
-            named_tensors(workload.with_model(trial).run(batch)) for batch in batches
-        ]
-    return sqnr_db(noise(found, exact))
+    round_model_(trial, plainly)
+    return sqnr_db(noise(trial.outputs(trial.batches), exact))
 
 
 def _take_(model: QuantizedModel, trial: QuantizedModel) -> None:
@@ -259,27 +272,25 @@ def _take_(model: QuantizedModel, trial: QuantizedModel) -> None:
             model.model.parameters(), trial.model.parameters(), strict=True
         ):
             own.copy_(other)
-    model.routes, model.factors, model.quantizers, model.moves = (
+    model.routes, model.factors, model.quantizers, model.rescalings = (
         trial.routes,
         trial.factors,
         trial.quantizers,
-        trial.moves,
+        trial.rescalings,
     )
 
 
 def _balance_(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
-    batches: Sequence[Any],
+    calibration: Calibration,
     method: str,
     alpha: float | Mapping[str, float],
     explicit: bool,
 ) -> list[Balanced]:
     """Choose and apply the factors of all values, in the order of the graph."""
-    found = followed(model.model, batches[:1], workload.forward)
-    groups = groups_of(found.labels, "rescale")
-    seen = inputs_of(model, graph, workload, batches, moments=method == "awq")
+    model = calibration.model
+    follow = followed(calibration.workload, calibration.batches[:1])
+    groups = groups_of(follow.labels, "rescale")
+    seen = inputs_of(calibration, moments=method == "awq")
     rows = []
     for inputs, strength in _by_strength(seen, alpha):
         sites = tuple(reader.site for reader in inputs.readers)
@@ -290,7 +301,7 @@ def _balance_(
             for group in fold:
                 own = _of_group(group, inputs, factors)
                 rescale_(model.model, group, own.double())
-                model.moves.append((group, own.double(), False))
+                model.rescalings.append(Rescaling(group, own.double(), clips=False))
                 spread = max(spread, float(own.max() / own.min()))
             names = sorted({b.name for g in fold for b in g.producers})
             rows.append(

@@ -18,23 +18,22 @@ A ReLU6 stays as it is: a channel that reaches its bound keeps its scale, others
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundoff.formats import PerTensor
+from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels.descent import descend
 from roundoff.quantize.channels.equalise import rescale_, why_not
 from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
-from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.model import QuantizedModel, Rescaling
 from roundoff.quantize.weights.matrix import matrix_view
 from roundoff.quantize.weights.output_error import Gain
-from roundoff.workload import Workload
 
 #: What GPTQ leaves of a weight's noise, for the balance with the values' noise (measured: 0.1 to 0.4).
 GAMMA = 0.3
@@ -63,12 +62,9 @@ class _Side:
 
 
 def spread_(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
+    calibration: Calibration,
     weights: Importance,
     *,
-    batches: Iterable[Any] | None = None,
     gamma: float = GAMMA,
     steps: int = 100,
 ) -> Gain:
@@ -77,10 +73,9 @@ def spread_(
     Returns the SQNR of the output in dB that the sums above predict, before and after; NaN with a reason where nothing is to
     be rescaled. Groups that cannot be are left (``equalise.why_not`` has their reasons).
     """
-    batches = workload.batches[:1] if batches is None else list(batches)
-    every = groups_of(
-        followed(model.model, batches, workload.forward).labels, "rescale"
-    )
+    model = calibration.model
+    follow = followed(calibration.workload, calibration.batches[:1])
+    every = groups_of(follow.labels, "rescale")
     groups = [
         g
         for g in every
@@ -90,7 +85,7 @@ def spread_(
         return Gain(
             "spread", math.nan, math.nan, "no group of channels can be rescaled"
         )
-    problem = _Problem(model, graph, weights, groups, gamma)
+    problem = _Problem(model, calibration.graph, weights, groups, gamma)
     logs, before, after = problem.solve(steps)
     if math.isnan(before):
         return Gain(
@@ -101,7 +96,7 @@ def spread_(
         )
     for group, log in zip(groups, logs, strict=True):
         rescale_(model.model, group, log.double().exp(), clips=True)
-        model.moves.append((group, log.double().exp(), True))
+        model.rescalings.append(Rescaling(group, log.double().exp(), clips=True))
     rescaled = f"{len(groups)} of {len(every)} groups of channels"
     db = [
         10 * math.log10(weights.output / noise) if weights.output > 0 else -math.inf

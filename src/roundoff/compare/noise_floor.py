@@ -25,7 +25,7 @@ from torch import Tensor
 from roundoff.compare.distance import VALUES
 from roundoff.compare.distance import relative as of_columns
 from roundoff.errors import RunError
-from roundoff.ops import UNINITIALISED
+from roundoff.ops import operators_that
 from roundoff.record import Run, complete, own_error
 
 KEY = ("rank", "step", "phase", "module", "operator", "index", "place", "role")
@@ -93,7 +93,11 @@ def rows_of(run: Run) -> pl.DataFrame:
         .sort("rank", "step", "record")
         .collect()
     )
-    empty = pl.col("operator").is_in(list(UNINITIALISED))
+    empty = (
+        pl.col("operator")
+        .str.strip_chars_end("_")
+        .is_in(list(operators_that("leave memory unwritten")))
+    )
     views = rows.filter(empty).select(
         "rank", "step", pl.col("record").alias("view_of"), pl.lit(True).alias("shows")
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundoff.ops import Call, execute, float_tensors, watch
+from roundoff.ops import MATRIX_KINDS, Call, execute, float_tensors, watch
 from roundoff.quantize.entry import Entry
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.layout import Route
@@ -25,9 +25,6 @@ from roundoff.train import straight
 
 if TYPE_CHECKING:
     from roundoff.quantize.channels.groups import ChannelGroup
-
-#: Kinds of calls that multiply: what the average width of a model is taken over.
-MULTIPLYING = frozenset(("conv", "linear", "matmul", "attention", "embedding"))
 
 
 class Passing:
@@ -444,7 +441,7 @@ def average_bits(model: QuantizedModel) -> tuple[float, float]:
     """
     weights: dict[str, tuple[int, float]] = {}
     activations: list[tuple[int, float]] = []
-    multiplying = [n for n in model.graph.nodes.values() if n.kind in MULTIPLYING]
+    multiplying = [n for n in model.graph.nodes.values() if n.kind in MATRIX_KINDS]
     # a weight that some call reads as it is stays quantized for the others: those first
     for node in sorted(multiplying, key=lambda node: node.site not in model.routes):
         route = model.routes.get(node.site)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import FORMATS, Format, parse_format
+from roundoff.ops import MATRIX_KINDS
 from roundoff.plan import Plan, Rule
 from roundoff.quantize.code_flow import follow
 from roundoff.quantize.graph import Graph, Node
@@ -21,9 +22,6 @@ from roundoff.quantize.layout import QuantizerLayout, Route
 from roundoff.quantize.options import Options, Rounding
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.site import select
-
-#: Kinds of calls that a plan of one format quantizes.
-KINDS = ("conv", "linear", "matmul", "attention", "rnn", "embedding")
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ def site_formats(
         formats = {
             node.site: single
             for node in graph.nodes.values()
-            if node.kind in KINDS and _takes_single_format(node, single)
+            if node.kind in MATRIX_KINDS and _takes_single_format(node, single)
         }
     else:
         names = _read_plan(plan).formats(sites)

@@ -19,13 +19,9 @@ from roundoff.formats import (
     parse_format,
 )
 from roundoff.quantize.calibration import Calibration
-from roundoff.quantize.channels.input_statistics import inputs_of
-from roundoff.quantize.channels.smooth import (
-    METHODS,
-    simulated_db,
-    smooth_,
-    split_outliers_,
-)
+from roundoff.quantize.channels.input_statistics import input_statistics
+from roundoff.quantize.channels.outlier_columns import split_outliers_
+from roundoff.quantize.channels.smooth import METHODS, simulated_db, smooth_
 from roundoff.quantize.importance import importance
 from roundoff.quantize.model import Unquantized
 from roundoff.quantize.options import Rounding
@@ -245,7 +241,9 @@ def test_inputs_by_hand(laid):
     model, workload, _graph = laid(net, batches, "int8")
     by_value = {
         i.value: i
-        for i in inputs_of(Calibration.of(model, workload, batches), moments=True)
+        for i in input_statistics(
+            Calibration.of(model, workload, batches), moments=True
+        )
     }
     rows = torch.cat([net.norm(x).flatten(0, 1) for x in batches]).detach()
     seen = by_value["norm/layer_norm"]

@@ -11,7 +11,7 @@ import torch
 from roundoff.compare.noise_floor import comparable, distances, pair, rows_of, theirs
 from roundoff.errors import RunError
 from roundoff.ops import base, operators_that
-from roundoff.record import Run, content_hash
+from roundoff.record import Run, StoredTensor, content_hash
 
 RANDOM = "draws random numbers without a seed"
 GPU = "known to be nondeterministic on GPUs"
@@ -158,7 +158,9 @@ def _bits(reference: Run, repeat: Run, row: dict[str, Any], exact: bool) -> bool
         or row["blob_other"] is None
     ):
         return True
-    return content_hash(reference.kept(row)) == content_hash(repeat.kept(theirs(row)))
+    return content_hash(reference.kept(StoredTensor.of_row(row))) == content_hash(
+        repeat.kept(StoredTensor.of_row(theirs(row)))
+    )
 
 
 def _note(row: dict[str, Any]) -> str:

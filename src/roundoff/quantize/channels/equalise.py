@@ -110,7 +110,7 @@ def equalise_(
     workload = Workload(model, batches, forward=forward)
     work = Workload(copy.deepcopy(model), workload.batches, forward=forward)
     notes = _loosen_(work, clip)
-    groups = groups_of(followed(work.model, work.batches, forward).labels, "rescale")
+    groups = groups_of(followed(work).labels, "rescale")
     reasons = [why_not_rescalable(group) for group in groups]
     passers = [binding for group in groups for binding in group.passers]
     if any(b.part == "batch_norm" for b in passers) and all(reasons):
@@ -201,7 +201,7 @@ def _loosen_(work: Workload, clip: str) -> dict[str, str]:
         raise QuantizationError(
             "unknown way to treat a clip", expected="channel or relu", got=repr(clip)
         )
-    follow = followed(work.model, work.batches, work.forward)
+    follow = followed(work)
     notes: dict[str, str] = {}
     for group in groups_of(follow.labels, "rescale"):
         if not _only_clips(group):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -119,22 +119,18 @@ def channel_groups(
         >>> output.pinned
         "it is the model's output"
     """
-    follow = followed(model, batches, forward)
+    follow = followed(Workload(model, batches, forward=forward))
     return groups_of(follow.labels, purpose)
 
 
-def followed(
-    model: nn.Module,
-    batches: Iterable[Any],
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-) -> Follow:
-    """Run the model on the batches and follow its channels."""
-    workload = Workload(model, batches, forward=forward)
+def followed(workload: Workload, batches: Sequence[Any] | None = None) -> Follow:
+    """Run a workload's model on its batches, or on others, and follow its channels."""
+    model = workload.model
     follow = Follow(model)
     with preserve(model):
         model.eval()
         with torch.no_grad(), watch(model, follow, MovesMode) as mode:
-            for batch in workload.batches:
+            for batch in workload.batches if batches is None else batches:
                 mode.begin()
                 with mode:
                     output = workload.run(batch)

@@ -84,7 +84,7 @@ def prune_channels_(
     """
     _check_arguments(ratio, macs, scope, multiple)
     workload = Workload(model, batches, forward=forward)
-    follow = followed(model, workload.batches, forward)
+    follow = followed(workload)
     groups = [_kept_whole(g, ignored) for g in groups_of(follow.labels, "remove")]
     scores = {
         i: score(model, g, importance) for i, g in enumerate(groups) if g.pinned is None

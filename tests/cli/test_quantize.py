@@ -8,9 +8,9 @@ import torch
 
 import roundoff as ro
 from roundoff.cli.app import main
-from roundoff.export.delivery.load import load_model
+from roundoff.export.delivery.files import FILES
+from roundoff.export.delivery.model_file import load_model
 from roundoff.plan.rules import Rule
-from roundoff.verbs.quantize import FILES
 
 WORKLOAD = """
 import torch

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import roundoff as ro
-from roundoff.export.delivery.make import make
 from roundoff.export.delivery.request import Ask
 from roundoff.export.delivery.sites import compare, site_rows
 from roundoff.ops.calls import float_tensors, watch
 from roundoff.quantize.options import Rounding
 from roundoff.quantize.pipeline import unrounded
+from roundoff.verbs.quantize import make
 from roundoff.workload.workload import Workload
 
 

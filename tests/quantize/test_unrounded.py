@@ -128,7 +128,7 @@ def test_sites_have_the_plain_sqnr_against_it():
     assert (
         (exact["2/relu"] - user).square().sum() > user.square().sum() / 100
     )  # the channels are others: 20 dB at best
-    assert {row["share"] for row in site_rows(made, Ask())} == {None}
+    assert {row.share for row in site_rows(made, Ask())} == {None}
 
 
 def test_a_pruned_model_is_compared_with_what_pruning_left():

@@ -13,6 +13,7 @@ from roundoff.export import (
     SiteRow,
     Summary,
 )
+from roundoff.ops import MULTIPLYING_KINDS
 from roundoff.report.bench_answer import times
 from roundoff.report.figures import (
     NONE,
@@ -27,8 +28,6 @@ from roundoff.report.figures import (
 
 #: What the SQNR of sites is measured against.
 AGAINST = "SQNR of what a site returns, against fp32 with channels scaled alike"
-#: Kinds of calls that multiply.
-_PRODUCTS = ("conv", "linear", "matmul", "attention", "rnn")
 
 
 def answer(summary: Summary) -> list[str]:
@@ -217,7 +216,7 @@ def sites_in_fp32(summary: Summary) -> list[tuple[str, list[str]]]:
     for row in summary.sites:
         if row.state == "fp32":
             sites_of.setdefault(row.reason, []).append(row.site)
-    products = {row.site for row in summary.sites if row.kind in _PRODUCTS}
+    products = {row.site for row in summary.sites if row.kind in MULTIPLYING_KINDS}
     return sorted(
         sites_of.items(),
         key=lambda item: (products.isdisjoint(item[1]), -len(item[1])),

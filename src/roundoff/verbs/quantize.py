@@ -56,7 +56,7 @@ from roundoff.quantize import (
     finish_,
     unrounded,
 )
-from roundoff.quantize.pipeline import quantize as quantize_by_plan
+from roundoff.quantize import quantize as quantize_by_plan
 from roundoff.report import write_json, write_quantize
 from roundoff.workload import Workload
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from roundoff.export.delivery.records import TrialRow
 from roundoff.export.delivery.request import Ask
 from roundoff.formats import parse_format
 from roundoff.plan import Plan, Rule
@@ -20,26 +21,6 @@ from roundoff.workload import Workload
 
 #: Called as ``progress(stage, done, total)``.
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialRow:
-    """One plan that the search for a target quantized and measured.
-
-    Attributes:
-        sites: format -> number of sites in it.
-        predicted_db, measured_db: SQNR of the output in dB, by the budget and measured.
-        metric: the workload's metric; None without one.
-        cost: of the plan, in the unit that was asked for.
-        met: it meets the target.
-    """
-
-    sites: Mapping[str, int]
-    predicted_db: float
-    measured_db: float
-    metric: float | None
-    cost: float | None
-    met: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from roundoff.errors import OutputError, RoundoffError, WorkloadError
+from roundoff.export.delivery.records import FileRow
 
 T = TypeVar("T")
 
@@ -29,16 +29,6 @@ FILES = {
 }
 #: Written where it is asked for.
 CHECKPOINT = {"checkpoint": "weights as codes and scales, for compressed-tensors"}
-
-
-@dataclass(frozen=True, slots=True)
-class FileRow:
-    """One file: its bytes, or None with the reason where it could not be written."""
-
-    name: str
-    what: str
-    bytes: int | None
-    reason: str
 
 
 class Folder:

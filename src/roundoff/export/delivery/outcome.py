@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from roundoff.export.delivery.choose import TrialRow
 from roundoff.export.delivery.judge import Judge, Judged
-from roundoff.export.delivery.prune import NotPruned, PrunedRow, PruningCost
+from roundoff.export.delivery.records import NotPruned, PrunedRow, PruningCost, TrialRow
 from roundoff.export.delivery.request import Ask
 from roundoff.plan import Plan
 from roundoff.quantize import QuantizedModel

@@ -8,57 +8,20 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from roundoff.export.delivery.records import BeforeAfter, PrunedRow, PruningCost
 from roundoff.export.delivery.request import Prune
 from roundoff.quantize import (
     QuantizedModel,
     check_n_m,
     latency_ratio,
     magnitude_scores,
+    model_cost,
     n_m_masks,
     prune_channels_,
     sparsify_,
     unstructured_masks,
 )
-from roundoff.quantize.sparsity import cost
 from roundoff.workload import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class PrunedRow:
-    """One parameter or group of channels: its size before and after, or why it stays."""
-
-    name: str
-    before: int
-    after: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class BeforeAfter:
-    """A number of the whole model and of the pruned one."""
-
-    before: int
-    after: int
-
-
-@dataclass(frozen=True, slots=True)
-class PruningCost:
-    """What pruning saved in fp32.
-
-    Attributes:
-        macs: multiply-accumulates of one batch.
-        bytes: bytes of parameters and buffers.
-        time: time of the pruned model over that of the whole one in PyTorch, in turns.
-    """
-
-    macs: BeforeAfter
-    bytes: BeforeAfter
-    time: float
-
-
-@dataclass(frozen=True, slots=True)
-class NotPruned:
-    """Nothing was pruned, so nothing was saved: ``{}`` in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +72,8 @@ def nothing_pruned(rows: Sequence[PrunedRow]) -> str | None:
 def pruning_cost(whole: Workload, pruned: Workload) -> PruningCost:
     """Measure both models on the first batch."""
     batch = whole.batches[0]
-    before = cost(whole.model, batch, forward=whole.forward)
-    after = cost(pruned.model, batch, forward=whole.forward)
+    before = model_cost(whole.model, batch, forward=whole.forward)
+    after = model_cost(pruned.model, batch, forward=whole.forward)
     return PruningCost(
         BeforeAfter(before.macs, after.macs),
         BeforeAfter(before.bytes, after.bytes),

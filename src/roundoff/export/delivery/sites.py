@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from roundoff.budget import sqnr_db
 from roundoff.export.delivery.outcome import Outcome
+from roundoff.export.delivery.records import ProvedSiteRow, SiteRow
 from roundoff.export.delivery.request import Ask
 from roundoff.export.onnx.kernels import KernelRow
 from roundoff.export.onnx.proof import Proof, ValueProof, exact_values
@@ -20,13 +21,13 @@ from roundoff.preserve import preserve
 from roundoff.quantize import (
     CLIPS,
     FOLLOWS,
+    Node,
     Passing,
     QuantizedModel,
     Quantizer,
     granularity_name,
     unrounded,
 )
-from roundoff.quantize.graph import Node
 from roundoff.site import matches
 
 
@@ -38,67 +39,6 @@ class Distance(NamedTuple):
 
     sqnr_db: float | None
     own_db: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteRow:
-    """One call of the model.
-
-    Attributes:
-        site: path of the call.
-        operator, kind: what it is.
-        format: format that it runs in.
-        state: ``quantized``, ``codes`` (reads or writes codes because its neighbours do)
-            or ``fp32``.
-        weights, values: format and granularity of both operands; empty for none.
-        observer: what chose the ranges of the values that it reads; empty for none.
-        sqnr_db: SQNR of what the call returns on one batch, with everything before it
-            quantized too, against full precision with BatchNorm folded and channels
-            divided alike (``unrounded``; of a pruned model, what pruning left). None
-            where the call was not compared.
-        own_db: SQNR of rounding alone what it returned.
-        reason: why it is fp32, or on codes.
-        share: share of the noise that the budget predicts for the output; None without
-            a target.
-    """
-
-    site: str
-    operator: str
-    kind: str
-    format: str
-    state: str
-    weights: str
-    values: str
-    observer: str
-    sqnr_db: float | None
-    own_db: float | None
-    reason: str
-    share: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProvedSiteRow(SiteRow):
-    """One call of the model, with what ONNX Runtime makes of it.
-
-    Attributes:
-        file_db: SQNR of the value in the file against fp32.
-        artefact_db: SQNR of the value in the file against the simulation.
-        codes: greatest difference of a code that the kernel makes by itself.
-        differing: share of codes that it makes differ.
-        carried: share of codes that differ with everything before it.
-        kernel: kernels that run the call.
-        integer: they compute with integers; None for a call that is not quantized.
-        kernel_reason: why they do not, or what to know.
-    """
-
-    file_db: float | None
-    artefact_db: float | None
-    codes: int | None
-    differing: float | None
-    carried: float | None
-    kernel: str
-    integer: bool | None
-    kernel_reason: str
 
 
 def site_rows(outcome: Outcome, ask: Ask) -> tuple[SiteRow, ...]:

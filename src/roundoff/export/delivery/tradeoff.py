@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from roundoff.errors import RoundoffError
 from roundoff.export.delivery.choose import Progress, whole_plan
 from roundoff.export.delivery.judge import Judged
 from roundoff.export.delivery.outcome import Outcome
-from roundoff.export.delivery.prune import PruningCost
+from roundoff.export.delivery.records import PruningCost, TradeoffRow
 from roundoff.export.delivery.request import Ask
 from roundoff.export.delivery.storage import stored_bytes, work
-from roundoff.quantize import QuantizedModel, quantize
-from roundoff.quantize.sparsity import cost
+from roundoff.quantize import QuantizedModel, model_cost, quantize
 
 #: Formats that are tried, one run each.
 CANDIDATES = ("int8", "w6a8", "w4a8", "w4a4", "w8", "w4", "fp8_e4m3fn", "mxfp4")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TradeoffRow:
-    """One format for the whole model, in simulation.
-
-    Attributes:
-        name: the format, ``fp32``, or ``chosen`` for the model that was made.
-        bytes: weights as stored.
-        work: bit operations relative to fp32: a cost model, no measurement.
-        db: SQNR of the output in dB.
-        metric: the workload's metric; None without one.
-        agreement: share of equal top choices; None for outputs without rows.
-        reason: why the format cannot be run, which leaves the numbers None.
-    """
-
-    name: str
-    bytes: int | None = None
-    work: float | None = None
-    db: float | None = None
-    metric: float | None = None
-    agreement: float | None = None
-    reason: str = ""
 
 
 def tradeoff(
@@ -49,7 +25,7 @@ def tradeoff(
     Candidates are neither pruned nor trained.
     """
     workload = outcome.workload
-    counted = cost(workload.model, workload.batches[0], forward=workload.forward)
+    counted = model_cost(workload.model, workload.batches[0], forward=workload.forward)
     exact = Judged(float("inf"), outcome.judge.metric, 1.0)
     rows = [_row("fp32", counted.bytes, 1.0, exact)]
     names = list(dict.fromkeys((*ask.formats, *CANDIDATES)))
@@ -65,7 +41,9 @@ def tradeoff(
 def chosen(outcome: Outcome) -> TradeoffRow:
     """Return the row of the model that was made."""
     workload = outcome.workload
-    counted = cost(outcome.model.model, workload.batches[0], forward=workload.forward)
+    counted = model_cost(
+        outcome.model.model, workload.batches[0], forward=workload.forward
+    )
     share = work(_executed_formats(outcome.model), counted.by_site)
     pruning = outcome.pruning
     if share is not None and isinstance(pruning, PruningCost) and pruning.macs.before:

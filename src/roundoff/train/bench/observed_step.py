@@ -16,13 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.errors import FormatError
 from roundoff.formats import parse_format
+from roundoff.ops import facts
 
-#: Operators of aten that do matrix work: their format decides the time.
-MATRIX = frozenset(
-    "mm addmm bmm baddbmm addbmm mv addmv dot linear convolution convolution_backward _convolution mkldnn_rnn_layer "
-    "_cudnn_rnn _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention".split()
-)
 SCALER_METHODS = ("__init__", "scale", "unscale_", "step", "update")
 
 FRESH_SCALER = "the GradScaler is made in every step: its scale starts at {scale} each time and learns nothing"
@@ -131,7 +126,7 @@ class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name in MATRIX:
+        if facts(name).multiplies:
             self._count_matrix(args)
         result = func(*args, **(kwargs or {}))
         if name == "_to_copy" and _is_cast(args[0], result):

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from roundoff.quantize.channels import spread
-from roundoff.quantize.channels.groups import followed, groups_of
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import groups_of
 from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.importance import importance
 
@@ -121,7 +122,7 @@ def problem(laid, net, batches, formats="int8"):
     groups = [
         g
         for g in groups_of(
-            followed(model.model, workload.batches[:1], None).labels, "rescale"
+            follow_channels(model.model, workload.batches[:1], None), "rescale"
         )
         if g.consumers
     ]

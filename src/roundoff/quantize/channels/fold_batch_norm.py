@@ -27,7 +27,8 @@ from roundoff.quantize.channels.changed_copy import (
     submodule,
     take_over_,
 )
-from roundoff.quantize.channels.groups import components, followed
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import components
 from roundoff.quantize.channels.labels import Ids, Labels
 from roundoff.quantize.graph import Graph, Node, trace
 from roundoff.workload import Workload
@@ -85,7 +86,7 @@ def fold_batch_norm_(
     """
     workload = Workload(model, batches, forward=forward)
     graph = trace(workload)
-    channels = _Channels(followed(model, workload.batches, forward).labels)
+    channels = _Channels(follow_channels(model, workload.batches, forward))
     work = Workload(copy.deepcopy(model), workload.batches[:1], forward=forward)
     nodes = [node for node in graph.nodes.values() if node.operator == "batch_norm"]
     rows = [_fold(work.model, graph, node, channels) for node in nodes]

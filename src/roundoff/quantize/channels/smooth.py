@@ -23,7 +23,8 @@ from roundoff.formats import Granularity, PerAxis, PerGroup, PerTensor, PerToken
 from roundoff.plan import noise
 from roundoff.quantize.channels.awq import awq
 from roundoff.quantize.channels.divide import divide_inputs_
-from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import ChannelGroup, groups_of
 from roundoff.quantize.channels.input_statistics import (
     InputStatistics,
     input_statistics,
@@ -235,7 +236,7 @@ def _balance_(
     explicit: bool,
 ) -> list[Balanced]:
     """Choose and apply the factors of all values, in the order of the graph."""
-    labels = followed(model.model, batches[:1], workload.forward).labels
+    labels = follow_channels(model.model, batches[:1], workload.forward)
     groups = groups_of(labels, "rescale")
     values = input_statistics(model, graph, workload, batches, moments=method == "awq")
     divides = explicit and method != "awq"

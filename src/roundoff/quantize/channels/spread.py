@@ -32,12 +32,8 @@ import torch
 from torch import Tensor
 
 from roundoff.formats import PerTensor
-from roundoff.quantize.channels.groups import (
-    Binding,
-    ChannelGroup,
-    followed,
-    groups_of,
-)
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import Binding, ChannelGroup, groups_of
 from roundoff.quantize.channels.rescale import rescale_, why_not_rescalable
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
@@ -131,7 +127,7 @@ def spread_(
         a reason where nothing is to be rescaled.
     """
     batches = workload.batches[:1] if batches is None else list(batches)
-    labels = followed(model.model, batches, workload.forward).labels
+    labels = follow_channels(model.model, batches, workload.forward)
     every = groups_of(labels, "rescale")
     groups = [group for group in every if _spreadable(group)]
     if not groups:

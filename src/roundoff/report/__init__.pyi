@@ -22,3 +22,4 @@ from .text import print_ranking as print_ranking
 from .text import print_summary as print_summary
 from .text import print_verify as print_verify
 from .tune_text import print_tuning as print_tuning
+from .watch_text import print_events as print_events

@@ -110,7 +110,7 @@ def equalise_(
     workload = Workload(model, batches, forward=forward)
     work = Workload(copy.deepcopy(model), workload.batches, forward=forward)
     notes = _loosen_(work, clip)
-    groups = groups_of(follow_channels(work.model, work.batches, forward), "rescale")
+    groups = groups_of(follow_channels(work), "rescale")
     reasons = [why_not_rescalable(group) for group in groups]
     passers = [binding for group in groups for binding in group.passers]
     if any(b.part == "batch_norm" for b in passers) and all(reasons):
@@ -201,7 +201,7 @@ def _loosen_(work: Workload, clip: str) -> dict[str, str]:
         raise QuantizationError(
             "unknown way to treat a clip", expected="channel or relu", got=repr(clip)
         )
-    labels = follow_channels(work.model, work.batches, work.forward)
+    labels = follow_channels(work)
     notes: dict[str, str] = {}
     for group in groups_of(labels, "rescale"):
         if not _only_clips(group):

@@ -6,7 +6,7 @@ them; channels of calls without a rule are pinned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -79,19 +79,15 @@ def rule_of(name: str) -> Rule | None:
     return None
 
 
-def follow_channels(
-    model: nn.Module,
-    batches: Iterable[Any],
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-) -> Labels:
-    """Run the model on the batches and follow its channels."""
-    workload = Workload(model, batches, forward=forward)
+def follow_channels(workload: Workload, batches: Sequence[Any] | None = None) -> Labels:
+    """Run a workload's model on its batches, or on others, and follow its channels."""
+    model = workload.model
     following = _Following(model)
     labels = following.labels
     with preserve(model):
         model.eval()
         with torch.no_grad(), watch(model, following, _MovesMode) as mode:
-            for batch in workload.batches:
+            for batch in workload.batches if batches is None else batches:
                 mode.begin()
                 with mode:
                     output = workload.run(batch)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from roundoff.errors import QuantizationError
 from roundoff.quantize.channels.follow import follow_channels
 from roundoff.quantize.channels.labels import Ids, Labels, Passed, Space
+from roundoff.workload import Workload
 
 Purpose = Literal["remove", "rescale"]
 
@@ -126,7 +127,8 @@ def channel_groups(
         >>> output.pinned
         "it is the model's output"
     """
-    return groups_of(follow_channels(model, batches, forward), purpose)
+    labels = follow_channels(Workload(model, batches, forward=forward))
+    return groups_of(labels, purpose)
 
 
 def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:

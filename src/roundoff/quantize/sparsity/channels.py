@@ -85,7 +85,7 @@ def prune_channels_(
     """
     _check_arguments(ratio, macs, scope, multiple)
     workload = Workload(model, batches, forward=forward)
-    labels = follow_channels(model, workload.batches, forward)
+    labels = follow_channels(workload)
     groups = [_kept_whole(g, ignored) for g in groups_of(labels, "remove")]
     scores = {
         i: score(model, g, importance) for i, g in enumerate(groups) if g.pinned is None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from roundoff.compare import LOWER_SCALE, overflow
+from roundoff.compare import LOWER_SCALE, trace_overflow
 from roundoff.ops import base, operators_that
 from roundoff.preserve import preserve
 from roundoff.record import Capture, load, site_name
@@ -144,7 +144,7 @@ def read(
 
     ``outputs`` are the records of outputs of the model that are not finite.
     """
-    events = overflow(rows).events
+    events = trace_overflow(rows).event_table
     by_record = {e["record"]: e for e in events.to_dicts()}
     named = (
         rows.filter(pl.col("name") == f"{gradient}.grad")["record"].to_list()

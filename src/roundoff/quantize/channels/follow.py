@@ -207,5 +207,5 @@ class _MovesMode(CallMode):
         """See ``CallMode``."""
         super().passed_on(func, operator, reason, result, args, kwargs)
         if reason.startswith("moves"):
-            site = f"{self.path[-1] if self.path else ''}/{operator.name}"
+            site = f"{self.position.module}/{operator.name}"
             self.seer.moved(func, operator.name, site, result, args, kwargs)

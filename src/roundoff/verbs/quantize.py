@@ -50,9 +50,9 @@ from roundoff.export import (
 from roundoff.plan import Plan
 from roundoff.quantize import (
     Options,
+    PipelineStep,
     QuantizedModel,
     Rounding,
-    Step,
     finish_,
     unrounded,
 )
@@ -301,7 +301,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Outc
 class _Log:
     """What was done so far: steps, remarks for the reader, seconds by stage."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PipelineStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -323,7 +323,7 @@ def _prune(
         pruned = prune(whole, ask.pruning)
         model = pruned.workload.model
         db = judge.judge(model).db
-        log.steps.append(Step(f"prune {ask.prune}", math.inf, db, ""))
+        log.steps.append(PipelineStep(f"prune {ask.prune}", math.inf, db, ""))
         nothing = nothing_pruned(pruned.rows)
         if nothing is not None:
             log.notes.append(nothing)
@@ -331,7 +331,9 @@ def _prune(
         with log.timed("train"):
             train_again(model, workload, ask)
             after = judge.judge(model).db
-            log.steps.append(Step("training", db, after, f"{ask.epochs} epochs"))
+            log.steps.append(
+                PipelineStep("training", db, after, f"{ask.epochs} epochs")
+            )
     else:
         log.notes.append(_UNTRAINED)
     if pruned.masks:
@@ -353,7 +355,7 @@ def _choose(pruned: Pruned, ask: Ask, log: _Log, progress: Progress | None) -> C
     beside = "" if ask.pruning is None else "beside the pruned model"
     for step in model.steps:
         note = "; ".join(filter(None, (step.note, beside)))
-        log.steps.append(step._replace(note=note))
+        log.steps.append(replace(step, note=note))
     return chosen
 
 
@@ -369,7 +371,9 @@ def _train_quantized(
         before = judge.judge(model).db
         log.notes += train_quantized(model, pruned.masks, workload, ask)
         after = judge.judge(model).db
-        log.steps.append(Step("qat", before, after, f"lsq, lsq+, {ask.epochs} epochs"))
+        log.steps.append(
+            PipelineStep("qat", before, after, f"lsq, lsq+, {ask.epochs} epochs")
+        )
 
 
 def write(

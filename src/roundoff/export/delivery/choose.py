@@ -14,7 +14,7 @@ from roundoff.quantize import (
     quantize,
     reach,
     site_formats,
-    traced,
+    trace_sampled,
 )
 from roundoff.site import select
 from roundoff.workload import Workload
@@ -95,7 +95,7 @@ def _search(
 
 def whole_plan(start: Workload, fmt: str, ask: Ask) -> Plan:
     """Plan one format for all products with weights, but what is pinned or skipped."""
-    graph = traced(start)
+    graph = trace_sampled(start)
     formats = {site: f.name for site, f in site_formats(fmt, graph, ask.skip).items()}
     for pattern, name in ask.pin.items():
         pinned = select(pattern, list(graph.nodes))

@@ -176,7 +176,7 @@ def test_the_ranking(found):
         assert sum(r["share"] for r in rows if r["format"] == fmt) == pytest.approx(
             1.0, rel=1e-9
         )
-    formats = found.plan.formats([s["site"] for s in found.budget.sites])
+    formats = found.plan.formats([s.site for s in found.budget.sites])
     assert all(r["chosen"] == formats.get(r["site"], "fp32") for r in rows)
 
 
@@ -188,10 +188,10 @@ def test_the_coverage(found):
     )  # the embedding's weight, and weight and bias of three more
     # the part after argmax is not what is measured
     assert [line.split(":")[0] for line in coverage["no_path"]] == ["/softmax", "/mul"]
-    excluded = {(e["operator"], e["reason"]) for e in coverage["excluded"]}
+    excluded = {(e.operator, e.reason) for e in coverage["excluded"]}
     assert ("dropout", "moves values, rounds nothing") in excluded
     assert ("argmax", "integer or boolean result") in excluded
-    counts = [e["count"] for e in coverage["excluded"]]
+    counts = [e.count for e in coverage["excluded"]]
     assert counts == sorted(counts, reverse=True)
 
 

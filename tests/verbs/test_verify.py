@@ -136,7 +136,7 @@ def test_a_plan_that_agrees_is_accepted_in_one_round(workload, measured, target)
     assert found.last in found.rounds
     assert [r.round for r in found.rounds] == list(range(1, len(found.rounds) + 1))
     assert found.last.measured_db == pytest.approx(
-        db(workload, found.plan.formats(s["site"] for s in measured.sites))
+        db(workload, found.plan.formats(s.site for s in measured.sites))
     )
 
 
@@ -196,8 +196,8 @@ def test_the_loss_as_the_target(workload):
     found = budget(lossy, ["bf16", "int8"], target="loss")
     proof = verify(lossy, found.plan(30), budget=found)
     assert proof.met
-    assert {"/square", "/mean"} <= {s["site"] for s in found.sites}
-    sites = [s["site"] for s in found.sites]
+    assert {"/square", "/mean"} <= {s.site for s in found.sites}
+    sites = [s.site for s in found.sites]
     assert proof.last.measured_db == pytest.approx(
         -10
         * math.log10(

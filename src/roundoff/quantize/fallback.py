@@ -16,6 +16,7 @@ import torch
 
 from roundoff.budget import (
     Budget,
+    Goal,
     Problem,
     Progress,
     budget,
@@ -164,13 +165,12 @@ def reach(
     ]
     measured = budget(few, [*formats, *others], progress=progress)
     for pattern in pins:
-        select(pattern, [site["site"] for site in measured.sites])
-    problem = Problem(
-        measured, cost, None, pins, {"*": ["fp32", *formats]} if others else {}
-    )
+        select(pattern, [site.site for site in measured.sites])
+    allow = {"*": ["fp32", *formats]} if others else {}
+    problem = Problem(measured, Goal(cost=cost, pin=pins, allow=allow))
     note = ""
     if drop is not None:
-        goal, note = drop_to_db(measured.about.get("metric"), drop)
+        goal, note = drop_to_db(measured.about.metric, drop)
     search = _Search(goal)
     trials: list[Trial] = []
     best: tuple[QuantizedModel, Trial] | None = None

@@ -82,7 +82,7 @@ class Tuning:
             "pareto": self.pareto,
             "ranking": self.ranking,
             "notes": self.notes,
-            "excluded": self.budget.about["excluded"],
+            "excluded": [asdict(row) for row in self.budget.about.excluded],
         }
 
 
@@ -269,7 +269,7 @@ class _Done:
         if name == "autocast":
             return self.trials.natively(search.half, policy=search.device)
         return self.trials.natively(
-            Plan.from_formats(formats, {"forwards": search.budget.about["forwards"]})
+            Plan.from_formats(formats, {"forwards": search.budget.about.forwards})
         )
 
     def _base(self) -> TunedRun:
@@ -302,11 +302,11 @@ class _Done:
             f"{cost:+.1%}, operators in fp32: {best.fp32_operators} against {base.fp32_operators}"
         )
         wide = [
-            site["site"]
+            site.site
             for site in search.budget.sites
-            if site["kind"] in MATRIX_KINDS - {"embedding"}
-            and site["site"] in base.formats
-            and site["site"] not in best.formats
+            if site.kind in MATRIX_KINDS - {"embedding"}
+            and site.site in base.formats
+            and site.site not in best.formats
         ]
         if wide and search.cost in ("bytes", "operators"):
             products = f"{len(wide)} matrix product" + "s" * (len(wide) > 1)
@@ -328,13 +328,13 @@ class _Done:
             "autocast_db": _number(base.measured_db),
             "autocast_cost": base.cost,
             "autocast_lists": search.device,
-            "target": search.budget.about["target"]["name"],
+            "target": search.budget.about.target.name,
             "steps": self.trials.steps,
             "fp32_operators": best.fp32_operators,
             "autocast_fp32_operators": base.fp32_operators,
         }
         facts = {
-            "version": search.budget.about["version"],
+            "version": search.budget.about.version,
             "workload": search.workload.name,
             "formats": search.offered,
             "device": search.device,
@@ -343,9 +343,9 @@ class _Done:
             "unit": UNITS[search.cost],
             "extra": self.extra,
             "steps": self.trials.steps,
-            "probes": search.budget.about["probes"],
-            "batches": search.budget.about["samples"],
-            "target": search.budget.about["target"]["name"],
+            "probes": search.budget.about.probes,
+            "batches": search.budget.about.samples,
+            "target": search.budget.about.target.name,
             "loss_scale": search.scale,
             "cost_fp32": search.problem.cost_of({}),
         }
@@ -394,7 +394,7 @@ def _notes(
         notes.append(
             f"{', '.join(straight)} leave gradients in fp32 (straight through)."
         )
-    if not search.budget.about["vendor_kernels"]:
+    if not search.budget.about.vendor_kernels:
         notes.append(
             "oneDNN and cuDNN were off in the budget: a fused operator has no second derivative there."
         )

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 from torch import Tensor
 from torch.autograd.graph import allow_mutation_on_saved_tensors
@@ -21,19 +19,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 from roundoff.budget import (
-    TERM_SCHEMA,
     Budget,
     Edges,
+    ExcludedCalls,
     Kinks,
+    MeasuredTarget,
+    Measurement,
     Progress,
     SiteInfo,
     Term,
     TermKey,
+    TermRow,
     Terms,
-    _version,
+    excluded_calls,
     measure_gradients,
+    package_version,
     parse_formats,
-    power,
+    term_frame,
 )
 from roundoff.errors import GradientPathError, NonFiniteError, WorkloadError
 from roundoff.formats import Format, parse_format
@@ -270,62 +272,47 @@ class _Run:
             key for found in self.found for terms in found for key in terms
         )
         rows = [self._row(key, scales, signs) for key in keys]
+        sites = tuple(info.measured(len(self.found)) for info in self.sites.values())
+        return Budget(term_frame(rows), sites, self._facts(mode, gradient))
+
+    def _facts(self, mode: CallMode, signal: float) -> Measurement:
         batches = len(self.found)
-        sites = [
-            asdict(info)
-            | {
-                "sizes": {k: v / batches for k, v in info.sizes.items()},
-                "params": list(info.params),
-                "tied": list(info.tied),
-            }
-            for info in self.sites.values()
-        ]
-        shares = [s[0] / gradient for s in self.signal]
-        excluded = [
-            asdict(e) | {"count": math.ceil(e.count / batches)}
-            for e in mode.excluded.values()
-        ]
-        for site, why in self.cut.items():
-            reason = f"its backward has no derivative, so errors of gradients end here ({why})"
-            excluded.append(
-                {
-                    "operator": self.sites[site].operator,
-                    "reason": reason,
-                    "count": 1,
-                    "examples": [site],
-                }
-            )
-        about = {
-            "version": _version(),
-            "workload": self.workload.name,
-            "formats": [f.name for f in self.formats],
-            "probes": self.probes,
-            "seed": self.seed,
-            "samples": batches,
-            "signal": gradient,
-            "forwards": max(1, mode.forwards),
-            "batch_samples": [1] * batches,
-            "batch_signal": shares,
-            "sample_signal": shares,
-            "target": {
-                "name": "gradients and loss" if self.with_loss else "gradients",
-                "tensors": {},
-            },
-            "around": dict(self.around or {}),
-            "batched": False,
-            "vendor_kernels": self.vendor,
-            "calls": mode.calls
-            + sum(e.count for e in mode.excluded.values()) // batches,
-            "excluded": excluded,
-            "environment": environment(self.workload.model),
-        }
-        return Budget(
-            pl.DataFrame(rows, schema=TERM_SCHEMA, orient="row"), sites, about
+        shares = tuple(s[0] / signal for s in self.signal)
+        excluded = mode.excluded.values()
+        return Measurement(
+            version=package_version(),
+            workload=self.workload.name,
+            formats=tuple(f.name for f in self.formats),
+            probes=self.probes,
+            seed=self.seed,
+            samples=batches,
+            signal=signal,
+            forwards=max(1, mode.forwards),
+            batch_samples=(1,) * batches,
+            batch_signal=shares,
+            sample_signal=shares,
+            target=MeasuredTarget(
+                "gradients and loss" if self.with_loss else "gradients", {}
+            ),
+            around=dict(self.around or {}),
+            batched=False,
+            vendor_kernels=self.vendor,
+            calls=mode.calls + sum(e.count for e in excluded) // batches,
+            excluded=(*excluded_calls(excluded, batches), *self._closed_sites()),
+            environment=tuple(environment(self.workload.model)),
         )
+
+    def _closed_sites(self) -> list[ExcludedCalls]:
+        """The sites whose backward has no derivative."""
+        end = "its backward has no derivative, so errors of gradients end here"
+        return [
+            ExcludedCalls(self.sites[site].operator, f"{end} ({reason})", 1, (site,))
+            for site, reason in self.cut.items()
+        ]
 
     def _row(
         self, key: TermKey, scales: tuple[float, float], signs: np.ndarray
-    ) -> tuple[Any, ...]:
+    ) -> TermRow:
         nothing = np.zeros((self.probes, 1))
         columns = [g.get(key, nothing) / scales[0] for g, _ in self.found]
         if self.with_loss:  # one number, exact: a random sign keeps it apart from the probes of the gradients
@@ -337,21 +324,8 @@ class _Run:
                 )
         values = np.concatenate(columns, axis=1)
         overflow = sum(terms.overflow(key) for terms in self.overflow)
-        noise, stderr = power(
-            [Term(key.part, key.operand, key.sources, True, overflow, values)]
-        )
-        return (
-            key.site,
-            key.format,
-            key.part,
-            key.operand,
-            list(key.sources),
-            True,
-            overflow,
-            noise,
-            stderr,
-            np.asarray(values, dtype=np.float32).ravel().tolist(),
-        )
+        term = Term(key.part, key.operand, key.sources, True, overflow, values)
+        return TermRow.of(key.site, key.format, term)
 
 
 class _Shifted(Straight):
@@ -366,7 +340,7 @@ class _Shifted(Straight):
 
     def format_of(self, call: Call) -> Format | None:
         """The format of this call; its input is shown on the way."""
-        self.kinks.seen(call)
+        self.kinks.record(call)
         fmt = self.everywhere
         return (
             super().format_of(call)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roundoff.budget import Budget, Problem, Progress, decibels, power
+from roundoff.budget import Budget, Goal, Problem, Progress, decibels, power
 from roundoff.errors import InfeasibleError, PlanError
 from roundoff.formats import parse_format
 from roundoff.plan import solve
@@ -89,8 +89,8 @@ class Search:
             self.around(handler.chosen)
         else:
             held, target = (
-                self.given.about["formats"],
-                self.given.about["target"]["name"],
+                self.given.about.formats,
+                self.given.about.target.name,
             )
             if not set(self.measured) <= set(held) or "gradients" not in target:
                 raise PlanError(
@@ -101,7 +101,7 @@ class Search:
                 )
             self._use(self.given)
         # what no gradient reaches costs no noise, and stays in fp32 in every plan: left out of both sides
-        followed = {s["site"] for s in self.budget.sites if not s["no_path"]}
+        followed = {s.site for s in self.budget.sites if not s.no_path}
         self.autocast = {s: f for s, f in handler.chosen.items() if s in followed}
 
     def around(self, formats: Mapping[str, str]) -> None:
@@ -122,17 +122,15 @@ class Search:
 
     def _use(self, budget: Budget) -> None:
         self.budget = budget
-        losses = {
-            s["site"]: "fp32" for s in self.budget.sites if _is_loss(s["operator"])
-        }
-        self.problem = Problem(
-            self.budget,
-            self.cost,
-            self.table,
-            {**self.pin, **losses},
-            self.allow,
-            self.offered,
+        losses = {s.site: "fp32" for s in self.budget.sites if _is_loss(s.operator)}
+        goal = Goal(
+            cost=self.cost,
+            cost_table=self.table,
+            pin={**self.pin, **losses},
+            allow=self.allow,
+            formats=self.offered,
         )
+        self.problem = Problem(self.budget, goal)
 
     def within(self, bound: float) -> dict[str, str]:
         """The most exact plan of at most this cost; the cheapest where none is."""

@@ -15,6 +15,7 @@ from .verbs.capture import capture as capture
 from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
+from .verbs.plan import plan as plan
 from .verbs.tune import tune as tune
 from .verbs.verify import verify as verify
 from .workload.workload import Workload as Workload

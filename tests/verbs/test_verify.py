@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from roundoff import Plan, Workload, budget, verify
-from roundoff.budget.choose_formats import Problem
+from roundoff.budget import Goal
 from roundoff.errors import PlanError
 from roundoff.plan.rounded_model import noise, run_batches
 from roundoff.plan.rules import Rule
@@ -175,9 +175,7 @@ def test_the_plan_that_stands_is_the_best_tried(workload, measured):
     )
     pin = {"0/linear": "int8"}
     plan = flattered.plan(50, pin=pin)
-    proof = verify(
-        workload, plan, budget=flattered, problem=lambda b: Problem(b, pin=pin)
-    )
+    proof = verify(workload, plan, budget=flattered, goal=Goal(pin=pin))
     assert not proof.met
     assert proof.last.measured_db == max(r.measured_db for r in proof.rounds)
     assert (

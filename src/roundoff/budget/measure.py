@@ -388,7 +388,11 @@ def _forget_graph(model: nn.Module) -> None:
     So are buffers written in place and states in attributes.
     """
     for leaf in _kept_values(model):
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None and not leaf._is_view():
+        if (
+            isinstance(leaf, Tensor)
+            and leaf.grad_fn is not None
+            and not leaf._is_view()
+        ):
             leaf.detach_()
 
 

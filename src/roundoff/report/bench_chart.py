@@ -10,8 +10,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from roundoff.report.charts import COLOURS, Scale, _axes, _line, _svg, nice_ticks
 from roundoff.report.figures import finite
+from roundoff.report.svg import COLOURS, Scale, nice_ticks
+from roundoff.report.svg import axes as _axes
+from roundoff.report.svg import line as _line
+from roundoff.report.svg import svg as _svg
 
 Row = Mapping[str, Any]
 Points = list[float | None]

@@ -8,8 +8,8 @@ from typing import Any
 
 from roundoff.report import bench_answer, bench_chart, figures
 from roundoff.report.bench_text import details
-from roundoff.report.charts import COLOURS
 from roundoff.report.page import Page
+from roundoff.report.svg import COLOURS
 
 Row = Mapping[str, Any]
 

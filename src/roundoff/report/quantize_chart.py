@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from roundoff.report.charts import Scale, _axes, _circle, _svg, _text, nice_ticks
 from roundoff.report.figures import db, finite, metric, percent, ratio
+from roundoff.report.svg import Scale, nice_ticks
+from roundoff.report.svg import axes as _axes
+from roundoff.report.svg import circle as _circle
+from roundoff.report.svg import svg as _svg
+from roundoff.report.svg import text as _text
 
 Row = Mapping[str, Any]
 #: Points that lose more than this share of the metric stand at the lower edge, with their value.

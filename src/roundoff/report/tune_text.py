@@ -8,7 +8,10 @@ from typing import Any
 from rich.console import Console
 
 from roundoff.report.figures import amount, count, db, listing, metric, percent, ratio
-from roundoff.report.text import PROSE_LEAST, _heading, _print_table, _say
+from roundoff.report.terminal import PROSE_LEAST
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_table as _print_table
+from roundoff.report.terminal import say as _say
 
 Row = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from roundoff.errors import PlanError
 from roundoff.formats import parse_format
 from roundoff.ops import round_operand, watch
 from roundoff.plan import noise, run_batches
-from roundoff.train import Autocast
+from roundoff.train import SimulatedAutocast
 from roundoff.workload import Workload, target_tensors
 
 BAR_DB, BAR_COST = 3.0, 15.0
@@ -127,7 +127,7 @@ def _compare(
 
 
 def _autocast(workload: Workload, reference: Targets) -> tuple[dict[str, str], float]:
-    handler, found = Autocast(parse_format("bf16"), "cuda"), []
+    handler, found = SimulatedAutocast(parse_format("bf16"), "cuda"), []
     with torch.no_grad(), watch(workload.model, handler) as mode:
         for batch in workload.batches:
             mode.begin()

@@ -282,4 +282,4 @@ def test_weights_that_are_computed():
     (site,) = [s for s in found.sites if s.site == "linear/linear"]
     assert site.params == ("linear.bias",)
     (norm,) = [s for s in found.sites if s.operator == "_weight_norm"]
-    assert norm["no_path"] is None
+    assert norm.no_path is None

@@ -18,13 +18,9 @@ from roundoff.formats import (
     integer,
     parse_format,
 )
-from roundoff.quantize.channels.input_statistics import inputs_of
-from roundoff.quantize.channels.smooth import (
-    METHODS,
-    simulated_db,
-    smooth_,
-    split_outliers_,
-)
+from roundoff.quantize.channels.input_statistics import input_statistics
+from roundoff.quantize.channels.outlier_columns import split_outliers_
+from roundoff.quantize.channels.smooth import METHODS, simulated_db, smooth_
 from roundoff.quantize.importance import importance
 from roundoff.quantize.model import Unquantized
 from roundoff.quantize.options import Rounding
@@ -243,7 +239,8 @@ def test_inputs_by_hand(laid):
     net, batches = block(), data(3, 6, 16)
     model, workload, graph = laid(net, batches, "int8")
     by_value = {
-        i.value: i for i in inputs_of(model, graph, workload, batches, moments=True)
+        i.value: i
+        for i in input_statistics(model, graph, workload, batches, moments=True)
     }
     rows = torch.cat([net.norm(x).flatten(0, 1) for x in batches]).detach()
     seen = by_value["norm/layer_norm"]
@@ -306,8 +303,7 @@ def test_gptq_leaves_the_outliers_alone(laid):
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
-def test_the_artefact_computes_the_same(laid, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
+def test_the_artefact_computes_the_same(laid, tmp_path, inference_session):
     pytest.importorskip("onnxscript")
     net, batches = block(True).float(), [x.float() for x in data(3, 6, 16)]
     model, workload, graph = laid(net, batches, "int8")
@@ -320,7 +316,7 @@ def test_the_artefact_computes_the_same(laid, tmp_path):
         want = model(batches[0])
         assert torch.equal(deployed(batches[0]), want)
     export_onnx(workload, deployed, tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    session = inference_session(tmp_path / "model.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: batches[0].numpy()})
     error = (torch.from_numpy(found) - want).norm() / want.norm()
     assert (

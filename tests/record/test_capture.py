@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import roundoff
-from roundoff.compare.nonfinite.overflow import overflow
+from roundoff.compare.nonfinite.overflow import trace_overflow
 from roundoff.errors import RoundoffError
 
 
@@ -127,8 +127,8 @@ def test_everything_is_as_before(path):
     assert after[:5] == before[:5]
     assert after[6] == before[6]
     assert _get_current_dispatch_mode() is None
-    assert not roundoff.load(path).about["complete"]
-    assert roundoff.load(path).about["unfinished"] == 0
+    assert not roundoff.load(path).about.complete
+    assert roundoff.load(path).about.unfinished == 0
     assert len(rows(path))  # what was recorded before the exception
 
 
@@ -622,7 +622,7 @@ def test_what_a_checkpoint_computes_again_is_no_gradient(path):
     made = rows(path).filter(pl.col("call") >= 0)
     assert made.filter("recomputed")["operator"].to_list().count("addmm") == 1
     assert not made.filter(pl.col("phase") == "forward")["recomputed"].any()
-    scale = overflow(rows(path)).loss_scale
+    scale = trace_overflow(rows(path)).loss_scale
     assert scale.largest <= 2 * 1e4 * 1e-6 * (
         1 + 2**-20
     )  # of a weight's gradient, from two rows of 1e4

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from roundoff.report import DiagnosisSummary, RankedSite, ScatterPoint
+from roundoff.report import DiagnosisSummary, RankingRow, ScatterPoint
 from roundoff.report.answer import (
     agreement,
     answer,
@@ -17,7 +17,7 @@ from roundoff.report.answer import (
 
 
 def row(site, fmt, sqnr, share):
-    return RankedSite(
+    return RankingRow(
         rank=1, site=site, format=fmt, sqnr_db=sqnr, stderr_db=None, share=share
     )
 

@@ -100,7 +100,7 @@ def test_scatter_leaves_out_what_has_no_place(summary):
 def test_scatter_of_one_point_has_axes(summary):
     root = parse(
         scatter(
-            [{"site": "a", "format": "other", "predicted_db": 5.0, "measured_db": 5.0}],
+            [ScatterPoint(site="a", format="other", predicted_db=5.0, measured_db=5.0)],
             [],
         )
     )

@@ -12,7 +12,7 @@ from rich.console import Console
 from roundoff.report import (
     DiagnosisSummary,
     PlanSummary,
-    RankedSite,
+    RankingRow,
     VerificationSummary,
     from_plain,
     strict,
@@ -29,7 +29,7 @@ KINDS = {
 
 def as_record(function, data):
     if function is print_ranking:
-        return [RankedSite(**row) for row in data]
+        return [RankingRow(**row) for row in data]
     return from_plain(KINDS[function], data)
 
 

@@ -13,7 +13,6 @@ from .gradients import measure_gradients as measure_gradients
 from .kinks import Kinks as Kinks
 from .measure import Progress as Progress
 from .measure import budget as budget
-from .measure import package_version as package_version
 from .measure import parse_formats as parse_formats
 from .noise_power import Term as Term
 from .noise_power import decibels as decibels

@@ -13,24 +13,14 @@ prediction is too good by half the difference in dB; measure again around the pl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from roundoff.budget.signs import draw_signs
-from roundoff.ops import Call
+from roundoff.ops import Call, facts
 
-#: (where, how far) the derivative jumps, by operator. leaky_relu's slope below zero is
-#: small.
-JUMPS: Mapping[str, tuple[tuple[float, float], ...]] = {
-    "relu": ((0.0, 1.0),),
-    "leaky_relu": ((0.0, 1.0),),
-    "relu6": ((0.0, 1.0), (6.0, -1.0)),
-    "abs": ((0.0, 2.0),),
-    "hardtanh": ((-1.0, 1.0), (1.0, -1.0)),
-}
 #: Share of the elements in the window.
 SHARE = 0.05
 #: Fewest elements in the window: fewer say little of the density.
@@ -46,7 +36,7 @@ class Kinks:
 
     def record(self, call: Call) -> None:
         """Keep the input of a call in the rounded model."""
-        if call.operator.name in JUMPS:
+        if facts(call.operator.name).kinks:
             rounded_input = call.leaves[call.operands[0].leaf]
             self.moved[str(call.site)] = rounded_input.detach().clone()
 
@@ -60,7 +50,7 @@ class Kinks:
             return None
         error = (moved - exact).abs()
         derivative = torch.zeros_like(exact)
-        for place, jump in JUMPS[call.operator.name]:
+        for place, jump in facts(call.operator.name).kinks:
             derivative += _smeared(exact - place, error, jump)
         return derivative * draw_signs(exact.shape, self.generator, exact)
 

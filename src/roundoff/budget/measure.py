@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from roundoff.budget.terms import TermKey, Terms
 from roundoff.errors import GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import CallMode, watch
+from roundoff.packages import installed_version
 from roundoff.plan import Plain, check_finite, detached, named_targets
 from roundoff.preserve import preserve
 from roundoff.record import environment
@@ -332,7 +332,7 @@ class _BudgetRun:
         excluded = sum(row.count for row in mode.excluded.values())
         model = self.workload.model
         return Measurement(
-            version=package_version(),
+            version=installed_version(),
             workload=self.workload.name,
             formats=tuple(fmt.name for fmt in self.formats),
             probes=probes,
@@ -419,11 +419,3 @@ def _advice(error: RuntimeError) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "give smaller batches"
     return "run backward() on the sum of the plain model's output to debug it"
-
-
-def package_version() -> str:
-    """Return the version of the installed package; 0 where it is not installed."""
-    try:
-        return version("roundoff")
-    except PackageNotFoundError:
-        return "0"

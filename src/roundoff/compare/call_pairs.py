@@ -10,14 +10,12 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from roundoff.compare.distance import of_statistics
+from roundoff.ops import operators_that
 
 Row = Mapping[str, Any]
 
 #: Hand the values on, maybe in another format: an extra one of them is no difference in the program.
-TRANSPARENT = frozenset(
-    """_to_copy to gradient clone contiguous detach alias lift_fresh lift copy _reshape_copy view reshape _unsafe_view
-    expand t transpose permute squeeze unsqueeze""".split()
-)
+TRANSPARENT = operators_that("change no value")
 #: Two results whose statistics are this near speak for the same call; the nearer, the more.
 ALIKE, SAME = 0.03, 1e-3
 #: Above this many pairs of calls, a module's sequences are matched by their longest common blocks instead.

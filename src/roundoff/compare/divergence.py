@@ -18,7 +18,7 @@ from typing import Any
 
 from roundoff.compare.findings import INHERITED, OWN, Bound, Distance, Finding
 from roundoff.compare.replayed import Replayed
-from roundoff.ops import EMPTY, base, values_read
+from roundoff.ops import base, operators_that, values_read
 
 Row = Mapping[str, Any]
 
@@ -29,19 +29,6 @@ GAIN_REPLAYED, GAIN = 1.25, 32.0
 EQUAL_INPUTS = 0.25
 #: A value that is this far off tells nothing any more about what is computed from it.
 NOISE = 0.3
-#: Operators whose result holds the values of their inputs, so that they cannot add an error of size.
-EXACT = frozenset(
-    """gradient view _unsafe_view reshape t transpose permute expand squeeze unsqueeze detach alias slice select unbind
-    split chunk unfold as_strided clone contiguous lift_fresh cat stack copy _reshape_copy narrow diagonal flip
-    index_select gather index embedding relu max_pool2d_with_indices masked_fill where triu tril constant_pad_nd
-    reflection_pad2d replication_pad2d""".split()
-)
-#: These give all elements of their input, in their order.
-HANDS_ON = frozenset(
-    "view _unsafe_view reshape detach alias clone contiguous _to_copy to lift_fresh squeeze unsqueeze".split()
-)
-#: Their further results may be a workspace of bytes.
-WORKSPACE = frozenset("mkldnn_rnn_layer _cudnn_rnn miopen_rnn cudnn_batch_norm".split())
 
 
 @dataclass
@@ -126,7 +113,7 @@ class Divergence:
         if (
             found.error is None
             or found.equal
-            or base(row["operator"]) in EMPTY
+            or base(row["operator"]) in operators_that("leave memory unwritten")
             or opaque(row)
         ):
             finding.own = None if found.error is None else 0.0
@@ -227,7 +214,9 @@ class Divergence:
         held = set(self.counterpart.values())
         while record in self.ours and record not in held:
             row = self.ours[record]
-            if row["call"] >= 0 and base(row["operator"]) not in EXACT:
+            if row["call"] >= 0 and base(row["operator"]) not in operators_that(
+                "add no error"
+            ):
                 finding.missing = record
                 return
             if not row["inputs"]:
@@ -243,7 +232,9 @@ class Divergence:
             return False
         if row["record"] not in self.exact and row["call"] >= 0:
             return True
-        if base(row["operator"]) in EXACT and math.isfinite(error):
+        if base(row["operator"]) in operators_that("add no error") and math.isfinite(
+            error
+        ):
             return self._alone(finding)
         if math.isinf(error):
             return not math.isinf(finding.inputs)
@@ -313,7 +304,7 @@ class Divergence:
     def _root(self, record: int) -> int:
         row = self.ours[record]
         while (
-            base(row["operator"]) in HANDS_ON
+            base(row["operator"]) in operators_that("hand on in order")
             and len(row["inputs"] or ()) == 1
             and row["inputs"][0] in self.ours
         ):
@@ -334,7 +325,11 @@ class Divergence:
 
 def opaque(row: Row) -> bool:
     """Whether this is memory that a kernel leaves for its backward kernel, bytes without a meaning of their own."""
-    return row["dtype"] == "uint8" and row["place"] > 0 and row["operator"] in WORKSPACE
+    return (
+        row["dtype"] == "uint8"
+        and row["place"] > 0
+        and row["operator"] in operators_that("return a workspace")
+    )
 
 
 def _difference(error: float, inputs: float) -> float:

@@ -25,8 +25,8 @@ from torch import Tensor
 from roundoff.compare.distance import VALUES
 from roundoff.compare.distance import relative as of_columns
 from roundoff.errors import RunError
-from roundoff.ops import UNINITIALISED
-from roundoff.record import Run, complete, own_error
+from roundoff.ops import operators_that
+from roundoff.record import Run, StoredTensor, complete, own_error
 
 KEY = ("rank", "step", "phase", "module", "operator", "index", "place", "role")
 _COUNTS = ("nan", "posinf", "neginf")
@@ -93,7 +93,11 @@ def rows_of(run: Run) -> pl.DataFrame:
         .sort("rank", "step", "record")
         .collect()
     )
-    empty = pl.col("operator").is_in(list(UNINITIALISED))
+    empty = (
+        pl.col("operator")
+        .str.strip_chars_end("_")
+        .is_in(list(operators_that("leave memory unwritten")))
+    )
     views = rows.filter(empty).select(
         "rank", "step", pl.col("record").alias("view_of"), pl.lit(True).alias("shows")
     )
@@ -157,13 +161,11 @@ def distances(
 
 def comparable(one: Run, other: Run) -> str | None:
     """What both keep of a tensor: ``tensors``, ``sample`` at the same places, or None."""
-    keep = one.about.get("keep")
-    if keep != other.about.get("keep") or keep not in ("tensors", "sample"):
+    keep = one.about.keep
+    if keep != other.about.keep or keep not in ("tensors", "sample"):
         return None
     return (
-        None
-        if keep == "sample" and one.about.get("seed") != other.about.get("seed")
-        else str(keep)
+        None if keep == "sample" and one.about.seed != other.about.seed else str(keep)
     )
 
 
@@ -193,7 +195,10 @@ def _tensors(
     one: Run, other: Run, couple: dict[str, Any]
 ) -> tuple[float | None, str | None]:
     try:
-        return relative(one.kept(couple), other.kept(theirs(couple)))
+        return relative(
+            one.kept(StoredTensor.of_row(couple)),
+            other.kept(StoredTensor.of_row(theirs(couple))),
+        )
     except RunError as error:  # a damaged file
         return None, str(error).splitlines()[0]
 

@@ -63,8 +63,8 @@ def same_program(ours: Run, theirs: Run) -> bool:
     """Whether both runs say that they are of one command, in one environment, and neither was given noise."""
     one, other = (
         {
-            key: run.about.get(key)
-            for key in ("command", "script", "environment", "noise", "model")
+            key: getattr(run.about, key)
+            for key in ("command", "environment", "noise", "model")
         }
         for run in (ours, theirs)
     )

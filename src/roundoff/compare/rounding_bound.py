@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from roundoff.ops import base, facts, operators_that
+
 Row = Mapping[str, Any]
 
 MARGIN = 16.0
@@ -28,29 +30,6 @@ SHARE = 0.2
 #: What one run has calls for and the other only a result of, a compiled region, may be any number of operators deep: this
 #: many times one rounding, and at most a tenth.
 REGION = 1024.0
-CONTRACTIONS = frozenset(
-    """mm addmm bmm baddbmm addmv mv dot matmul linear convolution convolution_backward _convolution conv2d conv1d
-    mkldnn_linear mkldnn_rnn_layer lstm gru rnn_tanh rnn_relu _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_attention_math
-    scaled_dot_product_attention einsum _scaled_mm mkldnn_rnn_layer_backward _thnn_fused_lstm_cell""".split()
-)
-SUMS = frozenset(
-    "sum mean cumsum embedding_dense_backward native_layer_norm_backward native_batch_norm_backward var std norm "
-    "linalg_vector_norm _foreach_norm index_add scatter_add logsumexp native_batch_norm native_group_norm".split()
-)
-DIFFERENCES = frozenset(
-    "add sub rsub _foreach_add _foreach_sub lerp _foreach_lerp addcmul addcdiv".split()
-)
-NORMALISATIONS = frozenset(
-    "native_layer_norm native_batch_norm native_group_norm _fused_rms_norm".split()
-)
-PRODUCTS = frozenset(
-    "mul _softmax_backward_data tanh_backward sigmoid_backward gelu_backward silu_backward".split()
-)
-DIVISIONS = frozenset("div addcdiv reciprocal rsqrt log pow".split())
-EXPONENTIALS = frozenset(
-    "exp _softmax _log_softmax sigmoid sin cos exp2 expm1 logsumexp".split()
-)
 
 
 @lru_cache
@@ -93,7 +72,7 @@ def working(rows: Iterable[Row]) -> frozenset[str]:
         for row in rows
         if row["call"] >= 0 and unit(row["dtype"]) and row["view_of"] is None
     ]
-    counted = Counter(row["dtype"] for row in kept if row["operator"] in CONTRACTIONS)
+    counted = Counter(row["dtype"] for row in kept if facts(row["operator"]).multiplies)
     counted = counted or Counter(row["dtype"] for row in kept)
     total = sum(counted.values())
     return frozenset(
@@ -131,10 +110,10 @@ def tolerance(
 
 def terms(row: Row, shapes: Sequence[Sequence[int]]) -> float:
     """How many products or elements are added for one element of a result, at most; 1 where none are."""
-    operator = row["operator"].rstrip("_")
-    if operator in CONTRACTIONS:
+    operator = base(row["operator"])
+    if facts(operator).multiplies:
         return max((_terms(shape) for shape in shapes), default=1.0)
-    if operator in SUMS:
+    if operator in operators_that("sum"):
         size = max((math.prod(shape) for shape in shapes), default=1)
         return max(1.0, size / max(1, math.prod(row["shape"] or ())))
     return 1.0
@@ -153,23 +132,23 @@ def condition(row: Row, inputs: Sequence[Row]) -> float:
     known = [
         (i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None
     ]
-    operator = row["operator"].rstrip("_")
+    operator = base(row["operator"])
     if not known or size is None:
         return 1.0
-    if operator in EXPONENTIALS:
+    if operator in operators_that("grow with their argument"):
         return max(1.0, *(float(max(abs(i["min"]), abs(i["max"]))) for i, _ in known))
-    if operator in NORMALISATIONS and row["place"] != 1:
+    if operator in operators_that("normalize") and row["place"] != 1:
         first, rms = known[0]
         return max(1.0, float(rms / first["std"])) if first["std"] else math.inf
     count = math.sqrt(terms(row, [i["shape"] or () for i, _ in known]))
     sizes = sorted((rms for _, rms in known), reverse=True)
-    if operator in CONTRACTIONS:
+    if facts(operator).multiplies:
         least = sizes[0] * count * (sizes[1] if len(sizes) > 1 else 1.0)
         if (
             row["place"] == 2
         ):  # of a convolution's backward pass: the sum of the gradient
             least = known[0][1] * count
-    elif operator in SUMS or operator in DIFFERENCES:
+    elif operator in operators_that("sum") | operators_that("add or subtract"):
         least = sizes[0] * (count if operator != "mean" else 1 / count)
     else:
         return 1.0
@@ -186,11 +165,11 @@ def amplification(row: Row, inputs: Sequence[Row]) -> float:
     known = [
         (i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None
     ]
-    operator = row["operator"].rstrip("_").removeprefix("_foreach_")
+    operator = base(row["operator"])
     if not known or size is None:
         return 1.0
     largest = [max(abs(i["min"]), abs(i["max"])) for i, _ in known]
-    if operator in DIVISIONS:
+    if operator in operators_that("divide") or operator in ("log", "pow"):
         last, rms = known[-1]
         low = (
             min(abs(last["min"]), abs(last["max"]))
@@ -198,15 +177,15 @@ def amplification(row: Row, inputs: Sequence[Row]) -> float:
             else 0.0
         )
         return max(1.0, rms / low) if low else math.inf
-    if operator in PRODUCTS and len(known) > 1:
+    if operator in operators_that("scale elements") and len(known) > 1:
         bound = max(largest[0] * known[1][1], largest[1] * known[0][1])
     elif (
         operator in ("mean", "nll_loss_forward")
         or row["place"] == 1
-        and operator in NORMALISATIONS
+        and operator in operators_that("normalize")
     ):
         bound = known[0][1]
-    elif operator in SUMS:
+    elif operator in operators_that("sum"):
         bound = known[0][1] * terms(row, [i["shape"] or () for i, _ in known])
     else:
         return 4.0 if operator.endswith("backward") else 1.0  # differences of products

@@ -85,7 +85,7 @@ def compare_rank(
         run if isinstance(run, Run) else load(run) for run in (reference, candidate)
     )
     tensors = settings.tensors and all(
-        run.about.get("keep") in ("tensors", None) for run in (ours, theirs)
+        run.about.keep in ("tensors", None) for run in (ours, theirs)
     )
     memory = Memory()
     frames: list[pl.DataFrame] = []
@@ -132,8 +132,8 @@ def _in_full(
     damage: list[str],
 ) -> list[Row]:
     one, other = rows_of(ours, rank, step), rows_of(theirs, rank, step)
-    mine = StepTensors(ours, rank, step, one) if tensors else None
-    their = StepTensors(theirs, rank, step, other) if tensors else None
+    mine = StepTensors(ours, rank, step) if tensors else None
+    their = StepTensors(theirs, rank, step) if tensors else None
     floors = (
         settings.floor.get((rank, step), {}),
         settings.candidate_floor.get((rank, step), {}),

@@ -14,7 +14,6 @@ from roundoff.compare.findings import OWN, Bound, Finding, contributions
 from roundoff.compare.replayed import Replayed, differences, replayed
 from roundoff.compare.rerun import Expected, Runs
 from roundoff.compare.rounding_bound import (
-    SUMS,
     amplification,
     condition,
     format_of,
@@ -24,7 +23,7 @@ from roundoff.compare.rounding_bound import (
     unit,
     working,
 )
-from roundoff.ops import CASTS, EMPTY, base, values_read
+from roundoff.ops import base, operators_that, values_read
 
 Row = Mapping[str, Any]
 
@@ -151,10 +150,10 @@ def _divergence(
                 row,
                 [theirs[i]["shape"] or () for i in row["inputs"] or () if i in theirs],
             )
-            if base(row["operator"]) in SUMS
+            if base(row["operator"]) in operators_that("sum")
             else 1.0,
             region=None
-            if expected is None or row["operator"] in CASTS
+            if expected is None or row["operator"] in operators_that("cast")
             else expected.region(twin["record"], row["record"]),
         )
 
@@ -262,7 +261,9 @@ def _row(
     }
     if pair.status == REFERENCE_ONLY or ours is None or theirs is None:
         return row
-    if base(theirs["operator"]) in EMPTY and base(ours["operator"]) in EMPTY:
+    if {base(theirs["operator"]), base(ours["operator"])} <= operators_that(
+        "leave memory unwritten"
+    ):
         return row | {"reason": UNWRITTEN}  # whatever stood there
     found, metrics = distance.full(ours["record"], theirs["record"])
     row |= {"error": found.error, "equal": found.equal}

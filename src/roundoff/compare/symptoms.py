@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.compare.divergence import HANDS_ON
 from roundoff.compare.findings import Finding
 from roundoff.compare.replayed import SAME
 from roundoff.compare.structure import fewer_digits, structure, usual_error
 from roundoff.errors import RunError
-from roundoff.ops import overload_of
+from roundoff.ops import operators_that, overload_of
 
 Row = Mapping[str, Any]
 
@@ -252,7 +251,7 @@ def _other(
         )
     same, made = {twin["record"]}, twin
     while (
-        made["operator"] in HANDS_ON
+        made["operator"] in operators_that("hand on in order")
         and len(made["inputs"] or ()) == 1
         and made["inputs"][0] in ours
     ):

@@ -11,13 +11,13 @@ from .diagnosis import Coverage as Coverage
 from .diagnosis import DiagnosisSummary as DiagnosisSummary
 from .diagnosis import HigherPrecision as HigherPrecision
 from .diagnosis import LeftOutCalls as LeftOutCalls
-from .diagnosis import ParetoPoint as ParetoPoint
 from .diagnosis import PlanCost as PlanCost
 from .diagnosis import PlanSummary as PlanSummary
-from .diagnosis import RankedSite as RankedSite
+from .diagnosis import RankingRow as RankingRow
 from .diagnosis import RoundingShare as RoundingShare
 from .diagnosis import ScatterPoint as ScatterPoint
 from .diagnosis import Setting as Setting
+from .diagnosis import TradeoffPoint as TradeoffPoint
 from .diagnosis import UnstableValue as UnstableValue
 from .diagnosis import Verdict as Verdict
 from .diagnosis import VerificationSummary as VerificationSummary
@@ -29,7 +29,7 @@ from .overflow_text import print_overflow as print_overflow
 from .quantize_html import write_quantize as write_quantize
 from .quantize_text import print_files as print_files
 from .quantize_text import print_quantize as print_quantize
-from .replay import print_replay as print_replay
+from .replay_text import print_replay as print_replay
 from .run_text import print_captured as print_captured
 from .run_text import print_show as print_show
 from .run_text import span as span
@@ -43,3 +43,4 @@ from .text import print_ranking as print_ranking
 from .text import print_summary as print_summary
 from .text import print_verify as print_verify
 from .tune_text import print_tuning as print_tuning
+from .watch_text import print_events as print_events

@@ -11,7 +11,7 @@ from roundoff.report.diagnosis import (
     AskedTarget,
     DiagnosisSummary,
     PlanSummary,
-    RankedSite,
+    RankingRow,
     ScatterPoint,
     VerifiedResult,
 )
@@ -147,11 +147,11 @@ class FormatTotal:
     """
 
     format: str
-    rows: list[RankedSite]
+    rows: list[RankingRow]
     sqnr_db: float
 
     @property
-    def lost(self) -> list[RankedSite]:
+    def lost(self) -> list[RankingRow]:
         """The rows whose result is not finite."""
         return [row for row in self.rows if row.is_lost]
 
@@ -163,7 +163,7 @@ class FormatTotal:
         return "exact" if self.sqnr_db == math.inf else f"{db(self.sqnr_db)} dB"
 
 
-def totals(formats: Sequence[str], ranking: Sequence[RankedSite]) -> list[FormatTotal]:
+def totals(formats: Sequence[str], ranking: Sequence[RankingRow]) -> list[FormatTotal]:
     """Return the noise of all sites in each format, in the order of ``formats``.
 
     A format that no site takes has no rows and no error.
@@ -173,7 +173,7 @@ def totals(formats: Sequence[str], ranking: Sequence[RankedSite]) -> list[Format
     ]
 
 
-def _total(name: str, rows: Sequence[RankedSite]) -> FormatTotal:
+def _total(name: str, rows: Sequence[RankingRow]) -> FormatTotal:
     """The noise of all sites is the noise of one divided by its share."""
     worst_first = sorted(rows, key=lambda row: -row.share)
     for row in worst_first:

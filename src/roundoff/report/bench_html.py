@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from roundoff.report import bench_answer, bench_chart, figures
 from roundoff.report.bench_text import details
 from roundoff.report.page import Page
 from roundoff.report.svg import COLOURS
 
-Row = Mapping[str, Any]
+if TYPE_CHECKING:
+    from roundoff.train import BenchSummary
 
 
-def write_bench(data: Row, path: str | os.PathLike[str]) -> None:
-    """Write the page of ``Bench.summary`` to a path or URL, whole or not at all.
+def write_bench(summary: BenchSummary, path: str | os.PathLike[str]) -> None:
+    """Write the page of a bench to a path or URL, whole or not at all.
 
     Raises ``OutputError`` when it cannot be written.
     """
-    page(data).write(path)
+    page(summary).write(path)
 
 
-def page(data: Row) -> Page:
-    """Return the page of ``Bench.summary``."""
-    names = list(data["curves"])
-    headline, *sentences = bench_answer.answer(data)
-    in_doubt = any(row["failed"] or row["worse"] for row in data["rows"])
-    configurations = figures.count(len(data["rows"]), "configuration")
+def page(summary: BenchSummary) -> Page:
+    """Return the page of a bench."""
+    names = list(summary.curves)
+    headline, *sentences = bench_answer.answer(summary)
+    configurations = figures.count(len(summary.rows), "configuration")
     return Page(
         template="bench.html",
-        title=f"Training {data['workload']} in {configurations}",
+        title=f"Training {summary.workload} in {configurations}",
         headline=headline,
         sentences=sentences,
-        mark="missed" if in_doubt else "met",
+        mark="met" if summary.agrees else "missed",
         styles=["bench.css"],
         values={
-            "d": data,
-            "said": bench_answer,
+            "d": summary,
+            "texts": bench_answer,
             "details": details,
-            "curves": bench_chart.curves(data),
-            "differences": bench_chart.differences(data),
+            "curves": bench_chart.curves(summary),
+            "differences": bench_chart.differences(summary),
             "colour": lambda name: f"c{names.index(name) % COLOURS}",
         },
     )

@@ -10,10 +10,10 @@ from markupsafe import Markup
 from roundoff.report.answer import FormatTotal, comparable
 from roundoff.report.diagnosis import (
     DiagnosisSummary,
-    ParetoPoint,
     PlanCost,
-    RankedSite,
+    RankingRow,
     ScatterPoint,
+    TradeoffPoint,
 )
 from roundoff.report.figures import amount, db, finite, percent, ratio
 from roundoff.report.names import elide
@@ -66,7 +66,7 @@ def share_bars(
     return svg(kind, BAR_WIDTH, len(rows) * BAR_STEP + 6, label, "".join(bars))
 
 
-def _bar(row: RankedSite, name: str, y: float, length: Scale) -> str:
+def _bar(row: RankingRow, name: str, y: float, length: Scale) -> str:
     value = "lost" if row.is_lost else percent(row.share)
     end = length.stop if row.is_lost else length(row.share)
     title = f"{row.site}: {percent(row.share)} of the noise of {row.format}"
@@ -82,7 +82,7 @@ def _bar(row: RankedSite, name: str, y: float, length: Scale) -> str:
     )
 
 
-def _pieces(row: RankedSite, x: float, y: float, length: float) -> str:
+def _pieces(row: RankingRow, x: float, y: float, length: float) -> str:
     """Return the parts of a bar."""
     if row.is_lost:
         return rectangle("lost", x, y, length)
@@ -214,7 +214,7 @@ def _target_line(x: Scale, y: Scale, target: float) -> str:
     return line("target", place, y.start, place, y.stop) + words
 
 
-def _curve(x: Scale, y: Scale, points: Sequence[ParetoPoint], unit: str) -> str:
+def _curve(x: Scale, y: Scale, points: Sequence[TradeoffPoint], unit: str) -> str:
     """Return the line through the cheapest plans, and a knot for each."""
     spots = sorted((point.predicted_db, point.relative_cost) for point in points)
     outline = " ".join(f"{x(at):.2f},{y(up):.2f}" for at, up in spots)

@@ -60,7 +60,7 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankedSite:
+class RankingRow:
     """A row of the ranked table: what rounding one site to one format costs.
 
     Attributes:
@@ -188,7 +188,7 @@ class VerificationSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParetoPoint:
+class TradeoffPoint:
     """The cheapest plan for one target; ``relative_cost`` is a share of all-fp32."""
 
     target_db: float
@@ -222,11 +222,11 @@ class DiagnosisSummary:
     environment: tuple[Setting, ...]
     target: AskedTarget
     coverage: Coverage
-    ranking: tuple[RankedSite, ...]
+    ranking: tuple[RankingRow, ...]
     plan: PlanSummary
     rounds: tuple[VerifiedRound, ...]
     result: VerifiedResult
-    pareto: tuple[ParetoPoint, ...]
+    pareto: tuple[TradeoffPoint, ...]
     scatter: tuple[ScatterPoint, ...]
     seconds: Mapping[str, float]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
-    from roundoff.report.diagnosis import RankedSite
+    from roundoff.report.diagnosis import RankingRow
 
 #: shown where a value does not apply
 NONE = "–"
@@ -105,7 +105,7 @@ def finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
-def sqnr(row: RankedSite) -> str:
+def sqnr(row: RankingRow) -> str:
     """SQNR of a ranked site in dB.
 
     ``exact`` where rounding changes nothing, ``lost`` where the result isn't finite.

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from roundoff.files import open_output
 from roundoff.report import figures
-from roundoff.report.diagnosis import RankedSite
+from roundoff.report.diagnosis import RankingRow
 
 Mark = Literal["met", "doubt", "missed"]
 
@@ -112,7 +112,7 @@ def _source(name: str) -> Markup:
     return Markup(file.read_text(encoding="utf-8"))
 
 
-def _sort_key(row: RankedSite) -> str:
+def _sort_key(row: RankingRow) -> str:
     """Return what a ranking row is sorted by in its SQNR column.
 
     Lost results lie below all numbers, exact ones above.

@@ -21,7 +21,7 @@ from roundoff.report.diagnosis import (
     DiagnosisSummary,
     LeftOutCalls,
     PlanSummary,
-    RankedSite,
+    RankingRow,
     Setting,
     VerificationSummary,
     VerifiedResult,
@@ -88,7 +88,7 @@ def _print_answer(summary: DiagnosisSummary, console: Console) -> None:
 
 
 def print_ranking(
-    rows: Sequence[RankedSite], console: Console, *, top: int = 20
+    rows: Sequence[RankingRow], console: Console, *, top: int = 20
 ) -> None:
     """Print the ranked table, site by format, worst first.
 
@@ -98,8 +98,8 @@ def print_ranking(
     console is too narrow, own parts and then the plan's format are left out, and a line
     says so.
 
-    >>> from roundoff.report import RankedSite
-    >>> row = RankedSite(rank=1, site="head/linear", format="int8", sqnr_db=31.26,
+    >>> from roundoff.report import RankingRow
+    >>> row = RankingRow(rank=1, site="head/linear", format="int8", sqnr_db=31.26,
     ...     stderr_db=0.4, share=0.5, activation_db=33.1, weight_db=35.9, chosen="int8")
     >>> print_ranking([row], Console(width=80))
     <BLANKLINE>
@@ -127,7 +127,7 @@ def print_ranking(
 
 
 def _print_rows(
-    rows: Sequence[RankedSite], sites: Collection[str], console: Console
+    rows: Sequence[RankingRow], sites: Collection[str], console: Console
 ) -> list[str]:
     """Print ranked rows, the site column as wide as the numbers leave it.
 
@@ -165,7 +165,7 @@ def _print_rows(
     return left_out
 
 
-def _rank(row: RankedSite) -> str:
+def _rank(row: RankingRow) -> str:
     return f"{row.rank}!" if row.needs_note else str(row.rank)
 
 

@@ -375,7 +375,7 @@ def compare(
     settings = Settings(dict(modules or {}), tensors, floors[0], floors[1])
     ranks = common("rank", ours.ranks, theirs.ranks, rank)
     steps = common("step", ours.steps, theirs.steps, step)
-    levels = [run.about.get("level") for run in (ours, theirs)]
+    levels = [run.about.level for run in (ours, theirs)]
     if levels[0] != levels[1] and None not in levels:
         raise RunError(
             "the two runs were not recorded at the same level",
@@ -440,11 +440,9 @@ def compare(
         "notes": notes,
         "unstable": random,
         "repeats": sentences(random, more, same and differs),
-        "kept": {
-            side: run.about.get("keep") or "tensors" for side, run in runs.items()
-        },
+        "kept": {side: run.about.keep or "tensors" for side, run in runs.items()},
         "environment": {
-            side: run.about.get("environment") or [] for side, run in runs.items()
+            side: run.about.environment or [] for side, run in runs.items()
         },
     }
     return Comparison(table, about).judge(**limits)
@@ -474,7 +472,7 @@ def without_tensors(reference: Run, candidate: Run) -> str | None:
     lacking = [
         side
         for side, run in (("reference", reference), ("candidate", candidate))
-        if run.about.get("keep") not in ("tensors", None)
+        if run.about.keep not in ("tensors", None)
     ]
     if not lacking:
         return None

@@ -28,12 +28,12 @@ from roundoff.report import (
     Coverage,
     DiagnosisSummary,
     LeftOutCalls,
-    ParetoPoint,
     PlanCost,
     PlanSummary,
-    RankedSite,
+    RankingRow,
     ScatterPoint,
     Setting,
+    TradeoffPoint,
 )
 from roundoff.verbs.verify import Verification, verify
 from roundoff.workload import Workload
@@ -244,7 +244,7 @@ def _formats(measured: Budget, plan: Plan) -> dict[str, str]:
     return plan.formats(site.site for site in measured.sites)
 
 
-def pareto(problem: Problem, plan: Plan) -> list[ParetoPoint]:
+def pareto(problem: Problem, plan: Plan) -> list[TradeoffPoint]:
     """Return the cheapest plans at evenly spaced targets.
 
     From everything in its cheapest format to almost exact.
@@ -265,7 +265,7 @@ def pareto(problem: Problem, plan: Plan) -> list[ParetoPoint]:
         predicted = problem.budget.predict(chosen).db
         if math.isfinite(predicted):
             cost = problem.cost_of(chosen)
-            point = ParetoPoint(
+            point = TradeoffPoint(
                 target_db=target_db,
                 predicted_db=predicted,
                 cost=cost,
@@ -345,10 +345,10 @@ def plan_summary(measured: Budget, plan: Plan) -> PlanSummary:
     )
 
 
-def ranked(measured: Budget, formats: Mapping[str, str]) -> tuple[RankedSite, ...]:
+def ranked(measured: Budget, formats: Mapping[str, str]) -> tuple[RankingRow, ...]:
     """Return the ranked table, worst first, with the format chosen for each site."""
     return tuple(
-        RankedSite(
+        RankingRow(
             rank=rank,
             site=cost.site,
             operator=cost.operator,

@@ -29,7 +29,7 @@ from roundoff.record import Capture, Run, load, sibling
 from roundoff.report import (
     CandidateSummary,
     HigherPrecision,
-    RankedSite,
+    RankingRow,
     RoundingShare,
     UnstableValue,
     candidate_sentences,
@@ -198,7 +198,7 @@ class Side:
         """Record it again, unchanged or with noise in the last bits, beside its run."""
         path = sibling(self.path, kind, number)
         noise = number if kind == "noise" else None
-        record(self.variant, path, self.steps, of=self.run.about["id"], noise=noise)
+        record(self.variant, path, self.steps, of=self.run.about.id, noise=noise)
         self.stage()
         return load(str(path))
 
@@ -361,7 +361,7 @@ def _unstable_values(rows: pl.DataFrame) -> tuple[UnstableValue, ...]:
 
 
 def _with_shares(
-    comparison: dict[str, Any], ranking: Sequence[RankedSite]
+    comparison: dict[str, Any], ranking: Sequence[RankingRow]
 ) -> dict[str, Any]:
     """Return a comparison as plain data, whose culprits have their share."""
     culprits = [_culprit(culprit, ranking) for culprit in comparison["culprits"]]
@@ -372,7 +372,7 @@ def _with_shares(
 
 
 def _culprit(
-    culprit: Mapping[str, Any], ranking: Sequence[RankedSite]
+    culprit: Mapping[str, Any], ranking: Sequence[RankingRow]
 ) -> dict[str, Any]:
     """Return a culprit as plain data, with ``share``: of the output's noise.
 

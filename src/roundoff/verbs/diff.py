@@ -141,8 +141,8 @@ def diff(
         return about
     kept = without_tensors(ours, theirs)
     mine, their = (
-        StepTensors(ours, rank, step, one),
-        StepTensors(theirs, rank, step, other),
+        StepTensors(ours, rank, step),
+        StepTensors(theirs, rank, step),
     )
     distance = Distances(one, other, *((None, None) if kept else (mine, their)))
     adopted = working(other.values()) - working(one.values())

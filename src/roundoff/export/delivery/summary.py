@@ -14,9 +14,10 @@ from roundoff.export.delivery.sites import site_rows
 from roundoff.export.delivery.storage import stored_bytes
 from roundoff.export.delivery.tradeoff import chosen
 from roundoff.export.onnx.proof import Proof
+from roundoff.ops import MULTIPLYING_KINDS
+from roundoff.packages import installed_version
 from roundoff.plan import UNITS
-from roundoff.quantize import average_bits
-from roundoff.quantize.sparsity import cost
+from roundoff.quantize import average_bits, model_cost
 
 
 def summarize(made: Made, ask: Ask) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         else judge.metric - judged.metric
     )
     return {
-        "version": _version(),
+        "version": installed_version(),
         "workload": own.name,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -74,9 +75,10 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         "coverage": {
             "sites": len(rows),
             **{name: states.count(name) for name in ("quantized", "codes", "fp32")},
-            "products": sum(r["kind"] in PRODUCTS for r in rows),
+            "products": sum(r["kind"] in MULTIPLYING_KINDS for r in rows),
             "products_quantized": sum(
-                r["kind"] in PRODUCTS and r["state"] == "quantized" for r in rows
+                r["kind"] in MULTIPLYING_KINDS and r["state"] == "quantized"
+                for r in rows
             ),
             "excluded": [
                 {"operator": e.operator, "reason": e.reason, "count": e.count}
@@ -87,7 +89,7 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         "bits": {"weight": weight_bits, "value": value_bits},
         "weights": {
             "bytes": stored_bytes(made.model),
-            "fp32": cost(own.model, own.batches[0], forward=own.forward).bytes,
+            "fp32": model_cost(own.model, own.batches[0], forward=own.forward).bytes,
         },
         "chosen": chosen(made),
         "steps": [
@@ -157,7 +159,6 @@ def add_proof(summary: dict[str, Any], proof: Proof) -> None:
 
 
 #: Kinds of calls that multiply.
-PRODUCTS = ("conv", "linear", "matmul", "attention", "rnn")
 
 
 def _formats(rows: list[dict[str, Any]]) -> dict[str, int]:
@@ -170,12 +171,3 @@ def _formats(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def _none(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("roundoff")
-    except PackageNotFoundError:
-        return "0"

@@ -298,6 +298,16 @@ class LossScaler:
         return torch.tensor(False) if self._found is None else self._found > 0
 
     @property
+    def is_unscaled(self) -> bool:
+        """True between ``unscale`` and ``step``: the gradients are without the scale."""
+        return self._unscaled is not None
+
+    @property
+    def explains(self) -> bool:
+        """True if a skipped step is run again to find the operator behind it."""
+        return self._watch is not None
+
+    @property
     def last_skip(self) -> Skip | None:
         return self.skips[-1] if self.skips else None
 

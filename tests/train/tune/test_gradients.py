@@ -16,7 +16,7 @@ from roundoff.errors import GradientPathError, NonFiniteError, WorkloadError
 from roundoff.formats import parse_format
 from roundoff.ops.execute import round_gradient
 from roundoff.train.tune.gradients import gradient_budget
-from roundoff.train.tune.rounded_step import Autocast, gradients_of
+from roundoff.train.tune.simulated_step import SimulatedAutocast, gradients_of
 from roundoff.train.tune.trial import sqnr
 from roundoff.workload.workload import Workload
 
@@ -272,7 +272,7 @@ def test_nothing_rounded_is_the_plain_step(make):
 def test_simulated_autocast_is_close_to_the_real_one():
     work = smooth()
     exact, real = plain_gradients(work), plain_gradients(work, autocast=True)
-    handler = Autocast(parse_format("bf16"), "cpu")
+    handler = SimulatedAutocast(parse_format("bf16"), "cpu")
     (mine,) = gradients_of(work, handler, batches=1)
     assert {"0/linear", "1/gelu", "3/linear", "4/tanh", "5/linear"} <= set(
         handler.chosen

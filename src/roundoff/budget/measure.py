@@ -342,7 +342,7 @@ class _BudgetRun:
             batch_samples=tuple(batch.samples for batch in self.batches),
             batch_signal=tuple(sum(b.signal) / signal for b in self.batches),
             sample_signal=tuple(sample_signal),
-            forwards=max(1, mode.forwards),
+            forwards=max(1, mode.position.forwards),
             target=MeasuredTarget(self.target or "output", self.shapes),
             around={site: fmt.name for site, fmt in self.around.items()},
             batched=self.way.batched,

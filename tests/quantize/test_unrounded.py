@@ -80,7 +80,7 @@ def test_its_weights_are_those_before_rounding(balance):
     )
     made = ro.quantize(workload, "int8", rounding=how)
     twin = unrounded(made, workload)
-    assert made.moves
+    assert made.rescalings
     assert isinstance(twin[1], nn.Identity)
     moved = 0
     for name, quantizer in made.named():

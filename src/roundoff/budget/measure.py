@@ -282,7 +282,7 @@ class _Run:
             "samples": len(per_sample),
             "signal": signal,
             "batch_samples": [b.samples for b in self.done],
-            "forwards": max(1, mode.forwards),
+            "forwards": max(1, mode.position.forwards),
             "batch_signal": [sum(b.signal) / signal for b in self.done],
             "sample_signal": per_sample,
             "target": {"name": self.target or "output", "tensors": self.shapes},

@@ -12,8 +12,13 @@ from .module_names import check_modules as check_modules
 from .module_names import read_modules as read_modules
 from .noise_floor import relative as relative
 from .nonfinite.cause import LOWER_SCALE as LOWER_SCALE
+from .nonfinite.loss_scale import LossScale as LossScale
 from .nonfinite.loss_scale import power_below as power_below
-from .nonfinite.overflow import overflow as overflow
+from .nonfinite.overflow import NonfiniteEvent as NonfiniteEvent
+from .nonfinite.overflow import Overflow as Overflow
+from .nonfinite.overflow import trace_overflow as trace_overflow
+from .nonfinite.ranges import FormatShare as FormatShare
+from .nonfinite.ranges import SiteMargin as SiteMargin
 from .repeated import beside as beside
 from .repeated import floor_of as floor_of
 from .repeated import mark as mark

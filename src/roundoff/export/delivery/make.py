@@ -21,8 +21,8 @@ from roundoff.plan import Plan, Rule
 from roundoff.preserve import preserve
 from roundoff.quantize import (
     Distillation,
+    PipelineStep,
     QuantizedModel,
-    Step,
     check_n_m,
     convert,
     finish_,
@@ -37,7 +37,7 @@ from roundoff.quantize import (
     reach,
     site_formats,
     sparsify_,
-    traced,
+    trace_sampled,
     train,
     unstructured_masks,
 )
@@ -119,14 +119,16 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     own = calibration(
         workload, SAMPLES if ask.samples is None else ask.samples, ask.batches
     )
-    start, steps = own, list[Step]()
+    start, steps = own, list[PipelineStep]()
     pruned: list[dict[str, Any]] = []
     masks: dict[str, Tensor] = {}
     if ask.pruning is not None:
         with clock("prune"):
             start, pruned, masks = _prune(own, ask.pruning)
             steps.append(
-                Step(f"prune {ask.prune}", math.inf, judge.judge(start.model).db, "")
+                PipelineStep(
+                    f"prune {ask.prune}", math.inf, judge.judge(start.model).db, ""
+                )
             )
             if all(row["before"] == row["after"] for row in pruned):
                 why = "; ".join(
@@ -139,7 +141,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
             with clock("train"):
                 _train(start.model, workload, ask)
                 steps.append(
-                    Step(
+                    PipelineStep(
                         "training",
                         steps[-1].after,
                         judge.judge(start.model).db,
@@ -159,7 +161,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
     notes += [f"{name}: {note}" for name, note in model.notes.items()]
     beside = "beside the pruned model" if ask.pruning is not None else ""
     steps += [
-        step._replace(note="; ".join(filter(None, (step.note, beside))))
+        replace(step, note="; ".join(filter(None, (step.note, beside))))
         for step in model.steps
     ]
     if ask.qat:
@@ -176,7 +178,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Made
                 finish_(model.model)
             convert(model)
             steps.append(
-                Step(
+                PipelineStep(
                     "qat",
                     before,
                     judge.judge(model).db,
@@ -271,7 +273,7 @@ def _quantize(
 
 def whole_plan(start: Workload, fmt: str, ask: Ask) -> Plan:
     """All products with weights in one format, but what is pinned or skipped."""
-    graph = traced(start)
+    graph = trace_sampled(start)
     formats = {site: f.name for site, f in site_formats(fmt, graph, ask.skip).items()}
     for pattern, name in ask.pin.items():
         formats |= dict.fromkeys(

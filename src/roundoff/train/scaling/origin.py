@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from roundoff.compare import LOWER_SCALE, overflow
+from roundoff.compare import LOWER_SCALE, NonfiniteEvent, trace_overflow
 from roundoff.ops import base, operators_that
 from roundoff.preserve import preserve
 from roundoff.record import Capture, load, site_name
@@ -37,8 +37,8 @@ NOT_CALLED = (
 #: Kinds of events with which a NaN or Inf begins.
 _BEGINNINGS = ("birth", "arrived")
 
-#: A row of a recording, or an event of ``overflow``, by column.
-Event = dict[str, Any]
+#: A row of a recording, by column.
+RecordedRow = dict[str, Any]
 
 
 @dataclass
@@ -162,8 +162,8 @@ def read_birth(
 
     ``outputs`` are the records of outputs of the model that are not finite.
     """
-    events = overflow(rows).events.to_dicts()
-    by_record = {event["record"]: event for event in events}
+    events = trace_overflow(rows).events
+    by_record = {event.record: event for event in events}
     maker = _maker_of_gradient(rows, gradient)
     event = None if maker is None else by_record.get(maker["record"])
     origin = _origin(event, events, by_record, outputs)
@@ -174,46 +174,48 @@ def read_birth(
             made_by=maker["site"],
             operator=maker["operator"],
             dtype=maker["dtype"],
-            born=origin is not None and maker["call"] == origin["call"],
+            born=origin is not None and maker["call"] == origin.call,
         )
     if origin is None:
         return birth
     return replace(
         birth,
-        origin=origin["site"],
-        origin_operator=origin["operator"],
+        origin=origin.site,
+        origin_operator=origin.operator,
         phase=_phase(origin),
-        line=origin["line"],
-        cause=origin["cause"],
+        line=origin.line,
+        cause=origin.cause,
         advice=_advice(origin),
     )
 
 
 def _origin(
-    event: Event | None,
-    events: Sequence[Event],
-    by_record: dict[int, Event],
+    event: NonfiniteEvent | None,
+    events: Sequence[NonfiniteEvent],
+    by_record: dict[int, NonfiniteEvent],
     outputs: Sequence[int | None],
-) -> Event | None:
+) -> NonfiniteEvent | None:
     """Return the event where the NaN or Inf of ``event`` was born; without one the first birth of all."""
-    born = None if event is None else by_record.get(event["origin"])
+    born = None
+    if event is not None and event.origin is not None:
+        born = by_record.get(event.origin)
     if born is None:
-        births = [e for e in events if e["kind"] in _BEGINNINGS and not e["allowed"]]
+        births = [e for e in events if e.kind in _BEGINNINGS and not e.allowed]
         return births[0] if births else None
-    if born["kind"] != "arrived" or born["phase"] != "backward":
+    if born.kind != "arrived" or born.phase != "backward":
         return born
     # what came back into the model went out of it first
     forward = []
     for output in outputs:
         passed = None if output is None else by_record.get(output)
-        if passed is None or passed["allowed"]:
+        if passed is None or passed.allowed or passed.origin is None:
             continue
-        if passed["origin"] in by_record:
-            forward.append(by_record[passed["origin"]])
-    return min(forward, key=lambda e: int(e["record"]), default=born)
+        if passed.origin in by_record:
+            forward.append(by_record[passed.origin])
+    return min(forward, key=lambda e: e.record, default=born)
 
 
-def _maker_of_gradient(rows: pl.DataFrame, gradient: str | None) -> Event | None:
+def _maker_of_gradient(rows: pl.DataFrame, gradient: str | None) -> RecordedRow | None:
     """Return the row of what computed a gradient: before casts, copies and views of it, in the backward pass."""
     if not gradient:
         return None
@@ -234,24 +236,23 @@ def _maker_of_gradient(rows: pl.DataFrame, gradient: str | None) -> Event | None
     return row
 
 
-def _is_earlier_backward(before: Event, row: Event) -> bool:
+def _is_earlier_backward(before: RecordedRow, row: RecordedRow) -> bool:
     is_backward = before["phase"] == "backward" and before["call"] >= 0
     return is_backward and bool(before["record"] < row["record"])
 
 
-def _advice(event: Event) -> str | None:
-    advice: str | None = event["advice"]
-    if advice == LOWER_SCALE:
+def _advice(event: NonfiniteEvent) -> str | None:
+    if event.advice == LOWER_SCALE:
         return "nothing while it is rare, as the scale is lowered now; else this operator in bfloat16 or float32"
-    return advice
+    return event.advice
 
 
-def _phase(event: Event) -> str:
-    if event["kind"] != "arrived":
-        return str(event["phase"])
-    if event["operator"] in ("parameter", "buffer"):
+def _phase(event: NonfiniteEvent) -> str:
+    if event.kind != "arrived":
+        return event.phase
+    if event.operator in ("parameter", "buffer"):
         return WEIGHTS
-    return LOSS if event["phase"] == "backward" else DATA
+    return LOSS if event.phase == "backward" else DATA
 
 
 def _forward(model: nn.Module, call: ModelCall) -> tuple[list[Any], list[Tensor]]:

@@ -294,7 +294,7 @@ class _Measurement:
             "seed": self.seed,
             "samples": batches,
             "signal": signal,
-            "forwards": max(1, mode.forwards),
+            "forwards": max(1, mode.position.forwards),
             "batch_samples": [1] * batches,
             "batch_signal": shares,
             "sample_signal": shares,

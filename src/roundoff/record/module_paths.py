@@ -18,6 +18,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from roundoff.ops import Position
+
 #: Wrappers that are transparent: a site has one name with and without them.
 _WRAPPERS = re.compile(
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_flat_param)(?=\.|$)"
@@ -32,7 +34,7 @@ class Paths:
     def __init__(self, model: nn.Module | None = None) -> None:
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self.roots: list[weakref.ref[nn.Module]] = []
-        self.stack: list[str] = []
+        self.position = Position()
         self.listeners: list[Callable[[nn.Module, str, Any, Any], None]] = []
         #: called with each module that is called outside of all others for the first
         #: time, and what stands before its paths
@@ -45,7 +47,7 @@ class Paths:
 
     def current(self) -> str:
         """The path of the innermost module that runs, "" outside of all and for the model itself."""
-        return self.stack[-1] if self.stack else ""
+        return self.position.module
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name of a parameter or buffer, None of any other tensor."""
@@ -86,27 +88,27 @@ class Paths:
         path = self._paths.get(module)
         if path is None:
             path = self._paths[module] = self._new_path(module)
-        self.stack.append(path)
+        self.position.enter(path)
 
     def _new_path(self, module: nn.Module) -> str:
         """The path of a module that is called for the first time."""
         inner: nn.Module = getattr(module, "_orig_mod", module)  # of torch.compile
         if inner in self._paths:
             return self._paths[inner]
-        if not self.stack:
+        if not self.position.path:
             prefix = self._add(inner)
             for listener in self.root_listeners:
                 listener(module, prefix)
             return self._paths[inner]
         if isinstance(module, GraphModule):  # the compiler's
-            return self.stack[-1]
+            return self.position.module
         # made while the model runs
-        return _joined(self.stack[-1], type(module).__name__)
+        return _joined(self.position.module, type(module).__name__)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        path = self.stack.pop() if self.stack else ""
+        path = self.position.leave()
         for listener in self.listeners:
             listener(module, path, inputs, output)
 
@@ -122,7 +124,7 @@ class Paths:
         finally:
             for handle in handles:
                 handle.remove()
-            self.stack.clear()
+            self.position.begin()
 
 
 def module_path(path: str, prefix: str, root: nn.Module) -> str:

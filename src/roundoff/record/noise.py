@@ -33,15 +33,15 @@ from torch._ops import OpOverload
 from roundoff.ops import (
     EXACT_ARGUMENTS,
     Refusal,
-    apart,
     base,
     facts,
     holds,
-    made,
     operators_that,
+    outside_of_modes,
     plain,
     refuse,
     run_again,
+    tensors_made,
 )
 from roundoff.record.statistics import in_memory_order
 
@@ -92,7 +92,7 @@ class Noise:
             untouched += _flat(values.get(name))
 
         def perturb(result: Any) -> None:
-            tensors = made(func, args, kwargs, result)
+            tensors = tensors_made(func, args, kwargs, result)
             exact: list[Tensor | None] = [None] * len(tensors)
             if isinstance(reference, list) and len(reference) == len(tensors):
                 exact = list(reference)
@@ -100,7 +100,7 @@ class Noise:
             if writes_statistics and args[5]:
                 tensors += _flat(args[3:5])
                 exact += [None, None]
-            with apart():
+            with outside_of_modes():
                 for tensor, exact_values in zip(tensors, exact, strict=True):
                     if not any(tensor is other for other in untouched):
                         self.perturb_(tensor, exact_values)

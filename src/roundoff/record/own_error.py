@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from roundoff.ops import Reason, apart, run_again
+from roundoff.ops import Reason, outside_of_modes, run_again
 from roundoff.record.statistics import in_memory_order
 from roundoff.record.statistics_kernel import COMPILED, ROW, compiled
 
@@ -85,7 +85,7 @@ def own_error(actual: Any, again: Any) -> list[OwnError | None]:
     if any(tensor is not None for tensor in references[len(tensors) :]):
         return [None] * len(tensors)
     references += [None] * (len(tensors) - len(references))
-    with apart():
+    with outside_of_modes():
         pairs = zip(tensors, references, strict=False)
         return [_error(tensor, reference) for tensor, reference in pairs]
 

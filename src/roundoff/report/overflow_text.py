@@ -10,7 +10,7 @@ from rich.text import Text
 
 from roundoff.report.figures import NONE, count, listing, percent
 from roundoff.report.run_text import columns_of, number, print_fitting, whole
-from roundoff.report.text import _heading, _print, _print_table, _say
+from roundoff.report.terminal import heading, print_table, print_text, say
 
 if TYPE_CHECKING:
     from roundoff.compare import (
@@ -42,11 +42,11 @@ def print_overflow(overflow: Overflow, console: Console, *, limit: int = 20) -> 
     verdict, *sentences = answer(overflow)
     colour = "red" if overflow.first else "green"
     text = Text.assemble((verdict, f"bold {colour}"), " ", " ".join(sentences))
-    _print(console, text)
+    print_text(console, text)
     events = [event for event in overflow.events if not event.allowed]
     allowed = [event for event in overflow.events if event.allowed]
     if events:
-        _heading(console, "NaN and Inf, in the order of calls")
+        heading(console, "NaN and Inf, in the order of calls")
         _print_events(events, console, limit)
     if allowed:
         _print_allowed(allowed, console)
@@ -147,7 +147,7 @@ def _print_allowed(events: Sequence[NonfiniteEvent], console: Console) -> None:
     sites = list(dict.fromkeys(event.site for event in events if event.is_birth))
     more = f" and {len(sites) - 5:,} more" if len(sites) > 5 else ""
     named = listing(sites[:5]) + more
-    _say(
+    say(
         console,
         f"Allowed: {count(len(events), 'event')} that come from "
         f"{named or 'earlier steps'} "
@@ -166,12 +166,12 @@ def _print_events(
     styles = [_STYLES.get(event.kind, "") for event in shown]
     print_fitting(columns, console, ("dtype", "phase", "of"), styles)
     if has_several_steps:
-        _say(console, "step is step.rank.", style="dim")
+        say(console, "step is step.rank.", style="dim")
     hidden = len(events) - len(shown)
     if hidden:
         more = count(hidden, "more event")
         text = f"{more}; births and deaths are shown first: --limit {len(events)}."
-        _say(console, text, style="dim")
+        say(console, text, style="dim")
 
 
 def _event_cells(event: NonfiniteEvent) -> dict[str, str]:
@@ -199,10 +199,10 @@ def _print_margins(overflow: Overflow, console: Console, limit: int) -> None:
     latent = [margin for margin in overflow.margins if margin.latent]
     sites = count(len(latent), "site")
     distance = f"{overflow.within:g} powers of two"
-    _heading(console, f"Within {distance} of the largest value: {sites}")
+    heading(console, f"Within {distance} of the largest value: {sites}")
     rows = latent or overflow.margins[:3]
     if not rows:
-        _say(console, "No floating-point values were recorded.")
+        say(console, "No floating-point values were recorded.")
         return
     shown = rows[:limit]
     columns = columns_of([_margin_cells(margin) for margin in shown])
@@ -210,7 +210,7 @@ def _print_margins(overflow: Overflow, console: Console, limit: int) -> None:
     hidden = len(rows) - len(shown)
     if hidden:
         more = f"{count(hidden, 'more row')}: --limit {len(rows)}."
-        _say(console, more, style="dim")
+        say(console, more, style="dim")
 
 
 def _margin_cells(row: SiteMargin) -> dict[str, str]:
@@ -230,7 +230,7 @@ def _margin_cells(row: SiteMargin) -> dict[str, str]:
 def _print_formats(rows: Sequence[FormatShare], console: Console) -> None:
     if not rows:
         return
-    _heading(
+    heading(
         console,
         "Share of nonzero values that a format would lose, unscaled (estimated from "
         "samples)",
@@ -240,7 +240,7 @@ def _print_formats(rows: Sequence[FormatShare], console: Console) -> None:
         fates_of.setdefault((row.phase, row.format), {})[row.fate] = row
     columns = columns_of([_format_cells(fates) for fates in fates_of.values()])
     print_fitting(columns, console, ())
-    _say(
+    say(
         console,
         "site: where overflow is most frequent, or where nothing overflows, underflow "
         "to zero.",
@@ -269,15 +269,15 @@ def _share(row: FormatShare) -> str:
 
 
 def _print_scale(scale: LossScale, console: Console) -> None:
-    _heading(console, f"Loss scale for {scale.format} gradients")
+    heading(console, f"Loss scale for {scale.format} gradients")
     if scale.scale is None or scale.largest is None:
-        _say(console, f"None: {scale.note}.")
+        say(console, f"None: {scale.note}.")
         return
     is_whole = scale.scale >= 1
     recommended = f"{scale.scale:,.0f}" if is_whole else f"{scale.scale:g}"
     largest = [scale.largest, scale.largest * scale.scale]
     zeros = [scale.zero_at_1, scale.zero_at_scale]
-    _print_table(
+    print_table(
         console,
         {
             "scale": ["1", recommended],
@@ -285,13 +285,13 @@ def _print_scale(scale: LossScale, console: Console) -> None:
             "gradients that become zero": [percent(share) for share in zeros],
         },
     )
-    _say(
+    say(
         console,
         f"The largest gradient is at {scale.site} in step {scale.step}; the scale "
         f"leaves {scale.margin:g} powers of two free.",
     )
     if scale.note:
-        _say(console, f"{_sentence(scale.note)}.")
+        say(console, f"{_sentence(scale.note)}.")
     if scale.recorded is not None:
         _print_recorded_scale(scale.recorded, scale.overflowed, console)
 
@@ -301,7 +301,7 @@ def _print_recorded_scale(recorded: float, overflowed: int, console: Console) ->
     if overflowed:
         steps = count(overflowed, "step")
         text += f", and {steps} of it had gradients that are not finite"
-    _say(console, f"{text}.")
+    say(console, f"{text}.")
 
 
 def _values(event: NonfiniteEvent) -> str:

@@ -12,7 +12,13 @@ from rich.console import Console
 from roundoff.record import SiteDetails, SiteInput
 from roundoff.report.figures import NONE, count, percent, ratio
 from roundoff.report.names import elide
-from roundoff.report.text import SITE_LEAST, _heading, _print_table, _say, _width
+from roundoff.report.terminal import (
+    SITE_LEAST,
+    heading,
+    print_table,
+    say,
+    table_width,
+)
 
 if TYPE_CHECKING:
     from roundoff.record import (
@@ -46,7 +52,7 @@ def print_show(
     the console is narrow.
     """
     for line in headline(shown):
-        _say(console, line)
+        say(console, line)
     if isinstance(shown, SiteDetails):
         for entry in shown.site:
             _print_site(entry, console)
@@ -56,9 +62,9 @@ def print_show(
 
 def _print_rows(table: SiteTable, console: Console, limit: int) -> None:
     order = _ORDER_NAMES.get(table.sort, f"largest {table.sort} first")
-    _heading(console, f"Sites, {order}")
+    heading(console, f"Sites, {order}")
     if not table.rows:
-        _say(console, "No tensor matches.")
+        say(console, "No tensor matches.")
         return
     rows = table.rows[:limit]
     columns = columns_of([_row_cells(row) for row in rows])
@@ -69,11 +75,11 @@ def _print_rows(table: SiteTable, console: Console, limit: int) -> None:
     print_fitting(columns, console, spare, styles)
     for row in rows:
         if row.reason:
-            _say(console, f"! {row.site}: {row.reason}", style="yellow")
+            say(console, f"! {row.site}: {row.reason}", style="yellow")
     hidden = len(table.rows) - len(rows)
     if hidden:
         more = f"{count(hidden, 'more row')} below: --limit {len(table.rows)}."
-        _say(console, more, style="dim")
+        say(console, more, style="dim")
 
 
 def _row_cells(row: SiteRow) -> dict[str, str]:
@@ -111,21 +117,21 @@ def print_captured(summary: CaptureSummary, console: Console) -> None:
     if len(summary.ranks) > 1:
         place += f", {span('rank', summary.ranks)}"
     figures = ", ".join(_recorded_figures(summary))
-    _say(console, f"Recorded {place}: {figures}." if figures else f"Recorded {place}.")
+    say(console, f"Recorded {place}: {figures}." if figures else f"Recorded {place}.")
     stopped = None if summary.calls is None else summary.calls.stopped
     if stopped:
         text = f"! The recording stopped early, the program did not: {stopped}"
-        _say(console, text, style="yellow")
+        say(console, text, style="yellow")
     for entry in () if summary.tensors is None else summary.tensors.reasons:
         tensors = count(entry.count, "tensor")
         text = f"! {tensors} without statistics: {entry.reason}"
-        _say(console, text, style="yellow")
+        say(console, text, style="yellow")
     if summary.noise:
-        _say(console, f"With random last bits: {', '.join(summary.noise)}.")
+        say(console, f"With random last bits: {', '.join(summary.noise)}.")
     if summary.repeats:
-        _say(console, f"Repeated, unchanged: {', '.join(summary.repeats)}.")
+        say(console, f"Repeated, unchanged: {', '.join(summary.repeats)}.")
     path = shlex.quote(summary.path)
-    _say(console, f"Next: roundoff show {path}\n      roundoff overflow {path}")
+    say(console, f"Next: roundoff show {path}\n      roundoff overflow {path}")
 
 
 def _recorded_figures(summary: CaptureSummary) -> list[str]:
@@ -179,11 +185,11 @@ def headline(shown: SiteTable | SiteDetails) -> list[str]:
 def _print_site(entry: SiteInFull, console: Console) -> None:
     place = f", output {entry.place}" if entry.place else ""
     name = f": {entry.name}" if entry.name else ""
-    _heading(console, f"{entry.site} ({entry.phase}{place}){name}")
-    _say(console, ", ".join(filter(None, _properties(entry))))
-    _say(console, f"Source line: {entry.line or 'none recorded'}")
+    heading(console, f"{entry.site} ({entry.phase}{place}){name}")
+    say(console, ", ".join(filter(None, _properties(entry))))
+    say(console, f"Source line: {entry.line or 'none recorded'}")
     if entry.reason:
-        _say(console, f"! {entry.reason}", style="yellow")
+        say(console, f"! {entry.reason}", style="yellow")
     console.print()
     _print_statistics(entry, console)
     _print_own_error(entry, console)
@@ -191,9 +197,9 @@ def _print_site(entry: SiteInFull, console: Console) -> None:
         is_sample = entry.sampled not in (None, entry.numel)
         of_all = f" of {whole(entry.numel)}" if is_sample else ""
         sampled = whole(entry.sampled)
-        _heading(console, f"Magnitudes, of {sampled}{of_all} elements")
+        heading(console, f"Magnitudes, of {sampled}{of_all} elements")
         for line in histogram(entry.histogram):
-            _say(console, line)
+            say(console, line)
     _print_inputs(entry.inputs, console)
     _print_users(entry, console)
     _print_history(entry.history, console)
@@ -227,9 +233,9 @@ def _print_statistics(entry: SiteInFull, console: Console) -> None:
         "zero": [whole(entry.zero)],
         "subnormal": [whole(entry.subnormal)],
     }
-    _print_table(console, finite)
+    print_table(console, finite)
     console.print()
-    _print_table(console, counts)
+    print_table(console, counts)
 
 
 def _print_own_error(entry: SiteInFull, console: Console) -> None:
@@ -238,7 +244,7 @@ def _print_own_error(entry: SiteInFull, console: Console) -> None:
     share = number(ratio(entry.own_l2, entry.l2))
     why = f" ({entry.own_reason})" if entry.own_reason else ""
     largest = number(entry.own_max)
-    _say(console, f"Own error: {share} of its l2, at most {largest}{why}")
+    say(console, f"Own error: {share} of its l2, at most {largest}{why}")
 
 
 def _print_inputs(
@@ -246,7 +252,7 @@ def _print_inputs(
 ) -> None:
     if not inputs:
         return
-    _heading(console, "Inputs")
+    heading(console, "Inputs")
     columns = columns_of([_input_cells(entry) for entry in inputs])
     print_fitting(columns, console, ("shape", "line", "min"))
 
@@ -271,23 +277,23 @@ def _input_cells(entry: SiteInput | UnrecordedInput) -> dict[str, str]:
 def _print_users(entry: SiteInFull, console: Console) -> None:
     if not entry.used_by:
         return
-    _heading(console, "Used by")
+    heading(console, "Used by")
     for user in entry.used_by[:_MOST_USERS]:
         line = f", {user.line}" if user.line else ""
-        _say(console, f"{user.site} ({user.phase}{line})")
+        say(console, f"{user.site} ({user.phase}{line})")
     if len(entry.used_by) > _MOST_USERS:
-        _say(console, f"and {len(entry.used_by) - _MOST_USERS:,} more")
+        say(console, f"and {len(entry.used_by) - _MOST_USERS:,} more")
 
 
 def _print_history(history: Sequence[SiteStep], console: Console) -> None:
     if len(history) < 2:
         return
-    _heading(console, "In other steps")
+    heading(console, "In other steps")
     steps = history[-_MOST_STEPS:]
-    _print_table(console, columns_of([_step_cells(step) for step in steps]))
+    print_table(console, columns_of([_step_cells(step) for step in steps]))
     hidden = len(history) - len(steps)
     if hidden:
-        _say(console, f"and {count(hidden, 'earlier step')}", style="dim")
+        say(console, f"and {count(hidden, 'earlier step')}", style="dim")
 
 
 def _step_cells(step: SiteStep) -> dict[str, str]:
@@ -344,17 +350,17 @@ def print_fitting(
     of ``spare`` that it has no room for."""
     left_out = []
     for name in spare:
-        if console.width - _width({**columns, "site": []}, 1) >= SITE_LEAST:
+        if console.width - table_width({**columns, "site": []}, 1) >= SITE_LEAST:
             break
         if columns.pop(name, None) is not None:
             left_out.append(name)
-    room = max(console.width - _width({**columns, "site": []}, 1), 3)
+    room = max(console.width - table_width({**columns, "site": []}, 1), 3)
     names = set(columns["site"])
     columns["site"] = [elide(name, room, names) for name in columns["site"]]
-    _print_table(console, columns, styles=styles)
+    print_table(console, columns, styles=styles)
     if left_out:
         text = f"Left out at {console.width} columns: {', '.join(left_out)}."
-        _say(console, text, style="dim")
+        say(console, text, style="dim")
 
 
 def number(value: float | None) -> str:

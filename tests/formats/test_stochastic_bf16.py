@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from roundoff.formats import FORMATS, Rounding, round_scalar, round_tensor
+from roundoff.formats import FORMATS, Rounding, round_tensor
+
+from .scalar import round_scalar
 
 BF16 = FORMATS["bf16"]
 

@@ -10,10 +10,9 @@ from torch import nn
 from roundoff.formats import parse_format
 from roundoff.quantize.graph import trace
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.options import Options
-from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.options import Options, Rounding
+from roundoff.quantize.round_in_order import round_in_order_
 from roundoff.quantize.schemes import scheme
-from roundoff.quantize.sequential import round_in_order_
 from roundoff.workload.workload import Workload
 
 PLAIN = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)

@@ -7,9 +7,8 @@ from torch import nn
 
 import roundoff as ro
 from roundoff.errors import PatternError, QuantizationError
-from roundoff.quantize.options import Options
-from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.sequential import ROOM
+from roundoff.quantize.options import Options, Rounding
+from roundoff.quantize.round_in_order import ROOM
 
 PLAIN = {"weights": "nearest", "scales": "minmax", "bias": False}
 

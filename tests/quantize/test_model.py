@@ -15,9 +15,8 @@ from torch.nn import functional as F
 import roundoff as ro
 from roundoff.errors import QuantizationError
 from roundoff.formats import PerAxis, PerGroup, choose_qparams, fake_quantize, integer
-from roundoff.quantize.integer_sums import on_sums, sum_scale
 from roundoff.quantize.model import Passing, Unquantized
-from roundoff.quantize.quantizer import Quantizer
+from roundoff.quantize.quantizer import Quantizer, on_sums, sum_scale
 
 
 def data(*shape, count=2, seed=0):

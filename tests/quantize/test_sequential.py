@@ -15,8 +15,8 @@ from roundoff.formats import PerAxis, choose_qparams, fake_quantize, integer
 from roundoff.quantize.join_batches import in_stacks, samples, stack
 from roundoff.quantize.lockstep import Lockstep
 from roundoff.quantize.observers import make_observer
-from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.sequential import round_in_order_
+from roundoff.quantize.options import Rounding
+from roundoff.quantize.round_in_order import round_in_order_
 from roundoff.workload.workload import Workload
 
 NEAREST = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)
@@ -656,7 +656,7 @@ def test_large_values_are_not_joined(Model, monkeypatch):
         (8 * 8 * 4, [8, 8, 8]),
         (1, [4] * 6),
     ):  # the largest value: 8 numbers of fp32
-        monkeypatch.setattr("roundoff.quantize.sequential.JOINED", joined)
+        monkeypatch.setattr("roundoff.quantize.round_in_order.JOINED", joined)
         calls.clear()
         found.append(ro.quantize(model, "int8", batches, rounding=plain))
         # without GPTQ and bias correction no full-precision run goes beside the quantized one

@@ -27,8 +27,8 @@ from roundoff.quantize.channels.smooth import (
 )
 from roundoff.quantize.importance import importance
 from roundoff.quantize.model import Unquantized
-from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.sequential import round_in_order_
+from roundoff.quantize.options import Rounding
+from roundoff.quantize.round_in_order import round_in_order_
 
 INT8, ASYM = parse_format("int8"), integer(8, symmetric=False)
 
@@ -306,8 +306,7 @@ def test_gptq_leaves_the_outliers_alone(laid):
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
-def test_the_artefact_computes_the_same(laid, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
+def test_the_artefact_computes_the_same(laid, tmp_path, inference_session):
     pytest.importorskip("onnxscript")
     net, batches = block(True).float(), [x.float() for x in data(3, 6, 16)]
     model, workload, graph = laid(net, batches, "int8")
@@ -320,7 +319,7 @@ def test_the_artefact_computes_the_same(laid, tmp_path):
         want = model(batches[0])
         assert torch.equal(deployed(batches[0]), want)
     export_onnx(workload, deployed, tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    session = inference_session(tmp_path / "model.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: batches[0].numpy()})
     error = (torch.from_numpy(found) - want).norm() / want.norm()
     assert (

@@ -15,8 +15,7 @@ from roundoff.export.checkpoint.weights import load_checkpoint_, write_checkpoin
 from roundoff.formats import PerToken, choose_qparams, fake_quantize, parse_format
 from roundoff.quantize.attention import Cache, keys_and_values
 from roundoff.quantize.graph import trace
-from roundoff.quantize.options import Options
-from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.options import Options, Rounding
 from roundoff.quantize.weights.gptq import supported
 
 transformers = pytest.importorskip("transformers")

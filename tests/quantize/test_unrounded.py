@@ -11,8 +11,8 @@ from roundoff.export.delivery.make import make
 from roundoff.export.delivery.request import Ask
 from roundoff.export.delivery.sites import compare, site_rows
 from roundoff.ops.calls import float_tensors, watch
+from roundoff.quantize.options import Rounding
 from roundoff.quantize.pipeline import unrounded
-from roundoff.quantize.rounding import Rounding
 from roundoff.workload.workload import Workload
 
 

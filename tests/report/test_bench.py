@@ -1,6 +1,5 @@
 """The report of ``roundoff bench``: sentences, table, page, and what a hostile name does to it."""
 
-import copy
 import io
 import json
 import math
@@ -9,79 +8,58 @@ import re
 import pytest
 from rich.console import Console
 
-from roundoff.report import bench_answer, bench_chart, strict
-from roundoff.report.bench_html import render, write_bench
+from roundoff.report import bench_answer, bench_chart, bench_html, strict
+from roundoff.report.bench_html import write_bench
 from roundoff.report.bench_text import as_text, print_bench
+from roundoff.train import BenchRow, BenchSummary, Memory, Outcome, Ratios
 
 
 def judged(verdict=None, difference=None, half=0.02, mean=1.5):
-    interval = (
-        {}
-        if difference is None
-        else {"low": difference - half, "high": difference + half, "could_see": half}
+    interval = {}
+    if difference is not None:
+        interval = {
+            "low": difference - half,
+            "high": difference + half,
+            "could_see": half,
+        }
+    return Outcome(
+        mean=mean,
+        spread=0.1,
+        seeds=[1.4, 1.6],
+        verdict=verdict,
+        reason="0.2 of the spread between seeds",
+        difference=difference,
+        noise=0.1,
+        **interval,
     )
-    return {
-        "mean": mean,
-        "spread": 0.1,
-        "seeds": [1.4, 1.6],
-        "verdict": verdict,
-        "reason": "0.2 of the spread between seeds",
-        "difference": difference,
-        "noise": 0.1,
-        "low": None,
-        "high": None,
-        "could_see": None,
-    } | interval
 
 
 def ratios(median):
-    return median and {
-        "median": median,
-        "low": median - 0.1,
-        "high": median + 0.1,
-        "rounds": 10,
-    }
+    return median and Ratios(median, median - 0.1, median + 0.1, 10)
 
 
 def row(name, verdict=None, speed=1.0, **changes):
-    memory = {
-        "parameters": 1 << 20,
-        "gradients": 1 << 20,
-        "optimizer": 2 << 20,
-        "saved": 4 << 20,
-        "total": 8 << 20,
-    }
-    return {
+    fields = {
         "config": name,
         "format": "fp32",
-        "failed": None,
         "notes": [],
         "findings": [],
-        "seen": None,
-        "memory": memory,
-        "scale": None,
-        "scaled": False,
-        "skips": 0,
-        "nonfinite": None,
+        "memory": Memory(1 << 20, 1 << 20, 2 << 20, 4 << 20, 8 << 20),
         "speed": ratios(speed),
         "cpu": ratios(speed),
         "seconds": 0.1,
         "loss": judged(verdict, 0.01 if verdict else None),
-        "metric": None,
-        "worse": False,
         "verdict": verdict,
-    } | changes
+    }
+    return BenchRow(**(fields | changes))
 
 
 def data(*rows, **changes):
     rows = rows or (row("fp32"), row("bf16", "no difference seen", 1.4))
-    curves = {
-        r["config"]: [] if r["failed"] else [[2.0, 1.5, 1.2, 1.1], [2.2, 1.4, 1.3, 1.0]]
-        for r in rows
-    }
-    return {
+    losses = [[2.0, 1.5, 1.2, 1.1], [2.2, 1.4, 1.3, 1.0]]
+    fields = {
         "workload": "small",
-        "reference": rows[0]["config"],
+        "reference": rows[0].config,
         "steps": 4,
         "seeds": [0, 1],
         "weights": "drawn anew",
@@ -95,8 +73,9 @@ def data(*rows, **changes):
         "memory_is": "counted",
         "notes": [],
         "rows": list(rows),
-        "curves": curves,
-    } | changes
+        "curves": {r.config: [] if r.failed else list(losses) for r in rows},
+    }
+    return BenchSummary(**(fields | changes))
 
 
 def test_the_answer_of_one_that_gains():
@@ -128,8 +107,13 @@ def test_the_answer_names_every_outcome():
 
 
 def test_the_answer_of_a_loss_that_is_not_finite():
-    lost = row("fp16", "different", worse=True, nonfinite="loss nan at step 2 (run 0)")
-    lost["loss"] = judged("different", mean=math.nan)
+    lost = row(
+        "fp16",
+        "different",
+        worse=True,
+        nonfinite="loss nan at step 2 (run 0)",
+        loss=judged("different", mean=math.nan),
+    )
     said = bench_answer.answer(data(row("fp32"), lost))
     assert said[0] == "fp16 ends with a loss that is not finite."
     assert "fp16: loss nan at step 2 (run 0)." in said
@@ -162,7 +146,9 @@ def test_the_text_says_what_could_have_been_seen():
 
 def test_the_page_is_whole_and_escapes_names(tmp_path):
     evil = '<script>alert("1")</script>'
-    page = render(data(row("fp32"), row(evil, "undecided", notes=[evil]), metric=evil))
+    page = bench_html.page(
+        data(row("fp32"), row(evil, "undecided", notes=[evil]), metric=evil)
+    ).render()
     assert evil not in page
     assert "&lt;script&gt;" in page
     assert not re.search(r'(src|href)="(?!#)', page)
@@ -176,16 +162,36 @@ def test_the_page_of_what_failed_and_diverged():
     broken = row("c", failed="no compiler", speed=None, loss=None, memory=None)
     lost = row("d", "different", worse=True)
     found = data(row("fp32"), broken, lost)
-    found["curves"]["d"] = [[1.0, math.nan, math.nan, 1.0]] * 2
-    page = render(found)
+    found.curves["d"] = [[1.0, math.nan, math.nan, 1.0]] * 2
+    page = bench_html.page(found).render()
     assert "no compiler" in page
     assert "nan," not in page
-    render(data(row("fp32", failed="no", speed=None, loss=None, memory=None), broken))
+    bench_html.page(
+        data(row("fp32", failed="no", speed=None, loss=None, memory=None), broken)
+    ).render()
 
 
-def test_the_page_is_the_same_from_json():
-    found = data()
-    assert render(json.loads(json.dumps(strict(copy.deepcopy(found))))) == render(found)
+def test_the_json_has_the_keys_of_the_rows():
+    found = data().to_dict()
+    assert json.loads(json.dumps(strict(found))) == found
+    assert list(found) == [
+        *("workload", "reference", "steps", "seeds", "weights", "device", "threads"),
+        *("batches", "held_out", "metric", "warm", "tail", "memory_is", "notes"),
+        *("rows", "curves"),
+    ]
+    assert list(found["rows"][0]) == [
+        *("config", "format", "failed", "notes", "findings", "seen", "memory"),
+        *("scale", "scaled", "skips", "nonfinite", "speed", "cpu", "seconds"),
+        *("loss", "metric", "worse", "verdict"),
+    ]
+    assert list(found["rows"][1]["loss"]) == [
+        *("mean", "spread", "seeds", "verdict", "reason", "difference", "low"),
+        *("high", "noise", "could_see"),
+    ]
+    assert list(found["rows"][0]["speed"]) == ["median", "low", "high", "rounds"]
+    assert list(found["rows"][0]["memory"]) == [
+        *("parameters", "gradients", "optimizer", "saved", "total"),
+    ]
 
 
 def test_curves_by_hand():
@@ -201,7 +207,7 @@ def test_curves_by_hand():
 
 def test_a_diverging_curve_does_not_press_the_others_flat():
     found = data(row("fp32"), row("bf16", "no difference seen"), row("d", "different"))
-    found["curves"]["d"] = [[2.0, 1e3, 1e6, 1e9]] * 2
+    found.curves["d"] = [[2.0, 1e3, 1e6, 1e9]] * 2
     ticks = [
         float(t)
         for t in re.findall(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundoff.report import html
 from roundoff.report.answer import totals
 from roundoff.report.charts import nice_ticks, pareto, scatter, share_bars
-from roundoff.report.html import render
 
 # two decimals of each of two tick marks and a mark itself: three roundings of at most 0.005
 CLOSE = 0.016
@@ -164,7 +164,7 @@ def test_a_lost_site_has_a_bar_of_its_own_kind(summary):
 
 
 def test_the_page_has_bars_for_each_format(summary):
-    page = render(summary)
+    page = html.page(summary).render()
     assert [page.count(f'<svg class="bars c{i}"') for i in range(5)] == [1, 1, 1, 1, 0]
 
 

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from roundoff.errors import OutputError
+from roundoff.report import comparison_html
 from roundoff.report.comparison_answer import answer, coverage
 from roundoff.report.comparison_chart import error_chart
-from roundoff.report.comparison_html import environment, render, write_comparison
+from roundoff.report.comparison_html import environment, write_comparison
 from roundoff.report.comparison_text import print_comparison
 from roundoff.report.diff_text import sentence
 
@@ -336,7 +337,11 @@ def points(n):
 
 def test_the_page_stands_alone():
     evil = culprit(site="<script>alert(1)</script>/mm", evidence="a & b")
-    page = Page(render(data(culprits=[evil], divergence=evil, points=points(20))))
+    page = Page(
+        comparison_html.page(
+            data(culprits=[evil], divergence=evil, points=points(20))
+        ).render()
+    )
     assert "<script>alert(1)</script>/mm" in page.words
     assert [
         a
@@ -358,7 +363,7 @@ def test_the_page_of_nothing_and_of_much():
         "rows": [],
         "coverage": {"rows": 0, "status": {}, "measured": 0, "equal": 0, "reasons": []},
     }
-    assert "Nothing could be compared" in render(bare)
+    assert "Nothing could be compared" in comparison_html.page(bare).render()
     rows = [
         row(
             error=math.inf,
@@ -367,7 +372,9 @@ def test_the_page_of_nothing_and_of_much():
             reason="no such call",
         )
     ] * 2000
-    assert render(data(rows=rows)).count("<tr data-format") == 2000
+    assert (
+        comparison_html.page(data(rows=rows)).render().count("<tr data-format") == 2000
+    )
 
 
 def test_write(tmp_path):

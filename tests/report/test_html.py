@@ -228,7 +228,13 @@ def test_templates_are_part_of_the_package():
             importlib.resources.files("roundoff.report") / "templates"
         ).iterdir()
     }
-    pages = {"report.html", "comparison.html", "bench.html", "quantize.html"}
+    pages = {
+        "page.html",
+        "report.html",
+        "comparison.html",
+        "bench.html",
+        "quantize.html",
+    }
     assert names == pages | {
         "report.css",
         "comparison.css",

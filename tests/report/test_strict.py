@@ -6,12 +6,14 @@ import errno
 import json
 import math
 import os
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import pytest
 
 from roundoff.errors import OutputError
-from roundoff.report import strict
+from roundoff.report import json_text, strict
 from roundoff.report.html import write_html
 from roundoff.report.strict import write_json
 
@@ -119,3 +121,43 @@ def test_a_read_only_folder(write, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(OutputError, match="Permission denied"):
         write(tmp_path / "report")
+
+
+class Kind(Enum):
+    BUG = "bug"
+
+
+@dataclass(frozen=True)
+class Entry:
+    site: str
+    error: float
+    kind: Kind
+    attempt: str = field(default="", metadata={"json": "try"})
+    files: tuple[Path, ...] = ()
+
+
+def test_records_become_their_fields_in_order():
+    entry = Entry("a/linear", 0.5, Kind.BUG, "fp32", (Path("out/plan.toml"),))
+    assert json.dumps(strict({"found": [entry]})) == json.dumps(
+        {
+            "found": [
+                {
+                    "site": "a/linear",
+                    "error": 0.5,
+                    "kind": "bug",
+                    "try": "fp32",
+                    "files": ["out/plan.toml"],
+                }
+            ]
+        }
+    )
+
+
+def test_a_number_of_a_record_that_is_not_finite_is_named_by_its_place():
+    text = json_text({"rows": [Entry("a", math.nan, Kind.BUG)]}, indent=None)
+    assert json.loads(text)["not_finite"] == {"rows[0].error": "nan"}
+
+
+def test_a_class_is_no_record():
+    with pytest.raises(TypeError):
+        json_text({"entry": Entry})

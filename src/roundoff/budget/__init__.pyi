@@ -8,6 +8,7 @@ from .measure import Progress as Progress
 from .measure import _version as _version
 from .measure import budget as budget
 from .measure import parse_formats as parse_formats
+from .signs import draw_signs as draw_signs
 from .table import TERM_SCHEMA as TERM_SCHEMA
 from .table import Budget as Budget
 from .table import Term as Term

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from roundoff.budget.probes import backward, hand_over, on_output, sample_axis
+from roundoff.budget.signs import draw_signs
 from roundoff.budget.terms import TermKey, Terms, arrange, by_sample, project
 from roundoff.formats import Format
 from roundoff.ops import Call, CallMode, execute, float_tensors, runs, sizes, steps
@@ -288,7 +289,7 @@ def measure_batch(
     probe.samples = rows.pop() if len(rows) == 1 else 1
     count = 1 if sum(t.numel() for t in targets) == 1 else probes(probe.samples)
     targets = [t for t in targets if t.requires_grad]
-    vectors = [_signs(count, t, generator) for t in targets]
+    vectors = [draw_signs((count, *t.shape), generator, t) for t in targets]
     masked: list[Tensor] = []
     if learn_axes and probe.samples > 1:
         probe.keep = torch.arange(probe.samples) % 2 == 0
@@ -321,13 +322,6 @@ def _together(probe: Probe, parameters: int) -> int:
     activations take."""
     room = max(_SMALL, (probe.kept_bytes // 4 + parameters) // 2)
     return max(1, room // (4 * probe.largest))
-
-
-def _signs(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    signs = torch.randint(
-        0, 2, (count, *like.shape), generator=generator, dtype=torch.int8
-    )
-    return signs.to(like.device, like.dtype).mul_(2).sub_(1)
 
 
 def _rows(mask: Tensor, vectors: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from roundoff.budget.edges import (
     rerunnable,
 )
 from roundoff.budget.kinks import Kinks
+from roundoff.budget.signs import draw_signs
 from roundoff.budget.terms import TermKey, Terms
 from roundoff.formats import Format
 from roundoff.ops import (
@@ -370,11 +371,6 @@ def measure_gradients(
     gradients = edges.first_pass(loss * scale, weights)
     found = [g for g in gradients if g is not None]
     for _ in range(probes):
-        signs = [_signs(g, generator) for g in found]
+        signs = [draw_signs(g.shape, generator, g) for g in found]
         edges.probe(found, signs, weights)
     return loss.detach(), [None if g is None else g.detach() for g in gradients]
-
-
-def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
-    return signs.to(like.device, like.dtype).mul_(2).sub_(1)

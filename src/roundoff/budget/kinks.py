@@ -11,22 +11,14 @@ prediction is too good by half the difference in dB; measure again around the pl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from roundoff.ops import Call
+from roundoff.budget.signs import draw_signs
+from roundoff.ops import Call, facts
 
-#: (where, how far) the derivative jumps, by operator. leaky_relu's slope below zero is small.
-JUMPS: Mapping[str, tuple[tuple[float, float], ...]] = {
-    "relu": ((0.0, 1.0),),
-    "leaky_relu": ((0.0, 1.0),),
-    "relu6": ((0.0, 1.0), (6.0, -1.0)),
-    "abs": ((0.0, 2.0),),
-    "hardtanh": ((-1.0, 1.0), (1.0, -1.0)),
-}
 #: Share of the elements in the window, and the least number of them: few would say little of the density.
 SHARE, LEAST = 0.05, 64
 
@@ -40,7 +32,7 @@ class Kinks:
 
     def seen(self, call: Call) -> None:
         """Keep the input of a call in the rounded model."""
-        if call.operator.name in JUMPS:
+        if facts(call.operator.name).kinks:
             self.moved[str(call.site)] = (
                 call.leaves[call.operands[0].leaf].detach().clone()
             )
@@ -52,7 +44,7 @@ class Kinks:
             return None
         error = (moved - exact).abs()
         found = torch.zeros_like(exact)
-        for where, jump in JUMPS[call.operator.name]:
+        for where, jump in facts(call.operator.name).kinks:
             distance = (exact - where).abs()
             count = min(exact.numel(), max(LEAST, int(SHARE * exact.numel())))
             width = distance.flatten().kthvalue(count).values
@@ -63,7 +55,4 @@ class Kinks:
                 found += inside * (
                     jump * math.sqrt(absolute / (2 * float(width) * square))
                 )
-        signs = torch.randint(
-            0, 2, exact.shape, generator=self.generator, dtype=torch.int8
-        )
-        return found * signs.to(exact.device, exact.dtype).mul_(2).sub_(1)
+        return found * draw_signs(exact.shape, self.generator, exact)

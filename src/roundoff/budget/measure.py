@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from roundoff.budget.adjoint import Probe, SiteInfo, measure_batch
+from roundoff.budget.signs import draw_signs
 from roundoff.budget.table import TERM_SCHEMA, Budget, Term, power
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.terms import TermKey, Terms
@@ -250,9 +251,7 @@ class _Run:
         )
         # a target of one element is exact with one probe; beside batches that have K it takes the signs of K
         self.signs = [
-            torch.randint(0, 2, (self.probes, 1), generator=self.generator).numpy() * 2
-            - 1
-            for _ in self.done
+            draw_signs((self.probes, 1), self.generator).numpy() for _ in self.done
         ]
         pooled = {k.site: False for k in keys}
         for b, measured in zip(self.done, found, strict=True):

@@ -10,6 +10,9 @@ import typer
 
 from roundoff.cli import options as o
 
+#: Warnings that stand among the notes and findings of the report.
+REPORTED = ("fp16 on (this|a) CPU", ".*patterns named no site")
+
 
 def command(
     workload: Annotated[
@@ -25,7 +28,7 @@ def command(
             "-c",
             help="What to compare, separated by commas; the first is the reference. Parts "
             "joined by +: fp32, bf16, fp16, tf32, fp64 or a plan file; compile, channels_last, checkpoint, fused, "
-            "weights=bf16, accumulate=N, scale=static:1024, threads=N, cuda.",
+            "weights=bf16, updates=stochastic, accumulate=N, scale=static:1024, threads=N, cuda.",
         ),
     ] = "fp32,bf16",
     steps: Annotated[
@@ -53,22 +56,21 @@ def command(
 
     folder = check_folder(output)
     with o.progress(json) as progress, warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "fp16 on (this|a) CPU", RuntimeWarning
-        )  # stands among the notes
-        warnings.filterwarnings(
-            "ignore", ".*patterns named no site", RuntimeWarning
-        )  # among the findings
-        loaded = roundoff.Workload.load(workload)
-        found = roundoff.bench(
-            loaded, o.split(configs), steps=steps, seeds=seeds, progress=progress
+        for pattern in REPORTED:
+            warnings.filterwarnings("ignore", pattern, RuntimeWarning)
+        result = roundoff.bench(
+            roundoff.Workload.load(workload),
+            o.split(configs),
+            steps=steps,
+            seeds=seeds,
+            progress=progress,
         )
-    found.report(folder / "report.html")
-    write_json(found.summary, folder / "summary.json")
+    result.report(folder / "report.html")
+    write_json(result.summary.to_dict(), folder / "summary.json")
     if json:
         print((folder / "summary.json").read_text())
     else:
         console = o.console(False)
-        print_bench(found.summary, console)
+        print_bench(result.summary, console)
         console.print(f"Written to {folder}: report.html, summary.json", markup=False)
-    return 0 if found.agrees else 1
+    return 0 if result.agrees else 1

@@ -142,6 +142,6 @@ def _against(found: CandidateDiagnosis, folder: Path, json: bool, top: int) -> i
         print((folder / "summary.json").read_text())
     else:
         console = o.console(False)
-        print_candidate(found.summary, console, top)
+        print_candidate(found.summary, found.comparison.summary(20), console, top)
         console.print(f"Written to {folder}: {', '.join(written)}", markup=False)
     return 0 if found.agrees else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,9 +130,9 @@ def cost_table(cost: str, path: str | None, formats: list[str]) -> Any:
 
 def print_json(data: Any) -> None:
     """One JSON object on standard output; numbers that are not finite become null."""
-    from roundoff.report import strict
+    from roundoff.report import json_text
 
-    print(json.dumps(strict(data), indent=1, allow_nan=False))
+    print(json_text(data))
 
 
 def console(quiet: bool) -> Console:

@@ -7,16 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any
 
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.ops import operators_that
 
 #: Hand the values on, maybe in another format: an extra one of them is no difference
 #: in the program.
-TRANSPARENT = frozenset(
-    """_to_copy to gradient clone contiguous detach alias lift_fresh lift copy _reshape_copy view reshape _unsafe_view
-    expand t transpose permute squeeze unsqueeze""".split()
-)
+TRANSPARENT = operators_that("change no value")
 #: Two results whose statistics are this near speak for the same call.
 ALIKE = 0.03
 #: Statistics this near speak for it even more.
@@ -121,7 +120,7 @@ def _call(
         names=frozenset(names),
         phase="recomputed" if first.recomputed else first.phase,
         module=rename(first.module),
-        operator=first.base_operator,
+        operator=first.operator.rstrip("_") or first.operator,
         shapes=tuple(tuple(row.shape or ()) for row in rows),
     )
 
@@ -320,9 +319,9 @@ def _score(one: RecordedCall, other: RecordedCall) -> float:
         same_shapes and same_names and _alike(one, other)
     ):
         return 0.0
-    if not same_shapes:
-        if not same_names or one.inputs_read != other.inputs_read:
-            return 0.0
+    same_inputs = same_names and one.inputs_read == other.inputs_read
+    if not same_shapes and not same_inputs:
+        return 0.0
     score = 6.0 if same_shapes else 4.0
     if one.names or other.names:
         score += 4.0 if same_names else -3.0
@@ -353,7 +352,7 @@ def _common_blocks(
     return _equal_places(SequenceMatcher(None, ours, theirs, autojunk=False))
 
 
-def _equal_places(matcher: SequenceMatcher[object]) -> Places:
+def _equal_places(matcher: SequenceMatcher[Any]) -> Places:
     places: Places = []
     for block in matcher.get_matching_blocks():
         places += [(block.a + i, block.b + i) for i in range(block.size)]

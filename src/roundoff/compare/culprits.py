@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roundoff.compare.table import ComparedRow
@@ -48,8 +48,8 @@ class Culprit:
     #: A key of ``symptoms.ADVICE``.
     looks_like: str | None
     evidence: str | None
-    #: What to try; ``try`` in plain data.
-    advice: str | None
+    #: What to try.
+    advice: str | None = field(metadata={"json": "try"})
     #: The distance that stays when both calls run in fp64 on the same inputs.
     semantic: float | None
     #: The other part, in units of what rounding explains.
@@ -58,13 +58,6 @@ class Culprit:
     calls: int = 1
     ranks: Sequence[int] = ()
     steps: Sequence[int] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "try" if name == "advice" else name: value
-            for name, value in asdict(self).items()
-        }
 
 
 def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:

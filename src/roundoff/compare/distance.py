@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class Distances:
         if metrics.worst_index is None:
             return metrics
         worst = _index_of(metrics.worst_index[0], *layout)
-        return metrics._replace(worst_index=worst)
+        return replace(metrics, worst_index=worst)
 
 
 def _index_of(flat: int, shape: Sequence[int], stride: Sequence[int]) -> list[int]:

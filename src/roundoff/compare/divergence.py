@@ -21,7 +21,7 @@ from typing import Protocol
 from roundoff.compare.findings import INHERITED, OWN, Bound, Distance, Finding
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.replay import Replay
-from roundoff.ops import EMPTY, base
+from roundoff.ops import operators_that
 
 #: Growth of an error through an operator above which it is run again.
 GAIN_REPLAYED = 1.25
@@ -38,20 +38,14 @@ CARRIED = 4.0
 #: A value that is this many times nearer to its own counterpart than to what the
 #: reference reads is the wrong value, not a wrong one.
 NEARER = 8.0
-#: Operators whose result holds the values of their inputs, so that they cannot add an
-#: error of size.
-EXACT = frozenset(
-    """gradient view _unsafe_view reshape t transpose permute expand squeeze unsqueeze detach alias slice select unbind
-    split chunk unfold as_strided clone contiguous lift_fresh cat stack copy _reshape_copy narrow diagonal flip
-    index_select gather index embedding relu max_pool2d_with_indices masked_fill where triu tril constant_pad_nd
-    reflection_pad2d replication_pad2d""".split()
-)
+#: Operators whose result holds the values of their inputs: they add no error of size.
+EXACT = operators_that("add no error")
 #: These give all elements of their input, in their order.
-HANDS_ON = frozenset(
-    "view _unsafe_view reshape detach alias clone contiguous _to_copy to lift_fresh squeeze unsqueeze".split()
-)
+HANDS_ON = operators_that("hand on in order")
 #: Their further results may be a workspace of bytes.
-WORKSPACE = frozenset("mkldnn_rnn_layer _cudnn_rnn miopen_rnn cudnn_batch_norm".split())
+WORKSPACE = operators_that("return a workspace")
+#: Memory that nothing was written to yet.
+UNWRITTEN = operators_that("leave memory unwritten")
 
 
 class StepMeasures(Protocol):
@@ -82,9 +76,7 @@ class StepMeasures(Protocol):
     ) -> Sequence[tuple[int, int]]:
         """The records that two aligned rows read in the same places."""
 
-    def changed_arguments(
-        self, twin: RecordedRow, row: RecordedRow
-    ) -> tuple[str, ...]:
+    def changed_arguments(self, twin: RecordedRow, row: RecordedRow) -> tuple[str, ...]:
         """The arguments that differ between two calls, a text each."""
 
     def replay(
@@ -140,7 +132,7 @@ class Divergence:
         finding = Finding(record, distance.error, tolerance=tolerance, gain=bound.gain)
         if distance.error is None:
             return finding
-        if distance.equal or row.base_operator in EMPTY or is_workspace(row):
+        if distance.equal or row.base_operator in UNWRITTEN or is_workspace(row):
             finding.own = 0.0
             return finding
         wrong_input = self._look_at_inputs(finding, row, twin)
@@ -394,9 +386,7 @@ class Divergence:
             return False
         return finding.read is not None or finding.record not in self.exact
 
-    def _agrees_later(
-        self, record: int, readers: Mapping[int, Sequence[int]]
-    ) -> bool:
+    def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """True where every value made of this one soon agrees with its counterpart."""
         tainted = {record}
         waiting = sorted(readers.get(record, ()))

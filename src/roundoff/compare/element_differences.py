@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from roundoff.compare.exact import (
     Array,
-    Grid,
     absolute_difference,
     distance,
     grid_of,
@@ -72,34 +71,30 @@ class ElementDifferences:
         errors: the histogram of finite errors other than 0, empty decades left out.
         axes: one entry for each axis of 2 to 4096 indexes, where there is a finite
             error; of n indexes a share of 1/n is even.
-        reason: why the tensors cannot be compared; nothing else is known then.
     """
 
-    differing: int = 0
-    first: Sequence[ElementPair] = ()
-    worst: Sequence[ElementPair] = ()
-    errors: Sequence[Decade] = ()
-    axes: Sequence[AxisShare] = ()
-    reason: str | None = None
+    differing: int
+    first: Sequence[ElementPair]
+    worst: Sequence[ElementPair]
+    errors: Sequence[Decade]
+    axes: Sequence[AxisShare]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; only ``reason`` where the tensors cannot be compared."""
-        if self.reason is not None:
-            return {"reason": self.reason}
-        plain = asdict(self)
-        del plain["reason"]
-        return plain
+
+@dataclass(frozen=True, slots=True)
+class NotCompared:
+    """Why the elements of two tensors cannot be compared, as of ``measure``."""
+
+    reason: str
 
 
 def element_differences(
     reference: Tensor, candidate: Tensor, limit: int = 10
-) -> ElementDifferences:
+) -> ElementDifferences | NotCompared:
     """Find the elements that differ between two tensors; neither is changed.
 
     Args:
         reference: any dtype, device and strides.
-        candidate: of the same shape; otherwise there is a ``reason``, as of
-            ``measure``.
+        candidate: of the same shape.
         limit: length of the lists ``first`` and ``worst``.
 
     >>> import torch
@@ -114,9 +109,9 @@ def element_differences(
     """
     r, c, reason = comparable_pair(reference, candidate)
     if r is None or c is None:
-        return ElementDifferences(reason=reason)
+        return NotCompared(reason or "")
     if not r.numel():
-        return ElementDifferences(reason="empty")
+        return NotCompared("empty")
     search = _Search(r, c, limit)
     for start in range(0, r.numel(), _CHUNK):
         search.add_chunk(start)

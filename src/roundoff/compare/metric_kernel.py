@@ -167,5 +167,7 @@ def _packed(dtype: torch.dtype, rows: int) -> list[Tensor]:
 
 #: On the caller's thread, for small tensors: waking others takes longer than they need.
 KERNELS["pairs"] = Kernel(pairs, _pairs(1), (_piece, _added, _rows))
-KERNELS["pairs_wide"] = Kernel(pairs, _pairs(WIDE), (_piece, _added, _rows), threads=True)
+KERNELS["pairs_wide"] = Kernel(
+    pairs, _pairs(WIDE), (_piece, _added, _rows), threads=True
+)
 KERNELS["packed_wide"] = Kernel(packed, _packed, (_piece, _added, _rows), threads=True)

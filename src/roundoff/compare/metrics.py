@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,8 @@ _WHOLE = (
 )
 
 
-class Metrics(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Metrics:
     """The metrics of two tensors; r is an element of the reference, c of the candidate.
 
     Numbers are over the ``compared`` elements, those that are finite in both; special
@@ -114,8 +116,9 @@ def measure(reference: Tensor, candidate: Tensor) -> Metrics:
     >>> m = measure(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
     >>> m.rel_l2, m.max_abs, m.worst_index, m.equal
     (0.1, 0.5, [1], 0.5)
-    >>> measure(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, -torch.inf]))[20:]
-    (0, 1, 1, [1], inf, -inf, None)
+    >>> m = measure(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, -torch.inf]))
+    >>> m.inf_both, m.inf_reference, m.inf_candidate, m.worst_index
+    (0, 1, 1, [1])
     >>> measure(torch.ones(2), torch.ones(2, 1)).reason
     'shape (2,) against (2, 1)'
     """

@@ -32,7 +32,7 @@ from roundoff.compare.distance import (
     largest_difference,
 )
 from roundoff.errors import RunError
-from roundoff.ops import UNINITIALISED
+from roundoff.ops import operators_that
 from roundoff.record import Run, complete, own_error
 
 KEY = ("rank", "step", "phase", "module", "operator", "index", "place", "role")
@@ -111,7 +111,11 @@ def measurable_rows(run: Run) -> pl.DataFrame:
         .sort("rank", "step", "record")
         .collect()
     )
-    empty = pl.col("operator").is_in(list(UNINITIALISED))
+    empty = (
+        pl.col("operator")
+        .str.strip_chars_end("_")
+        .is_in(list(operators_that("leave memory unwritten")))
+    )
     views = rows.filter(empty).select(
         "rank", "step", pl.col("record").alias("view_of"), pl.lit(True).alias("shows")
     )

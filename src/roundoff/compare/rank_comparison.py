@@ -204,13 +204,11 @@ def _compared_as_columns(
     error, equal = _statistics_error(ours, theirs)
     dtypes = ours["dtype"].drop_nulls().unique()
     bounds = {dtype: MARGIN * 2 * unit(dtype) for dtype in dtypes}
-    bound = ours["dtype"].replace_strict(
-        bounds, default=0.0, return_dtype=pl.Float64
-    )
+    bound = ours["dtype"].replace_strict(bounds, default=0.0, return_dtype=pl.Float64)
     unmeasured = ~measured.to_numpy()
-    agrees = (
-        (same_place & same_format & same_counts).to_numpy()
-    ) & ((error <= bound.to_numpy()) | unmeasured)
+    agrees = ((same_place & same_format & same_counts).to_numpy()) & (
+        (error <= bound.to_numpy()) | unmeasured
+    )
     table = _side_by_side(ours, theirs).with_columns(
         reason=pl.when(measured.not_()).then(
             pl.coalesce("reason", pl.lit("no statistics on both sides"))

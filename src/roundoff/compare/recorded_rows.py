@@ -70,7 +70,7 @@ class RecordedRow:
 
     @property
     def base_operator(self) -> str:
-        """The operator without the mark of its in-place form."""
+        """The operator without what says that it works in place, or on lists."""
         return base(self.operator)
 
     @property

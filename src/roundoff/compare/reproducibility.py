@@ -17,31 +17,12 @@ from roundoff.compare.noise_floor import (
     paired,
 )
 from roundoff.errors import RunError
-from roundoff.ops import base
+from roundoff.ops import base, operators_that
 from roundoff.record import Run, content_hash
 
-#: Operators that torch.use_deterministic_algorithms documents as nondeterministic on CUDA, and kernels that add with
-#: atomic operations; without ``_foreach_`` and the underscore of operators in place.
-NONDETERMINISTIC = frozenset(
-    """index_add index_put _index_put_impl _unsafe_index_put put scatter scatter_add scatter_reduce index_reduce index_copy
-    index_select_backward embedding_dense_backward embedding_backward _embedding_bag_dense_backward _embedding_bag
-    cumsum bincount histc kthvalue median nanmedian gather_backward repeat_interleave
-    _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward avg_pool3d_backward
-    adaptive_max_pool2d_backward max_pool3d_with_indices_backward fractional_max_pool2d_backward max_unpool2d
-    fractional_max_pool3d_backward max_unpool3d grid_sampler_2d_backward grid_sampler_3d_backward
-    upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
-    _upsample_bilinear2d_aa_backward reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward nll_loss2d_forward
-    nll_loss2d_backward _ctc_loss_backward _cudnn_ctc_loss _cdist_backward convolution_backward cudnn_convolution
-    _cudnn_rnn _cudnn_rnn_backward _flash_attention_backward _efficient_attention_backward
-    _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward
-    _scaled_dot_product_cudnn_attention_backward""".split()
-)
 RANDOM = "draws random numbers without a seed"
 GPU = "known to be nondeterministic on GPUs"
-OUTSIDE = (
-    "was there before the recording: data, weights or a seed that change from run to run"
-)
+OUTSIDE = "was there before the recording: data, weights or a seed that change from run to run"
 REDUCTION = "the order in which a collective adds may change"
 UNKNOWN = (
     "not known to be nondeterministic: a race, memory that was not written, or state "
@@ -110,9 +91,7 @@ class UnstableRow:
     note: str
 
 
-def not_reproducible(
-    side: str, run: Run, repeats: Sequence[Run]
-) -> list[UnstableRow]:
+def not_reproducible(side: str, run: Run, repeats: Sequence[Run]) -> list[UnstableRow]:
     """The values that do not repeat themselves, in the order of execution."""
     if not repeats:
         return []
@@ -251,7 +230,7 @@ def _note(row: dict[str, Any]) -> str:
         return RANDOM
     if row["phase"] == "collective":
         return REDUCTION
-    if base(row["operator"].removeprefix("_foreach_")) in NONDETERMINISTIC:
+    if base(row["operator"]) in operators_that("vary on CUDA"):
         return GPU
     return UNKNOWN
 

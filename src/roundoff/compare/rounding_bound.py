@@ -22,6 +22,7 @@ from functools import lru_cache
 import torch
 
 from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.ops import facts, operators_that
 
 MARGIN = 16.0
 #: A run works in a format where this share of its matrix products and convolutions has
@@ -33,29 +34,14 @@ REGION = 1024.0
 REGION_LIMIT = 0.1
 #: Differences of products, by which a backward kernel may amplify.
 BACKWARD_GAIN = 4.0
-CONTRACTIONS = frozenset(
-    """mm addmm bmm baddbmm addmv mv dot matmul linear convolution convolution_backward _convolution conv2d conv1d
-    mkldnn_linear mkldnn_rnn_layer lstm gru rnn_tanh rnn_relu _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_attention_math
-    scaled_dot_product_attention einsum _scaled_mm mkldnn_rnn_layer_backward _thnn_fused_lstm_cell""".split()
-)
-SUMS = frozenset(
-    "sum mean cumsum embedding_dense_backward native_layer_norm_backward native_batch_norm_backward var std norm "
-    "linalg_vector_norm _foreach_norm index_add scatter_add logsumexp native_batch_norm native_group_norm".split()
-)
-DIFFERENCES = frozenset(
-    "add sub rsub _foreach_add _foreach_sub lerp _foreach_lerp addcmul addcdiv".split()
-)
-NORMALISATIONS = frozenset(
-    "native_layer_norm native_batch_norm native_group_norm _fused_rms_norm".split()
-)
-PRODUCTS = frozenset(
-    "mul _softmax_backward_data tanh_backward sigmoid_backward gelu_backward silu_backward".split()
-)
-DIVISIONS = frozenset("div addcdiv reciprocal rsqrt log pow".split())
-EXPONENTIALS = frozenset(
-    "exp _softmax _log_softmax sigmoid sin cos exp2 expm1 logsumexp".split()
-)
+
+#: Operators by what an error goes through.
+SUMS = operators_that("sum")
+DIFFERENCES = operators_that("add or subtract")
+NORMALISATIONS = operators_that("normalize")
+PRODUCTS = operators_that("scale elements")
+DIVISIONS = operators_that("divide") | {"log", "pow"}
+EXPONENTIALS = operators_that("grow with their argument")
 
 
 @lru_cache
@@ -98,7 +84,7 @@ def working_formats(rows: Iterable[RecordedRow]) -> frozenset[str]:
     its results, where it has none of these.
     """
     results = [r for r in rows if r.is_call and unit(r.dtype) and r.view_of is None]
-    contractions = [row for row in results if row.operator in CONTRACTIONS]
+    contractions = [row for row in results if facts(row.operator).multiplies]
     counted = Counter(row.dtype for row in contractions or results if row.dtype)
     enough = SHARE * sum(counted.values())
     return frozenset(dtype for dtype, count in counted.items() if count >= enough)
@@ -155,7 +141,7 @@ def terms(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
     """
     operator = row.base_operator
     shapes = [i.shape or () for i in inputs]
-    if operator in CONTRACTIONS:
+    if facts(operator).multiplies:
         return max((_products(shape) for shape in shapes), default=1.0)
     if operator in SUMS:
         size = max((math.prod(shape) for shape in shapes), default=1)
@@ -232,7 +218,7 @@ def _size_of_independent_terms(
     operator = row.base_operator
     root = math.sqrt(terms(row, [operand.row for operand in operands]))
     sizes = sorted((operand.rms for operand in operands), reverse=True)
-    if operator in CONTRACTIONS:
+    if facts(operator).multiplies:
         # of a convolution's backward pass: the sum of the gradient
         if row.place == 2:
             return operands[0].rms * root
@@ -257,7 +243,7 @@ def amplification(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
     operands = _operands(inputs)
     if not operands or size is None:
         return 1.0
-    operator = row.base_operator.removeprefix("_foreach_")
+    operator = row.base_operator
     if operator in DIVISIONS:
         divisor = operands[-1]
         smallest = divisor.smallest

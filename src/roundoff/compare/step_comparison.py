@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +41,7 @@ from roundoff.compare.rounding_bound import (
     working_formats,
 )
 from roundoff.compare.table import ComparedRow
-from roundoff.ops import CASTS, EMPTY
+from roundoff.ops import operators_that
 
 #: Why new memory is not measured.
 UNWRITTEN = "memory that nothing was written to yet"
@@ -50,9 +50,12 @@ COMMUTATIVE = frozenset(("add", "mul"))
 #: A tolerance is at least this many times the noise floor.
 ABOVE_NOISE = 3.0
 
-#: Metrics that have another column, or none.
-_OTHER_COLUMN = {"equal": "share_equal"}
-_NO_COLUMN = ("numel", "reason")
+#: The metrics that are columns of the same name; ``equal`` is ``share_equal`` there.
+_METRICS = tuple(
+    field.name
+    for field in fields(Metrics)
+    if field.name not in ("equal", "numel", "reason")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +235,7 @@ class _Measures:
 
     def _region(self, twin: RecordedRow, row: RecordedRow) -> RunRegion | None:
         calls = self._reference_calls
-        if calls is None or row.operator in CASTS:
+        if calls is None or row.operator in operators_that("cast"):
             return None
         return calls.leading_to(twin.record, row.record)
 
@@ -376,7 +379,8 @@ def _names(
 def _distance_columns(
     twin: RecordedRow, row: RecordedRow, distances: Distances, reason: str | None
 ) -> dict[str, Any]:
-    if row.base_operator in EMPTY and twin.base_operator in EMPTY:
+    unwritten = operators_that("leave memory unwritten")
+    if row.base_operator in unwritten and twin.base_operator in unwritten:
         return {"reason": UNWRITTEN}  # any values stood there
     distance, metrics = distances.full(twin.record, row.record)
     columns: dict[str, Any] = {"error": distance.error, "equal": distance.equal}
@@ -390,11 +394,9 @@ def _distance_columns(
 
 
 def _metric_columns(metrics: Metrics) -> dict[str, Any]:
-    return {
-        _OTHER_COLUMN.get(name, name): value
-        for name, value in metrics._asdict().items()
-        if name not in _NO_COLUMN
-    }
+    columns = {name: getattr(metrics, name) for name in _METRICS}
+    columns["share_equal"] = metrics.equal
+    return columns
 
 
 def _why_unknown(twin: RecordedRow, row: RecordedRow) -> str:

@@ -38,8 +38,7 @@ ADVICE = {
     "other input": "compare what the two programs hand to this operator",
     "other shape": "compare what is sliced, padded or reshaped before it",
     "missing operator": (
-        "the reference computes this before; look for the line that the candidate "
-        "lacks"
+        "the reference computes this before; look for the line that the candidate lacks"
     ),
     "gradient cut": "look for detach(), no_grad() or .data in one of the two programs",
     "extra operator": (
@@ -326,13 +325,13 @@ def _narrower_than_twin(fault: Fault) -> Symptom | None:
     if not isinstance(ours, torch.dtype) or not isinstance(theirs, torch.dtype):
         return None
     evidence = f"{fault.row.dtype} where the reference has {fault.twin.dtype}"
-    if ours.is_floating_point and theirs.is_floating_point:
-        if torch.finfo(theirs).eps > torch.finfo(ours).eps:
-            return Symptom("narrower format", evidence)
-    elif not ours.is_floating_point and not theirs.is_floating_point:
-        if theirs.itemsize < ours.itemsize:
-            return Symptom("overflow", evidence)
-    return None
+    if ours.is_floating_point != theirs.is_floating_point:
+        return None
+    if ours.is_floating_point:
+        fewer = torch.finfo(theirs).eps > torch.finfo(ours).eps
+        return Symptom("narrower format", evidence) if fewer else None
+    shorter = theirs.itemsize < ours.itemsize
+    return Symptom("overflow", evidence) if shorter else None
 
 
 def _narrower_on_the_way(fault: Fault) -> Symptom | None:

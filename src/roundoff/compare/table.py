@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import polars as pl
@@ -118,10 +118,6 @@ class JudgedRow(ComparedRow):
     """A compared row with its verdict: pass, fail or undecided."""
 
     verdict: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, keys in the order of the columns."""
-        return asdict(self)
 
 
 _DTYPES: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Number formats as data, and rounding to them: a slow scalar oracle and a fast tensor twin.
+"""Number formats as data, and rounding to them.
 
 >>> import torch
 >>> round_tensor(torch.tensor([0.1, 2.3]), parse_format("fp8_e4m3fn"))

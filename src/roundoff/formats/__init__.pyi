@@ -22,9 +22,6 @@ from .named import FORMATS as FORMATS
 from .named import integer as integer
 from .named import parse_format as parse_format
 from .rounding import round_tensor as round_tensor
-from .scalar import fake_quantize_scalar as fake_quantize_scalar
-from .scalar import round_block_scalar as round_block_scalar
-from .scalar import round_scalar as round_scalar
 from .tensors import check_floating as check_floating
 from .tensors import working_dtype as working_dtype
 from .types import BlockFormat as BlockFormat

@@ -7,6 +7,7 @@ the reciprocal, which differs at ties), round, then add; and ``x ~ scale * (code
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,12 @@ class QParams:
     zero_point: Tensor | None = None
     granularity: Granularity | None = None
 
+    def view_shape(self, x: Tensor) -> Sequence[int]:
+        """The shape in which ``x`` broadcasts against the scale."""
+        if self.granularity is None:
+            return x.shape
+        return self.granularity.split(x.shape)[0]
+
 
 def choose_qparams(
     x: Tensor, fmt: Format, granularity: Granularity | None = None
@@ -46,7 +53,7 @@ def choose_qparams(
     """The scale (and zero point) that bring ``x`` into the range of ``fmt``.
 
     Symmetric formats: ``scale = amax / target``, target being the format's largest value (hif8: 15, see
-    ``registry.py``), or the mean magnitude for ternary and binary. Asymmetric ones: ``scale = (max - min) / levels``
+    ``named.py``), or the mean magnitude for ternary and binary. Asymmetric ones: ``scale = (max - min) / levels``
     with 0 inside ``[min, max]``, and ``zero_point = round(lowest code - min / scale)``, so that 0 is exact.
 
     A symmetric scale times the target never overflows; with asymmetric formats, numbers within a step of the dtype's
@@ -82,32 +89,39 @@ def choose_qparams(
     granularity = granularity or PerTensor()
     shape, dims = granularity.split(x.shape)
     view = x.detach().to(working_dtype(x)).reshape(shape)
-    tiny = torch.finfo(view.dtype).tiny
     zero_point = None
     if fmt.scale_from == "absmean":
-        scale = mean_magnitude(view, dims)
+        scale = _usable(mean_magnitude(view, dims))
+    elif fmt.symmetric:
+        scale = _usable(_symmetric_scale(*extremes(view, dims), fmt))
     else:
-        low, high = extremes(view, dims)
-        if fmt.symmetric:
-            largest = torch.finfo(view.dtype).max
-            target = min(fmt.scale_target or fmt.max_finite, largest)
-            # Rounded up, the scale of the largest fp32 number would make it overflow on the way back.
-            scale = (torch.maximum(high, -low) / target).clamp_(
-                max=largest / target * (1 - 2.0**-23)
-            )
-        else:
-            levels = fmt.max_finite - fmt.min_finite
-            low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-            scale = high / levels - low / levels  # high - low could overflow
-            scale = torch.where(scale > 0, scale.clamp(min=tiny), 1.0)
-            zero_point = (
-                (fmt.min_finite - low / scale)
-                .round_()
-                .clamp_(fmt.min_finite, fmt.max_finite)
-            )
-    return QParams(
-        torch.where(scale > 0, scale.clamp(min=tiny), 1.0), zero_point, granularity
-    )
+        scale, zero_point = _asymmetric_qparams(*extremes(view, dims), fmt)
+    return QParams(scale, zero_point, granularity)
+
+
+def _symmetric_scale(low: Tensor, high: Tensor, fmt: Format) -> Tensor:
+    largest = torch.finfo(low.dtype).max
+    target = min(fmt.scale_target or fmt.max_finite, largest)
+    # Rounded up, the scale of the largest fp32 number would make it overflow on the way back.
+    limit = largest / target * (1 - 2.0**-23)
+    return (torch.maximum(high, -low) / target).clamp_(max=limit)
+
+
+def _asymmetric_qparams(
+    low: Tensor, high: Tensor, fmt: Format
+) -> tuple[Tensor, Tensor]:
+    levels = fmt.max_finite - fmt.min_finite
+    low = low.clamp(max=0.0)
+    high = high.clamp(min=0.0)
+    scale = _usable(high / levels - low / levels)  # high - low could overflow
+    zero_point = (fmt.min_finite - low / scale).round_()
+    return scale, zero_point.clamp_(fmt.min_finite, fmt.max_finite)
+
+
+def _usable(scale: Tensor) -> Tensor:
+    """The scale, normal and positive: 1 for 0, the smallest normal number for less."""
+    tiny = torch.finfo(scale.dtype).tiny
+    return torch.where(scale > 0, scale.clamp(min=tiny), 1.0)
 
 
 def mean_magnitude(view: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -116,13 +130,12 @@ def mean_magnitude(view: Tensor, dims: tuple[int, ...]) -> Tensor:
     count: int | Tensor = view.numel() // max(total.numel(), 1)
     if count == 0:
         return total
-    if not bool(
-        total.isfinite().all()
-    ):  # divided first, because the sum of large finite values overflows too
-        finite = view.isfinite()
-        count = finite.sum(dims, keepdim=True).clamp_(min=1)
-        return (torch.where(finite, view, 0.0).abs_() / count).sum(dims, keepdim=True)
-    return total / count
+    if bool(total.isfinite().all()):
+        return total / count
+    finite = view.isfinite()
+    count = finite.sum(dims, keepdim=True).clamp_(min=1)
+    # divided first, because the sum of large finite values overflows too
+    return (torch.where(finite, view, 0.0).abs_() / count).sum(dims, keepdim=True)
 
 
 def extremes(view: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -130,13 +143,15 @@ def extremes(view: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     if view.numel() == 0:
         shape = [1 if i in dims else n for i, n in enumerate(view.shape)]
         return view.new_zeros(shape), view.new_zeros(shape)
-    low, high = view.amin(dims, keepdim=True), view.amax(dims, keepdim=True)
+    low = view.amin(dims, keepdim=True)
+    high = view.amax(dims, keepdim=True)
     if not bool((low.isfinite() & high.isfinite()).all()):
         finite = view.isfinite()
         low = torch.where(finite, view, math.inf).amin(dims, keepdim=True)
         high = torch.where(finite, view, -math.inf).amax(dims, keepdim=True)
-        none = low > high
-        low, high = low.masked_fill_(none, 0.0), high.masked_fill_(none, 0.0)
+        empty = low > high
+        low = low.masked_fill_(empty, 0.0)
+        high = high.masked_fill_(empty, 0.0)
     return low, high
 
 
@@ -167,34 +182,12 @@ def fake_quantize(
     check_floating(x)
     saturate = saturate is None or fmt.saturates(saturate)
     rounding = rounding or fmt.rounding
-    shape = (
-        x.shape
-        if qparams.granularity is None
-        else qparams.granularity.split(x.shape)[0]
-    )
-    view = x.detach().to(working_dtype(x)).reshape(shape)
+    view = x.detach().to(working_dtype(x)).reshape(qparams.view_shape(x))
     scale = qparams.scale.to(view.dtype)
-    try:
-        significant = view / scale
-    except RuntimeError:
-        significant = None
-    if significant is None or significant.shape != view.shape:
-        raise FormatError(
-            "the scale does not fit the tensor",
-            expected=f"a shape that broadcasts to {tuple(view.shape)}",
-            got=f"a scale of shape {tuple(scale.shape)}",
-            do="choose_qparams gives scales of the right shape",
-        )
-    y = significant
+    y = _divided(view, scale)
     if qparams.zero_point is None:
-        y = round_values(
-            y,
-            fmt,
-            rounding,
-            saturate,
-            generator,
-            out=y if fmt.has_zero and saturate else None,
-        )
+        out = y if fmt.has_zero and saturate else None
+        y = round_values(y, fmt, rounding, saturate, generator, out=out)
         return y.mul_(scale).reshape(x.shape).to(x.dtype)
     if fmt.one_quantum != 1.0 or not fmt.has_zero or not saturate:
         raise FormatError(
@@ -207,6 +200,21 @@ def fake_quantize(
     y = to_integer(y, rounding, generator, y)
     y.add_(zero_point).clamp_(fmt.min_finite, fmt.max_finite).sub_(zero_point)
     return y.mul_(scale).reshape(x.shape).to(x.dtype)
+
+
+def _divided(view: Tensor, scale: Tensor) -> Tensor:
+    try:
+        quotient = view / scale
+    except RuntimeError:
+        quotient = None
+    if quotient is None or quotient.shape != view.shape:
+        raise FormatError(
+            "the scale does not fit the tensor",
+            expected=f"a shape that broadcasts to {tuple(view.shape)}",
+            got=f"a scale of shape {tuple(scale.shape)}",
+            do="choose_qparams gives scales of the right shape",
+        )
+    return quotient
 
 
 def quantize(x: Tensor, qparams: QParams, fmt: Format) -> Tensor:
@@ -223,15 +231,9 @@ def quantize(x: Tensor, qparams: QParams, fmt: Format) -> Tensor:
         >>> quantize(torch.tensor([0.04, 0.06, 9.0, -9.0]), QParams(torch.tensor(0.0625)), parse_format("int8"))
         tensor([   1,    1,  127, -127], dtype=torch.int32)
     """
-    shape = (
-        x.shape
-        if qparams.granularity is None
-        else qparams.granularity.split(x.shape)[0]
-    )
     # in fp64 the quotient of a value on the grid and its scale is its code but for a last bit
-    codes = (
-        fake_quantize(x, qparams, fmt).double().reshape(shape) / qparams.scale.double()
-    )
+    values = fake_quantize(x, qparams, fmt).double().reshape(qparams.view_shape(x))
+    codes = values / qparams.scale.double()
     if fmt.one_quantum != 1.0:
         if fmt.torch_dtype is None:
             raise FormatError(
@@ -257,12 +259,7 @@ def dequantize(codes: Tensor, qparams: QParams) -> Tensor:
     >>> dequantize(torch.tensor([1, -3]), QParams(torch.tensor(0.5), torch.tensor(1.0)))
     tensor([ 0., -2.])
     """
-    shape = (
-        codes.shape
-        if qparams.granularity is None
-        else qparams.granularity.split(codes.shape)[0]
-    )
-    values = codes.to(qparams.scale.dtype).reshape(shape)
+    values = codes.to(qparams.scale.dtype).reshape(qparams.view_shape(codes))
     if qparams.zero_point is not None:
         values = values - qparams.zero_point.to(values.dtype)
     return (values * qparams.scale).reshape(codes.shape)

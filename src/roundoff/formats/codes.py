@@ -37,37 +37,36 @@ def decode(code: int, fmt: Format) -> float:
     if code == fmt.nan_code:
         return math.nan
     if fmt.layout is Layout.TWOS_COMPLEMENT:
-        integer = code - ((code >> (fmt.width - 1)) << fmt.width)
-        value = math.ldexp(integer, fmt.quantum_exponent(fmt.emin))
-        if value < fmt.min_finite:
-            raise FormatError(
-                f"the narrow range of {fmt.name} leaves out this code",
-                expected=f"a value >= {fmt.min_finite:g}",
-                got=f"{code} ({value:g})",
-                do="use a format with narrow_range=False",
-            )
-        return value
+        return _twos_complement(code, fmt)
     sign_bit = fmt.width - 1 if fmt.min_finite < 0 else fmt.width
-    sign, magnitude = code >> sign_bit, code & ((1 << sign_bit) - 1)
-    value = (
-        _hif8(magnitude) if fmt.layout is Layout.HIF8 else _magnitude(magnitude, fmt)
-    )
+    negative = bool(code >> sign_bit)
+    magnitude = code & ((1 << sign_bit) - 1)
+    value = _magnitude(magnitude, fmt)
     if value > fmt.max_finite:
-        lower = (
-            _hif8(magnitude - 1)
-            if fmt.layout is Layout.HIF8
-            else _magnitude(magnitude - 1, fmt)
+        first_above = _magnitude(magnitude - 1, fmt) == fmt.max_finite
+        if not (fmt.has_inf and first_above):
+            return math.nan
+        value = math.inf
+    return -value if negative else value
+
+
+def _twos_complement(code: int, fmt: Format) -> float:
+    integer = code - ((code >> (fmt.width - 1)) << fmt.width)
+    value = math.ldexp(integer, fmt.quantum_exponent(fmt.emin))
+    if value < fmt.min_finite:
+        raise FormatError(
+            f"the narrow range of {fmt.name} leaves out this code",
+            expected=f"a value >= {fmt.min_finite:g}",
+            got=f"{code} ({value:g})",
+            do="use a format with narrow_range=False",
         )
-        return (
-            (-math.inf if sign else math.inf)
-            if fmt.has_inf and lower == fmt.max_finite
-            else math.nan
-        )
-    return -value if sign else value
+    return value
 
 
 def _magnitude(code: int, fmt: Format) -> float:
     """Exponent field and fraction field; inf where Python's float ends (fp64's highest exponent)."""
+    if fmt.layout is Layout.HIF8:
+        return _hif8(code)
     exponent = (code >> fmt.fraction_bits) - fmt.has_subnormals
     significand = code & ((1 << fmt.fraction_bits) - 1)
     if exponent < 0:
@@ -84,16 +83,13 @@ def _hif8(code: int) -> float:
     text = f"{code:07b}"
     for dot, width in _DOTS:
         if text.startswith(dot):
-            field, fraction = (
-                text[len(dot) : len(dot) + width],
-                text[len(dot) + width :],
-            )
+            after_dot = text[len(dot) :]
+            field = after_dot[:width]
+            fraction = after_dot[width:]
             exponent = int("1" + field[1:], 2) if width else 0
-            significand = int("1" + fraction, 2)
-            return math.ldexp(
-                significand,
-                (-exponent if field.startswith("1") else exponent) - len(fraction),
-            )
+            if field.startswith("1"):
+                exponent = -exponent
+            return math.ldexp(int("1" + fraction, 2), exponent - len(fraction))
     return math.ldexp(1.0, code - 23) if code else 0.0
 
 
@@ -114,7 +110,7 @@ def encode(value: float, fmt: Format) -> int:
             f"{value!r} is not a value of {fmt.name}",
             expected="a value of the format",
             got=repr(value),
-            do="round it first, with round_scalar",
+            do="round it first, with round_tensor",
         )
     return code
 
@@ -123,8 +119,7 @@ def _encode(value: float, fmt: Format) -> int | None:
     if math.isnan(value):
         return fmt.nan_code
     if value == 0:
-        negative = math.copysign(1.0, value) < 0 and fmt.has_negative_zero
-        return None if not fmt.has_zero else 1 << (fmt.width - 1) if negative else 0
+        return _zero_code(value, fmt)
     if math.isinf(value):
         if not fmt.has_inf:
             return None
@@ -132,23 +127,37 @@ def _encode(value: float, fmt: Format) -> int | None:
         return encode(math.copysign(fmt.max_finite, value), fmt) + 1
     if not fmt.min_finite <= value <= fmt.max_finite:
         return None
-    exponent = math.frexp(value)[1] - 1
     if fmt.layout is Layout.HIF8:
         return _hif8_codes().get(value)
-    integer = fmt.layout is Layout.TWOS_COMPLEMENT
-    quantum_exponent = fmt.quantum_exponent(fmt.emin if integer else exponent)
-    significand = math.ldexp(value, -quantum_exponent)
-    if significand != int(significand):
+    if fmt.layout is Layout.TWOS_COMPLEMENT:
+        integer = _whole(math.ldexp(value, -fmt.quantum_exponent(fmt.emin)))
+        return None if integer is None else integer % (1 << fmt.width)
+    return _sign_magnitude_code(value, fmt)
+
+
+def _zero_code(zero: float, fmt: Format) -> int | None:
+    if not fmt.has_zero:
         return None
-    if integer:
-        return int(significand) % (1 << fmt.width)
-    # A normal significand carries the implicit 1, which adds one to the exponent field.
-    field = max(exponent - fmt.emin, 0) - (not fmt.has_subnormals)
+    negative = math.copysign(1.0, zero) < 0 and fmt.has_negative_zero
+    return 1 << (fmt.width - 1) if negative else 0
+
+
+def _sign_magnitude_code(value: float, fmt: Format) -> int | None:
+    exponent = math.frexp(value)[1] - 1
     if exponent < fmt.emin and not fmt.has_subnormals:
         return None
-    return (value < 0 and 1 << (fmt.width - 1)) | (
-        (field << fmt.fraction_bits) + abs(int(significand))
-    )
+    significand = _whole(math.ldexp(value, -fmt.quantum_exponent(exponent)))
+    if significand is None:
+        return None
+    # A normal significand carries the implicit 1, which adds one to the exponent field.
+    field = max(exponent - fmt.emin, 0) - (not fmt.has_subnormals)
+    sign = 1 << (fmt.width - 1) if value < 0 else 0
+    return sign | ((field << fmt.fraction_bits) + abs(significand))
+
+
+def _whole(value: float) -> int | None:
+    """``value`` as an integer, None where it is no whole number."""
+    return int(value) if value == int(value) else None
 
 
 @lru_cache(maxsize=1)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from roundoff.errors import FormatError
-from roundoff.formats import FORMATS, BlockFormat, Format, Rounding, parse_format
+from roundoff.formats.named import FORMATS, parse_format
+from roundoff.formats.types import BlockFormat, Format, Rounding
 
 
 @dataclass(frozen=True)
@@ -38,34 +39,35 @@ class Limits:
 def limits(fmt: str | Format) -> Limits:
     """The bounds of a format. Raises ``FormatError`` for formats that are only used with a scale (integers, blocks)."""
     fmt = parse_format(fmt)
-    if isinstance(fmt, BlockFormat) or fmt.one_quantum is not None or not fmt.has_zero:
+    if not _has_limits(fmt):
+        examples = ", ".join(plain_formats()[:6])
         raise FormatError(
             f"{fmt.name} is only used with a scale, so values neither overflow nor underflow in it by themselves",
-            expected="a floating-point format, such as "
-            + ", ".join(plain_formats()[:6]),
+            expected=f"a floating-point format, such as {examples}",
             got=fmt.name,
         )
     away = fmt.rounding is Rounding.NEAREST_AWAY
     step = math.ldexp(1.0, fmt.quantum_exponent(fmt.emax))
-    smallest = fmt.smallest_subnormal
-    zero = (fmt.smallest_normal if smallest is None else smallest) / 2
+    last_is_odd = (fmt.max_finite / step) % 2 == 1
+    smallest = fmt.smallest_subnormal or fmt.smallest_normal
+    zero = smallest / 2
     return Limits(
         overflow=fmt.max_finite + step / 2,
-        overflow_tie=away
-        or (fmt.max_finite / step) % 2 == 1,  # to even: an odd last significand goes up
-        normal=zero if smallest is None else fmt.smallest_normal - smallest / 2,
+        overflow_tie=away or last_is_odd,  # to even: an odd last significand goes up
+        normal=zero if fmt.smallest_subnormal is None else fmt.smallest_normal - zero,
         zero=zero,
         zero_tie=not away,
     )
 
 
+def _has_limits(fmt: Format) -> bool:
+    scaled = isinstance(fmt, BlockFormat) or fmt.one_quantum is not None
+    return fmt.has_zero and not scaled
+
+
 def plain_formats() -> list[str]:
     """The names of the formats that have bounds of their own, as values need no scale in them."""
-    return [
-        name
-        for name, fmt in FORMATS.items()
-        if not isinstance(fmt, BlockFormat) and fmt.one_quantum is None and fmt.has_zero
-    ]
+    return [name for name, fmt in FORMATS.items() if _has_limits(fmt)]
 
 
 #: Largest finite value by torch's name of a floating-point dtype.

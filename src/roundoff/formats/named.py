@@ -109,8 +109,7 @@ def integer(
         )
     narrow = symmetric if narrow_range is None else narrow_range
     if name is None:
-        odd = "" if narrow == symmetric else "_narrow" if narrow else "_full"
-        name = f"int{width}{'' if symmetric else '_asym'}{odd}"
+        name = _integer_name(width, symmetric, narrow)
     top = float(2 ** (width - 1) - 1)
     return Format(
         name=name,
@@ -125,6 +124,13 @@ def integer(
         torch_name="int8" if width == 8 else None,
         execution=_SCALED,
     )
+
+
+def _integer_name(width: int, symmetric: bool, narrow: bool) -> str:
+    name = f"int{width}" if symmetric else f"int{width}_asym"
+    if narrow == symmetric:
+        return name
+    return f"{name}_narrow" if narrow else f"{name}_full"
 
 
 def _block(
@@ -289,42 +295,57 @@ ALIASES: dict[str, str] = {
 
 
 _WIDTH = r"[2-9]|1[0-6]"
+_INTEGER = re.compile(rf"int(?P<width>{_WIDTH})(?P<asymmetric>_asym)?")
 _MIXED = re.compile(
     rf"w(?P<weight>{_WIDTH})(?:a(?P<activation>{_WIDTH}))?(?:g(?P<group>[1-9]\d*))?"
 )
 
 
-def mixed(name: str) -> Format | None:
-    """Integer weights of one width and activations of another: ``w4a8``, without ``a`` weights alone: ``w4``, with ``g`` in
-    groups of so many weights along the contracted axis: ``w4g64``. Widths from 2 to 16. Activations are asymmetric.
-    ``None``: no such name."""
-    found = _MIXED.fullmatch(name)
-    if found is None:
+def integer_named(name: str) -> Format | None:
+    """The integer format of any width from 2 to 16: ``int6``, ``int3_asym``.
+
+    ``None``: no such name.
+    """
+    match = _INTEGER.fullmatch(name)
+    if match is None:
         return None
-    width, group = int(found["weight"]), found["group"]
-    activation = (
-        integer(int(found["activation"]), symmetric=False)
-        if found["activation"]
-        else None
-    )
+    return integer(int(match["width"]), symmetric=match["asymmetric"] is None)
+
+
+def mixed(name: str) -> Format | None:
+    """Integer weights of one width, and activations of another or in full precision.
+
+    ``w4a8``: weights of 4 bits, asymmetric activations of 8. ``w4``: weights alone.
+    ``w4g64``: 64 weights along the contracted axis share a scale. Widths are 2 to 16.
+    ``None``: no such name.
+    """
+    match = _MIXED.fullmatch(name)
+    if match is None:
+        return None
+    activation = None
+    if match["activation"]:
+        activation = integer(int(match["activation"]), symmetric=False)
     rule = Execution(
         "matrix",
         "tensor" if activation else None,
-        "group" if group else "channel",
+        "group" if match["group"] else "channel",
         bias=False,
         output=False,
     )
     return replace(
-        integer(width, name=name),
+        integer(int(match["weight"]), name=name),
         execution=rule,
         activation_format=activation,
-        group_size=int(group) if group else 32,
+        group_size=int(match["group"] or 32),
     )
 
 
 def parse_format(name: str | Format) -> Format:
-    """The format with this name or alias; case does not matter, nor ``-`` for ``_`` or a leading ``torch.``.
-    A format is returned as it is. ``w4a8`` and the like are integers of two widths (see ``mixed``).
+    """The format with this name or alias; a format is returned as it is.
+
+    Case does not matter, nor ``-`` for ``_`` or a leading ``torch.``. ``int6`` and the
+    like are integers of any width from 2 to 16, ``w4a8`` and the like integers of two
+    widths (see ``mixed``).
 
     Raises:
         FormatError: there is none; the message has the nearest names.
@@ -332,20 +353,20 @@ def parse_format(name: str | Format) -> Format:
     Example:
         >>> parse_format("bfloat16").name, parse_format("torch.float16").name, parse_format("MXFP8").name
         ('bf16', 'fp16', 'mxfp8_e4m3')
-        >>> parse_format("w4a8").of_activations.name
-        'int8_asym'
+        >>> parse_format("int6").max_finite, parse_format("w4a8").of_activations.name
+        (31.0, 'int8_asym')
     """
     if isinstance(name, Format):
         return name
     key = name.strip().lower().replace("-", "_").removeprefix("torch.")
-    fmt = FORMATS.get(ALIASES.get(key, key)) or mixed(key)
+    fmt = FORMATS.get(ALIASES.get(key, key)) or integer_named(key) or mixed(key)
     if fmt is None:
         near = nearest(key, [*FORMATS, *ALIASES])
+        suggestion = did_you_mean(dict.fromkeys(ALIASES.get(n, n) for n in near))
         raise FormatError(
             "unknown format",
             expected=", ".join(FORMATS),
             got=name,
-            do=did_you_mean(dict.fromkeys(ALIASES.get(n, n) for n in near))
-            or "choose one of these",
+            do=suggestion or "choose one of these",
         )
     return fmt

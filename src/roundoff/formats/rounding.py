@@ -1,4 +1,4 @@
-"""The one verb of this package: round a tensor to a number format."""
+"""Round a tensor to a number format: the one verb of this room."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def round_tensor(
     """``x`` rounded to the values of ``fmt``: a tensor of x's shape, dtype and device, without gradient.
 
     * Without granularity and scale: a plain cast to the format's own values. Out of range as in
-      ``scalar.round_scalar``: the largest finite value if ``saturate``, else Inf, else NaN. Integer formats, ternary
+      ``Format.saturates``: the largest finite value if ``saturate``, else Inf, else NaN. Integer formats, ternary
       and binary need a scale.
     * With a granularity: scales (and zero points) are chosen from ``x`` (``choose_qparams``), and values are divided by
       them, rounded, and multiplied back (``fake_quantize``).
@@ -77,18 +77,6 @@ def round_tensor(
     check_floating(x)
     rounding = rounding or fmt.rounding
     if isinstance(fmt, BlockFormat):
-        if granularity is not None:
-            if (
-                not isinstance(granularity, PerGroup)
-                or granularity.group_size != fmt.block_size
-            ):
-                raise FormatError(
-                    f"{fmt.name} has blocks of {fmt.block_size} elements along one axis",
-                    expected=f"PerGroup({fmt.block_size}, axis)",
-                    got=str(granularity),
-                    do="or give the axis alone: round_tensor(x, fmt, axis=axis)",
-                )
-            axis = granularity.axis
         if scale is not None or zero_point is not None or saturate is False:
             raise FormatError(
                 f"{fmt.name} chooses its own scales, and its elements saturate",
@@ -97,35 +85,56 @@ def round_tensor(
             )
         if scale_rule is not None:
             fmt = replace(fmt, scale_rule=scale_rule)
+        axis = _block_axis(fmt, granularity, axis)
         return round_blocks(x, fmt, axis, rounding, generator)
+    qparams = _qparams(x, fmt, granularity, scale, zero_point)
+    if qparams is None:
+        return cast(x, fmt, rounding, fmt.saturates(saturate), generator)
+    return fake_quantize(
+        x, qparams, fmt, rounding=rounding, saturate=saturate, generator=generator
+    )
+
+
+def _block_axis(fmt: BlockFormat, granularity: Granularity | None, axis: int) -> int:
+    if granularity is None:
+        return axis
+    if isinstance(granularity, PerGroup) and granularity.group_size == fmt.block_size:
+        return granularity.axis
+    raise FormatError(
+        f"{fmt.name} has blocks of {fmt.block_size} elements along one axis",
+        expected=f"PerGroup({fmt.block_size}, axis)",
+        got=str(granularity),
+        do="or give the axis alone: round_tensor(x, fmt, axis=axis)",
+    )
+
+
+def _qparams(
+    x: Tensor,
+    fmt: Format,
+    granularity: Granularity | None,
+    scale: Tensor | float | None,
+    zero_point: Tensor | float | None,
+) -> QParams | None:
+    """The scale and zero point that are asked for; None for a plain cast."""
     if scale is not None:
-        zero_point = (
-            None if zero_point is None else torch.as_tensor(zero_point, device=x.device)
-        )
-        qparams = QParams(
-            torch.as_tensor(scale, device=x.device), zero_point, granularity
-        )
-    elif zero_point is not None:
+        scale = torch.as_tensor(scale, device=x.device)
+        if zero_point is not None:
+            zero_point = torch.as_tensor(zero_point, device=x.device)
+        return QParams(scale, zero_point, granularity)
+    if zero_point is not None:
         raise FormatError(
             "a zero point needs a scale",
             expected="scale and zero_point",
             got="zero_point alone",
         )
-    elif granularity is not None:
-        qparams = choose_qparams(x, fmt, granularity)
-    elif (
-        fmt.execution is not None
-        and fmt.execution.weight == "channel"
-        and fmt.one_quantum == 1.0
-    ):
+    if granularity is not None:
+        return choose_qparams(x, fmt, granularity)
+    scaled = fmt.execution is not None and fmt.execution.weight == "channel"
+    if scaled and fmt.one_quantum == 1.0:
         raise FormatError(
             f"{fmt.name} needs a scale",
             expected="granularity= or scale=",
             got="neither",
             do="round_tensor(x, fmt, granularity=PerTensor()), or scale=1.0 to round to whole numbers",
         )
-    else:
-        return cast(x, fmt, rounding, fmt.saturates(saturate), generator)
-    return fake_quantize(
-        x, qparams, fmt, rounding=rounding, saturate=saturate, generator=generator
-    )
+    return None

@@ -1,7 +1,9 @@
-"""Rounding of tensors to a format's values: the fast twin of ``scalar.py``, with the same steps in the same order.
+"""Round tensors to a format's values.
 
-Nothing here loops over elements. Where torch has the format as a dtype and casts it quickly, the cast is used; what
-the cast does out of range is measured once per dtype and device, because it differs between them.
+Nothing here loops over elements. The tests hold it to a slow twin in exact arithmetic
+(``tests/formats/scalar.py``), which takes the same steps in the same order. Where torch
+has the format as a dtype and casts it quickly, the cast is used; what the cast does out
+of range is measured once per dtype and device, because it differs between them.
 """
 
 from __future__ import annotations
@@ -59,17 +61,11 @@ def cast(
     if _holds(fmt, x.dtype):
         return x if not saturate else _clip(x)
     if rounding is Rounding.NEAREST_EVEN:
-        dtype = _quick(fmt, x)
-        if dtype is not None and _overflow(dtype, x.device.type) == _wanted(
-            fmt, saturate
-        ):
+        dtype = _cast_dtype(fmt, x, saturate)
+        if dtype is not None:
             return x.to(dtype).to(x.dtype)
-    if (
-        rounding is Rounding.STOCHASTIC
-        and fmt == FORMATS["bf16"]
-        and x.dtype == torch.float32
-        and not saturate
-    ):
+    fp32_to_bf16 = fmt == FORMATS["bf16"] and x.dtype == torch.float32
+    if rounding is Rounding.STOCHASTIC and not saturate and fp32_to_bf16:
         return _stochastic_bf16(x, generator)
     rounded = round_values(x.to(working_dtype(x)), fmt, rounding, saturate, generator)
     if not fmt.has_negative_zero:
@@ -107,37 +103,40 @@ def _clip(x: Tensor) -> Tensor:
     return x.clamp(-limit, limit)
 
 
-def _quick(fmt: Format, x: Tensor) -> torch.dtype | None:
+def _cast_dtype(fmt: Format, x: Tensor, saturate: bool) -> torch.dtype | None:
     """The dtype whose cast gives the format's nearest-even values at speed, else ``None``."""
     dtype = fmt.torch_dtype
     if dtype is None or not dtype.is_floating_point or not fmt.has_subnormals:
         return None
     if x.dtype == torch.float64 and dtype != torch.float32:
-        return None  # torch casts fp64 to fp16 and smaller by way of fp32, which rounds twice
+        return (
+            None  # torch casts fp64 to fp16 and smaller by way of fp32: two roundings
+        )
     if dtype.itemsize == 1 and x.device.type == "cpu":
-        return None  # torch's fp8 casts are scalar code on the CPU, several times slower than the steps below
-    return dtype
-
-
-def _wanted(fmt: Format, saturate: bool) -> str:
-    return "saturate" if saturate else "inf" if fmt.has_inf else "nan"
+        return (
+            None  # scalar code on the CPU, several times slower than ``round_values``
+        )
+    out_of_range = math.inf if fmt.has_inf else math.nan
+    asked = "saturate" if saturate else _fate(out_of_range)
+    return dtype if _overflow(dtype, x.device.type) == asked else None
 
 
 @lru_cache(maxsize=64)
 def _overflow(dtype: torch.dtype, device: str) -> str:
-    """What a cast to ``dtype`` does with Inf and with finite values out of range: saturate, inf, nan or mixed."""
+    """What a cast to ``dtype`` makes of Inf and of finite values out of range.
+
+    One of ``saturate``, ``inf``, ``nan`` and ``mixed``.
+    """
     wide = torch.float64 if dtype == torch.float32 else torch.float32
-    beyond = (
-        torch.tensor([math.inf, torch.finfo(wide).max], device=device, dtype=wide)
-        .to(dtype)
-        .float()
-        .tolist()
-    )
-    found = {
-        "nan" if math.isnan(v) else "inf" if math.isinf(v) else "saturate"
-        for v in beyond
-    }
-    return found.pop() if len(found) == 1 else "mixed"
+    beyond = torch.tensor([math.inf, torch.finfo(wide).max], device=device, dtype=wide)
+    fates = {_fate(value) for value in beyond.to(dtype).float().tolist()}
+    return fates.pop() if len(fates) == 1 else "mixed"
+
+
+def _fate(value: float) -> str:
+    if math.isnan(value):
+        return "nan"
+    return "inf" if math.isinf(value) else "saturate"
 
 
 def round_values(
@@ -160,32 +159,41 @@ def round_values(
     rounded = to_integer(significand, rounding, generator, out if unit else significand)
     if not unit:
         rounded.mul_(quantum)
-    lowest = min(fmt.min_finite, 0.0)
     if saturate:
-        rounded.clamp_(lowest, fmt.max_finite)
+        rounded.clamp_(min(fmt.min_finite, 0.0), fmt.max_finite)
     else:
-        if rounding is Rounding.TOWARD_ZERO:
-            rounded = torch.where(x.isinf(), x, rounded.clamp(lowest, fmt.max_finite))
-        if _exceeds(rounded, lowest, fmt.max_finite):
-            beyond = math.inf if fmt.has_inf else math.nan
-            rounded.masked_fill_(rounded > fmt.max_finite, beyond)
-            rounded.masked_fill_(rounded < lowest, -beyond)
-    if not fmt.has_zero:
-        rounded = (
-            rounded.abs_().clamp_(min=fmt.smallest_normal).copysign_(x + 0.0)
-        )  # -0 + 0 is +0
-        if fmt.min_finite > 0:
-            rounded.masked_fill_(x < 0, math.nan)
+        rounded = _overflowed(x, rounded, fmt, rounding)
+    if fmt.has_zero:
+        return rounded
+    sign = x + 0.0  # -0 + 0 is +0
+    rounded = rounded.abs_().clamp_(min=fmt.smallest_normal).copysign_(sign)
+    if fmt.min_finite > 0:
+        rounded.masked_fill_(x < 0, math.nan)
     return rounded
 
 
-def _exceeds(rounded: Tensor, low: float, high: float) -> bool:
-    """Whether a number may be out of range. Where a look costs less than a masked fill, that is on the CPU, look."""
+def _overflowed(x: Tensor, rounded: Tensor, fmt: Format, rounding: Rounding) -> Tensor:
+    """``rounded`` with Inf, or NaN without Inf, where ``x`` is out of range."""
+    lowest = min(fmt.min_finite, 0.0)
+    if rounding is Rounding.TOWARD_ZERO:
+        rounded = torch.where(x.isinf(), x, rounded.clamp(lowest, fmt.max_finite))
+    if _may_exceed(rounded, lowest, fmt.max_finite):
+        beyond = math.inf if fmt.has_inf else math.nan
+        rounded.masked_fill_(rounded > fmt.max_finite, beyond)
+        rounded.masked_fill_(rounded < lowest, -beyond)
+    return rounded
+
+
+def _may_exceed(rounded: Tensor, low: float, high: float) -> bool:
+    """Return True if a number may be out of range.
+
+    Look only where that costs less than a masked fill: on the CPU.
+    """
     if rounded.device.type != "cpu" or rounded.numel() == 0:
         return True
-    return not (
-        rounded.amin().item() >= low and rounded.amax().item() <= high
-    )  # NaN hides the others: then True
+    # NaN hides the others, and then no comparison holds
+    inside = rounded.amin().item() >= low and rounded.amax().item() <= high
+    return not inside
 
 
 def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
@@ -196,16 +204,14 @@ def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
     field = x.view(integer).bitwise_and(mask)
     if fmt.taper:
         quanta = _quanta(fmt, x.dtype, x.device)
-        return quanta.index_select(0, field.bitwise_right_shift_(bits).flatten()).view(
-            x.shape
-        )
+        exponents = field.bitwise_right_shift_(bits).flatten()
+        return quanta.index_select(0, exponents).view(x.shape)
     # The exponent field alone is the power of two below |x|; subnormals of x give 0, Inf and NaN give Inf.
     power = field.view(x.dtype)
     smallest = math.ldexp(1.0, fmt.emin)
     # The upper limit keeps Inf / quantum from being NaN; past it any quantum shows that the range is exceeded.
-    quantum = power.clamp_(smallest, math.ldexp(1.0, fmt.emax)).mul_(
-        math.ldexp(1.0, -fmt.fraction_bits)
-    )
+    largest = math.ldexp(1.0, fmt.emax)
+    quantum = power.clamp_(smallest, largest).mul_(math.ldexp(1.0, -fmt.fraction_bits))
     if not fmt.has_subnormals and fmt.fraction_bits:
         quantum.masked_fill_(x.abs() < smallest, smallest)
     return quantum
@@ -245,9 +251,12 @@ def to_integer(
         magnitude.add_(below_half).floor_()
     else:
         lower = magnitude.floor()
-        rest = magnitude.sub_(lower).nan_to_num_(0.0)  # exact; Inf - Inf is NaN
+        remainder = magnitude.sub_(lower).nan_to_num_(0.0)  # exact; Inf - Inf is NaN
         draw = torch.rand(
-            rest.shape, dtype=rest.dtype, device=rest.device, generator=generator
+            remainder.shape,
+            dtype=remainder.dtype,
+            device=remainder.device,
+            generator=generator,
         )
-        magnitude = lower.add_(draw < rest)
+        magnitude = lower.add_(draw < remainder)
     return magnitude.copysign_(significand)

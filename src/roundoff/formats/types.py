@@ -1,9 +1,11 @@
 """What a number format is, as data.
 
-Every format is a list of fields that one algorithm reads (``scalar.round_scalar`` in exact arithmetic, its fast twin
-in ``tensor.py``). In the binade ``2**E <= |v| < 2**(E+1)`` the values are the multiples of a quantum
-``2**(E - fraction_bits)``; below ``2**emin`` the quantum stays that of ``emin`` (subnormals). An integer format is the
-case where all values share one quantum, and a tapered format the one where the fraction bits depend on ``|E|``.
+Every format is a list of fields that one algorithm reads (``tensors.py``; the tests hold
+it to a slow twin in exact arithmetic). In the binade ``2**E <= |v| < 2**(E+1)`` the
+values are the multiples of a quantum ``2**(E - fraction_bits)``; below ``2**emin`` the
+quantum stays that of ``emin`` (subnormals). An integer format is the case where all
+values share one quantum, and a tapered format the one where the fraction bits depend on
+``|E|``.
 """
 
 from __future__ import annotations
@@ -127,9 +129,8 @@ class Format:
     group_size: int = 32
 
     def __hash__(self) -> int:
-        return hash(
-            self.name
-        )  # equality still compares every field; this one is called in hot loops
+        # equality still compares every field; this one is called in hot loops
+        return hash(self.name)
 
     @property
     def of_activations(self) -> Format:
@@ -140,8 +141,8 @@ class Format:
     def bits(self) -> float:
         """Bits in memory per element, including its share of a block's scale, or of a group's, which has 32 bits."""
         grouped = self.execution is not None and self.execution.weight == "group"
-        own = float(self.width if self.storage_bits is None else self.storage_bits)
-        return own + 32.0 / self.group_size if grouped else own
+        width = float(self.width if self.storage_bits is None else self.storage_bits)
+        return width + 32.0 / self.group_size if grouped else width
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -162,9 +163,9 @@ class Format:
     def one_quantum(self) -> float | None:
         """The quantum when all values are multiples of it (integers), else ``None``."""
         limit = max(self.max_finite, -self.min_finite)
-        if limit > math.ldexp(1.0, self.emin + 1) or (
-            self.has_zero and not self.has_subnormals
-        ):
+        if limit > math.ldexp(1.0, self.emin + 1):
+            return None
+        if self.has_zero and not self.has_subnormals:
             return None
         return math.ldexp(1.0, self.quantum_exponent(self.emin))
 
@@ -175,9 +176,9 @@ class Format:
     @property
     def smallest_normal(self) -> float:
         """``2**emin``; for formats of one quantum, that quantum."""
-        return (
-            math.ldexp(1.0, self.emin) if self.one_quantum is None else self.one_quantum
-        )
+        if self.one_quantum is not None:
+            return self.one_quantum
+        return math.ldexp(1.0, self.emin)
 
     @property
     def smallest_subnormal(self) -> float | None:
@@ -196,7 +197,7 @@ class Format:
         return exponent - (self.taper[-1][1] if self.taper else self.fraction_bits)
 
     def saturates(self, asked: bool | None) -> bool:
-        """Whether to saturate: as asked, or the format's own default.
+        """Return True to saturate: as asked, or the format's own default.
 
         Raises:
             FormatError: ``asked`` is False, and there is neither Inf nor NaN for what is out of range.
@@ -211,7 +212,7 @@ class Format:
         return self.saturate if asked is None else asked
 
     def contains(self, other: Format) -> bool:
-        """Whether every finite value of ``other``, without a scale, is a value of this format.
+        """Return True if every finite value of ``other``, without a scale, is one of this format.
 
         Decided from the fields. Only block formats with the same fields contain each other, because their
         values depend on the scale; the sign of zero does not count.
@@ -256,19 +257,23 @@ def _contains(outer: Format, inner: Format) -> bool:
         return True
     if isinstance(outer, BlockFormat) or isinstance(inner, BlockFormat):
         return False
-    if (inner.has_zero and not outer.has_zero) or inner.max_finite > outer.max_finite:
+    if inner.has_zero and not outer.has_zero:
         return False
-    if inner.min_finite < outer.min_finite:
+    if inner.max_finite > outer.max_finite or inner.min_finite < outer.min_finite:
         return False
     lowest = inner.quantum_exponent(inner.emin - 1)
-    for exponent in range(lowest, inner.emax + 1):
-        step = inner.quantum_exponent(exponent)
-        if step > exponent:
-            continue  # no values here: without subnormals the binade is empty
-        second = math.ldexp(1.0, exponent) + math.ldexp(1.0, step)
-        if step == exponent or second > max(inner.max_finite, -inner.min_finite):
-            step = exponent  # the power of two is the binade's only value
-        outer_step = outer.quantum_exponent(exponent)
-        if outer_step > step:
-            return False
-    return True
+    return all(
+        _binade_contains(outer, inner, exponent)
+        for exponent in range(lowest, inner.emax + 1)
+    )
+
+
+def _binade_contains(outer: Format, inner: Format, exponent: int) -> bool:
+    """Return True if ``outer`` has the values of ``inner`` from ``2**exponent`` up to the next power of two."""
+    step = inner.quantum_exponent(exponent)
+    if step > exponent:
+        return True  # no values here: without subnormals the binade is empty
+    second = math.ldexp(1.0, exponent) + math.ldexp(1.0, step)
+    if second > max(inner.max_finite, -inner.min_finite):
+        step = exponent  # the power of two is the binade's only value
+    return outer.quantum_exponent(exponent) <= step

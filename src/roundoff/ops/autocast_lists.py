@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from roundoff.errors import PlanError
+from roundoff.ops.table import facts, operators_that
 
 Listed = Literal["lower", "fp32", "promote", "follow"]
 
@@ -27,40 +28,6 @@ KEYS = {
     "mtia": "AutocastMTIA",
     "privateuseone": "AutocastPrivateUse1",
 }
-
-_LOWER = frozenset(
-    """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu
-    cudnn_convolution cudnn_convolution_transpose addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
-    bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
-    rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention _addmm_activation mkldnn_rnn_layer
-    _native_multi_head_attention""".split()
-)
-_PROMOTE = frozenset(
-    """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack
-    index_copy""".split()
-)
-#: Operators of other names, or made of others: the listed operator that decides.
-_DECIDES = {
-    "rmatmul": "matmul",
-    "einsum": "bmm",
-    "chain_matmul": "mm",
-    "multi_dot": "mm",
-    "linalg_multi_dot": "mm",
-    "tensordot": "mm",
-    "lstm": "linear",
-    "gru": "linear",
-    "rnn_tanh": "linear",
-    "rnn_relu": "linear",
-    "lstm_cell": "linear",
-    "gru_cell": "linear",
-    "rnn_tanh_cell": "linear",
-    "rnn_relu_cell": "linear",
-    "rpow": "pow",
-    "rdiv": "reciprocal",
-    "softmin": "softmax",
-    "cross_entropy_loss": "log_softmax",
-}
-
 
 #: What is said of fp16 on such a CPU (measured on GPT-2 and ResNet-18 steps).
 SLOW_FP16 = (
@@ -87,12 +54,18 @@ def listed(operator: str, device: str = "cpu") -> Listed:
     (['follow', 'fp32'], 'lower', 'follow')
     """
     names = _names(device)
-    for name in (operator, _DECIDES.get(operator)):
+    for name in (operator, facts(operator).decided_by):
         if name is not None and name in names:
-            return (
-                "lower" if name in _LOWER else "promote" if name in _PROMOTE else "fp32"
-            )
+            return _class(name)
     return "follow"
+
+
+def _class(name: str) -> Listed:
+    """What the list that has this operator is for."""
+    if name in operators_that("promote under autocast"):
+        return "promote"
+    # a parametric ReLU is on the list of products
+    return "lower" if facts(name).multiplies or name == "prelu" else "fp32"
 
 
 def differences(device: str, other: str) -> dict[str, tuple[Listed, Listed]]:

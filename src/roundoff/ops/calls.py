@@ -23,8 +23,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundoff.ops.operators import CREATES, EXACT, MOVES, RANDOM, Operator, einsum_axes
+from roundoff.ops.operators import Operator, einsum_axes
+from roundoff.ops.table import operators_that
 from roundoff.site import Site
+
+_MOVES = operators_that("move values")
+_CREATES = operators_that("create")
+_EXACT = operators_that("create exactly")
+_DRAWS = operators_that("draw")
+_DROPS_OUT = operators_that("drop out")
 
 
 @dataclass(frozen=True)
@@ -151,12 +158,12 @@ class CallMode(TorchFunctionMode):
         operator = Operator.of(func)
         if operator.name == "shape" or not _has_float(args, kwargs):
             result = func(*args, **kwargs)
-            if operator.name in EXACT and _is_float(result):
+            if operator.name in _EXACT and _is_float(result):
                 self._sources[result] = frozenset()
             if (
                 any(map(_is_complex, args))
                 and isinstance(result, Tensor)
-                and operator.name not in MOVES
+                and operator.name not in _MOVES
             ):
                 self._exclude(operator.name, "complex numbers")
             return result
@@ -286,11 +293,11 @@ class CallMode(TorchFunctionMode):
     ) -> None:
         """``func`` has run and is not a site, for ``reason``: where its result's values come from."""
         sources = (
-            frozenset() if operator.name in EXACT else self._sources_of((args, kwargs))
+            frozenset() if operator.name in _EXACT else self._sources_of((args, kwargs))
         )
         outputs = float_tensors(result)
         for tensor in outputs:
-            drawn = reason == "random" or operator.name in CREATES - EXACT
+            drawn = reason == "random" or operator.name in _CREATES - _EXACT
             self._made(tensor, frozenset(("",)) if drawn else sources, operator.inplace)
         if operator.name == "setitem":
             self._made(args[0], sources, True)
@@ -384,17 +391,17 @@ def _has_float(args: Any, kwargs: Any) -> bool:
 
 def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
     """Why this call is not a site, or None. Dropout is a copy when it is off and random when it is on."""
-    if operator.name.endswith("dropout"):
+    if operator.name in _DROPS_OUT:
         probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         training = kwargs.get(
             "training", kwargs.get("train", args[2] if len(args) > 2 else True)
         )
         return "random" if training and probability else "moves values, rounds nothing"
-    if operator.name in MOVES:
+    if operator.name in _MOVES:
         return "moves values, rounds nothing"
-    if operator.name in CREATES:
+    if operator.name in _CREATES:
         return "does not depend on values"
-    if operator.name in RANDOM:
+    if operator.name in _DRAWS:
         return "random"
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     if any(_is_float(leaf) and wrapped(leaf) for leaf in tree_flatten(args)[0]):

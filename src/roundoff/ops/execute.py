@@ -28,7 +28,7 @@ from roundoff.formats import (
     round_tensor,
 )
 from roundoff.ops.calls import Call, Operand
-from roundoff.ops.operators import MATRIX_KINDS
+from roundoff.ops.table import MATRIX_KINDS
 
 
 def runs(call: Call, fmt: Format) -> str | None:

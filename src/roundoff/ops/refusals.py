@@ -10,26 +10,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from roundoff.ops.table import base, operators_that
+
 _COLLECTIVES = frozenset(
     "c10d c10d_functional _c10d_functional _c10d_functional_autograd symm_mem _dtensor".split()
 )
 _QUANTIZED = frozenset("quantized _quantized quantized_decomposed".split())
-UNINITIALISED = frozenset(
-    """empty empty_like empty_strided empty_permuted new_empty new_empty_strided empty_quantized resize resize_
-    resize_as_ _resize_output_""".split()
-)
-#: Calls for their effect on the program, not for a value.
-_EFFECTS = frozenset(
-    """record_stream _print _assert_async _assert_scalar _async_error set_ set_data _pin_memory pin_memory
-    manual_seed _cudnn_init_dropout_state _fill_mem_eff_dropout_mask_""".split()
-)
-#: Their meaning hangs on the strides of the memory, which a copy does not keep.
-_BY_STRIDE = frozenset("as_strided_copy as_strided_scatter".split())
-CASTS = frozenset("_to_copy to".split())
-#: Vectors up to sign, or any basis of a space: two correct results need not be close.
-NOT_UNIQUE = frozenset("linalg_eig _linalg_eigh _linalg_svd".split())
-#: Opaque bytes that the forward kernel of one format left for its backward kernel.
-OPAQUE = frozenset("_cudnn_rnn_backward miopen_rnn_backward".split())
 
 
 @dataclass(frozen=True)
@@ -49,25 +35,26 @@ def refuse(func: OpOverload, values: Mapping[str, Any]) -> None:
     ``values`` are its arguments by name.
     """
     space, name = func._schema.name.split("::")
+    operator = base(name)
     if space in _COLLECTIVES:
         raise Refusal("a collective")
     if space in _QUANTIZED:
         raise Refusal("runs on quantized tensors")
-    if name in _EFFECTS or space == "profiler":
+    if operator in operators_that("act on the program") or space == "profiler":
         raise Refusal("called for its effect")
     if name == "_efficientzerotensor":
         raise Refusal("zeros without memory")
-    if name in UNINITIALISED:
+    if operator in operators_that("leave memory unwritten"):
         raise Refusal("uninitialised memory")
-    if name in _BY_STRIDE:
+    if operator in operators_that("read strides"):
         raise Refusal("reads memory by its strides")
-    if name in NOT_UNIQUE:
+    if operator in operators_that("have no unique result"):
         raise Refusal("its result is not unique")
-    if name in OPAQUE:
+    if operator in operators_that("read opaque bytes"):
         raise Refusal("needs the bytes that its forward kernel left")
     if _random(func, name, values):
         raise Refusal("draws random numbers")
-    if name in CASTS:
+    if operator in operators_that("cast"):
         _refuse_cast(values)
     elif torch.Tag.inplace_view in func.tags or any(
         r.alias_info is not None and not r.alias_info.is_write

@@ -39,6 +39,7 @@ SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 
 
 Case = tuple[str, str, str]  # kind, format, size
+Operand = Callable[..., "Tensor"]  # sizes -> random values
 
 
 def measure_seconds(
@@ -71,92 +72,112 @@ def measure_seconds(
     """
     import torch
 
-    parsed = [
-        f if isinstance(f, Format) else parse_format(f) for f in ("fp32", *formats)
-    ]
-    runnable = {f.name: f for f in parsed if f.execution is not None}
-    matrix_only = {
-        f.name for f in parsed if f.execution and f.execution.operators == "matrix"
-    }
+    parsed = [parse_format(name) for name in ("fp32", *formats)]
+    runnable = {fmt.name: fmt for fmt in parsed if fmt.execution is not None}
     chosen = tuple(sizes)
     if not set(chosen) <= set(SIZES):
         raise PlanError(
             "unknown size", expected=", ".join(SIZES), got=", ".join(chosen)
         )
-    calls: dict[Case, Callable[[], object]] = {}
-    notes: dict[Case, str] = {}
-    once: dict[Case, float] = {}
     end = time.perf_counter() + budget
-    cuda = torch.device(device).type == "cuda"
+    with torch.no_grad():
+        kernels = _Kernels(device)
+        for kind, size, fmt in itertools.product(SHAPES, chosen, runnable.values()):
+            if kind != "elementwise" or not _matrix_only(fmt):
+                kernels.prepare(kind, size, fmt)
+        samples = kernels.take_turns(end)
+    rows = [
+        _row(case, samples, kernels.notes.get(case, ""), device)
+        for case in (*kernels.calls, *kernels.notes)
+    ]
+    return SecondsTable(rows)
 
-    def clock(call: Callable[[], object], repeats: int) -> float:
-        if cuda:
-            torch.cuda.synchronize(device)
+
+def _matrix_only(fmt: Format) -> bool:
+    return fmt.execution is not None and fmt.execution.operators == "matrix"
+
+
+class _Kernels:
+    """The kernels that run on a device, by case, and a note for each case without one."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.calls: dict[Case, Callable[[], object]] = {}
+        self.notes: dict[Case, str] = {}
+        self._first: dict[Case, float] = {}
+
+    def prepare(self, kind: str, size: str, fmt: Format) -> None:
+        """Make the operands of a case, and run its kernel twice."""
+        case = (kind, fmt.name, size)
+        call = _kernel(kind, SHAPES[kind][size], fmt, self.device)
+        if call is None:
+            self.notes[case] = f"no {fmt.name} kernel on {self.device}: fp32's time"
+            return
+        try:
+            self.seconds(call, 1)
+            self._first[case] = self.seconds(call, 1)
+        except RuntimeError as error:
+            # so torch says that a build or device lacks a kernel
+            reason = str(error).splitlines()[0][:80]
+            failed = f"{fmt.name} failed on {self.device}: fp32's time ({reason})"
+            self.notes[case] = failed
+            return
+        self.calls[case] = call
+
+    def seconds(self, call: Callable[[], object], repeats: int) -> float:
+        """Seconds of one call, the mean of ``repeats``."""
+        self._wait()
         start = time.perf_counter()
         for _ in range(repeats):
             call()
-        if cuda:
-            torch.cuda.synchronize(device)
+        self._wait()
         return (time.perf_counter() - start) / repeats
 
-    with torch.no_grad():
-        for kind, size, name in itertools.product(SHAPES, chosen, runnable):
-            fmt, case = runnable[name], (kind, name, size)
-            if kind == "elementwise" and name in matrix_only:
-                continue
-            call = _kernel(kind, SHAPES[kind][size], fmt, device)
-            if call is None:
-                notes[case] = f"no {name} kernel on {device}: fp32's time"
-                continue
-            try:
-                clock(call, 1)
-                once[case] = clock(call, 1)
-            except (
-                RuntimeError
-            ) as error:  # so torch says that a build or device lacks a kernel
-                reason = str(error).splitlines()[0][:80]
-                notes[case] = f"{name} failed on {device}: fp32's time ({reason})"
-                continue
-            calls[case] = call
-        samples: dict[Case, list[float]] = {case: [] for case in calls}
-        spent = dict.fromkeys(calls, 0.0)
-        share = (end - time.perf_counter()) / len(calls)
-        turn = list(calls)
+    def take_turns(self, end: float) -> dict[Case, list[float]]:
+        """Samples of each case, until ``end`` on the clock; at least one of each."""
+        samples: dict[Case, list[float]] = {case: [] for case in self.calls}
+        spent = dict.fromkeys(self.calls, 0.0)
+        # Without shares, the slowest case would leave the quick ones a handful of samples.
+        share = (end - time.perf_counter()) / len(self.calls)
+        turn = list(self.calls)
         while turn:
             for case in turn:
                 # At least 0.2 ms a sample, large against the clock and the launch of a kernel.
-                repeats = max(1, min(100, round(2e-4 / once[case])))
-                samples[case].append(clock(calls[case], repeats))
-                spent[case] += samples[case][-1] * repeats
-            # Without shares, the slowest case would leave the quick ones a handful of samples.
-            turn = [
-                case
-                for case in turn
-                if spent[case] < share and time.perf_counter() < end
-            ]
-    rows = []
-    for case in (*calls, *notes):
-        kind, name, size = case
-        measured = samples[case if case in calls else (kind, "fp32", size)]
-        median = statistics.median(measured)
-        # A fastest sample far below the median tells of other work on the machine.
-        spread = f"median of {len(measured)} on {device}, fastest {min(measured) / median:.0%} of it"
-        note = notes.get(case, spread)
-        rows.append(
-            SecondsRow(
-                kind, name, size, median / _amount(kind, SHAPES[kind][size]), note
-            )
-        )
-    return SecondsTable(rows)
+                repeats = max(1, min(100, round(2e-4 / self._first[case])))
+                sample = self.seconds(self.calls[case], repeats)
+                samples[case].append(sample)
+                spent[case] += sample * repeats
+            in_time = time.perf_counter() < end
+            turn = [case for case in turn if spent[case] < share and in_time]
+        return samples
+
+    def _wait(self) -> None:
+        import torch
+
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _row(
+    case: Case, samples: Mapping[Case, list[float]], note: str, device: str
+) -> SecondsRow:
+    """The row of a case; where it has no samples, fp32's time."""
+    kind, name, size = case
+    measured = samples[case if case in samples else (kind, "fp32", size)]
+    median = statistics.median(measured)
+    # A fastest sample far below the median tells of other work on the machine.
+    fastest = min(measured) / median
+    spread = f"median of {len(measured)} on {device}, fastest {fastest:.0%} of it"
+    seconds = median / _amount(kind, SHAPES[kind][size])
+    return SecondsRow(kind, name, size, seconds, note or spread)
 
 
 def _amount(kind: str, shape: tuple[int, ...]) -> float:
     """Multiply-accumulates, or elements, of a measured shape."""
-    return (
-        9.0 * shape[0] ** 2 * shape[1] ** 2
-        if kind == "conv"
-        else float(math.prod(shape))
-    )
+    if kind == "conv":
+        channels, side = shape
+        return 9.0 * channels**2 * side**2
+    return float(math.prod(shape))
 
 
 def _kernel(
@@ -164,49 +185,75 @@ def _kernel(
 ) -> Callable[[], object] | None:
     """One call of the kind in the format, operands ready; ``None`` without a kernel."""
     import torch
-    from torch.nn import functional
 
+    is_tf32 = fmt.name == "tf32"
+    dtype = torch.float32 if is_tf32 else fmt.torch_dtype
+    if dtype is None or (is_tf32 and torch.device(device).type != "cuda"):
+        return None
     generator = torch.Generator().manual_seed(0)
-    dtype = torch.float32 if fmt.name == "tf32" else fmt.torch_dtype
 
     def operand(*size: int) -> Tensor:
-        values = torch.randn(size, generator=generator)
-        return (
-            (values * 40).clamp(-127, 127).to(device, dtype)
-        )  # within int8 and e4m3fn
+        values = torch.randn(size, generator=generator) * 40
+        return values.clamp(-127, 127).to(device, dtype)  # within int8 and e4m3fn
 
-    if dtype is None or (fmt.name == "tf32" and torch.device(device).type != "cuda"):
-        return None
     if dtype.itemsize == 1:
-        if kind != "linear":
-            return None
-        x, w = operand(*shape[:2]), operand(shape[2], shape[1]).t()
-        if dtype == torch.int8:
-            return partial(torch._int_mm, x, w)
-        if not dtype.is_floating_point:
-            return None
-        one = torch.ones((), device=device)
-        return partial(torch._scaled_mm, x, w, one, one, out_dtype=torch.bfloat16)
-    run: Callable[[], object]
-    if kind == "linear":
-        run = partial(
-            functional.linear, operand(*shape[:2]), operand(shape[2], shape[1])
-        )
-    elif kind == "matmul":
-        batch, rows, inner, columns = shape
-        run = partial(
-            torch.matmul, operand(batch, rows, inner), operand(batch, inner, columns)
-        )
-    elif kind == "conv":
-        channels, side = shape
-        image, weight = (
-            operand(1, channels, side, side),
-            operand(channels, channels, 3, 3),
-        )
-        run = partial(functional.conv2d, image, weight, padding=1)
-    else:
-        run = partial(torch.add, operand(*shape), operand(*shape))
-    return partial(_with_tf32, run) if fmt.name == "tf32" else run
+        return _kernel_of_8_bits(shape, operand) if kind == "linear" else None
+    run = _PLAIN_KERNELS[kind](shape, operand)
+    return partial(_with_tf32, run) if is_tf32 else run
+
+
+def _kernel_of_8_bits(
+    shape: tuple[int, ...], operand: Operand
+) -> Callable[[], object] | None:
+    import torch
+
+    rows, inner, columns = shape
+    x = operand(rows, inner)
+    weight = operand(columns, inner).t()
+    if x.dtype == torch.int8:
+        return partial(torch._int_mm, x, weight)
+    if not x.dtype.is_floating_point:
+        return None
+    scale = torch.ones((), device=x.device)
+    return partial(torch._scaled_mm, x, weight, scale, scale, out_dtype=torch.bfloat16)
+
+
+def _linear(shape: tuple[int, ...], operand: Operand) -> Callable[[], object]:
+    from torch.nn import functional
+
+    rows, inner, columns = shape
+    return partial(functional.linear, operand(rows, inner), operand(columns, inner))
+
+
+def _matmul(shape: tuple[int, ...], operand: Operand) -> Callable[[], object]:
+    import torch
+
+    batch, rows, inner, columns = shape
+    left = operand(batch, rows, inner)
+    return partial(torch.matmul, left, operand(batch, inner, columns))
+
+
+def _conv(shape: tuple[int, ...], operand: Operand) -> Callable[[], object]:
+    from torch.nn import functional
+
+    channels, side = shape
+    image = operand(1, channels, side, side)
+    weight = operand(channels, channels, 3, 3)
+    return partial(functional.conv2d, image, weight, padding=1)
+
+
+def _addition(shape: tuple[int, ...], operand: Operand) -> Callable[[], object]:
+    import torch
+
+    return partial(torch.add, operand(*shape), operand(*shape))
+
+
+_PLAIN_KERNELS = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "conv": _conv,
+    "elementwise": _addition,
+}
 
 
 def _with_tf32(run: Callable[[], object]) -> object:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from roundoff.errors import PlanError
 from roundoff.formats import FORMATS, Format
+from roundoff.ops import MATRIX_KINDS
 from roundoff.plan.seconds import KINDS, SecondsTable
 
 __all__ = ["UNITS", "Work", "cost"]
@@ -30,7 +31,6 @@ PER_UNIT: Mapping[str, float] = {
     "storage": 1e6,
 }
 # What "matrix" means in an execution rule.
-MATRIX_KINDS = frozenset({"linear", "matmul", "conv", "attention", "rnn", "embedding"})
 
 
 @dataclass(frozen=True)
@@ -103,35 +103,14 @@ def cost(
         >>> cost(linear, FORMATS["int8"], "bitops"), cost(linear, FORMATS["int4"], "storage")
         (0.064, 0.5)
     """
-    if model not in UNITS:
-        raise PlanError(
-            "unknown cost model", expected=", ".join(UNITS), got=repr(model)
-        )
-    if work.kind not in KINDS:
-        raise PlanError(
-            "unknown kind of work", expected=", ".join(KINDS), got=repr(work.kind)
-        )
+    _check(work, fmt, model, table)
     wide = FORMATS[reference]
-    if fmt.execution is None:
-        raise PlanError(
-            "this format runs no operator",
-            got=fmt.name,
-            do="choose a format for values, not for scales",
-        )
-    runs_in = (
-        fmt if fmt.execution.operators == "all" or work.kind in MATRIX_KINDS else wide
-    )
+    runs_in = fmt if _runs(work, fmt) else wide
     if model == "operators":
         return float(runs_in is wide)
-    elements = max(work.activation_elements, work.output_elements)
-    if model == "seconds":
-        if table is None:
-            raise PlanError(
-                "cost model 'seconds' needs a table of seconds",
-                do="measure_seconds(formats), or a file",
-            )
-        amount = work.macs if KINDS[work.kind][1] == "mac" else elements
-        return table.seconds(work.kind, runs_in.name, amount) / PER_UNIT[model]
+    if model == "seconds" and table is not None:
+        seconds = table.seconds(work.kind, runs_in.name, _amount(work))
+        return seconds / PER_UNIT[model]
     activation, weight, output = _bits(runs_in, wide)
     if model == "storage":
         return work.weight_elements * weight / 8.0 / PER_UNIT[model]
@@ -142,12 +121,54 @@ def cost(
             + work.output_elements * output
         )
         return bits / 8.0 / PER_UNIT[model]
+    return _bitops(work, activation, weight) / PER_UNIT[model]
+
+
+def _check(work: Work, fmt: Format, model: str, table: SecondsTable | None) -> None:
+    if model not in UNITS:
+        raise PlanError(
+            "unknown cost model", expected=", ".join(UNITS), got=repr(model)
+        )
+    if work.kind not in KINDS:
+        raise PlanError(
+            "unknown kind of work", expected=", ".join(KINDS), got=repr(work.kind)
+        )
+    if fmt.execution is None:
+        raise PlanError(
+            "this format runs no operator",
+            got=fmt.name,
+            do="choose a format for values, not for scales",
+        )
+    if model == "seconds" and table is None:
+        raise PlanError(
+            "cost model 'seconds' needs a table of seconds",
+            do="measure_seconds(formats), or a file",
+        )
+
+
+def _runs(work: Work, fmt: Format) -> bool:
+    """Return True if the format's execution rule covers this kind of work."""
+    rule = fmt.execution
+    if rule is None:
+        return False
+    return rule.operators == "all" or work.kind in MATRIX_KINDS
+
+
+def _amount(work: Work) -> float:
+    """Multiply-accumulates where the kind contracts, else elements read or written."""
+    if KINDS[work.kind][1] == "mac":
+        return work.macs
+    return max(work.activation_elements, work.output_elements)
+
+
+def _bitops(work: Work, activation: float, weight: float) -> float:
     if work.kind == "embedding":
         return 0.0
-    if KINDS[work.kind][1] == "mac":
-        second = weight if work.weight_elements > 0.0 else activation
-        return work.macs * activation * second / PER_UNIT[model]
-    return elements * activation / PER_UNIT[model]
+    amount = _amount(work)
+    if KINDS[work.kind][1] != "mac":
+        return amount * activation
+    second = weight if work.weight_elements > 0.0 else activation
+    return amount * activation * second
 
 
 def _bits(fmt: Format, wide: Format) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""Which rule of a plan decides a site, where it stands, and what autocast's own lists say beside it."""
+"""Find the rule of a plan that decides a site, its place in the file, and autocast's own answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLLOWED = "the format of its inputs"
 
 
 @dataclass(frozen=True)
-class Decision:
+class SiteDecision:
     """What a plan says about one site.
 
     ``rule`` counts from 1; None where no rule names the site. ``place`` is the line of the file that the rule's pattern
@@ -44,18 +44,15 @@ class Decision:
     def why(self) -> str:
         """The reason in words.
 
-        >>> Decision("a/softmax", "fp32", 2, "op:softmax", "plan.toml, line 9", {}).why
+        >>> SiteDecision("a/softmax", "fp32", 2, "op:softmax", "plan.toml, line 9", {}).why
         'rule 2, op:softmax (plan.toml, line 9)'
         """
         if self.rule is not None:
-            return f"rule {self.rule}, {self.pattern}" + (
-                f" ({self.place})" if self.place else ""
-            )
-        return (
-            "no rule: autocast's own lists"
-            if self.listed
-            else "no rule: the plan's default"
-        )
+            place = f" ({self.place})" if self.place else ""
+            return f"rule {self.rule}, {self.pattern}{place}"
+        if self.listed:
+            return "no rule: autocast's own lists"
+        return "no rule: the plan's default"
 
 
 def explain(
@@ -65,8 +62,8 @@ def explain(
     model: nn.Module | None = None,
     device: str = "cpu",
     file: str | Path | None = None,
-) -> list[Decision]:
-    """For each site (``module/operator``, or ``op:NAME`` for an operator anywhere) what decides its format.
+) -> list[SiteDecision]:
+    """Say what decides the format of each site (``module/operator``, or ``op:NAME`` anywhere).
 
     ``model`` is needed for plans with ``class:`` patterns, and then a module that it does not have is an error. ``device``
     is the one whose lists decide where no rule does. ``file`` is the plan's, for the lines. Raises ``PatternError`` for
@@ -76,36 +73,26 @@ def explain(
     >>> [(d.format, d.why) for d in explain(plan, ["a/softmax", "a/linear"])]
     [('fp32', 'rule 1, op:softmax'), ('bf16', "no rule: autocast's own lists")]
     """
-    written = plan
     listed("linear", device)  # a device without autocast is an error, whatever decides
-    if model is not None:
-        plan = plan.for_model(model)
-    elif any(
-        pattern.startswith("class:") for rule in plan.rules for pattern in rule.sites
-    ):
+    patterns = [pattern for rule in plan.rules for pattern in rule.sites]
+    if model is None and any(pattern.startswith("class:") for pattern in patterns):
         raise PlanError(
             "the plan names classes, and which module is of which is not known",
             where="plan",
             expected="the model",
             do="give it: --workload WORKLOAD.py",
         )
-    places = lines(file) if file is not None else {}
-    return [
-        _decision(site, plan, written, model, device, places, file) for site in sites
-    ]
+    explained = _Explained(plan, model, device, file)
+    return [explained.decision(site) for site in sites]
 
 
 def lines(file: str | Path) -> dict[tuple[int, str], int]:
     """(rule number, pattern) → the line of a plan's file that the pattern stands in; empty for other files."""
     text = Path(file).read_text(encoding="utf-8")
     json_file = str(file).endswith(".json")
-    starts = [
-        m.start()
-        for m in re.finditer(
-            r'"format"\s*:' if json_file else r"(?m)^\s*\[\[rule\]\]", text
-        )
-    ]
-    found: dict[tuple[int, str], int] = {}
+    start_of_rule = r'"format"\s*:' if json_file else r"(?m)^\s*\[\[rule\]\]"
+    starts = [match.start() for match in re.finditer(start_of_rule, text)]
+    places: dict[tuple[int, str], int] = {}
     for number, start in enumerate(starts, 1):
         end = starts[number] if number < len(starts) else len(text)
         for match in re.finditer(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'', text[start:end]):
@@ -113,110 +100,119 @@ def lines(file: str | Path) -> dict[tuple[int, str], int]:
                 pattern = json.loads(match[0]) if match[0][0] == '"' else match[0][1:-1]
             except json.JSONDecodeError:  # TOML has escapes that JSON lacks
                 continue
-            found.setdefault(
-                (number, pattern), text.count("\n", 0, start + match.start()) + 1
-            )
-    return found
+            line = text.count("\n", 0, start + match.start()) + 1
+            places.setdefault((number, pattern), line)
+    return places
 
 
-def _decision(
-    site: str,
-    plan: Plan,
-    written: Plan,
-    model: nn.Module | None,
-    device: str,
-    places: Mapping[tuple[int, str], int],
-    file: str | Path | None,
-) -> Decision:
-    name = site
-    if site.startswith("op:"):  # of no module: rules over modules do not apply
-        name = f"/{site[3:]}"
-    elif model is not None:
-        _check(site, model)
-    operator = name.rpartition("/")[2].partition("#")[0] if "/" in name else ""
-    if site.startswith("op:"):
-        anywhere = [
-            tuple(p for p in r.sites if p.startswith("op:") or p in ("*", "*/*"))
-            for r in plan.rules
-        ]
-        plan = replace(
-            plan,
-            rules=tuple(
-                Rule(r.format, p) for r, p in zip(plan.rules, anywhere, strict=True)
-            ),
-        )
-    said = (
-        {d: listed(operator, d) for d in DEVICES} if plan.autocast and operator else {}
-    )
-    for number, rule in enumerate(plan.rules, 1):
-        pattern = next((p for p in rule.sites if matches(p, name)), None)
-        if pattern is None:
-            continue
-        shown = _pattern(pattern, written.rules[number - 1], model)
-        place = _place(number, shown, written, places, file)
-        format = _FOLLOWED if rule.format == FOLLOW else parse_format(rule.format).name
-        return Decision(
-            site,
-            _PROMOTED if rule.format == FOLLOW else format,
-            number,
-            shown,
-            place,
-            said,
-        )
-    if not plan.autocast:
-        return Decision(site, parse_format(plan.default).name, None, "", "", said)
-    own = listed(operator, device) if operator else "follow"
-    format = {"lower": plan.autocast, "fp32": "fp32", "promote": _PROMOTED}.get(
-        own, _FOLLOWED
-    )
-    return Decision(site, format, None, "", "", said)
+class _Explained:
+    """A plan as its file has it, and written out for one model and device."""
 
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module | None,
+        device: str,
+        file: str | Path | None,
+    ) -> None:
+        self.in_file = plan
+        self.plan = plan if model is None else plan.for_model(model)
+        self.model = model
+        self.device = device
+        self.file = file
+        self.lines = lines(file) if file is not None else {}
 
-def _pattern(pattern: str, rule: Rule, model: nn.Module | None) -> str:
-    """The pattern as the file has it: classes and module paths were written out."""
-    if pattern in rule.sites or model is None:
+    def decision(self, site: str) -> SiteDecision:
+        """What decides the format of a site."""
+        plan = self.plan
+        name = site
+        if site.startswith("op:"):
+            name = f"/{site[3:]}"
+            plan = _anywhere(plan)
+        elif self.model is not None:
+            _check(site, self.model)
+        operator = _operator(name)
+        lists = {}
+        if plan.autocast and operator:
+            lists = {device: listed(operator, device) for device in DEVICES}
+        for number, rule in enumerate(plan.rules, 1):
+            pattern = next((p for p in rule.sites if matches(p, name)), None)
+            if pattern is not None:
+                shown = self._as_in_file(pattern, number)
+                place = self._place(number, shown)
+                form = _format_of_rule(rule)
+                return SiteDecision(site, form, number, shown, place, lists)
+        form = _format_without_rule(plan, operator, self.device)
+        return SiteDecision(site, form, None, "", "", lists)
+
+    def _as_in_file(self, pattern: str, number: int) -> str:
+        """The pattern as the file has it: classes and module paths were written out."""
+        rule = self.in_file.rules[number - 1]
+        if pattern in rule.sites or self.model is None:
+            return pattern
+        for short in rule.sites:
+            if "/" in short.partition(":")[0]:
+                continue
+            written_out = Plan((Rule("fp32", (short,)),)).for_model(self.model)
+            if pattern in written_out.rules[0].sites:
+                return short
         return pattern
-    for own in rule.sites:
-        if (
-            "/" not in own.partition(":")[0]
-            and pattern in Plan((Rule("fp32", (own,)),)).for_model(model).rules[0].sites
-        ):
-            return own
-    return pattern
+
+    def _place(self, number: int, pattern: str) -> str:
+        line = self.lines.get((number, pattern))
+        parts = [f"{self.file}, line {line}"] if line else []
+        about = self.in_file.about
+        origin = dict(about.get("origin", {})).get(pattern)
+        if origin:
+            parts.append(f"from {origin} of {about.get('file', '')}")
+        return ", ".join(parts)
 
 
-def _place(
-    number: int,
-    pattern: str,
-    plan: Plan,
-    places: Mapping[tuple[int, str], int],
-    file: str | Path | None,
-) -> str:
-    line = places.get((number, pattern))
-    at = f"{file}, line {line}" if line else ""
-    origin = dict(plan.about.get("origin", {})).get(pattern)
-    if origin:
-        at = ", ".join(
-            part
-            for part in (at, f"from {origin} of {plan.about.get('file', '')}")
-            if part
+def _operator(name: str) -> str:
+    """The operator of a site's name; empty for a parameter."""
+    _, slash, call = name.rpartition("/")
+    return call.partition("#")[0] if slash else ""
+
+
+def _anywhere(plan: Plan) -> Plan:
+    """The plan for an operator of no module: rules over modules do not apply."""
+    rules = [
+        Rule(
+            rule.format,
+            tuple(p for p in rule.sites if p.startswith("op:") or p in ("*", "*/*")),
         )
-    return at
+        for rule in plan.rules
+    ]
+    return replace(plan, rules=tuple(rules))
+
+
+def _format_of_rule(rule: Rule) -> str:
+    return _PROMOTED if rule.format == FOLLOW else parse_format(rule.format).name
+
+
+def _format_without_rule(plan: Plan, operator: str, device: str) -> str:
+    if not plan.autocast:
+        return parse_format(plan.default).name
+    behaviour = listed(operator, device) if operator else "follow"
+    formats = {"lower": plan.autocast, "fp32": "fp32", "promote": _PROMOTED}
+    return formats.get(behaviour, _FOLLOWED)
 
 
 def _check(site: str, model: nn.Module) -> None:
     """Raise ``PatternError`` where the model has no such module, or, for a name without a slash, no such parameter."""
     module, slash, _ = site.rpartition("/")
-    names = (
-        [n for n, _ in model.named_modules()]
-        if slash
-        else [n for n, _ in model.named_parameters()]
-    )
-    wanted = module if slash else site
+    if slash:
+        kind = "module"
+        wanted = module
+        names = [name for name, _ in model.named_modules()]
+    else:
+        kind = "parameter"
+        wanted = site
+        names = [name for name, _ in model.named_parameters()]
     if wanted in names:
         return
     raise PatternError(
-        f"the model has no {'module' if slash else 'parameter'} {wanted!r}",
+        f"the model has no {kind} {wanted!r}",
         where=site,
         expected=f"module/operator of one of its modules, such as {examples(wanted, names)}",
     )

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from roundoff.errors import PlanError
 from roundoff.plan.milp import Bools, Floats, Link, Program
@@ -84,62 +85,29 @@ class Knapsack:
         noise: list[float] = []
         cost: list[float] = []
         for group, decision in enumerate(decisions):
-            _validate(decision, known=column)
+            _check_decision(decision, earlier=column)
             offered = column[decision.name] = {}
             for choice in decision.choices:
                 offered[choice.format] = len(groups)
                 groups.append(group)
                 allowed.append(decision.pinned in (None, choice.format))
-                noise.append(choice.noise if math.isfinite(choice.noise) else math.inf)
+                noise.append(_finite_or_forbidden(choice.noise))
                 cost.append(choice.cost)
         links: list[Link] = []
-        paid: list[float] = []
         for edge in edges:
-            for name in (edge.consumer, *edge.producers):
-                if name not in column:
-                    raise PlanError(
-                        "an edge names no decision",
-                        where=edge.consumer,
-                        got=name,
-                        expected="a consumer and producers among the decisions",
-                    )
-            if edge.noise < 0.0:
-                raise PlanError(
-                    "negative noise",
-                    where=f"edge to {edge.consumer}",
-                    got=str(edge.noise),
-                )
+            _check_edge(edge, column)
             payer = column[edge.consumer].get(edge.format)
             if payer is None or edge.noise == 0.0:
                 continue
-            offers = [column[producer] for producer in dict.fromkeys(edge.producers)]
-            fits = [
-                [at for name, at in offer.items() if name in edge.absorbed_by]
-                for offer in offers
-            ]
-            # No producer: an empty set of absorbing columns, from which none can be chosen, so the
-            # edge is always paid.
-            links.append(
-                Link(
-                    payer,
-                    tuple(
-                        np.array(columns, dtype=np.int64) for columns in fits or [[]]
-                    ),
-                )
-            )
-            paid.append(edge.noise if math.isfinite(edge.noise) else math.inf)
+            links.append(Link(payer, _absorbing(edge, column)))
+            noise.append(_finite_or_forbidden(edge.noise))
         program = Program(
             np.array(groups, dtype=np.int64),
             np.array(allowed, dtype=bool),
             tuple(links),
         )
-        zeros = np.zeros(len(links))
-        return cls(
-            decisions,
-            program,
-            np.array(noise + paid),
-            np.concatenate([np.array(cost), zeros]),
-        )
+        cost_with_edges = np.concatenate([np.array(cost), np.zeros(len(links))])
+        return cls(decisions, program, np.array(noise), cost_with_edges)
 
     def formats(self, columns: Bools) -> dict[str, str]:
         names = [
@@ -154,10 +122,43 @@ class Knapsack:
         }
 
 
-def _validate(decision: Decision, known: dict[str, dict[str, int]]) -> None:
-    """Raise PlanError for a decision that is no decision."""
+def _finite_or_forbidden(noise: float) -> float:
+    return noise if math.isfinite(noise) else math.inf
+
+
+def _absorbing(
+    edge: Edge, column: dict[str, dict[str, int]]
+) -> tuple[npt.NDArray[np.int64], ...]:
+    """For each producer the columns that absorb the edge.
+
+    No producer: one empty set, from which nothing can be chosen, so the edge is always
+    paid.
+    """
+    sets = []
+    for producer in dict.fromkeys(edge.producers):
+        offered = column[producer]
+        sets.append([at for fmt, at in offered.items() if fmt in edge.absorbed_by])
+    return tuple(np.array(columns, dtype=np.int64) for columns in sets or [[]])
+
+
+def _check_edge(edge: Edge, column: dict[str, dict[str, int]]) -> None:
+    for name in (edge.consumer, *edge.producers):
+        if name not in column:
+            raise PlanError(
+                "an edge names no decision",
+                where=edge.consumer,
+                got=name,
+                expected="a consumer and producers among the decisions",
+            )
+    if edge.noise < 0.0:
+        raise PlanError(
+            "negative noise", where=f"edge to {edge.consumer}", got=str(edge.noise)
+        )
+
+
+def _check_decision(decision: Decision, earlier: dict[str, dict[str, int]]) -> None:
     formats = [choice.format for choice in decision.choices]
-    if decision.name in known:
+    if decision.name in earlier:
         raise PlanError("two decisions have one name", where=decision.name)
     if not formats or len(set(formats)) < len(formats):
         raise PlanError(
@@ -175,16 +176,16 @@ def _validate(decision: Decision, known: dict[str, dict[str, int]]) -> None:
             do="offer the format, or pin another",
         )
     for choice in decision.choices:
-        if not (math.isfinite(choice.cost) and choice.cost >= 0.0):
-            raise PlanError(
-                "bad cost",
-                where=f"{decision.name} in {choice.format}",
-                expected="a finite number of at least 0",
-                got=str(choice.cost),
-            )
-        if choice.noise < 0.0:
-            raise PlanError(
-                "negative noise",
-                where=f"{decision.name} in {choice.format}",
-                got=str(choice.noise),
-            )
+        _check_choice(choice, f"{decision.name} in {choice.format}")
+
+
+def _check_choice(choice: Choice, where: str) -> None:
+    if not (math.isfinite(choice.cost) and choice.cost >= 0.0):
+        raise PlanError(
+            "bad cost",
+            where=where,
+            expected="a finite number of at least 0",
+            got=str(choice.cost),
+        )
+    if choice.noise < 0.0:
+        raise PlanError("negative noise", where=where, got=str(choice.noise))

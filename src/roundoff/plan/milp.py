@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -135,17 +136,19 @@ def minimise(
     while True:
         if value == 0.0:
             return Outcome(best, 0.0, True)
-        found = _search(program, objective, scale, limits, relative_gap, deadline)
-        if found.columns is not None and (
-            best is None or total(objective, found.columns) <= value
-        ):
-            best, value = found.columns, total(objective, found.columns)
-        if found.complete and found.columns is not None and value < 0.1 * scale:
-            scale = value  # tolerances were relative to a value far above the optimum: look closer
-            continue
+        answer = _search(program, objective, scale, limits, relative_gap, deadline)
+        if answer.columns is not None:
+            reached = total(objective, answer.columns)
+            if best is None or reached <= value:
+                best = answer.columns
+                value = reached
+            if answer.complete and value < 0.1 * scale:
+                # tolerances were relative to a value far above the optimum: look closer
+                scale = value
+                continue
         # Columns dearer than the scale were left out, which is right only below it: the bound can't
         # pass the value.
-        return Outcome(best, min(found.bound, value), found.complete)
+        return Outcome(best, min(answer.bound, value), answer.complete)
 
 
 def _search(
@@ -158,62 +161,109 @@ def _search(
 ) -> Outcome:
     """Call HiGHS until its answer meets the limits in float64. The bound is ``inf`` if nothing
     meets them."""
-    choices, links = len(program.groups), len(program.links)
-    allowed = np.concatenate([program.allowed, np.ones(links, dtype=bool)])
-    for coefficients, most in [
-        (objective, scale),
-        *((row.coefficients, row.bound) for row in limits),
-    ]:
-        allowed &= np.isfinite(coefficients) & (coefficients <= most)
-    if set(program.groups[allowed[:choices]]) != set(program.groups):
+    allowed = _allowed(program, [Limit(objective, scale), *limits])
+    open_groups = program.groups[allowed[: len(program.groups)]]
+    if set(open_groups) != set(program.groups):
         return Outcome(None, math.inf, True)
+    feasible = _Feasible(program, limits, allowed)
     costs = np.where(allowed, objective, 0.0) / (scale or 1.0) * SCALE
-    tightened = [SCALE] * len(limits)
-    cuts: list[tuple[Bools, float]] = []
-    bound, complete = 0.0, True
+    bound = 0.0
     for _ in range(ATTEMPTS):
         left = deadline - time.monotonic()
         if left <= 0:
             return Outcome(None, bound, False)
-        rows = _rows(program, allowed, limits, tightened, cuts)
-        with _stdout_closed():
-            result = milp(
-                costs,
-                integrality=np.repeat([1, 0], [choices, links]),
-                bounds=Bounds(np.zeros(choices + links), allowed.astype(float)),
-                constraints=rows,
-                options={"mip_rel_gap": relative_gap, "time_limit": min(left, 1e9)},
-            )
+        complete = feasible.complete
+        result = feasible.minimise(costs, relative_gap, left)
         if complete and result.mip_dual_bound is not None:
             bound = max(bound, float(result.mip_dual_bound) * scale / SCALE)
         if result.status == INFEASIBLE:
             return Outcome(None, math.inf if complete else bound, complete)
         if result.x is None:
             return Outcome(None, bound, False)
-        columns = program.complete(_largest(program.groups, result.x[:choices]))
-        broken = [
-            at
-            for at, row in enumerate(limits)
-            if total(row.coefficients, columns) > row.bound
-        ]
-        if not broken and not (columns & ~allowed).any():
+        columns = feasible.columns(result.x)
+        if feasible.admits(columns):
             return Outcome(columns, bound, complete and result.status == 0)
-        if len(cuts) < COVER_CUTS or not broken:
-            cuts.append(
-                _cover(
-                    program, columns, limits[broken[0]].coefficients if broken else None
-                )
+        feasible.exclude(columns)
+    return Outcome(None, bound, False)
+
+
+class _Feasible:
+    """The feasible set as HiGHS is told it: limits, tightened where rounding broke them, and cuts.
+
+    ``complete`` turns false when plans that meet the limits had to be given up.
+    """
+
+    def __init__(
+        self, program: Program, limits: Sequence[Limit], allowed: Bools
+    ) -> None:
+        self.program = program
+        self.limits = limits
+        self.allowed = allowed
+        self.complete = True
+        self._tightened = [SCALE] * len(limits)
+        self._cuts: list[tuple[Bools, float]] = []
+
+    def minimise(self, costs: Floats, relative_gap: float, seconds: float) -> Any:
+        """What ``scipy.optimize.milp`` returns."""
+        sizes = [len(self.program.groups), len(self.program.links)]
+        rows = _rows(
+            self.program, self.allowed, self.limits, self._tightened, self._cuts
+        )
+        with _stdout_closed():
+            return milp(
+                costs,
+                integrality=np.repeat([1, 0], sizes),
+                bounds=Bounds(np.zeros(sum(sizes)), self.allowed.astype(float)),
+                constraints=rows,
+                options={"mip_rel_gap": relative_gap, "time_limit": min(seconds, 1e9)},
             )
+
+    def columns(self, solution: Floats) -> Bools:
+        """The columns that a solution chooses, and the edges they cause."""
+        groups = self.program.groups
+        return self.program.complete(_largest(groups, solution[: len(groups)]))
+
+    def admits(self, columns: Bools) -> bool:
+        """Return True if every limit holds in float64."""
+        forbidden = bool((columns & ~self.allowed).any())
+        return not forbidden and not self._broken(columns)
+
+    def exclude(self, columns: Bools) -> None:
+        """Keep the solver from giving these columns again."""
+        broken = self._broken(columns)
+        if not broken:
+            self._cuts.append(_cover(self.program, columns, None))
+        elif len(self._cuts) < COVER_CUTS:
+            coefficients = self.limits[broken[0]].coefficients
+            self._cuts.append(_cover(self.program, columns, coefficients))
         else:
             # Too many ties at the limit to cut one by one: give up a sliver of the feasible set,
             # and with it the proof.
-            complete = False
+            self.complete = False
             for at in broken:
-                excess = (
-                    total(limits[at].coefficients, columns) / limits[at].bound - 1.0
-                )
-                tightened[at] -= 2.0 * max(excess * SCALE, FEASIBILITY)
-    return Outcome(None, bound, False)
+                self._tightened[at] -= _sliver(self.limits[at], columns)
+
+    def _broken(self, columns: Bools) -> list[int]:
+        return [
+            at
+            for at, row in enumerate(self.limits)
+            if total(row.coefficients, columns) > row.bound
+        ]
+
+
+def _allowed(program: Program, limits: Sequence[Limit]) -> Bools:
+    """The columns that no exclusion and no limit forbids by itself."""
+    links = np.ones(len(program.links), dtype=bool)
+    allowed = np.concatenate([program.allowed, links])
+    for row in limits:
+        allowed &= np.isfinite(row.coefficients) & (row.coefficients <= row.bound)
+    return allowed
+
+
+def _sliver(limit: Limit, columns: Bools) -> float:
+    """How much to tighten a scaled limit so that ``columns`` breaks it for the solver too."""
+    excess = total(limit.coefficients, columns) / limit.bound - 1.0
+    return 2.0 * max(excess * SCALE, FEASIBILITY)
 
 
 def _rows(

@@ -27,7 +27,7 @@ class Plain:
     def __init__(self) -> None:
         self.sites: dict[str, str] = {}
         self.wanted: str | None = None
-        self.found: Tensor | None = None
+        self.site_output: Tensor | None = None
 
     def call(self, call: Call) -> Any:
         """Run the call."""
@@ -35,8 +35,8 @@ class Plain:
         outputs = float_tensors(result)
         if outputs:
             self.sites[str(call.site)] = call.kind
-            if str(call.site) == self.wanted and self.found is None:
-                self.found = outputs[0].clone()
+            if str(call.site) == self.wanted and self.site_output is None:
+                self.site_output = outputs[0].clone()
         return result
 
     def run(self, call: Call) -> Any:
@@ -52,7 +52,8 @@ class Rounded(Plain):
 
     def __init__(self, formats: Mapping[str, Format], native: bool = False) -> None:
         super().__init__()
-        self.formats, self.native = formats, native
+        self.formats = formats
+        self.native = native
         self.how: Counter[str] = Counter()
 
     def run(self, call: Call) -> Any:
@@ -71,37 +72,37 @@ class Rounded(Plain):
 
 def _native(call: Call, fmt: Format) -> Any:
     """The call with its operands really cast, None where this device or operator has no such arithmetic."""
-    rule, dtype = fmt.execution, fmt.torch_dtype
-    if (
-        rule is None
-        or not rule.output
-        or dtype is None
-        or call.operator.inplace
-        or call.kind == "embedding"
-    ):
+    dtype = _native_dtype(call, fmt)
+    if dtype is None:
         return None
-    if dtype == torch.float16 and any(
-        t.device.type == "cpu" for t in float_tensors(call.leaves)
-    ):
-        return (
-            None  # CPUs convert fp16 to fp32 and back, slowly: that is a simulation too
-        )
-    leaves = [
-        v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
-        for v in call.leaves
-    ]
+    leaves = [_float_to(value, dtype) for value in call.leaves]
     try:
         result = dataclasses.replace(call, leaves=leaves).run()
-    except (
-        RuntimeError,
-        TypeError,
-    ):  # "not implemented for 'BFloat16'": this operator has no such kernel
+    except (RuntimeError, TypeError):
+        # "not implemented for 'BFloat16'": this operator has no such kernel
         return None
-    like = float_tensors(call.leaves)[0].dtype
-    return tree_map(
-        lambda t: t.to(like) if isinstance(t, Tensor) and t.is_floating_point() else t,
-        result,
-    )
+    dtype_before = float_tensors(call.leaves)[0].dtype
+    return tree_map(lambda value: _float_to(value, dtype_before), result)
+
+
+def _native_dtype(call: Call, fmt: Format) -> torch.dtype | None:
+    rule = fmt.execution
+    if rule is None or not rule.output:
+        return None
+    if call.operator.inplace or call.kind == "embedding":
+        return None
+    dtype = fmt.torch_dtype
+    on_cpu = any(t.device.type == "cpu" for t in float_tensors(call.leaves))
+    if dtype == torch.float16 and on_cpu:
+        # CPUs convert fp16 to fp32 and back, slowly: that is a simulation too
+        return None
+    return dtype
+
+
+def _float_to(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` in another dtype where it is a floating-point tensor."""
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
 
 
 @dataclass(frozen=True)
@@ -134,14 +135,14 @@ def run_batches(
         with watch(workload.model, handler) as mode:
             for index, batch in enumerate(chosen):
                 mode.begin()
-                handler.found = None
+                handler.site_output = None
                 with mode:  # the operators of the loss are sites too
                     output = workload.run(batch)
-                    found = named_targets(
-                        workload, batch, output, target, handler.found
+                    targets = named_targets(
+                        workload, batch, output, target, handler.site_output
                     )
                 ran.outputs.append(detached(output))
-                ran.targets.append(found)
+                ran.targets.append(targets)
                 if progress is not None:
                     progress(index + 1, len(chosen))
     return ran
@@ -152,14 +153,14 @@ def named_targets(
     batch: Any,
     output: Any,
     target: str | None,
-    found: Tensor | None,
+    site_output: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The target tensors of one batch: the output or a part of it, the loss, or what a site returned (``found``).
+    """The target tensors of one batch: the output or a part of it, the loss, or what a site returned.
 
     Raises ``WorkloadError`` when there is no such part or site.
     """
     if target is not None and "/" in target:
-        if found is None:
+        if site_output is None:
             raise WorkloadError(
                 f"no site named {target!r} was called",
                 where="target",
@@ -167,7 +168,7 @@ def named_targets(
                 got=repr(target),
                 do="take a name from the ranked table",
             )
-        return {target: found}
+        return {target: site_output}
     if target == "loss":
         if workload.loss is None:
             raise WorkloadError(
@@ -201,19 +202,15 @@ def replaced(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of ``output`` whose floating-point tensors are ``change`` of the original ones."""
     if isinstance(output, Tensor):
         return change(output) if output.is_floating_point() else output
-    if isinstance(
-        output, MutableMapping
-    ):  # Hugging Face outputs are mappings and dataclasses
+    if isinstance(output, MutableMapping):
+        # first, because Hugging Face's outputs are mappings and dataclasses
         twin = copy.copy(output)
         for key, value in output.items():
             twin[key] = replaced(value, change)
         return twin
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        parts = {
-            f.name: replaced(getattr(output, f.name), change)
-            for f in dataclasses.fields(output)
-            if f.init
-        }
+        names = [field.name for field in dataclasses.fields(output) if field.init]
+        parts = {name: replaced(getattr(output, name), change) for name in names}
         return dataclasses.replace(output, **parts)
     if isinstance(output, tuple) and hasattr(output, "_fields"):
         return type(output)(*(replaced(v, change) for v in output))
@@ -229,16 +226,18 @@ class _FirstNonFinite(Plain):
 
     def run(self, call: Call) -> Any:
         result = call.run()
-        if self.first is None and any(
-            bool(t.isnan().any()) for t in float_tensors(result)
-        ):
+        if self.first is None and _holds_nan(result):
             self.first = str(call.site)
         return result
 
 
-def check_finite(workload: Workload, index: int, found: Mapping[str, Tensor]) -> None:
+def _holds_nan(result: Any) -> bool:
+    return any(bool(tensor.isnan().any()) for tensor in float_tensors(result))
+
+
+def check_finite(workload: Workload, index: int, targets: Mapping[str, Tensor]) -> None:
     """Raise ``NonFiniteError`` naming the first site that made a NaN, when a target tensor is not finite."""
-    bad = {name: t for name, t in found.items() if not bool(t.isfinite().all())}
+    bad = {name: t for name, t in targets.items() if not bool(t.isfinite().all())}
     if not bad:
         return
     search = _FirstNonFinite()
@@ -248,15 +247,13 @@ def check_finite(workload: Workload, index: int, found: Mapping[str, Tensor]) ->
         f"{n}: {int((~t.isfinite()).sum())} of {t.numel()} elements"
         for n, t in bad.items()
     )
+    origin = "no NaN inside, only Inf"
+    if search.first:
+        origin = f"the first NaN is made by {search.first}"
     raise NonFiniteError(
         "the run before any rounding already holds NaN or Inf",
         where=f"{workload.name}, batch {index}",
         expected="finite values in the reference",
-        got=counts
-        + (
-            f"; the first NaN is made by {search.first}"
-            if search.first
-            else "; no NaN inside, only Inf"
-        ),
+        got=f"{counts}; {origin}",
         do="check the weights and the input of that operator",
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,29 +96,20 @@ class Plan:
             self.format_of("")
         names = frozenset(sites)
         patterns = [pattern for rule in self.rules for pattern in rule.sites]
-        lost = [
-            p
-            for p in patterns
-            if p not in names and not any(matches(p, s) for s in sites)
-        ]
-        if lost:
-            shown = "\n    ".join(lost[:10]) + (
-                f"\n    and {len(lost) - 10} more" if len(lost) > 10 else ""
-            )
-            raise PlanError(
-                f"{len(lost)} of the plan's {len(patterns)} patterns match no site of this model:\n    {shown}",
-                where="plan",
-                expected=f"sites of this model, such as {', '.join(sites[:3])}",
-                got="a plan made for another model, or for another version of it",
-                do="make the plan from a budget of this workload: roundoff budget, then roundoff plan",
-            )
-        exact = {p: rule.format for rule in reversed(self.rules) for p in rule.sites}
-        if all(p in names for p in patterns):  # no globs: one look-up a site
-            chosen = {s: exact.get(s, self.default) for s in sites}
+        globs = [pattern for pattern in patterns if pattern not in names]
+        _check_all_match(globs, sites, len(patterns))
+        if globs:
+            formats = {site: self.format_of(site) for site in sites}
         else:
-            chosen = {s: self.format_of(s) for s in sites}
-        named = {s: parse_format(f).name for s, f in chosen.items()}
-        return {s: f for s, f in named.items() if f != "fp32"}
+            formats = self._exact_formats(sites)
+        return {site: name for site, name in formats.items() if name != "fp32"}
+
+    def _exact_formats(self, sites: Iterable[str]) -> dict[str, str]:
+        """The format of each site where all patterns are names: one look-up a site."""
+        named = dict.fromkeys(sites, self.default)
+        for rule in reversed(self.rules):
+            named.update(dict.fromkeys(rule.sites, rule.format))
+        return {site: parse_format(name).name for site, name in named.items()}
 
     def for_model(self, model: nn.Module) -> Plan:
         """The same plan with every module path and ``class:`` pattern written out as patterns of site names.
@@ -128,18 +120,11 @@ class Plan:
         for path, module in model.named_modules():
             for kind in type(module).__mro__:
                 paths.setdefault(kind.__name__, []).append(path)
-        rules = tuple(
-            Rule(
-                r.format,
-                tuple(
-                    p
-                    for pattern in r.sites
-                    for p in _written_out(pattern, paths, model)
-                ),
-            )
-            for r in self.rules
-        )
-        return replace(self, rules=rules)
+        rules = []
+        for rule in self.rules:
+            patterns = [_written_out(pattern, paths, model) for pattern in rule.sites]
+            rules.append(Rule(rule.format, tuple(itertools.chain(*patterns))))
+        return replace(self, rules=tuple(rules))
 
     @classmethod
     def from_formats(cls, formats: Mapping[str, str], about: Mapping[str, Any]) -> Plan:
@@ -189,13 +174,14 @@ class Plan:
                 expected="a TOML or JSON file written by roundoff plan",
             ) from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            got = type(data).__name__
+            if isinstance(data, dict):
+                got = f"schema = {data.get('schema')!r}"
             raise PlanError(
                 "not a plan of this version",
                 where=str(path),
                 expected=f"schema = {SCHEMA}",
-                got=f"schema = {data.get('schema')!r}"
-                if isinstance(data, dict)
-                else type(data).__name__,
+                got=got,
             )
         if "kind" in data:  # records of quantization are TOML of this schema too
             raise PlanError(
@@ -224,6 +210,24 @@ class Plan:
         )
 
 
+def _check_all_match(globs: Sequence[str], sites: Sequence[str], patterns: int) -> None:
+    """Raise ``PlanError`` where one of the globs, of ``patterns`` patterns, matches no site."""
+    lost = [g for g in globs if not any(matches(g, site) for site in sites)]
+    if not lost:
+        return
+    shown = lost[:10]
+    if len(lost) > 10:
+        shown.append(f"and {len(lost) - 10} more")
+    listing = "\n    ".join(shown)
+    raise PlanError(
+        f"{len(lost)} of the plan's {patterns} patterns match no site of this model:\n    {listing}",
+        where="plan",
+        expected=f"sites of this model, such as {', '.join(sites[:3])}",
+        got="a plan made for another model, or for another version of it",
+        do="make the plan from a budget of this workload: roundoff budget, then roundoff plan",
+    )
+
+
 def _written_out(
     pattern: str, paths: Mapping[str, list[str]], model: nn.Module
 ) -> list[str]:
@@ -233,26 +237,23 @@ def _written_out(
         return [pattern]
     name, slash, operator = pattern.removeprefix("class:").partition("/")
     if name not in paths:
-        own = sorted({type(module).__name__ for module in model.modules()})
+        classes = sorted({type(module).__name__ for module in model.modules()})
         raise PlanError(
             f"a rule names a class that no module of this model has: {pattern}",
             where="plan",
-            expected=f"a class of its modules, such as {examples(name, own)}",
+            expected=f"a class of its modules, such as {examples(name, classes)}",
             got=name,
         )
     calls = [operator, f"{operator}#*"] if slash else ["*"]
-    inside = [
-        place
-        for path in map(glob.escape, paths[name])
-        for place in (path, f"{path}.*" if path else "*")
-    ]
-    return [f"{place}/{call}" for place in inside for call in calls]
+    inside: list[str] = []
+    for path in map(glob.escape, paths[name]):
+        inside += [path, f"{path}.*" if path else "*"]
+    return [f"{place}/{call}" for place, call in itertools.product(inside, calls)]
 
 
 def _patterns(sites: Any) -> tuple[str, ...]:
-    if not isinstance(
-        sites, list
-    ):  # the characters of one pattern would be patterns too
+    # the characters of one pattern would be patterns too
+    if not isinstance(sites, list):
         raise TypeError(f"sites is {sites!r}, no list")
     return tuple(str(site) for site in sites)
 

@@ -7,6 +7,7 @@ alone: casts and quantization between neighbours in different formats aren't in 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import tomllib
@@ -72,24 +73,7 @@ class SecondsTable:
         self._seconds: dict[tuple[str, str, str], float] = {}
         for number, row in enumerate(self.rows, start=1):
             place = f"{where}, row {number}"
-            for field, value, known in (
-                ("kind", row.kind, (*KINDS,)),
-                ("size", row.size, (*SIZES, "any")),
-            ):
-                if value not in known:
-                    raise PlanError(
-                        f"unknown {field}",
-                        where=place,
-                        expected=", ".join(known),
-                        got=repr(value),
-                    )
-            if not (math.isfinite(row.seconds) and row.seconds > 0.0):
-                raise PlanError(
-                    "bad seconds",
-                    where=place,
-                    expected="a finite number above 0",
-                    got=str(row.seconds),
-                )
+            _check(row, place)
             key = row.kind, parse_format(row.format).name, row.size
             if key in self._seconds:
                 raise PlanError(
@@ -109,17 +93,18 @@ class SecondsTable:
         """
         stand_in, unit = KINDS[kind]
         medium, large = BOUNDS[unit]
-        size = "small" if amount < medium else "medium" if amount < large else "large"
-        for key in ((k, fmt, s) for k in (kind, stand_in) for s in (size, "any")):
+        size = "large"
+        if amount < large:
+            size = "small" if amount < medium else "medium"
+        for key in itertools.product((kind, stand_in), (fmt,), (size, "any")):
             if key in self._seconds:
                 return self._seconds[key] * amount
         have = sorted({f"{k} {s}" for k, f, s in self._seconds if f == fmt})
+        kinds = " or ".join(map(repr, dict.fromkeys((kind, stand_in))))
         raise PlanError(
             "the table of seconds has no row for a call",
             where=f"{kind} in {fmt}",
-            expected=f"kind {kind!r}"
-            + (f" or {stand_in!r}" if stand_in != kind else "")
-            + f", size {size!r} or 'any'",
+            expected=f"kind {kinds}, size {size!r} or 'any'",
             got=f"for {fmt}: {', '.join(have) or 'no row'}",
             do="add the row, or measure the table anew",
         )
@@ -138,6 +123,25 @@ class SecondsTable:
             lines.append(f"seconds = {row.seconds!r}")
         with atomic_path(path) as temporary:
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _check(row: SecondsRow, where: str) -> None:
+    if row.kind not in KINDS:
+        raise PlanError(
+            "unknown kind", where=where, expected=", ".join(KINDS), got=repr(row.kind)
+        )
+    sizes = (*SIZES, "any")
+    if row.size not in sizes:
+        raise PlanError(
+            "unknown size", where=where, expected=", ".join(sizes), got=repr(row.size)
+        )
+    if not (math.isfinite(row.seconds) and row.seconds > 0.0):
+        raise PlanError(
+            "bad seconds",
+            where=where,
+            expected="a finite number above 0",
+            got=str(row.seconds),
+        )
 
 
 def read_seconds(path: str | Path) -> SecondsTable:
@@ -165,11 +169,8 @@ def read_seconds(path: str | Path) -> SecondsTable:
         )
     try:
         records = readers[path.suffix](path.read_text(encoding="utf-8"))
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-    ) as error:  # ValueError: not UTF-8, TOML or JSON; AttributeError: a list
+    except (OSError, ValueError, AttributeError) as error:
+        # ValueError: not UTF-8, TOML or JSON; AttributeError: a list
         raise PlanError(
             "cannot read the table of seconds", where=str(path), got=str(error)
         ) from error

@@ -11,7 +11,7 @@ import numpy as np
 
 from roundoff.errors import InfeasibleError, PlanError
 from roundoff.plan.knapsack import Choice, Decision, Edge, Knapsack
-from roundoff.plan.milp import Limit, Outcome, minimise, total
+from roundoff.plan.milp import Bools, Floats, Limit, Outcome, minimise, total
 
 __all__ = ["Choice", "Decision", "Edge", "Solution", "solve"]
 
@@ -81,6 +81,43 @@ def solve(
         ({'query': 'int8', 'value': 'fp32'}, 5.0, True)
     """
     table = Knapsack.build(tuple(decisions), tuple(edges))
+    _check_bounds(max_noise, max_cost)
+    if not table.decisions:
+        return Solution({}, 0.0, 0.0, True, 0.0)
+    if max_noise is not None:
+        question = _Question(table, table.cost, Limit(table.noise, max_noise))
+    else:
+        bound = math.inf if max_cost is None else max_cost
+        question = _Question(table, table.noise, Limit(table.cost, bound))
+    deadline = time.monotonic() + time_limit
+
+    # The plan with the least of the bounded quantity: shows whether any plan meets the bound, and
+    # is one if so.
+    least = question.least_of_bounded(relative_gap, deadline)
+    best = question.best(least, relative_gap, deadline)
+    if best.columns is None:
+        if not best.complete or not least.complete:
+            raise PlanError(
+                "no plan found in time",
+                expected="one plan that meets the bound",
+                got=f"none in {time_limit:g} s",
+                do="raise time_limit",
+            )
+        raise _infeasible(question, least, deadline)
+    value = total(question.minimised, best.columns)
+    gap = (value - best.bound) / value if value > 0.0 else 0.0
+    tied = question.least_among_ties(best.columns, value, relative_gap, deadline)
+    chosen = best.columns if tied.columns is None else tied.columns
+    return Solution(
+        table.formats(chosen),
+        total(table.noise, chosen),
+        total(table.cost, chosen),
+        gap <= relative_gap,
+        gap,
+    )
+
+
+def _check_bounds(max_noise: float | None, max_cost: float | None) -> None:
     if (max_noise is None) == (max_cost is None):
         raise PlanError(
             "a target needs one bound",
@@ -95,130 +132,85 @@ def solve(
                 expected="a number of at least 0",
                 got=str(bound),
             )
-    if not table.decisions:
-        return Solution({}, 0.0, 0.0, True, 0.0)
-    deadline = time.monotonic() + time_limit
-    minimised, bounded = (
-        (table.cost, table.noise) if max_cost is None else (table.noise, table.cost)
-    )
-    limit = Limit(
-        bounded,
-        max_noise
-        if max_noise is not None
-        else max_cost
-        if max_cost is not None
-        else math.inf,
-    )
-    finite = Limit(
-        table.noise, math.inf
-    )  # overflow forbids a choice whatever is minimised
 
-    # The plan with the least of the bounded quantity: shows whether any plan meets the bound, and
-    # is one if so.
-    least = minimise(
-        table.program, bounded, [finite], relative_gap=relative_gap, deadline=deadline
-    )
-    incumbent = least.columns
-    if incumbent is not None and total(bounded, incumbent) > limit.bound:
-        incumbent = None
-    # Closer to the bound than the solver's own tolerances, the answer is still open.
-    surely_infeasible = least.complete and least.bound > limit.bound * (1.0 + 1e-6)
-    best = Outcome(None, math.inf, True)
-    if not surely_infeasible:
-        best = minimise(
-            table.program,
-            minimised,
-            [limit, finite],
+
+@dataclass(frozen=True)
+class _Question:
+    """Minimise one quantity of the knapsack under a limit on the other."""
+
+    table: Knapsack
+    minimised: Floats
+    limit: Limit
+
+    @property
+    def limits(self) -> list[Limit]:
+        """The limit, and no overflow: that forbids a choice whatever is minimised."""
+        return [self.limit, Limit(self.table.noise, math.inf)]
+
+    def least_of_bounded(self, relative_gap: float, deadline: float) -> Outcome:
+        return minimise(
+            self.table.program,
+            self.limit.coefficients,
+            self.limits[1:],
+            relative_gap=relative_gap,
+            deadline=deadline,
+        )
+
+    def best(self, least: Outcome, relative_gap: float, deadline: float) -> Outcome:
+        """The answer, from the plan with the least of the bounded quantity on."""
+        # Closer to the bound than the solver's own tolerances, the answer is still open.
+        surely_above = least.bound > self.limit.bound * (1.0 + 1e-6)
+        if least.complete and surely_above:
+            return Outcome(None, math.inf, True)
+        incumbent = least.columns
+        if incumbent is not None:
+            reached = total(self.limit.coefficients, incumbent)
+            incumbent = incumbent if reached <= self.limit.bound else None
+        return minimise(
+            self.table.program,
+            self.minimised,
+            self.limits,
             incumbent=incumbent,
             relative_gap=relative_gap,
             deadline=deadline,
         )
-    if best.columns is None:
-        if not best.complete or not least.complete:
-            raise PlanError(
-                "no plan found in time",
-                expected="one plan that meets the bound",
-                got=f"none in {time_limit:g} s",
-                do="raise time_limit",
-            )
-        reachable = math.inf if least.columns is None else total(bounded, least.columns)
-        raise _infeasible(
-            table,
-            limit,
-            [limit, finite],
-            reachable,
-            deadline,
-            noise_bound=max_cost is None,
+
+    def least_among_ties(
+        self, columns: Bools, value: float, relative_gap: float, deadline: float
+    ) -> Outcome:
+        """The least of the bounded quantity among plans as good as ``columns``."""
+        return minimise(
+            self.table.program,
+            self.limit.coefficients,
+            [*self.limits, Limit(self.minimised, value * (1.0 + 1e-9))],
+            incumbent=columns,
+            relative_gap=relative_gap,
+            deadline=deadline,
         )
-    value = total(minimised, best.columns)
-    gap = (value - best.bound) / value if value > 0.0 else 0.0
-    ties = [limit, finite, Limit(minimised, value * (1.0 + 1e-9))]
-    tied = minimise(
-        table.program,
-        bounded,
-        ties,
-        incumbent=best.columns,
-        relative_gap=relative_gap,
-        deadline=deadline,
-    )
-    chosen = best.columns if tied.columns is None else tied.columns
-    return Solution(
-        table.formats(chosen),
-        total(table.noise, chosen),
-        total(table.cost, chosen),
-        gap <= relative_gap,
-        gap,
-    )
+
+    @property
+    def bounds_noise(self) -> bool:
+        return self.limit.coefficients is self.table.noise
 
 
 def _infeasible(
-    table: Knapsack,
-    limit: Limit,
-    limits: list[Limit],
-    reachable: float,
-    deadline: float,
-    *,
-    noise_bound: bool,
+    question: _Question, least: Outcome, deadline: float
 ) -> InfeasibleError:
     """The error for an unreachable bound: what is reachable, and which pins are to blame."""
-    alone, together, complete = _blame(table, limits, deadline)
-    if noise_bound:
-        best_db = math.inf if reachable == 0.0 else -10.0 * math.log10(reachable)
-        expected = (
-            "no noise at all"
-            if limit.bound == 0.0
-            else f"at least {-10.0 * math.log10(limit.bound):.2f} dB"
-        )
-        got = (
-            f"{best_db:.2f} dB at best"
-            if reachable < math.inf
-            else "an overflow in every plan"
-        )
-        # Rounded down, so that asking for the printed number succeeds.
-        ask = (
-            f"ask for at most {math.floor(best_db * 100.0) / 100.0:.2f} dB"
-            if reachable < math.inf
-            else ""
-        )
-    else:
-        best_db = math.nan
-        expected = f"a cost of at most {limit.bound:.6g}"
-        got = (
-            f"{reachable:.6g} at least"
-            if reachable < math.inf
-            else "an overflow in every plan"
-        )
-        ask = f"allow a cost of {reachable:.6g}" if reachable < math.inf else ""
+    reachable = math.inf
+    if least.columns is not None:
+        reachable = total(question.limit.coefficients, least.columns)
+    describe = _too_noisy if question.bounds_noise else _too_dear
+    best_db, expected, got, ask = describe(question.limit.bound, reachable)
+    alone, together, complete = _blame(question.table, question.limits, deadline)
     if alone:
-        unpin = (
-            f"unpin {alone[0]}"
-            if len(alone) == 1
-            else f"unpin one of {', '.join(alone)}"
-        )
+        several = len(alone) > 1
+        unpin = f"unpin one of {', '.join(alone)}" if several else f"unpin {alone[0]}"
     elif together:
         unpin = f"unpin all of {', '.join(together)}"
     else:
-        unpin = "offer wider formats" if noise_bound else "offer narrower formats"
+        wider = question.bounds_noise
+        unpin = "offer wider formats" if wider else "offer narrower formats"
         unpin += "" if complete else " (the time ran out before every pin was examined)"
     return InfeasibleError(
         "no choice of formats meets the target",
@@ -228,6 +220,29 @@ def _infeasible(
         best_db=best_db,
         pinned=alone or together,
     )
+
+
+def _too_noisy(bound: float, reachable: float) -> tuple[float, str, str, str]:
+    """(best dB, expected, got, what to ask for) where the bound is one on noise."""
+    expected = "no noise at all"
+    if bound != 0.0:
+        expected = f"at least {-10.0 * math.log10(bound):.2f} dB"
+    if reachable == math.inf:
+        return -math.inf, expected, "an overflow in every plan", ""
+    best_db = math.inf if reachable == 0.0 else -10.0 * math.log10(reachable)
+    # Rounded down, so that asking for the printed number succeeds.
+    rounded_down = math.floor(best_db * 100.0) / 100.0
+    ask = f"ask for at most {rounded_down:.2f} dB"
+    return best_db, expected, f"{best_db:.2f} dB at best", ask
+
+
+def _too_dear(bound: float, reachable: float) -> tuple[float, str, str, str]:
+    """(no dB, expected, got, what to ask for) where the bound is one on cost."""
+    expected = f"a cost of at most {bound:.6g}"
+    if reachable == math.inf:
+        return math.nan, expected, "an overflow in every plan", ""
+    ask = f"allow a cost of {reachable:.6g}"
+    return math.nan, expected, f"{reachable:.6g} at least", ask
 
 
 def _blame(
@@ -254,15 +269,15 @@ def _blame(
             [moved.astype(float), np.zeros(len(table.program.links))]
         )
         program = replace(table.program, allowed=allowed.copy())
-        found = minimise(program, count, limits, relative_gap=0.0, deadline=deadline)
-        if found.columns is None or not found.complete:
-            return alone, [], found.complete
-        left = [
+        outcome = minimise(program, count, limits, relative_gap=0.0, deadline=deadline)
+        if outcome.columns is None or not outcome.complete:
+            return alone, [], outcome.complete
+        unpinned = [
             choices[at][0].name
-            for at in np.flatnonzero(moved & found.columns[: len(choices)])
+            for at in np.flatnonzero(moved & outcome.columns[: len(choices)])
         ]
-        if len(left) != 1:
-            return alone, [] if alone else left, True
-        alone += left
-        allowed &= ~moved | np.array([d.name not in left for d, _ in choices])
+        if len(unpinned) != 1:
+            return alone, [] if alone else unpinned, True
+        alone += unpinned
+        allowed &= ~moved | np.array([d.name not in unpinned for d, _ in choices])
     return alone, [], True

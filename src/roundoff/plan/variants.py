@@ -108,19 +108,20 @@ def variant(
             do=f"leave the candidate out: 'roundoff diagnose WORKLOAD --formats {name}' "
             "measures what the format costs by simulation",
         )
-    dtype, device = AUTOCAST[fmt.name], device_of(workload.model).type
-    notes = (
-        ("gradients in fp16 without a loss scale",)
-        if fmt.name == "fp16" and workload.loss
-        else ()
-    )
+    return _autocast(name, workload, fmt.name)
+
+
+def _autocast(name: str, workload: Workload, fmt: str) -> Variant:
+    dtype = AUTOCAST[fmt]
+    device = device_of(workload.model).type
+    unscaled = fmt == "fp16" and workload.loss is not None
     return Variant(
         name,
         workload,
         around=partial(torch.autocast, device, dtype),
-        format=fmt.name,
+        format=fmt,
         unit=torch.finfo(dtype).eps / 2,
-        notes=notes,
+        notes=("gradients in fp16 without a loss scale",) if unscaled else (),
     )
 
 
@@ -154,7 +155,8 @@ def with_batches(
         ]
 
     twin = workload.with_model(workload.model if model is None else model)
-    twin.batches, twin.held_out = changed(workload.batches), changed(workload.held_out)
+    twin.batches = changed(workload.batches)
+    twin.held_out = changed(workload.held_out)
     return twin
 
 
@@ -193,20 +195,18 @@ def compiled(workload: Workload, backend: str) -> Workload:
 
 def compile_backend(workload: Workload, backend: str | None) -> str:
     """The backend of torch.compile, or a ``WorkloadError`` that says why it cannot run here."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend is not None and backend not in known:
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if backend is not None and backend not in backends:
         raise WorkloadError(
             "torch.compile has no such backend",
             where="backend",
-            expected=", ".join(known),
+            expected=", ".join(backends),
             got=repr(backend),
         )
     compilers = (os.environ.get("CXX") or "", "g++", "clang++", "c++", "cl")
-    if (
-        backend in (None, "inductor")
-        and device_of(workload.model).type == "cpu"
-        and not any(map(shutil.which, compilers))
-    ):
+    on_cpu = device_of(workload.model).type == "cpu"
+    needs_compiler = backend in (None, "inductor") and on_cpu
+    if needs_compiler and not any(map(shutil.which, compilers)):
         raise WorkloadError(
             "torch.compile needs a C++ compiler, and there is none",
             where="candidate compile",
@@ -264,11 +264,9 @@ def _other(workload: Workload, source: str | Path, steps: int) -> Variant:
     other = Workload.load(source)
     for number in range(min(steps, len(workload.batches))):
         ours = describe(workload.batches[number])
-        theirs = (
-            describe(other.batches[number])
-            if number < len(other.batches)
-            else "no such batch"
-        )
+        theirs = "no such batch"
+        if number < len(other.batches):
+            theirs = describe(other.batches[number])
         if ours != theirs:
             raise WorkloadError(
                 f"batch {number} is another one than that of {workload.name}",
@@ -287,29 +285,30 @@ def _other(workload: Workload, source: str | Path, steps: int) -> Variant:
 
 
 def _differences(workload: Workload, other: Workload) -> Iterator[str]:
-    one, two = (dict(w.model.state_dict()) for w in (workload, other))
-    changed = [
-        n
-        for n in one
-        if n in two
-        and not (
-            isinstance(one[n], Tensor)
-            and isinstance(two[n], Tensor)
-            and one[n].shape == two[n].shape
-            and bool(torch.equal(one[n].cpu(), two[n].cpu()))
-        )
-    ]
-    for names, what in (
-        (changed, "the models start from other values"),
-        ([n for n in one if n not in two], "only the reference has"),
-        ([n for n in two if n not in one], "only the candidate has"),
-    ):
-        if names:
-            yield f"{what}: {', '.join(names[:3])}" + (
-                f" and {len(names) - 3} more" if len(names) > 3 else ""
-            )
+    """Say how the two programs differ before anything runs."""
+    reference = dict(workload.model.state_dict())
+    candidate = dict(other.model.state_dict())
+    common = [name for name in reference if name in candidate]
+    changed = [n for n in common if not _same_values(reference[n], candidate[n])]
+    only_reference = [name for name in reference if name not in candidate]
+    only_candidate = [name for name in candidate if name not in reference]
+    yield from _named("the models start from other values", changed)
+    yield from _named("only the reference has", only_reference)
+    yield from _named("only the candidate has", only_candidate)
     for part in ("loss", "optimizer"):
         if getattr(workload, part) is None and getattr(other, part) is not None:
             yield f"only the candidate defines {part}: it is not run"
     if workload.model.training != other.model.training:
         yield "one of the models is in training mode, the other is not"
+
+
+def _named(difference: str, names: list[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"{difference}: {', '.join(names[:3])}{more}"
+
+
+def _same_values(a: object, b: object) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    return a.shape == b.shape and torch.equal(a.cpu(), b.cpu())

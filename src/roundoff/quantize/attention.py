@@ -15,10 +15,11 @@ from roundoff.formats import (
     PerToken,
     parse_format,
 )
+from roundoff.ops import operators_that
 from roundoff.quantize.graph import Graph, Node, Use
 
 #: What may stand between the scores and their softmax: scaling, masks, position biases.
-_BETWEEN = frozenset("mul div add sub where masked_fill clamp tanh".split())
+_BETWEEN = operators_that("stand before attention's softmax")
 
 
 @dataclass(frozen=True)

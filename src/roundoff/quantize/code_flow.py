@@ -10,20 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from roundoff.formats import Format, PerTensor
-from roundoff.ops import Operand
+from roundoff.ops import Operand, operators_that
 from roundoff.quantize.graph import Node
 from roundoff.quantize.layout import Layout
 from roundoff.quantize.options import is_integer
 from roundoff.quantize.quantizer import Quantizer
 
 #: Calls that an integer kernel absorbs: they only clip, and their result is quantized instead of what they read.
-CLIPS = frozenset({"relu", "relu6", "hardtanh", "clamp", "clip", "clamp_min"})
+CLIPS = operators_that("clip codes")
 #: Calls that only choose among the codes they read: their result has the same scale.
 PASSES = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
 #: Calls with integer kernels that join or pool codes.
-FOLLOWS = frozenset(
-    {"add", "mul", "mean", "adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"}
-)
+FOLLOWS = operators_that("join or pool codes")
 
 
 def upper_bound(node: Node) -> float | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundoff.budget import draw_signs
 from roundoff.errors import QuantizationError
 from roundoff.preserve import preserve
 from roundoff.quantize.model import Passing, QuantizedModel
@@ -194,11 +195,7 @@ def importance(
                 continue
             reached = True
             for number in range(probes):
-                signs = [
-                    torch.randint(0, 2, t.shape, generator=generator).to(t.dtype) * 2
-                    - 1
-                    for t in tensors
-                ]
+                signs = [draw_signs(t.shape, generator, t) for t in tensors]
                 torch.autograd.backward(
                     tensors, signs, retain_graph=number + 1 < probes
                 )

@@ -15,9 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.ops import Call, execute, float_tensors, watch
 from roundoff.quantize.graph import Graph
-from roundoff.quantize.integer_sums import on_sums
 from roundoff.quantize.layout import Route
-from roundoff.quantize.quantizer import Quantizer
+from roundoff.quantize.quantizer import Quantizer, on_sums
 from roundoff.quantize.record import Entry, Record, Step, fingerprint
 from roundoff.quantize.schemes import Row, Scheme
 from roundoff.train import straight

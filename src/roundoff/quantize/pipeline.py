@@ -16,26 +16,25 @@ from torch import Tensor, nn
 from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
 from roundoff.plan import Plan, noise
-from roundoff.quantize.channels.divide import divide_
-from roundoff.quantize.channels.equalise import rescale_
-from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_
-from roundoff.quantize.channels.smooth import smooth_
-from roundoff.quantize.channels.spread import spread_
-from roundoff.quantize.checks import (
+from roundoff.quantize.calibration import (
     check_data,
     check_weights,
     given_workload,
     site_formats,
     traced,
 )
+from roundoff.quantize.channels.divide import divide_
+from roundoff.quantize.channels.equalise import rescale_
+from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_
+from roundoff.quantize.channels.smooth import smooth_
+from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import GRADIENTS, importance
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.options import Options
+from roundoff.quantize.options import Options, Rounding
 from roundoff.quantize.record import Step
-from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.round_in_order import round_in_order_
 from roundoff.quantize.schemes import Row, scheme
-from roundoff.quantize.sequential import round_in_order_
 from roundoff.quantize.shared_values import apart_
 from roundoff.site import select
 from roundoff.workload import Workload, named_tensors

@@ -17,10 +17,10 @@ import xxhash
 
 from roundoff.errors import QuantizationError, examples
 from roundoff.files import atomic_path, toml_string, toml_value
-from roundoff.quantize.record_entry import Entry as Entry
-from roundoff.quantize.record_entry import format_named as format_named
-from roundoff.quantize.record_entry import granularity_name as granularity_name
-from roundoff.quantize.record_entry import granularity_named as granularity_named
+from roundoff.quantize.entry import Entry as Entry
+from roundoff.quantize.entry import format_named as format_named
+from roundoff.quantize.entry import granularity_name as granularity_name
+from roundoff.quantize.entry import granularity_named as granularity_named
 
 if TYPE_CHECKING:
     from torch import nn

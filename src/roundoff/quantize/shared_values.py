@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from roundoff.quantize.model import QuantizedModel
-from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.options import Rounding
 
 
 def apart_(model: QuantizedModel, rounding: Rounding) -> list[str]:

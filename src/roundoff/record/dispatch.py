@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from roundoff.ops import tensors_in
+from roundoff.ops import operators_that, tensors_in
 from roundoff.record.collectives import finished, group_of
 from roundoff.record.module_paths import Paths
 from roundoff.record.recorder import Recorder, Source
@@ -29,7 +29,7 @@ _COLLECTIVE = (
     "_c10d_functional_autograd",
 )
 #: These write running statistics (arguments 3 and 4) without saying so in their schema.
-BATCH_NORM = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_WRITES_STATISTICS = operators_that("write running statistics")
 try:
     _frames: Any = torch._C._dynamo.eval_frame
     _SKIP = _frames._FrameExecStrategy(
@@ -224,7 +224,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             same = {id(t) for t in written}
             outputs = [t for t in outputs if id(t) not in same]
         changed = (
-            tensors_in(args[3:5]) if operator.name in BATCH_NORM and args[5] else ()
+            tensors_in(args[3:5])
+            if operator.name in _WRITES_STATISTICS and args[5]
+            else ()
         )
         group = group_of(args, kwargs) if operator.collective else None
         records = self.recorder.call(

@@ -6,9 +6,9 @@ format above or below it, with probability 1/4 each, independently of the others
 error has mean zero and a variance of 1/2 ulp², six times that of one correct rounding: what another order of summation,
 another kernel or another library may do.
 
-What rounds nothing is left alone: views, copies, wider casts, comparisons, ``max``, ``relu``, ``gather``... (``EXACT``),
+What rounds nothing (in the table of operators) is left alone: views, copies, wider casts, comparisons, ``max``, ``relu``,
 fills and factories, random draws, collectives (their result stays the same on every rank), integers. An element of ``add``,
-``mul``, a narrowing cast and the like (``OFTEN``) is left alone where fp64 gives the very same value: attention masks, step
+``mul``, a narrowing cast and the like is left alone where fp64 gives the very same value: attention masks, step
 counts and powers of two are exact. (In fp64 itself nothing tells, and all elements of these move.)
 
 NaN, infinities and zeros of either sign stay, no sign changes, the largest finite value is not moved up and +-1 not away
@@ -25,52 +25,25 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from roundoff.ops import (
-    CASTS,
     EXACT_ARGUMENTS,
-    NOT_UNIQUE,
-    OPAQUE,
     Refusal,
     apart,
+    base,
+    facts,
     holds,
     made,
+    operators_that,
     plain,
     refuse,
     run_again,
 )
-from roundoff.record.dispatch import BATCH_NORM
 from roundoff.record.statistics import in_memory_order
 
-#: Every element of the result is one of the operands, its magnitude, sign or whole part, or a constant; so it is for the
-#: names in ``_copy`` but ``_to_copy``. Without ``_foreach_`` and the underscore of operators in place.
-EXACT = frozenset(
-    """abs adaptive_max_pool2d adaptive_max_pool3d amax amin aminmax block_diag cat ceil channel_shuffle clamp clamp_max
-    clamp_min clip clone complex constant_pad_nd copysign cummax cummin diag diag_embed diagonal_backward diagonal_scatter
-    embedding eq fill fix flip floor fmax fmin fmod frac fractional_max_pool2d fractional_max_pool3d frexp full_like gather
-    ge gt hardtanh hardtanh_backward heaviside im2col index index_copy index_fill index_select kthvalue le logical_and
-    logical_not logical_or logical_xor lt masked_fill masked_scatter masked_scatter_backward masked_select max max_pool1d
-    max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool2d max_unpool3d
-    maximum median min minimum mkldnn_max_pool2d mkldnn_max_pool3d mode nan_to_num nanmedian native_channel_shuffle ne neg
-    new_full new_ones new_zeros nextafter ones_like pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d
-    reflection_pad3d relu repeat repeat_interleave replication_pad1d replication_pad2d replication_pad3d roll rot90 round
-    select_backward select_scatter sgn sign slice_backward slice_scatter sort split_with_sizes stack take threshold
-    threshold_backward topk tril triu trunc unique_consecutive unique_dim unsafe_split unsafe_split_with_sizes where zero
-    zeros_like _amp_update_scale _chunk_cat _conj_physical _copy_from _pack_padded_sequence _reshape_alias _unique _unique2
-    _unsafe_index _unsafe_masked_index _unsafe_view""".split()
-)
-#: These add to what is there where they are told to, and store otherwise.
-_STORES = {
-    "index_put": "accumulate",
-    "_index_put_impl": "accumulate",
-    "put": "accumulate",
-    "scatter": "reduce",
-}
-#: Exact for many elements: those where fp64 gives the same.
-OFTEN = (
-    frozenset(
-        """add sub rsub mul div true_divide square sum native_dropout_backward copy
-    _amp_foreach_non_finite_check_and_unscale""".split()
-    )
-    | CASTS
+#: Operators that are exact for many elements: those where fp64 gives the same.
+_OFTEN = operators_that("are often exact") | operators_that("cast")
+#: Replay leaves these out, since two correct results differ; their own rounding is noise all the same.
+_REFUSED_ELSEWHERE = operators_that("have no unique result") | operators_that(
+    "read opaque bytes"
 )
 #: Formats of scales and packed pairs, without a sign bit in front; no operator rounds to them.
 _UNSIGNED = ("torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2")
@@ -97,7 +70,7 @@ class Noise:
         """What is to be called with the result of a call that is about to run; None for one that rounds nothing."""
         if not isinstance(func, OpOverload) or not _rounds(func, args, kwargs):
             return None
-        exact = run_again(func, args, kwargs) if _base(func) in OFTEN else None
+        exact = run_again(func, args, kwargs) if _operator(func) in _OFTEN else None
         left = [
             a for n in EXACT_ARGUMENTS for a in _flat(_named(func, args, kwargs).get(n))
         ]
@@ -109,7 +82,10 @@ class Noise:
                 if isinstance(exact, list) and len(exact) == len(tensors)
                 else [None] * len(tensors)
             )
-            if func._schema.name.partition("::")[2] in BATCH_NORM and args[5]:
+            if (
+                _operator(func) in operators_that("write running statistics")
+                and args[5]
+            ):
                 tensors += _flat(args[3:5])
                 known += [None, None]
             with apart():
@@ -200,14 +176,18 @@ def _code(value: float, dtype: torch.dtype) -> int:
 
 def _rounds(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     values = _named(func, args, kwargs)
-    name, base = func._schema.name.partition("::")[2], _base(func)
-    if base in EXACT or (base.endswith("_copy") and name not in CASTS):
+    operator = _operator(func)
+    is_cast = operator in operators_that("cast")
+    if operator in operators_that("round nothing"):
+        return False
+    if operator.endswith("_copy") and not is_cast:
         return False
     if not any(_flat(v) for v in values.values()):  # from numbers alone: a constant
         return False
-    if base in _STORES and not values.get(_STORES[base]):
+    stores_unless = facts(operator).stores_unless
+    if stores_unless is not None and not values.get(stores_unless):
         return False
-    if base == "copy" or name in CASTS:
+    if operator == "copy" or is_cast:
         source, target = values.get("src", values.get("self")), values["self"]
         a, b = _flat(source)[:1], _flat(target)[:1]
         to = values.get("dtype") or (b[0].dtype if b else None)
@@ -218,7 +198,7 @@ def _rounds(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             or (to.is_floating_point and holds(to, a[0].dtype))
         ):
             return False
-    if name not in NOT_UNIQUE and name not in OPAQUE:
+    if operator not in _REFUSED_ELSEWHERE:
         try:
             refuse(func, values)
         except Refusal:
@@ -234,10 +214,8 @@ def _named(
     } | dict(kwargs)
 
 
-def _base(func: OpOverload) -> str:
-    """The name without what says that it works on lists, or in place."""
-    name: str = func._schema.name.partition("::")[2]
-    return name.removeprefix("_foreach_").removesuffix("_")
+def _operator(func: OpOverload) -> str:
+    return base(func._schema.name.partition("::")[2])
 
 
 def _flat(value: Any) -> list[Tensor]:

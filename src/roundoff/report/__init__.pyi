@@ -2,6 +2,7 @@ from .bench_html import write_bench as write_bench
 from .bench_text import as_text as as_text
 from .bench_text import print_bench as print_bench
 from .candidate_text import print_candidate as print_candidate
+from .comparison_answer import answer_comparison as answer_comparison
 from .comparison_html import write_comparison as write_comparison
 from .comparison_text import print_comparison as print_comparison
 from .diff_text import print_diff as print_diff
@@ -14,6 +15,8 @@ from .replay import print_replay as print_replay
 from .run_text import print_captured as print_captured
 from .run_text import print_show as print_show
 from .run_text import span as span
+from .strict import json_text as json_text
+from .strict import plain as plain
 from .strict import strict as strict
 from .strict import write_json as write_json
 from .text import print_plan as print_plan

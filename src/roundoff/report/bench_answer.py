@@ -1,105 +1,116 @@
-"""What ``roundoff bench`` found, as sentences."""
+"""The result of ``roundoff bench`` as sentences, and its numbers as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from roundoff.report.figures import NONE, count, finite, listing
 
-Row = Mapping[str, Any]
+if TYPE_CHECKING:
+    from roundoff.train import BenchRow, BenchSummary, Outcome, Ratios
+
+MEBIBYTE = 1 << 20
+#: Memory below this share of the reference's is worth a sentence.
+LESS_MEMORY = 0.99
 
 
-def answer(data: Row) -> list[str]:
-    """The answer first, then what is gained and what it costs; ``data`` is ``Bench.summary``."""
-    first, *others = data["rows"]
-    name, seeds = first["config"], count(len(data["seeds"]), "seed")
-    failed = [row["config"] for row in data["rows"] if row["failed"]]
-    broken = [
-        row["config"]
-        for row in others
-        if row["loss"] and not finite(row["loss"]["mean"])
-    ]
-    worse = [
-        row["config"] for row in others if row["worse"] and row["config"] not in broken
-    ]
-    better = [
-        row["config"]
-        for row in others
-        if row["verdict"] == "different" and not row["worse"]
-    ]
-    alike = [row["config"] for row in others if row["verdict"] == "no difference seen"]
-    open_ = [row["config"] for row in others if row["verdict"] == "undecided"]
-    said = []
-    if broken:
-        said.append(
-            f"{listing(broken)} {_ends(broken)} with a loss that is not finite."
-        )
-    if worse:
-        said.append(
-            f"{listing(worse)} {_ends(worse)} worse than {name}, by more than {seeds} explain."
-        )
-    if better:
-        said.append(
-            f"{listing(better)} {_ends(better)} better than {name}, by more than {seeds} explain."
-        )
-    if alike:
-        said.append(
-            f"No difference from {name} beyond the noise between seeds is seen in {listing(alike)}."
-        )
-    if open_:
-        trains = "trains" if len(open_) == 1 else "train"
-        said.append(
-            f"Whether {listing(open_)} {trains} like {name} is undecided with {seeds}."
-        )
-    if failed:
-        said.append(f"{listing(failed)} could not be trained.")
-    ran = [
-        row
-        for row in others
-        if not row["worse"] and row["speed"] and finite(row["speed"]["median"])
-    ]
-    said += _gains(first, ran) if ran else []
-    for row in data["rows"]:
-        if row["skips"]:
-            steps = data["steps"] * len(data["seeds"])
-            said.append(
-                f"{row['config']} skipped {row['skips']:,} of {count(steps, 'step')} for overflow."
-            )
-        if row["nonfinite"]:
-            said.append(f"{row['config']}: {row['nonfinite']}.")
-    if not said:
-        said.append(f"{name} was trained with {seeds}.")
-    return [*said, *(f"{note[0].upper()}{note[1:]}." for note in data["notes"])]
+def answer(summary: BenchSummary) -> list[str]:
+    """Return the answer first, then what is gained and what it costs."""
+    first, *others = summary.rows
+    sentences = _outcomes(summary, others)
+    ran = [row for row in others if not row.worse and _has_speed(row)]
+    if ran:
+        sentences.append(_fastest(first, ran))
+        sentences += _least_memory(first, ran)
+    for row in summary.rows:
+        sentences += _trouble(summary, row)
+    if not sentences:
+        sentences.append(f"{first.config} was trained with {_seeds(summary)}.")
+    return [*sentences, *(f"{note[0].upper()}{note[1:]}." for note in summary.notes)]
 
 
-def _gains(first: Row, ran: list[Row]) -> list[str]:
-    """Which is the fastest, and which takes the least memory."""
-    fastest = max(ran, key=lambda row: float(row["speed"]["median"]))
-    speed, name = fastest["speed"], first["config"]
-    if speed["low"] > 1:
-        said = [
-            f"Fastest is {fastest['config']}: {times(speed['median'])} the steps a second of {name}."
-        ]
-    else:
-        said = [f"None is clearly faster than {name}."]
-    weighed = [row for row in ran if row["memory"]]
-    if first["memory"] and weighed:
-        least = min(weighed, key=lambda row: int(row["memory"]["total"]))
-        share = least["memory"]["total"] / first["memory"]["total"]
-        if share < 0.99:
-            said.append(
-                f"{least['config']} takes the least memory, {share:.0%} of {name}'s."
-            )
-    return said
+def _outcomes(summary: BenchSummary, others: Sequence[BenchRow]) -> list[str]:
+    """Name the configurations of each outcome, the worst first."""
+    reference = summary.reference
+    seeds = _seeds(summary)
+    broken = [row.config for row in others if _is_broken(row)]
+    worse = [row.config for row in others if row.worse and not _is_broken(row)]
+    better = [row.config for row in others if _is_better(row)]
+    alike = [row.config for row in others if row.verdict == "no difference seen"]
+    undecided = [row.config for row in others if row.verdict == "undecided"]
+    failed = [row.config for row in summary.rows if row.failed]
+    explained = f"than {reference}, by more than {seeds} explain."
+    trains = "trains" if len(undecided) == 1 else "train"
+    sentences = (
+        (broken, f"{_end(broken)} with a loss that is not finite."),
+        (worse, f"{_end(worse)} worse {explained}"),
+        (better, f"{_end(better)} better {explained}"),
+        (
+            alike,
+            f"No difference from {reference} beyond the noise between seeds is seen in {listing(alike)}.",
+        ),
+        (
+            undecided,
+            f"Whether {listing(undecided)} {trains} like {reference} is undecided with {seeds}.",
+        ),
+        (failed, f"{listing(failed)} could not be trained."),
+    )
+    return [sentence for configs, sentence in sentences if configs]
 
 
-def _ends(names: list[str]) -> str:
-    return "ends" if len(names) == 1 else "end"
+def _is_broken(row: BenchRow) -> bool:
+    return row.loss is not None and not finite(row.loss.mean)
+
+
+def _is_better(row: BenchRow) -> bool:
+    return row.verdict == "different" and not row.worse
+
+
+def _has_speed(row: BenchRow) -> bool:
+    return row.speed is not None and finite(row.speed.median)
+
+
+def _seeds(summary: BenchSummary) -> str:
+    return count(len(summary.seeds), "seed")
+
+
+def _end(configs: list[str]) -> str:
+    return f"{listing(configs)} {'ends' if len(configs) == 1 else 'end'}"
+
+
+def _fastest(first: BenchRow, rows: Sequence[BenchRow]) -> str:
+    speeds = [(row.speed, row.config) for row in rows if row.speed is not None]
+    speed, config = max(speeds, key=lambda pair: pair[0].median)
+    if speed.low <= 1:
+        return f"None is clearly faster than {first.config}."
+    return f"Fastest is {config}: {times(speed.median)} the steps a second of {first.config}."
+
+
+def _least_memory(first: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
+    totals = [(row.memory.total, row.config) for row in rows if row.memory is not None]
+    if first.memory is None or not totals:
+        return []
+    total, config = min(totals, key=lambda pair: pair[0])
+    share = total / first.memory.total
+    if share >= LESS_MEMORY:
+        return []
+    return [f"{config} takes the least memory, {share:.0%} of {first.config}'s."]
+
+
+def _trouble(summary: BenchSummary, row: BenchRow) -> list[str]:
+    sentences = []
+    if row.skips:
+        steps = count(summary.steps * len(summary.seeds), "step")
+        sentences.append(f"{row.config} skipped {row.skips:,} of {steps} for overflow.")
+    if row.nonfinite:
+        sentences.append(f"{row.config}: {row.nonfinite}.")
+    return sentences
 
 
 def times(ratio: float | None) -> str:
-    """A ratio of speeds.
+    """Write a ratio of speeds.
 
     >>> times(1.348), times(0.0312), times(None)
     ('1.35×', '0.031×', '–')
@@ -109,100 +120,104 @@ def times(ratio: float | None) -> str:
     return f"{ratio:.2f}×" if ratio >= 0.1 else f"{ratio:.2g}×"
 
 
-def spread(ratios: Row | None) -> str:
-    """The quartiles of ratios.
+def median_ratio(ratios: Ratios | None) -> str:
+    """Write the median of ratios of speeds."""
+    return times(None if ratios is None else ratios.median)
 
-    >>> spread({"low": 1.3, "high": 1.41})
+
+def quartiles(ratios: Ratios | None) -> str:
+    """Write the quartiles of ratios.
+
+    >>> from roundoff.train import Ratios
+    >>> quartiles(Ratios(median=1.35, low=1.3, high=1.41, rounds=50))
     '1.30–1.41'
     """
-    if ratios is None or not (finite(ratios["low"]) and finite(ratios["high"])):
+    if ratios is None or not (finite(ratios.low) and finite(ratios.high)):
         return ""
-    low, high = (times(ratios[key])[:-1] for key in ("low", "high"))
+    low = times(ratios.low).removesuffix("×")
+    high = times(ratios.high).removesuffix("×")
     return f"{low}–{high}"
 
 
 def mebibytes(value: int | None) -> str:
-    """Bytes in MiB.
+    """Write bytes in MiB.
 
     >>> mebibytes(3 << 20), mebibytes(120000)
     ('3.0 MiB', '0.11 MiB')
     """
     if value is None:
         return NONE
-    size = value / (1 << 20)
-    return (
-        f"{size:.0f} MiB"
-        if size >= 100
-        else f"{size:.1f} MiB"
-        if size >= 1
-        else f"{size:.2g} MiB"
-    )
+    size = value / MEBIBYTE
+    if size >= 100:
+        return f"{size:.0f} MiB"
+    return f"{size:.1f} MiB" if size >= 1 else f"{size:.2g} MiB"
 
 
-def value(judged: Row | None) -> str:
-    """The mean over seeds, with the spread between them.
+def mean(outcome: Outcome | None) -> str:
+    """Write the mean over seeds, with the spread between them.
 
-    >>> value({"mean": 1.23456, "spread": 0.0123}), value({"mean": 0.5, "spread": None})
-    ('1.235 ± 0.012', '0.5000')
+    >>> from roundoff.train import Outcome
+    >>> mean(Outcome(mean=1.23456, spread=0.0123, seeds=[]))
+    '1.235 ± 0.012'
+    >>> mean(Outcome(mean=0.5, spread=None, seeds=[0.5]))
+    '0.5000'
     """
-    if judged is None:
+    if outcome is None:
         return NONE
-    mean, noise = judged["mean"], judged["spread"]
-    return f"{digits(mean)} ± {noise:.2g}" if finite(noise) else digits(mean)
+    text = digits(outcome.mean)
+    return f"{text} ± {outcome.spread:.2g}" if finite(outcome.spread) else text
 
 
 def digits(number: float | None) -> str:
-    """A loss or metric to four digits."""
+    """Write a loss or metric with four digits."""
     if number is None:
         return NONE
-    return (
-        f"{number:.4f}"
-        if finite(number) and 0.1 <= abs(number) < 1
-        else f"{number:.4g}"
-    )
+    is_share = finite(number) and 0.1 <= abs(number) < 1
+    return f"{number:.4f}" if is_share else f"{number:.4g}"
 
 
-def difference(judged: Row | None) -> str:
-    """The mean difference with its 95 % interval.
+def difference(outcome: Outcome | None) -> str:
+    """Write the mean difference with its 95 % interval.
 
-    >>> difference({"difference": 0.0021, "low": -0.004, "high": 0.0082})
+    >>> from roundoff.train import Outcome
+    >>> difference(Outcome(mean=1.0, spread=None, seeds=[], difference=0.0021, low=-0.004, high=0.0082))
     '+0.0021 [-0.004, +0.0082]'
     """
-    if judged is None or judged["difference"] is None:
+    if outcome is None or outcome.difference is None:
         return ""
-    if judged["low"] is None:
-        return f"{judged['difference']:+.2g}"
-    if judged["low"] == judged["high"] == 0:
+    if outcome.low is None or outcome.high is None:
+        return f"{outcome.difference:+.2g}"
+    if outcome.low == outcome.high == 0:
         return "±0"
-    return f"{judged['difference']:+.2g} [{judged['low']:+.2g}, {judged['high']:+.2g}]"
+    return f"{outcome.difference:+.2g} [{outcome.low:+.2g}, {outcome.high:+.2g}]"
 
 
-def seen(judged: Row | None) -> str:
-    """The verdict on one number with its reason, and what could have been seen."""
-    if judged is None or judged["verdict"] is None:
+def judgement(outcome: Outcome | None) -> str:
+    """Write the verdict on one number with its reason, and what could have been seen."""
+    if outcome is None or outcome.verdict is None:
         return ""
-    size = difference(judged)
-    text = f"{size}: " if size else ""
-    text += f"{judged['verdict']}: {judged['reason']}"
-    if judged["could_see"]:
-        text += f" ({judged['could_see']:.2g} would have been seen)"
+    size = difference(outcome)
+    text = f"{outcome.verdict}: {outcome.reason}"
+    if size:
+        text = f"{size}: {text}"
+    if outcome.could_see:
+        text += f" ({outcome.could_see:.2g} would have been seen)"
     return text
 
 
-def formats(row: Row) -> str:
-    """What the matrix work of one step ran in.
+def formats(row: BenchRow) -> str:
+    """Write the formats that the matrix work of one step ran in.
 
-    >>> formats({"seen": {"matrix": {"forward": {"bf16": 20, "fp32": 1}, "backward": {"bf16": 40}}, "casts": 62}})
+    >>> from roundoff.train import BenchRow, StepFormats
+    >>> matrix = {"forward": {"bf16": 20, "fp32": 1}, "backward": {"bf16": 40}}
+    >>> formats(BenchRow(config="bf16", format="bf16", notes=[], findings=[], seen=StepFormats(matrix, 62)))
     'matrix work 60 bf16, 1 fp32; 62 casts'
     """
-    if not row["seen"]:
+    if row.seen is None:
         return ""
-    total: dict[str, int] = {}
-    for counts in row["seen"]["matrix"].values():
-        for name, number in counts.items():
-            total[name] = total.get(name, 0) + number
-    work = ", ".join(
-        f"{number} {name}"
-        for name, number in sorted(total.items(), key=lambda item: -item[1])
-    )
-    return f"matrix work {work or 'none'}; {count(row['seen']['casts'], 'cast')}"
+    total: Counter[str] = Counter()
+    for counts in row.seen.matrix.values():
+        total.update(counts)
+    ordered = sorted(total.items(), key=lambda item: -item[1])
+    work = ", ".join(f"{number} {name}" for name, number in ordered)
+    return f"matrix work {work or 'none'}; {count(row.seen.casts, 'cast')}"

@@ -4,187 +4,219 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
 from roundoff.report.charts import COLOURS, Scale, _axes, _line, _svg, nice_ticks
 from roundoff.report.figures import finite
 
-Row = Mapping[str, Any]
+if TYPE_CHECKING:
+    from roundoff.train import BenchSummary
+
+#: A value for each step; None where there is none.
 Points = list[float | None]
-Band = Sequence[tuple[float | None, float | None]]
-WIDTH, HEIGHT, LEFT = 560, 360, 64
+#: The lower and upper edge at each step.
+Band = list[tuple[float | None, float | None]]
+WIDTH = 560
+HEIGHT = 360
+LEFT = 64
+RIGHT = 12
+TOP = 12
+BOTTOM = 56
 #: Windows of the running mean that fit into a curve.
 WINDOWS = 25
 #: Points that are drawn of a curve, at most.
 DRAWN = 400
+#: A curve that reaches further than this many heights of the band is cut off, ...
+FAR = 8
+#: ... this many heights beyond it: one that diverges must not press the others flat.
+ROOM = 3
 
 
-def curves(data: Row) -> Markup:
-    """The loss of each configuration, mean over seeds; the band is one standard deviation of the first one's seeds."""
-    smooth = {
-        name: [running(one) for one in seeds] for name, seeds in data["curves"].items()
-    }
+def curves(summary: BenchSummary) -> Markup:
+    """Draw the loss of each configuration, mean over seeds.
+
+    The band is one standard deviation of the first one's seeds.
+    """
+    smooth = _smoothed(summary)
     means = {name: mean_of(seeds) for name, seeds in smooth.items() if seeds}
-    reference = data["reference"]
-    if not any(value is not None for value in means.get(reference, [])):
+    reference = means.get(summary.reference, [])
+    if not any(value is not None for value in reference):
         return Markup("")
-    middle, noise = means[reference], noise_of(smooth[reference])
+    noise = noise_of(smooth[summary.reference])
     band = [
-        (None, None) if m is None else (m - (s or 0), m + (s or 0))
-        for m, s in zip(middle, noise, strict=True)
+        _around(middle, spread or 0.0)
+        for middle, spread in zip(reference, noise, strict=True)
     ]
-    return _chart(
-        means,
-        band,
-        list(data["curves"]),
-        data["steps"],
-        "loss",
-        "Loss of each configuration by step",
-    )
+    return _chart(summary, means, band, "loss", "Loss of each configuration by step")
 
 
-def differences(data: Row) -> Markup:
-    """The loss minus that of the first configuration under the same seed, mean over seeds, in the band of its noise."""
-    smooth = {
-        name: [running(one) for one in seeds] for name, seeds in data["curves"].items()
-    }
-    ours = smooth[data["reference"]]
-    noise = noise_of(ours)
+def differences(summary: BenchSummary) -> Markup:
+    """Draw the loss minus that of the first configuration under the same seed, in the band of its noise."""
+    smooth = _smoothed(summary)
+    reference = smooth[summary.reference]
+    noise = noise_of(reference)
     if not any(noise):
         return Markup("")
-    means = {}
-    for name, seeds in smooth.items():
-        if name != data["reference"] and seeds:
-            pairs = zip(seeds, ours, strict=False)  # one that failed has fewer
-            means[name] = mean_of(
-                [
-                    [_minus(a, b) for a, b in zip(theirs, mine, strict=False)]
-                    for theirs, mine in pairs
-                ]
-            )
+    means = {
+        name: mean_of(_differences(seeds, reference))
+        for name, seeds in smooth.items()
+        if name != summary.reference and seeds
+    }
     if not means:
         return Markup("")
-    band = [(None, None) if s is None else (-s, s) for s in noise]
-    label = f"loss minus that of {data['reference']}"
-    return _chart(
-        means,
-        band,
-        list(data["curves"]),
-        data["steps"],
-        label,
-        "Difference of the loss by step",
-        zero=True,
-    )
+    band = [_around(0.0, spread) for spread in noise]
+    ylabel = f"loss minus that of {summary.reference}"
+    label = "Difference of the loss by step"
+    return _chart(summary, means, band, ylabel, label, zero=True)
+
+
+def _smoothed(summary: BenchSummary) -> dict[str, list[Points]]:
+    return {
+        name: [running(losses) for losses in seeds]
+        for name, seeds in summary.curves.items()
+    }
+
+
+def _differences(seeds: list[Points], reference: list[Points]) -> list[Points]:
+    """Subtract the reference, seed by seed; a run that failed has fewer seeds and steps."""
+    pairs = zip(seeds, reference, strict=False)
+    return [list(map(_minus, points, subtracted)) for points, subtracted in pairs]
 
 
 def running(values: Sequence[float | None]) -> Points:
-    """The running mean over about a 25th of the steps; None where a value in the window is None or not finite.
+    """Compute the running mean over about a 25th of the steps.
+
+    None where a value in the window is None or not finite.
 
     >>> running([1.0, 2.0, float("nan")])
     [1.0, 2.0, None]
     """
     half = max(0, (len(values) // WINDOWS - 1) // 2)
-    found: Points = []
-    for at in range(len(values)):
-        window = values[max(0, at - half) : at + half + 1]
-        known = [value for value in window if finite(value)]
-        found.append(statistics.fmean(known) if len(known) == len(window) else None)
-    return found
+    windows = [
+        values[max(0, center - half) : center + half + 1]
+        for center in range(len(values))
+    ]
+    return [_over(statistics.fmean, window) for window in windows]
 
 
 def mean_of(seeds: Sequence[Points]) -> Points:
-    """The mean over seeds at each step, None where one of them has none."""
-    return [
-        None if None in at else statistics.fmean(v for v in at if v is not None)
-        for at in zip(*seeds, strict=False)
-    ]
+    """Compute the mean over seeds at each step, None where one of them has none."""
+    return [_over(statistics.fmean, values) for values in zip(*seeds, strict=False)]
 
 
 def noise_of(seeds: Sequence[Points]) -> Points:
-    """The standard deviation over seeds at each step; None with one seed, and where one of them has no value."""
+    """Compute the standard deviation over seeds at each step.
+
+    None with one seed, and where one of them has no value.
+    """
     if len(seeds) < 2:
         return [None] * max(map(len, seeds), default=0)
-    return [
-        None if None in at else statistics.stdev(v for v in at if v is not None)
-        for at in zip(*seeds, strict=False)
-    ]
+    return [_over(statistics.stdev, values) for values in zip(*seeds, strict=False)]
 
 
-def _minus(one: float | None, two: float | None) -> float | None:
-    return None if one is None or two is None else one - two
+def _over(
+    statistic: Callable[[list[float]], float], values: Sequence[float | None]
+) -> float | None:
+    numbers = [value for value in values if finite(value)]
+    return statistic(numbers) if len(numbers) == len(values) else None
+
+
+def _minus(value: float | None, subtracted: float | None) -> float | None:
+    if value is None or subtracted is None:
+        return None
+    return value - subtracted
+
+
+def _around(
+    middle: float | None, spread: float | None
+) -> tuple[float | None, float | None]:
+    if middle is None or spread is None:
+        return None, None
+    return middle - spread, middle + spread
 
 
 def _chart(
+    summary: BenchSummary,
     means: Mapping[str, Points],
     band: Band,
-    names: list[str],
-    steps: int,
     ylabel: str,
     label: str,
     *,
     zero: bool = False,
 ) -> Markup:
-    edges = [v for pair in band for v in pair if v is not None]
-    values = sorted(v for points in means.values() for v in points if v is not None)
-    low, high = (
-        min([*edges, *values[:1]], default=0.0),
-        max([*edges, *values[-1:]], default=1.0),
-    )
-    if edges and high - low > 8 * (
-        max(edges) - min(edges)
-    ):  # one that diverges must not press the others flat
-        room = 3 * (max(edges) - min(edges)) or 1.0
-        low, high = max(low, min(edges) - room), min(high, max(edges) + room)
-    xticks, yticks = nice_ticks(0, max(steps - 1, 1)), nice_ticks(low, high)
-    xticks = [tick for tick in xticks if tick <= steps - 1] or xticks
-    x = Scale(0, max(steps - 1, 1), LEFT, WIDTH - 12)
-    y = Scale(yticks[0], yticks[-1], HEIGHT - 56, 12)
-    every = max(1, math.ceil(steps / DRAWN))
+    """Draw one curve for each configuration over the band; ``zero`` draws the line y = 0 too."""
+    last = max(summary.steps - 1, 1)
+    ticks = nice_ticks(0, last)
+    xticks = [tick for tick in ticks if tick <= summary.steps - 1] or ticks
+    yticks = nice_ticks(*_limits(means, band))
+    x = Scale(0, last, LEFT, WIDTH - RIGHT)
+    y = Scale(yticks[0], yticks[-1], HEIGHT - BOTTOM, TOP)
+    every = max(1, math.ceil(summary.steps / DRAWN))
     body = [_axes(x, y, xticks, yticks, "step", ylabel), _band(band, x, y, every)]
     if zero:
         body.append(_line("diagonal", x.start, y(0.0), x.stop, y(0.0)))
+    names = list(summary.curves)
     for name, points in means.items():
-        kind = f"c{names.index(name) % COLOURS}"
+        colour = f"c{names.index(name) % COLOURS}"
+        title = f"<title>{escape(name)}</title>"
         for piece in _pieces(points, every):
-            line = " ".join(
-                f"{x(at):.1f},{y(min(max(v, yticks[0]), yticks[-1])):.1f}"
-                for at, v in piece
-            )
+            line = _coordinates(piece, x, y)
             body.append(
-                f'<polyline class="run {kind}" points="{line}"><title>{escape(name)}</title></polyline>'
+                f'<polyline class="run {colour}" points="{line}">{title}</polyline>'
             )
     return _svg("training", WIDTH, HEIGHT, label, "".join(body))
 
 
+def _limits(means: Mapping[str, Points], band: Band) -> tuple[float, float]:
+    """Return the least and the largest value to draw."""
+    edges = [edge for pair in band for edge in pair if edge is not None]
+    values = list(edges)
+    for points in means.values():
+        values += [value for value in points if value is not None]
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
+    if not edges:
+        return low, high
+    height = max(edges) - min(edges)
+    if high - low <= FAR * height:
+        return low, high
+    room = ROOM * height or 1.0
+    return max(low, min(edges) - room), min(high, max(edges) + room)
+
+
+def _coordinates(points: Sequence[tuple[int, float]], x: Scale, y: Scale) -> str:
+    """Write points as SVG does; values beyond the axis are drawn at its end."""
+    pairs = []
+    for step, value in points:
+        inside = min(max(value, y.low), y.high)
+        pairs.append(f"{x(step):.1f},{y(inside):.1f}")
+    return " ".join(pairs)
+
+
 def _band(band: Band, x: Scale, y: Scale, every: int) -> str:
-    places = enumerate(band)
-    known = [
-        (at, low, high)
-        for at, (low, high) in places
-        if low is not None and high is not None and at % every == 0
-    ]
-    if len(known) < 2:
+    upper = []
+    lower = []
+    for step in range(0, len(band), every):
+        low, high = band[step]
+        if low is not None and high is not None:
+            lower.append((step, low))
+            upper.append((step, high))
+    if len(upper) < 2:
         return ""
-    edge = [
-        *((at, high) for at, _, high in known),
-        *((at, low) for at, low, _ in reversed(known)),
-    ]
-    points = " ".join(
-        f"{x(at):.1f},{y(min(max(v, y.low), y.high)):.1f}" for at, v in edge
-    )
+    points = _coordinates([*upper, *reversed(lower)], x, y)
     return f'<polygon class="band" points="{points}"/>'
 
 
 def _pieces(points: Points, every: int) -> list[list[tuple[int, float]]]:
-    """Stretches without a gap."""
-    found: list[list[tuple[int, float]]] = [[]]
-    for at, point in enumerate(points):
-        if point is None:
-            found.append([])
-        elif at % every == 0:
-            found[-1].append((at, point))
-    return [piece for piece in found if len(piece) > 1]
+    """Cut a curve at its gaps into pieces of two points or more; keep every ``every``-th point."""
+    pieces: list[list[tuple[int, float]]] = [[]]
+    for step, value in enumerate(points):
+        if value is None:
+            pieces.append([])
+        elif step % every == 0:
+            pieces[-1].append((step, value))
+    return [piece for piece in pieces if len(piece) > 1]

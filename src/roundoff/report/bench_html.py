@@ -1,45 +1,45 @@
-"""What ``roundoff bench`` found as one self-contained HTML page."""
+"""The page of ``roundoff bench``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-from roundoff.files import open_output
-from roundoff.report import bench_answer, bench_chart
+from roundoff.report import bench_answer, bench_chart, figures
 from roundoff.report.bench_text import details
 from roundoff.report.charts import COLOURS
-from roundoff.report.html import _source, _templates
+from roundoff.report.page import Page
 
-Row = Mapping[str, Any]
-
-
-def write_bench(data: Row, path: str | os.PathLike[str]) -> None:
-    """Write the page of ``Bench.summary`` to a path or URL, whole or not at all. Raises ``OutputError`` where it cannot."""
-    page = render(data)
-    with open_output(path) as temporary:
-        # a file name that isn't UTF-8 has lone surrogates
-        temporary.write_text(
-            page, encoding="utf-8", errors="xmlcharrefreplace", newline="\n"
-        )
+if TYPE_CHECKING:
+    from roundoff.train import BenchSummary
 
 
-def render(data: Row) -> str:
-    """The page as a string. Every name is escaped."""
-    names = list(data["curves"])
-    return (
-        _templates()
-        .get_template("bench.html")
-        .render(
-            d=data,
-            sentences=bench_answer.answer(data),
-            said=bench_answer,
-            details=details,
-            curves=bench_chart.curves(data),
-            differences=bench_chart.differences(data),
-            colour=lambda name: f"c{names.index(name) % COLOURS}",
-            well=not any(row["failed"] or row["worse"] for row in data["rows"]),
-            style=_source("report.css") + _source("bench.css"),
-        )
+def write_bench(summary: BenchSummary, path: str | os.PathLike[str]) -> None:
+    """Write the page of a bench to a path or URL, whole or not at all.
+
+    Raises ``OutputError`` when it cannot be written.
+    """
+    page(summary).write(path)
+
+
+def page(summary: BenchSummary) -> Page:
+    """Return the page of a bench."""
+    names = list(summary.curves)
+    headline, *sentences = bench_answer.answer(summary)
+    configurations = figures.count(len(summary.rows), "configuration")
+    return Page(
+        template="bench.html",
+        title=f"Training {summary.workload} in {configurations}",
+        headline=headline,
+        sentences=sentences,
+        mark="met" if summary.agrees else "missed",
+        styles=["bench.css"],
+        values={
+            "d": summary,
+            "texts": bench_answer,
+            "details": details,
+            "curves": bench_chart.curves(summary),
+            "differences": bench_chart.differences(summary),
+            "colour": lambda name: f"c{names.index(name) % COLOURS}",
+        },
     )

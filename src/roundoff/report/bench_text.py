@@ -1,109 +1,126 @@
-"""What ``roundoff bench`` prints: the answer, one table, then what has to be known of single configurations."""
+"""What ``roundoff bench`` prints: the answer, one table, then the details of single configurations."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from roundoff.report import bench_answer as said
+from roundoff.report import bench_answer as texts
 from roundoff.report.figures import NONE, count
 from roundoff.report.text import _heading, _print, _print_table, _say
 
-Row = Mapping[str, Any]
-STYLES = {"different": "yellow", "undecided": "", None: ""}
+if TYPE_CHECKING:
+    from roundoff.train import BenchRow, BenchSummary
+
+STYLES = {"different": "yellow", "undecided": ""}
+#: Columns that a narrow console does without, the first one first.
+DISPENSABLE = ("by CPU time", "quartiles", "memory")
 
 
-def print_bench(data: Row, console: Console) -> None:
-    """``data`` is ``Bench.summary``. Columns for which the console is too narrow are left out, and a line says so."""
-    where = f"{data['device']}, {count(data['threads'], 'thread')}"
-    length = f"{count(data['steps'], 'step')}, {count(len(data['seeds']), 'seed')}"
-    _say(console, f"{data['workload']}: {length}, {where}", "dim")
-    console.print()
-    verdict, *rest = said.answer(data)
-    bad = any(row["failed"] or row["worse"] for row in data["rows"])
-    _print(
-        console,
-        Text.assemble(
-            (verdict, "bold red" if bad else "bold green"), " ", " ".join(rest)
-        ),
-    )
-    console.print()
-    rows = data["rows"]
-    columns = {
-        "configuration": [row["config"] for row in rows],
-        "speed": [said.times(row["speed"] and row["speed"]["median"]) for row in rows],
-        "quartiles": [said.spread(row["speed"]) for row in rows],
-        "by CPU time": [
-            said.times(row["cpu"] and row["cpu"]["median"]) for row in rows
-        ],
-        "memory": [
-            said.mebibytes(row["memory"] and row["memory"]["total"]) for row in rows
-        ],
-        "final loss": [said.value(row["loss"]) for row in rows],
-        data["metric"] or "metric": [said.value(row["metric"]) for row in rows],
-        "skips": [
-            str(row["skips"]) if row["scaled"] and not row["failed"] else NONE
-            for row in rows
-        ],
-        "verdict": [
-            "failed" if row["failed"] else row["verdict"] or "reference" for row in rows
-        ],
-    }
-    if data["metric"] is None:
-        del columns["metric"]
-    if not any(row["scaled"] for row in rows):
-        del columns["skips"]
-    left_out = []
-    for name in ("by CPU time", "quartiles", "memory"):
-        if (
-            sum(max(map(len, [key, *cells])) + 2 for key, cells in columns.items())
-            <= console.width
-        ):
-            break
-        left_out.append(name)
-        del columns[name]
-    styles = [
-        "red" if row["failed"] or row["worse"] else STYLES.get(row["verdict"], "")
-        for row in rows
-    ]
+def print_bench(summary: BenchSummary, console: Console) -> None:
+    """Print a bench. Columns for which the console is too narrow are left out, and a line says so."""
+    _print_header(summary, console)
+    columns = _columns(summary)
+    left_out = _fit(columns, console.width)
+    styles = [_style(row) for row in summary.rows]
     _print_table(console, columns, prose=("verdict",), styles=styles)
     if left_out:
-        _say(
-            console,
-            f"Left out at {console.width} columns: {', '.join(left_out)}.",
-            style="dim",
-        )
-    for row in rows:
+        text = f"Left out at {console.width} columns: {', '.join(left_out)}."
+        _say(console, text, style="dim")
+    for row in summary.rows:
         lines = details(row)
         if lines:
-            _heading(console, row["config"])
-            for line in lines:
-                _say(console, f"  {line}")
+            _heading(console, row.config)
+        for line in lines:
+            _say(console, f"  {line}")
     console.print()
-    _say(
-        console,
-        f"Weights: {data['weights']}. Memory is {data['memory_is']}.",
-        style="dim",
-    )
+    text = f"Weights: {summary.weights}. Memory is {summary.memory_is}."
+    _say(console, text, style="dim")
 
 
-def details(row: Row) -> list[str]:
-    """Everything about a configuration that the table has no room for."""
-    if row["failed"]:
-        return [f"failed: {row['failed']}", *row["notes"]]
-    judged = [
-        f"{key} {text}" for key in ("loss", "metric") if (text := said.seen(row[key]))
-    ]
-    work = said.formats(row)
-    return [*judged, *([work] if work else []), *row["findings"], *row["notes"]]
+def _print_header(summary: BenchSummary, console: Console) -> None:
+    length = f"{count(summary.steps, 'step')}, {count(len(summary.seeds), 'seed')}"
+    machine = f"{summary.device}, {count(summary.threads, 'thread')}"
+    _say(console, f"{summary.workload}: {length}, {machine}", "dim")
+    console.print()
+    verdict, *sentences = texts.answer(summary)
+    style = "bold green" if summary.agrees else "bold red"
+    _print(console, Text.assemble((verdict, style), " ", " ".join(sentences)))
+    console.print()
 
 
-def as_text(data: Row, width: int = 120) -> str:
-    """The same as a string."""
+def _columns(summary: BenchSummary) -> dict[str, list[str]]:
+    rows = summary.rows
+    columns = {
+        "configuration": [row.config for row in rows],
+        "speed": [texts.median_ratio(row.speed) for row in rows],
+        "quartiles": [texts.quartiles(row.speed) for row in rows],
+        "by CPU time": [texts.median_ratio(row.cpu) for row in rows],
+        "memory": [_memory(row) for row in rows],
+        "final loss": [texts.mean(row.loss) for row in rows],
+    }
+    if summary.metric is not None:
+        name = summary.metric or "metric"
+        columns[name] = [texts.mean(row.metric) for row in rows]
+    if any(row.scaled for row in rows):
+        columns["skips"] = [_skips(row) for row in rows]
+    columns["verdict"] = [_verdict(row) for row in rows]
+    return columns
+
+
+def _memory(row: BenchRow) -> str:
+    return texts.mebibytes(None if row.memory is None else row.memory.total)
+
+
+def _skips(row: BenchRow) -> str:
+    return str(row.skips) if row.scaled and not row.failed else NONE
+
+
+def _verdict(row: BenchRow) -> str:
+    return "failed" if row.failed else row.verdict or "reference"
+
+
+def _style(row: BenchRow) -> str:
+    if row.failed or row.worse:
+        return "red"
+    return STYLES.get(row.verdict or "", "")
+
+
+def _fit(columns: dict[str, list[str]], width: int) -> list[str]:
+    """Delete dispensable columns until the others fit; return their names."""
+    left_out = []
+    for name in DISPENSABLE:
+        if _width(columns) <= width:
+            break
+        del columns[name]
+        left_out.append(name)
+    return left_out
+
+
+def _width(columns: dict[str, list[str]]) -> int:
+    return sum(max(map(len, [name, *cells])) + 2 for name, cells in columns.items())
+
+
+def details(row: BenchRow) -> list[str]:
+    """List everything about a configuration that the table has no room for."""
+    if row.failed:
+        return [f"failed: {row.failed}", *row.notes]
+    judgements = {
+        "loss": texts.judgement(row.loss),
+        "metric": texts.judgement(row.metric),
+    }
+    lines = [f"{name} {text}" for name, text in judgements.items() if text]
+    work = texts.formats(row)
+    if work:
+        lines.append(work)
+    return [*lines, *row.findings, *row.notes]
+
+
+def as_text(summary: BenchSummary, width: int = 120) -> str:
+    """Return the same as a string."""
     page = io.StringIO()
-    print_bench(data, Console(file=page, width=width))
+    print_bench(summary, Console(file=page, width=width))
     return page.getvalue()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from roundoff.report.comparison_text import print_comparison
 from roundoff.report.figures import db, percent
+
+if TYPE_CHECKING:
+    from roundoff.compare import ComparisonSummary
 
 Row = Mapping[str, Any]
 
@@ -42,11 +45,13 @@ def verified(higher: Row | None, plan: Row | None) -> list[str]:
     return said
 
 
-def print_candidate(summary: Row, console: Console, top: int = 20) -> None:
+def print_candidate(
+    summary: Row, comparison: ComparisonSummary, console: Console, top: int = 20
+) -> None:
     """The comparison with at most ``top`` rows of each table; where nothing is at fault the sites that cost most."""
-    print_comparison(summary["comparison"], console, top)
+    print_comparison(comparison, console, top)
     rows = [row for row in summary["rounding"] if row["share"] is not None]
-    if rows and not summary["comparison"]["culprits"]:
+    if rows and not comparison.culprits:
         console.print(
             "\nWhat the rounding of each site costs the output:", markup=False
         )

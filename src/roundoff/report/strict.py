@@ -1,50 +1,112 @@
-"""Strict JSON: RFC 8259 has no NaN and no Infinity."""
+"""Strict JSON of records: RFC 8259 has no NaN and no Infinity.
+
+The one encoder of the product: ``summary.json``, ``--json`` and every other JSON text
+for a reader come through ``plain`` and ``strict``.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from roundoff.files import atomic_path
 
+#: Key under which the places of numbers that are not finite are listed.
 NOTE = "not_finite"
 
 
-def strict(data: dict[str, Any]) -> dict[str, Any]:
-    """A copy of plain data in which each number that is not finite is None.
+def plain(value: Any) -> Any:
+    """Return a value as dicts, lists, texts, numbers, booleans and None.
 
-    Where there are such numbers, the key ``not_finite`` maps the place of each to what it was: ``inf``, ``-inf``
-    or ``nan``. Order of keys is kept; tuples become lists. Finite data comes back equal.
+    A dataclass becomes a dict of its fields in their order; a field whose metadata has
+    ``"json"`` goes by that key. Enumeration members become their values, paths their
+    text, tuples lists, keys texts. Anything else comes back as it is, so that
+    ``json.dumps`` refuses what is not data.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Round:
+    ...     number: int
+    ...     files: tuple[Path, ...]
+    >>> plain({"rounds": [Round(1, (Path("plan.toml"),))]})
+    {'rounds': [{'number': 1, 'files': ['plan.toml']}]}
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.metadata.get("json", field.name): plain(getattr(value, field.name))
+            for field in fields(value)
+        }
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def strict(data: Any) -> Any:
+    """Return plain data in which each number that is not finite is None.
+
+    Where there are such numbers, the key ``not_finite`` maps the place of each to what
+    it was: ``inf``, ``-inf`` or ``nan``; it is added where ``data`` becomes a dict.
+    Order of keys is kept. Finite data comes back equal, records as dicts (see
+    ``plain``).
 
     >>> strict({"rounds": [{"measured_db": float("inf")}], "met": True})
     {'rounds': [{'measured_db': None}], 'met': True, 'not_finite': {'rounds[0].measured_db': 'inf'}}
     """
-    found: dict[str, str] = {}
-
-    def walk(value: Any, place: str) -> Any:
-        if isinstance(value, float) and not math.isfinite(value):
-            found[place] = str(float(value))
-            return None
-        if isinstance(value, dict):
-            return {
-                str(k): walk(v, f"{place}.{k}" if place else str(k))
-                for k, v in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [walk(v, f"{place}[{i}]") for i, v in enumerate(value)]
-        return value
-
-    copy: dict[str, Any] = walk(data, "")
-    return {**copy, NOTE: found} if found else copy
+    not_finite: dict[str, str] = {}
+    copy = _finite(plain(data), "", not_finite)
+    if not_finite and isinstance(copy, dict):
+        return {**copy, NOTE: not_finite}
+    return copy
 
 
-def write_json(summary: dict[str, Any], path: str | Path) -> None:
-    """Write a summary as strict JSON in ASCII, keys in the summary's own order, whole or not at all.
+def _finite(value: Any, place: str, not_finite: dict[str, str]) -> Any:
+    """Return a copy of plain data; numbers that are not finite go into ``not_finite``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        not_finite[place] = str(float(value))
+        return None
+    if isinstance(value, dict):
+        return {
+            key: _finite(item, f"{place}.{key}" if place else key, not_finite)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [
+            _finite(item, f"{place}[{index}]", not_finite)
+            for index, item in enumerate(value)
+        ]
+    return value
 
-    Numbers that are not finite become null and are listed under ``not_finite`` (see ``strict``). Raises
-    ``OutputError`` when the file cannot be written, and ``TypeError`` for values that are not plain data.
+
+def json_text(data: Any, *, indent: int | None = 1) -> str:
+    """Return a record or plain data as strict JSON in ASCII, without a last newline.
+
+    ``indent=None`` puts everything on one line. Raises ``TypeError`` for values that
+    are not data.
+
+    >>> json_text({"measured_db": float("nan")}, indent=None)
+    '{"measured_db": null, "not_finite": {"measured_db": "nan"}}'
+    """
+    return json.dumps(strict(data), indent=indent, allow_nan=False)
+
+
+def write_json(summary: Any, path: str | Path) -> None:
+    """Write a record or plain data as strict JSON, whole or not at all.
+
+    Keys stay in their order; numbers that are not finite become null and are listed
+    under ``not_finite`` (see ``strict``). Raises ``OutputError`` when the file cannot
+    be written, and ``TypeError`` for values that are not data.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -52,6 +114,6 @@ def write_json(summary: dict[str, Any], path: str | Path) -> None:
     ...     json.loads((Path(folder) / "summary.json").read_text())
     {'version': '0.1.0', 'samples': 8}
     """
-    text = json.dumps(strict(summary), indent=1, allow_nan=False)
+    text = json_text(summary)
     with atomic_path(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")

@@ -122,7 +122,7 @@ def diagnose_candidate(
         )
         plan, why = _planned(workload, other, options, progress)
         said = candidate_text.verified(higher, plan.summary if plan else None)
-        found = replace(found, about={**found.about, "verified": said})
+        found = replace(found, about=replace(found.about, verified=said))
         found.save(folder / "comparison")
     result = CandidateDiagnosis(found, shaky, higher, plan)
     notes = [*other.notes, *([f"no plan: {why}"] if why else [])]

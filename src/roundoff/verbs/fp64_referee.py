@@ -15,7 +15,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from roundoff.compare import relative
+from roundoff.compare import Culprit, relative_distance
 from roundoff.verbs.compare import Comparison
 
 GREY = 16.0
@@ -50,7 +50,7 @@ def decided(
     ``output_error_fp64``, ``verdict`` and ``reason``. ``high`` is the comparison in fp64, or why there is none."""
     named = low.divergence
     found: dict[str, Any] = {
-        "site": named["site"] if named else None,
+        "site": named.site if named else None,
         "error": (site_error(low, named) if named else None) or outputs,
         "error_fp64": None,
         "output_error": outputs,
@@ -70,9 +70,9 @@ def decided(
         }
     where = f"at {found['site']}" if found["site"] else "of the outputs"
     judged = verdict(found["error"], stays, unit)
-    if judged == BUG and named and named["call"] < 0:
+    if judged == BUG and named and named.call < 0:
         judged = UNDECIDED
-        reason = f"the two differ at {named['site']} before anything runs: weights or data, not arithmetic"
+        reason = f"the two differ at {named.site} before anything runs: weights or data, not arithmetic"
     elif judged == BUG:
         reason = f"the difference {where} stays at {stays:.1e} in fp64 ({found['error']:.1e} before): not rounding"
     elif judged == ROUNDING:
@@ -85,13 +85,13 @@ def decided(
     return found | {"verdict": judged, "reason": reason}
 
 
-def site_error(comparison: Comparison, named: Mapping[str, Any]) -> float | None:
+def site_error(comparison: Comparison, named: Culprit) -> float | None:
     """The error of a named operator's result (the largest, where its first one is not measured); None without any."""
     rows = comparison.table.filter(
-        (pl.col("site") == named["site"])
-        & (pl.col("phase") == named["phase"])
-        & (pl.col("step") == named["step"])
-        & (pl.col("rank") == named["rank"])
+        (pl.col("site") == named.site)
+        & (pl.col("phase") == named.phase)
+        & (pl.col("step") == named.step)
+        & (pl.col("rank") == named.rank)
         & pl.col("error").is_not_null()
     )
     first = rows.filter(pl.col("place") == 0)
@@ -110,6 +110,6 @@ def outputs_error(
     for one, two in zip(ours, theirs, strict=True):
         for name in one.keys() & two.keys():
             wide = torch.complex128 if one[name].is_complex() else torch.float64
-            distance, _ = relative(one[name].to(wide), two[name].to(wide))
+            distance, _ = relative_distance(one[name].to(wide), two[name].to(wide))
             found.append(math.inf if distance is None else distance)
     return max(found, default=None)

@@ -13,7 +13,7 @@ import torch
 from roundoff.budget import Budget, Progress, parse_formats
 from roundoff.errors import PlanError, WorkloadError
 from roundoff.formats import parse_format
-from roundoff.ops import MATRIX_KINDS, SLOW_FP16, round_gradient, slow_in_fp16
+from roundoff.ops import MULTIPLYING_KINDS, SLOW_FP16, round_gradient, slow_in_fp16
 from roundoff.plan import UNITS, Plan
 from roundoff.train import BATCHES, Autocast, Search, Straight, Trial, Trials, trainable
 from roundoff.workload import Workload
@@ -304,7 +304,7 @@ class _Done:
         wide = [
             site["site"]
             for site in search.budget.sites
-            if site["kind"] in MATRIX_KINDS - {"embedding"}
+            if site["kind"] in MULTIPLYING_KINDS
             and site["site"] in base.formats
             and site["site"] not in best.formats
         ]

@@ -10,12 +10,12 @@ from torch import nn
 
 from roundoff.budget.adjoint import Probe, measure_batch
 from roundoff.compare.replayed import Replayed, replayed
-from roundoff.compare.rounding_bound import SUMS, smallest, terms, unit
+from roundoff.compare.rounding_bound import smallest, terms, unit
 from roundoff.formats import parse_format
+from roundoff.ops import base, operators_that
 from roundoff.ops.arguments import describe
 from roundoff.ops.calls import watch
 from roundoff.ops.rerun import made
-from roundoff.ops.roles import base
 from roundoff.plan.rounded_model import Plain
 from roundoff.workload.outputs import target_tensors
 from roundoff.workload.workload import preserve
@@ -206,7 +206,11 @@ def judged():
 
     def judge(rows, tensors, place=0, twin=None, **options) -> Replayed:
         row = rows[place]
-        count = terms(row, row["shapes"]) if base(row["operator"]) in SUMS else 1.0
+        count = (
+            terms(row, row["shapes"])
+            if base(row["operator"]) in operators_that("sum")
+            else 1.0
+        )
         given = {
             "unit": unit(row["dtype"]),
             "least": smallest(row["dtype"]),

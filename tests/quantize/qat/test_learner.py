@@ -295,7 +295,7 @@ def test_straight_through_follows_a_weight():
     ],
 )
 def test_lsq_starts_where_its_paper_does(fmt, largest):
-    from roundoff.quantize.record_entry import format_named
+    from roundoff.quantize.entry import format_named
 
     x = values(shape=(4, 50))
     learner = make_learner(

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from roundoff.formats import LARGEST
-from roundoff.ops import EMPTY, MASKS, SELECT, base, values_read, written_input
+from roundoff.ops import base, operators_that, values_read, written_input
 
 Row = Mapping[str, Any]
 #: rank, step, record: one tensor value of a run
@@ -162,7 +162,7 @@ class Step:
             or unknown_output
             or inspected
             or first["view_of"] is not None
-            or base(first["operator"]) in SELECT
+            or base(first["operator"]) in operators_that("take out or ask")
         ):
             return
         killed = [i for i in read if self._bad(i, first["record"])]
@@ -209,7 +209,7 @@ class Step:
                 self._event(row, "propagation", state.allowed, worst, state.origin)
         elif only_minus and (masked or self._writes_mask(row, inputs)):
             self._birth(row, "mask", None, "-inf of a mask")
-        elif base(row["operator"]) in EMPTY:
+        elif base(row["operator"]) in operators_that("leave memory unwritten"):
             self._birth(row, "empty", None, "memory that nothing was written to yet")
         else:
             unknown = [
@@ -254,7 +254,7 @@ class Step:
 
     def _writes_mask(self, row: Row, inputs: Iterable[int]) -> bool:
         operator = base(row["operator"])
-        if operator in MASKS:
+        if operator in operators_that("write constants"):
             return True
         if operator != "mul":
             return False

@@ -12,34 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roundoff.formats import LARGEST
+from roundoff.ops import base, facts, operators_that
 
 Row = Mapping[str, Any]
 
-_ROOTS = frozenset("sqrt rsqrt linalg_vector_norm norm pow".split())
-_EXPONENTIALS = frozenset("exp exp2 expm1 cosh sinh logsumexp".split())
-_LOGARITHMS = frozenset("log log2 log10 log1p xlogy".split())
-_DIVISIONS = frozenset(
-    "div divide true_divide reciprocal rsqrt addcdiv remainder fmod _foreach_div _foreach_addcdiv".split()
-)
-_MOMENTS = frozenset(
-    "mean var std var_mean std_mean nanmean native_batch_norm native_layer_norm".split()
-)
-_LOSSES = frozenset(
-    "nll_loss nll_loss_forward nll_loss2d_forward cross_entropy".split()
-)
-_DOMAINS = {
-    "acos": "[-1, 1]",
-    "asin": "[-1, 1]",
-    "atanh": "(-1, 1)",
-    "acosh": "[1, Inf)",
-    "sqrt": "[0, Inf)",
-    "lgamma": "positive numbers",
-    "erfinv": "[-1, 1]",
-    "logit": "[0, 1]",
-}
 #: What to try where a gradient has no room in float16.
 LOWER_SCALE = "a lower loss scale (torch.amp.GradScaler finds one and skips this step), or bfloat16"
-_CASTS = frozenset("_to_copy to copy type_as".split())
 
 
 def cause(row: Row, inputs: Sequence[Row]) -> tuple[str, str]:
@@ -48,9 +26,9 @@ def cause(row: Row, inputs: Sequence[Row]) -> tuple[str, str]:
     Inputs without statistics count as unknown. The text says only what the numbers show; where no rule applies, it says
     which operator it was.
     """
-    name = (
-        row["operator"].strip("_") if row["operator"] not in _CASTS else row["operator"]
-    )
+    operator = base(row["operator"])
+    is_cast = operator in operators_that("cast") | operators_that("copy in")
+    name = operator if is_cast else operator.strip("_")
     largest = LARGEST.get(row["dtype"])
     most = max((_magnitude(i) for i in inputs), default=0.0)
     zeros = any(i["zero"] for i in inputs)
@@ -66,12 +44,12 @@ def cause(row: Row, inputs: Sequence[Row]) -> tuple[str, str]:
             "a row that is masked everywhere has nothing left to normalise: -inf meets -inf",
             "leave one key in each row, or replace those rows with torch.where after the softmax and before the loss",
         )
-    if name in _EXPONENTIALS and infinite:
+    if operator in operators_that("exponentiate") and infinite:
         return (
             f"{name} of values up to {most:.4g} passes {limit}",
             "subtract the maximum first (logsumexp, softmax)",
         )
-    if name in _LOGARITHMS and (zeros or negative):
+    if operator in operators_that("take logarithms") and (zeros or negative):
         what = "a negative number" if nan else "zero"
         return (
             f"{name} of {what}",
@@ -79,42 +57,51 @@ def cause(row: Row, inputs: Sequence[Row]) -> tuple[str, str]:
         )
     if (
         row["phase"] == "backward"
-        and name in {"div", "mul", "reciprocal", "pow"}
+        and operator in ("div", "mul", "reciprocal", "pow")
         and (zeros or nan)
     ):
         return (
             f"{name} in a gradient divides by zero: the derivative of a root or norm at 0 is infinite",
             "add a small number inside the root, and select with torch.where before the operator rather than after it",
         )
-    if name in _DIVISIONS and zeros:
+    if operator in operators_that("divide") and zeros:
         what = "0 / 0" if nan and not infinite else "division by zero"
         return (
             f"{what} in {name}",
             "add a small number to the divisor, inside a root rather than outside",
         )
-    if name in _DOMAINS and nan:
+    domain = facts(operator).domain
+    if domain is not None and nan:
         return (
-            f"{name} outside of {_DOMAINS[name]}",
+            f"{name} outside of {domain}",
             "clamp the input into the domain, a little inside its border",
         )
-    if name in _MOMENTS and nan and any(i["numel"] <= 1 for i in inputs):
+    if (
+        operator in operators_that("take moments")
+        and nan
+        and any(i["numel"] <= 1 for i in inputs)
+    ):
         return (
             f"{name} over one element or none",
             "skip empty batches, or use correction=0 for var and std",
         )
-    if name in _LOSSES and nan:
+    if operator in operators_that("average targets") and nan:
         return (
             "a mean over no targets: every one is ignored",
             "skip the batch, or divide by max(count, 1)",
         )
-    if name in _CASTS and infinite and largest is not None and most > largest:
+    if is_cast and infinite and largest is not None and most > largest:
         return (
             f"values up to {most:.4g} were cast to {row['dtype']}, which ends at {largest:.4g}",
             _smaller(row),
         )
-    if infinite and largest is not None and not (zeros and name in _ROOTS):
+    if (
+        infinite
+        and largest is not None
+        and not (zeros and operator in operators_that("take roots"))
+    ):
         return f"{name} of values up to {most:.4g} passes {limit}", _smaller(row)
-    if zeros and name in _ROOTS:
+    if zeros and operator in operators_that("take roots"):
         return f"{name} of zero", "add a small number inside the root"
     kinds = [kind for kind, there in (("NaN", nan), ("Inf", infinite)) if there]
     return (

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import polars as pl
 
 from roundoff.formats import LARGEST, limits, parse_format
-from roundoff.ops import EMPTY
+from roundoff.ops import operators_that
 
 Floats = npt.NDArray[np.float64]
 FATES = ("overflow", "subnormal", "zero")
@@ -49,7 +49,9 @@ def floating(ops: pl.DataFrame) -> pl.DataFrame:
         pl.col("dtype").is_in(list(LARGEST))
         & pl.col("view_of").is_null()
         & pl.col("max").is_not_null(),
-        ~pl.col("operator").str.strip_chars_end("_").is_in(list(EMPTY)),
+        ~pl.col("operator")
+        .str.strip_chars_end("_")
+        .is_in(list(operators_that("leave memory unwritten"))),
     )
     return own.with_columns(
         amax=pl.max_horizontal(pl.col("max").abs(), pl.col("min").abs())

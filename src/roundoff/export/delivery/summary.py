@@ -14,6 +14,7 @@ from roundoff.export.delivery.sites import site_rows
 from roundoff.export.delivery.storage import stored_bytes
 from roundoff.export.delivery.tradeoff import chosen
 from roundoff.export.onnx.proof import Proof
+from roundoff.ops import MULTIPLYING_KINDS
 from roundoff.plan import UNITS
 from roundoff.quantize import average_bits
 from roundoff.quantize.sparsity import cost
@@ -74,9 +75,10 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         "coverage": {
             "sites": len(rows),
             **{name: states.count(name) for name in ("quantized", "codes", "fp32")},
-            "products": sum(r["kind"] in PRODUCTS for r in rows),
+            "products": sum(r["kind"] in MULTIPLYING_KINDS for r in rows),
             "products_quantized": sum(
-                r["kind"] in PRODUCTS and r["state"] == "quantized" for r in rows
+                r["kind"] in MULTIPLYING_KINDS and r["state"] == "quantized"
+                for r in rows
             ),
             "excluded": [
                 {"operator": e.operator, "reason": e.reason, "count": e.count}
@@ -157,7 +159,6 @@ def add_proof(summary: dict[str, Any], proof: Proof) -> None:
 
 
 #: Kinds of calls that multiply.
-PRODUCTS = ("conv", "linear", "matmul", "attention", "rnn")
 
 
 def _formats(rows: list[dict[str, Any]]) -> dict[str, int]:

@@ -7,19 +7,15 @@ from typing import Any
 
 from roundoff.export.onnx.deployed import Deployed
 from roundoff.export.onnx.runtime import Kernels, is_integer
-from roundoff.ops import CONTRACTING
+from roundoff.ops import facts
 from roundoff.quantize import CLIPS, QuantizedModel, Route
 
 __all__ = ["Site", "became"]
 
-#: Calls for which ONNX Runtime's CPU has no kernel on codes.
-_NONE = {
-    "conv_transpose1d": "ONNX Runtime has no integer kernel for transposed convolutions",
-    "conv_transpose2d": "ONNX Runtime has no integer kernel for transposed convolutions",
-    "conv_transpose3d": "ONNX Runtime has no integer kernel for transposed convolutions",
-    "scaled_dot_product_attention": "attention is exported as its matrix products and softmax, in fp32",
-    "lstm": "recurrent layers stay in fp32 in ONNX",
-    "gru": "recurrent layers stay in fp32 in ONNX",
+#: Kinds of calls for which ONNX Runtime's CPU has no kernel on codes.
+_NO_KERNEL = {
+    "attention": "attention is exported as its matrix products and softmax, in fp32",
+    "rnn": "recurrent layers stay in fp32 in ONNX",
     "embedding": "a look-up does no arithmetic: its table is stored as codes",
 }
 
@@ -94,15 +90,18 @@ def _why(
         return f"{route.executes.name} is exported as fp32: it has no codes"
     if operator.startswith("max_pool"):
         return "its codes have another scale than those that it reads, so they are made anew"
-    if operator in _NONE:
-        return _NONE[operator]
+    if operator.startswith("conv_transpose"):
+        return "ONNX Runtime has no integer kernel for transposed convolutions"
+    kind = facts(operator).kind
+    if kind in _NO_KERNEL:
+        return _NO_KERNEL[kind]
     readers = [quantized.quantizer(name) for name in route.uses.values()]
     weights = [q for q in readers if q.weight]
     if weights and len(weights) == len(readers):
         return "weights alone are quantized: the product is of floating-point numbers"
     after = (
         _clipped_after(site, quantized)
-        if operator in CONTRACTING and not route.output
+        if facts(operator).operands and not route.output
         else None
     )
     read_or_written = [quantized.quantizer(name) for name in names]
@@ -111,7 +110,7 @@ def _why(
             return f"{quantizer.fmt.name} needs a clip before its codes, which keeps the kernels apart"
     if operator in ("add", "mul") and len(route.uses) < 2:
         return "one of its operands is a number, for which ONNX Runtime has no kernel on codes"
-    if operator in CONTRACTING and not route.output:
+    if facts(operator).operands and not route.output:
         if after is not None and after.zero_point is None:
             return "symmetric codes have a sign, which the ReLU or clip behind it never uses: the clip had to stay"
         if after is not None:

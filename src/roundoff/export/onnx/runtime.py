@@ -82,6 +82,8 @@ def session(path: str | Path, optimised: str | Path | None = None) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # without VNNI the usual kernels clip sums of two products to 16 bits
+    options.add_session_config_entry("session.x64quantprecision", "1")
     if optimised is not None:
         options.optimized_model_filepath = str(optimised)
     try:

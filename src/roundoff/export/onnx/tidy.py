@@ -32,6 +32,7 @@ def tidy(model: Any, pack: bool = True) -> None:
         _pack(graph)
     # small tensors alone are compared: scales and zero points that are equal
     common.DeduplicateInitializersPass(size_limit=4)(model)
+    _separate_zero_points(graph)
     common.RemoveUnusedNodesPass()(model)
     for value in [
         v for v in graph.inputs if not v.uses() and not v.is_graph_output()
@@ -303,26 +304,46 @@ def _cast_fp8(graph: Any) -> None:
 
 
 def _drop_zero_points(graph: Any) -> None:
-    """DequantizeLinear of stored codes without the zero points that are 0, which is what their absence means."""
-    for node in graph:
-        if (
-            node.op_type == "DequantizeLinear"
-            and len(node.inputs) > 2
-            and node.inputs[0].const_value is not None
-        ):
-            zero, readers = (
-                _number(node.inputs[2]),
-                {use.node.op_type for use in node.outputs[0].uses()},
-            )
-            if (
-                readers & {"Gemm", "MatMul"}
-                and not _size(node)
-                and zero is not None
-                and zero.dtype == np.int8
-            ):
-                continue  # ONNX Runtime looks for it
-            if zero is not None and not zero.astype(np.float32).any():
-                node.resize_inputs(2)
+    """Drop the zero points of stored codes that are all 0: that is what absence means.
+
+    Some stay for ONNX Runtime: it looks for those of products, and asks for one of each
+    scale where it stores int8 as uint8 (``session.x64quantprecision``, which converts
+    weights with codes of more than 7 bits).
+    """
+    for node in [n for n in graph if n.op_type == "DequantizeLinear"]:
+        codes = _number(node.inputs[0])
+        if len(node.inputs) < 3 or codes is None:
+            continue
+        zero = _number(node.inputs[2])
+        if zero is None or zero.astype(np.float32).any():
+            continue
+        converted = bool(zero.ndim) and _exceeds_seven_bits(codes)
+        if zero.dtype != np.int8 or not (converted or _is_read_by_product(node)):
+            node.resize_inputs(2)
+
+
+def _separate_zero_points(graph: Any) -> None:
+    """Give each weight a zero point of its own: ONNX Runtime cannot convert one twice."""
+    import onnx_ir as ir
+
+    for node in [n for n in graph if n.op_type == "DequantizeLinear"]:
+        zero = node.inputs[2] if len(node.inputs) > 2 else None
+        if zero is None or len(list(zero.uses())) < 2 or _number(zero) is None:
+            continue
+        if _number(zero).dtype == np.int8:
+            name = f"{node.inputs[0].name}_zero_point"
+            copy = ir.tensor(_number(zero).copy(), name=name)
+            graph.initializers[name] = ir.Value(name=name, const_value=copy)
+            node.replace_input_with(2, graph.initializers[name])
+
+
+def _is_read_by_product(node: Any) -> bool:
+    readers = {use.node.op_type for use in node.outputs[0].uses()}
+    return bool(readers & {"Gemm", "MatMul"}) and not _size(node)
+
+
+def _exceeds_seven_bits(codes: Any) -> bool:
+    return bool(codes.size) and bool(codes.min() < -64 or codes.max() > 63)
 
 
 def _pack(graph: Any) -> None:
@@ -334,6 +355,7 @@ def _pack(graph: Any) -> None:
             codes is None
             or codes.dtype != np.int8
             or codes.ndim < 2
+            or any(use.idx for use in value.uses())  # zero points, not codes
             or codes.min() < -8
             or codes.max() > 7
         ):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from roundoff.ops import facts
 from roundoff.quantize.channels.labels import (
     Labels,
     Passed,
@@ -14,18 +15,6 @@ from roundoff.quantize.channels.labels import (
     varying_part,
 )
 from roundoff.quantize.channels.moves import along, fixed
-
-_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_CONV_TRANSPOSED = (
-    "input",
-    "weight",
-    "bias",
-    "stride",
-    "padding",
-    "output_padding",
-    "groups",
-    "dilation",
-)
 
 
 class Contractions:
@@ -133,8 +122,7 @@ class Contractions:
         """A convolution (``kind`` conv or conv_transpose): plain, in groups, or depthwise."""
         labels = self.labels
         given = (
-            dict(zip(_CONV if kind == "conv" else _CONV_TRANSPOSED, args, strict=False))
-            | kwargs
+            dict(zip(facts(f"{kind}{spatial}d").arguments, args, strict=False)) | kwargs
         )
         x, weight, bias, groups = (
             given["input"],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.ops import float_tensors
+from roundoff.ops import float_tensors, operators_that
 from roundoff.quantize.channels.contract import Contractions
 from roundoff.quantize.channels.labels import (
     Labels,
@@ -18,17 +18,6 @@ from roundoff.quantize.channels.labels import (
     varying_part,
 )
 from roundoff.quantize.channels.moves import along, fixed
-
-#: f(s x) = s f(x) for s > 0
-HOMOGENEOUS = frozenset(
-    "relu leaky_relu prelu rrelu abs neg negative positive nan_to_num where threshold identity".split()
-)
-ELEMENTWISE = frozenset(
-    """sigmoid tanh gelu silu mish elu selu celu hardswish hardsigmoid softplus softsign hardshrink softshrink tanhshrink
-    logsigmoid log_sigmoid exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square pow rpow reciprocal erf sin cos floor ceil
-    round trunc sign log_sigmoid_forward clamp clamp_min clamp_max clip hardtanh relu6 floor_divide""".split()
-)
-PAIRS = frozenset("add radd sub rsub mul rmul div rdiv maximum minimum".split())
 
 
 class Elementwise(Contractions):
@@ -57,8 +46,10 @@ class Elementwise(Contractions):
         self, name: str, x: Tensor, given: dict[str, Any], args: list[Any], out: Tensor
     ) -> None:
         """An operator of one tensor, element by element: activation functions, clamps, signs and roots."""
-        law, bounds = ("homogeneous" if name in HOMOGENEOUS else "other"), None
-        if name in ("clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6"):
+        scales = name in operators_that("scale with their operand")
+        law = "homogeneous" if scales else "other"
+        bounds = None
+        if name in operators_that("clamp"):
             low = given.get(
                 "min",
                 given.get(
@@ -135,7 +126,7 @@ class Elementwise(Contractions):
         fixed(
             labels, _as_wide(one, out.ndim), _as_wide(two, out.ndim), self._fixed(name)
         )
-        additive = name in ("add", "sub", "maximum", "minimum")
+        additive = name in operators_that("keep a common factor")
         labels.tie(first, second, value=additive)
         mixed = torch.where(
             varying_part(first) != 0, varying_part(first), varying_part(second)
@@ -181,7 +172,7 @@ class Elementwise(Contractions):
                 name,
             )
             return True
-        if name in ("add", "sub", "minimum", "maximum"):
+        if name in operators_that("keep a common factor"):
             bound = along(labels, parameter, axis, "bias")
             if bound is None:
                 return False

@@ -7,13 +7,16 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from roundoff.ops import Call, CallMode, Handler, Operator, float_tensors
-from roundoff.quantize.channels.elementwise import (
-    ELEMENTWISE,
-    HOMOGENEOUS,
-    PAIRS,
-    Elementwise,
+from roundoff.ops import (
+    Call,
+    CallMode,
+    Handler,
+    Operator,
+    facts,
+    float_tensors,
+    operators_that,
 )
+from roundoff.quantize.channels.elementwise import Elementwise
 from roundoff.quantize.channels.labels import (
     Labels,
     Passed,
@@ -26,32 +29,6 @@ _POOLS = frozenset(
     "max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample_nearest upsample_bilinear upsample_linear "
     "upsample_trilinear upsample_bicubic _upsample_nearest_exact lp_pool upsample_nearest_exact".split()
 )
-_REDUCTIONS = frozenset(
-    "sum mean amax amin max min prod var std norm linalg_vector_norm logsumexp".split()
-)
-_LINEAR_REDUCTIONS = frozenset(
-    "sum mean amax amin max min std norm linalg_vector_norm".split()
-)
-_NAMES: dict[str, tuple[str, ...]] = {
-    "linear": ("input", "weight", "bias"),
-    "batch_norm": ("input", "weight", "bias", "running_mean", "running_var"),
-    "instance_norm": ("input", "weight", "bias"),
-    "layer_norm": ("input", "normalized_shape", "weight", "bias"),
-    "rms_norm": ("input", "normalized_shape", "weight"),
-    "group_norm": ("input", "num_groups", "weight", "bias"),
-    "prelu": ("input", "weight"),
-    "embedding": ("weight", "input"),
-    "embedding_bag": ("weight", "input"),
-    "softmax": ("input", "dim"),
-    "log_softmax": ("input", "dim"),
-    "glu": ("input", "dim"),
-    "clamp": ("input", "min", "max"),
-    "clip": ("input", "min", "max"),
-    "clamp_min": ("input", "min"),
-    "clamp_max": ("input", "max"),
-    "hardtanh": ("input", "min_val", "max_val"),
-    "scaled_dot_product_attention": ("query", "key", "value"),
-}
 
 
 class Follow(Elementwise):
@@ -105,7 +82,7 @@ class Follow(Elementwise):
         self, name: str, args: list[Any], kwargs: dict[str, Any], outputs: list[Tensor]
     ) -> None:
         base = name.rstrip("d").rstrip("123")
-        given = dict(zip(_NAMES.get(name, ()), args, strict=False)) | kwargs
+        given = dict(zip(facts(name).arguments, args, strict=False)) | kwargs
         x: Any = args[0] if args and isinstance(args[0], Tensor) else given.get("input")
         if name == "linear":
             self.contract(
@@ -113,7 +90,7 @@ class Follow(Elementwise):
             )
         elif base == "conv" or base == "conv_transpose":
             self.conv(base, int(name[-2]), args, kwargs, outputs[0])
-        elif name in ("matmul", "mm", "bmm", "addmm"):
+        elif name in operators_that("multiply two matrices"):
             if not self.matmul(name, args, outputs[0]):
                 self._unknown(name, args, kwargs)
         elif name == "scaled_dot_product_attention":
@@ -141,9 +118,9 @@ class Follow(Elementwise):
                     "batch_norm",
                     self.labels.get(outputs[0]),
                 )
-        elif name in ("layer_norm", "rms_norm", "group_norm", "instance_norm"):
+        elif facts(name).kind == "normalization" and "weight" in facts(name).arguments:
             self._normalise(name, x, given, outputs[0])
-        elif name in PAIRS and len(args) > 1:
+        elif name in operators_that("pair elements") and len(args) > 1:
             self.pair(name.removeprefix("r"), args[0], args[1], outputs[0])
             if kwargs.get("alpha", 1) != 1 and not isinstance(
                 kwargs["alpha"], (int, float)
@@ -160,10 +137,14 @@ class Follow(Elementwise):
             self.same(x, outputs[0], "other", name)
         elif any(base.startswith(pool) for pool in _POOLS) and isinstance(x, Tensor):
             self._pool(x, outputs[0], name)
-        elif name in _REDUCTIONS and isinstance(x, Tensor):
+        elif name in operators_that("reduce axes") and isinstance(x, Tensor):
             self._reduce(name, x, args, kwargs, outputs)
         elif (
-            (name in HOMOGENEOUS or name in ELEMENTWISE)
+            (
+                name
+                in operators_that("scale with their operand")
+                | operators_that("work element by element")
+            )
             and isinstance(x, Tensor)
             and outputs[0].shape == x.shape
         ):
@@ -225,7 +206,9 @@ class Follow(Elementwise):
             Passed(
                 self.site,
                 name,
-                "homogeneous" if name in _LINEAR_REDUCTIONS else "other",
+                "homogeneous"
+                if name in operators_that("scale with their operand")
+                else "other",
             ),
         )
 

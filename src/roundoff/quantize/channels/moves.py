@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from roundoff.ops import float_tensors
+from roundoff.ops import float_tensors, operators_that
 from roundoff.quantize.channels.labels import (
     Labels,
     Passed,
@@ -23,23 +23,21 @@ from roundoff.quantize.channels.labels import (
 )
 
 # one element in, one element out at the same place
-_SAME = frozenset(
-    """contiguous clone detach detach_copy alias identity to float double half bfloat16 type type_as cpu cuda real data
-    requires_grad_ requires_grad resolve_conj resolve_neg lift_fresh refine_names rename dropout alpha_dropout
-    feature_dropout dropout1d dropout2d dropout3d""".split()
+_SAME = (
+    operators_that("keep values") | operators_that("cast") | operators_that("drop out")
 )
-_CUTS = frozenset(
-    """getitem narrow select index_select index gather take take_along_dim split split_with_sizes tensor_split unbind
-    unsafe_split as_strided diagonal diag masked_select""".split()
+_CUTS = operators_that("cut out") - {"chunk", "unsafe_chunk"}
+_SPLITS = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
+_JOINS = operators_that("join") | {"where"}
+_WRITES = (
+    operators_that("write into") | operators_that("fill") | operators_that("copy in")
 )
-_SPLITS = frozenset("view reshape unflatten view_as reshape_as".split())
-_JOINS = frozenset("cat concat concatenate stack hstack vstack dstack where".split())
 # labels are expanded: what is a view of values may be a copy of labels
 _FREE: dict[str, Callable[..., Any]] = {
     "view": Tensor.reshape,
     "view_as": Tensor.reshape_as,
 }
-_BY_VALUE = frozenset("sort topk kthvalue".split())
+_BY_VALUE = operators_that("sort")
 
 
 class Moves:
@@ -73,14 +71,7 @@ class Moves:
             labels.put(outputs[0], labels.get(inputs[0]))
         elif name == "pad" or name == "constant_pad_nd":
             self._pad(site, outputs[0], args, kwargs)
-        elif name in (
-            "masked_fill",
-            "masked_scatter",
-            "index_fill",
-            "fill",
-            "tril",
-            "triu",
-        ):
+        elif name in operators_that("fill"):
             value = (
                 kwargs.get("value", args[2] if len(args) > 2 else 0.0)
                 if "fill" in name
@@ -109,11 +100,7 @@ class Moves:
     ) -> bool:
         """A parameter that is moved alone stays known as a part of it."""
         found = self.labels.parameter(inputs[0])
-        if (
-            len(inputs) != 1
-            or found is None
-            or name in ("setitem", "masked_fill", "fill", "pad", "copy")
-        ):
+        if len(inputs) != 1 or found is None or name in _WRITES:
             return False
         flat = found[1]
         if flat is None:

@@ -30,9 +30,9 @@ from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel, Unquantized
+from roundoff.quantize.options import Rounding
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.rounding import Rounding
-from roundoff.quantize.sequential import round_in_order_
+from roundoff.quantize.round_in_order import round_in_order_
 from roundoff.quantize.weights.matrix import matrix_view
 from roundoff.quantize.weights.output_error import Gain
 from roundoff.workload import Workload, named_tensors

@@ -97,7 +97,7 @@ def check_finite(where: str, **tensors: Tensor | None) -> None:
                 where=where,
                 expected="finite values",
                 got=f"{bad} of {tensor.numel()} not finite, shape {tuple(tensor.shape)}",
-                do="find where it comes from (roundoff run), or leave this operator in high precision",
+                do="find where it comes from (roundoff overflow), or leave this operator in high precision",
             )
 
 

@@ -17,14 +17,14 @@ import torch.overrides
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundoff.ops import CREATES, MOVES, RANDOM, Operator, entered, listed
+from roundoff.ops import Operator, entered, facts, listed, operators_that
 from roundoff.train.autocast.rules import Action, Rules
 
 _SKIPPED = (
-    MOVES
-    | CREATES
-    | RANDOM
-    | frozenset("shape dim size numel stride item tolist is_contiguous".split())
+    operators_that("move values")
+    | operators_that("create")
+    | operators_that("draw")
+    | operators_that("describe tensors")
 )
 _RULES: dict[int, Rules] = {}  # by key: what compiled code refers to
 #: Only the first input: the statistics and weights of batch normalisation stay in fp32, beside inputs of at most fp32.
@@ -34,23 +34,12 @@ _RESULT = frozenset({"embedding", "embedding_bag"})
 
 
 #: Their kernels bring operands of several formats to the widest, element by element: no cast is needed for that.
-_PROMOTE = frozenset("add sub rsub mul div rdiv".split())
+_PROMOTE = operators_that("mix formats")
 
 
 #: Python functions of torch's that call one operator (of another name where that is given): not entered, since torch.compile
 #: traces the function itself, but not always what is inside it.
-_SINGLE = {
-    **{
-        name: name
-        for name in """adaptive_avg_pool2d adaptive_avg_pool3d batch_norm binary_cross_entropy cdist celu einsum
-    binary_cross_entropy_with_logits embedding embedding_bag glu group_norm hardsigmoid hardswish hardtanh huber_loss
-    elu l1_loss layer_norm leaky_relu log_softmax mish mse_loss relu relu6 rms_norm selu silu smooth_l1_loss
-    soft_margin_loss softmax""".split()
-    },
-    "cross_entropy": "cross_entropy_loss",
-    "nll_loss": "nll_loss_nd",
-    "norm": "linalg_vector_norm",
-}
+_SINGLE = {name: facts(name).calls for name in operators_that("wrap one operator")}
 
 
 class _Local(threading.local):

@@ -16,7 +16,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import nn
 
-from roundoff.ops import CallMode
+from roundoff.ops import CallMode, operators_that
 from roundoff.train.autocast.mode import LOCAL, SiteMode
 from roundoff.train.autocast.rules import Rules
 
@@ -89,9 +89,9 @@ def _show_to_modes() -> None:
     """Functions that torch.compile keeps from modes, though eager code shows what they call."""
     module: Any = sys.modules.get("torch._dynamo.variables.torch")
     if module is not None and hasattr(module, "get_overridable_functions"):
-        names = ("sigmoid", "tanh", "hardsigmoid", "hardswish")
         module.get_overridable_functions().update(
-            getattr(nn.functional, name) for name in names
+            getattr(nn.functional, name)
+            for name in operators_that("hide from compiled modes")
         )
 
 

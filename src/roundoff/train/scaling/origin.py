@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from roundoff.compare import LOWER_SCALE, overflow
+from roundoff.ops import base, operators_that
 from roundoff.preserve import preserve
 from roundoff.record import Capture, load, site_name
 from roundoff.train.scaling.rerun_step import Call, Steps
@@ -22,7 +23,9 @@ from roundoff.train.scaling.rerun_step import Call, Steps
 #: What an "arrived" NaN or Inf came in with.
 LOSS, DATA, WEIGHTS = "loss", "data", "weights"
 #: Casts and copies: what made a gradient is the operator before them.
-_PASSING = frozenset("_to_copy copy_ clone detach".split())
+_PASSING = (
+    operators_that("keep values") | operators_that("cast") | operators_that("copy in")
+)
 
 
 @dataclass
@@ -194,7 +197,7 @@ def _maker(rows: pl.DataFrame, record: int) -> dict[str, Any]:
         row["record"]: row for row in rows.with_columns(site_name()).to_dicts()
     }
     row = by_record[record]
-    while row["operator"] in _PASSING or row["view_of"] is not None:
+    while base(row["operator"]) in _PASSING or row["view_of"] is not None:
         before = by_record.get(
             row["view_of"]
             if row["view_of"] is not None

@@ -32,9 +32,9 @@ from roundoff.quantize.layout import Route
 from roundoff.quantize.lockstep import Lockstep, Request
 from roundoff.quantize.model import QuantizedModel, forget
 from roundoff.quantize.observers import make_observer
-from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.options import Rounding
+from roundoff.quantize.round_call import Arrived, Settled, Weighed, naming, run
 from roundoff.quantize.schemes import Row
-from roundoff.quantize.weighted_call import Arrived, Settled, Weighed, naming, run
 from roundoff.quantize.weights.output_error import Gain
 from roundoff.workload import Workload
 

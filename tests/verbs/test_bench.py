@@ -12,8 +12,9 @@ from torch.nn import functional
 
 import roundoff as ro
 from roundoff.plan.rules import Plan
-from roundoff.train.bench.observe import Kept
-from roundoff.train.bench.rows import _ratios
+from roundoff.train.bench.observed_step import SavedBytes
+from roundoff.train.bench.summary import Ratios, ratios
+from roundoff.train.low_precision import METHODS
 from roundoff.verbs.bench import bench
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp16 on")
@@ -64,7 +65,7 @@ def workload(**changes):
 
 
 def row(found, name):
-    return next(r for r in found.rows if r["config"] == name)
+    return next(r for r in found.rows if r.config == name)
 
 
 def test_losses_are_those_of_a_loop_written_out():
@@ -89,15 +90,15 @@ def test_losses_are_those_of_a_loop_written_out():
             value.backward()
             stepper.step()
             losses.append(value.item())
-        assert found.summary["curves"][name] == [losses]
+        assert found.summary.curves[name] == [losses]
 
 
 def test_the_same_configuration_twice_is_equal_also_with_dropout():
     found = bench(workload(), ["bf16", "bf16"], steps=8, seeds=3)
-    assert found.summary["curves"]["bf16"] == found.summary["curves"]["bf16 (2)"]
-    assert row(found, "bf16 (2)")["verdict"] == "no difference seen"
-    assert row(found, "bf16 (2)")["loss"]["reason"] == "equal for every seed"
-    one, two, three = found.summary["curves"]["bf16"]
+    assert found.summary.curves["bf16"] == found.summary.curves["bf16 (2)"]
+    assert row(found, "bf16 (2)").verdict == "no difference seen"
+    assert row(found, "bf16 (2)").loss.reason == "equal for every seed"
+    one, two, three = found.summary.curves["bf16"]
     assert one != two != three
     assert found.agrees
 
@@ -107,10 +108,10 @@ def test_dropout_draws_are_those_of_the_reference_in_every_configuration():
     found = bench(
         workload(), ["fp32", "fp64", "fp32+fused", "fp32+threads=2"], steps=6, seeds=1
     )
-    ours = found.summary["curves"]["fp32"][0]
+    ours = found.summary.curves["fp32"][0]
     for name in ("fp64", "fp32+fused", "fp32+threads=2"):
         # 6 steps of some 200 products, each relative to 2^-24: 1e-5 leaves a factor of 100
-        assert found.summary["curves"][name][0] == pytest.approx(ours, rel=1e-5)
+        assert found.summary.curves[name][0] == pytest.approx(ours, rel=1e-5)
 
 
 def test_parts_of_a_batch_give_the_gradient_of_the_whole():
@@ -118,12 +119,12 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole():
     found = bench(
         plain, ["fp32", "fp32+accumulate=3", "fp32+accumulate=5"], steps=6, seeds=1
     )
-    ours = found.summary["curves"]["fp32"][0]
+    ours = found.summary.curves["fp32"][0]
     for name in (
         "fp32+accumulate=3",
         "fp32+accumulate=5",
     ):  # 12 in parts of 4, and of 3 and 2: weighted by their size
-        assert found.summary["curves"][name][0] == pytest.approx(ours, rel=1e-5)
+        assert found.summary.curves[name][0] == pytest.approx(ours, rel=1e-5)
 
 
 @pytest.mark.parametrize("given", ["function", "module"])
@@ -171,9 +172,9 @@ def test_nothing_of_workload_and_process_changes(given):
 
 def test_seeds_with_and_without_model():
     drawn = bench(workload(), ["fp32"], steps=3, seeds=2).summary
-    assert drawn["weights"] == "drawn anew by model() under each seed"
+    assert drawn.weights == "drawn anew by model() under each seed"
     given = bench(workload(model=model()), ["fp32"], steps=3, seeds=2).summary
-    assert given["weights"].startswith(
+    assert given.weights.startswith(
         "the same for every seed, which changes the order of the batches"
     )
 
@@ -207,18 +208,16 @@ def test_the_metric_is_of_what_is_held_out_in_eval_mode():
         (1, 5, torch.float32, torch.float32),
         (1, 5, torch.bfloat16, torch.float32),
     ]
-    assert found.summary["held_out"] == 1
+    assert found.summary.held_out == 1
 
 
 def test_a_plan_file(tmp_path):
     Plan.from_formats({"0/linear": "bf16"}, {}).save(tmp_path / "plan.toml")
     plan = str(tmp_path / "plan.toml")
     found = bench(workload(), ["fp32", plan, plan + "+checkpoint"], steps=4, seeds=1)
-    assert [r["failed"] for r in found.rows] == [None] * 3
-    assert found.rows[1]["seen"]["matrix"]["forward"] == {"bf16": 1, "fp32": 1}
-    assert (
-        found.summary["curves"][plan] == found.summary["curves"][plan + "+checkpoint"]
-    )
+    assert [r.failed for r in found.rows] == [None] * 3
+    assert found.rows[1].seen.matrix["forward"] == {"bf16": 1, "fp32": 1}
+    assert found.summary.curves[plan] == found.summary.curves[plan + "+checkpoint"]
 
 
 def test_what_fails_is_a_row_and_the_others_go_on():
@@ -231,7 +230,7 @@ def test_what_fails_is_a_row_and_the_others_go_on():
         steps=4,
         seeds=2,
     )
-    reasons = [r["failed"] for r in found.rows]
+    reasons = [r.failed for r in found.rows]
     assert reasons[0] is None
     assert (
         "a training step of by hand raised ValueError: ValueError: not today"
@@ -241,7 +240,7 @@ def test_what_fails_is_a_row_and_the_others_go_on():
     assert "there is no device cuda:77 here" in reasons[3]
     assert "a batch cannot be cut into 13 parts" in reasons[4]
     assert not found.agrees
-    assert len(found.summary["curves"]["fp32"]) == 2
+    assert len(found.summary.curves["fp32"]) == 2
     assert "fp32 was trained with 2 seeds" not in str(found)
     assert "could not be trained" in str(found)
 
@@ -258,8 +257,8 @@ def test_an_operator_without_a_kernel_is_a_row():
     else:
         pytest.skip("this CPU has an fp16 LSTM")
     found = bench(recurrent, ["fp32", "fp16", "fp64"], steps=3, seeds=1)
-    assert reason in found.rows[1]["failed"]
-    assert [bool(r["failed"]) for r in found.rows] == [False, True, False]
+    assert reason in found.rows[1].failed
+    assert [bool(r.failed) for r in found.rows] == [False, True, False]
 
 
 def test_everything_fails():
@@ -273,8 +272,8 @@ def test_everything_fails():
 
 def test_the_first_fails():
     found = bench(workload(), ["cuda:77", "fp32"], steps=4, seeds=2)
-    assert row(found, "fp32")["speed"] is None
-    assert row(found, "fp32")["verdict"] is None
+    assert row(found, "fp32").speed is None
+    assert row(found, "fp32").verdict is None
     assert not found.agrees
 
 
@@ -312,15 +311,15 @@ def test_nan_in_the_data():
     found = bench(
         workload(batches=spoilt, metric=None), ["fp32", "bf16"], steps=4, seeds=2
     )
-    assert found.summary["notes"] == ["batch 1 of the workload holds NaN or Inf"]
+    assert found.summary.notes == ["batch 1 of the workload holds NaN or Inf"]
     for r in found.rows:
-        assert r["nonfinite"].startswith("loss nan at step ")
+        assert r.nonfinite.startswith("loss nan at step ")
     assert (
-        found.rows[1]["loss"]["reason"]
+        found.rows[1].loss.reason
         == "the first configuration itself has no finite result"
     )
     assert "Batch 1 of the workload holds NaN or Inf." in str(found)
-    json.dumps(found.summary)
+    json.dumps(found.summary.to_dict())
 
 
 def test_one_that_diverges_is_worse():
@@ -332,7 +331,7 @@ def test_one_that_diverges_is_worse():
         return value
 
     found = bench(workload(), ["fp32", diverging], steps=6, seeds=3)
-    assert found.rows[1]["worse"]
+    assert found.rows[1].worse
     assert not found.agrees
     assert "diverging ends with a loss that is not finite." in str(found)
 
@@ -346,11 +345,11 @@ def test_the_loss_scale_skips_and_says_so():
     )
     first = row(found, "fp16+scale=dynamic:1e9")
     # torch's rule halves at each skip, from 1e9 until no gradient overflows
-    assert first["skips"] > 5
-    assert first["scale"] == 1e9 / 2 ** first["skips"]
-    assert first["memory"]["gradients"] == 4 * (6 * 16 + 16 + 16 * 3 + 3)
-    assert row(found, "fp16")["skips"] == 0
-    assert row(found, "fp16+scale=static:1e12")["failed"].startswith(
+    assert first.skips > 5
+    assert first.scale == 1e9 / 2**first.skips
+    assert first.memory.gradients == 4 * (6 * 16 + 16 + 16 * 3 + 3)
+    assert row(found, "fp16").skips == 0
+    assert row(found, "fp16+scale=static:1e12").failed.startswith(
         "step 19 of seed 0: 20 steps in a row were skipped"
     )
 
@@ -365,7 +364,7 @@ def test_fp16_on_a_cpu_warns():
         "16 to 32 times slower" in str(w.message) and "bf16" in str(w.message)
         for w in caught
     )
-    assert "bf16 is what a CPU trains in" in row(found, "fp16")["notes"][0]
+    assert "bf16 is what a CPU trains in" in row(found, "fp16").notes[0]
 
 
 def published(model, optimizer, batch):
@@ -396,7 +395,7 @@ def proper(model, optimizer, batch):
 def test_what_a_step_by_hand_does_wrong():
     adam = workload(optimizer=lambda model: torch.optim.Adam(model.parameters()))
     found = bench(adam, ["fp32", published, proper], steps=4, seeds=1)
-    findings = row(found, "published")["findings"]
+    findings = row(found, "published").findings
     assert [finding.split(":")[0].split(" that ")[0] for finding in findings] == [
         "the GradScaler is made in every step",
         "optimizer.step() runs on gradients",
@@ -404,27 +403,27 @@ def test_what_a_step_by_hand_does_wrong():
         "the inputs are cast to fp16 by hand",
     ]
     assert "65,536 times too large" in findings[1]
-    assert row(found, "proper")["findings"] == []
-    assert row(found, "fp32")["findings"] == []
+    assert row(found, "proper").findings == []
+    assert row(found, "fp32").findings == []
 
 
 def test_formats_of_the_matrix_work():
     found = bench(workload(), ["fp32", "bf16", "fp64"], steps=3, seeds=1)
     # two products forward; backward two for the weights and one for the hidden layer
     for name in ("fp32", "bf16", "fp64"):
-        assert row(found, name)["seen"]["matrix"] == {
+        assert row(found, name).seen.matrix == {
             "forward": {name: 2},
             "backward": {name: 3},
         }
     # forward: input, two weights, two biases, logits for the loss; backward: five gradients and that of the logits; hidden
     # activations stay in bf16
-    assert row(found, "bf16")["seen"]["casts"] >= 10
-    assert row(found, "fp32")["seen"]["casts"] == 0
+    assert row(found, "bf16").seen.casts >= 10
+    assert row(found, "fp32").seen.casts == 0
 
 
 def test_memory_of_a_layer_by_hand():
     net = nn.Sequential(nn.Linear(6, 16, bias=False), nn.ReLU())
-    kept = Kept(net)
+    kept = SavedBytes(net)
     with kept.forward():
         out = net(torch.randn(10, 6)).square().sum()
     # the input of the product, and the output of relu, which square keeps too; not the weights
@@ -436,14 +435,40 @@ def test_memory_is_counted():
     adam = workload(optimizer=lambda model: torch.optim.Adam(model.parameters()))
     found = bench(adam, ["fp32", "fp64", "fp32+weights=bf16"], steps=3, seeds=1)
     weights = 6 * 16 + 16 + 16 * 3 + 3
-    ours = row(found, "fp32")["memory"]
-    assert (ours["parameters"], ours["gradients"]) == (4 * weights, 4 * weights)
+    ours = row(found, "fp32").memory
+    assert (ours.parameters, ours.gradients) == (4 * weights, 4 * weights)
     assert (
-        ours["optimizer"] == 8 * weights + 4 * 4
+        ours.optimizer == 8 * weights + 4 * 4
     )  # two moments, and a step count in fp32 for each of four tensors
-    assert ours["total"] == sum(value for key, value in ours.items() if key != "total")
-    assert row(found, "fp64")["memory"]["parameters"] == 8 * weights
-    assert row(found, "fp32+weights=bf16")["memory"]["parameters"] == 2 * weights
+    assert ours.total == ours.parameters + ours.gradients + ours.optimizer + ours.saved
+    assert row(found, "fp64").memory.parameters == 8 * weights
+    assert row(found, "fp32+weights=bf16").memory.parameters == 2 * weights
+
+
+def test_rounded_updates_train_weights_that_nearest_leaves_as_they_are():
+    # Adam's updates are about lr = 2^-12; bf16 weights from 1/8 on have neighbours 2^-10 apart
+    slow = workload(
+        model=lambda: nn.Linear(6, 3),
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), 2**-12),
+    )
+    nearest = "weights=bf16"
+    configs = ["fp32", nearest, *(f"{nearest}+updates={m}" for m in METHODS)]
+    result = bench(slow, configs, steps=300, seeds=1)
+    assert [r.failed for r in result.rows] == [None] * 5
+    losses = {r.config: r.loss.mean for r in result.rows}
+    lost = losses[nearest] - losses["fp32"]
+    assert losses[f"{nearest}+updates=nearest"] - losses["fp32"] > lost / 2
+    for method in ("stochastic", "kahan"):
+        assert abs(losses[f"{nearest}+updates={method}"] - losses["fp32"]) < lost / 5
+    memory = {r.config: r.memory.optimizer for r in result.rows}
+    compensation = 2 * (6 * 3 + 3)  # 2 bytes a weight
+    stochastic = memory[f"{nearest}+updates=stochastic"]
+    assert memory[f"{nearest}+updates=kahan"] == stochastic + compensation
+
+
+def test_rounded_updates_need_weights_in_low_precision():
+    result = bench(workload(), ["fp32", "fp32+updates=stochastic"], steps=3, seeds=1)
+    assert "no parameter is in low precision" in result.rows[1].failed
 
 
 def test_checkpointing_keeps_less_and_computes_the_same():
@@ -457,8 +482,8 @@ def test_checkpointing_keeps_less_and_computes_the_same():
 
     deep = workload(model=blocks, forward=chain)
     found = bench(deep, ["fp32", "fp32+checkpoint"], steps=4, seeds=1)
-    assert found.summary["curves"]["fp32"] == found.summary["curves"]["fp32+checkpoint"]
-    plain, less = (r["memory"]["saved"] for r in found.rows)
+    assert found.summary.curves["fp32"] == found.summary.curves["fp32+checkpoint"]
+    plain, less = (r.memory.saved for r in found.rows)
     assert less < plain / 2
 
 
@@ -470,10 +495,5 @@ def chain(model, batch):
 
 
 def test_ratios():
-    assert _ratios([1.0, 2.0, 3.0, math.nan]) == {
-        "median": 2.0,
-        "low": 1.0,
-        "high": 3.0,
-        "rounds": 3,
-    }
-    assert _ratios([2.0])["low"] == 2.0
+    assert ratios([1.0, 2.0, 3.0, math.nan]) == Ratios(2.0, 1.0, 3.0, 3)
+    assert ratios([2.0]).low == 2.0

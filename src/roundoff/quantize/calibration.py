@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import Format, parse_format
+from roundoff.ops import MATRIX_KINDS
 from roundoff.plan import Plan, Rule
 from roundoff.quantize.graph import Graph, trace
 from roundoff.quantize.model import QuantizedModel
@@ -19,7 +20,6 @@ from roundoff.site import select
 from roundoff.workload import Workload, describe
 
 #: Kinds of calls that a plan of one format quantizes.
-KINDS = ("conv", "linear", "matmul", "attention", "rnn", "embedding")
 #: Batches, at most, that the graph of a model is traced on that never asks for a tensor's value.
 TRACED = 4
 
@@ -93,7 +93,7 @@ def site_formats(
         chosen = {
             s: fmt
             for s, node in graph.nodes.items()
-            if node.kind in KINDS and _has_weight(graph, s, fmt)
+            if node.kind in MATRIX_KINDS and _has_weight(graph, s, fmt)
         }
     else:
         if isinstance(plan, Mapping):

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from roundoff.errors import QuantizationError
 from roundoff.formats import Granularity, PerTensor, QParams, choose_qparams
 from roundoff.ops import Call, Operand, execute
-from roundoff.quantize.integer_sums import on_sums
 from roundoff.quantize.layout import Route
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.observers import make_observer
-from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.rounding import Rounding
+from roundoff.quantize.options import Rounding
+from roundoff.quantize.quantizer import Quantizer, on_sums
 from roundoff.quantize.weights.gptq import supported
 from roundoff.quantize.weights.hessian import Hessian
 from roundoff.quantize.weights.matrix import (

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import roundoff as ro
-from roundoff.train.bench.configs import parse_config, parse_configs, remade
+from roundoff.train.bench.configs import parse_config, parse_configs, rebuilt
 
 FORMATS = "expected: fp32, bf16, fp16, tf32, fp64 or a plan file"
 
@@ -36,6 +36,10 @@ def parts(name):
         ("fp16+scale=off", ("fp16", None, 0, {}, 1, None, False)),
         ("bf16 + scale=dynamic", ("bf16", None, 0, {}, 1, 65536.0, False)),
         ("bf16+channels_last+weights=bf16", ("bf16", None, 2, {}, 1, None, False)),
+        (
+            "bf16+weights=bf16+updates=kahan",
+            ("bf16", None, 1, {}, 1, None, False),
+        ),
         ("fp64", ("fp64", None, 1, {}, 1, None, False)),
         (
             "fused+accumulate=4+checkpoint",
@@ -83,6 +87,10 @@ def test_a_plan_whose_name_has_a_plus(tmp_path):
             ["'scale=static:-1' is no part", "did you mean scale=static:1024"],
         ),
         ("fp16+scale=nan", ["'scale=nan' is no part"]),
+        (
+            "weights=bf16+updates=khan",
+            ["'updates=khan' is no part", "did you mean updates=kahan"],
+        ),
         (
             "fp32+bf16",
             ["fp32+bf16: two formats in one configuration", "got: fp32, bf16"],
@@ -141,7 +149,7 @@ def test_an_optimizer_with_other_arguments(kind, flag):
         {"params": [model.weight], "lr": 0.5},
         {"params": [model.bias], "weight_decay": 0.25},
     ]
-    made = remade(kind(groups, lr=0.125, foreach=False), {flag: True})
+    made = rebuilt(kind(groups, lr=0.125, foreach=False), {flag: True})
     assert type(made) is kind
     assert [group["lr"] for group in made.param_groups] == [0.5, 0.125]
     assert made.param_groups[1]["weight_decay"] == 0.25
@@ -152,4 +160,4 @@ def test_an_optimizer_with_other_arguments(kind, flag):
 
 def test_an_optimizer_without_it():
     with pytest.raises(ro.RoundoffError, match="LBFGS has no fused"):
-        remade(torch.optim.LBFGS(nn.Linear(1, 1).parameters()), {"fused": True})
+        rebuilt(torch.optim.LBFGS(nn.Linear(1, 1).parameters()), {"fused": True})

@@ -1,0 +1,707 @@
+"""What each operator is: the one table that every room asks.
+
+    facts("softmax").kind                  what kind of operator it is
+    facts("mm").multiplies                 one question about one operator
+    operators_that("move values")          all operators with a trait
+
+An operator has up to two names, and both stand here. Its *site* name is torch's, as the user's
+code calls it (``getitem``, ``layer_norm``); its *kernel* names are aten's packets, as
+``__torch_dispatch__`` sees them (``slice``, ``native_layer_norm``). Where the two are spelled
+alike, they are one operator. Names have no underscore of an in-place form, no overload and no
+``_foreach_`` (see ``base``). ``gradient`` is the name that a recording gives to a gradient.
+
+What torch.autocast does with an operator is read from torch (``listed``); the names in other
+tools stand beside this table (``names_table``). This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal[
+    "linear",
+    "matmul",
+    "conv",
+    "attention",
+    "rnn",
+    "embedding",
+    "normalization",
+    "softmax",
+    "reduction",
+    "elementwise",
+]
+
+#: The kinds that multiply and accumulate: most of the work of a network.
+MULTIPLYING_KINDS: tuple[Kind, ...] = ("conv", "linear", "matmul", "attention", "rnn")
+#: The kinds that a format limited to "matrix" operators can run: an embedding looks up rows of
+#: such a format, without multiplying.
+MATRIX_KINDS: frozenset[Kind] = frozenset((*MULTIPLYING_KINDS, "embedding"))
+
+Trait = Literal[
+    # the values of the result
+    "keep values",
+    "cast",
+    "copy in",
+    "reshape",
+    "permute axes",
+    "expand",
+    "repeat",
+    "reorder",
+    "cut out",
+    "join",
+    "fill",
+    "write into",
+    "store or add",
+    "sort",
+    "drop out",
+    "repack",
+    "look up",
+    "choose values",
+    "compute exactly",
+    "move values",
+    "hand on in order",
+    "change no value",
+    "add no error",
+    "round nothing",
+    "are often exact",
+    # what is read
+    "create",
+    "create exactly",
+    "draw",
+    "leave memory unwritten",
+    "ignore their first operand",
+    "write constants",
+    "ask about values",
+    "take out or ask",
+    "describe tensors",
+    # arithmetic
+    "multiply",
+    "multiply two matrices",
+    "sum",
+    "add or subtract",
+    "normalize",
+    "scale elements",
+    "divide",
+    "take roots",
+    "take logarithms",
+    "exponentiate",
+    "grow with their argument",
+    "take moments",
+    "average targets",
+    "clamp",
+    "work element by element",
+    "pair elements",
+    "keep a common factor",
+    "scale with their operand",
+    "reduce axes",
+    # how it runs
+    "act on the program",
+    "read strides",
+    "have no unique result",
+    "read opaque bytes",
+    "return a workspace",
+    "write running statistics",
+    "vary on CUDA",
+    "promote under autocast",
+    "mix formats",
+    "wrap one operator",
+    "hide from compiled modes",
+    "clip codes",
+    "join or pool codes",
+    "stand before attention's softmax",
+]
+
+_TRAITS: dict[Trait, str] = {
+    # -- moving values: each operator in the first of these that fits
+    # every element at its place, in its format
+    "keep values": """
+        contiguous clone detach detach_copy deepcopy alias identity cpu cuda real data
+        requires_grad requires_grad_ resolve_conj resolve_neg lift lift_fresh
+        lift_fresh_copy refine_names rename gradient""",
+    # every element at its place, maybe in another format
+    "cast": "to _to_copy type_as type float double half bfloat16",
+    # values of one tensor into the memory, and the format, of another
+    "copy in": "copy",
+    # every element in its order, over other axes
+    "reshape": """
+        view reshape flatten unflatten ravel squeeze squeeze_copy unsqueeze view_as
+        reshape_as atleast_1d atleast_2d atleast_3d _unsafe_view _reshape_alias
+        _reshape_copy""",
+    "permute axes": "transpose permute swapaxes swapdims movedim moveaxis T mT H mH adjoint t",
+    "expand": "expand expand_as broadcast_to broadcast_tensors",
+    "repeat": "repeat repeat_interleave tile meshgrid unfold im2col",
+    "reorder": """
+        roll flip fliplr flipud rot90 pixel_shuffle pixel_unshuffle channel_shuffle
+        native_channel_shuffle""",
+    # some of the elements
+    "cut out": """
+        getitem slice narrow select index_select index gather take take_along_dim chunk
+        unsafe_chunk split split_with_sizes tensor_split unsafe_split
+        unsafe_split_with_sizes unbind as_strided diagonal diag masked_select
+        _unsafe_index _unsafe_masked_index""",
+    "join": "cat concat concatenate stack hstack vstack dstack _chunk_cat",
+    # a tensor with some elements replaced where they stand
+    "fill": "masked_fill masked_scatter index_fill fill tril triu",
+    # a larger tensor, or one of several, with values of each at their places
+    "write into": """
+        setitem where index_copy zero pad constant_pad_nd block_diag diag_embed
+        slice_scatter select_scatter diagonal_scatter""",
+    # the same, or a sum where an argument says so (``stores_unless``)
+    "store or add": "index_put _index_put_impl put scatter",
+    # in the order of the values
+    "sort": "sort topk kthvalue",
+    # a copy in evaluation; random, and scaled, in training
+    "drop out": """
+        dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout
+        feature_alpha_dropout native_dropout""",
+    # into another container, or a question about one
+    "repack": """
+        set nested_tensor to_padded_tensor is_nonzero _pack_padded_sequence
+        _pad_packed_sequence""",
+    # -- exact, but not moving
+    "look up": "embedding",
+    # each result is one of the operand's values, and moves no further than they do
+    "choose values": """
+        relu max_pool1d max_pool1d_with_indices max_pool2d
+        max_pool2d_with_indices max_pool3d max_pool3d_with_indices mkldnn_max_pool2d
+        mkldnn_max_pool3d adaptive_max_pool2d adaptive_max_pool3d
+        fractional_max_pool2d fractional_max_pool3d reflection_pad1d reflection_pad2d
+        reflection_pad3d replication_pad1d replication_pad2d replication_pad3d""",
+    # each result is an operand, its magnitude, sign or whole part, or a constant
+    "compute exactly": """
+        abs amax amin aminmax ceil clamp clamp_max clamp_min clip complex copysign
+        cummax cummin diagonal_backward eq fix floor fmax fmin fmod frac frexp
+        full_like ge gt hardtanh hardtanh_backward heaviside le logical_and logical_not
+        logical_or logical_xor lt masked_scatter_backward max max_unpool2d max_unpool3d
+        maximum median min minimum mode nan_to_num nanmedian ne neg new_full new_ones
+        new_zeros nextafter ones_like round select_backward sgn sign slice_backward
+        threshold threshold_backward trunc unique_consecutive unique_dim zeros_like
+        _amp_update_scale _conj_physical _copy_from _unique _unique2""",
+    # exact for many elements: masks, counts, powers of two
+    "are often exact": """
+        add sub rsub mul div true_divide square sum native_dropout_backward copy
+        _amp_foreach_non_finite_check_and_unscale""",
+    # -- what is read of the operands
+    # their values do not matter
+    "create": """
+        zeros ones full empty arange linspace logspace eye tensor as_tensor from_numpy
+        zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty
+        new_tensor scalar_tensor empty_strided tril_indices triu_indices complex
+        asarray""",
+    # and the result is exact in every format
+    "create exactly": """
+        zeros ones eye empty zeros_like ones_like empty_like new_zeros new_ones
+        new_empty empty_strided""",
+    # random numbers: running one again gives another result
+    "draw": """
+        rand randn randint randperm rand_like randn_like randint_like bernoulli
+        multinomial normal uniform random exponential geometric cauchy log_normal rrelu
+        poisson""",
+    "leave memory unwritten": """
+        empty empty_like empty_strided empty_permuted empty_quantized new_empty
+        new_empty_strided resize resize_as _resize_output""",
+    "ignore their first operand": """
+        zeros_like ones_like empty_like full_like rand_like randn_like randint_like
+        new_zeros new_empty new_full new_ones new_empty_strided zero fill copy normal
+        uniform bernoulli exponential random resize set log_normal geometric cauchy
+        zero_tensor""",
+    # only move values or write a constant: an -inf after finite operands was asked for
+    "write constants": """
+        masked_fill where full full_like new_full fill triu tril masked_scatter scatter
+        index_put index_fill scalar_tensor lift_fresh lift_fresh_copy constant_pad_nd
+        _unsafe_masked_index_put index_copy slice_scatter select_scatter""",
+    "ask about values": """
+        isfinite isnan isinf isneginf isposinf _is_all_true _local_scalar_dense
+        is_nonzero equal""",
+    # answered from the shape or for Python: no site
+    "describe tensors": "shape dim size numel stride item tolist is_contiguous",
+    # -- arithmetic
+    # multiply and accumulate, beside the operators with operands of such a kind
+    "multiply": """
+        addmv addr inner vdot tensordot chain_matmul linalg_multi_dot
+        linalg_matmul linalg_vecdot einsum convolution _convolution
+        convolution_backward conv_tbc cudnn_convolution cudnn_convolution_transpose
+        mkldnn_convolution thnn_conv2d slow_conv3d mkldnn_linear _scaled_mm
+        _addmm_activation _trilinear mkldnn_rnn_layer mkldnn_rnn_layer_backward
+        _cudnn_rnn _thnn_fused_lstm_cell _thnn_fused_gru_cell
+        _scaled_dot_product_attention_math _scaled_dot_product_flash_attention
+        _scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+        _native_multi_head_attention multi_head_attention_forward""",
+    "multiply two matrices": "matmul mm bmm addmm",
+    # add elements of one tensor
+    "sum": """
+        sum mean cumsum embedding_dense_backward native_layer_norm_backward
+        native_batch_norm_backward var std norm linalg_vector_norm index_add
+        scatter_add logsumexp native_batch_norm native_group_norm""",
+    # add elements of several: what is near may cancel
+    "add or subtract": "add sub rsub lerp addcmul addcdiv",
+    "normalize": "native_layer_norm native_batch_norm native_group_norm _fused_rms_norm",
+    # multiply element by element
+    "scale elements": """
+        mul _softmax_backward_data tanh_backward sigmoid_backward gelu_backward
+        silu_backward""",
+    "divide": "div divide true_divide reciprocal rsqrt addcdiv remainder fmod",
+    "take roots": "sqrt rsqrt linalg_vector_norm norm pow",
+    "take logarithms": "log log2 log10 log1p xlogy",
+    # pass the largest number for moderate operands
+    "exponentiate": "exp exp2 expm1 cosh sinh logsumexp",
+    # a relative error that is the operand's absolute one
+    "grow with their argument": """
+        exp exp2 expm1 cosh sinh logsumexp _softmax _log_softmax sigmoid sin cos""",
+    # NaN of one element or none
+    "take moments": "mean var std var_mean std_mean nanmean native_batch_norm native_layer_norm",
+    "average targets": "nll_loss nll_loss_forward nll_loss2d_forward cross_entropy",
+    "clamp": "clamp clip clamp_min clamp_max hardtanh relu6",
+    # one operand, each element by itself
+    "work element by element": """
+        sigmoid tanh gelu silu mish elu selu celu hardswish hardsigmoid softplus
+        softsign hardshrink softshrink tanhshrink logsigmoid log_sigmoid
+        log_sigmoid_forward exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square pow
+        rpow reciprocal erf sin cos floor ceil round trunc sign clamp clamp_min
+        clamp_max clip hardtanh relu6 floor_divide""",
+    # two operands, each pair of elements by itself
+    "pair elements": "add radd sub rsub mul rmul div rdiv maximum minimum",
+    # f(s x, s y) = s f(x, y) for s > 0
+    "keep a common factor": "add sub maximum minimum",
+    # f(s x) = s f(x) for s > 0
+    "scale with their operand": """
+        relu leaky_relu prelu rrelu abs neg negative positive nan_to_num where
+        threshold identity sum mean amax amin max min std norm linalg_vector_norm""",
+    "reduce axes": """
+        sum mean amax amin max min prod var std norm linalg_vector_norm logsumexp""",
+    # -- how it runs
+    # called for an effect, not for a value
+    "act on the program": """
+        record_stream _print _assert_async _assert_scalar _async_error set set_data
+        _pin_memory pin_memory manual_seed _cudnn_init_dropout_state
+        _fill_mem_eff_dropout_mask""",
+    # their meaning hangs on the strides of the memory, which a copy does not keep
+    "read strides": "as_strided_copy as_strided_scatter",
+    # vectors up to sign, or any basis of a space: two correct results need not be close
+    "have no unique result": "linalg_eig _linalg_eigh _linalg_svd",
+    # bytes that the forward kernel of one format left for its backward kernel
+    "read opaque bytes": "_cudnn_rnn_backward miopen_rnn_backward",
+    # further results may be bytes
+    "return a workspace": "mkldnn_rnn_layer _cudnn_rnn miopen_rnn cudnn_batch_norm",
+    # arguments that the schema does not call written
+    "write running statistics": "native_batch_norm cudnn_batch_norm miopen_batch_norm",
+    # documented by torch.use_deterministic_algorithms, or adding with atomic operations
+    "vary on CUDA": """
+        index_add index_put _index_put_impl _unsafe_index_put put scatter scatter_add
+        scatter_reduce index_reduce index_copy index_select_backward
+        embedding_dense_backward embedding_backward _embedding_bag_dense_backward
+        _embedding_bag cumsum bincount histc kthvalue median nanmedian gather_backward
+        repeat_interleave _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+        avg_pool3d_backward adaptive_max_pool2d_backward
+        max_pool3d_with_indices_backward fractional_max_pool2d_backward max_unpool2d
+        fractional_max_pool3d_backward max_unpool3d grid_sampler_2d_backward
+        grid_sampler_3d_backward upsample_linear1d_backward
+        upsample_bilinear2d_backward upsample_bicubic2d_backward
+        upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward
+        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+        replication_pad1d_backward replication_pad2d_backward
+        replication_pad3d_backward nll_loss2d_forward nll_loss2d_backward
+        _ctc_loss_backward _cudnn_ctc_loss _cdist_backward convolution_backward
+        cudnn_convolution _cudnn_rnn _cudnn_rnn_backward _flash_attention_backward
+        _efficient_attention_backward _scaled_dot_product_flash_attention_backward
+        _scaled_dot_product_efficient_attention_backward
+        _scaled_dot_product_cudnn_attention_backward""",
+    # torch's AT_FORALL_PROMOTE: in the widest format of their operands
+    "promote under autocast": """
+        addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot
+        scatter_add cat stack index_copy""",
+    # kernels that bring operands of several formats to the widest, element by element
+    "mix formats": "add sub rsub mul div rdiv",
+    # Python functions of torch.nn.functional that call one operator
+    "wrap one operator": """
+        adaptive_avg_pool2d adaptive_avg_pool3d batch_norm binary_cross_entropy
+        binary_cross_entropy_with_logits cdist celu einsum elu embedding embedding_bag
+        glu group_norm hardsigmoid hardswish hardtanh huber_loss l1_loss layer_norm
+        leaky_relu log_softmax mish mse_loss relu relu6 rms_norm selu silu
+        smooth_l1_loss soft_margin_loss softmax cross_entropy nll_loss norm""",
+    # torch.compile keeps these functions from modes, though eager code shows what they call
+    "hide from compiled modes": "sigmoid tanh hardsigmoid hardswish",
+    # an integer kernel of ONNX Runtime absorbs them: their result is quantized alone
+    "clip codes": "relu relu6 hardtanh clamp clip clamp_min",
+    # ONNX Runtime has integer kernels for them, between integer kernels
+    "join or pool codes": "add mul mean adaptive_avg_pool2d avg_pool2d max_pool2d",
+    # scaling, masks and position biases between the scores and their softmax
+    "stand before attention's softmax": "mul div add sub where masked_fill clamp tanh",
+}
+
+#: Traits made of others.
+_UNIONS: dict[Trait, tuple[Trait, ...]] = {
+    # nothing to round, no site of their own
+    "move values": (
+        "keep values",
+        "cast",
+        "copy in",
+        "reshape",
+        "permute axes",
+        "expand",
+        "repeat",
+        "reorder",
+        "cut out",
+        "join",
+        "fill",
+        "write into",
+        "store or add",
+        "sort",
+        "drop out",
+        "repack",
+    ),
+    # all elements of their operand, in its order
+    "hand on in order": ("keep values", "cast", "reshape"),
+    # one more or less of them is no difference between two programs
+    "change no value": (
+        "keep values",
+        "cast",
+        "copy in",
+        "reshape",
+        "permute axes",
+        "expand",
+    ),
+    # the result holds values of the operands: no error of size can begin here
+    "add no error": (
+        "keep values",
+        "copy in",
+        "reshape",
+        "permute axes",
+        "expand",
+        "repeat",
+        "reorder",
+        "cut out",
+        "join",
+        "fill",
+        "write into",
+        "look up",
+        "choose values",
+    ),
+    "round nothing": (
+        "keep values",
+        "reshape",
+        "permute axes",
+        "expand",
+        "repeat",
+        "reorder",
+        "cut out",
+        "join",
+        "fill",
+        "write into",
+        "sort",
+        "repack",
+        "look up",
+        "choose values",
+        "compute exactly",
+    ),
+    # what is left out was not removed from anything
+    "take out or ask": ("cut out", "look up", "sort", "ask about values"),
+}
+
+#: Kinds of operators without contracted operands; any other is elementwise.
+_KINDS: dict[Kind, str] = {
+    "matmul": "einsum",
+    "normalization": """
+        layer_norm batch_norm group_norm instance_norm rms_norm local_response_norm""",
+    "softmax": "softmax log_softmax softmin gumbel_softmax logsumexp",
+    "reduction": """
+        sum mean prod var std norm linalg_vector_norm linalg_norm cumsum cumprod amax
+        amin max min avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
+        adaptive_avg_pool2d adaptive_avg_pool3d max_pool1d max_pool2d max_pool3d
+        cross_entropy_loss nll_loss mse_loss l1_loss var_mean std_mean cdist
+        cosine_similarity""",
+}
+
+
+@dataclass(frozen=True)
+class OperandSpec:
+    """One operand of a contracting operator.
+
+    Attributes:
+        index: its position among the arguments.
+        name: its name among the arguments.
+        reduce: the axis that it is contracted over.
+        channel: of a weight, the axis that keeps a scale of its own.
+        bias: added to the product, not multiplied.
+    """
+
+    index: int
+    name: str
+    reduce: int
+    channel: int = 0
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class OperatorSpec:
+    """A contracting operator: its kind and its operands (others, masks say, are not rounded)."""
+
+    kind: Kind
+    operands: tuple[OperandSpec, ...]
+
+
+def _spec(kind: Kind, *operands: tuple[Any, ...]) -> OperatorSpec:
+    return OperatorSpec(kind, tuple(OperandSpec(*operand) for operand in operands))
+
+
+def _conv(dimensions: int, transposed: bool = False) -> OperatorSpec:
+    # channels of the input counted from the back: there may be no batch axis
+    weight = (1, "weight", 0, 1) if transposed else (1, "weight", 1, 0)
+    return _spec("conv", (0, "input", -1 - dimensions), weight, (2, "bias", 0, 0, True))
+
+
+_MATMUL = _spec("matmul", (0, "input", -1, -2), (1, "other", -2, -1))
+_ADD_MATMUL = _spec(
+    "matmul", (0, "input", 0, 0, True), (1, "mat1", -1, -2), (2, "mat2", -2, -1)
+)
+_RNN = _spec("rnn", (0, "input", -1), (1, "hx", -1), (2, "params", 1, 0))
+_RNN_CELL = _spec(
+    "rnn",
+    (0, "input", -1),
+    (1, "hx", -1),
+    (2, "w_ih", 1, 0),
+    (3, "w_hh", 1, 0),
+    (4, "b_ih", 0, 0, True),
+    (5, "b_hh", 0, 0, True),
+)
+
+#: Operators that contract: which axis is summed over (blocks lie along it), and which axis of a
+#: weight keeps its own scale. Any other operator takes all its floating-point tensors as operands.
+CONTRACTING: dict[str, OperatorSpec] = {
+    "linear": _spec(
+        "linear", (0, "input", -1), (1, "weight", 1, 0), (2, "bias", 0, 0, True)
+    ),
+    "bilinear": _spec(
+        "linear",
+        (0, "input1", -1),
+        (1, "input2", -1),
+        (2, "weight", 1, 0),
+        (3, "bias", 0, 0, True),
+    ),
+    **{f"conv{d}d": _conv(d) for d in (1, 2, 3)},
+    **{f"conv_transpose{d}d": _conv(d, transposed=True) for d in (1, 2, 3)},
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _MATMUL),
+    "rmatmul": _spec("matmul", (1, "other", -1, -2), (0, "input", -2, -1)),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _ADD_MATMUL),
+    "scaled_dot_product_attention": _spec(
+        "attention", (0, "query", -1), (1, "key", -1), (2, "value", -2)
+    ),
+    "embedding": _spec("embedding", (0, "weight", 1, 0)),
+    "embedding_bag": _spec("embedding", (0, "weight", 1, 0)),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _RNN),
+    **dict.fromkeys(
+        ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _RNN_CELL
+    ),
+}
+
+_CONV_ARGUMENTS = "input weight bias stride padding dilation groups"
+_CONV_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+
+#: The names of the first arguments, in their order.
+_ARGUMENTS: dict[str, str] = {
+    "linear": "input weight bias",
+    **{f"conv{d}d": _CONV_ARGUMENTS for d in (1, 2, 3)},
+    **{f"conv_transpose{d}d": _CONV_TRANSPOSED for d in (1, 2, 3)},
+    "batch_norm": "input weight bias running_mean running_var",
+    "instance_norm": "input weight bias",
+    "layer_norm": "input normalized_shape weight bias",
+    "rms_norm": "input normalized_shape weight",
+    "group_norm": "input num_groups weight bias",
+    "prelu": "input weight",
+    "embedding": "weight input",
+    "embedding_bag": "weight input",
+    "softmax": "input dim",
+    "log_softmax": "input dim",
+    "glu": "input dim",
+    "clamp": "input min max",
+    "clip": "input min max",
+    "clamp_min": "input min",
+    "clamp_max": "input max",
+    "hardtanh": "input min_val max_val",
+    "scaled_dot_product_attention": "query key value",
+}
+
+#: The numbers that an operator takes, where not all.
+_DOMAINS = {
+    "acos": "[-1, 1]",
+    "asin": "[-1, 1]",
+    "atanh": "(-1, 1)",
+    "acosh": "[1, Inf)",
+    "sqrt": "[0, Inf)",
+    "lgamma": "positive numbers",
+    "erfinv": "[-1, 1]",
+    "logit": "[0, 1]",
+}
+
+#: The operand of which only the shape is read.
+_SHAPE_ONLY = {
+    "nll_loss_backward": 1,
+    "nll_loss2d_backward": 1,
+    "max_pool2d_with_indices_backward": 1,
+    "expand_as": 1,
+    "view_as": 1,
+    "type_as": 1,
+    "_adaptive_avg_pool2d_backward": 1,
+    "avg_pool2d_backward": 1,
+    "reflection_pad2d_backward": 1,
+}
+
+#: The argument that makes a store a sum.
+_STORES_UNLESS = {
+    "index_put": "accumulate",
+    "_index_put_impl": "accumulate",
+    "put": "accumulate",
+    "scatter": "reduce",
+}
+
+#: (where, how far) the derivative jumps. leaky_relu's slope below zero is taken as none.
+_KINKS = {
+    "relu": ((0.0, 1.0),),
+    "leaky_relu": ((0.0, 1.0),),
+    "relu6": ((0.0, 1.0), (6.0, -1.0)),
+    "abs": ((0.0, 2.0),),
+    "hardtanh": ((-1.0, 1.0), (1.0, -1.0)),
+}
+
+#: Operators of other names, or made of others: the one by which torch.autocast decides.
+_DECIDED_BY = {
+    "rmatmul": "matmul",
+    "einsum": "bmm",
+    "chain_matmul": "mm",
+    "multi_dot": "mm",
+    "linalg_multi_dot": "mm",
+    "tensordot": "mm",
+    "lstm": "linear",
+    "gru": "linear",
+    "rnn_tanh": "linear",
+    "rnn_relu": "linear",
+    "lstm_cell": "linear",
+    "gru_cell": "linear",
+    "rnn_tanh_cell": "linear",
+    "rnn_relu_cell": "linear",
+    "rpow": "pow",
+    "rdiv": "reciprocal",
+    "softmin": "softmax",
+    "cross_entropy_loss": "log_softmax",
+}
+
+#: The operator that a Python function calls, where it has another name.
+_CALLS = {
+    "cross_entropy": "cross_entropy_loss",
+    "nll_loss": "nll_loss_nd",
+    "norm": "linalg_vector_norm",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorFacts:
+    """What is known of one operator.
+
+    Attributes:
+        name: of a site or a kernel.
+        kind: linear, matmul, conv, attention, rnn, embedding, normalization, softmax, reduction or
+            elementwise.
+        traits: all that hold of it.
+        operands: of a contracting operator, which tensors it contracts and along which axes; empty
+            where every floating-point tensor is an operand.
+        arguments: the names of its first arguments, where rooms ask for them.
+        multiplies: it multiplies and accumulates, so that it takes most of the time.
+        domain: the numbers that it takes, as an interval; None for all.
+        shape_only: the place of the operand of which only the shape is read, or None.
+        stores_unless: the argument that makes it add to what is there, or None.
+        kinks: (where, how far) its derivative jumps.
+        decided_by: the operator by which torch.autocast decides about it, or None.
+        calls: the operator that a Python function of this name calls.
+    """
+
+    name: str
+    kind: Kind
+    traits: frozenset[Trait]
+    operands: tuple[OperandSpec, ...]
+    arguments: tuple[str, ...]
+    multiplies: bool
+    domain: str | None
+    shape_only: int | None
+    stores_unless: str | None
+    kinks: tuple[tuple[float, float], ...]
+    decided_by: str | None
+    calls: str
+
+
+@functools.cache
+def facts(name: str) -> OperatorFacts:
+    """Return what is known of an operator; one that the table lacks is elementwise, without traits.
+
+    >>> facts("mm").kind, facts("mm").multiplies, facts("sqrt").domain
+    ('matmul', True, '[0, Inf)')
+    >>> sorted(facts("view").traits)[:3]
+    ['add no error', 'change no value', 'hand on in order']
+    """
+    spec = CONTRACTING.get(name)
+    every: tuple[Trait, ...] = (*_TRAITS, *_UNIONS)
+    return OperatorFacts(
+        name=name,
+        kind=_kind(name),
+        traits=frozenset(trait for trait in every if name in operators_that(trait)),
+        operands=() if spec is None else spec.operands,
+        arguments=tuple(_ARGUMENTS.get(name, "").split()),
+        multiplies=name in operators_that("multiply"),
+        domain=_DOMAINS.get(name),
+        shape_only=_SHAPE_ONLY.get(name),
+        stores_unless=_STORES_UNLESS.get(name),
+        kinks=_KINKS.get(name, ()),
+        decided_by=_DECIDED_BY.get(name),
+        calls=_CALLS.get(name, name),
+    )
+
+
+@functools.cache
+def operators_that(trait: Trait) -> frozenset[str]:
+    """Return the operators that have a trait.
+
+    >>> sorted(operators_that("permute axes"))[:4]
+    ['H', 'T', 'adjoint', 'mH']
+    >>> operators_that("cast") < operators_that("move values")
+    True
+    """
+    names = frozenset(_TRAITS.get(trait, "").split())
+    if trait == "multiply":
+        names |= operators_of(MULTIPLYING_KINDS)
+    return names.union(*map(operators_that, _UNIONS.get(trait, ())))
+
+
+@functools.cache
+def operators_of(kinds: tuple[Kind, ...]) -> frozenset[str]:
+    """Return the operators of these kinds that the table names.
+
+    >>> sorted(operators_of(("softmax",)))
+    ['gumbel_softmax', 'log_softmax', 'logsumexp', 'softmax', 'softmin']
+    """
+    listed = {name for kind in kinds for name in _KINDS.get(kind, "").split()}
+    contracting = {name for name, spec in CONTRACTING.items() if spec.kind in kinds}
+    return frozenset(listed | contracting)
+
+
+def base(operator: str) -> str:
+    """Return the name without what says that a call works in place, or on lists.
+
+    >>> base("add_"), base("_foreach_mul_"), base("_to_copy")
+    ('add', 'mul', '_to_copy')
+    """
+    return operator.removeprefix("_foreach_").rstrip("_") or operator
+
+
+def _kind(name: str) -> Kind:
+    spec = CONTRACTING.get(name)
+    if spec is not None:
+        return spec.kind
+    return _KIND_OF.get(name, "elementwise")
+
+
+_KIND_OF: Mapping[str, Kind] = {
+    name: kind for kind, names in _KINDS.items() for name in names.split()
+}

@@ -26,13 +26,13 @@ from roundoff.quantize import (
     check_n_m,
     finish_,
     latency_ratio,
+    model_cost,
     n_m_masks,
     prunable,
     prune_channels_,
     sparsify_,
     taylor_importance,
 )
-from roundoff.quantize.sparsity import cost
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from fashion_mnist import read
@@ -161,7 +161,7 @@ def main() -> None:
         train(net, train_set, 3, 0.1, None)
     net.eval()
     whole, batch = accuracy(net, test), test[0][:32]
-    before = cost(net, batch)
+    before = model_cost(net, batch)
     calibration = [
         (train_set[0][i : i + BATCH], train_set[1][i : i + BATCH])
         for i in range(0, 4 * BATCH, BATCH)
@@ -210,7 +210,7 @@ def main() -> None:
         finish()
         tuned = accuracy(candidate, test)
         best = max(best, tuned) if bar is None else best
-        after = cost(candidate, batch)
+        after = model_cost(candidate, batch)
         weights = [w.detach() for w in prunable(candidate).values()]
         zeros = sum(int((w == 0).sum()) for w in weights) / sum(
             w.numel() for w in weights

@@ -4,7 +4,9 @@ packages load late."""
 from __future__ import annotations
 
 import ast
+import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +126,69 @@ def test_the_check_allows_what_is_above(tmp_path):
         "from roundoff import errors, formats\nfrom . import b\nfrom .b import c\nimport torch\n"
     )
     assert list(breaches(tmp_path / "roundoff")) == []
+
+
+def behind_a_face(imports: Iterator[tuple[int, str]], room: str | None) -> list[str]:
+    """The imports of modules that lie behind the face of another room."""
+    found = []
+    for line, name in imports:
+        parts = name.split(".")
+        if parts[0] != "roundoff" or len(parts) < 3 or parts[1] == room:
+            continue
+        if (SOURCE / parts[1] / "__init__.pyi").exists():
+            found.append(f"{line}: {name} lies behind the face of roundoff.{parts[1]}")
+    return found
+
+
+FACE = (
+    "A room is used by its face, src/roundoff/ROOM/__init__.pyi: the files behind it may be renamed at any "
+    "time. Import the name from the room; if the face lacks it, add it there."
+)
+
+
+def test_rooms_are_used_by_their_faces():
+    breaches = []
+    for path, module in modules():
+        if module == "roundoff":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imports = imported(tree, module, is_package=path.name == "__init__.py")
+        where = path.relative_to(SOURCE.parent)
+        behind = behind_a_face(imports, layer(module))
+        breaches += [f"{where}:{breach}" for breach in behind]
+    assert not breaches, "\n".join([*breaches, FACE])
+
+
+def documents() -> Iterator[tuple[str, str]]:
+    """(name, Python) of every example, benchmark, and block of Python in a document."""
+    root = SOURCE.parents[1]
+    for folder in ("examples", "benchmarks"):
+        for path in sorted((root / folder).glob("*.py")):
+            yield f"{folder}/{path.name}", path.read_text(encoding="utf-8")
+    for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+            yield path.name, block
+
+
+def test_documents_teach_faces_only():
+    breaches = []
+    for name, code in documents():
+        imports = imported(ast.parse(code), "", is_package=False)
+        breaches += [f"{name}:{breach}" for breach in behind_a_face(imports, None)]
+    assert not breaches, "\n".join([*breaches, FACE])
+
+
+@pytest.mark.parametrize("stub", sorted(SOURCE.rglob("__init__.pyi")), ids=str)
+def test_a_face_hands_out_what_it_lists(stub):
+    room = ".".join(stub.parent.relative_to(SOURCE.parent).parts)
+    package = importlib.import_module(room)
+    tree = ast.parse(stub.read_text(encoding="utf-8"))
+    names = [alias.name for node in tree.body for alias in node.names]
+    assert not [name for name in names if name.startswith("_")]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert getattr(package, name) is not None
 
 
 def test_report_never_names_torch():

@@ -15,6 +15,8 @@ from .verbs.capture import capture as capture
 from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
+from .verbs.replay import replay as replay
+from .verbs.show import show as show
 from .verbs.tune import tune as tune
 from .verbs.verify import verify as verify
 from .workload.workload import Workload as Workload

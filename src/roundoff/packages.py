@@ -43,3 +43,13 @@ def call_forwards_to(package: str, verb: str) -> None:
     module = sys.modules[package]
     module.__class__ = CallablePackage
     module.__dict__["__verb__"] = verb
+
+
+def installed_version() -> str:
+    """The version of this package; ``"0"`` where it runs without being installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("roundoff")
+    except metadata.PackageNotFoundError:
+        return "0"

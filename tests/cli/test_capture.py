@@ -12,8 +12,8 @@ import pytest
 
 from roundoff.cli.app import main
 from roundoff.compare.reproducibility import RANDOM, unstable
-from roundoff.record.disk import siblings
 from roundoff.record.disk.loading import load
+from roundoff.record.disk.siblings import siblings
 from roundoff.record.disk.writer import Writer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
@@ -232,8 +232,8 @@ def test_noise_and_repeats_are_runs_beside_it(folder, capfd, monkeypatch):
         "noise"
     ] + data["repeats"]
     one, noisy, *repeats = map(load, ["runs/a", *data["noise"], *data["repeats"]])
-    assert [r.about["noise"] for r in (one, noisy, *repeats)] == [None, 1, None]
-    assert {r.about["of"] for r in (noisy, *repeats)} == {one.about["id"]}
+    assert [r.about.noise for r in (one, noisy, *repeats)] == [None, 1, None]
+    assert {r.about.of for r in (noisy, *repeats)} == {one.about.id}
     assert [r.steps for r in (one, noisy, *repeats)] == [[0, 1]] * 3
     # which operator draws without a seed is named, and it alone
     assert unstable(one, repeats).select("step", "operator", "note").rows() == [

@@ -23,7 +23,8 @@ from roundoff.compare.reproducibility import (
 )
 from roundoff.errors import RunError
 from roundoff.ops import operators_that
-from roundoff.record.disk import siblings
+from roundoff.record.disk.siblings import siblings
+from roundoff.record.disk.stored_tensor import StoredTensor
 from roundoff.record.disk.writer import Writer
 
 
@@ -100,9 +101,15 @@ def test_the_floor_of_each_row(tmp_path, keep):
             )
             assert row["floor"] is None
             continue
-        x = reference.kept(ops.row(place, named=True)).double().numpy()
+        x = (
+            reference.kept(StoredTensor.of_row(ops.row(place, named=True)))
+            .double()
+            .numpy()
+        )
         ys = [
-            other.kept(table.row(place, named=True)).double().numpy()
+            other.kept(StoredTensor.of_row(table.row(place, named=True)))
+            .double()
+            .numpy()
             for other, table in zip(others, tables, strict=True)
         ]
         size = np.linalg.norm(x)
@@ -378,7 +385,7 @@ def test_names_of_known_operators_are_torchs():
 
 def test_siblings(tmp_path):
     main = record(tmp_path / "a+b")
-    of = main.about["id"]
+    of = main.about.id
     for name, whose in (
         ("a+b.noise10", of),
         ("a+b.noise2", of),

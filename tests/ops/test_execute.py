@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundoff.formats import FORMATS, parse_format
-from roundoff.ops.execute import execute, runs
+from roundoff.ops.execute import execute, gradient_format, round_gradient, runs
 
 BF16 = torch.bfloat16
 
@@ -310,3 +311,42 @@ def test_overflow_is_infinite_and_infinities_do_not_spoil_scales(seen):
     x = torch.tensor([[70000.0, 1.0, -2.0, 0.5]])
     call = seen(lambda x: x * 1.0, x, owner=OWNER).call("/mul")
     assert execute(call, parse_format("fp16")).tolist() == [[math.inf, 1.0, -2.0, 0.5]]
+
+
+ADDED = replace(
+    parse_format("bf16"),
+    name="fp20_added",
+    width=20,
+    fraction_bits=11,
+    torch_name=None,
+)
+
+
+def test_a_format_added_to_the_table_rounds_its_gradients(monkeypatch):
+    monkeypatch.setitem(FORMATS, ADDED.name, ADDED)
+    assert gradient_format(ADDED) is ADDED
+    gradient = torch.tensor([1 + 2.0**-12, 1.0, 3.0])
+    rounded = round_gradient(gradient, ADDED, written=False)
+    assert rounded.tolist() == [1.0, 1.0, 3.0]
+
+
+def test_a_format_may_name_another_for_its_gradients():
+    fmt = replace(parse_format("fp8_e4m3fn"), name="e4m3_added", gradient_format=ADDED)
+    assert gradient_format(fmt) is ADDED
+
+
+def test_gradients_are_in_a_format_as_wide_as_fp8_e5m2():
+    """Micikevicius et al., arXiv:2209.05433, table 1: e5m2 reaches from 2**-14 to 57344."""
+    for fmt in FORMATS.values():
+        found = gradient_format(fmt)
+        if found is not None:
+            assert found.max_finite >= 2.0**15
+            assert found.smallest_normal <= 2.0**-14
+
+
+@pytest.mark.parametrize("name", ["int8", "fp6_e3m2", "mxfp8_e5m2", "ternary", "w4a8"])
+def test_integers_narrow_and_block_formats_leave_gradients_alone(name):
+    fmt = parse_format(name)
+    gradient = torch.tensor([1 + 2.0**-20])
+    assert gradient_format(fmt) is None
+    assert round_gradient(gradient, fmt, written=False) is gradient

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import roundoff as ro
 from roundoff.formats import PerAxis, PerGroup, PerTensor, PerToken, integer
 from roundoff.ops.calls import Operand
-from roundoff.quantize.channels.divide import _Problem, divide_
+from roundoff.quantize.channels.divide import DivisionNoise, Reading, divide_
 from roundoff.quantize.channels.smooth import simulated_db
 from roundoff.quantize.channels.spread import GAMMA
 from roundoff.quantize.importance import importance
@@ -99,11 +99,11 @@ def test_noise_by_hand(shared, stored, symmetric):
     weights = Quantizer(
         "w", integer(4), Operand(1, "weight", 1, 0, frozenset()), stored
     )
-    problem = _Problem(
+    noise = DivisionNoise(
         torch.tensor(x),
         values,
         torch.tensor(a),
-        [(torch.tensor(w), weights, torch.tensor(g))],
+        [Reading(torch.tensor(w), weights, torch.tensor(g))],
     )
 
     def step(part):
@@ -130,9 +130,7 @@ def test_noise_by_hand(shared, stored, symmetric):
             whole = isinstance(stored, PerTensor)
             largest = np.abs(w * s).max() if whole else np.abs((w * s)[o, part]).max()
             total += GAMMA * g[o] * (largest / 7) ** 2 * power[part].sum()
-    assert float(problem.noise([torch.tensor(logs)])) == pytest.approx(
-        total / 12, rel=1e-12
-    )
+    assert float(noise([torch.tensor(logs)])) == pytest.approx(total / 12, rel=1e-12)
 
 
 def test_what_is_left(laid, block):

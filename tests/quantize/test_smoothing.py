@@ -18,13 +18,9 @@ from roundoff.formats import (
     integer,
     parse_format,
 )
-from roundoff.quantize.channels.input_statistics import inputs_of
-from roundoff.quantize.channels.smooth import (
-    METHODS,
-    simulated_db,
-    smooth_,
-    split_outliers_,
-)
+from roundoff.quantize.channels.input_statistics import input_statistics
+from roundoff.quantize.channels.outlier_columns import split_outliers_
+from roundoff.quantize.channels.smooth import METHODS, simulated_db, smooth_
 from roundoff.quantize.importance import importance
 from roundoff.quantize.model import Unquantized
 from roundoff.quantize.options import Rounding
@@ -243,7 +239,8 @@ def test_inputs_by_hand(laid):
     net, batches = block(), data(3, 6, 16)
     model, workload, graph = laid(net, batches, "int8")
     by_value = {
-        i.value: i for i in inputs_of(model, graph, workload, batches, moments=True)
+        i.value: i
+        for i in input_statistics(model, graph, workload, batches, moments=True)
     }
     rows = torch.cat([net.norm(x).flatten(0, 1) for x in batches]).detach()
     seen = by_value["norm/layer_norm"]

@@ -126,14 +126,14 @@ def problem(laid, net, batches, formats="int8"):
         if g.consumers
     ]
     groups = [g for g in groups if g.producers and g.pinned is None]
-    return spread._Problem(model, graph, weights, groups, 0.3), weights
+    return spread.OutputNoise(model, graph, weights, groups, 0.3), weights
 
 
 def test_the_sum_by_hand(laid):
     """In numpy, float64: values Σ Δ²/12 Σ a s², weights γ Σ a_o Δ_o²/12 Σ E[x²]/s², for one hidden layer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    solver, weights = problem(laid, net, data(8, 3))
+    noise_of, weights = problem(laid, net, data(8, 3))
     log = np.array([0.3, -0.2, 0.0, 1.0])
 
     def noise(log):
@@ -164,12 +164,12 @@ def test_the_sum_by_hand(laid):
         return total
 
     ours = torch.tensor(log, dtype=torch.float32, requires_grad=True)
-    (found,) = [solver.noise([ours])]
+    (found,) = [noise_of([ours])]
     constant = noise(log) - float(
         found.detach()
     )  # weights and values that no scale stands at may be left out
     other = np.array([-0.5, 0.1, 0.4, 0.0])
-    again = float(solver.noise([torch.tensor(other, dtype=torch.float32)]))
+    again = float(noise_of([torch.tensor(other, dtype=torch.float32)]))
     assert noise(other) - again == pytest.approx(
         constant, rel=1e-3, abs=1e-5 * noise(log)
     )

@@ -88,8 +88,8 @@ class TestTransformers:
         drive_transformers(transformers_callback(tmp_path / "run", steps="1:2"))
         run = load(tmp_path / "run")
         assert run.steps == [1, 2]
-        assert run.about["complete"] is True
-        assert run.about["model"] == "Model"
+        assert run.about.complete is True
+        assert run.about.model == "Model"
         assert calls(run, "addmm") == [2, 2]
         assert set(
             run.ops.filter(pl.col("operator") == "addmm").collect()["module"]
@@ -116,7 +116,7 @@ class TestTransformers:
         callback.end(ZeroDivisionError())
         run = load(tmp_path / "run")
         assert run.steps[:2] == [0, 1]
-        assert run.about["complete"] is False
+        assert run.about.complete is False
 
     def test_a_folder_with_a_run_is_refused_before_training(self, tmp_path):
         drive_transformers(transformers_callback(tmp_path / "run"))
@@ -233,7 +233,7 @@ def test_lightning_order_of_hooks(tmp_path, stand_in):
     run = load(tmp_path / "run")
     assert run.steps == [0, 1]
     assert calls(run, "addmm") == [2, 2]  # in the closure too
-    assert run.about["complete"] is True
+    assert run.about.complete is True
 
 
 def test_lightning_exception(tmp_path, stand_in):
@@ -241,7 +241,7 @@ def test_lightning_exception(tmp_path, stand_in):
         drive_lightning(lightning_callback(tmp_path / "run"), error=ZeroDivisionError())
     run = load(tmp_path / "run")
     assert run.steps[:2] == [0, 1]
-    assert run.about["complete"] is False
+    assert run.about.complete is False
 
 
 def test_a_missing_library_is_named(tmp_path, monkeypatch):

@@ -127,8 +127,8 @@ def test_everything_is_as_before(path):
     assert after[:5] == before[:5]
     assert after[6] == before[6]
     assert _get_current_dispatch_mode() is None
-    assert not roundoff.load(path).about["complete"]
-    assert roundoff.load(path).about["unfinished"] == 0
+    assert not roundoff.load(path).about.complete
+    assert roundoff.load(path).about.unfinished == 0
     assert len(rows(path))  # what was recorded before the exception
 
 

@@ -104,7 +104,7 @@ def test_ddp_and_collectives_with_groups(tmp_path):
     assert run.ranks == [0, 1]
     assert run.steps == [0, 1]
     assert run.verify() == []
-    assert run.about["complete"] is True
+    assert run.about.complete is True
     for rank in (0, 1):
         names = [(operator, group) for _, operator, group in collectives(run, rank)]
         assert ("c10d::allreduce_", "0,1") in names  # DDP's bucket, and the pair
@@ -225,7 +225,7 @@ def test_one_rank_that_fails_leaves_the_steps_of_both(tmp_path):
     run = load(tmp_path / "run")
     assert run.steps == [0]
     assert run.ranks == [0, 1]
-    assert run.about["complete"] is False
+    assert run.about.complete is False
 
 
 def test_a_second_launch_does_not_mix_with_the_first(tmp_path):

@@ -91,8 +91,8 @@ def test_a_step_ends_with_the_optimizer(record):
     run = record("train(4)")
     assert run.steps == [0, 1]
     assert calls(run, "addmm") == [2, 2]
-    assert run.about["complete"] is True
-    assert run.about["command"] == ["train.py"]
+    assert run.about.complete is True
+    assert run.about.command == ["train.py"]
     assert scalars(run, "lr") == [0.1, 0.1]
 
 
@@ -254,7 +254,7 @@ def test_stop_ends_the_script(record, tmp_path):
         stop=True,
     )
     assert run.steps == [0, 1]
-    assert run.about["complete"] is True
+    assert run.about.complete is True
     assert not (tmp_path / "end").exists()
 
 
@@ -340,14 +340,14 @@ def test_a_script_that_fails(record, tmp_path, capsys, end, got):
         assert "train.py" in err.splitlines()[1]  # nothing of ours above it
     run = load(tmp_path / "run")
     assert run.steps[0] == 0
-    assert run.about["complete"] is False
+    assert run.about.complete is False
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit()", "raise SystemExit"])
 def test_a_script_that_exits_well(record, end):
     run = record(f"train(2)\nimport sys\n{end}\n")
     assert run.steps == [0, 1]
-    assert run.about["complete"] is True
+    assert run.about.complete is True
 
 
 def test_a_script_that_does_not_parse(record, capsys):
@@ -461,7 +461,7 @@ def test_interrupted_in_a_step(tmp_path, number, code):
     run = load(tmp_path / "run")
     assert run.steps[:2] == [0, 1]
     assert run.verify() == []
-    assert run.about["complete"] is False
+    assert run.about.complete is False
     assert calls(run, "addmm")[:2] == [2, 2]
     if number == signal.SIGINT:
         assert "interrupted" in err

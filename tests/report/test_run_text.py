@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from roundoff.compare.nonfinite.overflow import overflow
-from roundoff.record.disk.sites import show
+from roundoff.record.disk.sites import HistogramBin, describe_sites
 from roundoff.report.overflow_text import answer, print_overflow
 from roundoff.report.run_text import histogram, print_show
 
@@ -72,10 +72,10 @@ BAD = frame(
 
 @pytest.mark.parametrize("width", [72, 80, 100, 140, 240])
 def test_no_line_of_show_is_wider_and_no_number_is_cut(width):
-    shown = text(print_show, show(BAD, rank=0), width)
+    shown = text(print_show, describe_sites(BAD, rank=0), width)
     assert max(map(len, shown.splitlines())) <= width
     assert "6e+04" in shown
-    one = text(print_show, show(BAD, "*/sub", rank=0), width)
+    one = text(print_show, describe_sites(BAD, "*/sub", rank=0), width)
     assert "/sub (forward)" in one
     assert "[red]heads[/red]" in "".join(one.split())
 
@@ -129,7 +129,7 @@ def test_events_that_do_not_fit_are_counted_and_births_stay():
 
 def test_histogram_shows_every_count():
     lines = histogram(
-        [{"exponent": e, "count": n} for e, n in ((-2, 1), (-1, 0), (0, 100_000))]
+        [HistogramBin(exponent=e, count=n) for e, n in ((-2, 1), (-1, 0), (0, 100_000))]
     )
     assert lines == ["2^0  " + "█" * 40 + " 100,000", "2^-1 0", "2^-2 ▏ 1"]
 

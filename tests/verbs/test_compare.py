@@ -265,7 +265,7 @@ def beside(recorded, name, work, **options):
                 keep="tensors",
                 noise=seed,
             )
-            again.of = run.about["id"]
+            again.of = run.about.id
             with again as repeat:
                 work(again.model)
                 repeat.step()

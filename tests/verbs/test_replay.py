@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import fields
 
 import polars as pl
 import pytest
@@ -15,7 +16,8 @@ from roundoff.record.disk.loading import load
 from roundoff.record.disk.schema import OPS
 from roundoff.record.disk.writer import Writer
 from roundoff.record.own_error import own_error
-from roundoff.verbs.replay import COLUMNS, replay
+from roundoff.record.replay import ReplayedOutput
+from roundoff.verbs.replay import replay
 
 
 def model_and_batch():
@@ -46,8 +48,10 @@ def recorded(tmp_path):
 
 def test_own_errors_from_disk_are_those_of_the_operator_in_fp64(recorded):
     run = recorded()
-    found = replay(run)
-    assert dict(found.schema) == COLUMNS
+    found = replay(run).table
+    assert dict(found.schema) == {
+        f.name: f.metadata["dtype"] for f in fields(ReplayedOutput)
+    }
     assert (
         found["record"].to_list()
         == run.ops.filter(pl.col("call") >= 0).collect()["record"].to_list()
@@ -79,10 +83,10 @@ def test_own_errors_from_disk_are_those_of_the_operator_in_fp64(recorded):
 
 def test_the_recorded_format_gives_the_recorded_numbers(recorded):
     run = recorded()
-    ran = replay(run, dtype="same").filter(pl.col("reason").is_null())
+    ran = replay(run, dtype="same").table.filter(pl.col("reason").is_null())
     assert ran.height >= 4
     assert (ran["own_l2"] == 0).all()
-    assert replay(run, dtype="bf16", site="*/addmm")["sqnr_db"].max() < 60
+    assert replay(run, dtype="bf16", site="*/addmm").table["sqnr_db"].max() < 60
 
 
 def test_views_that_share_memory_are_taken_again(recorded):
@@ -92,7 +96,7 @@ def test_views_that_share_memory_are_taken_again(recorded):
             return a.exp() @ b.t()[:, :2]
 
     run = recorded(model=(Views(), torch.randn(4, 6)))
-    found = replay(run)
+    found = replay(run).table
     assert set(found["reason"].drop_nulls()) == {"a view rounds nothing"}
     ran = found.filter(pl.col("reason").is_null())
     assert ran["overload"].to_list() == ["aten.exp.default", "aten.mm.default"]
@@ -101,8 +105,10 @@ def test_views_that_share_memory_are_taken_again(recorded):
 
 def test_selection(recorded):
     run = recorded()
-    one = replay(run, site="*/addmm", phase="forward", rank=0, step=0)
-    assert set(one["site"]) == {s for s in replay(run)["site"] if s.endswith("/addmm")}
+    one = replay(run, site="*/addmm", phase="forward", rank=0, step=0).table
+    assert set(one["site"]) == {
+        s for s in replay(run).table["site"] if s.endswith("/addmm")
+    }
     with pytest.raises(PatternError, match="such as.*softmax"):
         replay(run, site="4/_softmaxx")
     wrongs = [
@@ -136,7 +142,7 @@ def test_what_is_not_stored_is_a_reason(recorded, tmp_path):
             if row["blob"] == str(row["record"]):
                 writer.add(0, row["blob"], run.tensor(record=row["record"]).reshape(-1))
         writer.write_step(0, {name: [row[name] for row in rows] for name in OPS})
-    found = replay(load(tmp_path / "less"))
+    found = replay(load(tmp_path / "less")).table
     reasons = dict(found.select("overload", "reason").iter_rows())
     assert reasons["aten.relu_.default"] == "its arguments could not be written"
     assert reasons["aten._softmax.default"].startswith("its result 4/_softmax")
@@ -191,7 +197,7 @@ def test_what_reads_a_sparse_tensor_does_not_run_again(tmp_path):
         run.step()
     stored = roundoff.load(tmp_path / "run")
     assert stored.tensor("/_to_sparse").tolist() == (x * 2)[x != 0].tolist()
-    found = dict(replay(stored).select("site", "reason").iter_rows())
+    found = dict(replay(stored).table.select("site", "reason").iter_rows())
     assert found["/mul"] is None
     assert (
         found["/mm"] == "its input /_to_sparse is stored as the values inside it alone"

@@ -5,7 +5,6 @@ from .gradients import Edges as Edges
 from .gradients import measure_gradients as measure_gradients
 from .kinks import Kinks as Kinks
 from .measure import Progress as Progress
-from .measure import _version as _version
 from .measure import budget as budget
 from .measure import parse_formats as parse_formats
 from .signs import draw_signs as draw_signs

@@ -25,6 +25,7 @@ from roundoff.budget.terms import TermKey, Terms
 from roundoff.errors import GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import CallMode, watch
+from roundoff.packages import installed_version
 from roundoff.plan import Plain, check_finite, detached, named_targets
 from roundoff.preserve import preserve
 from roundoff.record import environment
@@ -273,7 +274,7 @@ class _Run:
             site["params"], site["tied"] = list(site["params"]), list(site["tied"])
         per_sample = [s / signal for b in self.done for s in b.signal]
         about = {
-            "version": _version(),
+            "version": installed_version(),
             "workload": self.workload.name,
             "formats": [f.name for f in self.formats],
             "probes": self.probes,
@@ -371,12 +372,3 @@ def _no_backward(workload: Workload, index: int, error: RuntimeError) -> Workloa
         got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
         do=advice,
     )
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("roundoff")
-    except PackageNotFoundError:
-        return "0"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from roundoff.cli import options as o
+
+if TYPE_CHECKING:
+    from roundoff.record import CaptureSummary
 
 
 def command(
@@ -78,10 +82,8 @@ def command(
     json: o.Json = False,
 ) -> int:
     """Run a training script unchanged and record every operator call of its first steps."""
-    import polars as pl
-
     from roundoff.cli.repeats import Repeats
-    from roundoff.record import capture_script, complete, coverage, load
+    from roundoff.record import capture_script, load, summarize_capture
     from roundoff.report import print_captured
 
     options: dict[str, Any] = {
@@ -96,29 +98,35 @@ def command(
         "eager": eager,
         "overwrite": overwrite,
     }
-    again = Repeats(output, noise, repeats, overwrite=overwrite, level=level)
+    further = Repeats(output, noise, repeats, overwrite=overwrite, level=level)
     run = capture_script(script, output, **options)
-    again.record(script, run.writer.about["id"], options)
-    if (
-        run.rank == 0
-    ):  # one of several processes speaks, of its own part: the others may still be writing theirs
-        recorded = load(run.path)
-        mine = complete(recorded.ops).filter(pl.col("rank") == run.rank)
-        found = coverage(
-            mine.select(
-                "phase", "site", "dtype", "view_of", "nan", "posinf", "neginf", "reason"
-            ).collect()
-        )
-        summary = {
-            "path": str(output),
-            "steps": recorded.steps,
-            "ranks": list(range(int(recorded.about["ranks"]))),
-            "coverage": {**recorded.about["coverage"], **found},
-            "noise": again.paths("noise"),
-            "repeats": again.paths("repeat"),
-        }
-        if json:
-            o.print_json(summary)
-        else:
-            print_captured(summary, o.console(False))
+    further.record(script, run.identity, options)
+    # one of several processes speaks, of its own part: the others may still be writing
+    if run.rank != 0:
+        return 0
+    summary = summarize_capture(
+        load(run.path),
+        run.rank,
+        str(output),
+        noise=further.paths("noise"),
+        repeats=further.paths("repeat"),
+    )
+    if json:
+        o.print_json(_as_json(summary))
+    else:
+        print_captured(summary, o.console(False))
     return 0
+
+
+def _as_json(summary: CaptureSummary) -> dict[str, Any]:
+    """The summary with one object ``coverage`` of what was seen and measured."""
+    calls = {} if summary.calls is None else asdict(summary.calls)
+    tensors = {} if summary.tensors is None else asdict(summary.tensors)
+    return {
+        "path": summary.path,
+        "steps": summary.steps,
+        "ranks": summary.ranks,
+        "coverage": {**calls, **tensors},
+        "noise": summary.noise,
+        "repeats": summary.repeats,
+    }

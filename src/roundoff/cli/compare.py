@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -159,7 +159,7 @@ def _exit_code(comparison: Comparison) -> int:
     return 2 if comparison.about.damage else 0
 
 
-def _saved(path: str, unused: dict[str, object]) -> Comparison:
+def _saved(path: str, unused: Mapping[str, object]) -> Comparison:
     """The comparison that --save wrote. Raises ``RunError`` for options it cannot take."""
     from roundoff.verbs.compare import Comparison, is_saved
 

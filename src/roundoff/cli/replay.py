@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -43,23 +44,20 @@ def command(
     json: o.Json = False,
 ) -> int:
     """Run recorded operators again on the inputs they had, and show the own error of each, worst first."""
-    from roundoff.record import load
+    import roundoff
     from roundoff.report import print_replay
-    from roundoff.verbs.replay import replay
 
-    rows = replay(
-        load(run),
+    replay = roundoff.replay(
+        run,
         site=site,
         phase=phase,
         device=device,
         dtype=dtype,
         rank=rank,
         step=step,
-    ).to_dicts()
+    )
     if json:
-        o.print_json(
-            {"run": masked(run), "device": device, "dtype": dtype, "rows": rows}
-        )
+        o.print_json({"run": masked(run), **asdict(replay)})
     else:
-        print_replay(rows, o.console(False), device=device, dtype=dtype, top=top)
+        print_replay(replay, o.console(False), top=top)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -44,17 +45,17 @@ def command(
     json: o.Json = False,
 ) -> int:
     """Show one row for each site of a run's step; or one site: statistics, histogram, source line, inputs, users."""
-    from roundoff.record import load, show
+    import roundoff
     from roundoff.report import print_show
 
-    recorded = load(run)
-    found = show(
-        recorded.ops, site, phase=phase, rank=rank, step=step, sort=sort, views=views
+    recorded = roundoff.load(run)
+    shown = roundoff.show(
+        recorded, site, phase=phase, rank=rank, step=step, sort=sort, views=views
     )
     if json:
-        o.print_json({"run": masked(run), **found})
-    else:
-        if recorded.about.get("unfinished") == found["step"]:
-            print(f"Step {found['step']} was not finished: the program failed in it.")
-        print_show(found, o.console(False), limit=limit)
+        o.print_json({"run": masked(run), **asdict(shown)})
+        return 0
+    if recorded.about.unfinished == shown.step:
+        print(f"Step {shown.step} was not finished: the program failed in it.")
+    print_show(shown, o.console(False), limit=limit)
     return 0

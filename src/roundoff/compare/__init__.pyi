@@ -18,7 +18,6 @@ from .rank_comparison import Settings as Settings
 from .rank_comparison import compare_rank as compare_rank
 from .recorded_rows import RecordedRow as RecordedRow
 from .recorded_rows import rows_of as rows_of
-from .recorded_rows import tensors_of as tensors_of
 from .repeats import Siblings as Siblings
 from .repeats import blamed_for_changing as blamed_for_changing
 from .repeats import floor_of as floor_of

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from roundoff.compare.findings import INHERITED, OWN, Bound, Distance, Finding
 from roundoff.compare.recorded_rows import RecordedRow, Rows
-from roundoff.compare.replay import Replay
+from roundoff.compare.replay import CallReplay
 from roundoff.ops import operators_that
 
 #: Growth of an error through an operator above which it is run again.
@@ -81,7 +81,7 @@ class StepMeasures(Protocol):
 
     def replay(
         self, twin: RecordedRow, row: RecordedRow, *, same_inputs: bool
-    ) -> Replay:
+    ) -> CallReplay:
         """Run a call again on the inputs it had."""
 
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
@@ -426,7 +426,7 @@ def _make_own(finding: Finding, own: float | None) -> None:
     finding.origin = finding.record
 
 
-def _is_cleared(replay: Replay, finding: Finding) -> bool:
+def _is_cleared(replay: CallReplay, finding: Finding) -> bool:
     """True where the same call gives the same: the difference came in with the inputs."""
     if replay.region_excess is not None:
         return True

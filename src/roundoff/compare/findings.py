@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roundoff.compare.replay import Replay
+from roundoff.compare.replay import CallReplay
 
 OWN = "own"
 INHERITED = "inherited"
@@ -60,7 +60,7 @@ class Finding:
     cause: str | None = None
     #: The candidate record at fault.
     origin: int | None = None
-    replayed: Replay | None = None
+    replayed: CallReplay | None = None
     #: The arguments that differ between the two calls, a text each.
     arguments: tuple[str, ...] = ()
     #: The records without counterpart that it was made of.

@@ -33,7 +33,7 @@ from roundoff.compare.distance import (
 )
 from roundoff.errors import RunError
 from roundoff.ops import operators_that
-from roundoff.record import Run, complete, own_error
+from roundoff.record import Run, StoredTensor, complete, own_error
 
 KEY = ("rank", "step", "phase", "module", "operator", "index", "place", "role")
 _NEEDED = (
@@ -183,10 +183,10 @@ def _floors(columns: pl.DataFrame, count: int, kept: str | None) -> pl.DataFrame
 
 def kept_by_both(one: Run, other: Run) -> str | None:
     """What both keep of a tensor: ``tensors``, ``sample`` at the same places, or None."""
-    keep = one.about.get("keep")
-    if keep != other.about.get("keep") or keep not in ("tensors", "sample"):
+    keep = one.about.keep
+    if keep != other.about.keep or keep not in ("tensors", "sample"):
         return None
-    if keep == "sample" and one.about.get("seed") != other.about.get("seed"):
+    if keep == "sample" and one.about.seed != other.about.seed:
         return None
     return str(keep)
 
@@ -222,15 +222,18 @@ def _tensor_distance(
     one: Run, other: Run, couple: dict[str, Any]
 ) -> tuple[float | None, str | None]:
     try:
-        return relative_distance(one.kept(couple), other.kept(other_row(couple)))
+        x = one.kept(StoredTensor.of_row(couple))
+        y = other.kept(other_tensor(couple))
     except RunError as error:  # a damaged file
         return None, str(error).splitlines()[0]
+    return relative_distance(x, y)
 
 
-def other_row(couple: dict[str, Any]) -> dict[str, Any]:
-    """The other run's row of a pair."""
+def other_tensor(couple: dict[str, Any]) -> StoredTensor:
+    """Where the tensor of the other run's row of a pair is."""
     columns = (*KEY, *_NEEDED)
-    return {name: couple.get(f"{name}_other", couple[name]) for name in columns}
+    row = {name: couple.get(f"{name}_other", couple[name]) for name in columns}
+    return StoredTensor.of_row(row)
 
 
 def _statistics_distance(pairs: pl.DataFrame) -> pl.DataFrame:

@@ -19,12 +19,12 @@ from roundoff.compare.distance import (
 )
 from roundoff.compare.exact import Array
 from roundoff.compare.explain import Memory, RecordedStep, Sides
-from roundoff.compare.recorded_rows import rows_of, tensors_of
+from roundoff.compare.recorded_rows import rows_of
 from roundoff.compare.rounding_bound import MARGIN, unit
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
 from roundoff.compare.table import DAMAGED, ComparedRow, frame_of
 from roundoff.errors import RunError
-from roundoff.record import Run, load, site_name
+from roundoff.record import Run, StepTensors, as_run, site_name
 
 #: Two rows are at the same place of the program where these agree.
 _PLACE = (
@@ -93,9 +93,7 @@ def compare_rank(
     """
     if torch.get_num_threads() != settings.threads:
         torch.set_num_threads(settings.threads)
-    ours = reference if isinstance(reference, Run) else load(reference)
-    theirs = candidate if isinstance(candidate, Run) else load(candidate)
-    comparison = _RankComparison(ours, theirs, rank, settings)
+    comparison = _RankComparison(as_run(reference), as_run(candidate), rank, settings)
     agreeing = comparison.agreeing_steps(steps)
     frames = [comparison.compare(step, agreeing.get(step)) for step in steps]
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
@@ -113,7 +111,7 @@ class _RankComparison:
         self._rank = rank
         self._settings = settings
         self._tensors = settings.tensors and all(
-            run.about.get("keep") in ("tensors", None) for run in (reference, candidate)
+            run.about.keep in ("tensors", None) for run in (reference, candidate)
         )
         self._memory = Memory()
         self.damage: list[str] = []
@@ -154,7 +152,7 @@ class _RankComparison:
         rows = rows_of(run, self._rank, step)
         if not self._tensors:
             return RecordedStep(rows)
-        return RecordedStep(rows, tensors_of(run, self._rank, step, rows))
+        return RecordedStep(rows, StepTensors(run, self._rank, step))
 
     def agreeing_steps(self, steps: Sequence[int]) -> dict[int, pl.DataFrame]:
         """The tables of the steps that agree by their statistics, by number."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import polars as pl
 
 from roundoff.ops import base, values_read
-from roundoff.record import Run, StepTensors, site_name
+from roundoff.record import Run, site_name
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """One value that a run recorded; the fields are columns of ``ops.parquet``.
+    """One value that a run recorded: the columns of ``Record`` that a comparison reads.
 
-    None stands for what the recording does not say. A ``call`` below 0 marks a
-    value that was there before anything ran: a parameter, a buffer, an input.
+    And its ``site``. None stands for what the recording does not say. A ``call`` below 0
+    marks a value that was there before anything ran: a parameter, a buffer, an input.
     """
 
     record: int
@@ -93,8 +92,6 @@ class RecordedRow:
 Rows = Mapping[int, RecordedRow]
 
 _COLUMNS = tuple(field.name for field in fields(RecordedRow))
-#: Columns that say how the kept elements become a tensor.
-_STORAGE = ("record", "blob", "shape", "stride", "offset")
 
 
 def rows_of(run: Run, rank: int, step: int) -> dict[int, RecordedRow]:
@@ -108,15 +105,6 @@ def rows_of(run: Run, rank: int, step: int) -> dict[int, RecordedRow]:
         .collect()
     )
     return {values[0]: RecordedRow(*values) for values in table.iter_rows()}
-
-
-def tensors_of(run: Run, rank: int, step: int, rows: Rows) -> StepTensors:
-    """The kept tensors of one step by record."""
-    storage: dict[int, dict[str, Any]] = {
-        record: {name: getattr(row, name) for name in _STORAGE}
-        for record, row in rows.items()
-    }
-    return StepTensors(run, rank, step, storage)
 
 
 def first_rows(rows: Rows) -> dict[int, RecordedRow]:

@@ -19,7 +19,7 @@ ADVICE = (
     "compare again"
 )
 #: Entries of ``run.json`` that are equal for two runs of one program.
-_PROGRAM = ("command", "script", "environment", "noise", "model")
+_PROGRAM = ("command", "environment", "noise", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def floor_of(run: Run, beside: Siblings) -> Floors:
 
 def same_program(reference: Run, candidate: Run) -> bool:
     """Return True for two runs of one command in one environment, without noise."""
-    ours = {key: reference.about.get(key) for key in _PROGRAM}
-    theirs = {key: candidate.about.get(key) for key in _PROGRAM}
+    ours = {key: getattr(reference.about, key) for key in _PROGRAM}
+    theirs = {key: getattr(candidate.about, key) for key in _PROGRAM}
     return ours == theirs and bool(ours["command"]) and ours["noise"] is None
 
 

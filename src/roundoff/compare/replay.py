@@ -40,7 +40,7 @@ _UNIT_FP32 = 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class CallReplay:
     """What a call run again says; numbers are None, with a reason, where it can't run.
 
     Attributes:
@@ -128,7 +128,7 @@ def replay_call(
     working: WorkingFormat,
     reference: ReferenceSide,
     results: RecentResults | None = None,
-) -> Replay:
+) -> CallReplay:
     """Run the call of a row again, and its counterpart's on the same inputs.
 
     Args:
@@ -146,14 +146,14 @@ def replay_call(
         if replay is not None:
             return replay
     if first.arguments is None or first.overload is None:
-        return Replay(reason="its arguments were not recorded")
+        return CallReplay(reason="its arguments were not recorded")
     if not stored:
-        return Replay(reason="its result was not stored")
+        return CallReplay(reason="its result was not stored")
     call = _Call(first.overload, first.arguments, row.place, tensors, results)
     try:
         exact = call.run(torch.float64)
     except CannotRun as error:
-        return Replay(reason=str(error))
+        return CallReplay(reason=str(error))
     actual = tensors[row.record]
     allowed = _allowed_of_call(call, actual, exact, working)
     kernel = _relative(actual, exact)
@@ -161,7 +161,7 @@ def replay_call(
     reference_excess = None
     if reference.result is not None:
         reference_excess = _excess(reference.result, exact, allowed)
-    replay = Replay(kernel=kernel, excess=excess, reference_excess=reference_excess)
+    replay = CallReplay(kernel=kernel, excess=excess, reference_excess=reference_excess)
     return _with_counterpart(replay, call, exact, reference)
 
 
@@ -190,10 +190,10 @@ class _Call(NamedTuple):
 
 
 def _with_counterpart(
-    replay: Replay, call: _Call, exact: Tensor, reference: ReferenceSide
-) -> Replay:
+    replay: CallReplay, call: _Call, exact: Tensor, reference: ReferenceSide
+) -> CallReplay:
     """Add the distance of the two programs, where both calls can be run."""
-    unknown = Replay(
+    unknown = CallReplay(
         kernel=replay.kernel,
         excess=replay.excess,
         reference_excess=replay.reference_excess,
@@ -210,7 +210,7 @@ def _with_counterpart(
     except CannotRun:
         return unknown
     same_shape = expected.shape == exact.shape
-    return Replay(
+    return CallReplay(
         semantic=_relative(exact, expected) if same_shape else math.inf,
         kernel=replay.kernel,
         excess=replay.excess,
@@ -221,7 +221,7 @@ def _with_counterpart(
 
 def _replay_region(
     region: RunRegion, actual: Tensor, working: WorkingFormat
-) -> Replay | None:
+) -> CallReplay | None:
     """Judge a result by the reference's calls that lead to it; None where they can't."""
     try:
         exact = region(torch.float64)
@@ -234,7 +234,7 @@ def _replay_region(
     if rounded is None:
         return None
     allowed = _allowed(rounded, exact, working.unit, working.least)
-    return Replay(
+    return CallReplay(
         kernel=_relative(actual, exact),
         region_excess=_excess(actual, exact, allowed),
         expected=exact,

@@ -13,12 +13,12 @@ from roundoff.compare.noise_floor import (
     distances,
     kept_by_both,
     measurable_rows,
-    other_row,
+    other_tensor,
     paired,
 )
 from roundoff.errors import RunError
 from roundoff.ops import base, operators_that
-from roundoff.record import Run, content_hash
+from roundoff.record import Run, StoredTensor, content_hash
 
 RANDOM = "draws random numbers without a seed"
 GPU = "known to be nondeterministic on GPUs"
@@ -218,8 +218,8 @@ class _Search:
             return True
         if row["blob"] is None or row["blob_other"] is None:
             return True
-        ours = self._reference.kept(row)
-        theirs = self._repeat.kept(other_row(row))
+        ours = self._reference.kept(StoredTensor.of_row(row))
+        theirs = self._repeat.kept(other_tensor(row))
         return content_hash(ours) == content_hash(theirs)
 
 

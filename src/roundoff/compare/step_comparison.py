@@ -24,8 +24,8 @@ from roundoff.compare.metrics import Metrics
 from roundoff.compare.recorded_calls import RecentResults, ReferenceCalls, RunRegion
 from roundoff.compare.recorded_rows import RecordedRow, Rows, first_rows, last_named
 from roundoff.compare.replay import (
+    CallReplay,
     ReferenceSide,
-    Replay,
     WorkingFormat,
     replay_call,
 )
@@ -203,10 +203,10 @@ class _Measures:
 
     def replay(
         self, twin: RecordedRow, row: RecordedRow, *, same_inputs: bool
-    ) -> Replay:
+    ) -> CallReplay:
         tensors = self._candidate_tensors.tensors
         if tensors is None:
-            return Replay(reason="no tensors were kept")
+            return CallReplay(reason="no tensors were kept")
         aligned = row.record in self.exact and twin.is_call
         result = None
         if same_inputs and twin.shape == row.shape:

@@ -142,14 +142,41 @@ def _block(
 ) -> BlockFormat:
     fields = {key: getattr(element, key) for key in element.__dataclass_fields__}
     fields |= {"name": name, "torch_name": None, "saturate": True, "execution": _BLOCK}
+    fields |= {"gradient_format": None}
     return BlockFormat(
         **fields, block_size=size, scale_format=scale_format, tensor_scale=tensor_scale
     )
 
 
 _FP32 = _ieee("fp32", 32, 8, "float32", _FULL)
-_E4M3 = _float("fp8_e4m3fn", 8, 3, -6, 448.0, nan_code=0x7F, torch_name="float8_e4m3fn")
 _E5M2 = replace(_ieee("fp8_e5m2", 8, 5, "float8_e5m2", _SCALED), saturate=True)
+_E4M3 = replace(
+    _float("fp8_e4m3fn", 8, 3, -6, 448.0, nan_code=0x7F, torch_name="float8_e4m3fn"),
+    gradient_format=_E5M2,
+)
+_E5M2_FNUZ = _float(
+    "fp8_e5m2fnuz",
+    8,
+    2,
+    -15,
+    57344.0,
+    nan_code=0x80,
+    negative_zero=False,
+    torch_name="float8_e5m2fnuz",
+)
+_E4M3_FNUZ = replace(
+    _float(
+        "fp8_e4m3fnuz",
+        8,
+        3,
+        -7,
+        240.0,
+        nan_code=0x80,
+        negative_zero=False,
+        torch_name="float8_e4m3fnuz",
+    ),
+    gradient_format=_E5M2_FNUZ,
+)
 _E3M2 = _float("fp6_e3m2", 6, 2, -2, 28.0)
 _E2M3 = _float("fp6_e2m3", 6, 3, 0, 7.5)
 _E2M1 = _float("fp4_e2m1", 4, 1, 0, 6.0)
@@ -216,26 +243,8 @@ FORMATS: dict[str, Format] = {
         _ieee("fp16", 16, 5, "float16", _FULL),
         _E4M3,
         _E5M2,
-        _float(
-            "fp8_e4m3fnuz",
-            8,
-            3,
-            -7,
-            240.0,
-            nan_code=0x80,
-            negative_zero=False,
-            torch_name="float8_e4m3fnuz",
-        ),
-        _float(
-            "fp8_e5m2fnuz",
-            8,
-            2,
-            -15,
-            57344.0,
-            nan_code=0x80,
-            negative_zero=False,
-            torch_name="float8_e5m2fnuz",
-        ),
+        _E4M3_FNUZ,
+        _E5M2_FNUZ,
         _HIF8,
         _E3M2,
         _E2M3,

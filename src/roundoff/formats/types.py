@@ -125,6 +125,9 @@ class Format:
     execution: Execution | None = None
     #: the format of activations where it is another than that of weights (w4a8); ``None``: this one
     activation_format: Format | None = None
+    #: the format of gradients beside values in this one, where its own exponents are too few; ``None``: see
+    #: ``roundoff.ops.gradient_format``
+    gradient_format: Format | None = None
     #: weights that share a scale in a row, where the execution rule has groups
     group_size: int = 32
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from roundoff.formats import (
-    FORMATS,
     BlockFormat,
     Format,
     Granularity,
@@ -221,26 +220,25 @@ def round_output(value: Any, fmt: Format) -> Any:
     return tree_map(lambda t: round_tensor(t.detach(), fmt) if _rounds(t) else t, value)
 
 
-def gradient_format(fmt: Format) -> Format | None:
-    """The format of gradients beside a format of values; None where they stay as they are.
+#: Exponents of fp8_e5m2, from the smallest normal one to the largest: the range that gradients need.
+_GRADIENT_EXPONENTS = 30
 
-    fp8_e4m3 goes with e5m2, which has the range that gradients need (Micikevicius et al., FP8 Formats for Deep Learning,
-    arXiv:2209.05433, section 3); integers and formats with block scales are for values alone.
+
+def gradient_format(fmt: Format) -> Format | None:
+    """Return the format of gradients beside a format of values; None where they stay as they are.
+
+    That is the format's ``gradient_format`` (fp8_e4m3 names e5m2, which has the range that
+    gradients need: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433, section
+    3), or the format itself where its exponents reach as far. Integers, formats with block scales
+    and formats of weights alone are for values.
     """
-    beside = {"fp8_e4m3fn": "fp8_e5m2", "fp8_e4m3fnuz": "fp8_e5m2fnuz"}
-    if fmt.name in beside:
-        return FORMATS[beside[fmt.name]]
-    own = fmt.name in (
-        "fp64",
-        "fp32",
-        "tf32",
-        "bf16",
-        "fp16",
-        "fp8_e5m2",
-        "fp8_e5m2fnuz",
-        "hif8",
-    )
-    return fmt if own else None
+    if fmt.gradient_format is not None:
+        return fmt.gradient_format
+    rule = fmt.execution
+    if rule is None or rule.activation not in ("exact", "tensor"):
+        return None
+    exponents = fmt.emax - fmt.emin + 1
+    return fmt if exponents >= _GRADIENT_EXPONENTS else None
 
 
 def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:

@@ -80,11 +80,13 @@ Trait = Literal[
     # arithmetic
     "multiply",
     "multiply two matrices",
+    "run on matrix units",
     "sum",
     "add or subtract",
     "normalize",
     "scale elements",
     "divide",
+    "divide in a gradient",
     "take roots",
     "take logarithms",
     "exponentiate",
@@ -120,7 +122,7 @@ _TRAITS: dict[Trait, str] = {
     "keep values": """
         contiguous clone detach detach_copy deepcopy alias identity cpu cuda real data
         requires_grad requires_grad_ resolve_conj resolve_neg lift lift_fresh
-        lift_fresh_copy refine_names rename gradient""",
+        lift_fresh_copy gradient""",
     # every element at its place, maybe in another format
     "cast": "to _to_copy type_as type float double half bfloat16",
     # values of one tensor into the memory, and the format, of another
@@ -212,7 +214,7 @@ _TRAITS: dict[Trait, str] = {
     "write constants": """
         masked_fill where full full_like new_full fill triu tril masked_scatter scatter
         index_put index_fill scalar_tensor lift_fresh lift_fresh_copy constant_pad_nd
-        _unsafe_masked_index_put index_copy slice_scatter select_scatter""",
+        index_copy slice_scatter select_scatter""",
     "ask about values": """
         isfinite isnan isinf isneginf isposinf _is_all_true _local_scalar_dense
         is_nonzero equal""",
@@ -232,6 +234,12 @@ _TRAITS: dict[Trait, str] = {
         _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
         _native_multi_head_attention multi_head_attention_forward""",
     "multiply two matrices": "matmul mm bmm addmm",
+    # what lists for Ascend's cube unit and Transformer Engine's linear layers are about: the
+    # sites that multiply, without recurrent layers and products of vectors
+    "run on matrix units": """
+        linear matmul mm bmm addmm baddbmm addbmm mv addmv einsum bilinear conv1d conv2d
+        conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+        scaled_dot_product_attention""",
     # add elements of one tensor
     "sum": """
         sum mean cumsum embedding_dense_backward native_layer_norm_backward
@@ -245,6 +253,8 @@ _TRAITS: dict[Trait, str] = {
         mul _softmax_backward_data tanh_backward sigmoid_backward gelu_backward
         silu_backward""",
     "divide": "div divide true_divide reciprocal rsqrt addcdiv remainder fmod",
+    # in the derivative of a root or a norm
+    "divide in a gradient": "div mul reciprocal pow",
     "take roots": "sqrt rsqrt linalg_vector_norm norm pow",
     "take logarithms": "log log2 log10 log1p xlogy",
     # pass the largest number for moderate operands
@@ -276,7 +286,7 @@ _TRAITS: dict[Trait, str] = {
     # -- how it runs
     # called for an effect, not for a value
     "act on the program": """
-        record_stream _print _assert_async _assert_scalar _async_error set set_data
+        record_stream _print _assert_async _assert_scalar set set_data
         _pin_memory pin_memory manual_seed _cudnn_init_dropout_state
         _fill_mem_eff_dropout_mask""",
     # their meaning hangs on the strides of the memory, which a copy does not keep

@@ -26,6 +26,7 @@ from roundoff.budget import (
 )
 from roundoff.errors import InfeasibleError, QuantizationError
 from roundoff.formats import parse_format
+from roundoff.ops import MATRIX_KINDS
 from roundoff.plan import Plan, detached, noise
 from roundoff.preserve import preserve
 from roundoff.quantize.model import QuantizedModel
@@ -324,13 +325,7 @@ def average_bits(model: QuantizedModel) -> tuple[float, float]:
     activations: list[tuple[int, float]] = []
     for site, route in model.routes.items():
         node = model.graph.nodes.get(site)
-        if node is None or node.kind not in (
-            "conv",
-            "linear",
-            "matmul",
-            "attention",
-            "embedding",
-        ):
+        if node is None or node.kind not in MATRIX_KINDS:
             continue
         for use in node.uses:
             name = route.uses.get(use.operand.leaf)
@@ -341,13 +336,7 @@ def average_bits(model: QuantizedModel) -> tuple[float, float]:
             elif use.operand.role == "activation":
                 activations.append((math.prod(use.shape[1:]), bits))
     for node in model.graph.nodes.values():
-        if node.site in model.routes or node.kind not in (
-            "conv",
-            "linear",
-            "matmul",
-            "attention",
-            "embedding",
-        ):
+        if node.site in model.routes or node.kind not in MATRIX_KINDS:
             continue
         for use in node.uses:
             if use.weight:

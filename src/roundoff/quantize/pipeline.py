@@ -24,8 +24,8 @@ from roundoff.quantize.calibration import (
     traced,
 )
 from roundoff.quantize.channels.divide import divide_
-from roundoff.quantize.channels.equalise import rescale_
 from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_
+from roundoff.quantize.channels.rescale import rescale_
 from roundoff.quantize.channels.smooth import smooth_
 from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.graph import Graph

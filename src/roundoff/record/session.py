@@ -242,6 +242,11 @@ class Capture:
         self._begin()
 
     @property
+    def identity(self) -> str:
+        """The run's id in ``run.json``, the same for all processes of one launch."""
+        return str(self.writer.about["id"])
+
+    @property
     def done(self) -> bool:
         """Whether every chosen step has been recorded, so that nothing is left to do."""
         return self.stopped is not None or self.number > self.steps.last

@@ -11,7 +11,7 @@ from .overflow_text import print_overflow as print_overflow
 from .quantize_html import write_quantize as write_quantize
 from .quantize_text import print_files as print_files
 from .quantize_text import print_quantize as print_quantize
-from .replay import print_replay as print_replay
+from .replay_text import print_replay as print_replay
 from .run_text import print_captured as print_captured
 from .run_text import print_show as print_show
 from .run_text import span as span

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roundoff.ops import MULTIPLYING_KINDS
 from roundoff.report.bench_answer import times
 from roundoff.report.figures import (
     NONE,
@@ -199,9 +200,7 @@ def left(data: Row) -> list[tuple[str, list[str]]]:
         if row["state"] == "fp32":
             found.setdefault(row["reason"], []).append(row["site"])
     products = {
-        row["site"]
-        for row in data["sites"]
-        if row["kind"] in ("conv", "linear", "matmul", "attention", "rnn")
+        row["site"] for row in data["sites"] if row["kind"] in MULTIPLYING_KINDS
     }
     order = sorted(
         found.items(), key=lambda item: (not products & set(item[1]), -len(item[1]))

@@ -1,125 +1,136 @@
-"""A run in the terminal: every site of a step, or one in full. Numbers keep their width; names are cut in the middle."""
+"""A run in the terminal: every site of a step, or one in full. Numbers keep their
+width; names are cut in the middle."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from roundoff.record import SiteDetails, SiteInput
 from roundoff.report.figures import NONE, count, percent, ratio
 from roundoff.report.names import elide
 from roundoff.report.text import SITE_LEAST, _heading, _print_table, _say, _width
 
-Row = Mapping[str, Any]
+if TYPE_CHECKING:
+    from roundoff.record import (
+        CaptureSummary,
+        HistogramBin,
+        SiteInFull,
+        SiteRow,
+        SiteStep,
+        SiteTable,
+        UnrecordedInput,
+    )
+
 Columns = dict[str, list[str]]
 BAR = 40
 EIGHTHS = " ▏▎▍▌▋▊▉█"
+_ORDER_NAMES = {
+    "order": "in the order in which they ran",
+    "nan": "most NaN and Inf first",
+}
+#: At most so many users of a tensor, and steps of its history, are printed.
+_MOST_USERS = 10
+_MOST_STEPS = 20
 
 
-def print_show(data: Row, console: Console, *, limit: int = 50) -> None:
-    """What ``roundoff show`` prints of the data of ``store.sites.show``: coverage first, then rows or one site.
+def print_show(
+    shown: SiteTable | SiteDetails, console: Console, *, limit: int = 50
+) -> None:
+    """Print what ``roundoff.show`` returns: coverage first, then rows or one site.
 
-    At most ``limit`` rows; a line says how many are left out, and which columns where the console is narrow.
+    At most ``limit`` rows; a line says how many are left out, and which columns where
+    the console is narrow.
     """
-    for line in headline(data):
+    for line in headline(shown):
         _say(console, line)
-    if "site" in data:
-        for entry in data["site"]:
+    if isinstance(shown, SiteDetails):
+        for entry in shown.site:
             _print_site(entry, console)
-        return
-    rows = data["rows"]
-    _heading(
-        console,
-        f"Sites, {_SORTED.get(data['sort'], 'largest ' + data['sort'] + ' first')}",
-    )
-    if not rows:
+    else:
+        _print_rows(shown, console, limit)
+
+
+def _print_rows(table: SiteTable, console: Console, limit: int) -> None:
+    order = _ORDER_NAMES.get(table.sort, f"largest {table.sort} first")
+    _heading(console, f"Sites, {order}")
+    if not table.rows:
         _say(console, "No tensor matches.")
         return
-    shown = rows[:limit]
+    rows = table.rows[:limit]
     columns = {
-        "site": [_label(r) for r in shown],
-        "phase": [r["phase"] for r in shown],
-        "dtype": [r["dtype"] or NONE for r in shown],
-        "shape": [shape(r["shape"]) for r in shown],
-        "min": [number(r["min"]) for r in shown],
-        "max": [number(r["max"]) for r in shown],
-        "mean": [number(r["mean"]) for r in shown],
-        "l2": [number(r["l2"]) for r in shown],
-        "NaN": [whole(r["nan"]) for r in shown],
-        "Inf": [whole(_infinite(r)) for r in shown],
-        "zero": [percent(ratio(r["zero"], r["numel"])) for r in shown],
-        "line": [r["line"] or "" for r in shown],
+        "site": [_label(r) for r in rows],
+        "phase": [r.phase for r in rows],
+        "dtype": [r.dtype or NONE for r in rows],
+        "shape": [shape(r.shape) for r in rows],
+        "min": [number(r.min) for r in rows],
+        "max": [number(r.max) for r in rows],
+        "mean": [number(r.mean) for r in rows],
+        "l2": [number(r.l2) for r in rows],
+        "NaN": [whole(r.nan) for r in rows],
+        "Inf": [whole(_infinite(r)) for r in rows],
+        "zero": [percent(ratio(r.zero, r.numel)) for r in rows],
+        "line": [r.line or "" for r in rows],
     }
-    if any(r["own_l2"] is not None for r in shown):
-        columns["own error"] = [number(ratio(r["own_l2"], r["l2"])) for r in shown]
-    styles = ["bold red" if r["nan"] or _infinite(r) else "" for r in shown]
-    print_fitting(
-        columns, console, ("line", "mean", "shape", "zero", "min", "phase"), styles
-    )
-    for row in shown:
-        if row["reason"]:
-            _say(console, f"! {row['site']}: {row['reason']}", style="yellow")
-    if len(rows) > len(shown):
-        _say(
-            console,
-            f"{count(len(rows) - len(shown), 'more row')} below: --limit {len(rows)}.",
-            style="dim",
-        )
+    if any(r.own_l2 is not None for r in rows):
+        columns["own error"] = [number(ratio(r.own_l2, r.l2)) for r in rows]
+    styles = ["bold red" if r.nan or _infinite(r) else "" for r in rows]
+    spare = ("line", "mean", "shape", "zero", "min", "phase")
+    print_fitting(columns, console, spare, styles)
+    for row in rows:
+        if row.reason:
+            _say(console, f"! {row.site}: {row.reason}", style="yellow")
+    hidden = len(table.rows) - len(rows)
+    if hidden:
+        more = f"{count(hidden, 'more row')} below: --limit {len(table.rows)}."
+        _say(console, more, style="dim")
 
 
-def print_captured(summary: Row, console: Console) -> None:
-    """What ``roundoff capture`` says at its end: how much was recorded, what was left out and why, and what to type next.
+def print_captured(summary: CaptureSummary, console: Console) -> None:
+    """Print what ``roundoff capture`` says at its end: how much was recorded, what was
+    left out and why, and what to type next.
 
-    ``summary`` has ``path``, ``steps``, ``ranks`` and ``coverage``: ``run.json``'s, with the ``tensors`` and the
-    ``reasons`` of ``store.sites.coverage`` where they are known, ``noise`` and ``repeats`` (folders).
-
-    >>> covered = {"calls": 1200, "operators": {"aten.mm.default": 900, "aten.add.Tensor": 300}, "stopped": None}
-    >>> summary = {"path": "runs/a", "steps": [0, 1], "ranks": [0], "coverage": covered}
+    >>> from roundoff.record import CallCoverage, CaptureSummary
+    >>> overloads = {"aten.mm.default": 900, "aten.add.Tensor": 300}
+    >>> calls = CallCoverage(calls=1200, operators=overloads)
+    >>> summary = CaptureSummary(path="runs/a", steps=[0, 1], ranks=[0], calls=calls)
     >>> print_captured(summary, Console(width=80))
     Recorded steps 0 to 1 in runs/a: 1,200 calls of 2 operators.
     Next: roundoff show runs/a
           roundoff overflow runs/a
     """
-    covered = summary["coverage"]
-    steps, ranks, operators = (
-        summary["steps"],
-        summary["ranks"],
-        covered.get("operators") or {},
-    )
-    where = f"{span('step', steps)} in {summary['path']}"
-    where += f", {span('rank', ranks)}" if len(ranks) > 1 else ""
-    parts = (
-        [f"{count(covered['calls'], 'call')} of {count(len(operators), 'operator')}"]
-        if covered.get("calls")
-        else []
-    )
-    if covered.get("tensors"):
-        parts.append(count(covered["tensors"], "tensor"))
-    _say(
-        console, f"Recorded {where}" + (f": {', '.join(parts)}" if parts else "") + "."
-    )
-    if covered.get("stopped"):
-        _say(
-            console,
-            f"! The recording stopped early, the program did not: {covered['stopped']}",
-            style="yellow",
-        )
-    for entry in covered.get("reasons") or ():
-        _say(
-            console,
-            f"! {count(entry['count'], 'tensor')} without statistics: {entry['reason']}",
-            style="yellow",
-        )
-    for kind, what in (
-        ("noise", "With random last bits"),
-        ("repeats", "Repeated, unchanged"),
-    ):
-        if summary.get(kind):
-            _say(console, f"{what}: {', '.join(summary[kind])}.")
-    path = shlex.quote(str(summary["path"]))
+    place = f"{span('step', summary.steps)} in {summary.path}"
+    if len(summary.ranks) > 1:
+        place += f", {span('rank', summary.ranks)}"
+    figures = ", ".join(_recorded_figures(summary))
+    _say(console, f"Recorded {place}: {figures}." if figures else f"Recorded {place}.")
+    stopped = None if summary.calls is None else summary.calls.stopped
+    if stopped:
+        text = f"! The recording stopped early, the program did not: {stopped}"
+        _say(console, text, style="yellow")
+    for entry in () if summary.tensors is None else summary.tensors.reasons:
+        tensors = count(entry.count, "tensor")
+        text = f"! {tensors} without statistics: {entry.reason}"
+        _say(console, text, style="yellow")
+    if summary.noise:
+        _say(console, f"With random last bits: {', '.join(summary.noise)}.")
+    if summary.repeats:
+        _say(console, f"Repeated, unchanged: {', '.join(summary.repeats)}.")
+    path = shlex.quote(summary.path)
     _say(console, f"Next: roundoff show {path}\n      roundoff overflow {path}")
+
+
+def _recorded_figures(summary: CaptureSummary) -> list[str]:
+    figures = []
+    if summary.calls is not None and summary.calls.calls:
+        operators = count(len(summary.calls.operators or {}), "operator")
+        figures.append(f"{count(summary.calls.calls, 'call')} of {operators}")
+    if summary.tensors is not None and summary.tensors.tensors:
+        figures.append(count(summary.tensors.tensors, "tensor"))
+    return figures
 
 
 def span(noun: str, numbers: Sequence[int]) -> str:
@@ -132,164 +143,190 @@ def span(noun: str, numbers: Sequence[int]) -> str:
         return f"{noun} {numbers[0]}" if numbers else f"no {noun}"
     if numbers[-1] - numbers[0] + 1 == len(numbers):
         return f"{noun}s {numbers[0]} to {numbers[-1]}"
-    listed = ", ".join(map(str, numbers[:6])) + (
-        f", ... {numbers[-1]}" if len(numbers) > 6 else ""
-    )
-    return f"{noun}s {listed}"
+    listed = ", ".join(map(str, numbers[:6]))
+    more = f", ... {numbers[-1]}" if len(numbers) > 6 else ""
+    return f"{noun}s {listed}{more}"
 
 
-_SORTED = {"order": "in the order in which they ran", "nan": "most NaN and Inf first"}
-
-
-def headline(data: Row) -> list[str]:
+def headline(shown: SiteTable | SiteDetails) -> list[str]:
     """Which step this is, and how much of it was measured."""
-    covered = data["coverage"]
-    parts = [
-        f"{count(covered['tensors'], 'tensor')} of {count(covered['sites'], 'site')}"
-    ]
-    if covered["views"]:
-        parts.append(f"{covered['views']:,} of them views")
-    bad = covered["not_finite"]
-    parts.append(
-        f"{count(bad, 'tensor')} with NaN or Inf"
-        if bad
-        else "all that was measured is finite"
-    )
-    steps, ranks = data["steps"], data["ranks"]
-    of = f"step {data['step']}" + (
-        f" of {steps[0]} to {steps[-1]}" if len(steps) > 1 else ""
-    )
-    of += f", rank {data['rank']} of {len(ranks)}" if len(ranks) > 1 else ""
-    lines = [f"{of[0].upper()}{of[1:]}: {', '.join(parts)}."]
-    if covered["without"]:
-        why = "; ".join(f"{r['count']:,}: {r['reason']}" for r in covered["reasons"])
-        lines.append(
-            f"{count(covered['without'], 'tensor')} without statistics ({why})."
-        )
+    covered = shown.coverage
+    parts = [f"{count(covered.tensors, 'tensor')} of {count(covered.sites, 'site')}"]
+    if covered.views:
+        parts.append(f"{covered.views:,} of them views")
+    if covered.not_finite:
+        parts.append(f"{count(covered.not_finite, 'tensor')} with NaN or Inf")
+    else:
+        parts.append("all that was measured is finite")
+    place = f"Step {shown.step}"
+    if len(shown.steps) > 1:
+        place += f" of {shown.steps[0]} to {shown.steps[-1]}"
+    if len(shown.ranks) > 1:
+        place += f", rank {shown.rank} of {len(shown.ranks)}"
+    lines = [f"{place}: {', '.join(parts)}."]
+    if covered.without:
+        why = "; ".join(f"{r.count:,}: {r.reason}" for r in covered.reasons)
+        tensors = count(covered.without, "tensor")
+        lines.append(f"{tensors} without statistics ({why}).")
     return lines
 
 
-def _print_site(entry: Row, console: Console) -> None:
-    place = f", output {entry['place']}" if entry["place"] else ""
-    _heading(
-        console,
-        f"{entry['site']} ({entry['phase']}{place})"
-        + (f": {entry['name']}" if entry["name"] else ""),
-    )
-    about = [
-        f"{entry['dtype']} {shape(entry['shape'])}" if entry["dtype"] else "",
-        f"on {entry['device']}" if entry["device"] else "",
-    ]
-    view = "" if entry["view_of"] is None else f"a view of record {entry['view_of']}"
-    group = f"ranks {entry['group']}" if entry["group"] else ""
-    about += [
-        "in place" if entry["inplace"] else "",
-        view,
-        group,
-        entry["overload"] or "",
-    ]
-    _say(console, ", ".join(filter(None, about)))
-    _say(console, f"Source line: {entry['line'] or 'none recorded'}")
-    if entry["reason"]:
-        _say(console, f"! {entry['reason']}", style="yellow")
+def _print_site(entry: SiteInFull, console: Console) -> None:
+    place = f", output {entry.place}" if entry.place else ""
+    name = f": {entry.name}" if entry.name else ""
+    _heading(console, f"{entry.site} ({entry.phase}{place}){name}")
+    _say(console, ", ".join(filter(None, _properties(entry))))
+    _say(console, f"Source line: {entry.line or 'none recorded'}")
+    if entry.reason:
+        _say(console, f"! {entry.reason}", style="yellow")
     console.print()
-    finite = {key: [number(entry[key])] for key in ("min", "max", "mean", "l2", "std")}
+    _print_statistics(entry, console)
+    _print_own_error(entry, console)
+    if entry.histogram:
+        is_sample = entry.sampled not in (None, entry.numel)
+        of_all = f" of {whole(entry.numel)}" if is_sample else ""
+        sampled = whole(entry.sampled)
+        _heading(console, f"Magnitudes, of {sampled}{of_all} elements")
+        for line in histogram(entry.histogram):
+            _say(console, line)
+    _print_inputs(entry.inputs, console)
+    _print_users(entry, console)
+    _print_history(entry.history, console)
+
+
+def _properties(entry: SiteInFull) -> list[str]:
+    """What a tensor is, as parts of one line; empty where there is nothing to say."""
+    return [
+        f"{entry.dtype} {shape(entry.shape)}" if entry.dtype else "",
+        f"on {entry.device}" if entry.device else "",
+        "in place" if entry.inplace else "",
+        "" if entry.view_of is None else f"a view of record {entry.view_of}",
+        f"ranks {entry.group}" if entry.group else "",
+        entry.overload or "",
+    ]
+
+
+def _print_statistics(entry: SiteInFull, console: Console) -> None:
+    finite = {
+        "min": [number(entry.min)],
+        "max": [number(entry.max)],
+        "mean": [number(entry.mean)],
+        "l2": [number(entry.l2)],
+        "std": [number(entry.std)],
+    }
     counts = {
-        "NaN": "nan",
-        "+Inf": "posinf",
-        "-Inf": "neginf",
-        "zero": "zero",
-        "subnormal": "subnormal",
+        "of": [whole(entry.numel)],
+        "NaN": [whole(entry.nan)],
+        "+Inf": [whole(entry.posinf)],
+        "-Inf": [whole(entry.neginf)],
+        "zero": [whole(entry.zero)],
+        "subnormal": [whole(entry.subnormal)],
     }
     _print_table(console, finite)
     console.print()
+    _print_table(console, counts)
+
+
+def _print_own_error(entry: SiteInFull, console: Console) -> None:
+    if entry.own_l2 is None and not entry.own_reason:
+        return
+    share = number(ratio(entry.own_l2, entry.l2))
+    why = f" ({entry.own_reason})" if entry.own_reason else ""
+    largest = number(entry.own_max)
+    _say(console, f"Own error: {share} of its l2, at most {largest}{why}")
+
+
+def _print_inputs(
+    inputs: Sequence[SiteInput | UnrecordedInput], console: Console
+) -> None:
+    if not inputs:
+        return
+    _heading(console, "Inputs")
+    columns: Columns = {name: [] for name in _INPUT_COLUMNS}
+    for entry in inputs:
+        if isinstance(entry, SiteInput):
+            cells = _input_cells(entry)
+        else:
+            cells = _unrecorded_cells(entry.record)
+        for name, cell in zip(_INPUT_COLUMNS, cells, strict=True):
+            columns[name].append(cell)
+    print_fitting(columns, console, ("shape", "line", "min"))
+
+
+_INPUT_COLUMNS = ("site", "dtype", "shape", "min", "max", "NaN", "Inf", "line")
+
+
+def _input_cells(entry: SiteInput) -> list[str]:
+    return [
+        _label(entry),
+        entry.dtype or NONE,
+        shape(entry.shape),
+        number(entry.min),
+        number(entry.max),
+        whole(entry.nan),
+        whole(_infinite(entry)),
+        entry.line or "",
+    ]
+
+
+def _unrecorded_cells(record: int) -> list[str]:
+    site = f"record {record}, which was not recorded"
+    return [site, NONE, NONE, NONE, NONE, NONE, NONE, ""]
+
+
+def _print_users(entry: SiteInFull, console: Console) -> None:
+    if not entry.used_by:
+        return
+    _heading(console, "Used by")
+    for user in entry.used_by[:_MOST_USERS]:
+        line = f", {user.line}" if user.line else ""
+        _say(console, f"{user.site} ({user.phase}{line})")
+    if len(entry.used_by) > _MOST_USERS:
+        _say(console, f"and {len(entry.used_by) - _MOST_USERS:,} more")
+
+
+def _print_history(history: Sequence[SiteStep], console: Console) -> None:
+    if len(history) < 2:
+        return
+    _heading(console, "In other steps")
+    steps = history[-_MOST_STEPS:]
     _print_table(
         console,
         {
-            "of": [whole(entry["numel"])],
-            **{name: [whole(entry[key])] for name, key in counts.items()},
+            "step": [str(s.step) for s in steps],
+            "min": [number(s.min) for s in steps],
+            "max": [number(s.max) for s in steps],
+            "l2": [number(s.l2) for s in steps],
+            "NaN": [whole(s.nan) for s in steps],
+            "Inf": [whole(_infinite(s)) for s in steps],
         },
     )
-    if entry["own_l2"] is not None or entry["own_reason"]:
-        own = number(ratio(entry["own_l2"], entry["l2"]))
-        _say(
-            console,
-            f"Own error: {own} of its l2, at most {number(entry['own_max'])}"
-            + (f" ({entry['own_reason']})" if entry["own_reason"] else ""),
-        )
-    if entry["histogram"]:
-        some = (
-            ""
-            if entry["sampled"] in (None, entry["numel"])
-            else f" of {whole(entry['numel'])}"
-        )
-        _heading(console, f"Magnitudes, of {whole(entry['sampled'])}{some} elements")
-        for line in histogram(entry["histogram"]):
-            _say(console, line)
-    _print_sources(entry, console)
+    hidden = len(history) - len(steps)
+    if hidden:
+        _say(console, f"and {count(hidden, 'earlier step')}", style="dim")
 
 
-def _print_sources(entry: Row, console: Console) -> None:
-    if entry["inputs"]:
-        _heading(console, "Inputs")
-        inputs = entry["inputs"]
-        print_fitting(
-            {
-                "site": [_source(i) for i in inputs],
-                "dtype": [i.get("dtype") or NONE for i in inputs],
-                "shape": [shape(i.get("shape")) for i in inputs],
-                "min": [number(i.get("min")) for i in inputs],
-                "max": [number(i.get("max")) for i in inputs],
-                "NaN": [whole(i.get("nan")) for i in inputs],
-                "Inf": [whole(_infinite(i)) for i in inputs],
-                "line": [i.get("line") or "" for i in inputs],
-            },
-            console,
-            ("shape", "line", "min"),
-        )
-    if entry["used_by"]:
-        _heading(console, "Used by")
-        for user in entry["used_by"][:10]:
-            _say(
-                console,
-                f"{user['site']} ({user['phase']}{', ' + user['line'] if user['line'] else ''})",
-            )
-        if len(entry["used_by"]) > 10:
-            _say(console, f"and {len(entry['used_by']) - 10:,} more")
-    history = entry["history"]
-    if len(history) > 1:
-        _heading(console, "In other steps")
-        last = history[-20:]
-        columns = {key: [number(h[key]) for h in last] for key in ("min", "max", "l2")}
-        bad = {
-            "NaN": [whole(h["nan"]) for h in last],
-            "Inf": [whole(_infinite(h)) for h in last],
-        }
-        _print_table(
-            console, {"step": [str(h["step"]) for h in last], **columns, **bad}
-        )
-        if len(history) > len(last):
-            _say(
-                console,
-                f"and {count(len(history) - len(last), 'earlier step')}",
-                style="dim",
-            )
+def histogram(bins: Sequence[HistogramBin]) -> list[str]:
+    """Bars of an exponent histogram, one line for each power of two, largest magnitudes
+    first.
 
-
-def histogram(bins: Sequence[Row]) -> list[str]:
-    """Bars of an exponent histogram, one line for each power of two, largest magnitudes first.
-
-    >>> histogram([{"exponent": -1, "count": 1}, {"exponent": 0, "count": 4}])
+    >>> from roundoff.record import HistogramBin
+    >>> lines = histogram(
+    ...     [HistogramBin(exponent=-1, count=1), HistogramBin(exponent=0, count=4)]
+    ... )
+    >>> lines
     ['2^0  ████████████████████████████████████████ 4', '2^-1 ██████████ 1']
     """
-    top = max(b["count"] for b in bins)
-    width = max(len(f"2^{b['exponent']}") for b in bins)
+    top = max(b.count for b in bins)
+    width = max(len(f"2^{b.exponent}") for b in bins)
     lines = []
     for entry in reversed(bins):
-        eighths = max(round(BAR * 8 * entry["count"] / top), 1 if entry["count"] else 0)
+        least = 1 if entry.count else 0
+        eighths = max(round(BAR * 8 * entry.count / top), least)
         bar = EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()
-        power = f"2^{entry['exponent']}"
-        lines.append(f"{power:<{width}} {bar}{' ' if bar else ''}{entry['count']:,}")
+        power = f"2^{entry.exponent}"
+        cells = [f"{power:<{width}}", bar, f"{entry.count:,}"]
+        lines.append(" ".join(cell for cell in cells if cell))
     return lines
 
 
@@ -299,7 +336,8 @@ def print_fitting(
     spare: Sequence[str],
     styles: Sequence[str] | None = None,
 ) -> None:
-    """A table with a column ``site``, which is cut in the middle, without those of ``spare`` that it has no room for."""
+    """Print a table with a column ``site``, which is cut in the middle, without those
+    of ``spare`` that it has no room for."""
     left_out = []
     for name in spare:
         if console.width - _width({**columns, "site": []}, 1) >= SITE_LEAST:
@@ -311,11 +349,8 @@ def print_fitting(
     columns["site"] = [elide(name, room, names) for name in columns["site"]]
     _print_table(console, columns, styles=styles)
     if left_out:
-        _say(
-            console,
-            f"Left out at {console.width} columns: {', '.join(left_out)}.",
-            style="dim",
-        )
+        text = f"Left out at {console.width} columns: {', '.join(left_out)}."
+        _say(console, text, style="dim")
 
 
 def number(value: float | None) -> str:
@@ -324,16 +359,15 @@ def number(value: float | None) -> str:
     >>> number(0.000123456), number(65504.0), number(None)
     ('0.0001235', '6.55e+04', '–')
     """
-    return (
-        NONE
-        if value is None
-        else f"{value + 0.0:.4g}"
-        if abs(value) < 1e4
-        else f"{value:.3g}"
-    )
+    if value is None:
+        return NONE
+    if abs(value) < 1e4:
+        return f"{value + 0.0:.4g}"  # -0.0 + 0.0 is 0.0
+    return f"{value:.3g}"
 
 
 def whole(value: int | None) -> str:
+    """A count with thousands separated."""
     return NONE if value is None else f"{value:,}"
 
 
@@ -348,24 +382,16 @@ def shape(sizes: Sequence[int] | None) -> str:
     return "×".join(map(str, sizes)) if sizes else "scalar"
 
 
-def _infinite(row: Row) -> int | None:
-    if row.get("posinf") is None:
+def _infinite(row: SiteRow | SiteInput | SiteStep) -> int | None:
+    if row.posinf is None or row.neginf is None:
         return None
-    return int(row["posinf"]) + int(row["neginf"])
+    return row.posinf + row.neginf
 
 
-def _label(row: Row) -> str:
-    """A parameter or buffer as it was before has its name alone, what a call has written its site too."""
-    if not row.get("name"):
-        return str(row["site"])
-    return (
-        str(row["name"])
-        if row.get("operator") in ("parameter", "buffer")
-        else f"{row['site']} {row['name']}"
-    )
-
-
-def _source(entry: Row) -> str:
-    if entry["site"] is None:
-        return f"record {entry['record']}, which was not recorded"
-    return _label(entry)
+def _label(row: SiteRow | SiteInput) -> str:
+    """A parameter or buffer as it was before has its name alone, a call's result its
+    site too."""
+    if not row.name:
+        return row.site
+    is_leaf = row.operator in ("parameter", "buffer")
+    return row.name if is_leaf else f"{row.site} {row.name}"

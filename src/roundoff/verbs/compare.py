@@ -47,7 +47,7 @@ from roundoff.compare import (
 from roundoff.engine import run_tasks
 from roundoff.errors import RunError
 from roundoff.files import is_url, local_path, masked, open_output, write_text
-from roundoff.record import Run, load
+from roundoff.record import Run, as_run
 from roundoff.report import answer_comparison, plain, span, write_comparison
 
 VERSION = 1
@@ -267,8 +267,8 @@ def compare(
     Raises ``RunError`` when a run cannot be read, when the two have no rank and step in
     common, and when ``modules`` names a module that its run does not have.
     """
-    ours = loaded(reference)
-    theirs = loaded(candidate)
+    ours = as_run(reference)
+    theirs = as_run(candidate)
     ranks = common("rank", ours.ranks, theirs.ranks, rank)
     steps = common("step", ours.steps, theirs.steps, step)
     _check_levels(ours, theirs)
@@ -313,11 +313,11 @@ def compare(
         unstable=unstable,
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
         kept={
-            side: run.about.get("keep") or "tensors"
+            side: run.about.keep or "tensors"
             for side, run in (("reference", ours), ("candidate", theirs))
         },
         environment={
-            side: run.about.get("environment") or []
+            side: run.about.environment or []
             for side, run in (("reference", ours), ("candidate", theirs))
         },
     )
@@ -360,8 +360,8 @@ def _extra(side: str, noun: str, numbers: Sequence[int]) -> _Extra:
 
 
 def _check_levels(reference: Run, candidate: Run) -> None:
-    ours = reference.about.get("level")
-    theirs = candidate.about.get("level")
+    ours = reference.about.level
+    theirs = candidate.about.level
     if ours is None or theirs is None or ours == theirs:
         return
     raise RunError(
@@ -382,11 +382,6 @@ def _check_common_operators(table: pl.DataFrame, candidate: Run) -> None:
         expected="two runs of one model",
         do="where modules have other names, say so with --map",
     )
-
-
-def loaded(run: str | Path | Run) -> Run:
-    """The run, read from its folder or URL where that is given."""
-    return run if isinstance(run, Run) else load(str(run))
 
 
 def _place(run: str | Path | Run) -> str:

@@ -155,7 +155,7 @@ class Side:
             self.variant,
             path,
             self.steps,
-            of=self.run.about["id"],
+            of=self.run.about.id,
             noise=number if kind == "noise" else None,
         )
         self.stage()

@@ -16,12 +16,11 @@ from roundoff.compare import (
     label_of,
     rows_of,
     side_of,
-    tensors_of,
     with_measures,
 )
 from roundoff.errors import RunError, examples
-from roundoff.record import Run
-from roundoff.verbs.compare import common, loaded
+from roundoff.record import Run, StepTensors, as_run
+from roundoff.verbs.compare import common
 
 #: Other values of the same name that are listed.
 _OTHERS = 20
@@ -62,8 +61,8 @@ def diff(
     Raises ``RunError`` when neither run has the site; the message has the nearest
     names.
     """
-    ours = loaded(reference)
-    theirs = loaded(candidate)
+    ours = as_run(reference)
+    theirs = as_run(candidate)
     rank = common("rank", ours.ranks, theirs.ranks, rank)[0]
     step = common("step", ours.steps, theirs.steps, step)[0]
     search = _Search(
@@ -104,7 +103,7 @@ def without_tensors(reference: Run, candidate: Run) -> str | None:
     lacking = [
         side
         for side, run in (("reference", reference), ("candidate", candidate))
-        if run.about.get("keep") not in ("tensors", None)
+        if run.about.keep not in ("tensors", None)
     ]
     if not lacking:
         return None
@@ -113,8 +112,7 @@ def without_tensors(reference: Run, candidate: Run) -> str | None:
 
 
 def _recorded(run: Run, rank: int, step: int) -> RecordedStep:
-    rows = rows_of(run, rank, step)
-    return RecordedStep(rows, tensors_of(run, rank, step, rows))
+    return RecordedStep(rows_of(run, rank, step), StepTensors(run, rank, step))
 
 
 class _Search:

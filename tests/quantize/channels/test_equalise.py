@@ -11,14 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError
-from roundoff.quantize.channels.equalise import (
-    ClippedReLU,
-    equalise_,
-    rescale_,
-    why_not,
-)
+from roundoff.quantize.channels.equalise import ClippedReLU, equalise_
 from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_
 from roundoff.quantize.channels.groups import channel_groups
+from roundoff.quantize.channels.rescale import rescale_, why_not_rescalable
 
 NAMES = (
     "Residual Dense Inverted Grouped UNet Transformer Gated Twice Gate Pixels".split()
@@ -43,7 +39,7 @@ def test_rescaling_every_group_keeps_the_function(nets, name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     count = 0
     for group in channel_groups(net, [x], purpose="rescale"):
-        if why_not(group) is None:
+        if why_not_rescalable(group) is None:
             rescale_(
                 net,
                 group,
@@ -113,7 +109,7 @@ def test_a_skewed_network_becomes_that_of_the_plain_one(nets) -> None:
     plain, x = made(nets, "Dense")
     skewed = copy.deepcopy(plain)
     for group in channel_groups(skewed, [x], purpose="rescale"):
-        if why_not(group) is None:
+        if why_not_rescalable(group) is None:
             rescale_(skewed, group, torch.exp2(torch.linspace(-6, 6, group.size)))
     equalise_(plain, [x])
     equalise_(skewed, [x])
@@ -227,7 +223,7 @@ def test_bad_scales_and_groups(nets) -> None:
     ):
         rescale_(net, removable, torch.ones(5))
     (tied, *_) = channel_groups(nets.Gated(), [nets.Gated.example], purpose="rescale")
-    assert "rms_norm" in str(why_not(tied))
+    assert "rms_norm" in str(why_not_rescalable(tied))
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
 
 

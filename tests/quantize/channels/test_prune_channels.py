@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError
 from roundoff.quantize.channels.groups import channel_groups
-from roundoff.quantize.sparsity import cost
+from roundoff.quantize.sparsity import model_cost
 from roundoff.quantize.sparsity.channels import prune_channels_
 from roundoff.quantize.sparsity.importance import taylor_importance
 
@@ -41,11 +41,11 @@ def test_zero_channels_go_and_the_output_stays(nets, name: str) -> None:
     net, x = kind().double().eval(), kind.example
     x = x.double() if x.is_floating_point() else x
     expected = silenced(net, x)
-    before, whole = net(x).detach(), cost(net, x)
+    before, whole = net(x).detach(), model_cost(net, x)
     rows = prune_channels_(net, [x], ratio=0.5)
     # l2 importance is 0 for them alone (depthwise rows count too)
     assert {r.group: r.removed.tolist() for r in rows if len(r.removed)} == expected
-    after = cost(net, x)
+    after = model_cost(net, x)
     assert after.macs < whole.macs
     assert after.bytes < whole.bytes
     # float64; the same products summed in another order: fewer than 200 in fewer than 8 layers of size-1 weights
@@ -189,10 +189,10 @@ def test_a_target_of_multiply_accumulates_is_met_and_not_overshot(nets) -> None:
 
     for scope in ("group", "global"):
         net = Wide()
-        whole = cost(net, net.example).macs
+        whole = model_cost(net, net.example).macs
         prune_channels_(net, [net.example], macs=0.5, scope=scope)
         # one more channel of the widest layer is 1/16 of the MACs or less
-        assert 0.5 - 1 / 12 < cost(net, net.example).macs / whole <= 0.5
+        assert 0.5 - 1 / 12 < model_cost(net, net.example).macs / whole <= 0.5
     with pytest.raises(
         QuantizationError, match="cannot leave only 0.001 of the multiply-accumulates"
     ) as error:

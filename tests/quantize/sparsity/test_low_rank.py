@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from roundoff.errors import QuantizationError
-from roundoff.quantize.sparsity import cost
+from roundoff.quantize.sparsity import model_cost
 from roundoff.quantize.sparsity.low_rank import decompose_
 from roundoff.quantize.sparsity.rank import _tau_low, evbmf_rank
 
@@ -59,13 +59,13 @@ def test_a_layer_of_exact_rank_is_replaced_exactly(name: str) -> None:
     x = torch.randn(
         shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    before, whole = net(x).detach(), cost(net, x)
+    before, whole = net(x).detach(), model_cost(net, x)
     (row,) = decompose_(
         net, [x], rank={"0": 3}, scheme="channel" if kind == "channel" else "spatial"
     )
     assert (row.scheme, row.rank, row.reason) == (kind, 3, "")
     assert row.energy == pytest.approx(1.0, abs=1e-13)
-    assert row.macs == pytest.approx(cost(net, x).macs / whole.macs, rel=1e-12)
+    assert row.macs == pytest.approx(model_cost(net, x).macs / whole.macs, rel=1e-12)
     assert row.macs < 1
     # float64; the decomposition is backward stable: a few hundred ulp of the largest singular value on each product
     torch.testing.assert_close(

@@ -26,7 +26,6 @@ from roundoff.quantize.weights.gptq import (
     damped_hessian,
     gptq,
     least_squares,
-    least_squares_output,
 )
 from roundoff.quantize.weights.output_error import output_db, quadratic
 from roundoff.quantize.weights.round_weight import round_weight
@@ -356,25 +355,6 @@ def test_least_squares_is_numpys_and_leaves_weights_without_cross_error():
     eye = 0.01 * np.mean(np.diag(h.numpy())) * np.eye(8)
     expected = w.numpy() @ (cross.numpy() + eye) @ np.linalg.inv(h.numpy() + eye)
     np.testing.assert_allclose(least_squares(w, h, cross).numpy(), expected, rtol=1e-9)
-
-
-def test_an_operator_makes_up_for_the_branch_beside_it():
-    """The output that is wanted holds the branch's error, which is a linear function of x̂: it can be made up for wholly."""
-    x = normal(200, 6, seed=4)
-    w, lost = normal(3, 6), 0.1 * normal(3, 6, seed=9)
-    h = x.T @ x / 200
-    wanted = x @ (w + lost).T
-    found = least_squares_output(w, h, wanted.T @ x / 200, damp=1e-9)
-    torch.testing.assert_close(
-        found, w + lost, rtol=1e-6, atol=1e-6
-    )  # damping of 1e-9, condition below 100
-    torch.testing.assert_close(
-        least_squares_output(w, h, w @ h), least_squares(w, h, h)
-    )
-    with pytest.raises(
-        QuantizationError, match="the wanted output does not fit the weight"
-    ):
-        least_squares_output(w, h, wanted)
 
 
 def test_ratios_take_the_best_of_each_row():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from roundoff.quantize.weights.hessian import Hessian
+from roundoff.quantize.weights.hessian import Hessian, mean_error
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -31,3 +31,18 @@ def test_many_inputs_are_summed_by_halves(weighted):
     assert (
         hessian.matrix - hessian.matrix.mT
     ).abs().max() <= 80 * 2**-53 * rows.abs().max() ** 2
+
+
+def test_mean_error_from_second_moments_is_that_of_the_outputs():
+    torch.manual_seed(0)
+    x = torch.randn(2, 50, 6, dtype=torch.float64).relu()
+    noisy = x + 0.1
+    hessian = Hessian()
+    hessian.add(noisy, reference=x)
+    w, rounded = (
+        torch.randn(2, 3, 6, dtype=torch.float64),
+        torch.randn(2, 3, 6, dtype=torch.float64),
+    )
+    torch.testing.assert_close(
+        mean_error(w, rounded, hessian), (x @ w.mT - noisy @ rounded.mT).mean(1)
+    )

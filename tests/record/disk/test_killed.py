@@ -61,7 +61,7 @@ def check(path: Path, last: int) -> None:
     assert run.steps[: last + 1] == list(range(last + 1))
     assert len(run.steps) <= last + 2  # one may be finished and not yet said
     assert run.verify() == []
-    assert run.about["complete"] is False
+    assert run.about.complete is False
     assert run.ops.collect().height == 4 * len(run.steps)
     for step in run.steps:
         for key in range(4):

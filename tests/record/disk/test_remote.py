@@ -285,7 +285,7 @@ def test_a_protocol_without_its_library():
 
 
 def test_dumps_of_msprobe(memory, tmp_path):
-    fixtures = sorted((Path(__file__).parent / "fixtures").rglob("dump.json"))
+    fixtures = sorted((Path(__file__).parents[1] / "dumps").rglob("dump.json"))
     assert fixtures
     for index, dump in enumerate(fixtures):
         root = f"/dump{index}/step3/rank1"

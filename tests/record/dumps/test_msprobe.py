@@ -254,7 +254,7 @@ def test_ranks_and_steps():
 )
 def test_what_the_run_says_of_itself(name, level, keep):
     about = load(DUMPS / name).about
-    assert (about["tool"], about["level"], about["keep"]) == ("msprobe", level, keep)
+    assert (about.tool, about.level, about.keep) == ("msprobe", level, keep)
 
 
 @pytest.mark.parametrize("name", ["tensor", "tensor_l0"])
@@ -616,7 +616,7 @@ def test_what_a_later_msprobe_adds_is_ignored(tmp_path):
         0,
     ]  # positions in msprobe's list, keyword arguments behind
     assert found["operator"].to_list() == ["Torch::exp"] * 3 + ["New.kind|of name"]
-    assert run.about["level"] == "L7"
+    assert run.about.level == "L7"
 
 
 def test_no_such_tensor_says_which_there_are():

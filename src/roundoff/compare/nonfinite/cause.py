@@ -57,7 +57,7 @@ def cause(row: Row, inputs: Sequence[Row]) -> tuple[str, str]:
         )
     if (
         row["phase"] == "backward"
-        and operator in ("div", "mul", "reciprocal", "pow")
+        and operator in operators_that("divide in a gradient")
         and (zeros or nan)
     ):
         return (

@@ -28,6 +28,7 @@ from roundoff.quantize import (
     finish_,
     latency_ratio,
     magnitude_scores,
+    model_cost,
     n_m_masks,
     parameter_groups,
     prepare_qat,
@@ -40,7 +41,6 @@ from roundoff.quantize import (
     train,
     unstructured_masks,
 )
-from roundoff.quantize.sparsity import cost
 from roundoff.site import select
 from roundoff.workload import Workload, named_tensors
 
@@ -338,7 +338,9 @@ def _prune(
 def _saved(own: Workload, pruned: Workload) -> dict[str, Any]:
     """See ``Made.pruning``."""
     batch = own.batches[0]
-    before, after = (cost(w.model, batch, forward=own.forward) for w in (own, pruned))
+    before, after = (
+        model_cost(w.model, batch, forward=own.forward) for w in (own, pruned)
+    )
     return {
         "macs": {"before": before.macs, "after": after.macs},
         "bytes": {"before": before.bytes, "after": after.bytes},

@@ -15,9 +15,9 @@ from roundoff.export.delivery.storage import stored_bytes
 from roundoff.export.delivery.tradeoff import chosen
 from roundoff.export.onnx.proof import Proof
 from roundoff.ops import MULTIPLYING_KINDS
+from roundoff.packages import installed_version
 from roundoff.plan import UNITS
-from roundoff.quantize import average_bits
-from roundoff.quantize.sparsity import cost
+from roundoff.quantize import average_bits, model_cost
 
 
 def summarize(made: Made, ask: Ask) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         else judge.metric - judged.metric
     )
     return {
-        "version": _version(),
+        "version": installed_version(),
         "workload": own.name,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -89,7 +89,7 @@ def summarize(made: Made, ask: Ask) -> dict[str, Any]:
         "bits": {"weight": weight_bits, "value": value_bits},
         "weights": {
             "bytes": stored_bytes(made.model),
-            "fp32": cost(own.model, own.batches[0], forward=own.forward).bytes,
+            "fp32": model_cost(own.model, own.batches[0], forward=own.forward).bytes,
         },
         "chosen": chosen(made),
         "steps": [
@@ -171,12 +171,3 @@ def _formats(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def _none(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("roundoff")
-    except PackageNotFoundError:
-        return "0"

@@ -11,8 +11,7 @@ from roundoff.export.delivery.judge import Judged
 from roundoff.export.delivery.make import Made, whole_plan
 from roundoff.export.delivery.request import Ask
 from roundoff.export.delivery.storage import stored_bytes, work
-from roundoff.quantize import quantize
-from roundoff.quantize.sparsity import cost
+from roundoff.quantize import model_cost, quantize
 
 #: Formats that are tried, one run each.
 CANDIDATES = ("int8", "w6a8", "w4a8", "w4a4", "w8", "w4", "fp8_e4m3fn", "mxfp4")
@@ -28,7 +27,7 @@ def tradeoff(
     trained.
     """
     own = made.workload
-    counted = cost(own.model, own.batches[0], forward=own.forward)
+    counted = model_cost(own.model, own.batches[0], forward=own.forward)
     rows = [
         _row("fp32", counted.bytes, 1.0, Judged(float("inf"), made.judge.metric, 1.0))
     ]
@@ -72,7 +71,7 @@ def tradeoff(
 
 def chosen(made: Made) -> dict[str, Any]:
     """The row of the model that was made."""
-    counted = cost(
+    counted = model_cost(
         made.model.model, made.workload.batches[0], forward=made.workload.forward
     )
     formats = {row.site: row.format for row in made.model.rows if row.format != "codes"}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from roundoff.errors import PlanError
 from roundoff.formats import parse_format
-from roundoff.ops import forward_of, known, translate, unknown
+from roundoff.ops import forward_of, known, operators_that, translate, unknown
 from roundoff.plan.lists.source import place
 from roundoff.plan.rules import FOLLOW, Plan, Rule
 
@@ -25,10 +25,7 @@ FORMATS = {
     "float": "fp32",
 }
 #: What runs on matrix units: Ascend's cube operators, the linear layers of Transformer Engine.
-MATRIX = (
-    "linear matmul mm bmm addmm baddbmm addbmm mv addmv einsum bilinear conv1d conv2d conv3d conv_transpose1d "
-    "conv_transpose2d conv_transpose3d scaled_dot_product_attention"
-).split()
+MATRIX = tuple(sorted(operators_that("run on matrix units")))
 
 
 class Entry(NamedTuple):

@@ -1,15 +1,21 @@
-"""Channels divided in front of the layers that read them, by factors that cost the output least.
+"""Divide channels in front of the layers that read them, by factors that cost the output least.
 
-What ``spread.py`` does where a division can be folded into what makes the channels, for all other values: behind a LayerNorm
-that a residual branch reads too, or a GELU. The division stays as a factor for each channel, which whatever writes the codes
-multiplies with; all operands of the product are integers. With the squared adjoint ``a`` of the output (``importance.py``)
-and rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization Noise, 2008, section 3), factors s cost::
+What ``spread.py`` does where a division can be folded into what makes the channels, this
+does for all other values: behind a LayerNorm that a residual branch reads too, or a GELU.
+The division stays as a factor for each channel, which whatever writes the codes multiplies
+with; all operands of the product are integers. With the squared adjoint ``a`` of the output
+(``importance.py``) and rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization
+Noise, 2008, section 3), factors s cost::
 
-    values     E_t[Δ_t²]/12 Σ_c a_c s_c²,           Δ_t = (max_c x_tc/s_c - min_c x_tc/s_c) / levels
-    weights    γ Σ_o a_o Δ_o²/12 Σ_c E[x_c²]/s_c²,   Δ_o = max_c |W_oc| s_c / top
+    values   E_t[Δ_t²]/12 Σ_c a_c s_c²
+    weights  γ Σ_o a_o Δ_o²/12 Σ_c E[x_c²]/s_c²
 
-with a Δ for each set that shares a scale: a token, a group of its channels, or all of a tensor. One small problem for each
-value, minimised by gradient descent on log s over some of its tokens.
+    Δ_t = (max_c x_tc/s_c - min_c x_tc/s_c) / levels
+    Δ_o = max_c |W_oc| s_c / top
+
+with a Δ for each set that shares a scale: a token, a group of its channels, or all of a
+tensor. One small problem for each value, minimised by gradient descent on log s over some
+of its tokens.
 """
 
 from __future__ import annotations
@@ -17,16 +23,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundoff.formats import Granularity, PerAxis, PerGroup, PerTensor
-from roundoff.quantize.channels.descent import descend
-from roundoff.quantize.channels.input_statistics import Inputs, inputs_of
+from roundoff.quantize.channels.input_statistics import (
+    InputStatistics,
+    input_statistics,
+)
 from roundoff.quantize.channels.smoothing_factors import scale_inputs
-from roundoff.quantize.channels.spread import GAMMA
+from roundoff.quantize.channels.spread import GAMMA, descend
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel
@@ -49,7 +58,9 @@ def divide_(
     *,
     batches: Iterable[Any] | None = None,
 ) -> Gain:
-    """Divide what linear layers read by factors for each channel, in place, and multiply their weights by them.
+    """Divide what linear layers read by factors for each channel, in place.
+
+    Their weights are multiplied by the factors.
 
     Args:
         model: not calibrated yet; the function that it computes stays the same.
@@ -59,163 +70,165 @@ def divide_(
         batches: that ranges are taken from; by default the workload's.
 
     Returns:
-        The gain in dB that the sums above predict for the values that were divided. Convolutions, values in formats other
-        than integers, and values that no gradient reached are left.
+        The gain in dB that the sums above predict for the values that were divided.
+        Convolutions, values in formats other than integers, and values that no gradient
+        reached are left.
     """
     data = workload.batches if batches is None else list(batches)
-    before = after = 0.0
+    before = 0.0
+    after = 0.0
     count = 0
-    every = inputs_of(model, graph, workload, data, tokens=TOKENS)
-    for inputs in every:
-        problem = _problem(model, inputs, weights)
-        if problem is None:
+    values = input_statistics(model, graph, workload, data, tokens=TOKENS)
+    for inputs in values:
+        noise = _division_noise(model, inputs, weights)
+        if noise is None:
             continue
-        factors, first, last = problem.solve()
+        sizes = [inputs.rows.shape[-1]]
+        logs, first, last = descend(noise, sizes, steps=STEPS, rate=0.05)
         if math.isnan(first):
             continue
         if last < first:
-            divide_inputs_(model, inputs, factors)
+            divide_inputs_(model, inputs, logs[0].exp())
             count += 1
-        before, after = before + first, after + min(first, last)
+        before += first
+        after += min(first, last)
     if not count:
         return Gain("divide", math.nan, math.nan, "no value is divided")
-    return Gain(
-        "divide",
-        -10 * math.log10(before),
-        -10 * math.log10(after),
-        f"predicted, {count} of {len(every)} values",
-    )
+    note = f"predicted, {count} of {len(values)} values"
+    return Gain("divide", -10 * math.log10(before), -10 * math.log10(after), note)
 
 
-def _problem(
-    model: QuantizedModel, inputs: Inputs, weights: Importance
-) -> _Problem | None:
-    """What is to be minimised for a value, None where it is left."""
-    first = inputs.readers[0]
-    name = model.routes[first.site].uses.get(first.place)
-    known = None if name is None else weights.values.get(name)
-    results = [weights.results.get(reader.site) for reader in inputs.readers]
-    if (
-        name is None
-        or known is None
-        or not inputs.rows.numel()
-        or len(known.channel) != len(inputs.largest)
-    ):
-        return None
-    quantizer = model.quantizer(name)
-    granularities = [
-        model.quantizer(reader.weight).granularity for reader in inputs.readers
-    ]
-    if (
-        not isinstance(granularities[0], PerAxis | PerGroup | PerTensor)
-        or quantizer.granularity is None
-    ):
-        return None
-    if quantizer.fmt.one_quantum != 1.0 or any(
-        reader.operator not in ("linear", "matmul") for reader in inputs.readers
-    ):
-        return None
-    sides = []
-    for reader, result in zip(inputs.readers, results, strict=True):
-        if result is None:
-            return None
-        own = model.quantizer(reader.weight)
-        matrix = matrix_view(
-            model.model.get_parameter(reader.weight).detach(), reader.operator
-        )[0]
-        sides.append((matrix, own, result.channel / result.samples))
-    return _Problem(inputs.rows, quantizer, known.channel / known.samples, sides)
+@dataclass(frozen=True)
+class Reading:
+    """A weight that reads the value: ``[out, in]``, its quantizer, and a_o of its results."""
+
+    matrix: Tensor
+    quantizer: Quantizer
+    adjoint: Tensor
 
 
-class _Problem:
+class DivisionNoise:
+    """The sums of the module docstring, for one value."""
+
     def __init__(
         self,
         rows: Tensor,
         quantizer: Quantizer,
         adjoint: Tensor,
-        sides: Sequence[tuple[Tensor, Quantizer, Tensor]],
+        readings: Sequence[Reading],
     ) -> None:
-        self.rows, self.quantizer, self.adjoint, self.sides = (
-            rows,
-            quantizer,
-            adjoint,
-            sides,
-        )
+        self.rows = rows
+        self.quantizer = quantizer
+        self.adjoint = adjoint
+        self.readings = readings
         self.power = rows.square().mean(0)
 
-    def noise(self, logs: Sequence[Tensor]) -> Tensor:
+    def __call__(self, logs: Sequence[Tensor]) -> Tensor:
         """What the output loses with these log s."""
         s = logs[0].exp()
         total = self._values(s)
-        for matrix, quantizer, adjoint in self.sides:
-            total = total + GAMMA * self._weights(
-                matrix * s, quantizer, adjoint, self.power / s.square()
-            )
+        for reading in self.readings:
+            total = total + GAMMA * self._weights(reading, s)
         return total / 12
 
     def _values(self, s: Tensor) -> Tensor:
-        own = self.quantizer.granularity
-        rows = _grouped(self.rows / s, own)
-        high, low = rows.amax(-1).clamp(min=0.0), rows.amin(-1).clamp(max=0.0)
-        if isinstance(own, PerTensor):
-            high, low = high.amax(0, keepdim=True), low.amin(0, keepdim=True)
+        granularity = self.quantizer.granularity
+        rows = _grouped(self.rows / s, granularity)
+        high = rows.amax(-1).clamp(min=0.0)
+        low = rows.amin(-1).clamp(max=0.0)
+        if isinstance(granularity, PerTensor):
+            high = high.amax(0, keepdim=True)
+            low = low.amin(0, keepdim=True)
         fmt = self.quantizer.fmt
-        steps = (high - low) / (fmt.max_finite - fmt.min_finite)
         if fmt.symmetric:
             steps = torch.maximum(high, -low) / fmt.max_finite
-        return (
-            steps.square().mean(0) * _grouped(self.adjoint * s.square(), own).sum(-1)
-        ).sum()
+        else:
+            steps = (high - low) / (fmt.max_finite - fmt.min_finite)
+        adjoint = _grouped(self.adjoint * s.square(), granularity).sum(-1)
+        return (steps.square().mean(0) * adjoint).sum()
 
-    @staticmethod
-    def _weights(
-        matrix: Tensor, quantizer: Quantizer, adjoint: Tensor, power: Tensor
-    ) -> Tensor:
-        own = quantizer.granularity
-        largest = _grouped(matrix.abs(), own).amax(-1)
-        if isinstance(own, PerTensor):
+    def _weights(self, reading: Reading, s: Tensor) -> Tensor:
+        granularity = reading.quantizer.granularity
+        adjoint = reading.adjoint
+        largest = _grouped((reading.matrix * s).abs(), granularity).amax(-1)
+        if isinstance(granularity, PerTensor):
             largest = largest.amax(0, keepdim=True).expand(len(adjoint), 1)
-        steps = largest / quantizer.fmt.max_finite
-        return (adjoint[:, None] * steps.square() * _grouped(power, own).sum(-1)).sum()
-
-    def solve(self) -> tuple[Tensor, float, float]:
-        """s, and the noise before and after; NaN where there is none."""
-        logs, before, after = descend(
-            self.noise, [self.rows.shape[-1]], steps=STEPS, rate=0.05
-        )
-        return logs[0].exp(), before, after
+        steps = largest / reading.quantizer.fmt.max_finite
+        power = _grouped(self.power / s.square(), granularity).sum(-1)
+        return (adjoint[:, None] * steps.square() * power).sum()
 
 
-def _grouped(x: Tensor, own: Granularity | None) -> Tensor:
+def _division_noise(
+    model: QuantizedModel, inputs: InputStatistics, weights: Importance
+) -> DivisionNoise | None:
+    """What is to be minimised for a value, None where it is left."""
+    first = inputs.readers[0]
+    name = model.routes[first.site].uses.get(first.place)
+    statistics = None if name is None else weights.values.get(name)
+    if name is None or statistics is None or not inputs.rows.numel():
+        return None
+    if len(statistics.channel) != len(inputs.largest):
+        return None
+    quantizer = model.quantizer(name)
+    if not _divisible(quantizer, model.quantizer(first.weight)):
+        return None
+    readings = []
+    for reader in inputs.readers:
+        result = weights.results.get(reader.site)
+        if result is None or reader.operator not in ("linear", "matmul"):
+            return None
+        parameter = model.model.get_parameter(reader.weight).detach()
+        matrix = matrix_view(parameter, reader.operator)[0]
+        adjoint = result.channel / result.samples
+        readings.append(Reading(matrix, model.quantizer(reader.weight), adjoint))
+    adjoint = statistics.channel / statistics.samples
+    return DivisionNoise(inputs.rows, quantizer, adjoint, readings)
+
+
+def _divisible(value: Quantizer, weight: Quantizer) -> bool:
+    """True if the sums hold for these granularities and for the value's format."""
+    if not isinstance(weight.granularity, PerAxis | PerGroup | PerTensor):
+        return False
+    return value.granularity is not None and value.fmt.one_quantum == 1.0
+
+
+def _grouped(x: Tensor, granularity: Granularity | None) -> Tensor:
     """The last axis as ``[groups, size]``: one group but for a granularity of groups."""
-    size = own.group_size if isinstance(own, PerGroup) else x.shape[-1]
+    size = x.shape[-1]
+    if isinstance(granularity, PerGroup):
+        size = granularity.group_size
     return x.reshape(*x.shape[:-1], -1, size)
 
 
-def divide_inputs_(model: QuantizedModel, inputs: Inputs, factors: Tensor) -> None:
-    """An explicit division of a value in front of its readers, in place; their weights take the factors ``[channels]``."""
+def divide_inputs_(
+    model: QuantizedModel, inputs: InputStatistics, factors: Tensor
+) -> None:
+    """Divide a value in front of its readers, in place; their weights take the factors ``[channels]``."""
     first = inputs.readers[0]
     name = f"{first.site}:{first.place}"
     shape = [-1, *[1] * (-1 - first.axis)]
-    model.divide_(
-        name,
-        factors.view(shape),
-        [(reader.site, reader.place) for reader in inputs.readers],
-    )
-    known = model.routes[first.site].uses.get(first.place)
-    if known is not None and known != name:
-        # others may read the value as it was: the divided one has a scale of its own
-        own = copy.deepcopy(model.quantizer(known))
-        sites = tuple(reader.site for reader in inputs.readers)
-        own.name, own.sites = name, sites
-        kept = tuple(s for s in model.quantizer(known).sites if s not in sites)
-        model.quantizer(known).sites = kept
-        for reader in inputs.readers:
-            model.routes[reader.site].uses[reader.place] = name
-        model.add_(name, own)
-        if not kept:
-            model.drop_(known)
+    places = [(reader.site, reader.place) for reader in inputs.readers]
+    model.divide_(name, factors.view(shape), places)
+    shared = model.routes[first.site].uses.get(first.place)
+    if shared is not None and shared != name:
+        _separate_(model, inputs, shared, name)
     with torch.no_grad():
         for reader in inputs.readers:
             weight = model.model.get_parameter(reader.weight)
             weight.copy_(scale_inputs(weight, factors, reader.operator, reader.groups))
+
+
+def _separate_(
+    model: QuantizedModel, inputs: InputStatistics, shared: str, name: str
+) -> None:
+    """Give the divided value a quantizer of its own: others may read the value as it was."""
+    before = model.quantizer(shared)
+    divided = copy.deepcopy(before)
+    divided.name = name
+    divided.sites = tuple(reader.site for reader in inputs.readers)
+    before.sites = tuple(site for site in before.sites if site not in divided.sites)
+    for reader in inputs.readers:
+        model.routes[reader.site].uses[reader.place] = name
+    model.add_(name, divided)
+    if not before.sites:
+        model.drop_(shared)

@@ -1,8 +1,11 @@
-"""What the weights of a model read: largest and mean magnitude of each channel, and second moments, from full precision."""
+"""Statistics of the values that weights read, from runs in full precision.
+
+Largest and mean magnitude of each channel, second moments, and some tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +20,23 @@ from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.weights.hessian import Hessian
 from roundoff.workload import Workload
 
-#: Bytes of second moments that are kept at a time; more weights than that take more passes over the data.
+#: Bytes of second moments that are kept at a time; more weights than that take more passes
+#: over the data.
 MOMENTS = 2**29
 
 
 @dataclass(frozen=True)
 class Reader:
-    """One call with a weight: where it reads the value, along which axis (from the back), and its weight."""
+    """One call with a weight.
+
+    Attributes:
+        site: of the call.
+        place: where among the call's leaves the value stands.
+        axis: along which the weight reads it, from the back.
+        weight: its name.
+        operator: as ``matrix_view`` calls it.
+        groups: of the convolution.
+    """
 
     site: str
     place: int
@@ -34,10 +47,15 @@ class Reader:
 
 
 @dataclass
-class Inputs:
-    """One value that weights read: its readers, and over all batches for each channel the largest and the mean magnitude.
+class InputStatistics:
+    """One value that weights read, over all batches.
 
-    ``moments`` has ``E[x xᵀ]`` for each reader's site, ``[groups, in, in]``, where they were asked for.
+    Attributes:
+        value: its name in the graph.
+        readers: the calls that read it.
+        largest, mean: magnitude of each channel, ``[channels]``.
+        moments: ``E[x xᵀ]`` by reader's site, ``[groups, in, in]``, where asked for.
+        rows: some tokens of the value, ``[tokens, channels]``, where asked for.
     """
 
     value: str
@@ -45,11 +63,10 @@ class Inputs:
     largest: Tensor = field(default_factory=lambda: torch.zeros(0))
     mean: Tensor = field(default_factory=lambda: torch.zeros(0))
     moments: dict[str, Tensor] = field(default_factory=dict)
-    #: some tokens of the value, ``[tokens, channels]``, where they were asked for
     rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
 
-def inputs_of(
+def input_statistics(
     model: QuantizedModel,
     graph: Graph,
     workload: Workload,
@@ -57,136 +74,136 @@ def inputs_of(
     *,
     moments: bool = False,
     tokens: int = 0,
-) -> list[Inputs]:
-    """The values that quantized weights of linear layers, products and convolutions read, in the order of the graph.
+) -> list[InputStatistics]:
+    """The values that quantized weights read, in the order of the graph.
 
-    ``tokens``: so many rows of each value are kept, at most, evenly from all batches.
-    Second moments are of linear layers and products alone, and of as many at a time as ``MOMENTS`` bytes hold.
+    Weights of linear layers, products and convolutions count; with ``moments`` those of
+    convolutions do not. Second moments are of as many values at a time as ``MOMENTS`` bytes
+    hold. ``tokens``: so many rows of each value are kept, at most, evenly from all batches.
     """
-    found: dict[tuple[str, int], Inputs] = {}
+    values: dict[tuple[str, int], InputStatistics] = {}
     for node in graph.nodes.values():
         reader = _reader(model, node)
         if reader is None or (moments and node.kind == "conv"):
             continue
         use = next(u for u in node.uses if u.operand.leaf == reader.place)
-        found.setdefault(
-            (use.value, use.shape[reader.axis]), Inputs(use.value, [])
-        ).readers.append(reader)
-    every = list(found.values())
-    for some in _portions(every, found) if moments else [every]:
-        _see(
-            model, workload, batches, some, moments, -(-tokens // max(len(batches), 1))
-        )
+        key = (use.value, use.shape[reader.axis])
+        values.setdefault(key, InputStatistics(use.value, [])).readers.append(reader)
+    every = list(values.values())
+    tokens_of_batch = -(-tokens // max(len(batches), 1))
+    portions: Iterator[list[InputStatistics]] = iter([every])
+    if moments:
+        portions = _portions(every, [size for _, size in values])
+    for portion in portions:
+        _observe(model, workload, batches, portion, moments, tokens_of_batch)
     return every
 
 
 def _reader(model: QuantizedModel, node: Node) -> Reader | None:
+    """The node as a reader of a value by a quantized parameter; None where it is not one."""
     route = model.routes.get(node.site)
-    if (
-        route is None
-        or route.executes is not None
-        or node.kind not in ("linear", "matmul", "conv")
-    ):
+    weighted = node.kind in ("linear", "matmul", "conv")
+    if route is None or route.executes is not None or not weighted:
         return None
     sources = [u for u in node.uses if u.operand.role == "activation"]
     weights = [u for u in node.uses if u.weight and u.operand.leaf in route.uses]
     if len(sources) != 1 or len(weights) != 1 or weights[0].origin != "parameter":
         return None
-    (source,), (weight,) = sources, weights
-    if node.kind != "conv" and len(weight.shape) != 2:
-        return None
+    source = sources[0]
+    weight = weights[0]
     operator = node.operator
     if node.kind != "conv":
+        if len(weight.shape) != 2:
+            return None
         operator = "linear" if weight.operand.reduce % 2 else "matmul"
-    axis = source.operand.reduce - (
-        len(source.shape) if source.operand.reduce >= 0 else 0
-    )
+    axis = source.operand.reduce
+    if axis >= 0:
+        axis -= len(source.shape)
     return Reader(
         node.site, source.operand.leaf, axis, weight.value, operator, node.groups
     )
 
 
 def _portions(
-    every: Sequence[Inputs], sizes: Iterable[tuple[str, int]]
-) -> Iterable[list[Inputs]]:
-    portion: list[Inputs] = []
+    every: Sequence[InputStatistics], sizes: Sequence[int]
+) -> Iterator[list[InputStatistics]]:
+    """The values in portions whose second moments take at most ``MOMENTS`` bytes."""
+    portion: list[InputStatistics] = []
     held = 0
-    for inputs, (_, size) in zip(every, sizes, strict=True):
+    for inputs, size in zip(every, sizes, strict=True):
         if portion and held + 4 * size * size > MOMENTS:
             yield portion
-            portion, held = [], 0
+            portion = []
+            held = 0
         portion.append(inputs)
         held += 4 * size * size
     if portion:
         yield portion
 
 
-class _Sees:
+class _Observing:
+    """The handler that sums up what the first reader of each value reads."""
+
     def __init__(
-        self, model: QuantizedModel, every: Sequence[Inputs], moments: bool, tokens: int
+        self,
+        model: QuantizedModel,
+        every: Sequence[InputStatistics],
+        moments: bool,
+        tokens: int,
     ) -> None:
-        self.model, self.tokens = model, tokens
-        self.by_site = {
-            reader.site: (inputs, reader)
-            for inputs in every
-            for reader in inputs.readers
-        }
+        self.model = model
+        self.tokens = tokens
+        self.by_site = {inputs.readers[0].site: inputs for inputs in every}
         self.total: dict[int, Tensor] = {}
         self.rows: dict[int, int] = {}
         self.hessians = {id(inputs): Hessian() for inputs in every} if moments else {}
-        self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def before_write(self, tensor: Tensor) -> None:
         """Nothing is remembered."""
 
     def call(self, call: Call) -> Any:
+        """The call's result, in full precision."""
         site = str(call.site)
         route = self.model.routes.get(site)
-        leaves = (
-            call.leaves
-            if route is None
-            else self.model.divided(route, call.leaves, WeakIdKeyDictionary())
-        )
-        if (
-            site in self.by_site
-            and self.by_site[site][1] is self.by_site[site][0].readers[0]
-        ):
-            inputs, reader = self.by_site[site]
+        leaves = call.leaves
+        if route is not None:
+            leaves = self.model.divided(route, leaves, WeakIdKeyDictionary())
+        inputs = self.by_site.get(site)
+        if inputs is not None:
+            reader = inputs.readers[0]
             moved = leaves[reader.place].movedim(reader.axis, -1)
-            rows = moved.reshape(-1, moved.shape[-1])
-            largest, key = rows.abs().amax(0), id(inputs)
-            inputs.largest = (
-                torch.maximum(inputs.largest, largest)
-                if inputs.largest.numel()
-                else largest
-            )
-            self.total[key] = self.total.get(
-                key, torch.zeros_like(largest)
-            ) + rows.abs().sum(0)
-            self.rows[key] = self.rows.get(key, 0) + len(rows)
-            if self.tokens:
-                some = rows[:: -(-len(rows) // self.tokens)]
-                inputs.rows = (
-                    torch.cat([inputs.rows, some])
-                    if inputs.rows.numel()
-                    else some.clone()
-                )
-            if key in self.hessians:
-                self.hessians[key].add(rows)
+            self._add(inputs, moved.reshape(-1, moved.shape[-1]))
         return call.run(leaves)
 
+    def _add(self, inputs: InputStatistics, rows: Tensor) -> None:
+        magnitudes = rows.abs()
+        largest = magnitudes.amax(0)
+        if inputs.largest.numel():
+            largest = torch.maximum(inputs.largest, largest)
+        inputs.largest = largest
+        key = id(inputs)
+        total = self.total.get(key, torch.zeros_like(largest))
+        self.total[key] = total + magnitudes.sum(0)
+        self.rows[key] = self.rows.get(key, 0) + len(rows)
+        if self.tokens:
+            some = rows[:: -(-len(rows) // self.tokens)]
+            kept = [inputs.rows, some] if inputs.rows.numel() else [some]
+            inputs.rows = torch.cat(kept)
+        if key in self.hessians:
+            self.hessians[key].add(rows)
 
-def _see(
+
+def _observe(
     model: QuantizedModel,
     workload: Workload,
     batches: Sequence[Any],
-    some: Sequence[Inputs],
+    portion: Sequence[InputStatistics],
     moments: bool,
     tokens: int,
 ) -> None:
-    """One pass over the batches in full precision."""
-    handler = _Sees(model, some, moments, tokens)
-    own = workload.with_model(model.model)
+    """Fill in the statistics by one pass over the batches in full precision."""
+    handler = _Observing(model, portion, moments, tokens)
+    float_workload = workload.with_model(model.model)
     with (
         preserve(model.model),
         torch.no_grad(),
@@ -195,11 +212,10 @@ def _see(
         for batch in batches:
             mode.begin()
             with mode:
-                own.run(batch)
-    for inputs in some:
-        inputs.mean = handler.total[id(inputs)] / handler.rows[id(inputs)]
+                float_workload.run(batch)
+    for inputs in portion:
+        key = id(inputs)
+        inputs.mean = handler.total[key] / handler.rows[key]
         if moments:
-            inputs.moments = {
-                reader.site: handler.hessians[id(inputs)].matrix
-                for reader in inputs.readers
-            }
+            matrix = handler.hessians[key].matrix
+            inputs.moments = {reader.site: matrix for reader in inputs.readers}

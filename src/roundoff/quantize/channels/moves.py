@@ -27,7 +27,7 @@ _SAME = (
     operators_that("keep values") | operators_that("cast") | operators_that("drop out")
 )
 _CUTS = operators_that("cut out") - {"chunk", "unsafe_chunk"}
-_SPLITS = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
+_SPLITS = operators_that("reshape")
 _JOINS = operators_that("join") | {"where"}
 _WRITES = (
     operators_that("write into") | operators_that("fill") | operators_that("copy in")

@@ -1,7 +1,8 @@
-"""Balancing: input channels divided by factors in the activation and multiplied by them in the weights that read it.
+"""Smoothing factors: channels divided in an activation, multiplied in weights that read it.
 
-The product is the same, ``(x / s) · (s W)``, but outlier channels of the activation move into weights that have room.
-SmoothQuant (Xiao et al., arXiv:2211.10438) and the DMQ balancer of Ascend's AMCT choose s from ranges alone.
+The product is the same, ``(x / s) · (s W)``, but outlier channels of the activation move
+into weights that have room. SmoothQuant (Xiao et al., arXiv:2211.10438) and the DMQ
+balancer of Ascend's AMCT choose s from ranges alone.
 """
 
 from __future__ import annotations
@@ -12,13 +13,9 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import QuantizationError
-from roundoff.formats import Format, Granularity, choose_qparams, fake_quantize
 from roundoff.quantize.weights.matrix import from_matrix, matrix_view
 from roundoff.quantize.weights.output_error import (
-    Gain,
     check_finite,
-    quadratic,
-    relative_db,
 )
 
 
@@ -28,19 +25,16 @@ def input_amax(weight: Tensor, operator: str, groups: int = 1) -> Tensor:
     >>> input_amax(torch.tensor([[1.0, -4.0], [3.0, 2.0]]), "linear")
     tensor([3., 4.])
     """
-    matrices = matrix_view(weight, operator, groups)
-    return (
-        matrices.abs()
-        .amax(-2)
-        .reshape(_channels(weight, operator, groups), -1)
-        .amax(-1)
-    )
+    largest = matrix_view(weight, operator, groups).abs().amax(-2)
+    return largest.reshape(_channels(weight, operator, groups), -1).amax(-1)
 
 
 def scale_inputs(
     weight: Tensor, factors: Tensor, operator: str, groups: int = 1
 ) -> Tensor:
-    """The weight with each input channel multiplied by its factor, ``[channels]``; the activation is to be divided.
+    """The weight with each input channel multiplied by its factor, ``[channels]``.
+
+    The activation is to be divided by the factors.
 
     >>> scale_inputs(torch.ones(2, 2), torch.tensor([2.0, 0.5]), "linear")
     tensor([[2.0000, 0.5000],
@@ -55,15 +49,10 @@ def scale_inputs(
             expected=f"shape ({channels},), one for each input channel",
             got=f"shape {tuple(factors.shape)}",
         )
-    wide = factors.to(weight)[:, None].expand(
-        channels, matrices.shape[0] * matrices.shape[2] // channels
-    )
-    return from_matrix(
-        matrices * wide.reshape(matrices.shape[0], 1, -1),
-        weight.shape,
-        operator,
-        groups,
-    )
+    taps = matrices.shape[0] * matrices.shape[2] // channels
+    wide = factors.to(weight)[:, None].expand(channels, taps)
+    scaled = matrices * wide.reshape(matrices.shape[0], 1, -1)
+    return from_matrix(scaled, weight.shape, operator, groups)
 
 
 def _channels(weight: Tensor, operator: str, groups: int) -> int:
@@ -82,7 +71,8 @@ def smoothquant(
 
     Args:
         activation: largest magnitude of each channel, ``[channels]``.
-        weights: of every operator that reads this activation, the largest magnitude of each input channel (``input_amax``).
+        weights: of every operator that reads this activation, the largest magnitude of
+            each input channel (``input_amax``).
         strength: α in [0, 1]; 0.5 shares the range evenly.
 
     Raises:
@@ -97,18 +87,21 @@ def smoothquant(
 
 
 def dmq(activation: Tensor, weights: Sequence[Tensor], strength: float = 0.5) -> Tensor:
-    """Factors of AMCT's DMQ balancer: SmoothQuant's, with its own rules where a range is zero. ``[channels]``.
+    """Factors of AMCT's DMQ balancer, ``[channels]``.
 
-    ========================  ==========================  ====================================================
-    activation of a channel   weights of it               factor
-    ========================  ==========================  ====================================================
-    > 0                       > 0                         ``max|x_c|^α / max|w_c|^(1-α)``
-    0                         0                           1
-    0                         > 0                         ``max(w f) / max|w_c|``: its weights fill their range
-    > 0                       0                           ``max|x_c| / max(x / f)``: its values fill theirs
-    ========================  ==========================  ====================================================
+    They are SmoothQuant's, with rules of their own where a range is zero:
 
-    The maxima of ``w f`` and ``x / f`` go over the channels of the first row; where there is none, the factor is 1.
+    ==========  =======  ====================================================
+    activation  weights  factor
+    ==========  =======  ====================================================
+    > 0         > 0      ``max|x_c|^α / max|w_c|^(1-α)``
+    0           0        1
+    0           > 0      ``max(w f) / max|w_c|``: its weights fill their range
+    > 0         0        ``max|x_c| / max(x / f)``: its values fill theirs
+    ==========  =======  ====================================================
+
+    The maxima of ``w f`` and ``x / f`` go over the channels of the first row; where there
+    is none, the factor is 1.
     Arguments and errors as for ``smoothquant``, with α in [0.2, 0.8].
 
     Example:
@@ -120,18 +113,19 @@ def dmq(activation: Tensor, weights: Sequence[Tensor], strength: float = 0.5) ->
     factors = torch.where(both, _power(x, w, strength), 1.0)
     if not bool(both.any()):
         return factors
-    weight_top, activation_top = (w * factors)[both].amax(), (x / factors)[both].amax()
+    weight_top = (w * factors)[both].amax()
+    activation_top = (x / factors)[both].amax()
     factors = torch.where((x == 0) & (w > 0), weight_top / w, factors)
     return torch.where((x > 0) & (w == 0), x / activation_top, factors)
 
 
 def _power(x: Tensor, w: Tensor, strength: float) -> Tensor:
-    """Kept within 2^±60, so that neither the factor nor its inverse leaves fp32 (channels of magnitude 1e-30, say)."""
-    return (
-        (x.double() ** strength / w.double() ** (1 - strength))
-        .clamp_(2.0**-60, 2.0**60)
-        .to(x.dtype)
-    )
+    """``x^α / w^(1-α)`` within 2^±60.
+
+    So neither the factor nor its inverse leaves fp32 (channels of magnitude 1e-30, say).
+    """
+    factors = x.double() ** strength / w.double() ** (1 - strength)
+    return factors.clamp_(2.0**-60, 2.0**60).to(x.dtype)
 
 
 def _ranges(
@@ -141,18 +135,13 @@ def _ranges(
     strength: float,
     limits: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
+    """The ranges of the activation and of all weights together, ``[channels]``."""
     check_finite(where, activation=activation)
     for weight in weights:
         check_finite(where, weight=weight)
-    fault = None
+    fault = _range_fault(activation, weights)
     if not limits[0] <= strength <= limits[1]:
         fault = f"strength {strength}"
-    elif not weights:
-        fault = "no weights"
-    elif activation.dim() != 1 or any(w.shape != activation.shape for w in weights):
-        fault = f"shapes {tuple(activation.shape)} and {', '.join(str(tuple(w.shape)) for w in weights)}"
-    elif any(bool((t < 0).any()) for t in (activation, *weights)):
-        fault = "magnitudes below 0"
     if fault:
         raise QuantizationError(
             "these channels cannot be balanced",
@@ -164,48 +153,12 @@ def _ranges(
     return activation, torch.stack([w.to(activation) for w in weights]).amax(0)
 
 
-def predicted_gain(
-    name: str,
-    factors: Tensor,
-    activation: Tensor,
-    readers: Sequence[tuple[Tensor, Tensor]],
-    weight_format: Format,
-    activation_format: Format,
-    granularity: Granularity,
-) -> Gain:
-    """What factors will gain in the operators' output, without running them: SQNR in dB with factors 1 and with these.
-
-    The noise is that of the rounded weights, ``tr(Δ H Δᵀ)``, and that of the activation in one scale for the tensor: a
-    step d makes an error of power d²/12 in each element (uniform and independent: Widrow and Kollár, Quantization Noise,
-    2008, chapter 4), so ``d²/12 Σ |(s W)_j|²`` in the output. For float formats d is taken at the top binade.
-
-    Args:
-        name: of the gain.
-        factors: ``[channels]``.
-        activation: largest magnitude of each channel, ``[channels]``.
-        readers: for each operator its matrices ``[groups, out, in]`` and their ``[groups, in, in]`` second moments.
-        weight_format: of the weights.
-        activation_format: of the activation.
-        granularity: of the matrices: PerToken for a scale per output channel.
-    """
-    before = after = signal = 0.0
-    for weight, hessian in readers:
-        signal += float(quadratic(weight, hessian).double().sum())
-        taps = weight.shape[0] * weight.shape[2] // len(factors)
-        for s in (torch.ones_like(factors), factors):
-            wide = s[:, None].expand(-1, taps).reshape(weight.shape[0], 1, -1)
-            scaled = weight * wide
-            rounded = fake_quantize(
-                scaled,
-                choose_qparams(scaled, weight_format, granularity),
-                weight_format,
-            )
-            noise = float(quadratic((rounded - scaled) / wide, hessian).double().sum())
-            step = float(choose_qparams(activation / s, activation_format).scale.max())
-            step *= 2.0 ** activation_format.quantum_exponent(activation_format.emax)
-            noise += step**2 / 12 * float(scaled.double().square().sum())
-            if s is factors:
-                after += noise
-            else:
-                before += noise
-    return Gain(name, relative_db(before, signal), relative_db(after, signal))
+def _range_fault(activation: Tensor, weights: Sequence[Tensor]) -> str:
+    if not weights:
+        return "no weights"
+    if activation.dim() != 1 or any(w.shape != activation.shape for w in weights):
+        shapes = ", ".join(str(tuple(w.shape)) for w in weights)
+        return f"shapes {tuple(activation.shape)} and {shapes}"
+    if any(bool((t < 0).any()) for t in (activation, *weights)):
+        return "magnitudes below 0"
+    return ""

@@ -1,34 +1,44 @@
-"""Channel scales that cost the output least: equalisation by what the budget knows, not by ranges alone.
+"""Channel scales that cost the output least: equalisation by error, not by ranges alone.
 
-Cross-layer equalisation (``equalise.py``) makes weight ranges equal, and SmoothQuant's rule splits a range between
-activation and weight by an exponent that is guessed. Here both sides of each channel are weighed by the squared adjoint
-``a`` of the output (``importance.py``). With rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization Noise,
-2008, section 3), channels divided by s cost the output::
+Cross-layer equalisation (``equalise.py``) makes weight ranges equal, and SmoothQuant's rule
+splits a range between activation and weight by an exponent that is guessed. Here both sides
+of each channel are weighed by the squared adjoint ``a`` of the output (``importance.py``).
+With rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization Noise, 2008, section
+3), channels divided by s cost the output::
 
-    values     Σ_v Δ_v²/12 Σ_c a_vc s_c²,            Δ_v = (max_c high_vc/s_c - min_c low_vc/s_c) / levels
-    weights    γ Σ_o a_o Δ_o²/12 Σ_c n E[x_c²]/s_c²,  Δ_o = max_c |W_oc| s_c / top
+    values   Σ_v Δ_v²/12 Σ_c a_vc s_c²
+    weights  γ Σ_o a_o Δ_o²/12 Σ_c n E[x_c²]/s_c²
 
-over all values that are quantized and all weights that read the channels; a scale on the side that makes a channel cancels
-where weights have one scale per output channel. γ is the share of the weights' noise that GPTQ leaves. The sum is
-minimised over all groups of channels at once, by gradient descent on log s.
+    Δ_v = (max_c high_vc/s_c - min_c low_vc/s_c) / levels
+    Δ_o = max_c |W_oc| s_c / top
 
-A ReLU6 stays as it is: a channel that reaches its bound keeps its scale, others grow until they reach it.
+over all values that are quantized and all weights that read the channels; a scale on the
+side that makes a channel cancels where weights have one scale per output channel. γ is the
+share of the weights' noise that GPTQ leaves. The sum is minimised over all groups of
+channels at once, by gradient descent on log s.
+
+A ReLU6 stays as it is: a channel that reaches its bound keeps its scale, others grow until
+they reach it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundoff.formats import PerTensor
-from roundoff.quantize.channels.descent import descend
-from roundoff.quantize.channels.equalise import rescale_, why_not
-from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
+from roundoff.quantize.channels.groups import (
+    Binding,
+    ChannelGroup,
+    followed,
+    groups_of,
+)
+from roundoff.quantize.channels.rescale import rescale_, why_not_rescalable
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel
@@ -36,30 +46,69 @@ from roundoff.quantize.weights.matrix import matrix_view
 from roundoff.quantize.weights.output_error import Gain
 from roundoff.workload import Workload
 
-#: What GPTQ leaves of a weight's noise, for the balance with the values' noise (measured: 0.1 to 0.4).
+#: Share of a weight's noise that GPTQ leaves, for the balance with the values' noise
+#: (measured: 0.1 to 0.4).
 GAMMA = 0.3
 #: Room between the largest calibration value of a channel and the bound of a ReLU6.
 ROOM = 1.2
-#: The range of a value in the sums above is this norm of its channels' extremes instead of their largest: the observer will
-#: clip a few outliers anyway (measured: 0.1 to 0.2 dB more than the maximum).
+#: The range of a value in the sums above is this norm of its channels' extremes instead of
+#: their largest: the observer will clip a few outliers anyway (measured: 0.1 to 0.2 dB more
+#: than the maximum).
 NORM = 12
 
 
-@dataclass
-class _Side:
-    """One value or weight: where the scales of which groups stand among its channels."""
+def descend(
+    noise: Callable[[Sequence[Tensor]], Tensor],
+    sizes: Sequence[int],
+    *,
+    steps: int,
+    rate: float,
+    bounds: Sequence[tuple[Tensor, Tensor]] = (),
+) -> tuple[list[Tensor], float, float]:
+    """Minimise ``log noise`` over the logarithms of channel factors.
 
-    length: int
-    parts: list[tuple[int, Tensor]] = field(default_factory=list)
+    Adam (Kingma and Ba, arXiv:1412.6980) with a rate that falls to 0. The best step is
+    kept, so the noise never rises.
 
-    def scales(self, logs: Sequence[Tensor]) -> Tensor:
-        """log s for each channel, 0 where no group is."""
-        found = torch.zeros(self.length)
-        for group, index in self.parts:
-            found = found.index_put(
-                (index.flatten(),), logs[group].repeat_interleave(index.shape[1])
-            )
-        return found
+    Args:
+        noise: of logs with these sizes.
+        sizes: of the logs, which start at 0.
+        steps: of Adam.
+        rate: of the first step.
+        bounds: the lowest and highest logs.
+
+    Returns:
+        The best logs, and the noise before and after. NaN for both where there is no noise,
+        or none that depends on the logs.
+
+    >>> noise = lambda logs: torch.cosh(logs[0] - 0.5).sum()
+    >>> logs, before, after = descend(noise, [1], steps=200, rate=0.1)
+    >>> round(float(logs[0]), 2), before > after
+    (0.5, True)
+    """
+    logs = [torch.zeros(size, requires_grad=True) for size in sizes]
+    best = [log.detach().clone() for log in logs]
+    with torch.enable_grad():
+        first = noise(logs)
+        before = float(first.detach())
+        if not (first.requires_grad and before > 0):
+            return best, math.nan, math.nan
+        least = before
+        optimizer = torch.optim.Adam(logs, lr=rate)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * (1 - step / steps)
+            optimizer.zero_grad()
+            current = noise(logs)
+            current.log().backward()  # type: ignore[no-untyped-call]
+            if float(current.detach()) < least:
+                least = float(current.detach())
+                best = [log.detach().clone() for log in logs]
+            optimizer.step()
+            with torch.no_grad():
+                for log, (low, high) in zip(logs, bounds, strict=False):
+                    log.clamp_(low, high)
+    return best, before, least
 
 
 def spread_(
@@ -72,207 +121,276 @@ def spread_(
     gamma: float = GAMMA,
     steps: int = 100,
 ) -> Gain:
-    """Rescale the channels of a quantized model, in place, so that its formats cost the output least; before calibration.
+    """Rescale the channels of a quantized model, in place, so that its formats cost least.
 
-    Returns the SQNR of the output in dB that the sums above predict, before and after; NaN with a reason where nothing is to
-    be rescaled. Groups that cannot be are left (``equalise.why_not`` has their reasons).
+    Call it before calibration. Groups that cannot be rescaled are left
+    (``rescale.why_not_rescalable`` has their reasons).
+
+    Returns:
+        The SQNR of the output in dB that the sums above predict, before and after; NaN with
+        a reason where nothing is to be rescaled.
     """
     batches = workload.batches[:1] if batches is None else list(batches)
-    every = groups_of(
-        followed(model.model, batches, workload.forward).labels, "rescale"
-    )
-    groups = [
-        g
-        for g in every
-        if g.producers and g.consumers and why_not(g, clips=True) is None
-    ]
+    labels = followed(model.model, batches, workload.forward).labels
+    every = groups_of(labels, "rescale")
+    groups = [group for group in every if _spreadable(group)]
     if not groups:
-        return Gain(
-            "spread", math.nan, math.nan, "no group of channels can be rescaled"
-        )
-    problem = _Problem(model, graph, weights, groups, gamma)
-    logs, before, after = problem.solve(steps)
+        return _no_gain("no group of channels can be rescaled")
+    noise = OutputNoise(model, graph, weights, groups, gamma)
+    logs, before, after = descend(
+        noise,
+        [group.size for group in groups],
+        steps=steps,
+        rate=0.06,
+        bounds=_bounds(graph, weights, groups),
+    )
     if math.isnan(before):
-        return Gain(
-            "spread",
-            math.nan,
-            math.nan,
-            "no channel that can be rescaled costs the output anything",
-        )
+        return _no_gain("no channel that can be rescaled costs the output anything")
     for group, log in zip(groups, logs, strict=True):
         rescale_(model.model, group, log.double().exp(), clips=True)
         model.moves.append((group, log.double().exp(), True))
-    rescaled = f"{len(groups)} of {len(every)} groups of channels"
-    db = [
-        10 * math.log10(weights.output / noise) if weights.output > 0 else -math.inf
-        for noise in (before, after)
-    ]
-    return Gain("spread", db[0], db[1], f"predicted, {rescaled}")
+    note = f"predicted, {len(groups)} of {len(every)} groups of channels"
+    return Gain("spread", _db(weights, before), _db(weights, after), note)
 
 
-class _Problem:
+def _spreadable(group: ChannelGroup) -> bool:
+    if not group.producers or not group.consumers:
+        return False
+    return why_not_rescalable(group, clips=True) is None
+
+
+def _no_gain(reason: str) -> Gain:
+    return Gain("spread", math.nan, math.nan, reason)
+
+
+def _db(weights: Importance, noise: float) -> float:
+    if weights.output > 0:
+        return 10 * math.log10(weights.output / noise)
+    return -math.inf
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where the channels of a group stand on an axis: ``index`` is ``[size, k]``."""
+
+    group: int
+    index: Tensor
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One value or weight: where the scales of which groups stand among its channels."""
+
+    length: int
+    parts: list[_Part]
+
+    def log_scales(self, logs: Sequence[Tensor]) -> Tensor:
+        """log s for each channel, 0 where no group is."""
+        scales = torch.zeros(self.length)
+        for part in self.parts:
+            repeated = logs[part.group].repeat_interleave(part.index.shape[1])
+            scales = scales.index_put((part.index.flatten(),), repeated)
+        return scales
+
+
+@dataclass(frozen=True)
+class _ValueNoise:
+    """``Δ_v²/12 Σ_c a_vc s_c²`` of one value."""
+
+    side: _Side
+    adjoint: Tensor
+    low: Tensor
+    high: Tensor
+    levels: float
+
+    def __call__(self, logs: Sequence[Tensor]) -> Tensor:
+        s = self.side.log_scales(logs).exp()
+        step = (_extent(self.high / s) + _extent(-self.low / s)) / self.levels
+        return (self.adjoint * s * s).sum() * step * step / 12
+
+
+@dataclass(frozen=True)
+class _WeightNoise:
+    """``Σ_o a_o Δ_o²/12 Σ_c n E[x_c²]/s_c²`` of one weight.
+
+    Attributes:
+        side: its input channels.
+        largest: ``|W|`` over the taps, ``[groups, out, in]``.
+        adjoint: a_o, ``[groups, out]``.
+        power: ``n E[x_c²]``, ``[groups, in]``.
+        top: the format's largest code.
+    """
+
+    side: _Side
+    largest: Tensor
+    adjoint: Tensor
+    power: Tensor
+    top: float
+
+    def __call__(self, logs: Sequence[Tensor]) -> Tensor:
+        s = self.side.log_scales(logs).exp().view(self.power.shape)
+        step = (self.largest * s[:, None, :]).amax(-1) / self.top
+        rounding = (self.adjoint * step * step / 12).sum(-1)
+        return (rounding * (self.power / (s * s)).sum(-1)).sum()
+
+
+class OutputNoise:
+    """The sums of the module docstring, for some groups of channels."""
+
     def __init__(
         self,
         model: QuantizedModel,
         graph: Graph,
         weights: Importance,
-        groups: list[ChannelGroup],
+        groups: Sequence[ChannelGroup],
         gamma: float,
     ) -> None:
-        self.groups = groups
-        made: dict[str, list[tuple[int, Tensor]]] = {}
-        read: dict[str, list[tuple[int, Tensor]]] = {}
-        for i, group in enumerate(groups):
-            for found, bindings in ((made, group.producers), (read, group.consumers)):
-                for binding in bindings:
-                    found.setdefault(binding.name, []).append((i, binding.index))
-        self.values = []
-        self.lowest = [torch.full((g.size,), -math.inf) for g in groups]
-        self.highest = [torch.full((g.size,), math.inf) for g in groups]
-        for name, quantizer in model.named():
-            known = weights.values.get(name)
-            if (
-                quantizer.weight
-                or known is None
-                or not isinstance(quantizer.granularity, PerTensor)
-            ):
-                continue
-            parts = _origin(graph, name, made)
-            if parts and all(
-                int(index.max()) < len(known.channel) for _, index in parts
-            ):
-                levels = quantizer.fmt.max_finite - quantizer.fmt.min_finite
-                self.values.append((_Side(len(known.channel), parts), known, levels))
-        self._bounds(graph, weights, made)
-        self.weights = []
-        for node in graph.nodes.values():
-            weight = self._weight(model, node, read, weights)
-            if weight is not None:
-                self.weights.append(weight)
+        makers = _parts_by_name([group.producers for group in groups])
+        readers = _parts_by_name([group.consumers for group in groups])
         self.gamma = gamma
-
-    def _bounds(
-        self,
-        graph: Graph,
-        weights: Importance,
-        made: dict[str, list[tuple[int, Tensor]]],
-    ) -> None:
-        """Limits of log s where a clip follows: no channel may come to pass a bound that it did not pass."""
-        for i, group in enumerate(self.groups):
-            for operator in group.operators:
-                if operator.law != "clipped" or operator.bounds is None:
-                    continue
-                low, bound = operator.bounds
-                known = weights.values.get(operator.site)
-                parts = [
-                    index for g, index in _origin(graph, operator.site, made) if g == i
-                ]
-                if low != 0.0 or known is None or not parts:
-                    self.lowest[i] = self.highest[i] = torch.zeros(group.size)
-                    continue
-                reached = known.high[parts[0][:, 0]]
-                least = (
-                    (reached.clamp(min=bound * 1e-3) * ROOM / bound)
-                    .log()
-                    .clamp(max=0.0)
-                )
-                least = torch.where(reached < bound, least, 0.0)
-                self.lowest[i] = torch.maximum(self.lowest[i], least)
-                self.highest[i] = torch.minimum(
-                    self.highest[i], torch.zeros(group.size)
-                )
-
-    def _weight(
-        self,
-        model: QuantizedModel,
-        node: Node,
-        read: dict[str, list[tuple[int, Tensor]]],
-        weights: Importance,
-    ) -> tuple[_Side, Tensor, Tensor, Tensor, float] | None:
-        """(side, largest |W| as [groups, out, in], adjoint power [groups, out], input power [groups, in], top)."""
-        route, result = model.routes.get(node.site), weights.results.get(node.site)
-        if route is None or result is None or node.kind not in ("conv", "linear"):
-            return None
-        name = next((n for n in route.uses.values() if model.quantizer(n).weight), None)
-        value = next(
-            (n for n in route.uses.values() if not model.quantizer(n).weight), None
+        self.values = _value_noises(model, graph, weights, makers)
+        terms = (
+            _weight_noise(model, node, readers, weights)
+            for node in graph.nodes.values()
         )
-        if (
-            name is None
-            or value is None
-            or name not in read
-            or value not in weights.values
-        ):
-            return None
-        parameter = model.model.get_parameter(name).detach()
-        groups = node.groups
-        matrices = matrix_view(parameter, node.operator, groups)
-        known = weights.values[value]
-        channels = len(known.square) // groups
-        taps = matrices.shape[-1] // channels if channels else 0
-        if not taps or channels * taps != matrices.shape[-1]:
-            return None
-        largest = matrices.abs().reshape(*matrices.shape[:-1], channels, taps).amax(-1)
-        power = known.square.view(groups, channels) / known.samples * taps
-        side = _Side(groups * channels, read[name])
-        return (
-            side,
-            largest,
-            result.channel.view(groups, -1),
-            power,
-            model.quantizer(name).fmt.max_finite,
-        )
+        self.weights = [term for term in terms if term is not None]
 
-    def noise(self, logs: Sequence[Tensor]) -> Tensor:
+    def __call__(self, logs: Sequence[Tensor]) -> Tensor:
         """What the output loses with these log scales."""
         total = torch.zeros(())
-        for side, known, levels in self.values:
-            s = side.scales(logs).exp()
-            step = (_extent(known.high / s) + _extent(-known.low / s)) / levels
-            total = total + (known.channel * s * s).sum() * step * step / 12
-        for side, largest, adjoint, power, top in self.weights:
-            s = side.scales(logs).exp().view(power.shape)
-            step = (largest * s[:, None, :]).amax(-1) / top
-            total = (
-                total
-                + self.gamma
-                * (
-                    (adjoint * step * step / 12).sum(-1) * (power / (s * s)).sum(-1)
-                ).sum()
-            )
+        for value in self.values:
+            total = total + value(logs)
+        for weight in self.weights:
+            total = total + self.gamma * weight(logs)
         return total
 
-    def solve(self, steps: int) -> tuple[list[Tensor], float, float]:
-        """log s of each group, and the noise before and after; NaN where no channel that can be rescaled has a part."""
-        bounds = list(zip(self.lowest, self.highest, strict=True))
-        return descend(
-            self.noise,
-            [g.size for g in self.groups],
-            steps=steps,
-            rate=0.06,
-            bounds=bounds,
+
+def _parts_by_name(
+    bindings_of_groups: Sequence[Sequence[Binding]],
+) -> dict[str, list[_Part]]:
+    """The parts of all groups on each weight."""
+    parts: dict[str, list[_Part]] = {}
+    for i, bindings in enumerate(bindings_of_groups):
+        for binding in bindings:
+            parts.setdefault(binding.name, []).append(_Part(i, binding.index))
+    return parts
+
+
+def _value_noises(
+    model: QuantizedModel,
+    graph: Graph,
+    weights: Importance,
+    makers: dict[str, list[_Part]],
+) -> list[_ValueNoise]:
+    terms = []
+    for name, quantizer in model.named():
+        statistics = weights.values.get(name)
+        one_scale = isinstance(quantizer.granularity, PerTensor)
+        if quantizer.weight or statistics is None or not one_scale:
+            continue
+        channels = len(statistics.channel)
+        parts = _origin(graph, name, makers)
+        if not parts or any(int(part.index.max()) >= channels for part in parts):
+            continue
+        levels = quantizer.fmt.max_finite - quantizer.fmt.min_finite
+        terms.append(
+            _ValueNoise(
+                _Side(channels, parts),
+                statistics.channel,
+                statistics.low,
+                statistics.high,
+                levels,
+            )
         )
+    return terms
+
+
+def _weight_noise(
+    model: QuantizedModel,
+    node: Node,
+    readers: dict[str, list[_Part]],
+    weights: Importance,
+) -> _WeightNoise | None:
+    """The noise of the weight that a call reads; None where no group or no statistics are known."""
+    route = model.routes.get(node.site)
+    result = weights.results.get(node.site)
+    if route is None or result is None or node.kind not in ("conv", "linear"):
+        return None
+    names = list(route.uses.values())
+    weight = next((n for n in names if model.quantizer(n).weight), None)
+    value = next((n for n in names if not model.quantizer(n).weight), None)
+    if weight is None or weight not in readers:
+        return None
+    if value is None or value not in weights.values:
+        return None
+    groups = node.groups
+    parameter = model.model.get_parameter(weight).detach()
+    matrices = matrix_view(parameter, node.operator, groups)
+    inputs = weights.values[value]
+    channels = len(inputs.square) // groups
+    taps = matrices.shape[-1] // channels if channels else 0
+    if not taps or channels * taps != matrices.shape[-1]:
+        return None
+    by_tap = matrices.abs().reshape(*matrices.shape[:-1], channels, taps)
+    return _WeightNoise(
+        _Side(groups * channels, readers[weight]),
+        by_tap.amax(-1),
+        result.channel.view(groups, -1),
+        inputs.square.view(groups, channels) / inputs.samples * taps,
+        model.quantizer(weight).fmt.max_finite,
+    )
+
+
+def _bounds(
+    graph: Graph, weights: Importance, groups: Sequence[ChannelGroup]
+) -> list[tuple[Tensor, Tensor]]:
+    """The lowest and highest log s of each group.
+
+    Only clips bound them: no channel may come to pass a bound that it did not pass.
+    """
+    makers = _parts_by_name([group.producers for group in groups])
+    bounds = []
+    for i, group in enumerate(groups):
+        low = torch.full((group.size,), -math.inf)
+        high = torch.full((group.size,), math.inf)
+        for operator in group.operators:
+            if operator.law != "clipped" or operator.bounds is None:
+                continue
+            least, bound = operator.bounds
+            statistics = weights.values.get(operator.site)
+            parts = _origin(graph, operator.site, makers)
+            indices = [part.index for part in parts if part.group == i]
+            if least != 0.0 or statistics is None or not indices:
+                low = torch.zeros(group.size)
+                high = torch.zeros(group.size)
+                continue
+            reached = statistics.high[indices[0][:, 0]]
+            low = torch.maximum(low, _lowest_log(reached, bound))
+            high = torch.minimum(high, torch.zeros(group.size))
+        bounds.append((low, high))
+    return bounds
+
+
+def _lowest_log(reached: Tensor, bound: float) -> Tensor:
+    """How far channels may grow until they nearly reach the bound of a clip; 0 if they do."""
+    growth = reached.clamp(min=bound * 1e-3) * ROOM / bound
+    return torch.where(reached < bound, growth.log().clamp(max=0.0), 0.0)
 
 
 def _extent(ends: Tensor) -> Tensor:
     return ends.clamp(min=1e-9).pow(NORM).mean().pow(1 / NORM)
 
 
-def _origin(
-    graph: Graph, value: str, made: dict[str, list[tuple[int, Tensor]]]
-) -> list[tuple[int, Tensor]]:
-    """The groups whose channels a value holds, and where: by the weight that made it, through what only passes it on."""
+def _origin(graph: Graph, value: str, makers: dict[str, list[_Part]]) -> list[_Part]:
+    """The groups whose channels a value holds, and where.
+
+    By the weight that made it, through operators that only pass it on.
+    """
     node = graph.nodes.get(value)
     while node is not None:
         weight = next((use.value for use in node.uses if use.weight), None)
         if weight is not None:
-            return made.get(weight, [])
-        node = next(
-            (
-                found
-                for use in node.uses
-                if (found := graph.nodes.get(use.value)) is not None
-            ),
-            None,
-        )
+            return makers.get(weight, [])
+        sources = (graph.nodes.get(use.value) for use in node.uses)
+        node = next((source for source in sources if source is not None), None)
     return []

@@ -1,7 +1,6 @@
 """Fewer weights: masks, N:M structure, removed channels, low rank; and what that saves."""
 
 from roundoff.quantize.sparsity.channels import PrunedChannels, prune_channels_
-from roundoff.quantize.sparsity.cost import Cost, cost, latency_ratio
 from roundoff.quantize.sparsity.importance import taylor_importance
 from roundoff.quantize.sparsity.low_rank import Decomposed, decompose_
 from roundoff.quantize.sparsity.masks import (
@@ -16,6 +15,7 @@ from roundoff.quantize.sparsity.masks import (
     taylor_scores,
     unstructured_masks,
 )
+from roundoff.quantize.sparsity.model_cost import Cost, latency_ratio, model_cost
 from roundoff.quantize.sparsity.rank import evbmf_rank
 
 __all__ = [
@@ -24,12 +24,12 @@ __all__ = [
     "PrunedChannels",
     "Sparsity",
     "check_n_m",
-    "cost",
     "decompose_",
     "evbmf_rank",
     "finish_",
     "latency_ratio",
     "magnitude_scores",
+    "model_cost",
     "n_m_mask",
     "n_m_masks",
     "prunable",

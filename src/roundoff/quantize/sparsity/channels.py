@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError, RoundoffError
-from roundoff.quantize.channels.equalise import grouped_view
-from roundoff.quantize.channels.fold_batch_norm import check_same, take_over_
+from roundoff.quantize.channels.changed_copy import check_same, take_over_
 from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
-from roundoff.quantize.sparsity.cost import cost
+from roundoff.quantize.channels.rescale import grouped_view
 from roundoff.quantize.sparsity.importance import Importance, score
+from roundoff.quantize.sparsity.model_cost import model_cost
 from roundoff.quantize.sparsity.shrink import shrink_
 from roundoff.workload import Workload
 
@@ -162,7 +162,7 @@ def _search(
 ) -> float:
     """The smallest share of channels whose removal leaves at most ``target`` of the MACs, by bisection."""
     batch = workload.batches[0]
-    whole = cost(workload.model, batch, forward=workload.forward).macs
+    whole = model_cost(workload.model, batch, forward=workload.forward).macs
     known: dict[tuple[tuple[int, int], ...], float] = {}
 
     def left(share: float) -> float:
@@ -170,7 +170,7 @@ def _search(
         key = tuple((i, len(c)) for i, c in chosen.items())
         if key not in known:
             found = (
-                cost(
+                model_cost(
                     _shrunk(workload, groups, chosen).model,
                     batch,
                     forward=workload.forward,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
-from roundoff.quantize.channels.equalise import grouped_view
 from roundoff.quantize.channels.groups import Binding, ChannelGroup
+from roundoff.quantize.channels.rescale import grouped_view
 from roundoff.quantize.sparsity.masks import taylor_scores
 
 Importance = Literal["l2", "batch_norm"] | Callable[[ChannelGroup], Tensor]

@@ -2,14 +2,11 @@
 
 The best approximation of rank r in the Frobenius norm keeps the r largest singular values (Eckart and Young, 1936).
 
-========  =================================  ==================================================
 scheme    matrix                             the two layers
-========  =================================  ==================================================
 linear    out × in                           ``in → r`` (no bias), ``r → out``
 spatial   (in · kh) × (out · kw)             kh × 1, ``in → r``, then 1 × kw, ``r → out`` (Jaderberg et al.,
                                              arXiv:1405.3866, scheme 2)
 channel   in × (out · kh · kw)               1 × 1, ``in → r``, then kh × kw, ``r → out`` (Tucker-1)
-========  =================================  ==================================================
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
 from roundoff.preserve import preserve
-from roundoff.quantize.channels.fold_batch_norm import take_over_
-from roundoff.quantize.sparsity.cost import cost
+from roundoff.quantize.channels.changed_copy import take_over_
+from roundoff.quantize.sparsity.model_cost import model_cost
 from roundoff.quantize.sparsity.rank import evbmf_rank
 from roundoff.workload import Workload
 
@@ -199,7 +196,7 @@ def _decompose(
         ), None
     root = singular[:r].sqrt()
     new = _layers(layer, left[:, :r] * root, root[:, None] * right[:r], kind)
-    before, after = (cost(m, (example,)).macs for m in (layer, new))
+    before, after = (model_cost(m, (example,)).macs for m in (layer, new))
     row = Decomposed(
         path, kind, r, len(singular), energy, after / before if before else 1.0
     )

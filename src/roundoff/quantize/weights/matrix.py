@@ -1,4 +1,4 @@
-"""The weight of a contracting operator as matrices ``[groups, out, in]``, and its inputs as the columns they multiply.
+"""Weights of contracting operators as matrices ``[groups, out, in]``, and their inputs as rows.
 
 ==================  =====================================  =============================================
 operator            shape of the weight                    matrices
@@ -9,9 +9,10 @@ conv1d/2d/3d        (out, in/groups, *kernel)              (groups, out/groups, 
 conv_transpose…     (in, out/groups, *kernel)              (groups, out/groups, in/groups · taps)
 ==================  =====================================  =============================================
 
-A depthwise convolution has as many groups as channels, so one tensor ``[C, 1, taps]``. A transposed convolution is the
-convolution of its input with zeros put between the samples, with flipped taps (Dumoulin and Visin, arXiv:1603.07285,
-section 4); ``patches`` flips the inputs, so the matrix is not flipped.
+A depthwise convolution has as many groups as channels, so one tensor ``[C, 1, taps]``. A
+transposed convolution is the convolution of its input with zeros put between the samples,
+with flipped taps (Dumoulin and Visin, arXiv:1603.07285, section 4); ``patches`` flips the
+inputs, so the matrix is not flipped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from operator import mul
 
@@ -33,7 +35,7 @@ from roundoff.formats import Granularity, QParams
 def matrix_view(weight: Tensor, operator: str, groups: int = 1) -> Tensor:
     """The weight as matrices ``[groups, out, in]``: a view where there is one, else a copy.
 
-    ``operator`` is a name of the table of operators (``capture/operators.py``).
+    ``operator`` is a name of the table of operators (``roundoff.ops``).
 
     Raises:
         QuantizationError: an operator without such a view, or a shape that does not fit it or ``groups``.
@@ -63,7 +65,9 @@ def from_matrix(
     """The inverse of ``matrix_view``: matrices ``[groups, out, in]`` as a weight of ``shape``.
 
     >>> weight = torch.randn(6, 4, 3)
-    >>> torch.equal(from_matrix(matrix_view(weight, "conv_transpose1d", 2), weight.shape, "conv_transpose1d", 2), weight)
+    >>> matrices = matrix_view(weight, "conv_transpose1d", 2)
+    >>> back = from_matrix(matrices, weight.shape, "conv_transpose1d", 2)
+    >>> torch.equal(back, weight)
     True
     """
     _check(shape, operator, groups)
@@ -78,9 +82,10 @@ def from_matrix(
 def matrix_qparams(
     qparams: QParams, shape: Sequence[int], operator: str, groups: int = 1
 ) -> QParams:
-    """The qparams of a weight of ``shape`` as those of its matrices: one scale and zero point for each element.
+    """The qparams of a weight of ``shape`` as those of its matrices.
 
-    Works for every granularity, also for groups along an axis that the matrix has no axis for.
+    One scale and zero point for each element: that works for every granularity, also for
+    groups along an axis that the matrix has no axis for.
 
     >>> from roundoff.formats import PerAxis, choose_qparams, parse_format
     >>> weight = torch.randn(4, 1, 3, 3)
@@ -102,7 +107,7 @@ def weight_qparams(
     groups: int,
     granularity: Granularity,
 ) -> QParams:
-    """The inverse of ``matrix_qparams``: qparams of the matrices as those of a weight of ``shape`` with ``granularity``.
+    """The inverse of ``matrix_qparams``, for a weight of ``shape`` with ``granularity``.
 
     Raises QuantizationError where elements that shall share a scale have different ones.
 
@@ -112,13 +117,14 @@ def weight_qparams(
     tensor([0.5000, 0.2500])
     """
     view, dims = granularity.split(shape)
-    matrices = matrix_view(
-        torch.empty(tuple(shape), device="meta"), operator, groups
-    ).shape
+    meta = torch.empty(tuple(shape), device="meta")
+    matrices = matrix_view(meta, operator, groups).shape
 
-    def kept(x: Tensor) -> Tensor:
+    def shared(x: Tensor) -> Tensor:
+        """The one value of each set of elements."""
         whole = from_matrix(x.expand(matrices), shape, operator, groups).reshape(view)
-        low, high = whole.amin(dims, keepdim=True), whole.amax(dims, keepdim=True)
+        low = whole.amin(dims, keepdim=True)
+        high = whole.amax(dims, keepdim=True)
         if not torch.equal(low, high):
             raise QuantizationError(
                 "elements that share a scale have different ones",
@@ -129,9 +135,10 @@ def weight_qparams(
             )
         return high
 
+    zero_point = qparams.zero_point
     return QParams(
-        kept(qparams.scale),
-        None if qparams.zero_point is None else kept(qparams.zero_point),
+        shared(qparams.scale),
+        None if zero_point is None else shared(zero_point),
         granularity,
     )
 
@@ -139,20 +146,17 @@ def weight_qparams(
 def elementwise(qparams: QParams, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of every element of a tensor of ``shape``.
 
-    Raises QuantizationError for a scale that is not positive and finite, or that does not fit ``shape``.
+    Raises QuantizationError for a scale that is not positive and finite, or that does not
+    fit ``shape``.
     """
-    view = (
-        tuple(shape)
-        if qparams.granularity is None
-        else qparams.granularity.split(shape)[0]
-    )
+    view = tuple(shape)
+    if qparams.granularity is not None:
+        view = qparams.granularity.split(shape)[0]
+    zero_point = qparams.zero_point
     try:
         scale = qparams.scale.expand(view).reshape(tuple(shape))
-        zero_point = (
-            None
-            if qparams.zero_point is None
-            else qparams.zero_point.expand(view).reshape(tuple(shape))
-        )
+        if zero_point is not None:
+            zero_point = zero_point.expand(view).reshape(tuple(shape))
     except RuntimeError:
         raise QuantizationError(
             "the scale does not fit the weight",
@@ -160,12 +164,13 @@ def elementwise(qparams: QParams, shape: Sequence[int]) -> tuple[Tensor, Tensor 
             got=f"a scale of shape {tuple(qparams.scale.shape)}",
             do="search_scales gives scales of the right shape",
         ) from None
-    wrong = int((~((qparams.scale > 0) & qparams.scale.isfinite())).sum())
-    if wrong:
+    usable = (qparams.scale > 0) & qparams.scale.isfinite()
+    unusable = int((~usable).sum())
+    if unusable:
         raise QuantizationError(
             "a scale is not positive and finite",
             expected="scale > 0",
-            got=f"{wrong} of {qparams.scale.numel()} scales are zero, negative, NaN or Inf",
+            got=f"{unusable} of {qparams.scale.numel()} scales are zero, negative, NaN or Inf",
             do="choose_qparams and search_scales give 1 for a channel of zeros",
         )
     return scale, zero_point
@@ -184,11 +189,12 @@ def patches(
     share: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The inputs of one batch as rows ``[groups, n, in]`` that the operator's matrices multiply: ``out = rows @ Wᵀ``.
+    """The inputs of one batch as rows ``[groups, n, in]``: ``out = rows @ Wᵀ``.
 
-    The rows of a convolution are its patches (im2col); n is batch · output positions, ordered so. ``share`` below 1
-    keeps that share of the output positions (at least one), drawn anew in each call and the same for the whole batch:
-    neighbouring patches hold nearly the same values, so that second moments lose little by it.
+    The rows of a convolution are its patches (im2col); n is batch · output positions,
+    ordered so. ``share`` below 1 keeps that share of the output positions (at least one),
+    drawn anew in each call and the same for the whole batch: neighbouring patches hold
+    nearly the same values, so that second moments lose little by it.
 
     Args:
         x: (batch, channels, *space) or, unbatched, (channels, *space); for linear and matmul (..., in).
@@ -205,9 +211,12 @@ def patches(
     Example:
         >>> x, weight = torch.randn(2, 4, 6, 6), torch.randn(8, 2, 3, 3)
         >>> rows = patches(x, "conv2d", (3, 3), stride=2, padding=1, groups=2)
-        >>> out = rows @ matrix_view(weight, "conv2d", 2).mT  # [groups, batch * 3 * 3, out / groups]
+        >>> out = rows @ matrix_view(weight, "conv2d", 2).mT
+        >>> out.shape  # [groups, batch * 3 * 3, out / groups]
+        torch.Size([2, 18, 4])
+        >>> out = out.reshape(2, 2, 9, 4).permute(1, 0, 3, 2).reshape(2, 8, 3, 3)
         >>> want = torch.nn.functional.conv2d(x, weight, stride=2, padding=1, groups=2)
-        >>> torch.allclose(out.reshape(2, 2, 9, 4).permute(1, 0, 3, 2).reshape(2, 8, 3, 3), want, atol=1e-5)
+        >>> torch.allclose(out, want, atol=1e-5)
         True
     """
     if not 0 < share <= 1:
@@ -219,11 +228,9 @@ def patches(
         )
     if operator in ("linear", "matmul"):
         rows = x.reshape(1, -1, x.shape[-1])
-        return (
-            rows
-            if share == 1
-            else rows[:, _some(rows.shape[1], share, generator, x.device)]
-        )
+        if share == 1:
+            return rows
+        return rows[:, _draw(rows.shape[1], share, generator, x.device)]
     _check((groups, 1, *kernel), operator, groups)
     dimensions = len(kernel)
     if x.dim() == dimensions + 1:
@@ -235,106 +242,138 @@ def patches(
             expected=f"shape (batch, channels, {dimensions} lengths) with channels a multiple of {groups}",
             got=f"shape {tuple(x.shape)}",
         )
-    strides, dilations = _each(stride, dimensions), _each(dilation, dimensions)
-    reach = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
+    strides = _per_axis(stride, dimensions)
+    dilations = _per_axis(dilation, dimensions)
     if operator.startswith("conv_transpose"):
-        x, strides = _spread(x, strides), [1] * dimensions
-        cut = (
-            _each(padding, dimensions)
-            if not isinstance(padding, str)
-            else [0] * dimensions
+        windows = _transposed_windows(
+            kernel, dilations, padding, _per_axis(output_padding, dimensions)
         )
-        pads = [
-            (r - p, r - p + o)
-            for r, p, o in zip(
-                reach, cut, _each(output_padding, dimensions), strict=True
-            )
-        ]
-        taps = [
-            [r - d * t for t in range(k)]
-            for r, d, k in zip(reach, dilations, kernel, strict=True)
-        ]
+        x = _with_zeros_between(x, strides)
     else:
-        if isinstance(padding, str):
-            pads = [
-                (r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach
-            ]
-        else:
-            pads = [(p, p) for p in _each(padding, dimensions)]
-        taps = [
-            [d * t for t in range(k)] for d, k in zip(dilations, kernel, strict=True)
-        ]
-    x = pad(x, [p for pair in reversed(pads) for p in pair])
-    lengths = [
-        (n - r - 1) // s + 1
-        for n, r, s in zip(x.shape[2:], reach, strides, strict=True)
-    ]
+        windows = _windows(kernel, strides, dilations, padding)
+    x = pad(x, [width for pair in reversed(windows.pads) for width in pair])
     if share < 1:
-        at = torch.unravel_index(
-            _some(math.prod(lengths), share, generator, x.device), lengths
-        )
-        steps = [math.prod(x.shape[3 + i :]) for i in range(dimensions)]
-        first = sum(p * s * step for p, s, step in zip(at, strides, steps, strict=True))
-        moves = torch.tensor(
-            [sum(map(mul, tap, steps)) for tap in product(*taps)], device=x.device
-        )
-        found = x.flatten(2).index_select(2, (moves[:, None] + first).flatten())
-        stacked = found.reshape(*found.shape[:2], len(moves), -1).permute(
-            1, 2, 0, 3
-        )  # [channels, taps, batch, positions]
-        return stacked.reshape(groups, x.shape[1] // groups * len(moves), -1).mT
+        count = math.prod(windows.outputs(x.shape[2:]))
+        drawn = _draw(count, share, generator, x.device)
+        return _patches_at(x, windows, drawn, groups)
+    return _all_patches(x, windows, groups)
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Where a convolution's windows lie on each spatial axis of its padded input.
+
+    Attributes:
+        strides: from one window to the next.
+        reach: from a window's first element to its last.
+        pads: zeros before and behind the input.
+        taps: offsets of the kernel's elements in a window, in the order of the weight.
+    """
+
+    strides: list[int]
+    reach: list[int]
+    pads: list[tuple[int, int]]
+    taps: list[list[int]]
+
+    def outputs(self, lengths: Sequence[int]) -> list[int]:
+        """How many windows fit on each axis."""
+        axes = zip(lengths, self.reach, self.strides, strict=True)
+        return [(length - reach - 1) // stride + 1 for length, reach, stride in axes]
+
+
+def _windows(
+    kernel: Sequence[int],
+    strides: list[int],
+    dilations: list[int],
+    padding: int | Sequence[int] | str,
+) -> _Windows:
+    axes = list(zip(kernel, dilations, strict=True))
+    reach = [d * (k - 1) for k, d in axes]
+    if padding == "same":
+        pads = [(r // 2, r - r // 2) for r in reach]
+    elif isinstance(padding, str):
+        pads = [(0, 0) for _ in kernel]
+    else:
+        pads = [(p, p) for p in _per_axis(padding, len(kernel))]
+    taps = [[d * t for t in range(k)] for k, d in axes]
+    return _Windows(strides, reach, pads, taps)
+
+
+def _transposed_windows(
+    kernel: Sequence[int],
+    dilations: list[int],
+    padding: int | Sequence[int] | str,
+    output_padding: list[int],
+) -> _Windows:
+    """Windows of a transposed convolution on its input with zeros put between."""
+    reach = [d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]
+    cut = [0] * len(kernel)
+    if not isinstance(padding, str):
+        cut = _per_axis(padding, len(kernel))
+    ends = zip(reach, cut, output_padding, strict=True)
+    pads = [(r - c, r - c + extra) for r, c, extra in ends]
+    axes = zip(reach, dilations, kernel, strict=True)
+    taps = [[r - d * t for t in range(k)] for r, d, k in axes]
+    return _Windows([1] * len(kernel), reach, pads, taps)
+
+
+def _all_patches(x: Tensor, windows: _Windows, groups: int) -> Tensor:
+    """The patches of all windows as strided slices, one for each tap."""
+    lengths = windows.outputs(x.shape[2:])
     x = x.transpose(0, 1)  # channels first: rows lie together
-    columns = [
-        x[
-            (
-                slice(None),
-                slice(None),
-                *(
-                    slice(t, t + s * (n - 1) + 1, s)
-                    for t, s, n in zip(tap, strides, lengths, strict=True)
-                ),
-            )
-        ]
-        for tap in product(*taps)
-    ]
+    columns = []
+    for tap in product(*windows.taps):
+        axes = zip(tap, windows.strides, lengths, strict=True)
+        slices = [slice(t, t + s * (n - 1) + 1, s) for t, s, n in axes]
+        columns.append(x[(slice(None), slice(None), *slices)])
     stacked = torch.stack(columns, dim=1)  # [channels, taps, batch, ...]
     return stacked.reshape(groups, x.shape[0] // groups * len(columns), -1).mT
 
 
-def _spread(x: Tensor, strides: Sequence[int]) -> Tensor:
+def _patches_at(x: Tensor, windows: _Windows, drawn: Tensor, groups: int) -> Tensor:
+    """The patches of some windows, by the flat indices of their elements."""
+    places = torch.unravel_index(drawn, windows.outputs(x.shape[2:]))
+    dimensions = len(windows.strides)
+    steps = [math.prod(x.shape[3 + axis :]) for axis in range(dimensions)]
+    axes = zip(places, windows.strides, steps, strict=True)
+    first = sum(place * stride * step for place, stride, step in axes)
+    offsets = [sum(map(mul, tap, steps)) for tap in product(*windows.taps)]
+    moves = torch.tensor(offsets, device=x.device)
+    elements = x.flatten(2).index_select(2, (moves[:, None] + first).flatten())
+    split = elements.reshape(*elements.shape[:2], len(moves), -1)
+    stacked = split.permute(1, 2, 0, 3)  # [channels, taps, batch, positions]
+    return stacked.reshape(groups, x.shape[1] // groups * len(moves), -1).mT
+
+
+def _with_zeros_between(x: Tensor, strides: Sequence[int]) -> Tensor:
     """``x`` with ``stride - 1`` zeros between neighbours along each spatial axis."""
     if all(s == 1 for s in strides):
         return x
     lengths = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], strides, strict=True)]
-    spread = x.new_zeros((*x.shape[:2], *lengths))
-    spread[(slice(None), slice(None), *(slice(None, None, s) for s in strides))] = x
-    return spread
+    wide = x.new_zeros((*x.shape[:2], *lengths))
+    wide[(slice(None), slice(None), *(slice(None, None, s) for s in strides))] = x
+    return wide
 
 
-def _some(
+def _draw(
     count: int, share: float, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
     """A draw of ``share`` of ``count`` positions, in order."""
     kept = max(1, round(share * count))
-    return (
-        torch.randperm(count, generator=generator, device=device)[:kept].sort().values
-    )
+    drawn = torch.randperm(count, generator=generator, device=device)[:kept]
+    return drawn.sort().values
 
 
-def _each(value: int | Sequence[int], dimensions: int) -> list[int]:
-    """One value for each axis."""
-    return (
-        [value] * dimensions
-        if isinstance(value, int)
-        else list(value) * (dimensions if len(value) == 1 else 1)
-    )
+def _per_axis(value: int | Sequence[int], dimensions: int) -> list[int]:
+    """One value for each spatial axis."""
+    if isinstance(value, int):
+        return [value] * dimensions
+    return list(value) * (dimensions if len(value) == 1 else 1)
 
 
 def _check(shape: Sequence[int], operator: str, groups: int) -> None:
-    found = re.fullmatch(r"conv(_transpose)?([123])d", operator)
-    axes = (
-        2 if operator in ("linear", "matmul") else 2 + int(found[2]) if found else None
-    )
+    """Raise QuantizationError unless ``shape`` is that of a weight of the operator."""
+    axes = _weight_axes(operator)
     if axes is None:
         raise QuantizationError(
             "this operator's weight is no matrix",
@@ -342,17 +381,20 @@ def _check(shape: Sequence[int], operator: str, groups: int) -> None:
             expected="linear, matmul, conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d or conv_transpose3d",
             do="call it by the operator that it consists of (the weights of an LSTM are those of linear)",
         )
-    if (
-        len(shape) != axes
-        or groups < 1
-        or shape[0] % groups
-        or (axes == 2 and groups != 1)
-    ):
+    plain = axes == 2
+    if len(shape) != axes or groups < 1 or shape[0] % groups or (plain and groups != 1):
+        wanted = f"{axes} axes, the first a multiple of {groups} groups"
         raise QuantizationError(
             "the weight does not fit the operator",
             where=operator,
-            expected=f"{axes} axes, the first a multiple of {groups} groups"
-            if axes > 2
-            else "2 axes and 1 group",
+            expected="2 axes and 1 group" if plain else wanted,
             got=f"shape {tuple(shape)}, {groups} groups",
         )
+
+
+def _weight_axes(operator: str) -> int | None:
+    """How many axes the operator's weight has; None for an operator without matrices."""
+    if operator in ("linear", "matmul"):
+        return 2
+    convolution = re.fullmatch(r"conv(_transpose)?([123])d", operator)
+    return 2 + int(convolution[2]) if convolution else None

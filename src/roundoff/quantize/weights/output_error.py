@@ -1,8 +1,9 @@
-"""What a repair gives back: the new weight and how many dB it gained, measured in the layer's own output error.
+"""The error that a rounded weight makes in its layer's output, and what a repair gains.
 
-All repairs of this folder see the weight of a contracting operator as matrices ``W`` of shape ``[..., out, in]`` (see
-``matrix.py``), and the inputs ``X`` (``in`` × samples) by their second moments ``H = E[x xᵀ]`` of shape ``[..., in, in]``.
-The error of the output is then ``E|(Ŵ - W) x|² = tr((Ŵ - W) H (Ŵ - W)ᵀ)``, without another pass over the data.
+All repairs of this folder see the weight of a contracting operator as matrices ``W`` of
+shape ``[..., out, in]`` (see ``matrix.py``), and the inputs ``X`` (``in`` × samples) by
+their second moments ``H = E[x xᵀ]`` of shape ``[..., in, in]``. The error of the output
+is then ``E|(Ŵ - W) x|² = tr((Ŵ - W) H (Ŵ - W)ᵀ)``, without another pass over the data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from roundoff.formats import QParams
 
 @dataclass(frozen=True)
 class Gain:
-    """SQNR in dB before and after a repair, of what it says in its docstring; ``note`` is what else the user has to know.
+    """SQNR in dB before and after a repair.
+
+    Attributes:
+        name: of the repair.
+        before_db, after_db: SQNR of what the repair's docstring names.
+        note: what else the user has to know, ``""`` for nothing.
 
     >>> Gain("gptq", 14.0, 17.5).db, Gain("flips", math.inf, math.inf).db
     (3.5, 0.0)
@@ -34,9 +40,9 @@ class Gain:
     @property
     def db(self) -> float:
         """How many dB were gained; 0 where both are infinite."""
-        return (
-            0.0 if self.before_db == self.after_db else self.after_db - self.before_db
-        )
+        if self.before_db == self.after_db:
+            return 0.0
+        return self.after_db - self.before_db
 
 
 @dataclass(frozen=True)
@@ -59,15 +65,22 @@ def quadratic(delta: Tensor, hessian: Tensor) -> Tensor:
 
 
 def relative_db(error: Tensor | float, signal: Tensor | float) -> float:
-    """SQNR in dB of error power over signal power, both summed; no error is infinite, error without signal minus it.
+    """SQNR in dB of error power against signal power, both summed.
+
+    No error gives infinity; an error without a signal minus infinity.
 
     >>> relative_db(1.0, 100.0), relative_db(0.0, 0.0), relative_db(1.0, 0.0)
     (20.0, inf, -inf)
     """
-    wrong, right = (
-        float(x.double().sum()) if isinstance(x, Tensor) else x for x in (error, signal)
-    )
-    return sqnr_db(0.0 if wrong == 0 else wrong / right if right > 0 else math.inf)
+    error_power = _total(error)
+    signal_power = _total(signal)
+    if error_power == 0:
+        return sqnr_db(0.0)
+    return sqnr_db(error_power / signal_power if signal_power > 0 else math.inf)
+
+
+def _total(power: Tensor | float) -> float:
+    return float(power.double().sum()) if isinstance(power, Tensor) else power
 
 
 def output_db(quantized: Tensor, weight: Tensor, hessian: Tensor) -> float:
@@ -78,7 +91,7 @@ def output_db(quantized: Tensor, weight: Tensor, hessian: Tensor) -> float:
 
 
 def check_finite(where: str, **tensors: Tensor | None) -> None:
-    """QuantizationError unless every tensor is floating point and finite."""
+    """Raise QuantizationError unless every tensor is floating point and finite."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -90,7 +103,8 @@ def check_finite(where: str, **tensors: Tensor | None) -> None:
                 got=f"{tensor.dtype} of shape {tuple(tensor.shape)}",
             )
         finite = tensor.isfinite()
-        if not bool(finite.all()):  # counted only then: a sum takes three times as long
+        # counted only where needed: a sum takes three times as long
+        if not bool(finite.all()):
             bad = tensor.numel() - int(finite.sum())
             raise QuantizationError(
                 f"the {name} holds NaN or Inf",
@@ -102,7 +116,11 @@ def check_finite(where: str, **tensors: Tensor | None) -> None:
 
 
 def check_matrices(where: str, weight: Tensor, hessian: Tensor | None) -> None:
-    """QuantizationError unless ``weight`` is ``[..., out, in]``, not empty, and ``hessian`` ``[..., in, in]`` fits it."""
+    """Raise QuantizationError for a weight and a Hessian that are no matrices of one layer.
+
+    The weight is ``[..., out, in]`` and not empty, the Hessian ``[..., in, in]``, with
+    the weight's leading axes or none.
+    """
     check_finite(where, weight=weight, hessian=hessian)
     if weight.dim() < 2 or weight.numel() == 0:
         raise QuantizationError(
@@ -126,7 +144,10 @@ def check_matrices(where: str, weight: Tensor, hessian: Tensor | None) -> None:
 
 
 def check_kept(where: str, weight: Tensor, kept: Tensor | None) -> None:
-    """QuantizationError unless ``kept`` is bool, of the weight's shape, and the weight is 0 where it is False."""
+    """Raise QuantizationError unless ``kept`` is a mask of the weight's nonzero elements.
+
+    It is bool, of the weight's shape, and the weight is 0 where it is False.
+    """
     if kept is None:
         return
     if kept.dtype != torch.bool or kept.shape != weight.shape:
@@ -136,12 +157,12 @@ def check_kept(where: str, weight: Tensor, kept: Tensor | None) -> None:
             expected=f"bool of shape {tuple(weight.shape)}",
             got=f"{kept.dtype} of shape {tuple(kept.shape)}",
         )
-    wrong = int(((weight != 0) & ~kept).sum())
-    if wrong:
+    nonzero = int(((weight != 0) & ~kept).sum())
+    if nonzero:
         raise QuantizationError(
             "a weight that is not kept is not 0",
             where=where,
             expected="pruned weights that are 0",
-            got=f"{wrong} of {int((~kept).sum())} others",
+            got=f"{nonzero} of {int((~kept).sum())} others",
             do="multiply the weight by its mask first",
         )

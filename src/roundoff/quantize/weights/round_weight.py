@@ -1,4 +1,4 @@
-"""The best rounding of a weight that a few milliseconds buy: scales searched under GPTQ's loss, GPTQ, flips, scale refit."""
+"""Round a weight as well as a few milliseconds allow: GPTQ with searched scales, flips, refit."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ def round_weight(
     refit: bool = True,
     kept: Tensor | None = None,
 ) -> Repaired:
-    """``gptq`` with each row's best ratio, then ``rounds`` of ``flip`` and ``refit_scales``. No step raises the loss.
+    """Round by ``gptq`` with each row's best ratio, then ``rounds`` of ``flip`` and ``refit_scales``.
 
-    Arguments and errors as for ``gptq``; the qparams have one scale per output channel (groups of inputs keep their ratio
-    to each other; then there is no refit), or ``ratios=(1.0,), refit=False`` keeps any qparams as they are.
+    No step raises the loss. Arguments and errors as for ``gptq``; the qparams have one
+    scale per output channel (groups of inputs keep their ratio to each other; then there is
+    no refit), or ``ratios=(1.0,), refit=False`` keeps any qparams as they are.
 
-    Measured at 4 bits on one core, scales by ``search_scales``, correlated inputs (rank in/4 with noise, rectified): the
-    output's SQNR in dB, and CPU milliseconds. GPTQ with flips has the least loss per second; AdaRound alone is worse and
-    five to ten times slower, and a thousand steps of it gain 0.3 dB more.
+    Measured at 4 bits on one core, scales by ``search_scales``, correlated inputs (rank
+    in/4 with noise, rectified): the output's SQNR in dB, and CPU milliseconds. GPTQ with
+    flips has the least loss per second; AdaRound alone is worse and five to ten times
+    slower, and a thousand steps of it gain 0.3 dB more.
 
     ====================================  ==============  =============
     weight                                88 × 792        16 × 144
@@ -53,25 +55,25 @@ def round_weight(
     adaround_hessian, 1000 steps, flips   –               24.8 in 80
     ====================================  ==============  =============
     """
-    found = gptq(
+    rounded = gptq(
         weight, hessian, fmt, qparams, cross=cross, damp=damp, ratios=ratios, kept=kept
     )
-    target = (
-        weight.detach()
-        if cross is None
-        else least_squares(weight, hessian, cross, damp)
-    )
+    target = weight.detach()
+    if cross is not None:
+        target = least_squares(weight, hessian, cross, damp)
     scale, zero_point = elementwise(qparams, weight.shape)
     nearest = fake_quantize(weight, QParams(scale, zero_point), fmt)
-    refit = refit and bool((scale == scale[..., :1]).all())
-    current, grid = found.weight, found.qparams
+    one_scale_per_row = bool((scale == scale[..., :1]).all())
+    current = rounded.weight
+    grid = rounded.qparams
     for _ in range(rounds):
         current = flip(target, current, hessian, fmt, grid, kept=kept).weight
-        if refit:
-            fitted = refit_scales(target, current, hessian, fmt, grid)
-            current, grid = fitted.weight, fitted.qparams
+        if refit and one_scale_per_row:
+            refitted = refit_scales(target, current, hessian, fmt, grid)
+            current = refitted.weight
+            grid = refitted.qparams
     h = hessian.to(torch.promote_types(target.dtype, torch.float32))
     exact = target.to(h.dtype)
-    before, after = (output_db(x.to(h.dtype), exact, h) for x in (nearest, current))
-    gain = Gain("rounding", before, after, found.gain.note)
-    return Repaired(current, grid, gain)
+    before = output_db(nearest.to(h.dtype), exact, h)
+    after = output_db(current.to(h.dtype), exact, h)
+    return Repaired(current, grid, Gain("rounding", before, after, rounded.gain.note))

@@ -1,4 +1,4 @@
-"""Taking a folder for a run: what is refused, what is cleaned up, and what is never deleted."""
+"""Take a folder for a run: what is refused, cleaned up, and never deleted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from roundoff.record.disk.schema import (
     step_name,
 )
 
-# What a killed writer may leave: files.atomic_path's temporary files, steps that were not finished, and steps that
-# were just being replaced.
+# What a killed writer may leave: temporary files of files.atomic_path, steps that were
+# not finished, and steps that were just being replaced.
 _TEMPORARY = re.compile(rf"\.{re.escape(ABOUT)}\..+")
 _UNFINISHED = re.compile(r"\.(step[0-9]{6,18})\.(partial|replaced)")
 
@@ -33,35 +33,17 @@ _UNFINISHED = re.compile(r"\.(step[0-9]{6,18})\.(partial|replaced)")
 def claim(
     path: Path, rank: int, identity: str | None, ranks: int, *, overwrite: bool
 ) -> None:
-    """Make ``path`` ready for ``rank`` to write into, or raise ``OutputError`` and change nothing.
+    """Make ``path`` ready for ``rank`` to write into, or raise ``OutputError`` and
+    change nothing.
 
-    A run that is there already is refused, unless it has the same identity (then this rank joins it, and its steps
-    so far stay) or ``overwrite`` is given: then rank 0 deletes ``run.json`` and the folders of ranks from ``ranks`` on,
-    and each rank its own folder, so that ranks that start at different times don't delete each other's. Only files
-    with the names that a writer gives them are deleted.
+    A run that is there already is refused, unless it has the same identity (then this
+    rank joins it, and its steps so far stay) or ``overwrite`` is true: then rank 0
+    deletes ``run.json`` and the folders of ranks from ``ranks`` on, and each rank its
+    own folder, so that ranks that start at different times don't delete each other's.
+    Only files with the names that a writer gives them are deleted.
     """
     try:
-        if path.exists() and not path.is_dir():
-            raise OutputError(
-                "a file is where the run should go",
-                where=str(path),
-                expected="a folder, or a name that is still free",
-                do="choose another place with -o",
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        doomed, joins = _may_delete(path, rank, identity, ranks, overwrite=overwrite)
-        if overwrite and rank == 0:
-            (path / ABOUT).unlink(missing_ok=True)
-        for folder in filter(Path.exists, doomed):
-            shutil.rmtree(folder)
-        mine = path / rank_name(rank)
-        # Of processes that all take themselves for rank 0 and start at once, only one makes the folder.
-        mine.mkdir(exist_ok=joins)
-        check_folder(mine)
-        _clean(mine)
-        for file in path.iterdir() if rank == 0 else ():
-            if _TEMPORARY.fullmatch(file.name):
-                file.unlink(missing_ok=True)
+        _claim(path, rank, identity, ranks, overwrite=overwrite)
     except FileExistsError as error:
         raise _taken(path) from error
     except OSError as error:
@@ -74,45 +56,77 @@ def claim(
         ) from error
 
 
-def _may_delete(
+def _claim(
     path: Path, rank: int, identity: str | None, ranks: int, *, overwrite: bool
-) -> tuple[list[Path], bool]:
-    """The folders to be deleted first, and whether this rank may join what is there.
-
-    ``OutputError`` when this run may not go here.
-    """
-    there = _about(path)
-    mine = path / rank_name(rank)
-    if there is None:
-        _refuse_foreign(path)
-        taken = (
-            mine.exists()
-        )  # by a run that was killed while it began, or is beginning
-    else:
-        taken = identity is None or str(there.get("id")) != str(identity)
-    if taken and not overwrite:
-        raise _taken(path)
-    doomed = [mine] if overwrite else []
-    if overwrite and rank == 0:
-        for folder in sorted(path.iterdir()):
-            other = parse_rank(folder.name)
-            if other is not None and other >= ranks:
-                doomed.append(folder)
-    for folder in {mine, *doomed}:
+) -> None:
+    if path.exists() and not path.is_dir():
+        raise OutputError(
+            "a file is where the run should go",
+            where=str(path),
+            expected="a folder, or a name that is still free",
+            do="choose another place with -o",
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    joins = _may_join(path, rank, identity, overwrite=overwrite)
+    doomed = _doomed_folders(path, rank, ranks) if overwrite else []
+    rank_folder = path / rank_name(rank)
+    for folder in {rank_folder, *doomed}:
         _refuse_strangers(folder)
-    return list(dict.fromkeys(doomed)), there is not None and not taken
+    if overwrite and rank == 0:
+        (path / ABOUT).unlink(missing_ok=True)
+    for folder in filter(Path.exists, doomed):
+        shutil.rmtree(folder)
+    # if several processes take themselves for rank 0, only one makes the folder
+    rank_folder.mkdir(exist_ok=joins)
+    check_folder(rank_folder)
+    _clean(rank_folder)
+    if rank == 0:
+        for file in path.iterdir():
+            if _TEMPORARY.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+
+
+def _may_join(path: Path, rank: int, identity: str | None, *, overwrite: bool) -> bool:
+    """Return True if this rank is of the run that is in the folder.
+
+    Raises ``OutputError`` where another run, or a stranger's file, is in the way.
+    """
+    present = _read_about(path)
+    if present is None:
+        _refuse_foreign(path)
+        # a run that was killed while it began, or is beginning, has the folder alone
+        is_taken = (path / rank_name(rank)).exists()
+    else:
+        is_taken = identity is None or str(present.get("id")) != str(identity)
+    if is_taken and not overwrite:
+        raise _taken(path)
+    return present is not None and not is_taken
+
+
+def _doomed_folders(path: Path, rank: int, ranks: int) -> list[Path]:
+    """What this rank deletes when it overwrites a run."""
+    doomed = [path / rank_name(rank)]
+    if rank != 0:
+        return doomed
+    for folder in sorted(path.iterdir()):
+        number = parse_rank(folder.name)
+        if number is not None and number >= ranks and folder not in doomed:
+            doomed.append(folder)
+    return doomed
 
 
 def _taken(path: Path) -> OutputError:
     return OutputError(
         "there is a run here already",
         where=str(path),
-        expected="an empty folder; for several processes of one run, a rank for each and the same id",
-        do="choose another place with -o, or say that it may be deleted: --overwrite (overwrite=True)",
+        expected="an empty folder; for several processes of one run, a rank for each "
+        "and the same id",
+        do="choose another place with -o, or say that it may be deleted: --overwrite "
+        "(overwrite=True)",
     )
 
 
-def _about(path: Path) -> dict[str, Any] | None:
+def _read_about(path: Path) -> dict[str, Any] | None:
     """The object in run.json, None where there is no such file."""
     file = path / ABOUT
     if not os.path.lexists(file):
@@ -132,11 +146,12 @@ def _about(path: Path) -> dict[str, Any] | None:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A folder without run.json must hold nothing but what ranks that were here first, or killed, have left."""
+    """Refuse a folder without run.json in which not all is what other ranks have left."""
     for file in sorted(path.iterdir()):
         if parse_rank(file.name) is None and not _TEMPORARY.fullmatch(file.name):
             raise OutputError(
-                "the folder is not empty and holds no run, so nothing is written or deleted here",
+                "the folder is not empty and holds no run, so nothing is written or "
+                "deleted here",
                 where=str(path),
                 expected="an empty folder, or one that is not there yet",
                 got=f"a folder with {file.name!r} in it",
@@ -164,21 +179,26 @@ def _strangers(folder: Path) -> Iterator[Path]:
         if entry.is_symlink():
             yield entry
         elif entry.is_dir():
-            if parse_step(entry.name) is not None:
-                yield from (
-                    file
-                    for file in sorted(entry.iterdir())
-                    if file.is_symlink()
-                    or not (file.name in (OPERATORS, CHECKSUMS) or is_chunk(file.name))
-                )
-            elif not _UNFINISHED.fullmatch(entry.name):
-                yield entry
+            yield from _strange_folders(entry)
         elif entry.name != SCALAR_FILE and not _TEMPORARY.fullmatch(entry.name):
             yield entry
 
 
+def _strange_folders(folder: Path) -> Iterator[Path]:
+    """The files in a step's folder that are not a writer's; any other folder itself."""
+    if parse_step(folder.name) is None:
+        if not _UNFINISHED.fullmatch(folder.name):
+            yield folder
+        return
+    for file in sorted(folder.iterdir()):
+        is_written = file.name in (OPERATORS, CHECKSUMS) or is_chunk(file.name)
+        if file.is_symlink() or not is_written:
+            yield file
+
+
 def _clean(folder: Path) -> None:
-    """Remove what a killed writer left in a rank's folder; a step it was replacing gets its name back."""
+    """Remove what a killed writer left in a rank's folder; a step that it was replacing
+    gets its name back."""
     for entry in sorted(folder.iterdir()):
         match = _UNFINISHED.fullmatch(entry.name)
         if match and match[2] == "replaced" and not (folder / match[1]).exists():

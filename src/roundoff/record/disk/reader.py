@@ -1,9 +1,10 @@
-"""Run: a recording on disk, read lazily. Nothing is unpickled, and damage is an error that names the file."""
+"""Run: a recording on disk, read lazily. Nothing is unpickled; damage is an error
+that names the file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ import torch
 
 from roundoff.errors import RunError, examples
 from roundoff.record.disk import scalars
-from roundoff.record.disk.checked import (
+from roundoff.record.disk.checked_reading import (
     columns_of,
     damaged,
-    fill,
+    fill_columns,
+    has_checksum,
     is_checksum,
-    matches,
+    read_checked,
     read_json,
-    reading,
 )
+from roundoff.record.disk.description import RunDescription
 from roundoff.record.disk.schema import (
     CHECKSUMS,
     OPERATORS,
@@ -33,9 +35,10 @@ from roundoff.record.disk.schema import (
     site_name,
     step_name,
 )
+from roundoff.record.disk.stored_tensor import StoredTensor
 from roundoff.record.disk.tensors import TensorFile
 
-_NEEDED = (
+_INDEX_COLUMNS = (
     "record",
     "call",
     "phase",
@@ -55,72 +58,78 @@ class Run:
 
     Attributes:
         path: its folder.
-        about: what ``run.json`` says: ``version``, ``complete``, ``ranks``, ``level``, ``keep``, ``environment``,
-            ``coverage``... as far as it was written.
+        about: what ``run.json`` says, as far as it was written.
     """
 
     def __init__(
-        self, path: Path, about: dict[str, Any], found: dict[int, list[int]]
+        self, path: Path, about: RunDescription, steps_of: dict[int, list[int]]
     ) -> None:
         self.path = path
         self.about = about
-        self._found = found
+        self._steps_of = steps_of
         self._checksums: dict[Path, dict[str, dict[str, Any]]] = {}
+        #: folder of a step -> key -> file of tensors
         self._files: dict[Path, dict[str, Path]] = {}
-        self._sound: dict[
-            Path, tuple[tuple[str, Any], ...]
-        ] = {}  # checked tables -> their columns
+        #: tables whose checksums are right -> their columns
+        self._sound: dict[Path, tuple[tuple[str, Any], ...]] = {}
+        #: (rank, step) of the latest lookup, and its rows
         self._index: tuple[tuple[int, int] | None, pl.DataFrame] = None, pl.DataFrame()
 
     def __repr__(self) -> str:
         steps = self.steps
         span = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        state = "" if self.about.get("complete") is True else ", not complete"
-        return f"Run({self.location!r}, {len(steps)} steps: {span}, {len(self.ranks)} ranks{state})"
+        state = "" if self.about.complete is True else ", not complete"
+        return (
+            f"Run({self.location!r}, {len(steps)} steps: {span}, "
+            f"{len(self.ranks)} ranks{state})"
+        )
 
     @property
     def location(self) -> str:
-        """Where it is, for people: its folder, or the URL it was loaded from without what is secret in it."""
+        """The folder, or the URL it was loaded from without what is secret in it."""
         return str(self.path)
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that recorded something, rising."""
-        return sorted(self._found)
+        return sorted(self._steps_of)
 
     @property
     def steps(self) -> list[int]:
         """The steps that at least one rank finished, rising."""
-        return sorted({step for steps in self._found.values() for step in steps})
+        return sorted({step for steps in self._steps_of.values() for step in steps})
 
     @cached_property
     def ops(self) -> pl.LazyFrame:
-        """The rows of all ranks and steps, columns as in OPS; null where a file lacks one.
+        """The rows of all ranks and steps, columns as in OPS; null where a file lacks
+        one.
 
-        Raises ``RunError`` naming the first damaged file: all of them are checked here, by their checksums, since a
-        lazy frame could only fail later and without saying where.
+        Raises ``RunError`` naming the first damaged file: all of them are checked here,
+        by their checksums, since a lazy frame could only fail later and without saying
+        where.
         """
         return self._scan(self._folders())
 
     def part(self, rank: int | None = None, step: int | None = None) -> pl.LazyFrame:
-        """The rows of one rank, one step, or one step of one rank, as of ``ops``; only their files are opened.
+        """The rows of one rank, one step, or one step of one rank, as of ``ops``.
 
-        No rows where the run has no such rank or step. Raises ``RunError`` naming the first damaged file among them.
+        Only their files are opened. No rows where the run has no such rank or step.
+        Raises ``RunError`` naming the first damaged file among them.
         """
         return self._part(rank, step)
 
     @cached_property
     def scalars(self) -> pl.LazyFrame:
-        """``rank``, ``step``, ``name``, ``value`` of all scalars. Raises ``RunError`` naming a damaged file."""
+        """``rank``, ``step``, ``name``, ``value`` of all scalars.
+
+        Raises ``RunError`` naming a damaged file.
+        """
         schema = {"rank": pl.Int32, **SCALARS}
         frames = [pl.LazyFrame(schema=schema)]
-        for rank in self.ranks:
-            path = self.path / rank_name(rank) / SCALAR_FILE
-            if path.exists():
-                table = reading(path, scalars.read, path)
-                frames.append(
-                    table.select(pl.lit(rank, pl.Int32).alias("rank"), *SCALARS).lazy()
-                )
+        for rank, path in self._scalar_files():
+            table = read_checked(path, scalars.read, path)
+            number = pl.lit(rank, pl.Int32).alias("rank")
+            frames.append(table.select(number, *SCALARS).lazy())
         return pl.concat(frames)
 
     def tensor(
@@ -134,19 +143,22 @@ class Run:
         step: int | None = None,
         record: int | None = None,
     ) -> torch.Tensor:
-        """A kept tensor, mapped from its file into memory; changing it does not change the file.
+        """A kept tensor, mapped from its file; changing it does not change the file.
 
         Args:
-            site: as in the tables, ``encoder.0/matmul#1``, or the name of a parameter or buffer.
-            phase: of the site: ``forward``, ``backward``, ``optimizer``, ``collective``.
+            site: as in the tables, ``encoder.0/matmul#1``, or the name of a parameter
+                or buffer.
+            phase: of the site: ``forward``, ``backward``, ``optimizer``,
+                ``collective``.
             place: which output of the site.
-            role: ``output``; in a dump of another tool also ``input``, ``parameter`` and ``grad``.
+            role: ``output``; in a dump of another tool also ``input``, ``parameter``
+                and ``grad``.
             rank: whose.
             step: which; when it is None, the first that has the tensor.
             record: the row's ``record`` instead of ``site``, ``phase`` and ``place``.
 
-        Raises ``RunError`` when there is no such row (the nearest names are listed), when it has no tensor, and when
-        the file is damaged.
+        Raises ``RunError`` when there is no such row (the nearest names are listed),
+        when it has no tensor, and when the file is damaged.
         """
         if (site is None) == (record is None):
             raise RunError(
@@ -155,145 +167,68 @@ class Run:
                 expected="either a site or a record",
                 got="both" if site is not None else "neither",
             )
-        wanted = (
-            pl.col("record") == record
-            if record is not None
-            else (
+        if record is not None:
+            is_wanted = pl.col("record") == record
+        else:
+            is_site = (
                 (pl.col("site") == site)
                 & (pl.col("phase") == phase)
                 & (pl.col("place").fill_null(0) == place)
                 & (pl.col("role").fill_null("output") == role)
             )
-            | ((pl.col("name") == site) & (pl.col("call") == -1))
-        )
-        without: dict[str, Any] | None = None
-        for each in [step] if step is not None else self._found.get(rank, []):
-            for row in self._rows(rank, each).filter(wanted).iter_rows(named=True):
+            is_wanted = is_site | ((pl.col("name") == site) & (pl.col("call") == -1))
+        steps = [step] if step is not None else self._steps_of.get(rank, [])
+        first_without: dict[str, Any] | None = None
+        for number in steps:
+            rows = self._rows(rank, number).filter(is_wanted)
+            for row in rows.iter_rows(named=True):
                 if row["blob"] is not None:
-                    return self.kept({**row, "rank": rank, "step": each})
-                without = without or row
-        if without is None:
-            raise self._no_such(site, phase, place, role, rank, step, record)
-        raise RunError(
-            "no tensor was kept for this row",
-            where=f"{self.path}: rank {rank}, record {without['record']}, {without['site']}",
-            got=without["reason"],
-            do='record with keep="tensors"',
-        )
+                    return self.kept(
+                        StoredTensor.of_row(row | {"rank": rank, "step": number})
+                    )
+                first_without = first_without or row
+        if first_without is not None:
+            raise self._not_kept(rank, first_without)
+        place_name = _place_name(phase, place, role)
+        raise self._no_such_tensor(site, place_name, rank, steps, step, record)
 
-    def kept(self, row: Mapping[str, Any]) -> torch.Tensor:
-        """The tensor of a row of ``ops`` that has a ``blob``, as :meth:`tensor` gives it; a sample is flat."""
-        rank, step = row["rank"], row["step"]
-        kept = self.blob(rank, step, row["blob"])
-        if row["stride"] is None or self.about.get("keep") == "sample":
-            return kept
-        return self.strided(kept, rank, step, row)
+    def kept(self, stored: StoredTensor) -> torch.Tensor:
+        """The tensor of a row that has a ``blob``, as :meth:`tensor` gives it.
+
+        A sample is flat.
+        """
+        if stored.blob is None:
+            raise damaged(self.path, f"record {stored.record} names no tensor")
+        elements = self.blob(stored.rank, stored.step, stored.blob)
+        if stored.stride is None or self.about.keep == "sample":
+            return elements
+        return stored.strided(elements, self.path)
+
+    def stored(self, rank: int, step: int) -> dict[int, StoredTensor]:
+        """Where the tensors of one step of one rank are, by record."""
+        place = {"rank": rank, "step": step}
+        rows = self._rows(rank, step).iter_rows(named=True)
+        return {row["record"]: StoredTensor.of_row(row | place) for row in rows}
 
     def verify(self) -> list[Path] | list[str]:
-        """The damaged files: missing, of another length, or with other bytes than were written. Empty if all is well."""
-        found: list[Path] = []
+        """The damaged files: missing, of another length, or with other bytes than were
+        written. Empty if all is well."""
+        broken: list[Path] = []
         for folder in self._folders():
             try:
-                sums = self._sums(folder)
+                checksums = self._checksums_of(folder)
             except RunError:
-                found.append(folder / CHECKSUMS)
+                broken.append(folder / CHECKSUMS)
                 continue
-            found += [
-                folder / name
-                for name in sums
-                if not matches(self._present(folder / name), sums[name])
-            ]
-        for rank in self.ranks:
-            path = self.path / rank_name(rank) / SCALAR_FILE
-            if path.exists():
-                try:
-                    reading(path, scalars.read, path)
-                except RunError:
-                    found.append(path)
-        return found
-
-    def _folders(
-        self, only_rank: int | None = None, only_step: int | None = None
-    ) -> Iterator[Path]:
-        for rank in (
-            self.ranks if only_rank is None else {only_rank} & self._found.keys()
-        ):
-            for step in self._found[rank]:
-                if only_step in (None, step):
-                    yield self.path / rank_name(rank) / step_name(step)
-
-    def _scan(self, folders: Iterable[Path]) -> pl.LazyFrame:
-        # Files with the same columns make one scan; those of another version of roundoff their own.
-        groups: dict[tuple[tuple[str, Any], ...], list[Path]] = {}
-        for folder in folders:
-            path = folder / OPERATORS
-            if path not in self._sound:
-                if not matches(path, self._sums(folder)[OPERATORS]):
-                    raise damaged(path, "other bytes than were written, or none")
-                self._sound[path] = tuple(columns_of(path, OPS).items())
-            groups.setdefault(self._sound[path], []).append(path)
-        scans = [
-            # A folder may be called "lr=0.1" or "run[1]": names mean nothing here.
-            pl.scan_parquet(paths, glob=False, hive_partitioning=False).select(
-                fill(dict(columns), OPS)
-            )
-            for columns, paths in groups.items()
-        ]
-        return pl.concat(scans) if scans else pl.LazyFrame(schema=OPS)
-
-    def _rows(self, rank: int, step: int) -> pl.DataFrame:
-        """What finds a tensor, in the order of records; no rows where the run has no such rank or step."""
-        if self._index[0] != (
-            rank,
-            step,
-        ):  # one is kept: callers go through the records of a step
-            query = self._part(rank, step).select(*_NEEDED, site_name()).sort("record")
-            self._index = (rank, step), reading(self.path, query.collect)
-        return self._index[1]
-
-    def _part(self, rank: int | None, step: int | None) -> pl.LazyFrame:
-        return self._scan(self._folders(rank, step))
-
-    def _no_such(
-        self,
-        site: str | None,
-        phase: str,
-        place: int,
-        role: str,
-        rank: int,
-        step: int | None,
-        record: int | None,
-    ) -> RunError:
-        steps = [step] if step is not None else self._found.get(rank, [])
-        names: set[str] = set()
-        places: set[str] = set()
-        for each in steps:
-            rows = self._rows(rank, each)
-            names |= {*rows["site"].drop_nulls(), *rows["name"].drop_nulls()}
-            same = rows.filter(pl.col("site") == pl.lit(site, pl.Utf8)).select(
-                "phase",
-                pl.col("place").fill_null(0),
-                pl.col("role").fill_null("output"),
-            )
-            places |= {_place(*each) for each in same.drop_nulls().unique().iter_rows()}
-        if not names:
-            expected = f"a rank of {self.ranks}, a step of {_short(self.steps)}"
-        elif places:
-            expected = "; ".join(sorted(places)[:8])
-        elif site is None:
-            expected = "a value of the column record in Run.ops"
-        else:
-            choices = examples(site, sorted(names))
-            expected = f"one of {len(names)} names, such as {choices}"
-        return RunError(
-            "the run has no such tensor",
-            where=f"{self.path}: rank {rank}"
-            + ("" if step is None else f", step {step}"),
-            expected=expected,
-            got=f"{site!r}, {_place(phase, place, role)}"
-            if site
-            else f"record {record}",
-        )
+            for name, entry in checksums.items():
+                if not has_checksum(self._present(folder / name), entry):
+                    broken.append(folder / name)
+        for _, path in self._scalar_files():
+            try:
+                read_checked(path, scalars.read, path)
+            except RunError:
+                broken.append(path)
+        return broken
 
     def blob(
         self,
@@ -302,81 +237,163 @@ class Run:
         key: str,
         opened: dict[Path, TensorFile] | None = None,
     ) -> torch.Tensor:
-        """What the tables call ``blob``: elements in the order of memory. Raises ``RunError`` naming a damaged file.
+        """What the tables call ``blob``: elements in the order of memory.
 
-        With ``opened`` the files stay open in it: quick for many tensors, but whoever changes one changes what is read
-        from it later.
+        With ``opened`` the files stay open in it: quick for many tensors, but whoever
+        changes one changes what is read from it later. Raises ``RunError`` naming a
+        damaged file.
         """
         folder = self.path / rank_name(rank) / step_name(step)
-        opened = {} if opened is None else opened
-        if folder not in self._files:
-            files: dict[str, Path] = {}
-            for name in self._sums(folder):
-                if is_chunk(name):
-                    files |= dict.fromkeys(self._keys(folder / name), folder / name)
-            self._files[folder] = files
-        path_of = self._files[folder].get(key)
-        if path_of is None:
+        path = self._files_of(folder).get(key)
+        if path is None:
             raise damaged(
                 folder, f"no file of tensors has the key {key!r} that the table names"
             )
-        if path_of not in opened:
-            opened[path_of] = reading(path_of, TensorFile, self._present(path_of))
-        return reading(path_of, opened[path_of].read, key)
+        opened = {} if opened is None else opened
+        if path not in opened:
+            opened[path] = read_checked(path, TensorFile, self._present(path))
+        return read_checked(path, opened[path].read, key)
+
+    def _scalar_files(self) -> Iterator[tuple[int, Path]]:
+        for rank in self.ranks:
+            path = self.path / rank_name(rank) / SCALAR_FILE
+            if path.exists():
+                yield rank, path
+
+    def _folders(
+        self, only_rank: int | None = None, only_step: int | None = None
+    ) -> Iterator[Path]:
+        for rank in self.ranks:
+            if only_rank not in (None, rank):
+                continue
+            for step in self._steps_of[rank]:
+                if only_step in (None, step):
+                    yield self.path / rank_name(rank) / step_name(step)
+
+    def _scan(self, folders: Iterable[Path]) -> pl.LazyFrame:
+        # files with the same columns make one scan, those of other versions their own
+        groups: dict[tuple[tuple[str, Any], ...], list[Path]] = {}
+        for folder in folders:
+            path = folder / OPERATORS
+            if path not in self._sound:
+                if not has_checksum(path, self._checksums_of(folder)[OPERATORS]):
+                    raise damaged(path, "other bytes than were written, or none")
+                self._sound[path] = tuple(columns_of(path, OPS).items())
+            groups.setdefault(self._sound[path], []).append(path)
+        scans = [
+            # a folder may be called "lr=0.1" or "run[1]": names mean nothing here
+            pl.scan_parquet(paths, glob=False, hive_partitioning=False).select(
+                fill_columns(dict(columns), OPS)
+            )
+            for columns, paths in groups.items()
+        ]
+        return pl.concat(scans) if scans else pl.LazyFrame(schema=OPS)
+
+    def _rows(self, rank: int, step: int) -> pl.DataFrame:
+        """What finds a tensor, in the order of records.
+
+        No rows where the run has no such rank or step. The latest step is kept: callers
+        go through the records of a step.
+        """
+        if self._index[0] != (rank, step):
+            lazy = self._part(rank, step)
+            query = lazy.select(*_INDEX_COLUMNS, site_name()).sort("record")
+            self._index = (rank, step), read_checked(self.path, query.collect)
+        return self._index[1]
+
+    def _part(self, rank: int | None, step: int | None) -> pl.LazyFrame:
+        return self._scan(self._folders(rank, step))
+
+    def _not_kept(self, rank: int, row: dict[str, Any]) -> RunError:
+        return RunError(
+            "no tensor was kept for this row",
+            where=f"{self.path}: rank {rank}, record {row['record']}, {row['site']}",
+            got=row["reason"],
+            do='record with keep="tensors"',
+        )
+
+    def _no_such_tensor(
+        self,
+        site: str | None,
+        place: str,
+        rank: int,
+        steps: Sequence[int],
+        step: int | None,
+        record: int | None,
+    ) -> RunError:
+        names: set[str] = set()
+        places: set[str] = set()
+        for number in steps:
+            rows = self._rows(rank, number)
+            names |= {*rows["site"].drop_nulls(), *rows["name"].drop_nulls()}
+            places |= _places_of(rows, site)
+        if not names:
+            expected = f"a rank of {self.ranks}, a step of {_listed(self.steps)}"
+        elif places:
+            expected = "; ".join(sorted(places)[:8])
+        elif site is None:
+            expected = "a value of the column record in Run.ops"
+        else:
+            choices = examples(site, sorted(names))
+            expected = f"one of {len(names)} names, such as {choices}"
+        in_step = "" if step is None else f", step {step}"
+        return RunError(
+            "the run has no such tensor",
+            where=f"{self.path}: rank {rank}{in_step}",
+            expected=expected,
+            got=f"{site!r}, {place}" if site else f"record {record}",
+        )
+
+    def _files_of(self, folder: Path) -> dict[str, Path]:
+        """Key -> file of tensors, of the step in a folder."""
+        if folder not in self._files:
+            files: dict[str, Path] = {}
+            for name in filter(is_chunk, self._checksums_of(folder)):
+                files |= dict.fromkeys(self._keys(folder / name), folder / name)
+            self._files[folder] = files
+        return self._files[folder]
 
     def _present(self, path: Path) -> Path:
         """The path, the file fetched if it is elsewhere."""
         return path
 
     def _keys(self, path: Path) -> list[str]:
-        size = reading(path, os.path.getsize, path)
-        if size != self._sums(path.parent)[path.name]["bytes"]:
+        size = read_checked(path, os.path.getsize, path)
+        if size != self._checksums_of(path.parent)[path.name]["bytes"]:
             raise damaged(path, f"{size} bytes, not as many as were written")
-        return reading(path, TensorFile, path).keys
+        return read_checked(path, TensorFile, path).keys
 
-    def strided(
-        self, kept: torch.Tensor, rank: int, step: int, row: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """The tensor from its elements in the order of memory; a view of a larger one reads only its own."""
-        shape, stride, offset = row["shape"], row["stride"], row["offset"] or 0
-        known = shape is not None and None not in shape and None not in stride
-        if known and len(shape) == len(stride) and min([offset, *shape, *stride]) >= 0:
-            reach = offset + sum(
-                (n - 1) * s for n, s in zip(shape, stride, strict=True)
-            )
-            if 0 in shape:
-                return kept.new_empty(shape)
-            if reach < kept.numel():
-                return kept.view(-1).as_strided(shape, stride, offset)
-        raise RunError(
-            "a row does not fit the tensor it names",
-            where=f"{self.path}: rank {rank}, step {step}, record {row['record']}",
-            expected=f"a view of {kept.numel()} elements",
-            got=f"shape {shape}, stride {stride}, offset {offset}",
-        )
-
-    def _sums(self, folder: Path) -> dict[str, dict[str, Any]]:
+    def _checksums_of(self, folder: Path) -> dict[str, dict[str, Any]]:
         if folder not in self._checksums:
             path = folder / CHECKSUMS
-            sums = reading(path, read_json, path)
-            if (
-                not isinstance(sums, dict)
-                or OPERATORS not in sums
-                or not all(name == OPERATORS or is_chunk(name) for name in sums)
-                or not all(map(is_checksum, sums.values()))
-            ):
+            content = read_checked(path, read_json, path)
+            if not _is_checksum_table(content):
                 raise damaged(path, "not a table of checksums")
-            self._checksums[folder] = sums
+            self._checksums[folder] = content
         return self._checksums[folder]
 
 
-def _place(phase: str, place: int, role: str) -> str:
-    return f"phase {phase}, place {place}" + (
-        f", role {role}" if role != "output" else ""
-    )
+def _is_checksum_table(content: Any) -> bool:
+    if not isinstance(content, dict) or OPERATORS not in content:
+        return False
+    named = all(name == OPERATORS or is_chunk(name) for name in content)
+    return named and all(map(is_checksum, content.values()))
 
 
-def _short(steps: list[int]) -> str:
-    return (
-        str(steps) if len(steps) <= 8 else f"{steps[0]} to {steps[-1]} ({len(steps)})"
+def _places_of(rows: pl.DataFrame, site: str | None) -> set[str]:
+    """The phases, places and roles in which a step has a site."""
+    of_site = rows.filter(pl.col("site") == pl.lit(site, pl.Utf8)).select(
+        "phase", pl.col("place").fill_null(0), pl.col("role").fill_null("output")
     )
+    return {_place_name(*row) for row in of_site.drop_nulls().unique().iter_rows()}
+
+
+def _place_name(phase: str, place: int, role: str) -> str:
+    name = f"phase {phase}, place {place}"
+    return name if role == "output" else f"{name}, role {role}"
+
+
+def _listed(steps: list[int]) -> str:
+    if len(steps) <= 8:
+        return str(steps)
+    return f"{steps[0]} to {steps[-1]} ({len(steps)})"

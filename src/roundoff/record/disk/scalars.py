@@ -1,7 +1,8 @@
-"""Numbers of a run beside its tensors: lines of text that are appended, each with a checksum of its own.
+"""Numbers of a run beside its tensors: lines of text, appended, each with a checksum.
 
-A line is ``[step, name, value]`` in JSON (``value`` as text, which is exact and has NaN and infinities), a tab and the
-xxh3_64 of that in hex. A last line without its end is what a killed process was writing, and is left out.
+A line is ``[step, name, value]`` in JSON (``value`` as text, which is exact and has NaN
+and infinities), a tab and the xxh3_64 of that in hex. A last line without its end is
+what a killed process was writing, and is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import polars as pl
 import torch
 import xxhash
 
-from roundoff.record.disk.checked import damaged
+from roundoff.record.disk.checked_reading import damaged
 from roundoff.record.disk.schema import SCALARS
 
 

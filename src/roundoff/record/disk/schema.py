@@ -1,83 +1,146 @@
 """What a run is on disk: the files, and the columns of its tables.
 
-    RUN/run.json                                  one object; SCHEMA, environment, coverage
-    RUN/rank0/step000003/ops.parquet              OPS, one row for each tensor value
-    RUN/rank0/step000003/tensors-000.safetensors  where tensors are kept; keys are the column `blob`
-    RUN/rank0/step000003/checksums.json           file name -> {"bytes": n, "xxh3_128": hex}
-    RUN/rank0/scalars.txt                         SCALARS, a line for each
+    RUN/run.json                  one object; SCHEMA, environment, coverage
+    RUN/rank0/step000003/
+        ops.parquet               OPS, one row for each tensor value
+        tensors-000.safetensors   kept tensors; keys are the column `blob`
+        checksums.json            file name -> {"bytes": n, "xxh3_128": hex}
+    RUN/rank0/scalars.txt         SCALARS, a line for each
 
-A step is written as ``.step000003.partial`` and renamed when it is whole, so whatever kills the process, a folder
-with a step's name is a whole step.
+A step is written as ``.step000003.partial`` and renamed when it is whole, so whatever
+kills the process, a folder with a step's name is a whole step.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import polars as pl
 
+from roundoff.site import Site
+
+#: Version of the layout. A reader takes its own version and those before it.
 SCHEMA = 1
-"""Version of the layout. A reader takes its own version and those before it."""
 
 ABOUT = "run.json"
 OPERATORS = "ops.parquet"
 CHECKSUMS = "checksums.json"
 SCALAR_FILE = "scalars.txt"
 
-OPS: dict[str, Any] = {
-    "rank": pl.Int32,
-    "step": pl.Int64,
-    "record": pl.Int64,  # id within (rank, step), rising in order of creation
-    "call": pl.Int64,  # operator call that made it, in order within the step; -1: there before
-    "phase": pl.Utf8,  # forward | backward | optimizer | collective
-    "module": pl.Utf8,  # module path, "" for the root and outside
-    "operator": pl.Utf8,  # aten packet name; parameter | buffer | input for call == -1
-    "index": pl.Int64,  # how often (phase, module, operator) was called before in this step
-    "place": pl.Int64,  # which of the call's output tensors
-    "role": pl.Utf8,  # output | input | parameter | grad; null is output. Runs of roundoff have outputs alone
-    "overload": pl.Utf8,  # "aten.convolution.default"
-    "name": pl.Utf8,  # of the parameter or buffer that this is, or that the call updated in place
-    "line": pl.Utf8,  # "train.py:31"
-    "inputs": pl.List(pl.Int64),  # records of the call's tensor arguments, in order
-    "arguments": pl.Utf8,  # JSON of the others, {"record": id} in place of tensors; null: unwritable
-    "view_of": pl.Int64,  # record whose memory this is a view of
-    "inplace": pl.Boolean,
-    "recomputed": pl.Boolean,  # in the backward pass, of the forward: a checkpoint
-    "dtype": pl.Utf8,  # "float32"
-    "shape": pl.List(pl.Int64),
-    # how the kept elements, which lie in the order of memory, become the tensor: of the record itself, or of view_of; null
-    # where they do not: the values of a sparse or nested tensor, the shard of a distributed one
-    "stride": pl.List(pl.Int64),
-    "offset": pl.Int64,
-    "device": pl.Utf8,
-    "layout": pl.Utf8,  # strided | sparse_coo | nested ...
-    "numel": pl.Int64,
-    # Statistics over the finite elements, null when there are none; of the modulus where complex.
-    "min": pl.Float64,
-    "max": pl.Float64,
-    "mean": pl.Float64,
-    "l2": pl.Float64,
-    "std": pl.Float64,  # of the population
-    # Counts over all elements.
-    "nan": pl.Int64,
-    "posinf": pl.Int64,
-    "neginf": pl.Int64,
-    "zero": pl.Int64,
-    "subnormal": pl.Int64,
-    # exponents[i]: how many of `sampled` elements, finite and not zero, have floor(log2|x|) = exponent + i
-    "exponent": pl.Int32,
-    "exponents": pl.List(pl.Int64),
-    "sampled": pl.Int64,
-    "hash": pl.Utf8,  # content_hash
-    "blob": pl.Utf8,  # key in tensors-*.safetensors
-    "group": pl.Utf8,  # ranks of a collective, "0,1"
-    # Shadow: actual minus the fp64 result on the same inputs.
-    "own_l2": pl.Float64,
-    "own_max": pl.Float64,
-    "own_reason": pl.Utf8,  # why it could not be run
-    "reason": pl.Utf8,  # why statistics, or the tensor, are missing
-}
+
+_INTEGERS = pl.List(pl.Int64)
+
+
+def _column(dtype: Any) -> Any:
+    """A field of ``Record`` that is a column of this type."""
+    return field(default=None, metadata={"dtype": dtype})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One tensor value of a step: a row of ``ops.parquet``, None where the file has null.
+
+    The fields are the columns, in their order; ``OPS`` has their types.
+    """
+
+    rank: int = _column(pl.Int32)
+    step: int = _column(pl.Int64)
+    #: id within (rank, step), rising in order of creation
+    record: int = _column(pl.Int64)
+    #: operator call that made it, in order within the step; -1: there before
+    call: int = _column(pl.Int64)
+    #: forward | backward | optimizer | collective
+    phase: str = _column(pl.Utf8)
+    #: module path, "" for the root and outside
+    module: str = _column(pl.Utf8)
+    #: aten packet name; parameter | buffer | input for call == -1
+    operator: str = _column(pl.Utf8)
+    #: how often (phase, module, operator) was called before in this step
+    index: int = _column(pl.Int64)
+    #: which of the call's output tensors
+    place: int = _column(pl.Int64)
+    #: output | input | parameter | grad; null is output. Runs of roundoff have outputs
+    #: alone
+    role: str | None = _column(pl.Utf8)
+    #: "aten.convolution.default"
+    overload: str | None = _column(pl.Utf8)
+    #: of the parameter or buffer that this is, or that the call updated in place
+    name: str | None = _column(pl.Utf8)
+    #: "train.py:31"
+    line: str | None = _column(pl.Utf8)
+    #: records of the call's tensor arguments, in order
+    inputs: Sequence[int] | None = _column(_INTEGERS)
+    #: JSON of the others, {"record": id} in place of tensors; null: unwritable
+    arguments: str | None = _column(pl.Utf8)
+    #: record whose memory this is a view of
+    view_of: int | None = _column(pl.Int64)
+    inplace: bool | None = _column(pl.Boolean)
+    #: in the backward pass, of the forward: a checkpoint
+    recomputed: bool | None = _column(pl.Boolean)
+    #: "float32"
+    dtype: str | None = _column(pl.Utf8)
+    shape: Sequence[int] | None = _column(_INTEGERS)
+    #: with ``offset``: how the kept elements, which lie in the order of memory, become
+    #: the tensor: of the record itself, or of view_of; null where they do not: the
+    #: values of a sparse or nested tensor, the shard of a distributed one
+    stride: Sequence[int] | None = _column(_INTEGERS)
+    offset: int | None = _column(pl.Int64)
+    device: str | None = _column(pl.Utf8)
+    #: strided | sparse_coo | nested ...
+    layout: str | None = _column(pl.Utf8)
+    numel: int | None = _column(pl.Int64)
+    #: min to std: over the finite elements, null when there are none; of the modulus
+    #: where complex
+    min: float | None = _column(pl.Float64)
+    max: float | None = _column(pl.Float64)
+    mean: float | None = _column(pl.Float64)
+    #: root of the sum of squares
+    l2: float | None = _column(pl.Float64)
+    #: of the population
+    std: float | None = _column(pl.Float64)
+    #: nan to subnormal: counts over all elements
+    nan: int | None = _column(pl.Int64)
+    posinf: int | None = _column(pl.Int64)
+    neginf: int | None = _column(pl.Int64)
+    zero: int | None = _column(pl.Int64)
+    subnormal: int | None = _column(pl.Int64)
+    #: exponents[i]: how many of ``sampled`` elements, finite and not zero, have
+    #: floor(log2|x|) = exponent + i
+    exponent: int | None = _column(pl.Int32)
+    exponents: Sequence[int] | None = _column(_INTEGERS)
+    sampled: int | None = _column(pl.Int64)
+    #: content_hash
+    hash: str | None = _column(pl.Utf8)
+    #: key in tensors-*.safetensors
+    blob: str | None = _column(pl.Utf8)
+    #: ranks of a collective, "0,1"
+    group: str | None = _column(pl.Utf8)
+    #: own_l2, own_max: of actual minus the fp64 result on the same inputs
+    own_l2: float | None = _column(pl.Float64)
+    own_max: float | None = _column(pl.Float64)
+    #: why the call could not be run in fp64
+    own_reason: str | None = _column(pl.Utf8)
+    #: why statistics, or the tensor, are missing
+    reason: str | None = _column(pl.Utf8)
+
+    @property
+    def site(self) -> str:
+        """The text of :class:`roundoff.site.Site`, as of the column ``site_name()``."""
+        return str(Site(self.module, self.operator, self.index))
+
+
+#: The columns of ``ops.parquet``: name -> polars type.
+OPS: dict[str, Any] = {f.name: f.metadata["dtype"] for f in fields(Record)}
+
+
+def records_of(table: pl.DataFrame) -> list[Record]:
+    """The rows of a table with columns of ``OPS``; other columns are left out."""
+    columns = table.select(name for name in OPS if name in table.columns)
+    return [Record(**row) for row in columns.iter_rows(named=True)]
+
 
 SCALARS: dict[str, Any] = {"step": pl.Int64, "name": pl.Utf8, "value": pl.Float64}
 
@@ -106,13 +169,13 @@ def partial_name(step: int) -> str:
 
 
 def parse_rank(name: str) -> int | None:
-    """The rank whose folder has this name, or None when it is no such name."""
+    """The rank whose folder has this name; None for any other name."""
     match = _RANK.fullmatch(name)
     return int(match[1]) if match and rank_name(int(match[1])) == name else None
 
 
 def parse_step(name: str) -> int | None:
-    """The step whose folder has this name, or None when it is no such name.
+    """The step whose folder has this name; None for any other name.
 
     >>> parse_step("step000003"), parse_step(".step000003.partial"), parse_step("step3")
     (3, None, None)
@@ -122,16 +185,16 @@ def parse_step(name: str) -> int | None:
 
 
 def is_chunk(name: str) -> bool:
-    """Whether this names a file of tensors."""
+    """Return True if this names a file of tensors."""
     return _CHUNK.fullmatch(name) is not None
 
 
 def site_name() -> pl.Expr:
-    """The column ``site``: the text of :class:`roundoff.site.Site` for each row of OPS."""
+    """The column ``site``: the text of ``roundoff.site.Site`` for each row of OPS."""
     # not pl.format: polars 2.1 panics where a filter has emptied a chunk of the frame
-    count = (
+    number = (
         pl.when(pl.col("index") > 0)
         .then("#" + pl.col("index").cast(pl.Utf8))
         .otherwise(pl.lit(""))
     )
-    return (pl.col("module") + "/" + pl.col("operator") + count).alias("site")
+    return (pl.col("module") + "/" + pl.col("operator") + number).alias("site")

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 CHUNK_BYTES = 32 * 2**20
 METADATA = "roundoff"
 
-# Dtypes that every version of safetensors reads back. All others are stored as their bytes, and the metadata says
-# what they are.
+# Dtypes that every version of safetensors reads back. All others are stored as their
+# bytes, and the metadata says what they are.
 NATIVE = {
     torch.float64,
     torch.float32,
@@ -38,21 +38,26 @@ NATIVE = {
 def content_hash(tensor: torch.Tensor) -> str:
     """xxh3_128, in hex, of dtype, shape and bytes in row-major order.
 
-    Equal for tensors with equal bits however they are strided and wherever they are, so 0.0 and -0.0 differ, and NaNs
-    of different payload do. Raises ``TypeError`` for what has no plain bytes: sparse, nested and quantized tensors.
+    Equal for tensors with equal bits however they are strided and wherever they are, so
+    0.0 and -0.0 differ, and NaNs of different payload do. Raises ``TypeError`` for what
+    has no plain bytes: sparse, nested and quantized tensors.
 
-    >>> one = torch.ones(2, 3)
-    >>> content_hash(one) == content_hash(torch.ones(3, 2).T), content_hash(one) == content_hash(one.int())
-    (True, False)
+    >>> ones = torch.ones(2, 3)
+    >>> content_hash(ones) == content_hash(torch.ones(3, 2).T)
+    True
+    >>> content_hash(ones) == content_hash(ones.int())
+    False
     """
     return _hash(_plain(tensor))
 
 
 class Chunks:
-    """Writes the tensors of one step into ``tensors-000.safetensors``, ``tensors-001...`` of a folder.
+    """Writes the tensors of one step into ``tensors-000.safetensors``,
+    ``tensors-001...`` of a folder.
 
-    A full chunk is written by a thread while the next one fills: at most two chunks, or a larger single tensor
-    beside each, are in memory. Errors of the thread are raised by the next call.
+    A full chunk is written by a thread while the next one fills: at most two chunks, or
+    a larger single tensor beside each, are in memory. Errors of the thread are raised
+    by the next call.
 
     Attributes:
         checksums: file name -> bytes and xxh3_128 of every finished file.
@@ -74,9 +79,9 @@ class Chunks:
     def add(self, key: str, tensor: torch.Tensor) -> str:
         """Store a copy of the tensor as it is now.
 
-        Returns the key under which it is found: an earlier one where that has the same dtype, shape and bytes.
-        Raises ``TypeError`` for what has no plain bytes, ``ValueError`` where another tensor has the key, and whatever
-        the thread met.
+        Returns the key under which it is found: an earlier one where that has the same
+        dtype, shape and bytes. Raises ``TypeError`` for what has no plain bytes,
+        ``ValueError`` where another tensor has the key, and whatever the thread met.
         """
         plain = _plain(tensor)
         digest = _hash(plain)
@@ -90,9 +95,8 @@ class Chunks:
         if self._filling and self._bytes + size > self.limit:
             self._flush()
         if plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            plain = (
-                plain.clone()
-            )  # training goes on and may change it before it is written
+            # training goes on and may change it before it is written
+            plain = plain.clone()
         native = plain.dtype in NATIVE
         self._filling[key] = plain if native else _bytes(plain)
         self._described[key] = {"xxh3_128": digest}
@@ -114,16 +118,21 @@ class Chunks:
 
     def abandon(self) -> None:
         """Drop what is not written, and wait for the thread; raises nothing."""
-        self._filling, self._described = {}, {}
+        self._forget()
         if self._thread is not None:
             self._thread.join()
+
+    def _forget(self) -> None:
+        self._filling = {}
+        self._described = {}
+        self._bytes = 0
 
     def _flush(self) -> None:
         self._join()
         path = self.folder / f"tensors-{self._files:03d}.safetensors"
         work = (path, self._filling, self._described)
         self._files += 1
-        self._filling, self._described, self._bytes = {}, {}, 0
+        self._forget()
         thread = threading.Thread(
             target=self._write, args=work, name=f"write {path.name}"
         )
@@ -138,7 +147,8 @@ class Chunks:
     ) -> None:
         try:
             save_file(tensors, path, metadata={METADATA: json.dumps(described)})
-            # safetensors makes its files readable by their owner alone; the folder says what the user's umask is
+            # safetensors makes files readable by their owner alone; the folder has the
+            # user's umask
             path.chmod(self.folder.stat().st_mode & 0o666)
             self.checksums[path.name] = checksum(path)
         except BaseException as error:  # noqa: BLE001 - carried to the thread that waits for it
@@ -148,8 +158,9 @@ class Chunks:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        error = self._error
+        if error is not None:
+            self._error = None
             raise error
 
 
@@ -165,21 +176,24 @@ def checksum(path: Path) -> dict[str, int | str]:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor detached, on the host and contiguous; itself where it is so already."""
+    """The tensor detached, on the host and contiguous; itself where it is so."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise TypeError(
             f"a tensor of layout {tensor.layout} and {tensor.dtype} has no plain bytes"
         )
-    if not tensor.is_meta and tensor.numel():
-        last = tensor.storage_offset() + sum(
-            (size - 1) * stride
-            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        if (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise TypeError(
-                "the tensor's memory was freed"
-            )  # as FSDP does: reading it would crash
+    if not tensor.is_meta and tensor.numel() and not _has_memory(tensor):
+        raise TypeError("the tensor's memory was freed")
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return False if memory was freed, as FSDP does: reading it would crash."""
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    end = (last + 1) * tensor.element_size()
+    return end <= tensor.untyped_storage().nbytes()
 
 
 def _bytes(plain: torch.Tensor) -> torch.Tensor:
@@ -212,7 +226,10 @@ class TensorFile:
         self._described = json.loads((file.metadata() or {}).get(METADATA, "{}"))
 
     def read(self, key: str) -> torch.Tensor:
-        """One tensor, mapped into memory. Raises ``DamagedError`` when its bytes are not those that were written."""
+        """One tensor, mapped into memory.
+
+        Raises ``DamagedError`` when its bytes are not those that were written.
+        """
         tensor: torch.Tensor = self._file.get_tensor(key)
         described = self._described[key]
         if "dtype" in described:
@@ -220,9 +237,8 @@ class TensorFile:
             if not isinstance(dtype, torch.dtype):
                 raise DamagedError(f"this torch has no dtype {described['dtype']!r}")
             if tensor.storage_offset() % dtype.itemsize:
-                tensor = (
-                    tensor.clone()
-                )  # its place in the file does not suit the wider type
+                # its place in the file does not suit the wider type
+                tensor = tensor.clone()
             tensor = tensor.view(dtype).reshape(described["shape"])
         if _hash(tensor) != described["xxh3_128"]:
             raise DamagedError(

@@ -1,4 +1,4 @@
-"""Writer: a recording that survives being killed, and that never stops the training it records."""
+"""Writer: a recording that survives being killed and never stops the training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import torch
 from roundoff.errors import warn
 from roundoff.files import atomic_path
 from roundoff.record.disk import scalars
-from roundoff.record.disk.columns import table_of
 from roundoff.record.disk.folder import claim, publish
 from roundoff.record.disk.schema import (
     ABOUT,
@@ -29,6 +28,7 @@ from roundoff.record.disk.schema import (
     partial_name,
     rank_name,
 )
+from roundoff.record.disk.step_table import table_of
 from roundoff.record.disk.tensors import Chunks, checksum
 
 _T = TypeVar("_T")
@@ -37,24 +37,27 @@ _T = TypeVar("_T")
 class Writer:
     """Writes one rank of a run, step by step.
 
-    After the constructor nothing raises: a full disk, a vanished folder or a tensor that cannot be stored stops the
-    recording with one ``RuntimeWarning``, and later calls do nothing. Steps finished before stay readable, also when the
-    process is killed; a power failure may damage the last of them, which their checksums tell. Not for use from several
-    threads at once.
+    After the constructor nothing raises: a full disk, a vanished folder or a tensor
+    that cannot be stored stops the recording with one ``RuntimeWarning``, and later
+    calls do nothing. Steps finished before stay readable, also when the process is
+    killed; a power failure may damage the last of them, which their checksums tell. Not
+    for use from several threads at once.
 
     Args:
         path: folder of the run, made if missing.
         rank: of this process. Rank 0 writes ``run.json``.
-        about: fields of ``run.json``. Every rank of a run gives the same ``"id"``, and ``"ranks"``, their number; a
-            writer with the id of the run that is there joins it and keeps its steps. Values that JSON lacks are
-            stored as their text.
+        about: fields of ``run.json``. Every rank of a run gives the same ``"id"``, and
+            ``"ranks"``, their number; a writer with the id of the run that is there
+            joins it and keeps its steps. Values that JSON lacks are stored as their
+            text.
         overwrite: delete a roundoff run that is there; other files never.
 
     Attributes:
-        stopped: whether the recording has stopped.
+        stopped: True once the recording has stopped.
+        about: the object in ``run.json``.
 
-    Raises ``OutputError`` when the folder holds another run (unless ``overwrite``) or other files, when it is a file,
-    and when it cannot be written.
+    Raises ``OutputError`` when the folder holds another run (unless ``overwrite``) or
+    other files, when it is a file, and when it cannot be written.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -101,31 +104,36 @@ class Writer:
     def add(self, step: int, key: str, tensor: torch.Tensor) -> str | None:
         """Store the tensor as it is now, any dtype, bit for bit, contiguous.
 
-        Returns the key under which ``step`` has it: an earlier one if dtype, shape and bytes are the same, so
-        nothing is stored twice in a step. None when the recording has stopped.
+        Returns the key under which ``step`` has it: an earlier one if dtype, shape and
+        bytes are the same, so nothing is stored twice in a step. None when the
+        recording has stopped.
         """
         return self._guarded(lambda: self._chunks(step).add(key, tensor))
 
     def write_step(
         self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame
     ) -> None:
-        """Finish a step: its rows, with the tensors added to it, appear on disk at once and whole.
+        """Finish a step: its rows and tensors appear on disk at once and whole.
 
-        Columns of OPS that ``rows`` lacks become null, ``rank`` and ``step`` this writer's rank and this step. A step
-        that is there already is replaced.
+        Columns of OPS that ``rows`` lacks become null, ``rank`` and ``step`` this
+        writer's rank and this step. A step that is there already is replaced.
         """
         self._guarded(lambda: self._finish(step, rows))
 
     def scalar(self, step: int, name: str, value: float | torch.Tensor) -> None:
-        """Record a number of this step: ``loss``, ``loss_scale``, ``grad_norm``, ``lr``. May be NaN or infinite."""
+        """Record a number of this step: ``loss``, ``loss_scale``, ``grad_norm``, ``lr``.
+
+        May be NaN or infinite.
+        """
         self._guarded(
             lambda: scalars.append(self._folder / SCALAR_FILE, step, name, value)
         )
 
     def close(self, **about: Any) -> None:
-        """End the run and write ``about`` over the fields of ``run.json``; ``complete`` is True unless it says otherwise.
+        """End the run and write ``about`` over the fields of ``run.json``.
 
-        Tensors of steps that were not finished are dropped. Closing again does nothing.
+        ``complete`` is True unless it says otherwise. Tensors of steps that were not
+        finished are dropped. Closing again does nothing.
         """
         self._guarded(lambda: self._close(about))
         self._closed = True
@@ -142,13 +150,14 @@ class Writer:
         self.close(complete=kind is None)
 
     def _guarded(self, work: Callable[[], _T]) -> _T | None:
+        """Return ``work()``; whatever it raises stops the recording."""
         if self.stopped or self._closed:
             return None
         try:
             return work()
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # noqa: BLE001 - training must go on; polars panics with a BaseException
+        except BaseException as error:  # noqa: BLE001 - training goes on; polars panics
             self._stop(error)
             return None
 
@@ -156,7 +165,10 @@ class Writer:
         self.stopped = True
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {cause}"
-        text = f"{self.path}: the recording has stopped and training goes on; its whole steps are readable: {reason}"
+        text = (
+            f"{self.path}: the recording has stopped and training goes on; "
+            f"its whole steps are readable: {reason}"
+        )
         self._abandon()
         self.about["stopped"] = reason
         try:

@@ -30,7 +30,6 @@ from roundoff.budget import (
     Term,
     TermKey,
     Terms,
-    _version,
     measure_gradients,
     parse_formats,
     power,
@@ -38,6 +37,7 @@ from roundoff.budget import (
 from roundoff.errors import GradientPathError, NonFiniteError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import Call, CallMode, runs, watch
+from roundoff.packages import installed_version
 from roundoff.plan import Plain
 from roundoff.preserve import preserve
 from roundoff.record import environment
@@ -296,7 +296,7 @@ class _Run:
                 }
             )
         about = {
-            "version": _version(),
+            "version": installed_version(),
             "workload": self.workload.name,
             "formats": [f.name for f in self.formats],
             "probes": self.probes,

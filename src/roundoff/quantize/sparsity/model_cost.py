@@ -31,7 +31,7 @@ class Cost:
     by_site: dict[str, int] = field(repr=False, default_factory=dict)
 
 
-def cost(
+def model_cost(
     model: nn.Module,
     batch: Any,
     *,
@@ -42,7 +42,7 @@ def cost(
     Zeros count: a mask saves nothing here, removed channels do.
 
     Example:
-        >>> found = cost(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(1, 1, 4, 4))
+        >>> found = model_cost(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(1, 1, 4, 4))
         >>> found.macs, found.bytes  # 4·9 for each of 4 pixels, and 16·2; 4 bytes for each parameter
         (176, 296)
     """

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from roundoff.errors import QuantizationError
-from roundoff.quantize.sparsity import cost
-from roundoff.quantize.sparsity.cost import latency_ratio
+from roundoff.quantize.sparsity import model_cost
+from roundoff.quantize.sparsity.model_cost import latency_ratio
 
 
 def test_multiply_accumulates_and_bytes_by_hand() -> None:
@@ -20,7 +20,7 @@ def test_multiply_accumulates_and_bytes_by_hand() -> None:
         nn.Flatten(),
         nn.Linear(2 * 8 * 8, 5),
     )
-    found = cost(net, torch.zeros(2, 3, 6, 6))
+    found = model_cost(net, torch.zeros(2, 3, 6, 6))
     # per output: 3·9 on 2·8·6·6; 9 on 2·8·4·4; each of 2·8·4·4 inputs meets 2·4 weights; 128 on 2·5
     assert list(found.by_site.values()) == [27 * 576, 9 * 256, 256 * 8, 1280]
     assert found.macs == sum(found.by_site.values())

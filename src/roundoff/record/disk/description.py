@@ -1,0 +1,139 @@
+"""``run.json``: what a run says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from roundoff.errors import RunError
+from roundoff.record.disk.checked_reading import read_checked, read_json
+from roundoff.record.disk.schema import ABOUT, SCHEMA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCoverage:
+    """How much a recording saw of the program.
+
+    Attributes:
+        steps: steps that were recorded.
+        calls: operator calls in them; 0 at module level.
+        operators: overload -> number of its calls.
+        stopped: why the recording stopped before the program; None if it did not.
+    """
+
+    steps: int | None = None
+    calls: int | None = None
+    operators: dict[str, int] | None = None
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDescription:
+    """The fields of ``run.json``; None where the recording has not written one.
+
+    Attributes:
+        schema: version of the layout of the run's files.
+        version: of roundoff.
+        complete: the program came to its end and was recorded to it.
+        id: the same for all ranks of one launch.
+        ranks: number of processes.
+        level: ``op`` or ``module``.
+        keep: ``stats``, ``tensors``, ``sample`` or ``hash``.
+        shadow: ``fp64`` where every operator ran again in it.
+        steps: the steps to record, ``0-1``, ``3-5,100`` or ``all``.
+        sites: patterns of the calls to record; empty for all.
+        seed: of the samples.
+        noise: seed of the noise in the last bits; None for an unchanged run.
+        of: id of the run that this one repeats.
+        environment: rows ``name``, ``value``, ``note`` of what changes numbers.
+        model: name of the model's class.
+        command: the script and its arguments.
+        framework: name and version.
+        coverage: what was seen; written when the recording ends.
+        unfinished: the step in which the program failed.
+        stopped: why the recording stopped.
+        tool: which wrote the run, where it is not roundoff.
+    """
+
+    schema: int | None = None
+    version: str | None = None
+    complete: bool | None = None
+    id: str | None = None
+    ranks: int | None = None
+    level: str | None = None
+    keep: str | None = None
+    shadow: str | None = None
+    steps: str | None = None
+    sites: list[str] | None = None
+    seed: int | None = None
+    noise: int | None = None
+    of: str | None = None
+    environment: list[dict[str, str]] | None = None
+    model: str | None = None
+    command: list[str] | None = None
+    framework: str | None = None
+    coverage: CallCoverage | None = None
+    unfinished: int | None = None
+    stopped: str | None = None
+    tool: str | None = None
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> RunDescription:
+        """From the object in the file; what it has besides the fields is left out."""
+        values = {name: content[name] for name in _FIELDS if name in content}
+        coverage = content.get("coverage")
+        if isinstance(coverage, Mapping):
+            values["coverage"] = CallCoverage(
+                **{name: coverage.get(name) for name in _COVERAGE_FIELDS}
+            )
+        return RunDescription(**values)
+
+
+_FIELDS = tuple(f.name for f in fields(RunDescription))
+_COVERAGE_FIELDS = tuple(f.name for f in fields(CallCoverage))
+
+
+def read_description(path: Path) -> RunDescription:
+    """Read ``run.json`` of the run in this folder, its schema checked.
+
+    Raises ``RunError`` where there is none, it is damaged, or of a later version.
+    """
+    file = path / ABOUT
+    if not file.is_file():
+        raise RunError(
+            "no run here" if path.is_dir() else "no such folder",
+            where=str(path),
+            expected=f"a folder with {ABOUT} in it",
+            do="give the folder that was named when the run was recorded",
+        )
+    content = read_checked(file, read_json, file)
+    _check_schema(file, content)
+    return RunDescription.from_json(content)
+
+
+def _check_schema(file: Path, content: Any) -> None:
+    if not isinstance(content, dict):
+        raise _not_a_description(file, type(content).__name__)
+    schema = content.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise _not_a_description(file, f'"schema": {schema!r}')
+    if schema > SCHEMA:
+        version = str(content.get("version"))[:80]
+        raise RunError(
+            "this run was recorded by a later version of roundoff",
+            where=str(file),
+            expected=f"schema {SCHEMA} or lower",
+            got=f"schema {schema}, written by roundoff {version}",
+            do="upgrade roundoff",
+        )
+
+
+def _not_a_description(file: Path, got: str) -> RunError:
+    return RunError(
+        "not the description of a roundoff run",
+        where=str(file),
+        expected='an object with "schema": 1',
+        got=got,
+    )

@@ -1,0 +1,294 @@
+"""Run recorded operators again from their stored inputs, in another format or on
+another device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import polars as pl
+import torch
+from torch import Tensor
+
+from roundoff.errors import RunError
+from roundoff.formats import parse_format
+from roundoff.ops import Reason, overload_of, restore, run_again
+from roundoff.record.disk.reader import Run
+from roundoff.record.disk.schema import Record, records_of, site_name
+from roundoff.record.own_error import NOT_COMPARED, OwnError, own_error
+from roundoff.site import select
+
+
+def _column(dtype: Any) -> Any:
+    """A field of ``ReplayedOutput`` that is a column of this type."""
+    return field(metadata={"dtype": dtype})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedOutput:
+    """One recorded output against the same call run again.
+
+    ``own_l2`` and ``own_max`` are of |recorded - again|; ``sqnr_db`` is 20 log10(l2 of
+    again / own_l2): infinite where the two are the same, minus infinity where one is
+    finite and the other not. They are None where ``reason`` says why.
+    """
+
+    rank: int = _column(pl.Int32)
+    step: int = _column(pl.Int64)
+    record: int = _column(pl.Int64)
+    phase: str = _column(pl.String)
+    site: str = _column(pl.String)
+    overload: str | None = _column(pl.String)
+    place: int = _column(pl.Int64)
+    own_l2: float | None = _column(pl.Float64)
+    own_max: float | None = _column(pl.Float64)
+    sqnr_db: float | None = _column(pl.Float64)
+    reason: str | None = _column(pl.String)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Recorded outputs run again on a device, in a format, in the order of calls."""
+
+    device: str
+    dtype: str
+    rows: tuple[ReplayedOutput, ...]
+
+    @property
+    def table(self) -> pl.DataFrame:
+        """The rows as a table; the columns are the fields of ``ReplayedOutput``."""
+        columns = fields(ReplayedOutput)
+        return pl.DataFrame(
+            {c.name: [getattr(row, c.name) for row in self.rows] for c in columns},
+            schema={c.name: c.metadata["dtype"] for c in columns},
+        )
+
+
+def replay_run(
+    run: Run,
+    *,
+    site: str | None = None,
+    phase: str | None = None,
+    device: str = "cpu",
+    dtype: str = "fp64",
+    rank: int = 0,
+    step: int | None = None,
+) -> Replay:
+    """Run each recorded call once more on its inputs; a row for each output.
+
+    Args:
+        run: a run recorded with its tensors.
+        site: a pattern of site names, ``encoder.*/softmax``; all of them when None.
+        phase: ``forward``, ``backward`` or ``optimizer``; all of them when None.
+        device: where to run.
+        dtype: the format to run in: ``fp64``, ``fp32``, ``bf16``, ...; ``same`` for
+            each tensor's own, such as to compare two devices.
+        rank: of a run of several processes.
+        step: all of them when None.
+
+    Raises:
+        RunError: nothing is recorded there, no tensors are kept, or the device or
+            format cannot be run here.
+        PatternError: the pattern matches no site.
+        FormatError: ``dtype`` is not the name of a format.
+    """
+    torch_dtype = None if dtype == "same" else _torch_dtype(dtype)
+    torch_device = _torch_device(device)
+    calls = _selected(run, site, phase, rank, step)
+    rows: list[ReplayedOutput] = []
+    for step_calls in calls.partition_by("step", maintain_order=True):
+        rows += _replay_step(run, step_calls, torch_dtype, torch_device)
+    return Replay(device=device, dtype=dtype, rows=tuple(rows))
+
+
+def sqnr_db(error: OwnError) -> float:
+    """The reference's l2 against that of the error, in decibels.
+
+    Infinite where there is no error.
+
+    >>> sqnr_db(OwnError(0.01, 0.01, 1.0))
+    40.0
+    >>> sqnr_db(OwnError(0.0, 0.0, 0.0)), sqnr_db(OwnError(1.0, 1.0, 0.0))
+    (inf, -inf)
+    """
+    if error.l2 == 0:
+        return math.inf
+    if error.reference == 0 or math.isinf(error.l2):
+        return -math.inf
+    return 20 * (math.log10(error.reference) - math.log10(error.l2))
+
+
+class _NotStored(Exception):  # noqa: N818 - becomes the reason of a row
+    """A tensor that a call needs is not in the run."""
+
+
+_NEEDED = ("record", "module", "operator", "index", "blob", "stride", "name", "reason")
+
+
+def _replay_step(
+    run: Run, calls: pl.DataFrame, dtype: torch.dtype | None, device: torch.device
+) -> Iterator[ReplayedOutput]:
+    rank = calls["rank"][0]
+    step = calls["step"][0]
+    is_step = (pl.col("rank") == rank) & (pl.col("step") == step)
+    rows = records_of(run.ops.filter(is_step).select(_NEEDED).collect())
+    by_record = {row.record: row for row in rows}
+
+    def tensor_of(record: int) -> Tensor:
+        row = by_record.get(record)
+        if row is None:
+            raise _NotStored(f"record {record} is not stored")
+        label = row.name or row.site
+        if row.blob is None:
+            why = f" ({row.reason})" if row.reason else ""
+            raise _NotStored(f"{label} is not stored{why}")
+        if row.stride is None:
+            raise _NotStored(f"{label} is stored as the values inside it alone")
+        return run.tensor(record=record, rank=rank, step=step)
+
+    for call in calls.partition_by("call", maintain_order=True):
+        outputs = records_of(call)
+        try:
+            again = _call_again(outputs[0], tensor_of, dtype, device)
+        except _NotStored as missing:
+            again = Reason(f"its input {missing}")
+        for row in outputs:
+            yield _replayed(row, again, tensor_of)
+
+
+def _call_again(
+    row: Record,
+    tensor_of: Callable[[int], Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> list[Any] | Reason:
+    if row.overload is None:
+        return Reason("not an operator with a schema")
+    if row.arguments is None:
+        return Reason("its arguments could not be written")
+    try:
+        func = overload_of(row.overload)
+    except RunError as error:
+        return Reason(f"{error.what}: {error.do}")
+    args, kwargs = restore(row.arguments, tensor_of)
+    return run_again(func, args, kwargs, dtype=dtype, device=device)
+
+
+def _replayed(
+    row: Record, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]
+) -> ReplayedOutput:
+    error = _error(row, again, tensor_of)
+    measured = None if isinstance(error, str) else error
+    return ReplayedOutput(
+        rank=row.rank,
+        step=row.step,
+        record=row.record,
+        phase=row.phase,
+        site=row.site,
+        overload=row.overload,
+        place=row.place,
+        own_l2=None if measured is None else measured.l2,
+        own_max=None if measured is None else measured.max,
+        sqnr_db=None if measured is None else sqnr_db(measured),
+        reason=error if isinstance(error, str) else None,
+    )
+
+
+def _error(
+    row: Record, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]
+) -> OwnError | str:
+    """The error of a recorded output, or the reason why there is none."""
+    if isinstance(again, Reason):
+        return again.text
+    try:
+        recorded = tensor_of(row.record)
+    except _NotStored as missing:
+        return f"its result {missing}"
+    reference = again[row.place] if row.place < len(again) else None
+    [error] = own_error([recorded], [reference])
+    return NOT_COMPARED if error is None else error
+
+
+def _selected(
+    run: Run, site: str | None, phase: str | None, rank: int, step: int | None
+) -> pl.DataFrame:
+    """The calls to run again, with their ``site``."""
+    _check_number(run, "rank", rank, run.ranks)
+    _check_number(run, "step", step, run.steps)
+    rows = run.ops.filter(pl.col("rank") == rank)
+    if step is not None:
+        rows = rows.filter(pl.col("step") == step)
+    step_rows = rows.collect()
+    _check_kept(run, step_rows)
+    calls = step_rows.filter(pl.col("call") >= 0).with_columns(site_name())
+    if phase is not None:
+        calls = _of_phase(run, calls, phase)
+    if site is not None:
+        names = select(site, calls["site"].drop_nulls().unique(maintain_order=True))
+        calls = calls.filter(pl.col("site").is_in(names))
+    return calls
+
+
+def _check_number(
+    run: Run, noun: str, number: int | None, present: Sequence[int]
+) -> None:
+    if number is not None and number not in present:
+        raise RunError(
+            f"the run has no {noun} {number}",
+            where=str(run.path),
+            got=str(number),
+            expected=", ".join(map(str, present)) or f"a run with a {noun}",
+        )
+
+
+def _check_kept(run: Run, rows: pl.DataFrame) -> None:
+    keep = run.about.keep
+    has_none = rows["blob"].null_count() == rows.height
+    if has_none or keep not in ("tensors", None):
+        raise RunError(
+            "the run has no tensors to run an operator on",
+            where=str(run.path),
+            expected="a run recorded with keep tensors",
+            got=f"keep {keep or 'stats'}",
+            do="capture with --keep tensors",
+        )
+
+
+def _of_phase(run: Run, calls: pl.DataFrame, phase: str) -> pl.DataFrame:
+    chosen = calls.filter(pl.col("phase") == phase)
+    if chosen.is_empty():
+        phases = calls["phase"].unique(maintain_order=True).to_list()
+        raise RunError(
+            f"the run has no phase {phase!r}",
+            where=str(run.path),
+            expected=", ".join(phases),
+        )
+    return chosen
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = parse_format(name).torch_dtype
+    if dtype is None or not dtype.is_floating_point:
+        raise RunError(
+            "torch does not compute in this format",
+            where="--dtype",
+            got=name,
+            expected="fp64, fp32, bf16, fp16 or same",
+        )
+    return dtype
+
+
+def _torch_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RunError(
+            "this device cannot be used here",
+            where="--device",
+            expected="cpu, or a device of this machine",
+            got=f"{name}: {str(error).splitlines()[0]}",
+        ) from error
+    return device

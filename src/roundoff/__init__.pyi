@@ -15,6 +15,7 @@ from .verbs.capture import capture as capture
 from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
+from .verbs.diff import diff as diff
 from .verbs.replay import replay as replay
 from .verbs.show import show as show
 from .verbs.tune import tune as tune

@@ -18,8 +18,7 @@ from scipy.stats import spearmanr
 import roundoff as ro
 from roundoff.budget import Budget
 from roundoff.errors import RoundoffError
-from roundoff.train import gradients_of, sqnr
-from roundoff.verbs.tune import TunedRun
+from roundoff.train import TunedRun, gradients_of, sqnr
 from roundoff.workload import Workload
 
 BAR_EQUAL, BAR_MORE = 3.0, 10.0
@@ -193,12 +192,10 @@ def main() -> None:
                         "+".join(formats),
                         device,
                         cost,
-                        f"{100 * p['of_fp32']:.0f} %",
-                        f"{100 * p['cost'] / base.cost:.0f} %" if base.cost else None,
-                        "exact"
-                        if p["predicted_db"] is None
-                        else f"{p['predicted_db']:.1f}",
-                        p["fp32_operators"],
+                        f"{100 * p.of_fp32:.0f} %",
+                        f"{100 * p.cost / base.cost:.0f} %" if base.cost else None,
+                        "exact" if p.predicted_db is None else f"{p.predicted_db:.1f}",
+                        p.fp32_operators,
                     )
                     for p in found.pareto
                 ]

@@ -13,12 +13,12 @@ from rich.console import Console
 from roundoff.compare import (
     About,
     ChartPoint,
+    ComparisonCoverage,
     ComparisonSummary,
-    Coverage,
     Culprit,
     JudgedRow,
     LabelledValue,
-    RoundingShare,
+    RoundingContribution,
     ValueDifference,
     ValueSide,
     ValueSides,
@@ -118,7 +118,7 @@ def rounding_share(**about):
         "own": 1e-7,
         "error": 1e-7,
     }
-    return RoundingShare(**usual | about)
+    return RoundingContribution(**usual | about)
 
 
 ABOUT = ("damage", "notes", "limits", "margin", "kept", "repeats", "verified")
@@ -135,7 +135,9 @@ def data(**about):
         "divergence": first,
         "culprits": [first],
         "inherited": 2,
-        "coverage": Coverage(rows=13, status={"matched": 13}, measured=12, equal=8),
+        "coverage": ComparisonCoverage(
+            rows=13, status={"matched": 13}, measured=12, equal=8
+        ),
         "largest": LabelledValue(**LABEL | largest),
         "rows": [row()],
         "steps": [2],
@@ -215,7 +217,7 @@ def test_agreement_equal_near_and_unknown():
         "The runs agree: 8 of 12 values are equal, and every difference is within what rounding explains "
         "(largest 5.0e-01 at head/mm (net.py:40))."
     )
-    every = Coverage(rows=13, status={"matched": 13}, measured=13, equal=13)
+    every = ComparisonCoverage(rows=13, status={"matched": 13}, measured=13, equal=13)
     assert (
         answer_comparison(agreed(coverage=every))[0]
         == "The runs agree: all 13 values are equal, bit for bit."
@@ -224,7 +226,7 @@ def test_agreement_equal_near_and_unknown():
         answer_comparison(agreed(coverage=every, tensors=False))[0]
         == "The runs agree: all 13 values are equal, by their statistics."
     )
-    none = Coverage(rows=13, status={"matched": 13}, measured=0, equal=0)
+    none = ComparisonCoverage(rows=13, status={"matched": 13}, measured=0, equal=0)
     assert answer_comparison(agreed(coverage=none))[0].startswith(
         "Nothing could be compared"
     )
@@ -304,13 +306,15 @@ def test_coverage_counts_each_value_once():
         Reason("the reference has no such call", 3),
     ]
     found = coverage_sentence(
-        Coverage(rows=15, status=status, measured=10, reasons=reasons)
+        ComparisonCoverage(rows=15, status=status, measured=10, reasons=reasons)
     )
     assert found == (
         "8 of 15 values have a counterpart by name or structure, 2 by use; 1 is only in the reference; 3 are only in the "
         "candidate; 1 step could not be read; 2 could not be measured: sparse."
     )
-    assert coverage_sentence(Coverage()) == "Neither run has a value to compare."
+    assert (
+        coverage_sentence(ComparisonCoverage()) == "Neither run has a value to compare."
+    )
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 140])

@@ -1,6 +1,7 @@
 """Configurations side by side: the steps against loops written out here in torch, what is restored, what fails."""
 
 import copy
+import dataclasses
 import json
 import math
 import warnings
@@ -319,7 +320,7 @@ def test_nan_in_the_data():
         == "the first configuration itself has no finite result"
     )
     assert "Batch 1 of the workload holds NaN or Inf." in str(found)
-    json.dumps(found.summary.to_dict())
+    json.dumps(dataclasses.asdict(found.summary))
 
 
 def test_one_that_diverges_is_worse():

@@ -135,9 +135,7 @@ def test_coverage_adds_up(compared):
     coverage = found.coverage
     assert sum(coverage.status.values()) == coverage.rows == found.table.height
     assert coverage.status == dict(found.table["status"].value_counts().iter_rows())
-    assert (
-        coverage.measured + sum(r.count for r in coverage.reasons) == coverage.rows
-    )
+    assert coverage.measured + sum(r.count for r in coverage.reasons) == coverage.rows
     assert coverage.measured == found.table["error"].is_not_null().sum()
     assert coverage.equal == found.table["equal"].sum()
     assert "only in candidate" in coverage.status

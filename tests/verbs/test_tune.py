@@ -13,7 +13,7 @@ from torch import nn
 import roundoff as ro
 from roundoff.cli.app import main
 from roundoff.errors import FormatError, NonFiniteError, PlanError, WorkloadError
-from roundoff.train.tune.rounded_step import Autocast, gradients_of
+from roundoff.train.tune.simulated_step import SimulatedAutocast, gradients_of
 from roundoff.train.tune.trial import Trials, sqnr
 
 SOURCE = """
@@ -97,7 +97,7 @@ def test_at_most_five_runs_and_the_plan_is_better(tuned):
 def test_the_baseline_is_the_lists_of_the_device(work):
     chosen = {}
     for device in ("cpu", "cuda"):
-        handler = Autocast(ro.FORMATS["bf16"], device)
+        handler = SimulatedAutocast(ro.FORMATS["bf16"], device)
         gradients_of(work, handler, batches=1)
         chosen[device] = {s for s in handler.chosen if s in handler.sites}
     # torch's documentation: on CUDA layer_norm and softmax autocast to float32; a CPU leaves them alone
@@ -114,10 +114,10 @@ def test_the_baseline_is_the_lists_of_the_device(work):
 def test_the_pareto_curve_only_goes_up(tuned):
     points = tuned[0].pareto
     assert len(points) > 2
-    assert points[-1]["predicted_db"] is None  # fp32
+    assert points[-1].predicted_db is None  # fp32
     for a, b in itertools.pairwise(points):
-        assert a["cost"] < b["cost"]
-        assert b["predicted_db"] is None or a["predicted_db"] < b["predicted_db"]
+        assert a.cost < b.cost
+        assert b.predicted_db is None or a.predicted_db < b.predicted_db
 
 
 def test_the_plan_can_be_written_and_read(tuned, tmp_path):
@@ -125,10 +125,10 @@ def test_the_plan_can_be_written_and_read(tuned, tmp_path):
     found.plan.save(tmp_path / "plan.toml")
     read = ro.Plan.load(tmp_path / "plan.toml")
     run = next(r for r in found.runs if r.name == "equal")
-    assert read.formats(s["site"] for s in found.budget.sites) == run.formats
+    assert read.formats(s.site for s in found.budget.sites) == run.formats
     assert read.about["autocast_lists"] == "cuda"
     assert read.about["measured_db"] == pytest.approx(run.measured_db)
-    text = json.dumps(found.summary()["ranking"])
+    text = json.dumps(found.to_dict()["ranking"])
     assert "gradient_db" in text
 
 
@@ -150,7 +150,7 @@ def test_a_plan_obeys_its_pins(work):
 def test_matrix_products_in_fp32_are_said(tuned):
     """By bytes a product in fp32 may be paid for by something else; that is slower where products take the time."""
     found, work = tuned
-    product = next(s["site"] for s in found.budget.sites if s["kind"] == "linear")
+    product = next(s.site for s in found.budget.sites if s.kind == "linear")
     options = {
         "device": "cuda",
         "steps": 1,
@@ -161,9 +161,9 @@ def test_matrix_products_in_fp32_are_said(tuned):
     }
     said = f"1 matrix product in fp32 that autocast runs in bf16 ({product} ...)"
     others = {
-        s["site"]: "bf16"
+        s.site: "bf16"
         for s in found.budget.sites
-        if s["kind"] == "linear" and s["site"] != product
+        if s.kind == "linear" and s.site != product
     }
     options["pin"] = {product: "fp32", **others}
     by = {
@@ -189,7 +189,7 @@ def test_the_loss_scale_of_fp16_falls_until_nothing_overflows(work):
     scaled = work.loss
     work.loss = lambda output, batch: 100 * scaled(output, batch)
     found = ro.tune(work, ["fp16"], device="cpu", steps=1, probes=4, runs=3, batches=1)
-    assert found.about["loss_scale"] in (65536.0 / 4**k for k in range(1, 9))
+    assert found.loss_scale in (65536.0 / 4**k for k in range(1, 9))
     assert any(
         "16 to 32 times slower" in note and "bf16" in note for note in found.notes
     )

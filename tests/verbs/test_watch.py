@@ -21,13 +21,14 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
+import roundoff
 from roundoff.cli.app import app, main
-from roundoff.cli.watch import _text
 from roundoff.errors import RunError
 from roundoff.record.program import ScriptError
+from roundoff.report import print_events
 from roundoff.train.scaling.scaler import LossScaler
-from roundoff.train.watch.rules import RULES
-from roundoff.verbs.watch import watch_script
+from roundoff.train.watch.advice import RULES
+from roundoff.train.watch.events import BadGradients, StepEnd
 
 HEAD = """
 import math, sys, torch
@@ -79,7 +80,7 @@ def watch(write):
         write(text)
         events = []
         try:
-            watch_script(["train.py"], events.append, **options)
+            roundoff.watch(["train.py"], events.append, **options)
         finally:
             run.rows = [event.to_dict() for event in events]
         return {
@@ -484,6 +485,14 @@ def test_what_it_prints(write, capsys):
     assert lines[9:] == ["25 steps, 1 skip, loss scale 32768: it ended well"]
 
 
+def test_the_function_prints_what_the_command_does(write, capsys):
+    write(scaled(25, (0,)) + "print('mine')\n")
+    _, out, err = cli(capsys)
+    summary = roundoff.watch(["train.py"])
+    assert capsys.readouterr() == (out, err)
+    assert (summary.steps, summary.skips, summary.trouble) == (25, 1, None)
+
+
 def test_json_is_a_line_for_each_event(write, capsys):
     write(scaled(3, (1,)) + "print('mine')\n")
     code, out, err = cli(capsys, "--json")
@@ -555,7 +564,7 @@ def test_a_scaler_that_gives_up_is_trouble(write, capsys):
 def test_no_script(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunError, match="roundoff watch -- train.py"):
-        watch_script(["train.py"], print)
+        roundoff.watch(["train.py"], print)
     assert main(["watch", "--", "torchrun", "train.py"]) == 2
     assert (
         "torchrun --nproc-per-node 2 -m roundoff watch -- train.py"
@@ -566,15 +575,12 @@ def test_no_script(tmp_path, monkeypatch, capsys):
 def test_on_a_terminal_one_line_is_refreshed(watch):
     watch(scaled(12, (3,)))
     out = io.StringIO()
-    with _text(
-        Console(file=out, force_terminal=True, width=120, highlight=False), 10
-    ) as say:
-        from roundoff.train.watch.events import StepEnd, Trouble
-
+    console = Console(file=out, force_terminal=True, width=120, highlight=False)
+    with print_events(console) as say:
         for step in range(30):
             say(StepEnd(step, 1.0, 8.0, 1.0, 0.0, False, 0, 0.1))
-        say(Trouble(30, 8.0, True, "the output of b (Linear)"))
-        say(Trouble(31, 8.0, True, "the output of b (Linear)"))
+        say(BadGradients(30, 8.0, True, "the output of b (Linear)"))
+        say(BadGradients(31, 8.0, True, "the output of b (Linear)"))
     text = out.getvalue()
     assert (
         text.count("first not finite: the output of b (Linear)") == 1

@@ -66,7 +66,7 @@ def command(
             progress=progress,
         )
     result.report(folder / "report.html")
-    write_json(result.summary.to_dict(), folder / "summary.json")
+    write_json(result.summary, folder / "summary.json")
     if json:
         print((folder / "summary.json").read_text())
     else:

@@ -79,7 +79,7 @@ def command(
 
     names = o.split(formats)
     with o.progress(json) as progress:
-        found = roundoff.tune(
+        tuning = roundoff.tune(
             roundoff.Workload.load(workload),
             names,
             loss=loss,
@@ -97,11 +97,11 @@ def command(
             seed=seed,
             progress=progress,
         )
-    found.plan.save(output)
+    tuning.plan.save(output)
     if json:
-        o.print_json({**found.summary(), "output": str(output)})
+        o.print_json({**tuning.to_dict(), "output": str(output)})
     else:
         console = o.console(False)
-        print_tuning(found.summary(), console, top=top)
+        print_tuning(tuning, console, top=top)
         console.print(f"Written to {output}", markup=False)
-    return 0 if found.met else 1
+    return 0 if tuning.met else 1

@@ -7,14 +7,12 @@ import json as encoding
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from roundoff.train import Event
+    from roundoff.train import WatchEvent
 
 
 def command(
@@ -60,72 +58,35 @@ def command(
     The script's own output stays on standard output, ours goes to standard error (with --json the other way round). The exit
     code is 1 where skips or NaN ended the training or the loss scale collapsed, 0 otherwise, 2 for a script that failed.
     """
-    from rich.console import Console
+    import roundoff
 
-    from roundoff.verbs.watch import watch_script
-
-    with (
-        _json() if json else _text(Console(stderr=True, highlight=False), lines) as say
-    ):
-        end = watch_script(
+    with _json_lines() if json else _text(lines) as say:
+        summary = roundoff.watch(
             script, say, every=every, explain=explain, stop_on_nan=stop_on_nan
         )
-    return 0 if end.trouble is None else 1
+    return 0 if summary.trouble is None else 1
 
 
 @contextmanager
-def _json() -> Iterator[Callable[[Event], None]]:
+def _json_lines() -> Iterator[Callable[[WatchEvent], None]]:
+    """Write events to standard output, what the script prints to standard error."""
     from roundoff.report import strict
 
-    out = sys.stdout
+    output = sys.stdout
 
-    def say(event: Event) -> None:
-        print(
-            encoding.dumps(strict(event.to_dict()), allow_nan=False),
-            file=out,
-            flush=True,
-        )
+    def say(event: WatchEvent) -> None:
+        line = encoding.dumps(strict(event.to_dict()), allow_nan=False)
+        print(line, file=output, flush=True)
 
     with contextlib.redirect_stdout(sys.stderr):
         yield say
 
 
 @contextmanager
-def _text(console: Console, lines: int) -> Iterator[Callable[[Event], None]]:
-    """One line that is refreshed on a terminal, else lines; what is not a plain step always stays."""
-    from rich.live import Live
-    from rich.text import Text
+def _text(lines: int) -> Iterator[Callable[[WatchEvent], None]]:
+    from rich.console import Console
 
-    from roundoff.report import watch_text as text
+    from roundoff.report import print_events
 
-    live: Live | None = None
-    said: list[str] = []
-
-    def lines_of(row: dict[str, Any]) -> list[str]:
-        if row["event"] == "warning":
-            return [text.advice_line(row)]
-        if row["event"] == "end":
-            return [text.end_line(row)]
-        found, before = text.trouble_lines(row), list(said)
-        said[:] = found[1:]
-        if said != before:
-            return found
-        return found[:1] if row["skipped"] else []  # the same again
-
-    def write(row: dict[str, Any]) -> None:
-        if row["event"] != "step":
-            style = {"not finite": "red", "warning": "yellow"}.get(row["event"], "bold")
-            for line in lines_of(row):
-                console.print(line, markup=False, soft_wrap=True, style=style)
-        elif live is not None:
-            live.update(Text(text.step_line(row), no_wrap=True, overflow="ellipsis"))
-        elif row["step"] % lines == 0 or row["skipped"]:
-            console.print(text.step_line(row), markup=False, soft_wrap=True)
-
-    with contextlib.ExitStack() as stack:
-        if console.is_terminal:
-            terminal = sys.stdout.isatty()
-            live = stack.enter_context(
-                Live(console=console, transient=True, redirect_stdout=terminal)
-            )
-        yield lambda event: write(event.to_dict())
+    with print_events(Console(stderr=True, highlight=False), lines) as say:
+        yield say

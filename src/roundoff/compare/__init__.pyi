@@ -12,8 +12,13 @@ from .module_names import check_modules as check_modules
 from .module_names import read_modules as read_modules
 from .noise_floor import relative_distance as relative_distance
 from .nonfinite.cause import LOWER_SCALE as LOWER_SCALE
+from .nonfinite.loss_scale import LossScale as LossScale
 from .nonfinite.loss_scale import power_below as power_below
-from .nonfinite.overflow import overflow as overflow
+from .nonfinite.overflow import NonfiniteEvent as NonfiniteEvent
+from .nonfinite.overflow import Overflow as Overflow
+from .nonfinite.overflow import trace_overflow as trace_overflow
+from .nonfinite.ranges import FormatShare as FormatShare
+from .nonfinite.ranges import SiteMargin as SiteMargin
 from .rank_comparison import Settings as Settings
 from .rank_comparison import compare_rank as compare_rank
 from .recorded_rows import RecordedRow as RecordedRow
@@ -28,10 +33,10 @@ from .reproducibility import not_reproducible as not_reproducible
 from .reproducibility import unstable as unstable
 from .summary import About as About
 from .summary import ChartPoint as ChartPoint
+from .summary import ComparisonCoverage as ComparisonCoverage
 from .summary import ComparisonSummary as ComparisonSummary
-from .summary import Coverage as Coverage
 from .summary import LabelledValue as LabelledValue
-from .summary import RoundingShare as RoundingShare
+from .summary import RoundingContribution as RoundingContribution
 from .summary import chart_points as chart_points
 from .summary import coverage_of as coverage_of
 from .summary import culprits_in as culprits_in

@@ -71,7 +71,7 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
+class ComparisonCoverage:
     """How many values have a counterpart, and how many were measured."""
 
     rows: int = 0
@@ -84,7 +84,7 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundingShare:
+class RoundingContribution:
     """An operator whose rounding is a part of the error at the end of a step."""
 
     phase: str | None
@@ -142,8 +142,8 @@ class ComparisonSummary:
     #: The likeliest first.
     culprits: Sequence[Culprit] = ()
     #: The operators whose rounding contributes most.
-    rounding: Sequence[RoundingShare] = ()
-    coverage: Coverage = field(default_factory=Coverage)
+    rounding: Sequence[RoundingContribution] = ()
+    coverage: ComparisonCoverage = field(default_factory=ComparisonCoverage)
     #: How many failing rows only inherit their error.
     inherited: int = 0
     #: The value with the largest finite error.
@@ -174,7 +174,7 @@ def first_of(named: Sequence[Culprit]) -> Culprit | None:
     return min(named, key=lambda c: (c.step, c.record), default=None)
 
 
-def rounding_in(table: pl.DataFrame, n: int) -> list[RoundingShare]:
+def rounding_in(table: pl.DataFrame, n: int) -> list[RoundingContribution]:
     """The ``n`` operators whose rounding makes most of the error at the step's end.
 
     Of the first step that differs; those that make errors beyond rounding are left out.
@@ -198,16 +198,16 @@ def rounding_in(table: pl.DataFrame, n: int) -> list[RoundingShare]:
         .sort("contribution", descending=True)
         .collect()
     )
-    return [RoundingShare(**row) for row in shares.iter_rows(named=True)]
+    return [RoundingContribution(**row) for row in shares.iter_rows(named=True)]
 
 
-def coverage_of(table: pl.DataFrame) -> Coverage:
+def coverage_of(table: pl.DataFrame) -> ComparisonCoverage:
     """How many rows have a counterpart, were measured, and why others were not."""
     unmeasured = table.select("reason", "error").filter(pl.col("error").is_null())
     reason = pl.col("reason").fill_null("unknown")
     reasons = unmeasured.group_by(reason).len("count")
     reasons = reasons.sort("count", "reason", descending=[True, False])
-    return Coverage(
+    return ComparisonCoverage(
         rows=table.height,
         status=dict(table.group_by("status").len().iter_rows()),
         measured=table.height - unmeasured.height,
@@ -225,7 +225,7 @@ def summarise(
     table: pl.DataFrame,
     about: About,
     named: Sequence[Culprit],
-    coverage: Coverage,
+    coverage: ComparisonCoverage,
     limit: int | None,
 ) -> ComparisonSummary:
     """The summary of a judged table, without rows and points.

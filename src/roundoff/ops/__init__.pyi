@@ -32,6 +32,8 @@ from .local_values import bare as bare
 from .local_values import plain as plain
 from .local_values import tensors_in as tensors_in
 from .operators import Operator as Operator
+from .position import Place as Place
+from .position import Position as Position
 from .refusals import Reason as Reason
 from .refusals import Refusal as Refusal
 from .refusals import holds as holds

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.ops.operators import Operator, einsum_axes
+from roundoff.ops.position import Place, Position
 from roundoff.ops.table import operators_that
 from roundoff.site import Site
 
@@ -126,12 +126,10 @@ class CallMode(TorchFunctionMode):
     def __init__(self, model: nn.Module, handler: Handler) -> None:
         super().__init__()
         self.handler = handler
-        self.path: list[str] = []
+        self.position = Position()
         self.scripted: list[str] = []
         self.calls = 0
-        self.forwards = 0  # of the whole model, since ``begin``
         self.excluded: dict[tuple[str, str], Excluded] = {}
-        self.counts: Counter[tuple[str, str]] = Counter()
         # remove_duplicate=True: a tied parameter has one name, a shared module one path
         self._params = {id(p): name for name, p in model.named_parameters()}
         self._param_names = frozenset(self._params.values())
@@ -139,13 +137,13 @@ class CallMode(TorchFunctionMode):
 
     def begin(self) -> None:
         """A new forward pass: call indices start again."""
-        self.counts.clear()
         self._sources = WeakIdKeyDictionary()
-        self.calls = self.forwards = 0
+        self.calls = 0
+        self.position.begin()
         for path in self.scripted:
-            self.path[:] = [path]
+            self.position.go_to(Place((path,)))
             self._exclude("forward", "TorchScript hides its operators")
-        self.path.clear()
+        self.position.begin()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -199,9 +197,7 @@ class CallMode(TorchFunctionMode):
     def _call(
         self, func: Callable[..., Any], operator: Operator, args: Any, kwargs: Any
     ) -> Call:
-        module = self.path[-1] if self.path else ""
-        index = self.counts[module, operator.name]
-        self.counts[module, operator.name] += 1
+        module, index = self.position.next_call(operator.name)
         leaves: list[Any] = []
         layout: list[tuple[str | int, TreeSpec, int]] = []
         operands: list[Operand] = []
@@ -307,7 +303,7 @@ class CallMode(TorchFunctionMode):
     def _exclude(self, operator: str, reason: str) -> None:
         row = self.excluded.setdefault((operator, reason), Excluded(operator, reason))
         row.count += 1
-        where = (self.path[-1] if self.path else "") + "/" + operator
+        where = f"{self.position.module}/{operator}"
         if where not in row.examples and len(row.examples) < 3:
             row.examples.append(where)
 
@@ -326,12 +322,10 @@ def watch(
     stance: Any = torch.compiler.set_stance("force_eager")
 
     def enter(path: str, *_: Any) -> None:
-        mode.forwards += not path and not mode.path
-        mode.path.append(path)
+        mode.position.enter(path)
 
     def leave(*_: Any) -> None:
-        if mode.path:
-            mode.path.pop()
+        mode.position.leave()
 
     try:
         with stance:

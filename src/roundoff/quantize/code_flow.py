@@ -12,7 +12,7 @@ from dataclasses import replace
 from roundoff.formats import Format, PerTensor
 from roundoff.ops import Operand, operators_that
 from roundoff.quantize.graph import Node
-from roundoff.quantize.layout import Layout
+from roundoff.quantize.layout import QuantizerLayout
 from roundoff.quantize.options import is_integer
 from roundoff.quantize.quantizer import Quantizer
 
@@ -57,7 +57,7 @@ def _channel(node: Node) -> int:
     )
 
 
-def follow(layout: Layout) -> None:
+def follow(layout: QuantizerLayout) -> None:
     """Let the results of integer convolutions be codes, and what joins them work on codes."""
     changed = True
     while changed:
@@ -69,7 +69,7 @@ def follow(layout: Layout) -> None:
         _writes(layout, layout.graph.nodes[site])
 
 
-def _joins(layout: Layout, node: Node) -> bool:
+def _joins(layout: QuantizerLayout, node: Node) -> bool:
     """Whether a call that joins or pools now works on codes: integer calls made all it reads, and read what it makes."""
     uses = [u for u in node.uses if u.operand.role == "activation"]
     if (
@@ -93,7 +93,7 @@ def _joins(layout: Layout, node: Node) -> bool:
     return True
 
 
-def _made_as(layout: Layout, value: str) -> Format | None:
+def _made_as(layout: QuantizerLayout, value: str) -> Format | None:
     """The format of the codes that an integer call wrote for a value, through clips and pools; None without."""
     known, node = layout.quantizers.get(value), layout.graph.nodes.get(value)
     if known is not None and not known.weight and is_integer(known.fmt):
@@ -114,7 +114,7 @@ def _made_as(layout: Layout, value: str) -> Format | None:
     )
 
 
-def _codes(layout: Layout, node: Node, fmt: Format) -> Format | None:
+def _codes(layout: QuantizerLayout, node: Node, fmt: Format) -> Format | None:
     """The format of values where an integer kernel computes a call that has a format; None if none does."""
     rule = fmt.execution
     routed = (
@@ -126,7 +126,7 @@ def _codes(layout: Layout, node: Node, fmt: Format) -> Format | None:
     return values if routed and is_integer(fmt) and is_integer(values) else None
 
 
-def _read_as_codes(layout: Layout, node: Node) -> bool:
+def _read_as_codes(layout: QuantizerLayout, node: Node) -> bool:
     """Whether every reader of what a call makes is, or may become, an integer call."""
     readers = layout.graph.readers(node.site)
     return bool(readers) and all(
@@ -137,7 +137,7 @@ def _read_as_codes(layout: Layout, node: Node) -> bool:
     )
 
 
-def _writes(layout: Layout, node: Node) -> None:
+def _writes(layout: QuantizerLayout, node: Node) -> None:
     """Give an integer call's result a quantizer where no reader has one: integer kernels write codes."""
     if node.site in layout.quantizers or len(node.shapes) != 1:
         return

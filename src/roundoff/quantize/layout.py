@@ -31,7 +31,7 @@ class Route:
     divided: dict[int, str] = field(default_factory=dict)
 
 
-class Layout:
+class QuantizerLayout:
     """Routes and quantizers as they come about, and the reasons of what stays as it is."""
 
     def __init__(
@@ -43,13 +43,13 @@ class Layout:
         self.names: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self.cache = Cache.parse(options.kv_cache) if options.kv_cache else None
-        self.kept = keys_and_values(graph) if self.cache else {}
+        self.cached_operands = keys_and_values(graph) if self.cache else {}
 
     def lay(self, node: Node) -> None:
         """The route of a call that has a format, or the reason why it has none."""
-        if self.cache is not None and node.site in self.kept:
+        if self.cache is not None and node.site in self.cached_operands:
             route = self.routed(node, f"keys and values in {self.cache.fmt.name}")
-            for use in self.kept[node.site]:
+            for use in self.cached_operands[node.site]:
                 self.read(
                     route,
                     use,
@@ -115,7 +115,7 @@ class Layout:
         for use in node.uses:
             if use.operand.role == "bias":
                 continue
-            if use.origin == "made":
+            if use.origin == "computed":
                 return f"{use.value} is no parameter: a buffer, a view, or made of parameters in the forward pass"
             try:
                 reason = self._misfit(node, use, fmt, weighted)
@@ -168,8 +168,8 @@ class Layout:
 
     def _transforms(self, node: Node, weight: str) -> bool:
         """Whether a call reads a weight otherwise than as the parameter that is stored."""
-        used = any(u.value == weight and u.origin == "made" for u in node.uses)
-        return used or node.site in self.graph.made
+        used = any(u.value == weight and u.origin == "computed" for u in node.uses)
+        return used or node.site in self.graph.of_parameters
 
     def read(
         self, route: Route, use: Use, fmt: Format, granularity: Granularity | None

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-class Step(NamedTuple):
-    """One step of the pipeline: its name, SQNR of the output before and after in dB, and a note."""
+@dataclass(frozen=True, slots=True)
+class PipelineStep:
+    """One step of ``quantize``: SQNR of the output before and after in dB, and a note."""
 
     name: str
     before: float
@@ -63,7 +64,7 @@ class Record:
     model: Fingerprint
     entries: tuple[Entry, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[PipelineStep, ...] = ()
     balance: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -183,7 +184,7 @@ class Record:
                     (str(site), str(reason)) for site, reason in data.get("skipped", [])
                 ),
                 tuple(
-                    Step(
+                    PipelineStep(
                         str(s["name"]),
                         float(s["before"]),
                         float(s["after"]),
@@ -270,10 +271,10 @@ def _text(record: Record) -> str:
         lines += [
             "",
             "[[step]]",
-            f"name = {toml_string(step[0])}",
-            f"before = {toml_value(float(step[1]))}",
-            f"after = {toml_value(float(step[2]))}",
-            f"note = {toml_string(step[3])}",
+            f"name = {toml_string(step.name)}",
+            f"before = {toml_value(float(step.before))}",
+            f"after = {toml_value(float(step.after))}",
+            f"note = {toml_string(step.note)}",
         ]
     for entry in record.entries:
         lines += ["", "[[entry]]"]

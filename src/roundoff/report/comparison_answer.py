@@ -14,10 +14,10 @@ from roundoff.report.figures import NONE, count, finite, listing, percent, ratio
 if TYPE_CHECKING:
     from roundoff.compare import (
         About,
+        ComparisonCoverage,
         ComparisonSummary,
-        Coverage,
         Culprit,
-        RoundingShare,
+        RoundingContribution,
     )
 
 #: How many culprits are named after the first.
@@ -310,7 +310,7 @@ def _advice(first: Culprit, culprits: Sequence[Culprit]) -> list[str]:
     return [f"Try: {likeliest.advice}."] if likeliest.advice else []
 
 
-def _rounding(shares: Sequence[RoundingShare]) -> list[str]:
+def _rounding(shares: Sequence[RoundingContribution]) -> list[str]:
     """Which operators' rounding contributes most, where nothing fails."""
     if not shares:
         return []
@@ -341,7 +341,7 @@ def _statistics_alone(summary: ComparisonSummary) -> list[str]:
     return [text]
 
 
-def coverage_sentence(coverage: Coverage) -> str:
+def coverage_sentence(coverage: ComparisonCoverage) -> str:
     """How many values have a counterpart, how many were not measured, and why.
 
     Of the reasons the commonest is named.
@@ -367,7 +367,7 @@ def coverage_sentence(coverage: Coverage) -> str:
     return "; ".join(parts) + "."
 
 
-def _counterparts(coverage: Coverage) -> str:
+def _counterparts(coverage: ComparisonCoverage) -> str:
     by_name = coverage.status.get("matched", 0)
     by_use = coverage.status.get("by use", 0)
     values = count(coverage.rows, "value")

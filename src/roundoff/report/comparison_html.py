@@ -68,7 +68,7 @@ def _mark(summary: ComparisonSummary) -> Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SettingOfBoth:
     """One setting of both environments; None where a run does not say."""
 
     name: str
@@ -84,16 +84,16 @@ class Setting:
 
 def environment(
     sides: Mapping[str, Sequence[Mapping[str, Any]]],
-) -> list[Setting]:
+) -> list[SettingOfBoth]:
     """The settings of both runs, those that differ first.
 
     >>> environment({"reference": [{"name": "threads", "value": "2", "note": ""}]})
-    [Setting(name='threads', reference='2', candidate=None, note='')]
+    [SettingOfBoth(name='threads', reference='2', candidate=None, note='')]
     """
     ours = {entry["name"]: entry for entry in sides.get("reference", ())}
     theirs = {entry["name"]: entry for entry in sides.get("candidate", ())}
     settings = [
-        Setting(
+        SettingOfBoth(
             name=name,
             reference=ours.get(name, {}).get("value"),
             candidate=theirs.get(name, {}).get("value"),

@@ -21,10 +21,17 @@ from roundoff.report.comparison_answer import (
 )
 from roundoff.report.figures import NONE, count, db, percent
 from roundoff.report.run_text import Columns, number, print_fitting
-from roundoff.report.text import _heading, _print, _say
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_text as _print
+from roundoff.report.terminal import say as _say
 
 if TYPE_CHECKING:
-    from roundoff.compare import ComparisonSummary, Coverage, Culprit, JudgedRow
+    from roundoff.compare import (
+        ComparisonCoverage,
+        ComparisonSummary,
+        Culprit,
+        JudgedRow,
+    )
 
 STYLES = {"fail": "red", "undecided": "yellow"}
 #: Columns that a narrow console leaves out, the first first.
@@ -157,7 +164,7 @@ def _or_none(value: int | None) -> str:
     return NONE if value is None else str(value)
 
 
-def _print_reasons(coverage: Coverage, console: Console) -> None:
+def _print_reasons(coverage: ComparisonCoverage, console: Console) -> None:
     """Print why values were not measured."""
     if not coverage.reasons:
         return

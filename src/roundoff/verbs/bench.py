@@ -36,8 +36,7 @@ class Bench:
 
     Attributes:
         summary: ``rows`` (one for each configuration, in the order given), ``curves``
-            (name -> a list of losses for each seed), ``notes`` and how it was run;
-            ``to_dict`` gives it as plain data.
+            (name -> a list of losses for each seed), ``notes`` and how it was run.
     """
 
     summary: BenchSummary = field(repr=False)

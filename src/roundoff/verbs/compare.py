@@ -18,10 +18,10 @@ from roundoff.compare import (
     TABLE,
     About,
     ComparedRow,
+    ComparisonCoverage,
     ComparisonSummary,
-    Coverage,
     Culprit,
-    RoundingShare,
+    RoundingContribution,
     Settings,
     blamed_for_changing,
     chart_points,
@@ -79,7 +79,7 @@ class Comparison:
         """
         return self._named[:n]
 
-    def rounding(self, n: int = 5) -> list[RoundingShare]:
+    def rounding(self, n: int = 5) -> list[RoundingContribution]:
         """The operators whose rounding makes most of the error at the end of a step.
 
         Of the first step that differs; operators that make errors beyond rounding are
@@ -96,7 +96,7 @@ class Comparison:
         return first_of(self._named)
 
     @cached_property
-    def coverage(self) -> Coverage:
+    def coverage(self) -> ComparisonCoverage:
         """How many rows have a counterpart and were measured, and why others were not."""
         return coverage_of(self.table)
 

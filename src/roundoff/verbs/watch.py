@@ -1,4 +1,4 @@
-"""Watch an unmodified training script: loss, loss scale, gradient norm, and the reason of each step that goes wrong."""
+"""``roundoff.watch``: an unmodified training script with its loss, loss scale, gradient norm, and why steps go wrong."""
 
 from __future__ import annotations
 
@@ -33,315 +33,403 @@ from roundoff.record import (
 from roundoff.train import (
     FLOOR_STEPS,
     RULES,
-    Advice,
-    End,
-    Event,
-    Gradients,
-    Graph,
+    BackwardGraph,
+    BadGradients,
+    LoopAdvice,
     LossScaler,
     Monitor,
-    Present,
     Skip,
+    StepCalls,
     StepEnd,
-    Steps,
-    Trouble,
-    eps_vanishes,
+    StepGradients,
+    StepState,
+    WatchEvent,
+    WatchSummary,
+    explain_skip,
     has_bf16,
+    vanishing_eps,
 )
 
-Say = Callable[[Event], None]
+Say = Callable[[WatchEvent], None]
 
 
-def watch_script(
+def watch(
     command: Sequence[str],
-    say: Say,
+    say: Say | None = None,
     *,
     every: int = 1,
     explain: int = 3,
     stop_on_nan: bool = False,
-) -> End:
-    """Run ``command`` (a script and its arguments, or ``-m`` and a module), unchanged, and ``say`` what happens in it.
+) -> WatchSummary:
+    """Run a training script, unchanged, and say what its loss, loss scale and gradients do, and why steps are skipped.
 
-    Every model that is called is watched by a ``Monitor``, each ``every``-th step. The first ``explain`` steps with NaN or
-    Inf in the gradients are run once more to find the operator. ``stop_on_nan`` ends the script before a NaN reaches the
-    weights: where the loss, or without a scaler a gradient, is not finite. The training's numbers do not change.
+    Every model that is called is watched by a ``Monitor``. The training's numbers do not
+    change.
 
-    Raises ``ScriptError`` after a script that failed or was interrupted (not where a loss scaler gave up: that is trouble),
-    and ``RunError`` where no step ended.
+    Args:
+        command: a script and its arguments, or ``-m``, a module and its arguments.
+        say: called with each event while the script runs; by default events are printed
+            to standard error, as ``roundoff watch`` does.
+        every: look at modules in each N-th step.
+        explain: run so many of the steps with NaN or Inf in the gradients once more, to
+            find the operator.
+        stop_on_nan: end the script before a NaN reaches the weights: where the loss, or
+            without a scaler a gradient, is not finite.
+
+    Returns:
+        The last event; its ``trouble`` says why the training did not end well.
+
+    Raises:
+        ScriptError: the script failed or was interrupted (not where a loss scaler gave
+            up: that is trouble).
+        RunError: no step ended.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> script = '''
+        ... import torch
+        ... model = torch.nn.Linear(2, 1)
+        ... optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ... for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        ... '''
+        >>> events = []
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "script.py"
+        ...     _ = path.write_text(script)
+        ...     summary = watch([str(path)], events.append)
+        >>> [event.name for event in events], summary.steps, summary.trouble
+        (['step', 'step', 'step', 'end'], 3, None)
     """
+    if say is None:
+        with _printed() as printing:
+            return watch(
+                command, printing, every=every, explain=explain, stop_on_nan=stop_on_nan
+            )
     words = words_of(command, "watch")
-    watch = Watch(say, every=every, explain=explain, stop_on_nan=stop_on_nan)
+    watcher = _Watcher(say, every=every, explain=explain, stop_on_nan=stop_on_nan)
     stuck: str | None = None
     try:
-        with watch.on():
-            run_program(words, watch.counted)
-            watch.ends.look()  # a last step whose scaler was not updated
+        with watcher.listening():
+            run_program(words, watcher.progress)
+            watcher.ends.look()  # a last step whose scaler was not updated
     except ScriptError as error:
         if not isinstance(error.__cause__, StuckError):
             raise
         stuck = f"the loss scaler gave up: {error.__cause__.what}"
     gc.collect()  # see capture_script
-    if not watch.number and stuck is None:
+    if not watcher.number and stuck is None:
         raise RunError(
             "no step ended in this script",
             where=" ".join(words),
             expected="a torch.optim optimizer that steps",
         )
-    end = End(watch.number, watch.skips, watch.scale, stuck or watch.trouble())
-    say(end)
-    return end
+    trouble = stuck or watcher.trouble()
+    summary = WatchSummary(watcher.number, watcher.skips, watcher.scale, trouble)
+    say(summary)
+    return summary
 
 
-class Watch:
-    """What is known of the training while it runs; ``on`` listens to every model, optimizer and scaler of the process."""
+@contextmanager
+def _printed() -> Iterator[Say]:
+    from rich.console import Console
+
+    from roundoff.report import print_events
+
+    with print_events(Console(stderr=True, highlight=False)) as say:
+        yield say
+
+
+class _Watcher:
+    """The state of a training while it runs; ``listening`` hears of every model, optimizer and scaler of the process.
+
+    Attributes:
+        number: of the step that runs.
+        skips: number of skipped steps.
+        scale: the loss scale; None as long as no scaler was seen.
+        now: the step that runs.
+        monitor: of every model.
+        steps: calls of each model, to run a step again.
+        graph: what ran backward in this step.
+        ends: finds the ends of steps.
+    """
 
     def __init__(
         self, say: Say, *, every: int, explain: int, stop_on_nan: bool
     ) -> None:
-        self.say, self.explain, self.stop_on_nan = say, explain, stop_on_nan
-        self.number = self.skips = self.bad_in_a_row = self.low = 0
+        self.say = say
+        self.explain = explain
+        self.stop_on_nan = stop_on_nan
+        self.number = 0
+        self.skips = 0
         self.scale: float | None = None
-        self.stopped: str | None = None
+        self.now = StepState()
         self.monitor = Monitor(every=every)
-        self.steps: list[Steps] = []
-        self.graph = Graph()
+        self.steps: list[StepCalls] = []
+        self.graph = BackwardGraph()
         self.ends = Ends(self._end)
-        self._told: set[str] = set()
-        self.now = Present()
-        self._scalers = self._explained = 0
-        self._floor, self._highest = 1.0, 0.0
-        self._inside = False  # of a scaler's step
-        self._unscaled: Any = (
-            WeakIdKeyDictionary()
-        )  # what a scaler gave back -> the loss
+        self._stopped: str | None = None
+        self._bad_in_a_row = 0
+        self._low_in_a_row = 0
+        self._advised: set[str] = set()
+        self._scalers = 0
+        self._explained = 0
+        self._floor = 1.0
+        self._highest = 0.0
+        self._inside_scaler = False
+        self._last_was_skipped = False
+        #: what a scaler gave back -> the loss
+        self._unscaled: Any = WeakIdKeyDictionary()
+        #: schedule -> the step that it moved in last
         self._scheduled: weakref.WeakKeyDictionary[Any, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._after_skip = False  # the step that ended last was skipped
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
+        """Listen to the process; everything is undone on exit."""
         paths = Paths()
-        paths.found.append(self._found)
-        scaler, clip = torch.amp.GradScaler, torch.nn.utils.clip_grad
-        clips = [
-            (owner, name, self._clip)
-            for owner in (torch.nn.utils, clip)
-            for name in ("clip_grad_norm_", "clip_grad_value_")
-        ]
+        paths.found.append(self._new_model)
         with ExitStack() as stack:
             stack.enter_context(quiet())
             stack.enter_context(paths.follow())
             stack.enter_context(self.monitor)
             stack.enter_context(ends_of_steps(self.ends, whole=False))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(lambda: [steps.remove() for steps in self.steps])
-            stack.enter_context(
-                patched(
-                    (scaler, "__init__", self._made),
-                    (scaler, "scale", self._scale),
-                    (scaler, "step", self._scaled_step),
-                    (torch.autograd, "backward", self._backward),
-                    (LossScaler, "step", self._our_step),
-                    (torch.optim.lr_scheduler.LRScheduler, "step", self._schedule),
-                    *clips,
-                )
-            )
+            stack.callback(self._remove_steps)
+            stack.enter_context(patched(*self._patches()))
             yield
 
-    def counted(self) -> str:
+    def _patches(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        scaler = torch.amp.GradScaler
+        patches: list[tuple[Any, str, Callable[..., Any]]] = [
+            (scaler, "__init__", self._new_scaler),
+            (scaler, "scale", self._scale_loss),
+            (scaler, "step", self._torch_scaler_step),
+            (torch.autograd, "backward", self._backward),
+            (LossScaler, "step", self._roundoff_scaler_step),
+            (torch.optim.lr_scheduler.LRScheduler, "step", self._schedule_step),
+        ]
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            patches.append((owner, "clip_grad_norm_", self._clip))
+            patches.append((owner, "clip_grad_value_", self._clip))
+        return patches
+
+    def _remove_steps(self) -> None:
+        for steps in self.steps:
+            steps.remove()
+
+    def progress(self) -> str:
+        """Say how far the training came, for the error of a script that failed."""
         return f"{self.number} steps were seen by then, {self.skips} of them skipped"
 
     def trouble(self) -> str | None:
-        """Why the training did not end well."""
-        if self.stopped is not None:
-            return self.stopped
+        """Say why the training did not end well; None where it did."""
+        if self._stopped is not None:
+            return self._stopped
         if self.scale is not None and self.scale < 1 <= self._highest:
             return f"the loss scale collapsed to {self.scale:g}"
-        if self._after_skip and self.bad_in_a_row >= min(FLOOR_STEPS, self.number):
-            return f"the last {self.bad_in_a_row} steps were skipped"
-        if self.bad_in_a_row and not self._after_skip:
-            return f"the gradients of the last {self.bad_in_a_row} steps were not finite, and the weights took them"
+        bad = self._bad_in_a_row
+        if self._last_was_skipped and bad >= min(FLOOR_STEPS, self.number):
+            return f"the last {bad} steps were skipped"
+        if bad and not self._last_was_skipped:
+            return f"the gradients of the last {bad} steps were not finite, and the weights took them"
         return None
 
     # -- the model -------------------------------------------------------------------------------------------------------
 
-    def _found(self, model: nn.Module, prefix: str) -> None:
-        """Before the first call of a model that no other one contains."""
+    def _new_model(self, model: nn.Module, prefix: str) -> None:
+        """Listen to a model that no other one contains, before its first call."""
         if not any(True for _ in model.parameters()):
             return
         self.monitor.add(model, prefix)
-        steps = Steps(model)
+        steps = StepCalls(model)
         self.steps.append(steps)
         # hooks that are added now run from the next call on; torch's own frame knows what this one was called with
         frame: Any = sys._getframe(2)
         if "kwargs" in frame.f_locals and not torch.compiler.is_compiling():
-            steps._before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
+            steps.before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        for loss in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
+        losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        for loss in losses:
             if loss.numel() == 1:
-                plain = self._unscaled.get(loss)
-                self.now.losses.append(
-                    (loss.detach() if plain is None else plain, plain is None)
-                )
+                self._note_loss(loss)
             self.graph.add(loss, closely=True)
         original(tensors, *args, **kwargs)
+
+    def _note_loss(self, loss: Tensor) -> None:
+        unscaled = self._unscaled.get(loss)
+        is_scaled = unscaled is None
+        self.now.losses.append((loss.detach() if is_scaled else unscaled, is_scaled))
 
     # -- the step --------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Of an optimizer that nobody scales for, as far as is known."""
-        if self._inside:
+        """Measure an optimizer that steps without a scaler; with a closure, after each call of it."""
+        if self._inside_scaler:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._take(optimizer)
+            self._step_without_scaler(optimizer)
             return None
 
         @functools.wraps(closure)
-        def watched(*words: Any, **more: Any) -> Any:
+        def measured(*words: Any, **more: Any) -> Any:
             result = closure(*words, **more)
             self.now.forget_gradients()
-            self._take(optimizer)
+            self._step_without_scaler(optimizer)
             return result
 
         if len(args) > 1:
-            return (args[0], watched, *args[2:]), kwargs
-        return args, kwargs | {"closure": watched}
+            return (args[0], measured, *args[2:]), kwargs
+        return args, kwargs | {"closure": measured}
 
-    def _take(self, optimizer: Optimizer) -> None:
+    def _step_without_scaler(self, optimizer: Optimizer) -> None:
         scaler = self.now.scaler
-        if (
-            scaler is not None
-            and self.now.factor != 1
-            and _stage(scaler, optimizer) == "READY"
-        ):
-            self._advise(
-                "scaler-not-stepped",
-                scale=self.now.factor,
-                optimizer=type(optimizer).__name__,
-            )
+        is_scaled = scaler is not None and self.now.factor != 1
+        if is_scaled and _stage(scaler, optimizer) == "READY":
+            name = type(optimizer).__name__
+            self._advise("scaler-not-stepped", scale=self.now.factor, optimizer=name)
         self._measure([optimizer], 1.0)
-        if self.now.bad:
-            self._explain([optimizer], None)
-            if self.stop_on_nan:
-                self.stopped = (
-                    "stopped before the weights took gradients that are not finite"
-                )
-                self._end()
-                raise Enough
+        if not self.now.bad:
+            return
+        self._explain([optimizer], None)
+        if self.stop_on_nan:
+            self._stopped = (
+                "stopped before the weights took gradients that are not finite"
+            )
+            self._end()
+            raise Enough
 
-    def _scaled_step(
+    def _torch_scaler_step(
         self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
         scale = float(scaler.get_scale())
-        self._measure(
-            [optimizer], scale if _stage(scaler, optimizer) == "READY" else 1.0
-        )
-        if has_bf16(optimizer) or any(
-            steps.autocast_to(torch.bfloat16) for steps in self.steps
-        ):
+        is_scaled = _stage(scaler, optimizer) == "READY"
+        self._measure([optimizer], scale if is_scaled else 1.0)
+        if has_bf16(optimizer) or self._runs_autocast(torch.bfloat16):
             self._advise("scaler-with-bf16")
-        self._inside = self.now.updates = True
+        self.now.needs_update = True
+        self._inside_scaler = True
         try:
             result = original(scaler, optimizer, *args, **kwargs)
         finally:
-            self._inside = False
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        if any(float(value) for value in found.values()):
+            self._inside_scaler = False
+        state = scaler._per_optimizer_states[id(optimizer)]
+        if any(float(value) for value in state["found_inf_per_device"].values()):
             self.now.skipped = True
             self._explain([optimizer], scale)
         return result
 
-    def _our_step(
+    def _roundoff_scaler_step(
         self, original: Any, scaler: LossScaler, *optimizers: Any, **kwargs: Any
     ) -> None:
         if not scaler.enabled:
             original(scaler, *optimizers, **kwargs)
             return
-        self.scale, self._floor = scaler.get_scale(), max(1.0, scaler.floor)
-        self._measure(optimizers, 1.0 if scaler._unscaled is not None else self.scale)
-        self._inside = self.ends.waiting = True
-        before = scaler.steps
+        self.scale = scaler.get_scale()
+        self._floor = max(1.0, scaler.floor)
+        self._measure(optimizers, 1.0 if scaler.is_unscaled else self.scale)
+        self._inside_scaler = True
+        self.ends.waiting = True
+        steps = scaler.steps
         try:
             original(scaler, *optimizers, **kwargs)
         finally:
-            self._inside = False
-            if scaler.steps > before:
-                if bool(scaler.skipped):
-                    self.now.skipped = True
-                    self._explain(
-                        optimizers,
-                        self.scale,
-                        scaler.last_skip if scaler._watch is not None else None,
-                    )
-                    for optimizer in [
-                        o for o in optimizers if o not in self.ends.stepped
-                    ]:
-                        self.ends.step(optimizer)
-                self.ends.look(loss_scale=scaler.get_scale())
+            self._inside_scaler = False
+            if scaler.steps > steps:
+                self._after_roundoff_scaler(scaler, optimizers)
             self.ends.waiting = False
 
+    def _after_roundoff_scaler(
+        self, scaler: LossScaler, optimizers: Sequence[Optimizer]
+    ) -> None:
+        if bool(scaler.skipped):
+            self.now.skipped = True
+            skip = scaler.last_skip if scaler.explains else None
+            self._explain(optimizers, self.scale, skip)
+            waiting = [o for o in optimizers if o not in self.ends.stepped]
+            for optimizer in waiting:
+                self.ends.step(optimizer)
+        self.ends.look(loss_scale=scaler.get_scale())
+
     def _end(self, lr: float | None = None, loss_scale: float | None = None) -> None:
-        if self.now.updates and loss_scale is None:
+        """End a step: say it, and begin the next."""
+        if self.now.needs_update and loss_scale is None:
             self._advise("scaler-not-updated")
-        self.scale = self.scale if loss_scale is None else loss_scale
-        now, loss = self.now, self.now.loss()
-        self.skips += now.skipped
-        self.bad_in_a_row = self.bad_in_a_row + 1 if now.bad or now.skipped else 0
-        self._after_skip = now.skipped
+        if loss_scale is not None:
+            self.scale = loss_scale
+        loss = self.now.loss()
+        self._count()
         self.say(
             StepEnd(
-                self.number,
-                loss,
-                self.scale,
-                now.norm,
-                now.share,
-                now.skipped,
-                self.skips,
-                lr,
+                step=self.number,
+                loss=loss,
+                loss_scale=self.scale,
+                gradient_norm=self.now.norm,
+                non_finite=self.now.bad_share,
+                skipped=self.now.skipped,
+                skips=self.skips,
+                lr=lr,
             )
         )
-        self._look_at_the_scale()
-        if any(
-            s.autocast_to(torch.float16)
-            and slow_in_fp16(next(s.model.parameters()).device)
-            for s in self.steps
-        ):
+        self._check_scale()
+        if self._runs_slow_fp16():
             self._advise("fp16-on-cpu")
-        stop = (
-            self.stop_on_nan
-            and self.stopped is None
-            and loss is not None
-            and not math.isfinite(loss)
-        )
+        is_lost = loss is not None and not math.isfinite(loss)
+        self._begin()
+        if self.stop_on_nan and is_lost and self._stopped is None:
+            self._stopped = "stopped at a loss that is not finite"
+            raise Enough
+
+    def _count(self) -> None:
+        is_bad = bool(self.now.bad) or self.now.skipped
+        self.skips += self.now.skipped
+        self._bad_in_a_row = self._bad_in_a_row + 1 if is_bad else 0
+        self._last_was_skipped = self.now.skipped
+
+    def _begin(self) -> None:
         self.number += 1
         self.monitor.step()
         self.graph.clear()
         for steps in self.steps:
             steps.clear()
-        self.now = Present()
-        if stop:
-            self.stopped = "stopped at a loss that is not finite"
-            raise Enough
+        self.now = StepState()
 
-    def _look_at_the_scale(self) -> None:
+    def _check_scale(self) -> None:
         if self.scale is None:
             return
         self._highest = max(self._highest, self.scale)
-        self.low = self.low + 1 if self.scale <= self._floor < self._highest else 0
-        if self.low >= FLOOR_STEPS:
-            self._advise("scale-at-floor", scale=self._floor, steps=self.low)
+        is_low = self.scale <= self._floor < self._highest
+        self._low_in_a_row = self._low_in_a_row + 1 if is_low else 0
+        if self._low_in_a_row >= FLOOR_STEPS:
+            steps = self._low_in_a_row
+            self._advise("scale-at-floor", scale=self._floor, steps=steps)
+
+    def _runs_autocast(self, dtype: torch.dtype) -> bool:
+        return any(steps.autocast_to(dtype) for steps in self.steps)
+
+    def _runs_slow_fp16(self) -> bool:
+        for steps in self.steps:
+            device = next(steps.model.parameters()).device
+            if steps.autocast_to(torch.float16) and slow_in_fp16(device):
+                return True
+        return False
 
     def _measure(self, optimizers: Sequence[Optimizer], scale: float) -> None:
         for optimizer in optimizers:
+            name = type(optimizer).__name__
             if not self.now.measure(optimizer, scale):
-                self._advise("no-gradients", optimizer=type(optimizer).__name__)
-            if (eps := eps_vanishes(optimizer)) is not None:
-                self._advise("adam-eps", optimizer=type(optimizer).__name__, eps=eps)
+                self._advise("no-gradients", optimizer=name)
+            eps = vanishing_eps(optimizer)
+            if eps is not None:
+                self._advise("adam-eps", optimizer=name, eps=eps)
 
     def _explain(
         self,
@@ -349,101 +437,123 @@ class Watch:
         scale: float | None,
         skip: Skip | None = None,
     ) -> None:
-        first = self.monitor.first_bad
+        """Say why gradients are not finite; without ``skip``, run the step once more to find out."""
         notes: tuple[str, ...] = ()
+        first = self.monitor.first_bad
         if skip is None and self._explained < self.explain:
             self._explained += 1
-            finite = all(math.isfinite(float(loss)) for loss, _ in self.now.losses)
-            about = {"step": self.number, "scale": scale or 1.0, "loss_finite": finite}
-            self.monitor.paused = True
             try:
-                gradients = Gradients(optimizers, self._names)
-                skip = Skip.explained(
-                    gradients, self.graph, self._steps_of(gradients), None, about
-                )
+                skip = self._run_again(optimizers, scale)
             except RoundoffError as error:
                 notes = (error.what,)
-            finally:
-                self.monitor.paused = False
-        known = (
-            {}
-            if skip is None
-            else {
-                key: getattr(skip, key)
-                for key in (
-                    "gradient",
-                    "made_by",
-                    "born",
-                    "origin",
-                    "phase",
-                    "line",
-                    "cause",
-                    "advice",
-                    "notes",
-                )
-            }
-        )
-        seen = None if first is None else str(first)
+        fields: dict[str, Any] = {"notes": notes}
+        if skip is not None:
+            fields = {name: getattr(skip, name) for name in SKIP_FIELDS}
         self.say(
-            Trouble(
-                self.number, scale, scale is not None, seen, **{"notes": notes, **known}
+            BadGradients(
+                step=self.number,
+                scale=scale,
+                skipped=scale is not None,
+                first=None if first is None else str(first),
+                **fields,
             )
         )
 
-    def _names(self) -> dict[int, str]:
-        return {
-            key: name for steps in self.steps for key, name in steps.names().items()
-        }
+    def _run_again(self, optimizers: Sequence[Optimizer], scale: float | None) -> Skip:
+        self.monitor.paused = True
+        try:
+            gradients = StepGradients(optimizers, self._names)
+            return explain_skip(
+                gradients,
+                self.graph,
+                self._steps_of(gradients),
+                step=self.number,
+                scale=scale or 1.0,
+                loss_finite=all(math.isfinite(float(x)) for x, _ in self.now.losses),
+            )
+        finally:
+            self.monitor.paused = False
 
-    def _steps_of(self, gradients: Gradients) -> Steps | None:
-        """The model that ran in this step and owns most of the gradients."""
-        mine = {id(p) for p in gradients.parameters}
+    def _names(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for steps in self.steps:
+            names |= steps.names()
+        return names
+
+    def _steps_of(self, gradients: StepGradients) -> StepCalls | None:
+        """Return the model that ran in this step and owns most of the gradients."""
+        parameters = {id(p) for p in gradients.parameters}
         ran = [steps for steps in self.steps if steps.calls]
-        return max(ran, key=lambda steps: len(mine & set(steps.names())), default=None)
+        return max(
+            ran, key=lambda steps: len(parameters & set(steps.names())), default=None
+        )
 
     # -- the loop --------------------------------------------------------------------------------------------------------
 
-    def _made(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
+    def _new_scaler(
+        self, original: Any, scaler: Any, *args: Any, **kwargs: Any
+    ) -> None:
         original(scaler, *args, **kwargs)
-        self._scalers += scaler.is_enabled()
-        if self._scalers > 1 and self.number and scaler.is_enabled():
+        if not scaler.is_enabled():
+            return
+        self._scalers += 1
+        if self._scalers > 1 and self.number:
             self._advise("scaler-in-loop", steps=self.number)
 
-    def _scale(
+    def _scale_loss(
         self, original: Any, scaler: Any, outputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         result = original(scaler, outputs, *args, **kwargs)
-        if scaler.is_enabled():
-            self.now.scaler, self.now.factor = scaler, float(scaler.get_scale())
-            self.scale = self.now.factor
-            if isinstance(outputs, Tensor) and isinstance(result, Tensor):
-                self._unscaled[result] = outputs.detach()
+        if not scaler.is_enabled():
+            return result
+        self.scale = float(scaler.get_scale())
+        self.now.scaler = scaler
+        self.now.factor = self.scale
+        if isinstance(outputs, Tensor) and isinstance(result, Tensor):
+            self._unscaled[result] = outputs.detach()
         return result
 
     def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         scaler = self.now.scaler
         if scaler is not None and self.now.factor != 1:
-            stages = {
-                state["stage"].name for state in scaler._per_optimizer_states.values()
-            }
+            states = scaler._per_optimizer_states.values()
+            stages = {state["stage"].name for state in states}
             if not stages & {"UNSCALED", "STEPPED"}:
                 self._advise("clip-before-unscale", scale=self.now.factor)
         return original(*args, **kwargs)
 
-    def _schedule(self, original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        each_step = self._scheduled.get(schedule) == self.number - 1
-        if each_step and (self.now.skipped or self._after_skip):
+    def _schedule_step(
+        self, original: Any, schedule: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        moves_each_step = self._scheduled.get(schedule) == self.number - 1
+        if moves_each_step and (self.now.skipped or self._last_was_skipped):
             self._advise("schedule-on-skip")
         self._scheduled[schedule] = self.number
         return original(schedule, *args, **kwargs)
 
-    def _advise(self, rule: str, **about: Any) -> None:
-        if rule not in self._told:
-            self._told.add(rule)
-            self.say(Advice(self.number, rule, RULES[rule].format(**about)))
+    def _advise(self, rule: str, **values: Any) -> None:
+        """Say a rule, once."""
+        if rule not in self._advised:
+            self._advised.add(rule)
+            text = RULES[rule].format(**values)
+            self.say(LoopAdvice(self.number, rule, text))
+
+
+#: What an event takes over from the explanation of a skip.
+SKIP_FIELDS = (
+    "gradient",
+    "made_by",
+    "born",
+    "origin",
+    "phase",
+    "line",
+    "cause",
+    "advice",
+    "notes",
+)
 
 
 def _stage(scaler: Any, optimizer: Optimizer) -> str:
-    """READY, UNSCALED or STEPPED: what torch's scaler has done for this optimizer in this step."""
+    """Return READY, UNSCALED or STEPPED: what torch's scaler has done for this optimizer in this step."""
     state = scaler._per_optimizer_states.get(id(optimizer))
     return "READY" if state is None else str(state["stage"].name)

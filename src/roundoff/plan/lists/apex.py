@@ -56,14 +56,14 @@ KEYS = ("opt_level", "enabled", *_OVERRIDES, *_OTHER)
 
 
 def recognise(data: Any) -> bool:
-    """Whether these are arguments of ``apex.amp.initialize``."""
+    """Return True if these are arguments of ``apex.amp.initialize``."""
     return isinstance(data, Mapping) and "opt_level" in data
 
 
 def read(data: Mapping[str, Any], where: str, *, partial: bool = False) -> Plan:
     """The plan of an opt level with its overrides; weights and loss scale, which no plan has, are said under ``about``."""
     check_keys(data, KEYS, where, "argument of apex.amp.initialize")
-    found = Read("apex", where, partial)
+    reading = Read("apex", where, partial)
     level = str(data.get("opt_level", "O1"))
     if level not in _DEFAULTS:
         raise PlanError(
@@ -73,35 +73,45 @@ def read(data: Mapping[str, Any], where: str, *, partial: bool = False) -> Plan:
             got=repr(level),
             do="the letter O, not the digit 0" if level.startswith("0") else None,
         )
-    found.left_out += [
-        f"{key}={data[key]}: {why}"
-        for key, why in _OTHER.items()
-        if data.get(key) is not None
-    ]
+    for key, reason in _OTHER.items():
+        if data.get(key) is not None:
+            reading.left_out.append(f"{key}={data[key]}: {reason}")
     if data.get("enabled") is False:
-        return found.plan()
-    given = {key: data[key] for key in _OVERRIDES if data.get(key) is not None}
-    _check(level, given, where)
-    settings = _DEFAULTS[level] | given
-    scale = settings["loss_scale"]
-    if scale not in (1, 1.0, "1.0", "1"):
-        found.left_out.append(
-            f"loss_scale={scale}: scale the loss with roundoff.LossScaler"
-        )
-    if settings.get("master_weights") is not None:
-        found.left_out.append(
-            f"master_weights={settings['master_weights']}: a plan says what operators compute in; "
-            + (
-                "keep the parameters in fp32"
-                if settings["master_weights"]
-                else "parameters are as the script makes them"
-            )
-        )
+        return reading.plan()
+    overrides = {key: data[key] for key in _OVERRIDES if data.get(key) is not None}
+    _check(level, overrides, where)
+    settings = _DEFAULTS[level] | overrides
+    reading.left_out += _no_formats(settings)
     if settings["patch_torch_functions"]:
-        found.notes.append(
+        reading.notes.append(
             "Apex's lists became torch.autocast's: operators follow those of the device"
         )
-        return found.plan(autocast="fp16")
+        return reading.plan(autocast="fp16")
+    low = _cast_model_type(settings, where)
+    if low != "fp32" and settings.get("keep_batchnorm_fp32") in (True, "True"):
+        batch_norm = ("batch_norm", "fp32", "keep_batchnorm_fp32")
+        return reading.plan(reading.named([batch_norm]), low)
+    return reading.plan(default=low)
+
+
+def _no_formats(settings: Mapping[str, Any]) -> list[str]:
+    """What a plan has no words for: loss scale and master weights."""
+    left_out = []
+    scale = settings["loss_scale"]
+    if scale not in (1, 1.0, "1.0", "1"):
+        left_out.append(f"loss_scale={scale}: scale the loss with roundoff.LossScaler")
+    masters = settings.get("master_weights")
+    if masters is not None:
+        parameters = "parameters are as the script makes them"
+        if masters:
+            parameters = "keep the parameters in fp32"
+        left_out.append(
+            f"master_weights={masters}: a plan says what operators compute in; {parameters}"
+        )
+    return left_out
+
+
+def _cast_model_type(settings: Mapping[str, Any], where: str) -> str:
     low = FORMATS.get(str(settings.get("cast_model_type")).rpartition(".")[2])
     if low is None:
         raise PlanError(
@@ -110,11 +120,7 @@ def read(data: Mapping[str, Any], where: str, *, partial: bool = False) -> Plan:
             got=repr(settings["cast_model_type"]),
             expected="torch.float16, torch.bfloat16 or torch.float32",
         )
-    if low != "fp32" and settings.get("keep_batchnorm_fp32") in (True, "True"):
-        return found.plan(
-            found.named([("batch_norm", "fp32", "keep_batchnorm_fp32")]), low
-        )
-    return found.plan(default=low)
+    return low
 
 
 def write(plan: Plan) -> Written:
@@ -125,23 +131,14 @@ def write(plan: Plan) -> Written:
     )
     formats = dict(operators.formats)
     if not operators.rest:
-        data: dict[str, Any] = {"opt_level": "O1"}
+        data = {"opt_level": "O1"}
         if plan.autocast == "bf16":
             out.left_out.append("autocast in bf16: O1 casts to float16 alone")
     elif operators.rest == "fp32":
         data = {"opt_level": "O0"}
         formats = {o: f for o, f in formats.items() if f != "fp32"}
     else:
-        keeps = formats.get("batch_norm") == "fp32"
-        data = {"opt_level": "O2" if keeps else "O3"}
-        if keeps:
-            del formats["batch_norm"]
-        if operators.rest == "bf16":
-            data["cast_model_type"] = "bfloat16"
-        elif operators.rest != "fp16":
-            out.left_out.append(
-                f"all others → {operators.rest}: Apex casts to float16 and bfloat16"
-            )
+        data = _half_model(operators.rest, formats, out.left_out)
     out.left_out += [
         f"op:{o} → {f}: Apex's levels have no lists" for o, f in formats.items()
     ]
@@ -149,26 +146,32 @@ def write(plan: Plan) -> Written:
     return out
 
 
-def _check(level: str, given: Mapping[str, Any], where: str) -> None:
-    """What ``apex.amp.initialize`` itself refuses."""
-    o1 = level == "O1"
-    wrong = {
-        "cast_model_type": o1
-        and FORMATS.get(str(given.get("cast_model_type", "float32")).rpartition(".")[2])
-        != "fp32",
-        "keep_batchnorm_fp32": o1,
-        "master_weights": o1,
-        "patch_torch_functions": not o1 and given.get("patch_torch_functions") is True,
-    }
-    for key, bad in wrong.items():
-        if bad and key in given:
-            raise PlanError(
-                f"{key}={given[key]} does not go with {level}",
-                where=where,
-                got="Apex refuses this too",
-                do="use O2 or O3" if o1 else "use O1",
-            )
-    keep = given.get("keep_batchnorm_fp32")
+def _half_model(
+    low: str, formats: dict[str, str], left_out: list[str]
+) -> dict[str, str]:
+    """O2 or O3; takes batch norm out of ``formats`` where the level says it."""
+    data = {"opt_level": "O3"}
+    if formats.get("batch_norm") == "fp32":
+        data = {"opt_level": "O2"}
+        del formats["batch_norm"]
+    if low == "bf16":
+        data["cast_model_type"] = "bfloat16"
+    elif low != "fp16":
+        left_out.append(f"all others → {low}: Apex casts to float16 and bfloat16")
+    return data
+
+
+def _check(level: str, overrides: Mapping[str, Any], where: str) -> None:
+    """Raise ``PlanError`` for what ``apex.amp.initialize`` itself refuses."""
+    refused = _refused(level, overrides)
+    if refused is not None:
+        raise PlanError(
+            f"{refused}={overrides[refused]} does not go with {level}",
+            where=where,
+            got="Apex refuses this too",
+            do="use O2 or O3" if level == "O1" else "use O1",
+        )
+    keep = overrides.get("keep_batchnorm_fp32")
     if keep is not None and keep not in (True, False, "True", "False"):
         raise PlanError(
             "no truth value",
@@ -176,15 +179,30 @@ def _check(level: str, given: Mapping[str, Any], where: str) -> None:
             expected="true or false",
             got=repr(keep),
         )
-    scale = given.get("loss_scale", 1.0)
-    try:
-        bad = scale != "dynamic" and not float(scale) > 0
-    except (TypeError, ValueError):
-        bad = True
-    if bad:
+    scale = overrides.get("loss_scale", 1.0)
+    if not _is_loss_scale(scale):
         raise PlanError(
             "no loss scale",
             where=f"{where}, loss_scale",
             expected='a positive number or "dynamic"',
             got=repr(scale),
         )
+
+
+def _refused(level: str, overrides: Mapping[str, Any]) -> str | None:
+    """The first override that does not go with the level."""
+    if level != "O1":
+        patched = overrides.get("patch_torch_functions") is True
+        return "patch_torch_functions" if patched else None
+    model_type = str(overrides.get("cast_model_type", "float32")).rpartition(".")[2]
+    if FORMATS.get(model_type) != "fp32":
+        return "cast_model_type"
+    others = ("keep_batchnorm_fp32", "master_weights")
+    return next((key for key in others if key in overrides), None)
+
+
+def _is_loss_scale(scale: Any) -> bool:
+    try:
+        return scale == "dynamic" or float(scale) > 0
+    except (TypeError, ValueError):
+        return False

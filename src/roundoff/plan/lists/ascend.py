@@ -8,8 +8,8 @@ Source: CANN, ATC options --modify_mixlist, --precision_mode and --precision_mod
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ _MODES_V2 = {
 }
 #: A spelling that some versions of the documentation have.
 _MISSPELLED = {"allow_mix_precison_bf16": "allow_mix_precision_bf16"}
-_SAID = {
+_NOTES = {
     "tf32": "fp16 in, fp32 out is taken as tf32: the same 10 bits of the operands, an fp32 result; not the range of fp16",
     "hif8": "which operators run in hif8 is decided by the device's built-in lists: taken as the matrix operators",
     "origin": "the formats of the graph are kept: taken as fp32 throughout",
@@ -54,14 +54,13 @@ _FLAGS = {"true": "low", "false": "fp32"}
 
 def recognise(data: Any) -> bool:
     """Whether this is one of Ascend's files."""
-    return isinstance(data, Mapping) and (
-        any(key in data for key in (*LISTS, *OPTIONS))
-        or any(
-            isinstance(v, Mapping)
-            and any(str(k).startswith("precision_reduce") for k in v)
-            for v in data.values()
-        )
-    )
+    if not isinstance(data, Mapping):
+        return False
+    if any(key in data for key in (*LISTS, *OPTIONS)):
+        return True
+    entries = [entry for entry in data.values() if isinstance(entry, Mapping)]
+    keys = [str(key) for entry in entries for key in entry]
+    return any(key.startswith("precision_reduce") for key in keys)
 
 
 def read(
@@ -78,21 +77,21 @@ def read(
     ``base`` is the installed ``aic-*-ops-info.json`` that a mixlist edits: then every operator of the library has a rule,
     and a ``to-remove`` of one that is not on that list is an error.
     """
-    found = Read("ascend", where, partial)
+    reading = Read("ascend", where, partial)
     if any(key in data for key in OPTIONS):
-        return _options(data, found, format, base, folder)
+        return _options(data, reading, format, base, folder)
     if not any(key in data for key in LISTS):
         low = low_format(format or "fp16", "format")
         flags = library(data, where, low)
         if format is None:
-            found.notes.append("the file does not say the format: taken as fp16")
-        return found.plan(_library_rules(flags, found), autocast=low)
+            reading.notes.append("the file does not say the format: taken as fp16")
+        return reading.plan(_library_rules(flags, reading), autocast=low)
     low = low_format(format or "fp16", "format")
     if format is None:
-        found.notes.append(
+        reading.notes.append(
             "a mixlist does not say the format: taken as fp16, as of allow_mix_precision and mixed_float16"
         )
-    return _mixlist(data, found, low, base)
+    return _mixlist(data, reading, low, base)
 
 
 def write(plan: Plan, *, path: str = "ops_info.json", base: Any = None) -> Written:
@@ -100,69 +99,100 @@ def write(plan: Plan, *, path: str = "ops_info.json", base: Any = None) -> Writt
     operators = Operators.of(plan)
     out = Written("", "", operators.left_out)
     if not plan.autocast or operators.rest:
-        mode = _mode_without_lists(operators)
-        if mode is None:
-            beside = ", ".join(f"op:{o} → {f}" for o, f in operators.formats.items())
-            out.left_out.append(
-                f"all others → {operators.rest}"
-                + (f" beside {beside}" if beside else "")
-                + ": lists need a mixed mode (a plan with autocast), other modes have none"
-            )
-            return replace(out, text="{}\n")
-        out.text = json.dumps(mode, indent=2) + "\n"
-        out.use = " ".join(f"--{key}={value}" for key, value in mode.items())
-        return out
+        return _write_mode(operators, out)
     low = plan.autocast
-    gray_from: Mapping[str, str] = plan.about.get("gray_from", {})
     flags = library(read_base(base), "base", low) if base is not None else {}
+    hif8 = all(operators.formats.get(operator) == "hif8" for operator in MATRIX)
+    if hif8:
+        others = {o: f for o, f in operators.formats.items() if o not in MATRIX}
+        operators.formats = others
+    asked = list(operators.to("cann", (low, "fp32", FOLLOW), out.notes))
+    if base is not None:
+        asked = _in_library(asked, flags, out)
+    lists = _differences(asked, flags, low, plan.about.get("gray_from", {}), out)
+    out.text = json.dumps(_without_empty(lists), indent=2) + "\n"
+    mode = "mixed_float16" if low == "fp16" else "mixed_bfloat16"
+    mode = "mixed_hif8" if hif8 else mode
+    out.use = f"--precision_mode_v2={mode} --modify_mixlist={path}"
+    return out
+
+
+def _differences(
+    asked: Iterable[tuple[str, str, str]],
+    flags: Mapping[str, str],
+    low: str,
+    gray_from: Mapping[str, str],
+    out: Written,
+) -> dict[str, dict[str, list[str]]]:
+    """What to add to each list and take off it, so that the library's flags become what is asked."""
     lists: dict[str, dict[str, list[str]]] = {
         name: {"to-remove": [], "to-add": []} for name in LISTS
     }
-    hif8 = all(operators.formats.get(operator) == "hif8" for operator in MATRIX)
-    if hif8:
-        operators.formats = {
-            o: f for o, f in operators.formats.items() if o not in MATRIX
-        }
-    said = list(operators.to("cann", (low, "fp32", FOLLOW), out.notes))
-    if base is not None:  # one operator has several types, a device not all of them
-        there = {operator for name, _, operator in said if name in flags}
-        out.left_out += [
-            f"op:{o}: none of its types is in the library"
-            for o in sorted({o for _, _, o in said} - there)
-        ]
-        said = [entry for entry in said if entry[0] in flags]
-    for name, asked, operator in said:
-        on = flags.get(name, "")
-        if asked == on:
+    for name, wanted, operator in asked:
+        current = flags.get(name, "")
+        if wanted == current:
             continue
-        if asked != FOLLOW:
-            lists["white-list" if asked == low else "black-list"]["to-add"].append(name)
+        if wanted != FOLLOW:
+            lists[_list_of(wanted)]["to-add"].append(name)
             continue
-        of = {low: "white-list", "fp32": "black-list"}.get(on) or gray_from.get(
-            operator
-        )
-        if of is None:
+        listed = _list_of(current) if current in (low, "fp32") else None
+        listed = listed or gray_from.get(operator)
+        if listed is None:
             out.left_out.append(
                 f"op:{operator} → follow: only an operator on a list can be taken off it; give base=, "
                 "the installed aic-*-ops-info.json"
             )
         else:
-            lists[of]["to-remove"].append(name)
-    data = {name: {k: v for k, v in both.items() if v} for name, both in lists.items()}
-    out.text = (
-        json.dumps({name: both for name, both in data.items() if both}, indent=2) + "\n"
-    )
-    mode_name = (
-        "mixed_hif8" if hif8 else "mixed_float16" if low == "fp16" else "mixed_bfloat16"
-    )
-    out.use = f"--precision_mode_v2={mode_name} --modify_mixlist={path}"
+            lists[listed]["to-remove"].append(name)
+    return lists
+
+
+def _write_mode(operators: Operators, out: Written) -> Written:
+    """The options alone, or what keeps any mode from saying the plan."""
+    mode = _mode_without_lists(operators)
+    if mode is None:
+        beside = ", ".join(f"op:{o} → {f}" for o, f in operators.formats.items())
+        beside = f" beside {beside}" if beside else ""
+        out.left_out.append(
+            f"all others → {operators.rest}{beside}"
+            ": lists need a mixed mode (a plan with autocast), other modes have none"
+        )
+        return replace(out, text="{}\n")
+    out.text = json.dumps(mode, indent=2) + "\n"
+    out.use = " ".join(f"--{key}={value}" for key, value in mode.items())
     return out
+
+
+def _in_library(
+    asked: list[tuple[str, str, str]], flags: Mapping[str, str], out: Written
+) -> list[tuple[str, str, str]]:
+    """What the library has: one operator has several types, a device not all of them."""
+    present = [entry for entry in asked if entry[0] in flags]
+    lost = {entry[2] for entry in asked} - {entry[2] for entry in present}
+    out.left_out += [
+        f"op:{operator}: none of its types is in the library"
+        for operator in sorted(lost)
+    ]
+    return present
+
+
+def _list_of(form: str) -> str:
+    """The list of the operators that run in this format."""
+    return "black-list" if form == "fp32" else "white-list"
+
+
+def _without_empty(lists: dict[str, dict[str, list[str]]]) -> dict[str, Any]:
+    kept = {}
+    for name, edits in lists.items():
+        filled = {edit: names for edit, names in edits.items() if names}
+        if filled:
+            kept[name] = filled
+    return kept
 
 
 def library(data: Mapping[str, Any], where: str, low: str) -> dict[str, str]:
     """Each operator of an ``aic-*-ops-info.json``: ``low`` (white), fp32 (black) or follow (gray, no flag)."""
-    key = "precision_reduce"
-    found: dict[str, str] = {}
+    flags = {}
     for name, entry in data.items():
         if not isinstance(entry, Mapping):
             raise PlanError(
@@ -171,23 +201,22 @@ def library(data: Mapping[str, Any], where: str, low: str) -> dict[str, str]:
                 got=repr(entry)[:60],
                 expected='{"precision_reduce": {"flag": "true"}}',
             )
-        flagged = entry.get(
-            f"{key}_bf16" if low == "bf16" and f"{key}_bf16" in entry else key, {}
-        )
-        flag = (
-            str(flagged.get("flag", "")).lower()
-            if isinstance(flagged, Mapping)
-            else "?"
-        )
+        key = "precision_reduce"
+        if low == "bf16" and f"{key}_bf16" in entry:
+            key = f"{key}_bf16"
+        reduce = entry.get(key, {})
+        flag = "?"
+        if isinstance(reduce, Mapping):
+            flag = str(reduce.get("flag", "")).lower()
         if flag and flag not in _FLAGS:
             raise PlanError(
                 "no such flag",
                 where=", ".join(p for p in (where, place(name), name) if p),
                 expected='"true", "false", or none',
-                got=repr(flagged)[:60],
+                got=repr(reduce)[:60],
             )
-        found[name] = {"": FOLLOW, "true": low, "false": "fp32"}[flag]
-    return found
+        flags[name] = {"": FOLLOW, "true": low, "false": "fp32"}[flag]
+    return flags
 
 
 def read_base(base: Any) -> Mapping[str, Any]:
@@ -202,193 +231,201 @@ def read_base(base: Any) -> Mapping[str, Any]:
     return data
 
 
-def _mixlist(data: Mapping[str, Any], found: Read, low: str, base: Any) -> Plan:
+def _mixlist(data: Any, reading: Read, low: str, base: Any) -> Plan:
+    adds, removes = _edits(data, reading.where, low)
+    _check_removes(adds, removes, reading.where)
+    # taken off one list and put on the other: it is on the other
+    added = {entry.name for entry in adds}
+    edits = [*adds, *(entry for entry in removes if entry.name not in added)]
+    if base is None:
+        rules = reading.rules(edits, "cann")
+        reading.notes.append(
+            "operators on no list here follow torch's own lists, not Ascend's: give base= for those"
+        )
+        return reading.plan(rules, autocast=low, gray_from=_gray(edits))
+    flags = library(read_base(base), "base", low)
+    _check_base(removes, flags, low, reading.where)
+    reading.check(edits, "cann")
+    edited = {entry.name: entry for entry in edits}
+    flags |= {name: entry.format for name, entry in edited.items()}
+    return reading.plan(_library_rules(flags, reading, edited), autocast=low)
+
+
+def _edits(data: Any, where: str, low: str) -> tuple[list[Entry], list[Entry]]:
+    """What a mixlist adds to lists, and what it takes off them."""
     if not isinstance(data, Mapping):
         raise PlanError(
             "no mixlist",
-            where=found.where,
+            where=where,
             expected="black-list and white-list",
             got=repr(data)[:60],
         )
-    check_keys(data, tuple(LISTS), found.where)
+    check_keys(data, tuple(LISTS), where)
     adds: list[Entry] = []
     removes: list[Entry] = []
-    for key, both in data.items():
-        if not isinstance(both, Mapping):
+    for key, edits in data.items():
+        place_of_list = f"{where}, {key}"
+        if not isinstance(edits, Mapping):
             raise PlanError(
                 "not a list's edits",
-                where=f"{found.where}, {key}",
-                got=repr(both)[:60],
+                where=place_of_list,
+                got=repr(edits)[:60],
                 expected='{"to-add": [...], "to-remove": [...]}',
             )
-        check_keys(both, ("to-add", "to-remove"), f"{found.where}, {key}")
-        add, remove = (
-            names_of(both.get(k, []), f"{found.where}, {key}, {k}")
-            for k in ("to-add", "to-remove")
-        )
-        adds += [
-            Entry(n, low if key == "white-list" else "fp32", f"{key} to-add")
-            for n in add
-        ]
-        removes += [Entry(n, FOLLOW, f"{key} to-remove") for n in remove]
-    _check_removes(adds, removes, found.where)
-    flags = library(read_base(base), "base", low) if base is not None else None
-    if flags is not None:
-        _check_base(removes, flags, low, found.where)
-    added = {e.name for e in adds}
-    # taken off one list and put on the other: it is on the other
-    edits = [*adds, *(e for e in removes if e.name not in added)]
-    if flags is None:
-        rules = found.rules(edits, "cann")
-        gray = {
-            o: e.listed.split()[0]
-            for e in edits
-            if e.format == FOLLOW and e.name in known("cann")
-            for o in translate(e.name, "cann", "torch")
-        }
-        found.notes.append(
-            "operators on no list here follow torch's own lists, not Ascend's: give base= for those"
-        )
-        return found.plan(rules, autocast=low, gray_from=gray)
-    found._check_contradictions(edits)
-    found._check_unknown(edits, "cann")
-    flags |= {e.name: e.format for e in edits}
-    edited = {e.name: e for e in edits}
-    return found.plan(_library_rules(flags, found, edited), autocast=low)
+        check_keys(edits, ("to-add", "to-remove"), place_of_list)
+        form = low if key == "white-list" else "fp32"
+        for name in names_of(edits.get("to-add", []), f"{place_of_list}, to-add"):
+            adds.append(Entry(name, form, f"{key} to-add"))
+        for name in names_of(edits.get("to-remove", []), f"{place_of_list}, to-remove"):
+            removes.append(Entry(name, FOLLOW, f"{key} to-remove"))
+    return adds, removes
+
+
+def _gray(edits: list[Entry]) -> dict[str, str]:
+    """Operator here → the list that it is taken off."""
+    gray: dict[str, str] = {}
+    for entry in edits:
+        if entry.format == FOLLOW and entry.name in known("cann"):
+            listed = entry.listed.split()[0]
+            gray |= dict.fromkeys(translate(entry.name, "cann", "torch"), listed)
+    return gray
 
 
 def _library_rules(
-    flags: Mapping[str, str], found: Read, edited: Mapping[str, Entry] | None = None
+    flags: Mapping[str, str],
+    reading: Read,
+    edited: Mapping[str, Entry] | None = None,
 ) -> tuple[Rule, ...]:
     """Rules for what the table knows; a library has many operators that no torch program calls: they are counted."""
+    edits = edited or {}
+    names = known("cann")
     entries = [
-        (edited or {}).get(n) or Entry(n, f, "library")
-        for n, f in flags.items()
-        if n in known("cann")
+        edits.get(name) or Entry(name, form, "library")
+        for name, form in flags.items()
+        if name in names
     ]
-    lost = [n for n in flags if n not in known("cann") and n not in (edited or {})]
+    lost = [name for name in flags if name not in names and name not in edits]
     if lost:
-        found.left_out.append(
+        reading.left_out.append(
             f"{len(lost)} operators of the library without a name here: {', '.join(lost)}"
         )
-    return found.rules(entries, "cann")
+    return reading.rules(entries, "cann")
 
 
 def _check_removes(adds: list[Entry], removes: list[Entry], where: str) -> None:
-    """An operator cannot be taken off a list and put on it, nor off both."""
-    lists: dict[str, Entry] = {}
+    """Raise ``PlanError`` for an operator that is taken off a list and put on it, or off both."""
+    added = {(entry.name, entry.listed.split()[0]): entry for entry in reversed(adds)}
+    removed: dict[str, Entry] = {}
     for entry in removes:
-        other = next(
-            (
-                e
-                for e in adds
-                if e.name == entry.name
-                and e.listed.split()[0] == entry.listed.split()[0]
-            ),
-            None,
-        )
-        other = other or lists.get(entry.name)
+        other = added.get((entry.name, entry.listed.split()[0]))
+        other = other or removed.get(entry.name)
         if other is not None and other.listed != entry.listed:
             raise PlanError(
                 f"{entry.name} is on two lists that contradict each other",
                 where=where,
-                got=" and ".join(
-                    ", ".join(p for p in (e.listed, place(e.name)) if p)
-                    for e in (other, entry)
-                ),
+                got=f"{_list_and_line(other)} and {_list_and_line(entry)}",
                 do="an operator is on one list: take it off that one, or put it on the other",
             )
-        lists[entry.name] = entry
+        removed[entry.name] = entry
+
+
+def _list_and_line(entry: Entry) -> str:
+    return ", ".join(part for part in (entry.listed, place(entry.name)) if part)
 
 
 def _check_base(
     removes: list[Entry], flags: Mapping[str, str], low: str, where: str
 ) -> None:
+    """Raise ``PlanError`` for an operator that is taken off a list it is not on."""
+    names = {low: "white-list", "fp32": "black-list", FOLLOW: "the gray list"}
     for entry in removes:
-        of = entry.listed.split()[0]
-        on = flags.get(entry.name)
-        if on != (low if of == "white-list" else "fp32"):
-            said = {
-                low: "white-list",
-                "fp32": "black-list",
-                FOLLOW: "the gray list",
-            }.get(on or "", "none: it is not there")
-            raise PlanError(
-                f"{entry.name} cannot be taken off the {of}: it is not on it",
-                where=", ".join(p for p in (where, place(entry.name)) if p),
-                got=f"its list in the library: {said}",
-                do="leave the entry out",
-            )
+        listed = entry.listed.split()[0]
+        form = flags.get(entry.name, "")
+        if form == (low if listed == "white-list" else "fp32"):
+            continue
+        actual = names.get(form, "none: it is not there")
+        raise PlanError(
+            f"{entry.name} cannot be taken off the {listed}: it is not on it",
+            where=", ".join(p for p in (where, place(entry.name)) if p),
+            got=f"its list in the library: {actual}",
+            do="leave the entry out",
+        )
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """A precision mode: its option and name, and what autocast, matrix operators and all others run in."""
+
+    option: str = ""
+    name: str = ""
+    autocast: str = ""
+    matrix: str = ""
+    others: str = ""
+
+    @property
+    def origin(self) -> str:
+        return f"{self.option} = {self.name}" if self.option else "modify_mixlist"
 
 
 def _options(
     data: Mapping[str, Any],
-    found: Read,
+    reading: Read,
     format: str | None,
     base: Any,
     folder: Path | None,
 ) -> Plan:
-    check_keys(data, OPTIONS, found.where)
+    check_keys(data, OPTIONS, reading.where)
+    mode = _mode(data, reading, format)
+    if mode.matrix in _NOTES:
+        reading.notes.append(_NOTES[mode.matrix])
+    if mode.name in ("origin", "must_keep_origin_dtype"):
+        reading.notes.append(_NOTES["origin"])
+    rules: tuple[Rule, ...] = ()
+    if mode.matrix:
+        rules = reading.named((o, mode.matrix, mode.origin) for o in MATRIX)
+    mixlist = data.get("modify_mixlist")
+    if mixlist is None:
+        others = mode.others or "fp32"
+        return reading.plan(rules, others, mode.autocast, mode=mode.name)
+    if not mode.autocast:
+        raise PlanError(
+            f"{mode.name} has no lists to modify",
+            where=f"{reading.where}, modify_mixlist",
+            expected="a mixed mode: mixed_float16, mixed_bfloat16, mixed_hif8, allow_mix_precision...",
+            do=f"leave modify_mixlist out, or change {mode.option}",
+        )
+    if isinstance(mixlist, str):
+        file = Path(folder or ".", str(mixlist))
+        reading = replace(reading, where=str(file))
+        mixlist = read_file(file)
+    edited = _mixlist(mixlist, reading, mode.autocast, base)
+    about = {**edited.about, "mode": mode.name} if mode.name else edited.about
+    return replace(edited, rules=edited.rules + rules, about=about)
+
+
+def _mode(data: Mapping[str, Any], reading: Read, format: str | None) -> _Mode:
+    """The mode that the options name; without one, autocast in ``format``."""
     if "precision_mode" in data and "precision_mode_v2" in data:
         both = [f"{key} = {data[key]}" for key in OPTIONS[:2]]
         raise PlanError(
             "precision_mode and precision_mode_v2 exclude each other",
-            where=found.where,
+            where=reading.where,
             got=", ".join(both),
             do="keep precision_mode_v2",
         )
-    key = next((key for key in OPTIONS[:2] if key in data), None)
-    mode = str(data[key]) if key else ""
-    if mode in _MISSPELLED and key == "precision_mode":
-        found.notes.append(
-            f"{mode} is a misspelling in the documentation of {_MISSPELLED[mode]}"
+    option = next((key for key in OPTIONS[:2] if key in data), None)
+    if option is None:
+        return _Mode(autocast=low_format(format or "fp16", "format"))
+    name = str(data[option])
+    if name in _MISSPELLED and option == "precision_mode":
+        reading.notes.append(
+            f"{name} is a misspelling in the documentation of {_MISSPELLED[name]}"
         )
-        mode = _MISSPELLED[mode]
-    modes = _MODES_V2 if key == "precision_mode_v2" else _MODES_V1
-    if key:
-        check_keys(
-            {Name.at(mode, getattr(data[key], "line", 0)): 0},
-            tuple(modes),
-            found.where,
-            f"{key} mode",
-        )
-    autocast, matrix, rest = (
-        modes[mode] if key else (low_format(format or "fp16", "format"), "", "")
-    )
-    mixlist = data.get("modify_mixlist")
-    if mixlist is not None and not autocast:
-        raise PlanError(
-            f"{mode} has no lists to modify",
-            where=f"{found.where}, modify_mixlist",
-            expected="a mixed mode: mixed_float16, mixed_bfloat16, mixed_hif8, allow_mix_precision...",
-            do=f"leave modify_mixlist out, or change {key}",
-        )
-    found.notes += [_SAID[matrix]] if matrix in _SAID else []
-    found.notes += (
-        [_SAID["origin"]] if mode in ("origin", "must_keep_origin_dtype") else []
-    )
-    said = f"{key} = {mode}" if key else "modify_mixlist"
-    rules: tuple[Rule, ...] = (
-        found.named((o, matrix, said) for o in MATRIX) if matrix else ()
-    )
-    if mixlist is None:
-        return found.plan(rules, rest or "fp32", autocast, mode=mode)
-    inner = Path(folder or ".", str(mixlist)) if isinstance(mixlist, str) else None
-    edits = read_file(inner) if inner else mixlist
-    listed = Read(
-        "ascend",
-        str(inner or found.where),
-        found.partial,
-        found.notes,
-        found.left_out,
-        found.origin,
-    )
-    edited = _mixlist(edits, listed, autocast, base)
-    return replace(
-        edited,
-        rules=edited.rules + rules,
-        about={**edited.about, **({"mode": mode} if mode else {})},
-    )
+        name = _MISSPELLED[name]
+    modes = _MODES_V2 if option == "precision_mode_v2" else _MODES_V1
+    with_line = Name.at(name, getattr(data[option], "line", 0))
+    check_keys({with_line: 0}, tuple(modes), reading.where, f"{option} mode")
+    return _Mode(option, name, *modes[name])
 
 
 def _mode_without_lists(operators: Operators) -> dict[str, str] | None:
@@ -396,11 +433,8 @@ def _mode_without_lists(operators: Operators) -> dict[str, str] | None:
         mode = {"fp16": "fp16", "fp32": "origin"}.get(operators.rest)
         return {"precision_mode_v2": mode} if mode else None
     formats = set(operators.formats.values())
-    if (
-        operators.rest != "fp32"
-        or len(formats) != 1
-        or set(operators.formats) != set(MATRIX)
-    ):
+    only_matrix = set(operators.formats) == set(MATRIX)
+    if operators.rest != "fp32" or len(formats) != 1 or not only_matrix:
         return None
     return {
         "fp16": {"precision_mode": "allow_fp32_to_fp16"},

@@ -84,28 +84,29 @@ def read_lists(
         >>> plan.autocast, plan.rules
         ('bf16', (Rule(format='fp32', sites=('op:softmax',)),))
     """
-    if not isinstance(source, (str, Path, Mapping)):
+    if isinstance(source, Mapping):
+        data: Any = source
+        where = tool or "settings"
+        folder = None
+    elif isinstance(source, (str, Path)):
+        data = read_file(Path(source))
+        where = str(source)
+        folder = Path(source).parent
+    else:
         raise PlanError(
             "no settings",
             where="read_lists",
             expected="a path or a mapping",
             got=type(source).__name__,
         )
-    where = tool or "settings" if isinstance(source, Mapping) else str(source)
-    data = source if isinstance(source, Mapping) else read_file(Path(source))
     tool = _tool(data, tool, where)
     if tool == "plan":
-        if isinstance(source, Mapping):
-            raise PlanError(
-                "a plan is read from its file", where=where, do="Plan.load(path)"
-            )
-        return Plan.load(source)
+        return _read_plan(source, where)
     if base is not None and tool != "ascend":
         raise PlanError(
             f"{tool} has no operator library", where="base", expected="Ascend's lists"
         )
     if tool == "ascend":
-        folder = None if isinstance(source, Mapping) else Path(source).parent
         return ascend.read(
             data, where, format=format, base=base, partial=partial, folder=folder
         )
@@ -121,6 +122,14 @@ def read_lists(
         "mindspore": mindspore.read,
     }[tool]
     return reader(data, where, format=format, partial=partial)
+
+
+def _read_plan(source: str | Path | Mapping[str, Any], where: str) -> Plan:
+    if isinstance(source, Mapping):
+        raise PlanError(
+            "a plan is read from its file", where=where, do="Plan.load(path)"
+        )
+    return Plan.load(source)
 
 
 def write_lists(

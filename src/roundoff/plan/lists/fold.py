@@ -1,9 +1,9 @@
-"""Between operator lists and plans: entries of a list become rules, a plan becomes a format for each operator."""
+"""Fold operator lists into the rules of a plan, and a plan into a format for each operator."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,14 @@ class Entry(NamedTuple):
     format: str
     listed: str
 
+    @property
+    def place(self) -> str:
+        """Line and list, as far as known."""
+        return ", ".join(part for part in (place(self.name), self.listed) if part)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.place})"
+
 
 @dataclass
 class Read:
@@ -51,33 +59,38 @@ class Read:
         """One rule a format. Unknown names and an operator on two lists are errors; of two names that are one operator
         here, fp32 wins, with a note. Gradients are left out with the reason: they run as their forward call did."""
         entries = list(entries)
-        self._check_contradictions(entries)
-        self._check_unknown(entries, source)
+        self.check(entries, source)
         chosen: dict[str, Entry] = {}
         for entry in entries:
-            if entry.name not in known(source):
-                continue
-            for operator in translate(entry.name, source, "torch"):
-                other = chosen.get(operator)
-                if other is None or other.format == entry.format:
-                    chosen.setdefault(operator, entry)
-                    continue
-                keep = next((e for e in (other, entry) if e.format == "fp32"), other)
-                self.notes.append(
-                    f"{_said(other)} and {_said(entry)} are both {operator} here: taken as {keep.format}"
-                )
-                chosen[operator] = keep
-            self._note_wider(entry, entries, source)
+            if entry.name in known(source):
+                for operator in translate(entry.name, source, "torch"):
+                    self._choose(operator, entry, chosen)
+                self._note_wider(entry, entries, source)
         return self.named(
-            (operator, entry.format, _said(entry)) for operator, entry in chosen.items()
+            (operator, entry.format, str(entry)) for operator, entry in chosen.items()
         )
+
+    def _choose(self, operator: str, entry: Entry, chosen: dict[str, Entry]) -> None:
+        """Take an entry for an operator; where another one asks for another format, fp32 wins."""
+        other = chosen.setdefault(operator, entry)
+        if other.format == entry.format:
+            return
+        chosen[operator] = entry if entry.format == "fp32" else other
+        self.notes.append(
+            f"{other} and {entry} are both {operator} here: taken as {chosen[operator].format}"
+        )
+
+    def check(self, entries: list[Entry], source: str) -> None:
+        """Raise ``PlanError`` for an operator on two lists, and for unknown names."""
+        self._check_contradictions(entries)
+        self._check_unknown(entries, source)
 
     def named(self, asked: Iterable[tuple[str, str, str]]) -> tuple[Rule, ...]:
         """Rules for (torch operator, format, where it was asked for)."""
         groups: dict[str, list[str]] = {}
-        for operator, name, said in asked:
+        for operator, name, origin in asked:
             groups.setdefault(name, []).append(f"op:{operator}")
-            self.origin[f"op:{operator}"] = said
+            self.origin[f"op:{operator}"] = origin
         return tuple(Rule(name, tuple(patterns)) for name, patterns in groups.items())
 
     def plan(
@@ -88,7 +101,7 @@ class Read:
         **about: Any,
     ) -> Plan:
         """The plan, with notes, what was left out and where each pattern comes from under ``about``."""
-        said = {
+        everything = {
             "from": self.tool,
             "file": self.where,
             "notes": self.notes,
@@ -96,20 +109,17 @@ class Read:
             "origin": self.origin,
             **about,
         }
-        return Plan(rules, default, {k: v for k, v in said.items() if v}, autocast)
+        return Plan(
+            rules, default, {k: v for k, v in everything.items() if v}, autocast
+        )
 
     def _note_wider(self, entry: Entry, entries: list[Entry], source: str) -> None:
         """Say so where an operator here is more than the one of the list: BiasAdd is add, which is every addition."""
         listed = {_stem(e.name) for e in entries if e.format == entry.format}
         for operator in translate(entry.name, source, "torch"):
-            others = [
-                n
-                for n in translate(operator, "torch", source)
-                if _stem(n) not in listed
-            ]
-            text = (
-                f"{operator} here is more than {entry.name}: also {', '.join(others)}"
-            )
+            there = translate(operator, "torch", source)
+            others = ", ".join(name for name in there if _stem(name) not in listed)
+            text = f"{operator} here is more than {entry.name}: also {others}"
             if others and text not in self.notes:
                 self.notes.append(text)
 
@@ -121,7 +131,7 @@ class Read:
                 raise PlanError(
                     f"{entry.name} is on two lists that contradict each other",
                     where=self.where,
-                    got=f"{_said(other)}, and {_said(entry)}",
+                    got=f"{other}, and {entry}",
                     do="take it off one of them",
                 )
 
@@ -133,16 +143,16 @@ class Read:
             forward = forward_of(entry.name, source)
             if forward:
                 self.left_out.append(
-                    f"{_said(entry)}: a gradient runs in the format of its forward call, {forward[0]}"
+                    f"{entry}: a gradient runs in the format of its forward call, {forward[0]}"
                 )
             elif self.partial:
-                self.left_out.append(f"{_said(entry)}: not in the table of names")
+                self.left_out.append(f"{entry}: not in the table of names")
             else:
                 lost.append(entry)
         if lost:
             lost = list({e.name: e for e in lost}.values())
             raise unknown(
-                [e.name for e in lost], source, [_place(e) for e in lost], self.where
+                [e.name for e in lost], source, [e.place for e in lost], self.where
             )
 
 
@@ -178,9 +188,8 @@ class Operators:
                 left_out.append(
                     f"rule {number}, {pattern} → {name}: not an operator type (op:NAME)"
                 )
-        return cls(
-            formats, "" if plan.autocast else parse_format(plan.default).name, left_out
-        )
+        others = "" if plan.autocast else parse_format(plan.default).name
+        return cls(formats, others, left_out)
 
     def to(
         self, target: str, wanted: Iterable[str], notes: list[str]
@@ -197,52 +206,50 @@ class Operators:
                 self.left_out.append(
                     f"op:{operator} → {name}: the lists have no such format"
                 )
-                continue
-            there = (
-                translate(operator, "torch", target)
-                if operator in known("torch")
-                else ()
-            )
-            if not there:
-                self.left_out.append(f"op:{operator} → {name}: no name in {target}")
-            for other in there:
-                first = asked.setdefault(other, (operator, name))
-                if first[1] != name:
-                    self.left_out.append(
-                        f"op:{operator} → {name}: it is {other} there, as op:{first[0]} → {first[1]}"
-                    )
+            else:
+                self._ask(operator, name, target, asked)
         for there_name, (operator, name) in asked.items():
-            beside = [
-                o
-                for o in translate(there_name, target, "torch")
-                if o not in self.formats
-            ]
+            operators = translate(there_name, target, "torch")
+            beside = [other for other in operators if other not in self.formats]
             if beside:
                 notes.append(
                     f"{there_name} is also {', '.join(beside)}: they become {name} too"
                 )
             yield there_name, name, operator
 
+    def _ask(
+        self, operator: str, name: str, target: str, asked: dict[str, tuple[str, str]]
+    ) -> None:
+        """Enter an operator's format under its names there; a conflict is left out."""
+        there: Sequence[str] = ()
+        if operator in known("torch"):
+            there = translate(operator, "torch", target)
+        if not there:
+            self.left_out.append(f"op:{operator} → {name}: no name in {target}")
+        for there_name in there:
+            first, its_format = asked.setdefault(there_name, (operator, name))
+            if its_format != name:
+                self.left_out.append(
+                    f"op:{operator} → {name}: it is {there_name} there, as op:{first} → {its_format}"
+                )
+
 
 def patterns(plan: Plan) -> Iterator[tuple[int, str, str]]:
     """(rule number from 1, pattern, format) in the order in which they decide."""
     for number, rule in enumerate(plan.rules, 1):
         for pattern in rule.sites:
-            yield (
-                number,
-                pattern,
-                rule.format
-                if rule.format == FOLLOW
-                else parse_format(rule.format).name,
-            )
+            follows = rule.format == FOLLOW
+            name = FOLLOW if follows else parse_format(rule.format).name
+            yield number, pattern, name
 
 
 def refuse(left_out: list[str], tool: str, partial: bool) -> None:
     """Raise ``PlanError`` listing what a tool's file cannot say, unless ``partial``."""
     if left_out and not partial:
+        parts = "1 part" if len(left_out) == 1 else f"{len(left_out)} parts"
+        listing = "\n    ".join(left_out)
         raise PlanError(
-            f"{len(left_out)} part{'s' * (len(left_out) > 1)} of the plan cannot be said to {tool}:\n    "
-            + "\n    ".join(left_out),
+            f"{parts} of the plan cannot be said to {tool}:\n    {listing}",
             where="plan",
             do="change the plan, or write the rest with partial=True (--partial)",
         )
@@ -264,11 +271,3 @@ def low_format(name: Any, where: str) -> str:
 def _stem(name: str) -> str:
     """The name without its version."""
     return re.sub(r"(_?[vV]\d+|(?<=[a-z])D)$", "", name)
-
-
-def _place(entry: Entry) -> str:
-    return ", ".join(part for part in (place(entry.name), entry.listed) if part)
-
-
-def _said(entry: Entry) -> str:
-    return f"{entry.name} ({_place(entry)})"

@@ -38,10 +38,22 @@ _PRIMITIVES = {
 
 
 def recognise(data: Any) -> bool:
-    """Whether these are arguments of ``custom_mixed_precision``."""
+    """Return True if these are arguments of ``custom_mixed_precision``."""
     return isinstance(data, Mapping) and any(
         key in data for key in ("white_list", "black_list")
     )
+
+
+def _the_list(data: Mapping[str, Any], where: str) -> str:
+    lists = [key for key in KEYS[:2] if data.get(key) is not None]
+    if len(lists) != 1:
+        raise PlanError(
+            "one of white_list and black_list",
+            where=where,
+            got=" and ".join(lists) or "neither",
+            do="MindSpore takes one of them",
+        )
+    return lists[0]
 
 
 def read(
@@ -53,38 +65,35 @@ def read(
 ) -> Plan:
     """The plan of one list; names are written ``nn.Conv2d``, ``ops.MatMul`` or without the module."""
     check_keys(data, KEYS, where, "argument of custom_mixed_precision")
-    lists = [key for key in KEYS[:2] if data.get(key) is not None]
-    if len(lists) != 1:
-        raise PlanError(
-            "one of white_list and black_list",
-            where=where,
-            got=" and ".join(lists) or "neither",
-            do="MindSpore takes one of them",
-        )
+    key = _the_list(data, where)
     low = low_format(data.get("dtype", format or "float16"), f"{where}, dtype")
-    asked = low if lists[0] == "white_list" else "fp32"
-    found = Read("mindspore", where, partial)
+    asked = low if key == "white_list" else "fp32"
+    reading = Read("mindspore", where, partial)
     cells: list[str] = []
     primitives: list[Entry] = []
     lost: list[Name] = []
-    for written in names_of(data[lists[0]], f"{where}, {lists[0]}"):
-        kind, _, short = written.rpartition(".")
+    for written in names_of(data[key], f"{where}, {key}"):
+        short = Name.at(written.rpartition(".")[2], getattr(written, "line", 0))
         primitive = _PRIMITIVES.get(short, short)
-        at = Name.at(short, getattr(written, "line", 0))
-        if not kind.endswith("ops") and (short in _CELLS or short in _SAME):
+        if _is_cell(written):
             cells.append(f"class:{_CELLS.get(short, short)}")
-            found.origin[cells[-1]] = (
-                f"{written} ({', '.join(p for p in (place(written), lists[0]) if p)})"
-            )
+            places = ", ".join(part for part in (place(written), key) if part)
+            reading.origin[cells[-1]] = f"{written} ({places})"
         elif primitive in known("cann"):
-            primitives.append(Entry(Name.at(primitive, at.line), asked, lists[0]))
+            primitives.append(Entry(Name.at(primitive, short.line), asked, key))
         elif partial:
-            found.left_out.append(f"{written}: not in the table of names")
+            reading.left_out.append(f"{written}: not in the table of names")
         else:
-            lost.append(at)
+            lost.append(short)
     if lost:
-        raise unknown(lost, "cann", [place(name) or lists[0] for name in lost], where)
-    rules = (Rule(asked, tuple(cells)),) if cells else ()
-    return found.plan(
-        rules + found.rules(primitives, "cann"), "fp32" if asked == low else low
-    )
+        raise unknown(lost, "cann", [place(name) or key for name in lost], where)
+    rules = reading.rules(primitives, "cann")
+    if cells:
+        rules = (Rule(asked, tuple(cells)), *rules)
+    return reading.plan(rules, "fp32" if asked == low else low)
+
+
+def _is_cell(written: str) -> bool:
+    """Return True for a class of modules; ``ops.Softmax`` is a primitive."""
+    module, _, short = written.rpartition(".")
+    return not module.endswith("ops") and (short in _CELLS or short in _SAME)

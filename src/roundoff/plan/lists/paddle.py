@@ -33,7 +33,7 @@ BLACK_O2 = (
 
 
 def recognise(data: Any) -> bool:
-    """Whether these are arguments of ``auto_cast``."""
+    """Return True if these are arguments of ``auto_cast``."""
     return isinstance(data, Mapping) and any(
         k in data for k in ("custom_white_list", "custom_black_list", "level")
     )
@@ -48,7 +48,7 @@ def read(
 ) -> Plan:
     """The plan of these arguments; what is left out has Paddle's default (O1, float16)."""
     check_keys(data, KEYS, where, "argument of auto_cast")
-    found = Read("paddle", where, partial)
+    reading = Read("paddle", where, partial)
     level = str(data.get("level", "O1")).upper()
     if level not in LEVELS:
         raise PlanError(
@@ -58,90 +58,103 @@ def read(
             got=repr(data["level"]),
         )
     low = low_format(data.get("dtype", format or "float16"), f"{where}, dtype")
-    custom = [
-        Entry(name, asked, key)
-        for key, asked in (("custom_white_list", low), ("custom_black_list", "fp32"))
-        for name in names_of(data.get(key) or [], f"{where}, {key}")
-    ]
+    custom = _custom(data, "custom_white_list", low, where)
+    custom += _custom(data, "custom_black_list", "fp32", where)
     if data.get("use_promote") is False:
-        found.left_out.append(
+        reading.left_out.append(
             "use_promote=False: operators without a list run in the widest format of their inputs here"
         )
     if data.get("enable") is False or level == "O0":
-        found.left_out += (
-            [f"{len(custom)} operators of the custom lists: nothing is cast"]
-            if custom
-            else []
-        )
-        return found.plan()
+        if custom:
+            reading.left_out.append(
+                f"{len(custom)} operators of the custom lists: nothing is cast"
+            )
+        return reading.plan()
     if level == "O1":
-        found.notes.append(
+        reading.notes.append(
             "operators on no list here follow torch's own lists, not Paddle's"
         )
-        return found.plan(found.rules(custom, "paddle"), autocast=low)
+        return reading.plan(reading.rules(custom, "paddle"), autocast=low)
+    # one list decides, all others run in the other format
     if level == "OD":
-        named = {e.name for e in custom}
-        own = [
-            Entry(name, low, "Paddle's own white list")
-            for name in WHITE
-            if name not in named
-        ]
-        return found.plan(
-            tuple(
-                r for r in found.rules([*own, *custom], "paddle") if r.format != "fp32"
-            )
-        )
-    named = {e.name for e in custom}
-    own = [
-        Entry(name, "fp32", "Paddle's own black list")
-        for name in BLACK_O2
-        if name not in named
-    ]
-    return found.plan(
-        tuple(r for r in found.rules([*own, *custom], "paddle") if r.format != low), low
-    )
+        built_in = _unless_custom(WHITE, low, "Paddle's own white list", custom)
+        default = "fp32"
+    else:
+        built_in = _unless_custom(BLACK_O2, "fp32", "Paddle's own black list", custom)
+        default = low
+    rules = reading.rules([*built_in, *custom], "paddle")
+    return reading.plan(tuple(r for r in rules if r.format != default), default)
+
+
+def _custom(data: Mapping[str, Any], key: str, form: str, where: str) -> list[Entry]:
+    names = names_of(data.get(key) or [], f"{where}, {key}")
+    return [Entry(name, form, key) for name in names]
+
+
+def _unless_custom(
+    names: list[str], form: str, listed: str, custom: list[Entry]
+) -> list[Entry]:
+    """The entries of a built-in list that no custom list names."""
+    named = {entry.name for entry in custom}
+    return [Entry(name, form, listed) for name in names if name not in named]
 
 
 def write(plan: Plan) -> Written:
     """The arguments as JSON: O1 for a plan over autocast's lists, else the level that fits its default."""
     operators = Operators.of(plan)
     out = Written("", "paddle.amp.auto_cast(**arguments)", operators.left_out)
-    low = plan.autocast if not operators.rest else operators.rest
+    low = operators.rest or plan.autocast
     if operators.rest == "fp32":
-        low = next((f for f in operators.formats.values() if f in ("bf16", "fp16")), "")
-        if not low:
-            out.left_out += [
-                f"op:{o} → {f}" for o, f in operators.formats.items() if f != "fp32"
-            ]
-            out.text = json.dumps({"enable": False, "level": "O0"}, indent=2) + "\n"
-            return out
+        halves = [f for f in operators.formats.values() if f in ("bf16", "fp16")]
+        if not halves:
+            return _write_nothing_cast(operators, out)
+        low = halves[0]
     if low not in ("bf16", "fp16"):
         out.left_out.append(f"all others → {low}: Paddle casts to float16 and bfloat16")
         out.text = "{}\n"
         return out
-    level = "O1" if not operators.rest else "OD" if operators.rest == "fp32" else "O2"
-    own = {"OD": WHITE, "O2": BLACK_O2}.get(level, [])
-    asked = {name: f for name, f, _ in operators.to("paddle", (low, "fp32"), out.notes)}
-    white = [
-        n for n, f in asked.items() if f == low and not (level == "OD" and n in own)
-    ]
-    black = [
-        n for n, f in asked.items() if f == "fp32" and not (level == "O2" and n in own)
-    ]
-    if level == "OD":  # what Paddle's own list has and this plan has not
-        black += [n for n in own if n not in asked]
-    if level == "O2":
-        white += [n for n in own if n not in asked]
-    dtype = "float16" if low == "fp16" else "bfloat16"
-    data = {
-        "level": level,
-        "dtype": dtype,
-        "custom_white_list": white,
-        "custom_black_list": black,
-    }
+    data = _arguments(operators, low, out.notes)
     out.text = json.dumps({k: v for k, v in data.items() if v}, indent=2) + "\n"
-    if any(f == FOLLOW for f in operators.formats.values()):
+    if FOLLOW in operators.formats.values():
         out.notes.append(
             "Paddle has no list of operators that follow their inputs: under O1 that is what unlisted ones do"
         )
+    return out
+
+
+def _arguments(operators: Operators, low: str, notes: list[str]) -> dict[str, Any]:
+    """The level and the two lists, without what the level's own list says already."""
+    level = _level(operators)
+    asked = {name: f for name, f, _ in operators.to("paddle", (low, "fp32"), notes)}
+    white = _in_format(asked, low)
+    black = _in_format(asked, "fp32")
+    if level == "OD":
+        black += [name for name in WHITE if name not in asked]
+        white = [name for name in white if name not in WHITE]
+    if level == "O2":
+        white += [name for name in BLACK_O2 if name not in asked]
+        black = [name for name in black if name not in BLACK_O2]
+    return {
+        "level": level,
+        "dtype": "float16" if low == "fp16" else "bfloat16",
+        "custom_white_list": white,
+        "custom_black_list": black,
+    }
+
+
+def _level(operators: Operators) -> str:
+    if not operators.rest:
+        return "O1"
+    return "OD" if operators.rest == "fp32" else "O2"
+
+
+def _in_format(asked: Mapping[str, str], form: str) -> list[str]:
+    return [name for name, its_format in asked.items() if its_format == form]
+
+
+def _write_nothing_cast(operators: Operators, out: Written) -> Written:
+    """All others in fp32, and no operator in half precision: nothing is cast."""
+    formats = operators.formats.items()
+    out.left_out += [f"op:{o} → {form}" for o, form in formats if form != "fp32"]
+    out.text = json.dumps({"enable": False, "level": "O0"}, indent=2) + "\n"
     return out

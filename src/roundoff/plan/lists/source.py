@@ -65,35 +65,36 @@ def read_json(text: str, where: str) -> Any:
     try:
         data = json.loads(text, object_pairs_hook=_Pairs)
     except json.JSONDecodeError as error:
-        comments = [
-            text.count("\n", 0, m.start()) + 1
-            for m in _COMMENT.finditer(text)
-            if m["comment"]
-        ]
-        if comments:
-            raise PlanError(
-                "JSON has no comments",
-                where=f"{where}, line {comments[0]}",
-                got=f"comments at line{'s' * (len(comments) > 1)} {', '.join(map(str, comments))}"
-                " (samples in Ascend's documentation have them)",
-                do="delete them",
-            ) from error
-        got = (text.splitlines() or [""])[
-            min(error.lineno, max(text.count("\n"), 1)) - 1
-        ].strip()
-        raise PlanError(
-            f"not JSON: {error.msg}",
-            where=f"{where}, line {error.lineno}",
-            got=repr(got[:60]) if got else "nothing",
-            expected="commas between entries, none after the last, names in double quotes",
-        ) from error
+        raise _not_json(text, where, error) from error
     starts = (text.count("\n", 0, m.start()) + 1 for m in _STRING.finditer(text))
     return _with_lines(data, starts, where)
 
 
+def _not_json(text: str, where: str, error: json.JSONDecodeError) -> PlanError:
+    comments = [match for match in _COMMENT.finditer(text) if match["comment"]]
+    lines = [text.count("\n", 0, match.start()) + 1 for match in comments]
+    if lines:
+        plural = "lines" if len(lines) > 1 else "line"
+        return PlanError(
+            "JSON has no comments",
+            where=f"{where}, line {lines[0]}",
+            got=f"comments at {plural} {', '.join(map(str, lines))}"
+            " (samples in Ascend's documentation have them)",
+            do="delete them",
+        )
+    last = max(text.count("\n"), 1)
+    line = (text.splitlines() or [""])[min(error.lineno, last) - 1].strip()
+    return PlanError(
+        f"not JSON: {error.msg}",
+        where=f"{where}, line {error.lineno}",
+        got=repr(line[:60]) if line else "nothing",
+        expected="commas between entries, none after the last, names in double quotes",
+    )
+
+
 def read_settings(text: str, where: str) -> dict[str, str]:
     """``NAME=VALUE`` lines, with or without ``export`` and quotes; a name given twice is an error, as in no shell."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -106,22 +107,24 @@ def read_settings(text: str, where: str) -> dict[str, str]:
                 expected="NAME=VALUE",
                 got=repr(line[:60]),
             )
-        name, value = Name.at(match["name"], number), match["value"]
-        value = (
-            value[1 : value.index(value[0], 1)]
-            if value[:1] in ("'", '"') and value.count(value[0]) > 1
-            else (f" {value}".partition(" #")[0].strip())
-        )
-        if name in found:
-            first = next(other for other in found if other == name)
+        name = Name.at(match["name"], number)
+        if name in settings:
+            first = next(other for other in settings if other == name)
             raise PlanError(
                 f"{name} is set twice",
                 where=f"{where}, line {number}",
                 got=f"the first is at {place(first)}",
                 do="keep one",
             )
-        found[name] = Name.at(value, number)
-    return found
+        settings[name] = Name.at(_unquoted(match["value"]), number)
+    return settings
+
+
+def _unquoted(value: str) -> str:
+    """The value inside its quotes; without quotes, what stands before a comment."""
+    if value[:1] in ("'", '"') and value.count(value[0]) > 1:
+        return value[1 : value.index(value[0], 1)]
+    return f" {value}".partition(" #")[0].strip()
 
 
 def read_yaml(text: str, where: str) -> Any:
@@ -162,9 +165,8 @@ def check_keys(
 
 def names_of(value: Any, where: str) -> list[str]:
     """A list of names. Raises ``PlanError`` for anything else."""
-    if not isinstance(value, (list, tuple, set, frozenset)) or not all(
-        isinstance(v, str) for v in value
-    ):
+    is_list = isinstance(value, (list, tuple, set, frozenset))
+    if not is_list or not all(isinstance(name, str) for name in value):
         raise PlanError(
             "not a list of names",
             where=where,
@@ -181,18 +183,19 @@ class _Pairs(list[tuple[str, Any]]):
 def _with_lines(data: Any, lines: Iterator[int], where: str) -> Any:
     """Strings come in the order of the text, so their lines are handed out in turn."""
     if isinstance(data, _Pairs):
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for key, value in data:
             name = Name.at(key, next(lines))
-            if name in found:
+            if name in entries:
+                first = next(other for other in entries if other == name)
                 raise PlanError(
                     f"{json.dumps(key)} comes twice in one object",
                     where=f"{where}, line {name.line}",
-                    got=f"the first is at {place(next(k for k in found if k == name))}",
+                    got=f"the first is at {place(first)}",
                     do="join them: readers of JSON keep the last and drop the others in silence",
                 )
-            found[name] = _with_lines(value, lines, where)
-        return found
+            entries[name] = _with_lines(value, lines, where)
+        return entries
     if isinstance(data, list):
         return [_with_lines(value, lines, where) for value in data]
     return Name.at(data, next(lines)) if isinstance(data, str) else data

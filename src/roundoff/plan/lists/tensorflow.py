@@ -7,7 +7,8 @@ WHITELIST, GRAYLIST, BLACKLIST. Source: tensorflow/core/grappler/optimizers/auto
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roundoff.errors import PlanError
@@ -30,7 +31,7 @@ _OTHER = tuple(PREFIX + name for name in ("LEVEL", "LOG_PATH", "IGNORE_PERFORMAN
 
 
 def recognise(data: Any) -> bool:
-    """Whether one of the variables is set here."""
+    """Return True if one of the variables is set here."""
     return isinstance(data, Mapping) and any(
         str(key).startswith(PREFIX) for key in data
     )
@@ -45,109 +46,108 @@ def read(
 ) -> Plan:
     """The plan of these variables; others than TensorFlow's (an environment has many) are not looked at."""
     data = {key: value for key, value in data.items() if str(key).startswith(PREFIX)}
-    check_keys(
-        data,
-        (*_LISTED, *_OTHER),
-        where,
-        "variable of TensorFlow's automatic mixed precision",
-    )
-    found = Read("tensorflow", where, partial)
+    variable = "variable of TensorFlow's automatic mixed precision"
+    check_keys(data, (*_LISTED, *_OTHER), where, variable)
+    reading = Read("tensorflow", where, partial)
     low = low_format(format or "fp16", "format")
     if format is None:
-        found.notes.append(
+        reading.notes.append(
             "the variables do not say the format: taken as fp16, as of the graph rewrite on a GPU"
         )
     level = str(data.get(f"{PREFIX}LEVEL", "")).upper()
     if level == "UNSAFE_FORCE_ALL":
-        return found.plan(default=low)
+        return reading.plan(default=low)
     if level:
-        found.left_out.append(
+        reading.left_out.append(
             f"LEVEL={level}: empties TensorFlow's own lists, which are not part of this plan"
         )
-    found.left_out += [
+    reading.left_out += [
         f"{key.removeprefix(PREFIX)}: no list" for key in _OTHER[1:] if key in data
     ]
     adds: list[Entry] = []
     removes: list[Entry] = []
     for key, value in data.items():
-        if key in _OTHER:
-            continue
-        name, _, edit = key.removeprefix(PREFIX).rpartition("_")
-        name = _OLD.get(name, name)
-        for text in filter(None, (part.strip() for part in str(value).split(","))):
-            if "|" in text:
-                raise PlanError(
-                    "TensorFlow splits a list at commas alone",
-                    got=repr(text),
-                    do="write commas",
-                    where=", ".join(part for part in (where, place(key), key) if part),
-                )
-            operator = Name.at(text, getattr(key, "line", 0))
-            asked = low if LISTS[name] == "low" else LISTS[name]
-            (adds if edit == "ADD" else removes).append(
-                Entry(operator, asked, f"{name}_{edit}")
-            )
+        if key not in _OTHER:
+            edits = adds if key.endswith("_ADD") else removes
+            edits += _entries(key, value, low, where)
     _check(adds, removes, where)
-    added = {entry.name for entry in adds}
     # on no list TensorFlow leaves an operator as it is, in fp32
-    edits = [
-        *adds,
-        *(e._replace(format="fp32") for e in removes if e.name not in added),
-    ]
-    found.notes.append(
+    added_names = {entry.name for entry in adds}
+    off = [e._replace(format="fp32") for e in removes if e.name not in added_names]
+    reading.notes.append(
         "operators on no list here follow torch's own lists, not TensorFlow's"
     )
-    return found.plan(found.rules(edits, "tensorflow"), autocast=low)
+    return reading.plan(reading.rules([*adds, *off], "tensorflow"), autocast=low)
+
+
+def _entries(key: str, value: Any, low: str, where: str) -> Iterator[Entry]:
+    """The operators of one variable."""
+    name, _, edit = key.removeprefix(PREFIX).rpartition("_")
+    name = _OLD.get(name, name)
+    asked = low if LISTS[name] == "low" else LISTS[name]
+    for part in str(value).split(","):
+        text = part.strip()
+        if "|" in text:
+            raise PlanError(
+                "TensorFlow splits a list at commas alone",
+                got=repr(text),
+                do="write commas",
+                where=", ".join(part for part in (where, place(key), key) if part),
+            )
+        if text:
+            operator = Name.at(text, getattr(key, "line", 0))
+            yield Entry(operator, asked, f"{name}_{edit}")
 
 
 def write(plan: Plan) -> Written:
     """The variables, one a line. An operator added to one list is taken off the others: TensorFlow allows no two."""
     operators = Operators.of(plan)
-    mode = (
-        "auto_mixed_precision"
-        if plan.autocast != "bf16"
-        else "auto_mixed_precision_onednn_bfloat16"
-    )
+    mode = "auto_mixed_precision"
+    if plan.autocast == "bf16":
+        mode = "auto_mixed_precision_onednn_bfloat16"
     use = f"set -a; . FILE; set +a, then tf.config.optimizer.set_experimental_options({{'{mode}': True}})"
     out = Written("", use, operators.left_out)
+    if operators.rest == "fp16" and not operators.formats:
+        out.text = f"{PREFIX}LEVEL=UNSAFE_FORCE_ALL\n"
+        return out
     if operators.rest:
-        if operators.rest == "fp16" and not operators.formats:
-            out.text = f"{PREFIX}LEVEL=UNSAFE_FORCE_ALL\n"
-        else:
-            out.left_out.append(
-                f"all others → {operators.rest}: the variables edit lists (a plan with autocast)"
-            )
+        out.left_out.append(
+            f"all others → {operators.rest}: the variables edit lists (a plan with autocast)"
+        )
         return out
     lists: dict[str, list[str]] = {}
-    for name, asked, _ in operators.to(
-        "tensorflow", (plan.autocast, "fp32", FOLLOW), out.notes
-    ):
-        to = {"fp32": "DENYLIST", FOLLOW: "INFERLIST"}.get(asked, "ALLOWLIST")
-        lists.setdefault(f"{to}_ADD", []).append(name)
+    formats = (plan.autocast, "fp32", FOLLOW)
+    for name, asked, _ in operators.to("tensorflow", formats, out.notes):
+        target = {"fp32": "DENYLIST", FOLLOW: "INFERLIST"}.get(asked, "ALLOWLIST")
+        lists.setdefault(f"{target}_ADD", []).append(name)
         for other in LISTS:
-            if other != to:
+            if other != target:
                 lists.setdefault(f"{other}_REMOVE", []).append(name)
-    order = [f"{name}_{edit}" for name in LISTS for edit in ("ADD", "REMOVE")]
-    out.text = "".join(
-        f"{PREFIX}{key}={','.join(lists[key])}\n" for key in order if key in lists
-    )
+    edits = itertools.product(LISTS, ("ADD", "REMOVE"))
+    order = [key for key in map("_".join, edits) if key in lists]
+    out.text = "".join(f"{PREFIX}{key}={','.join(lists[key])}\n" for key in order)
     return out
 
 
 def _check(adds: list[Entry], removes: list[Entry], where: str) -> None:
-    """Added to and removed from one list: TensorFlow removes last, so the addition is lost."""
-    for add in adds:
-        for remove in removes:
-            if (
-                add.name == remove.name
-                and add.listed.partition("_")[0] == remove.listed.partition("_")[0]
-            ):
-                raise PlanError(
-                    f"{add.name} is added to a list and removed from it",
-                    where=where,
-                    got=" and ".join(
-                        ", ".join(p for p in (e.listed, place(e.name)) if p)
-                        for e in (add, remove)
-                    ),
-                    do="TensorFlow removes last: leave the one out that is not meant",
-                )
+    """Raise ``PlanError`` for what is added to and removed from one list.
+
+    TensorFlow removes last, so the addition is lost.
+    """
+    for add, remove in itertools.product(adds, removes):
+        same_list = _list_of(add) == _list_of(remove)
+        if add.name == remove.name and same_list:
+            raise PlanError(
+                f"{add.name} is added to a list and removed from it",
+                where=where,
+                got=f"{_list_and_line(add)} and {_list_and_line(remove)}",
+                do="TensorFlow removes last: leave the one out that is not meant",
+            )
+
+
+def _list_of(entry: Entry) -> str:
+    return entry.listed.partition("_")[0]
+
+
+def _list_and_line(entry: Entry) -> str:
+    return ", ".join(part for part in (entry.listed, place(entry.name)) if part)

@@ -31,6 +31,8 @@ FORMATS = {
     "MXFP8E4M3": "mxfp8_e4m3",
     "MXFP8E5M2": "mxfp8_e5m2",
 }
+_HIGH = ("bf16", "fp16", "fp32")
+_SECTION = ("enabled", "layers", "transformer_engine")
 _LAYERS = (
     "layer_name_regex_pattern",
     "layer_types",
@@ -56,10 +58,10 @@ _FEATURES = {name.lower(): name for name in (*_DISABLE, *_FAKE, *_OTHER)}
 
 
 def recognise(data: Any) -> bool:
-    """Whether these are sections of such a file."""
-    return isinstance(data, Mapping) and any(
-        isinstance(v, Mapping) and "layers" in v for v in data.values()
-    )
+    """Return True if these are sections of such a file."""
+    if not isinstance(data, Mapping):
+        return False
+    return any(isinstance(v, Mapping) and "layers" in v for v in data.values())
 
 
 def read(
@@ -75,7 +77,7 @@ def read(
 
     ``model`` is the module, or its layers' names, in which the file's expressions are searched.
     """
-    found = Read("transformer_engine", where, partial)
+    reading = Read("transformer_engine", where, partial)
     high = low_format(format or "bf16", "format")
     if model is None:
         raise PlanError(
@@ -88,50 +90,53 @@ def read(
     owner: dict[str, str] = {}
     for section, settings in data.items():
         at = f"{where}, {section}"
-        if (
-            not isinstance(settings, Mapping)
-            or "enabled" not in settings
-            or "layers" not in settings
-        ):
-            raise PlanError(
-                "not a section",
-                where=at,
-                expected="enabled, layers and features",
-                got=repr(settings)[:60],
-            )
+        _check_section(settings, at)
         if not settings["enabled"]:
-            found.notes.append(f"{section}: not enabled")
+            reading.notes.append(f"{section}: not enabled")
             continue
         matched = _matched(settings["layers"], layers, at)
-        for layer in matched:
-            if layer in owner:
-                raise PlanError(
-                    f"the layer {layer} is in two sections",
-                    where=where,
-                    got=f"{owner[layer]} and {section}",
-                    do="a layer belongs to one: narrow one of the expressions",
-                )
-            owner[layer] = section
-        rest = {
-            k: v
-            for k, v in settings.items()
-            if k not in ("enabled", "layers", "transformer_engine")
-        }
-        found.left_out += [
+        _own(matched, section, owner, where)
+        reading.left_out += [
             f"{section}, {name}: outside the transformer_engine namespace"
-            for name in rest
+            for name in settings
+            if name not in _SECTION
         ]
-        asked = _asked(
-            settings.get("transformer_engine") or {}, high, section, found, at
-        )
+        features = settings.get("transformer_engine") or {}
+        asked = _asked(features, high, section, reading, at)
         if asked:
             sites = tuple(f"{glob.escape(layer)}/*" for layer in matched)
             rules.append(Rule(asked, sites))
-            found.origin |= dict.fromkeys(sites, section)
-    found.notes.append(
+            reading.origin |= dict.fromkeys(sites, section)
+    reading.notes.append(
         f"the recipe is in the program: all other linear layers are taken as {RECIPE}"
     )
-    return found.plan((*rules, Rule(RECIPE, ("op:linear",))), autocast=high)
+    return reading.plan((*rules, Rule(RECIPE, ("op:linear",))), autocast=high)
+
+
+def _check_section(settings: Any, where: str) -> None:
+    is_section = isinstance(settings, Mapping)
+    if not is_section or "enabled" not in settings or "layers" not in settings:
+        raise PlanError(
+            "not a section",
+            where=where,
+            expected="enabled, layers and features",
+            got=repr(settings)[:60],
+        )
+
+
+def _own(
+    layers: Iterable[str], section: str, owner: dict[str, str], where: str
+) -> None:
+    """Enter a section as the owner of its layers; raise ``PlanError`` for a second owner."""
+    for layer in layers:
+        if layer in owner:
+            raise PlanError(
+                f"the layer {layer} is in two sections",
+                where=where,
+                got=f"{owner[layer]} and {section}",
+                do="a layer belongs to one: narrow one of the expressions",
+            )
+        owner[layer] = section
 
 
 def write(plan: Plan) -> Written:
@@ -140,8 +145,7 @@ def write(plan: Plan) -> Written:
         "",
         f"nvdlfw_inspect.api.initialize(config_file=FILE); the recipe ({RECIPE}) is set in the program",
     )
-    groups: dict[str, list[str]] = {}
-    seen: set[str] = set()
+    layers: dict[str, str] = {}
     for number, pattern, name in patterns(plan):
         if (pattern, name) == ("op:linear", RECIPE):
             continue
@@ -150,41 +154,48 @@ def write(plan: Plan) -> Written:
             out.left_out.append(
                 f"rule {number}, {pattern} → {name}: not a module (path/*, path.*)"
             )
-        elif name not in ("bf16", "fp16", "fp32", *FORMATS.values()):
+        elif name not in (*_HIGH, *FORMATS.values()):
             out.left_out.append(
                 f"rule {number}, {pattern} → {name}: no such format there"
             )
-        elif layer not in seen:  # the first rule decides
-            seen.add(layer)
-            groups.setdefault(name, []).append(layer)
-    high = {name for name in groups if name in ("bf16", "fp16", "fp32")}
-    wrong = sorted(high - {plan.autocast or "bf16"})
-    out.notes += [
-        f"{name}: disabled layers run in the format of the program ({plan.autocast or 'bf16'})"
-        for name in wrong
-    ]
-    lines = []
-    for name, found in groups.items():
-        lines += [
-            f"{name}_layers:",
-            "  enabled: True",
-            "  layers:",
-            f"    layer_name_regex_pattern: {json.dumps('^(' + '|'.join(found) + ')$')}",
-            "  transformer_engine:",
-        ]
-        if name in high:
-            lines += ["    DisableFP8Layer:", "      enabled: True"]
         else:
-            quant = next(k for k, v in FORMATS.items() if v == name)
-            lines += [
-                "    FakeQuant:",
-                "      enabled: True",
-                f"      quant_format: {quant}",
-                "      gemms: [fprop]",
-                "      tensors: [activation, weight]",
-            ]
-    out.text = "\n".join(lines) + "\n" if lines else "{}\n"
+            layers.setdefault(layer, name)  # the first rule decides
+    groups: dict[str, list[str]] = {}
+    for layer, name in layers.items():
+        groups.setdefault(name, []).append(layer)
+    program = plan.autocast or "bf16"
+    out.notes += [
+        f"{name}: disabled layers run in the format of the program ({program})"
+        for name in sorted(groups)
+        if name in _HIGH and name != program
+    ]
+    sections = [_section(name, names) for name, names in groups.items()]
+    out.text = "".join(sections) or "{}\n"
     return out
+
+
+def _section(form: str, layers: list[str]) -> str:
+    """The YAML of the layers that run in one format."""
+    expression = json.dumps(f"^({'|'.join(layers)})$")
+    lines = [
+        f"{form}_layers:",
+        "  enabled: True",
+        "  layers:",
+        f"    layer_name_regex_pattern: {expression}",
+        "  transformer_engine:",
+    ]
+    if form in _HIGH:
+        lines += ["    DisableFP8Layer:", "      enabled: True"]
+    else:
+        quant_format = next(key for key, name in FORMATS.items() if name == form)
+        lines += [
+            "    FakeQuant:",
+            "      enabled: True",
+            f"      quant_format: {quant_format}",
+            "      gemms: [fprop]",
+            "      tensors: [activation, weight]",
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _layers(model: nn.Module | Iterable[str]) -> list[str]:
@@ -207,14 +218,27 @@ def _matched(spec: Any, layers: Sequence[str], where: str) -> list[str]:
             got=repr(spec)[:60],
         )
     check_keys(spec, _LAYERS, f"{where}, layers")
-    test: Callable[[str], bool]
     shown = str(next(iter(spec.values())))
-    if "exact_layer_names" in spec:
-        exact = names_of(
-            spec["exact_layer_names"], f"{where}, layers, exact_layer_names"
+    test = _layer_test(spec, shown, where)
+    matched = [name for name in layers if test(name)]
+    if not matched:
+        raise PlanError(
+            f"no layer of the model matches {shown}",
+            where=f"{where}, layers",
+            expected=f"the name of one of {len(layers)} layers, such as {examples(shown, layers)}",
         )
-        test = lambda name: name in exact  # noqa: E731
-    elif "layer_name_regex_pattern" in spec:
+    return matched
+
+
+def _layer_test(
+    spec: Mapping[str, Any], shown: str, where: str
+) -> Callable[[str], bool]:
+    """What says of a layer's name that the section means it."""
+    if "exact_layer_names" in spec:
+        place = f"{where}, layers, exact_layer_names"
+        exact = frozenset(names_of(spec["exact_layer_names"], place))
+        return exact.__contains__
+    if "layer_name_regex_pattern" in spec:
         try:
             expression = re.compile(str(spec["layer_name_regex_pattern"]))
         except re.error as error:
@@ -223,25 +247,16 @@ def _matched(spec: Any, layers: Sequence[str], where: str) -> list[str]:
                 where=f"{where}, layers",
                 got=repr(shown),
             ) from error
-        test = lambda name: expression.search(name) is not None  # noqa: E731
-    else:
-        types = names_of(
-            spec.get("layer_types", ["all"]), f"{where}, layers, layer_types"
-        )
-        numbers = _numbers(spec.get("layer_numbers", "all"), where)
+        return lambda name: expression.search(name) is not None
+    place = f"{where}, layers, layer_types"
+    types = names_of(spec.get("layer_types", ["all"]), place)
+    numbers = _numbers(spec.get("layer_numbers", "all"), where)
 
-        def test(name: str) -> bool:
-            chosen = "all" in types or any(t in name for t in types)
-            return chosen and _numbered(name, numbers)
+    def by_type_and_number(name: str) -> bool:
+        chosen = "all" in types or any(t in name for t in types)
+        return chosen and _numbered(name, numbers)
 
-    found = [name for name in layers if test(name)]
-    if not found:
-        raise PlanError(
-            f"no layer of the model matches {shown}",
-            where=f"{where}, layers",
-            expected=f"the name of one of {len(layers)} layers, such as {examples(shown, layers)}",
-        )
-    return found
+    return by_type_and_number
 
 
 def _numbers(value: Any, where: str) -> set[int] | None:
@@ -262,12 +277,12 @@ def _numbers(value: Any, where: str) -> set[int] | None:
 
 
 def _numbered(name: str, numbers: set[int] | None) -> bool:
-    return numbers is None or any(
-        int(n) in numbers for n in re.findall(r"(?<!fc)\d+", name)
-    )
+    if numbers is None:
+        return True
+    return any(int(n) in numbers for n in re.findall(r"(?<!fc)\d+", name))
 
 
-def _asked(features: Any, high: str, section: str, found: Read, where: str) -> str:
+def _asked(features: Any, high: str, section: str, reading: Read, where: str) -> str:
     """The format that a section's features ask for; empty if none does."""
     if not isinstance(features, Mapping):
         raise PlanError(
@@ -275,36 +290,41 @@ def _asked(features: Any, high: str, section: str, found: Read, where: str) -> s
         )
     asked = ""
     for written, settings in features.items():
-        name = _FEATURES.get(str(written).lower())
-        if name is None:
+        name = _FEATURES.get(str(written).lower(), "")
+        if not name:
             check_keys({written: 0}, tuple(_FEATURES.values()), where, "feature")
         settings = settings if isinstance(settings, Mapping) else {}
+        place = f"{section}, {written}"
         if not settings.get("enabled"):
-            found.notes.append(f"{section}, {written}: not enabled")
+            reading.notes.append(f"{place}: not enabled")
         elif name in _OTHER:
-            found.left_out.append(f"{section}, {written}: {_OTHER[name]}")
-        elif not name.endswith("Layer") and "fprop" not in (  # type: ignore[union-attr]
-            gemms := _gemms(settings, f"{where}, {written}")
-        ):
-            found.left_out.append(
-                f"{section}, {written}: {', '.join(gemms) or 'no'} gemms only; a plan is about forward"
-            )
-        else:
-            asked = asked or (_quant_format(settings, where) if name in _FAKE else high)
-            if not str(name).endswith("Layer") and (
-                missing := {"dgrad", "wgrad"} - set(_gemms(settings, where))
-            ):
-                found.left_out.append(
-                    f"{section}, {written}: {', '.join(sorted(missing))} stay in fp8 there, not here"
-                )
+            reading.left_out.append(f"{place}: {_OTHER[name]}")
+        elif name.endswith("Layer") or _forward(settings, place, where, reading):
+            disables = name not in _FAKE
+            asked = asked or (high if disables else _quant_format(settings, where))
     return asked
+
+
+def _forward(
+    settings: Mapping[str, Any], place: str, where: str, reading: Read
+) -> bool:
+    """Return True if a feature covers the forward product; what else it does is left out."""
+    gemms = _gemms(settings, f"{where}, {place.rpartition(', ')[2]}")
+    if "fprop" not in gemms:
+        named = ", ".join(gemms) or "no"
+        reading.left_out.append(f"{place}: {named} gemms only; a plan is about forward")
+        return False
+    missing = {"dgrad", "wgrad"} - set(gemms)
+    if missing:
+        backward = ", ".join(sorted(missing))
+        reading.left_out.append(f"{place}: {backward} stay in fp8 there, not here")
+    return True
 
 
 def _gemms(settings: Mapping[str, Any], where: str) -> list[str]:
     structs = settings.get("gemms_struct") or []
-    if not isinstance(structs, list) or not all(
-        isinstance(s, Mapping) and "gemm" in s for s in structs
-    ):
+    is_list = isinstance(structs, list)
+    if not is_list or not all(isinstance(s, Mapping) and "gemm" in s for s in structs):
         raise PlanError(
             "no gemms_struct",
             where=where,
@@ -318,12 +338,13 @@ def _gemms(settings: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _quant_format(settings: Mapping[str, Any], where: str) -> str:
-    nested = [
-        s for key in ("gemms_struct", "tensors_struct") for s in settings.get(key) or []
-    ]
-    nested += [t for s in nested for t in s.get("tensors_struct") or []]
-    written = settings.get("quant_format") or next(
-        (s["quant_format"] for s in nested if s.get("quant_format")), None
+    nested = [*(settings.get("gemms_struct") or [])]
+    nested += settings.get("tensors_struct") or []
+    for struct in tuple(nested):
+        nested += struct.get("tensors_struct") or []
+    candidates = [settings, *nested]
+    written = next(
+        (c["quant_format"] for c in candidates if c.get("quant_format")), None
     )
     if str(written) not in FORMATS:
         raise PlanError(
@@ -337,20 +358,16 @@ def _quant_format(settings: Mapping[str, Any], where: str) -> str:
 
 def _regex(pattern: str) -> str | None:
     """A pattern over all sites of a module, or of it and those below, as an expression over layer names."""
-    if (
-        pattern.startswith(("op:", "class:"))
-        or not pattern.endswith(("/*", ".*"))
-        or pattern in ("*", "/*")
-    ):
+    over_a_module = pattern.endswith(("/*", ".*")) and pattern != "/*"
+    if pattern.startswith(("op:", "class:")) or not over_a_module:
         return None
-    path = "".join(
-        part[1]
-        if part[0] == "["
-        else ".*"
-        if part == "*"
-        else "."
-        if part == "?"
-        else re.escape(part)
-        for part in re.findall(r"\[[*?[]\]|.", pattern[:-2])
-    )
+    parts = re.findall(r"\[[*?[]\]|.", pattern[:-2])
+    path = "".join(map(_regex_of_part, parts))
     return path if pattern.endswith("/*") else path + r"\..*"
+
+
+def _regex_of_part(part: str) -> str:
+    """A character of a glob, or an escaped one in brackets, as an expression."""
+    if part[0] == "[":
+        return part[1]
+    return {"*": ".*", "?": "."}.get(part, re.escape(part))

@@ -15,10 +15,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.ops import Call, watch
 from roundoff.preserve import preserve
-from roundoff.quantize.graph import Graph, Node
+from roundoff.quantize.calibration import Calibration
+from roundoff.quantize.graph import Node
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.weights.hessian import Hessian
-from roundoff.workload import Workload
 
 #: Bytes of second moments that are kept at a time; more weights than that take more passes
 #: over the data.
@@ -67,10 +67,7 @@ class InputStatistics:
 
 
 def input_statistics(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
-    batches: Sequence[Any],
+    calibration: Calibration,
     *,
     moments: bool = False,
     tokens: int = 0,
@@ -82,20 +79,20 @@ def input_statistics(
     hold. ``tokens``: so many rows of each value are kept, at most, evenly from all batches.
     """
     values: dict[tuple[str, int], InputStatistics] = {}
-    for node in graph.nodes.values():
-        reader = _reader(model, node)
+    for node in calibration.graph.nodes.values():
+        reader = _reader(calibration.model, node)
         if reader is None or (moments and node.kind == "conv"):
             continue
         use = next(u for u in node.uses if u.operand.leaf == reader.place)
         key = (use.value, use.shape[reader.axis])
         values.setdefault(key, InputStatistics(use.value, [])).readers.append(reader)
     every = list(values.values())
-    tokens_of_batch = -(-tokens // max(len(batches), 1))
+    tokens_of_batch = -(-tokens // max(len(calibration.batches), 1))
     portions: Iterator[list[InputStatistics]] = iter([every])
     if moments:
         portions = _portions(every, [size for _, size in values])
     for portion in portions:
-        _observe(model, workload, batches, portion, moments, tokens_of_batch)
+        _observe(calibration, portion, moments, tokens_of_batch)
     return every
 
 
@@ -194,25 +191,19 @@ class _Observing:
 
 
 def _observe(
-    model: QuantizedModel,
-    workload: Workload,
-    batches: Sequence[Any],
+    calibration: Calibration,
     portion: Sequence[InputStatistics],
     moments: bool,
     tokens: int,
 ) -> None:
     """Fill in the statistics by one pass over the batches in full precision."""
-    handler = _Observing(model, portion, moments, tokens)
-    float_workload = workload.with_model(model.model)
-    with (
-        preserve(model.model),
-        torch.no_grad(),
-        watch(model.model.eval(), handler) as mode,
-    ):
-        for batch in batches:
+    handler = _Observing(calibration.model, portion, moments, tokens)
+    network = calibration.workload.model
+    with preserve(network), torch.no_grad(), watch(network.eval(), handler) as mode:
+        for batch in calibration.batches:
             mode.begin()
             with mode:
-                float_workload.run(batch)
+                calibration.workload.run(batch)
     for inputs in portion:
         key = id(inputs)
         inputs.mean = handler.total[key] / handler.rows[key]

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from roundoff.errors import QuantizationError
+from roundoff.quantize.calibration import MEASURED_BATCHES, Calibration
 from roundoff.quantize.channels.input_statistics import (
     InputStatistics,
     Reader,
@@ -50,7 +51,7 @@ def split_outliers_(
     threshold: float = 6.0,
     share: float = 0.05,
     batches: Iterable[Any] | None = None,
-    measured: int = 2,
+    measured: int = MEASURED_BATCHES,
 ) -> tuple[list[OutlierColumns], Gain]:
     """Keep outlier channels of values, and the columns of weights that read them, exact, in place.
 
@@ -76,10 +77,10 @@ def split_outliers_(
             got=f"{threshold}, {share}",
             expected="threshold > 0 and share in [0, 1]",
         )
-    data = workload.batches if batches is None else list(batches)
-    before = simulated_db(model, workload, data[:measured])
+    calibration = Calibration.of(model, workload, batches, graph)
+    before = simulated_db(calibration, measured)
     rows = []
-    for inputs in input_statistics(model, graph, workload, data):
+    for inputs in input_statistics(calibration):
         readers = [reader for reader in inputs.readers if reader.groups == 1]
         columns = _outliers(inputs, threshold, share)
         if not len(columns) or not readers:
@@ -91,7 +92,7 @@ def split_outliers_(
         rows.append(
             OutlierColumns(inputs.value, sites, tuple(columns.tolist()), channels)
         )
-    after = simulated_db(model, workload, data[:measured]) if rows else before
+    after = simulated_db(calibration, measured) if rows else before
     count = sum(len(row.columns) for row in rows)
     note = f"{count} channels of {len(rows)} values"
     return rows, Gain("outliers", before, after, note)

@@ -24,27 +24,22 @@ they reach it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundoff.formats import PerTensor
-from roundoff.quantize.channels.groups import (
-    Binding,
-    ChannelGroup,
-    followed,
-    groups_of,
-)
+from roundoff.quantize.calibration import Calibration
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import Binding, ChannelGroup, groups_of
 from roundoff.quantize.channels.rescale import rescale_, why_not_rescalable
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
-from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.model import QuantizedModel, Rescaling
 from roundoff.quantize.weights.matrix import matrix_view
 from roundoff.quantize.weights.output_error import Gain
-from roundoff.workload import Workload
 
 #: Share of a weight's noise that GPTQ leaves, for the balance with the values' noise
 #: (measured: 0.1 to 0.4).
@@ -112,12 +107,9 @@ def descend(
 
 
 def spread_(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
+    calibration: Calibration,
     weights: Importance,
     *,
-    batches: Iterable[Any] | None = None,
     gamma: float = GAMMA,
     steps: int = 100,
 ) -> Gain:
@@ -130,25 +122,25 @@ def spread_(
         The SQNR of the output in dB that the sums above predict, before and after; NaN with
         a reason where nothing is to be rescaled.
     """
-    batches = workload.batches[:1] if batches is None else list(batches)
-    labels = followed(model.model, batches, workload.forward).labels
+    model = calibration.model
+    labels = follow_channels(calibration.workload, calibration.batches[:1])
     every = groups_of(labels, "rescale")
     groups = [group for group in every if _spreadable(group)]
     if not groups:
         return _no_gain("no group of channels can be rescaled")
-    noise = OutputNoise(model, graph, weights, groups, gamma)
+    noise = OutputNoise(model, calibration.graph, weights, groups, gamma)
     logs, before, after = descend(
         noise,
         [group.size for group in groups],
         steps=steps,
         rate=0.06,
-        bounds=_bounds(graph, weights, groups),
+        bounds=_bounds(calibration.graph, weights, groups),
     )
     if math.isnan(before):
         return _no_gain("no channel that can be rescaled costs the output anything")
     for group, log in zip(groups, logs, strict=True):
         rescale_(model.model, group, log.double().exp(), clips=True)
-        model.moves.append((group, log.double().exp(), True))
+        model.rescalings.append(Rescaling(group, log.double().exp(), clips=True))
     note = f"predicted, {len(groups)} of {len(every)} groups of channels"
     return Gain("spread", _db(weights, before), _db(weights, after), note)
 

@@ -92,7 +92,7 @@ def prepare_qat(
             got="; ".join(sorted(set(kept.values()))) or "a model without quantizers",
         )
     for name, learner in made.items():
-        model.replace_(name, learner)
+        model.put_(name, learner)
     model.train()
     return kept
 
@@ -201,7 +201,7 @@ def convert(model: QuantizedModel) -> QuantizedModel:
         quantizer.set_(qparams, learner.kind)
         found.append((name, quantizer, parameter, weight))
     for name, quantizer, parameter, weight in found:
-        model.replace_(name, quantizer.eval())
+        model.put_(name, quantizer.eval())
         if parameter is not None and weight is not None:
             with torch.no_grad():
                 parameter.copy_(weight)

@@ -160,10 +160,6 @@ class BenchSummary:
         """True if every configuration ran, and none ended worse than the first."""
         return not any(row.failed or row.worse for row in self.rows)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, ready for JSON."""
-        return asdict(self)
-
 
 def summarize(
     workload: Workload,

@@ -7,13 +7,12 @@ noise = sum |dG|^2 / sum |G|^2 + sum dL^2 / sum L^2 over the batches, so the SQN
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 from torch import Tensor
 from torch.autograd.graph import allow_mutation_on_saved_tensors
@@ -21,18 +20,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 from roundoff.budget import (
-    TERM_SCHEMA,
     Budget,
     Edges,
+    ExcludedCalls,
     Kinks,
+    MeasuredTarget,
+    Measurement,
     Progress,
     SiteInfo,
     Term,
     TermKey,
+    TermRow,
     Terms,
+    excluded_calls,
     measure_gradients,
     parse_formats,
-    power,
+    term_frame,
 )
 from roundoff.errors import GradientPathError, NonFiniteError, WorkloadError
 from roundoff.formats import Format, parse_format
@@ -41,7 +44,7 @@ from roundoff.packages import installed_version
 from roundoff.plan import Plain
 from roundoff.preserve import preserve
 from roundoff.record import environment
-from roundoff.train.tune.rounded_step import Straight, loss_of, trainable
+from roundoff.train.tune.simulated_step import SimulatedFormats, loss_of, trainable
 from roundoff.workload import Workload
 
 #: Probes times batches asked for when ``probes`` is not given. One batch has one target, so a power is estimated from
@@ -49,6 +52,8 @@ from roundoff.workload import Workload
 PROJECTIONS = 48
 #: Sign vectors of gradients are long: more batches than this are not needed to know a power.
 BATCHES = 4
+#: What the errors of autograd for a missing second derivative have in their text.
+NO_DERIVATIVE = ("not implemented", "once_differentiable", "twice", "Double backwards")
 
 
 def gradient_budget(
@@ -65,155 +70,180 @@ def gradient_budget(
 ) -> Budget:
     """Measure what rounding each site to each format, forward and backward, costs the gradients (and the ``loss``).
 
-    The model runs in training mode, on the first ``batches`` batches, with attention computed by its plain formula (fused
-    kernels have no second derivative). Each of the ``probes`` (K, by default 8 to 48 so that K times the number of
-    batches reaches 48) takes one backward pass through the backward pass. The returned budget has a part more than that
-    of ``roundoff.budget``: ``gradient``. Its plans are for ``roundoff.autocast``.
+    The model runs in training mode, on the first ``batches`` batches, with attention
+    computed by its plain formula (fused kernels have no second derivative). Each of the
+    ``probes`` (K, by default 8 to 48 so that K times the number of batches reaches 48)
+    takes one backward pass through the backward pass. The returned budget has one part
+    more than that of ``roundoff.budget``: ``gradient``. Its plans are for
+    ``roundoff.autocast``.
 
-    Derivatives that jump (ReLU) are smeared over the errors that ``around`` makes (site to format; by default every site
-    in the first of ``formats``), see ``attribute/kinks.py``.
+    Derivatives that jump (ReLU) are smeared over the errors that ``around`` makes (site to
+    format; by default every site in the first of ``formats``), see ``budget/kinks.py``.
 
-    ``scale`` multiplies the loss in the backward pass, as loss scaling does for fp16: the noise is that of the gradients
-    divided by it.
+    ``scale`` multiplies the loss in the backward pass, as loss scaling does for fp16: the
+    noise is that of the gradients divided by it.
 
-    Where an operator's backward has no derivative, vendor kernels are switched off; what still has none passes its
-    gradient on as a constant, and is listed in ``about["excluded"]`` with the reason.
+    Where an operator's backward has no derivative, vendor kernels are switched off; what
+    still has none passes its gradient on as a constant, and is listed in
+    ``about["excluded"]`` with the reason.
 
-    The model is left exactly as it was. Raises ``WorkloadError`` without a loss or trainable parameters,
-    ``NonFiniteError`` when loss or gradients are not finite, ``GradientPathError`` when nothing can be followed.
+    The model is left exactly as it was. Raises ``WorkloadError`` without a loss or
+    trainable parameters, ``NonFiniteError`` when loss or gradients are not finite,
+    ``GradientPathError`` when nothing can be followed.
     """
-    run = _Run(
-        workload,
-        parse_formats(formats),
-        loss,
-        workload.batches[: max(1, batches)],
-        probes,
-        seed,
-        around,
-        scale,
+    chosen = workload.batches[: max(1, batches)]
+    measurement = _Measurement(
+        workload=workload,
+        formats=parse_formats(formats),
+        with_loss=loss,
+        batches=chosen,
+        probes=_probes(probes, len(chosen)),
+        seed=seed,
+        around=around,
+        scale=scale,
     )
     trainable(workload)
     with preserve(workload.model):
         workload.model.train()
         with watch(workload.model, Plain()) as mode:
-            for index in range(len(run.batches)):
+            for index in range(len(chosen)):
                 if progress is not None:
-                    progress("budget", index, len(run.batches))
-                run.batch(mode, index)
+                    progress("budget", index, len(chosen))
+                measurement.measure_batch(mode, index)
         if progress is not None:
-            progress("budget", len(run.batches), len(run.batches))
-        return run.budget(mode)
+            progress("budget", len(chosen), len(chosen))
+        return measurement.budget(mode)
 
 
-class _Run:
-    """What one measurement accumulates over the batches."""
-
-    def __init__(
-        self,
-        workload: Workload,
-        formats: list[Format],
-        loss: bool,
-        batches: list[Any],
-        probes: int | None,
-        seed: int,
-        around: Mapping[str, str] | None,
-        scale: float,
-    ) -> None:
-        self.workload, self.formats, self.with_loss, self.batches, self.seed = (
-            workload,
-            formats,
-            loss,
-            batches,
-            seed,
+def _probes(asked: int | None, batches: int) -> int:
+    if asked is None:
+        return min(PROJECTIONS, max(8, math.ceil(PROJECTIONS / batches)))
+    if asked < 1:
+        raise WorkloadError(
+            "no probes to draw",
+            where="probes",
+            expected="a whole number above 0",
+            got=str(asked),
         )
-        self.probes = (
-            probes
-            if probes is not None
-            else min(PROJECTIONS, max(8, math.ceil(PROJECTIONS / len(batches))))
-        )
-        if self.probes < 1:
-            raise WorkloadError(
-                "no probes to draw",
-                where="probes",
-                expected="a whole number above 0",
-                got=str(probes),
-            )
-        self.generator = torch.Generator().manual_seed(seed)
-        self.around, self.scale = around, scale
-        self.sites: dict[str, SiteInfo] = {}
-        self.cut: dict[str, str] = {}
-        self.vendor, self.mutation = True, False
-        self.found: list[
-            tuple[dict[TermKey, np.ndarray], dict[TermKey, np.ndarray]]
-        ] = []
-        self.overflow: list[Terms] = []
-        self.signal: list[tuple[float, float]] = []
+    return asked
 
-    def batch(self, mode: CallMode, index: int) -> None:
+
+@dataclass(frozen=True)
+class _MeasuredBatch:
+    """The errors and the powers of one batch.
+
+    Attributes:
+        gradients: term -> its projections on the gradients, shape (probes, 1).
+        loss: term -> its error of the loss, shape (1, 1); empty without the loss.
+        terms: the terms, for their overflows.
+        gradient_power: sum of squares of all gradients.
+        loss_power: square of the loss, with its scale.
+    """
+
+    gradients: dict[TermKey, np.ndarray]
+    loss: dict[TermKey, np.ndarray]
+    terms: Terms
+    gradient_power: float
+    loss_power: float
+
+
+@dataclass(kw_only=True)
+class _Measurement:
+    """What the measurement of a budget accumulates over the batches.
+
+    Attributes:
+        workload, formats, with_loss, batches, probes, seed, around, scale: see
+            ``gradient_budget``.
+        generator: of the probes.
+        sites: site -> what the budget says of it.
+        constants: sites whose backward has no derivative -> the reason.
+        vendor: vendor kernels are on.
+        mutation: tensors kept for the backward pass may be written over.
+        measured: what each batch gave.
+    """
+
+    workload: Workload
+    formats: list[Format]
+    with_loss: bool
+    batches: Sequence[Any]
+    probes: int
+    seed: int
+    around: Mapping[str, str] | None
+    scale: float
+    generator: torch.Generator = field(init=False)
+    sites: dict[str, SiteInfo] = field(default_factory=dict)
+    constants: dict[str, str] = field(default_factory=dict)
+    vendor: bool = True
+    mutation: bool = False
+    measured: list[_MeasuredBatch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def measure_batch(self, mode: CallMode, index: int) -> None:
         """Measure one batch; where a second derivative is missing, without vendor kernels, then without that operator."""
         state = self.generator.get_state()
         while True:
             self.generator.set_state(state)
-            known = {
-                name: (info.batches, dict(info.sizes))
-                for name, info in self.sites.items()
-            }
-            counts = {key: row.count for key, row in mode.excluded.items()}
-            edges = Edges(
-                self.formats, self.sites, self._kinks(mode, index), frozenset(self.cut)
-            )
+            restore = self._counts(mode)
+            kinks = self._kinks(mode, index)
+            edges = Edges(self.formats, self.sites, kinks, frozenset(self.constants))
             try:
-                self._measure(mode, edges, index)
+                self.measured.append(self._measure(mode, edges, index))
                 return
             except RuntimeError as error:
-                if not self._relent(error, edges):
+                if not self._can_try_again(error, edges):
                     raise _failed(self.workload, index, error) from error
-                for (
-                    name,
-                    info,
-                ) in self.sites.items():  # what this attempt counted is counted again
-                    info.batches, info.sizes = known.get(name, (0, {}))
-                for key, row in mode.excluded.items():
-                    row.count = counts.get(key, 0)
+                restore()
 
-    def _relent(self, error: RuntimeError, edges: Edges) -> bool:
-        """Whether there is another way to try after this error."""
+    def _counts(self, mode: CallMode) -> Callable[[], None]:
+        """Keep the counts of sites and exclusions; the returned function restores them."""
+        sites = {
+            name: (info.batches, dict(info.sizes)) for name, info in self.sites.items()
+        }
+        excluded = _excluded_counts(mode)
+
+        def restore() -> None:
+            for name, info in self.sites.items():
+                info.batches, info.sizes = sites.get(name, (0, {}))
+            _restore_excluded(mode, excluded)
+
+        return restore
+
+    def _can_try_again(self, error: RuntimeError, edges: Edges) -> bool:
+        """Change how the next attempt runs; return False where no other way is left."""
         if isinstance(error, CheckpointError):
             return False
         if "inplace operation" in str(error) and not self.mutation:
-            self.mutation = (
-                True  # something that was kept for the backward pass was written over
-            )
-        elif not _underivable(error):
+            self.mutation = True  # a tensor kept for the backward pass was written over
+            return True
+        if not _has_no_derivative(error):
             return False
-        elif self.vendor:
+        if self.vendor:
             self.vendor = False
-        else:
-            closed = edges.closed_sites()
-            self.cut |= closed
-            return bool(closed)
-        return True
+            return True
+        closed = edges.closed_sites()
+        self.constants |= closed
+        return bool(closed)
 
     def _kinks(self, mode: CallMode, index: int) -> Kinks:
-        """What the formats of ``around`` make of the inputs of operators with kinks."""
+        """Run the formats of ``around`` and observe the inputs of operators with kinks."""
         kinks = Kinks(self.generator)
-        handler = _Shifted(self.around, self.formats, kinks)
-        counts = {key: row.count for key, row in mode.excluded.items()}
+        excluded = _excluded_counts(mode)
         torch.manual_seed(self.seed + index)
-        mode.handler = handler
+        mode.handler = _KinkObserver(self.around, self.formats, kinks)
         mode.begin()
         with torch.no_grad(), mode:
             loss_of(self.workload, self.batches[index])
-        for key, row in mode.excluded.items():  # the pass that measures counts them
-            row.count = counts.get(key, 0)
+        _restore_excluded(mode, excluded)  # the pass that measures counts them
         return kinks
 
-    def _measure(self, mode: CallMode, edges: Edges, index: int) -> None:
+    def _measure(self, mode: CallMode, edges: Edges, index: int) -> _MeasuredBatch:
         torch.manual_seed(self.seed + index)
         weights = trainable(self.workload)
-        kept = allow_mutation_on_saved_tensors() if self.mutation else nullcontext()
-        with sdpa_kernel(SDPBackend.MATH), vendor_kernels(self.vendor), kept:
-            loss, gradients = measure_gradients(
+        writable = allow_mutation_on_saved_tensors() if self.mutation else nullcontext()
+        with sdpa_kernel(SDPBackend.MATH), vendor_kernels(self.vendor), writable:
+            loss, values = measure_gradients(
                 mode,
                 edges,
                 lambda: loss_of(self.workload, self.batches[index]),
@@ -223,138 +253,140 @@ class _Run:
                 generator=self.generator,
                 scale=self.scale,
             )
-        bad = [
-            n
-            for n, g in zip(weights, gradients, strict=True)
-            if g is not None and not bool(g.isfinite().all())
-        ]
-        if bad:
-            raise NonFiniteError(
-                "a gradient before any rounding holds NaN or Inf",
-                where=f"{self.workload.name}, batch {index}",
-                expected="finite gradients in the reference",
-                got=f"{bad[0]} and {len(bad) - 1} more" if bad[1:] else bad[0],
-                do="roundoff capture the training script, then roundoff overflow, says where it is born",
-            )
-        square = sum(
-            float(g.double().square().sum()) for g in gradients if g is not None
-        )
-        if not edges.reached or square == 0:
-            raise GradientPathError(
-                "no gradient reaches the parameters, so no rounding error can be followed to it"
-                if not edges.reached
-                else "every gradient is zero, so no ratio to it exists",
-                where=f"{self.workload.name}, batch {index}",
-                expected="a loss that depends on the parameters",
-                do="remove detach, no_grad, item() and numpy from forward and loss",
-            )
+        gradients = {
+            name: gradient
+            for name, gradient in zip(weights, values, strict=True)
+            if gradient is not None
+        }
+        place = f"{self.workload.name}, batch {index}"
+        gradient_power = _gradient_power(gradients, edges, place)
         for name in edges.reached:
             self.sites[name].no_path = None
-        self.found.append(
-            (
-                edges.terms.projections(),
-                edges.loss.projections() if self.with_loss else {},
-            )
+        return _MeasuredBatch(
+            gradients=edges.terms.projections(),
+            loss=edges.loss.projections() if self.with_loss else {},
+            terms=edges.terms,
+            gradient_power=gradient_power,
+            loss_power=(self.scale * float(loss)) ** 2,
         )
-        self.overflow.append(edges.terms)
-        self.signal.append((square, (self.scale * float(loss)) ** 2))
 
     def budget(self, mode: CallMode) -> Budget:
-        """Everything measured: a column for the gradients of each batch, then one for the loss of each."""
-        gradient, loss = (sum(s[i] for s in self.signal) for i in (0, 1))
-        scales = (math.sqrt(gradient), math.sqrt(loss) if loss > 0 else 1.0)
-        signs = np.random.default_rng(self.seed).choice(
-            (-1.0, 1.0), (self.probes, len(self.found))
+        """Return the budget: a column for the gradients of each batch, then one for the loss of each."""
+        batches = len(self.measured)
+        sites = tuple(info.measured(batches) for info in self.sites.values())
+        return Budget(term_frame(self._rows()), sites, self._facts(mode))
+
+    def _facts(self, mode: CallMode) -> Measurement:
+        batches = len(self.measured)
+        signal = sum(batch.gradient_power for batch in self.measured)
+        shares = tuple(batch.gradient_power / signal for batch in self.measured)
+        target = "gradients and loss" if self.with_loss else "gradients"
+        excluded = mode.excluded.values()
+        return Measurement(
+            version=installed_version(),
+            workload=self.workload.name,
+            formats=tuple(f.name for f in self.formats),
+            probes=self.probes,
+            seed=self.seed,
+            samples=batches,
+            signal=signal,
+            forwards=max(1, mode.position.forwards),
+            batch_samples=(1,) * batches,
+            batch_signal=shares,
+            sample_signal=shares,
+            target=MeasuredTarget(target, {}),
+            around=dict(self.around or {}),
+            batched=False,
+            vendor_kernels=self.vendor,
+            calls=mode.calls + sum(row.count for row in excluded) // batches,
+            excluded=(*excluded_calls(excluded, batches), *self._closed_sites()),
+            environment=tuple(environment(self.workload.model)),
         )
-        keys = dict.fromkeys(
-            key for found in self.found for terms in found for key in terms
-        )
-        rows = [self._row(key, scales, signs) for key in keys]
-        batches = len(self.found)
-        sites = [
-            asdict(info)
-            | {
-                "sizes": {k: v / batches for k, v in info.sizes.items()},
-                "params": list(info.params),
-                "tied": list(info.tied),
-            }
-            for info in self.sites.values()
+
+    def _closed_sites(self) -> list[ExcludedCalls]:
+        """Return the sites whose backward has no derivative."""
+        end = "its backward has no derivative, so errors of gradients end here"
+        return [
+            ExcludedCalls(self.sites[site].operator, f"{end} ({why})", 1, (site,))
+            for site, why in self.constants.items()
         ]
-        shares = [s[0] / gradient for s in self.signal]
-        excluded = [
-            asdict(e) | {"count": math.ceil(e.count / batches)}
-            for e in mode.excluded.values()
-        ]
-        for site, why in self.cut.items():
-            reason = f"its backward has no derivative, so errors of gradients end here ({why})"
-            excluded.append(
-                {
-                    "operator": self.sites[site].operator,
-                    "reason": reason,
-                    "count": 1,
-                    "examples": [site],
-                }
-            )
-        about = {
-            "version": installed_version(),
-            "workload": self.workload.name,
-            "formats": [f.name for f in self.formats],
-            "probes": self.probes,
-            "seed": self.seed,
-            "samples": batches,
-            "signal": gradient,
-            "forwards": max(1, mode.forwards),
-            "batch_samples": [1] * batches,
-            "batch_signal": shares,
-            "sample_signal": shares,
-            "target": {
-                "name": "gradients and loss" if self.with_loss else "gradients",
-                "tensors": {},
-            },
-            "around": dict(self.around or {}),
-            "batched": False,
-            "vendor_kernels": self.vendor,
-            "calls": mode.calls
-            + sum(e.count for e in mode.excluded.values()) // batches,
-            "excluded": excluded,
-            "environment": environment(self.workload.model),
-        }
-        return Budget(
-            pl.DataFrame(rows, schema=TERM_SCHEMA, orient="row"), sites, about
-        )
+
+    def _rows(self) -> list[TermRow]:
+        gradient_power = sum(batch.gradient_power for batch in self.measured)
+        loss_power = sum(batch.loss_power for batch in self.measured)
+        gradient_norm = math.sqrt(gradient_power)
+        loss_norm = math.sqrt(loss_power) if loss_power > 0 else 1.0
+        shape = (self.probes, len(self.measured))
+        signs = np.random.default_rng(self.seed).choice((-1.0, 1.0), shape)
+        keys: dict[TermKey, None] = {}
+        for batch in self.measured:
+            keys |= dict.fromkeys(batch.gradients)
+            keys |= dict.fromkeys(batch.loss)
+        return [self._row(key, gradient_norm, loss_norm, signs) for key in keys]
 
     def _row(
-        self, key: TermKey, scales: tuple[float, float], signs: np.ndarray
-    ) -> tuple[Any, ...]:
-        nothing = np.zeros((self.probes, 1))
-        columns = [g.get(key, nothing) / scales[0] for g, _ in self.found]
-        if self.with_loss:  # one number, exact: a random sign keeps it apart from the probes of the gradients
-            for column, (_, found) in enumerate(self.found):
-                columns.append(
-                    found.get(key, nothing[:1])
-                    / scales[1]
-                    * signs[:, column : column + 1]
-                )
+        self,
+        key: TermKey,
+        gradient_norm: float,
+        loss_norm: float,
+        signs: np.ndarray,
+    ) -> TermRow:
+        """Return one row of the table.
+
+        The error of the loss is one exact number: a random sign for each probe keeps it
+        apart from the projections of the gradients.
+        """
+        zeros = np.zeros((self.probes, 1))
+        columns = [b.gradients.get(key, zeros) / gradient_norm for b in self.measured]
+        if self.with_loss:
+            for index, batch in enumerate(self.measured):
+                error = batch.loss.get(key, zeros[:1]) / loss_norm
+                columns.append(error * signs[:, index : index + 1])
         values = np.concatenate(columns, axis=1)
-        overflow = sum(terms.overflow(key) for terms in self.overflow)
-        noise, stderr = power(
-            [Term(key.part, key.operand, key.sources, True, overflow, values)]
-        )
-        return (
-            key.site,
-            key.format,
-            key.part,
-            key.operand,
-            list(key.sources),
-            True,
-            overflow,
-            noise,
-            stderr,
-            np.asarray(values, dtype=np.float32).ravel().tolist(),
-        )
+        overflow = sum(batch.terms.overflow(key) for batch in self.measured)
+        term = Term(key.part, key.operand, key.sources, True, overflow, values)
+        return TermRow.of(key.site, key.format, term)
 
 
-class _Shifted(Straight):
+def _gradient_power(gradients: Mapping[str, Tensor], edges: Edges, place: str) -> float:
+    """Sum the squares of all gradients.
+
+    Raises ``NonFiniteError`` where one is not finite, and ``GradientPathError`` where
+    there is no power or no way to it.
+    """
+    bad = [name for name, g in gradients.items() if not bool(g.isfinite().all())]
+    if bad:
+        raise NonFiniteError(
+            "a gradient before any rounding holds NaN or Inf",
+            where=place,
+            expected="finite gradients in the reference",
+            got=f"{bad[0]} and {len(bad) - 1} more" if bad[1:] else bad[0],
+            do="roundoff capture the training script, then roundoff overflow, says where it is born",
+        )
+    total = sum(float(g.double().square().sum()) for g in gradients.values())
+    if edges.reached and total:
+        return total
+    what = "every gradient is zero, so no ratio to it exists"
+    if not edges.reached:
+        what = "no gradient reaches the parameters, so no rounding error can be followed to it"
+    raise GradientPathError(
+        what,
+        where=place,
+        expected="a loss that depends on the parameters",
+        do="remove detach, no_grad, item() and numpy from forward and loss",
+    )
+
+
+def _excluded_counts(mode: CallMode) -> dict[Any, int]:
+    return {key: row.count for key, row in mode.excluded.items()}
+
+
+def _restore_excluded(mode: CallMode, counts: Mapping[Any, int]) -> None:
+    for key, row in mode.excluded.items():
+        row.count = counts.get(key, 0)
+
+
+class _KinkObserver(SimulatedFormats):
     """The handler that runs ``around`` (None: every site in the first format) and shows its inputs to ``kinks``."""
 
     def __init__(
@@ -365,45 +397,33 @@ class _Shifted(Straight):
         self.kinks = kinks
 
     def format_of(self, call: Call) -> Format | None:
-        """The format of this call; its input is shown on the way."""
-        self.kinks.seen(call)
+        """Return the format of this call; show its input to the kinks on the way."""
+        self.kinks.record(call)
         fmt = self.everywhere
-        return (
-            super().format_of(call)
-            if fmt is None
-            else fmt
-            if runs(call, fmt) is None
-            else None
-        )
+        if fmt is None:
+            return super().format_of(call)
+        return fmt if runs(call, fmt) is None else None
 
 
 @contextmanager
 def vendor_kernels(enabled: bool) -> Iterator[None]:
-    """With ``enabled`` False: without oneDNN and cuDNN, whose fused recurrent layers have no second derivative."""
+    """Switch oneDNN and cuDNN off inside, unless ``enabled``.
+
+    Their fused recurrent layers have no second derivative.
+    """
+    backends: Any = torch.backends
     with ExitStack() as stack:
-        if not enabled:
-            backends: Any = torch.backends
-            for backend in (
-                backends.mkldnn,
-                backends.cudnn,
-            ):  # their flags() would also set TF32
-                stack.callback(setattr, backend, "enabled", backend.enabled)
-                backend.enabled = False
+        # not their flags(), which would also set TF32
+        for backend in () if enabled else (backends.mkldnn, backends.cudnn):
+            stack.callback(setattr, backend, "enabled", backend.enabled)
+            backend.enabled = False
         yield
 
 
-def _underivable(error: RuntimeError) -> bool:
-    """Whether autograd says that a backward cannot be differentiated."""
+def _has_no_derivative(error: RuntimeError) -> bool:
+    """Return True if autograd says that a backward cannot be differentiated."""
     text = str(error)
-    return any(
-        part in text
-        for part in (
-            "not implemented",
-            "once_differentiable",
-            "twice",
-            "Double backwards",
-        )
-    )
+    return any(phrase in text for phrase in NO_DERIVATIVE)
 
 
 def _check(workload: Workload, index: int, loss: Tensor) -> None:

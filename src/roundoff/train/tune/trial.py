@@ -17,9 +17,9 @@ from roundoff.ops import watch
 from roundoff.plan import Plan, noise
 from roundoff.preserve import preserve
 from roundoff.train.autocast.context import autocast
-from roundoff.train.tune.rounded_step import (
-    Gradients,
-    Straight,
+from roundoff.train.tune.simulated_step import (
+    BatchGradients,
+    SimulatedFormats,
     backward,
     gradients_of,
     loss_of,
@@ -33,8 +33,16 @@ RATE = 0.01
 
 @dataclass(frozen=True)
 class Trial:
-    """One configuration run: ``measured_db`` is the SQNR of the gradients at the start, over the batches of the budget;
-    ``along`` that of one batch at later steps of the fp32 run, at its weights; ``losses`` those of its own steps."""
+    """The measurements of one configuration.
+
+    Attributes:
+        measured_db: SQNR in dB of the gradients at the start, over the batches of the
+            budget.
+        loss_error: largest relative error of the loss at the start.
+        along: (step, SQNR in dB) of one batch at later steps of the fp32 run, at its
+            weights.
+        losses: losses of its own steps.
+    """
 
     measured_db: float
     loss_error: float
@@ -44,15 +52,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Mark:
+    """Weights and gradients at one step of the fp32 run."""
+
     step: int
     state: dict[str, Tensor]
-    gradients: Gradients
+    gradients: BatchGradients
 
 
 class Trials:
-    """Runs configurations of one workload from the same weights, random states and batches. The model is left as it was.
+    """Run configurations of one workload from the same weights, random states and batches.
 
-    ``scale`` multiplies the loss before every backward pass and divides the gradients after it (loss scaling).
+    The model is left as it was. ``scale`` multiplies the loss before every backward pass
+    and divides the gradients after it (loss scaling).
     """
 
     def __init__(
@@ -64,20 +75,22 @@ class Trials:
         seed: int,
         scale: float = 1.0,
     ) -> None:
-        self.workload, self.steps, self.batches, self.seed, self.scale = (
-            workload,
-            steps,
-            batches,
-            seed,
-            scale,
-        )
+        self.workload = workload
+        self.steps = steps
+        self.batches = batches
+        self.seed = seed
+        self.scale = scale
         self.marks: list[_Mark] = []
         self.start = gradients_of(workload, batches=batches, seed=seed)
-        self.reference = Trial(math.inf, 0.0, [], self._train(Straight({}), mark=True))
+        losses = self._train(SimulatedFormats({}), mark=True)
+        self.reference = Trial(math.inf, 0.0, [], losses)
 
-    def run(self, make: Callable[[], Straight]) -> Trial:
-        """Gradients at the start and at the marks, and N steps of its own. ``make`` gives a handler for each pass."""
-        found = gradients_of(
+    def run(self, make: Callable[[], SimulatedFormats]) -> Trial:
+        """Measure gradients at the start and at the marks, and train N steps.
+
+        ``make`` gives a handler for each pass.
+        """
+        gradients = gradients_of(
             self.workload,
             make(),
             batches=self.batches,
@@ -85,105 +98,132 @@ class Trials:
             scale=self.scale,
         )
         errors = [
-            abs(a.loss - b.loss) / abs(b.loss) if b.loss else 0.0
-            for a, b in zip(found, self.start, strict=True)
+            _relative_error(batch.loss, reference.loss)
+            for batch, reference in zip(gradients, self.start, strict=True)
         ]
-        along = []
-        for mark in self.marks:
-            with _weights(self.workload.model, mark.state):
-                (there,) = gradients_of(
-                    self._at(mark.step),
-                    make(),
-                    seed=self.seed + mark.step,
-                    scale=self.scale,
-                )
-            along.append((mark.step, sqnr([there], [mark.gradients])))
-        return Trial(sqnr(found, self.start), max(errors), along, self._train(make()))
+        along = [(mark.step, self._sqnr_at(mark, make())) for mark in self.marks]
+        losses = self._train(make())
+        return Trial(sqnr(gradients, self.start), max(errors), along, losses)
 
-    def natively(self, what: Plan | str, policy: str | None = None) -> float | None:
-        """SQNR of the gradients at the start with real casts, under ``roundoff.autocast``; None where it does not find all
-        of the plan's sites, so that another plan ran."""
-        model, found = self.workload.model, []
-        region = autocast(what, model, policy=policy)
+    def natively(self, plan: Plan | str, policy: str | None = None) -> float | None:
+        """Measure the SQNR of the gradients at the start with real casts, under ``roundoff.autocast``.
+
+        None where it does not find all of the plan's sites, so that another plan ran.
+        """
+        model = self.workload.model
+        region = autocast(plan, model, policy=policy)
+        gradients = []
         with preserve(model), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", category=RuntimeWarning
-            )  # what it would warn of is asked for below
+            # what it would warn of is asked for below
+            warnings.filterwarnings("ignore", category=RuntimeWarning)
             model.train()
             for index, batch in enumerate(self.workload.batches[: self.batches]):
                 torch.manual_seed(self.seed + index)
                 with torch.enable_grad(), region:
                     loss = loss_of(self.workload, batch)
-                found.append(backward(self.workload, loss, self.scale))
-        return None if region.rules.unused() else sqnr(found, self.start)
+                gradients.append(backward(self.workload, loss, self.scale))
+        return None if region.rules.unused() else sqnr(gradients, self.start)
+
+    def _sqnr_at(self, mark: _Mark, handler: SimulatedFormats) -> float:
+        with _weights(self.workload.model, mark.state):
+            gradients = gradients_of(
+                self._at(mark.step),
+                handler,
+                seed=self.seed + mark.step,
+                scale=self.scale,
+            )
+        return sqnr(gradients, [mark.gradients])
 
     def _at(self, step: int) -> Workload:
-        own = self.workload
-        batch = own.batches[step % len(own.batches)]
+        """Return the workload with the one batch of a step."""
+        workload = self.workload
         return Workload(
-            own.model, [batch], forward=own.forward, loss=own.loss, name=own.name
+            workload.model,
+            [self._batch(step)],
+            forward=workload.forward,
+            loss=workload.loss,
+            name=workload.name,
         )
 
-    def _train(self, handler: Straight, *, mark: bool = False) -> list[float]:
-        workload, model, losses = self.workload, self.workload.model, []
-        wanted = {self.steps // 2, self.steps - 1} - {0} if mark else set()
-        weights = trainable(workload)
+    def _batch(self, step: int) -> object:
+        batches = self.workload.batches
+        return batches[step % len(batches)]
+
+    def _train(self, handler: SimulatedFormats, *, mark: bool = False) -> list[float]:
+        """Train all steps and return their losses; ``mark`` keeps two later steps."""
+        workload = self.workload
+        model = workload.model
+        marked = {self.steps // 2, self.steps - 1} - {0} if mark else set()
+        losses = []
         with _weights(model, None), preserve(model), watch(model, handler) as mode:
             model.train()
             optimizer = _optimizer(workload)
             for step in range(self.steps):
                 torch.manual_seed(self.seed + step)
-                before = _state(model) if step in wanted else {}
+                before = _state(model) if step in marked else {}
                 mode.begin()
                 with torch.enable_grad(), mode:
-                    loss = loss_of(
-                        workload, workload.batches[step % len(workload.batches)]
-                    )
-                found = backward(workload, loss, self.scale)
-                losses.append(found.loss)
-                if step in wanted:
-                    self.marks.append(_Mark(step, before, found))
-                if not all(bool(g.isfinite().all()) for g in found.weights.values()):
-                    continue  # as a gradient scaler would: this step is skipped
-                for name, weight in weights.items():
-                    weight.grad = found.weights.get(name)
-                optimizer.step()
+                    loss = loss_of(workload, self._batch(step))
+                gradients = backward(workload, loss, self.scale)
+                losses.append(gradients.loss)
+                if step in marked:
+                    self.marks.append(_Mark(step, before, gradients))
+                if gradients.are_finite:  # else skip, as a gradient scaler would
+                    _step(optimizer, workload, gradients)
         return losses
 
 
-def sqnr(candidate: Sequence[Gradients], reference: Sequence[Gradients]) -> float:
-    """SQNR in dB of all gradients over all batches; ``inf`` where they are equal, ``-inf`` where one is not finite."""
-    return sqnr_db(
-        noise([got.weights for got in candidate], [want.weights for want in reference])
-    )
+def sqnr(
+    candidate: Sequence[BatchGradients], reference: Sequence[BatchGradients]
+) -> float:
+    """Compute the SQNR in dB of all gradients over all batches.
+
+    ``inf`` where they are equal, ``-inf`` where one is not finite.
+    """
+    candidates = [batch.weights for batch in candidate]
+    references = [batch.weights for batch in reference]
+    return sqnr_db(noise(candidates, references))
+
+
+def _relative_error(value: float, reference: float) -> float:
+    return abs(value - reference) / abs(reference) if reference else 0.0
 
 
 def _optimizer(workload: Workload) -> torch.optim.Optimizer:
     if workload.optimizer is None:
         return torch.optim.SGD(list(trainable(workload).values()), lr=RATE)
-    made = workload.optimizer(workload.model)
-    if not isinstance(made, torch.optim.Optimizer):
+    optimizer = workload.optimizer(workload.model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise WorkloadError(
             "optimizer made no optimizer",
             where=f"{workload.name}, optimizer(model)",
             expected="a torch.optim.Optimizer",
-            got=type(made).__name__,
+            got=type(optimizer).__name__,
         )
-    return made
+    return optimizer
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, workload: Workload, gradients: BatchGradients
+) -> None:
+    for name, weight in trainable(workload).items():
+        weight.grad = gradients.weights.get(name)
+    optimizer.step()
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict((*model.named_parameters(), *model.named_buffers()))
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        n: t.detach().clone()
-        for n, t in (*model.named_parameters(), *model.named_buffers())
-    }
+    return {name: t.detach().clone() for name, t in _tensors(model).items()}
 
 
 @contextmanager
 def _weights(model: nn.Module, state: dict[str, Tensor] | None) -> Iterator[None]:
-    """With the values of ``state`` (or of now) inside; parameters and buffers have their own again afterwards."""
-    own = _state(model)
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    """Give parameters and buffers the values of ``state`` (or of now) inside, and restore them."""
+    saved = _state(model)
+    tensors = _tensors(model)
 
     def write(values: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -195,4 +235,4 @@ def _weights(model: nn.Module, state: dict[str, Tensor] | None) -> Iterator[None
             write(state)
         yield
     finally:
-        write(own)
+        write(saved)

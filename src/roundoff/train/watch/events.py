@@ -1,4 +1,4 @@
-"""What ``roundoff watch`` has to tell, as data."""
+"""What ``roundoff watch`` tells of a training, one event at a time."""
 
 from __future__ import annotations
 
@@ -6,20 +6,32 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 
-class Event:
-    """Something to tell; ``to_dict`` has the name of the kind under ``event``."""
+class WatchEvent:
+    """Something to tell."""
 
+    #: the kind of event
     name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain data; the kind stands under ``event``."""
         return {"event": self.name, **asdict(self)}  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
-class StepEnd(Event):
-    """A step that has ended. ``loss`` is the mean of what ran backward in it, without the loss scale; ``gradient_norm`` the
-    L2 norm of the unscaled gradients before the optimizer's step (and after a clip that the script made), over the finite
-    elements; ``non_finite`` the share of the others; ``loss_scale`` the one of the next step, None without a scaler."""
+class StepEnd(WatchEvent):
+    """A step has ended.
+
+    Attributes:
+        step: its number, from 0.
+        loss: mean of what ran backward in it, without the loss scale; None without.
+        loss_scale: that of the next step; None without a scaler.
+        gradient_norm: L2 norm of the unscaled gradients before the optimizer's step (and
+            after a clip that the script made), over the finite elements; None without.
+        non_finite: share of the other elements.
+        skipped: the scaler skipped the step.
+        skips: number of skipped steps so far.
+        lr: learning rate.
+    """
 
     step: int
     loss: float | None
@@ -33,9 +45,17 @@ class StepEnd(Event):
 
 
 @dataclass(frozen=True)
-class Trouble(Event):
-    """A step whose gradients are not finite. ``first`` is what the monitor saw first; the rest is that of ``skip.Skip``,
-    None where the step was not run again."""
+class BadGradients(WatchEvent):
+    """The gradients of a step are not finite.
+
+    Attributes:
+        step: its number.
+        scale: the loss scale; None without a scaler.
+        skipped: a scaler skips the step.
+        first: what the monitor saw first.
+        gradient, made_by, born, origin, phase, line, cause, advice, notes: see ``Skip``;
+            None where the step was not run again.
+    """
 
     step: int
     scale: float | None
@@ -54,8 +74,8 @@ class Trouble(Event):
 
 
 @dataclass(frozen=True)
-class Advice(Event):
-    """Something in the loop that is not as it should be; ``rule`` is a key of ``rules.RULES``."""
+class LoopAdvice(WatchEvent):
+    """The training loop has a fault; ``rule`` is a key of ``advice.RULES``."""
 
     step: int
     rule: str
@@ -64,8 +84,15 @@ class Advice(Event):
 
 
 @dataclass(frozen=True)
-class End(Event):
-    """The script has ended; ``trouble`` says why the training did not end well, None where it did."""
+class WatchSummary(WatchEvent):
+    """The script has ended.
+
+    Attributes:
+        steps: number of steps.
+        skips: number of skipped ones.
+        loss_scale: at the end; None without a scaler.
+        trouble: why the training did not end well; None where it did.
+    """
 
     steps: int
     skips: int

@@ -1,4 +1,4 @@
-"""What is known of a step while it runs: its losses, and its gradients as the optimizer gets them."""
+"""One training step while it runs: its losses, and its gradients as the optimizer gets them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,43 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Present:
-    """The step that runs. ``factor`` is what ``scaler`` (torch's, None where none did) multiplied the loss by."""
+class StepState:
+    """The step that runs.
+
+    Attributes:
+        losses: each loss that ran backward, and if it is still multiplied by ``factor``.
+        scaler: torch's scaler; None where none scaled a loss.
+        factor: what ``scaler`` multiplied the loss by.
+        norm: L2 norm of the unscaled gradients, over their finite elements; None without.
+        bad: number of elements of the gradients that are NaN or Inf.
+        elements: number of all.
+        skipped: a scaler skipped the step.
+        needs_update: torch's scaler has stepped, and has to be updated.
+    """
 
     def __init__(self) -> None:
-        #: each with whether it is still multiplied by the factor
         self.losses: list[tuple[Tensor, bool]] = []
         self.scaler: Any = None
         self.factor = 1.0
         self.norm: float | None = None
-        self.bad = self.elements = 0
+        self.bad = 0
+        self.elements = 0
         self.skipped = False
-        self.updates = False  # torch's scaler has stepped, and has to be updated
+        self.needs_update = False
 
     def loss(self) -> float | None:
-        """The mean of the losses, without the scale."""
+        """Return the mean of the losses, without the scale."""
         values = [
-            float(loss) / (self.factor if scaled else 1.0)
-            for loss, scaled in self.losses
+            float(loss) / (self.factor if is_scaled else 1.0)
+            for loss, is_scaled in self.losses
         ]
         return sum(values) / len(values) if values else None
 
     def measure(self, optimizer: Optimizer, scale: float) -> bool:
-        """Takes the gradients of one more optimizer, which are multiplied by ``scale``; False where it has none."""
+        """Add the gradients of one more optimizer, which are multiplied by ``scale``.
+
+        Return False where it has none.
+        """
         gradients = [
             p.grad
             for group in optimizer.param_groups
@@ -42,37 +56,39 @@ class Present:
         ]
         if not gradients:
             return False
-        bad, total, norm = _of(gradients)
-        self.bad, self.elements = self.bad + bad, self.elements + total
-        if bad < total:
-            self.norm = math.hypot(
-                self.norm or 0.0, norm / scale if scale else math.nan
-            )
+        bad, elements, norm = _measure(gradients)
+        self.bad += bad
+        self.elements += elements
+        if bad < elements:
+            unscaled = norm / scale if scale else math.nan
+            self.norm = math.hypot(self.norm or 0.0, unscaled)
         return True
 
     def forget_gradients(self) -> None:
-        """A closure has made new ones."""
-        self.norm, self.bad, self.elements = None, 0, 0
+        """Start again: a closure has made new gradients."""
+        self.norm = None
+        self.bad = 0
+        self.elements = 0
 
     @property
-    def share(self) -> float:
-        """Of the elements of the gradients, how many are NaN or Inf."""
+    def bad_share(self) -> float:
+        """The share of elements of the gradients that are NaN or Inf."""
         return self.bad / self.elements if self.elements else 0.0
 
 
-def _of(gradients: Sequence[Tensor]) -> tuple[int, int, float]:
-    """How many elements are NaN or Inf, how many there are, and the L2 norm of the others."""
+def _measure(gradients: Sequence[Tensor]) -> tuple[int, int, float]:
+    """Return how many elements are NaN or Inf, how many there are, and the L2 norm of the others."""
     values = [g.detach()._values() if g.is_sparse else g.detach() for g in gradients]
+    elements = sum(value.numel() for value in values)
     norms = torch._foreach_norm(values, 2, dtype=torch.float32)
-    norm = float(
-        torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    )
-    total = sum(value.numel() for value in values)
-    if math.isfinite(norm):
-        return 0, total, norm
-    bad, squares = 0, 0.0
+    on_one_device = torch.stack([norm.to(norms[0].device) for norm in norms])
+    total = float(torch.linalg.vector_norm(on_one_device))
+    if math.isfinite(total):
+        return 0, elements, total
+    bad = 0
+    squares = 0.0
     for value in values:
-        finite = value.isfinite()
-        bad += value.numel() - int(finite.sum())
-        squares += float(torch.where(finite, value, 0).double().square().sum())
-    return bad, total, math.sqrt(squares)
+        is_finite = value.isfinite()
+        bad += value.numel() - int(is_finite.sum())
+        squares += float(torch.where(is_finite, value, 0).double().square().sum())
+    return bad, elements, math.sqrt(squares)

@@ -1,4 +1,4 @@
-"""What goes wrong in a training loop and can be seen for free while it runs; each is said once."""
+"""Faults of a training loop that can be seen for free while it runs; each is said once."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ RULES = {
 }
 
 
-def eps_vanishes(optimizer: torch.optim.Optimizer) -> float | None:
-    """An ``eps`` that float16 parameters of this optimizer round to zero."""
+def vanishing_eps(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return the ``eps`` that float16 parameters of this optimizer round to zero; None without one."""
     for group in optimizer.param_groups:
         eps: Any = group.get("eps")
-        half = any(p.dtype is torch.float16 for p in group["params"])
-        if (
-            half
-            and isinstance(eps, float)
-            and eps > 0
-            and torch.tensor(eps, dtype=torch.float16) == 0
-        ):
+        is_half = any(p.dtype is torch.float16 for p in group["params"])
+        if is_half and isinstance(eps, float) and _vanishes(eps):
             return eps
     return None
 
 
+def _vanishes(eps: float) -> bool:
+    return eps > 0 and bool(torch.tensor(eps, dtype=torch.float16) == 0)
+
+
 def has_bf16(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a parameter of this optimizer is in bfloat16."""
     return any(
         p.dtype is torch.bfloat16
         for group in optimizer.param_groups

@@ -18,9 +18,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from roundoff.errors import PatternError, RoundoffError
-from roundoff.train import monitor as module
-from roundoff.train.monitor import Monitor
-from roundoff.train.watch.summary import fetched, reduced, summary
+from roundoff.train.watch import monitor as module
+from roundoff.train.watch.monitor import Monitor
+from roundoff.train.watch.tensor_summary import (
+    from_reduced,
+    reduced,
+    summarize_tensor,
+)
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -91,7 +95,7 @@ def test_a_summary_is_that_of_numpy(dtype, size, special, exponent, offset):
     x[: min(size, len(special))] = torch.tensor(special[:size], dtype=torch.float64).to(
         dtype
     )
-    agrees(summary(x), x)
+    agrees(summarize_tensor(x), x)
 
 
 @pytest.mark.parametrize(
@@ -107,17 +111,17 @@ def test_a_summary_is_that_of_numpy(dtype, size, special, exponent, offset):
 )
 def test_any_layout(shape):
     x = shape(torch.randn(64, 128))
-    agrees(summary(x), x.contiguous())
+    agrees(summarize_tensor(x), x.contiguous())
 
 
 def test_special_tensors():
-    assert summary(torch.empty(0, 3)) == (None, None, None, None, 0)
-    assert summary(torch.full((3,), math.nan)) == (None, None, None, None, 3)
-    assert summary(torch.zeros(5000)) == (0, 0, 0, 0, 0)
-    assert summary(torch.empty(3, device="meta")) is None
+    assert summarize_tensor(torch.empty(0, 3)) == (None, None, None, None, 0)
+    assert summarize_tensor(torch.full((3,), math.nan)) == (None, None, None, None, 3)
+    assert summarize_tensor(torch.zeros(5000)) == (0, 0, 0, 0, 0)
+    assert summarize_tensor(torch.empty(3, device="meta")) is None
     x = torch.randn(8, 8).to(torch.float8_e4m3fn)
-    agrees(summary(x), x.float())
-    low, high, mean, norm, bad = summary(
+    agrees(summarize_tensor(x), x.float())
+    low, high, mean, norm, bad = summarize_tensor(
         torch.full((4096,), 3e38)
     )  # squares beyond fp32, and the sum too
     assert (low, high, bad) == (x32 := float(np.float32(3e38)), x32, 0)
@@ -132,7 +136,7 @@ def test_special_tensors():
 def test_other_devices_keep_four_numbers(x, finite):
     values = torch.stack(reduced(torch.tensor(x))).tolist()
     expected = (-2.0, 1.0, -0.5, pytest.approx(math.sqrt(5)), 0)
-    assert fetched(values, 2) == (
+    assert from_reduced(values, 2) == (
         expected if finite else (None, None, None, None, None)
     )
 
@@ -415,7 +419,7 @@ def test_no_hook_stays_on_a_parameter_and_no_tensor_is_kept():
 
 def test_a_fault_of_the_monitor_does_not_stop_the_program(monkeypatch):
     model, twin = mlp(), mlp()
-    monkeypatch.setattr(module, "summary", lambda tensor: 1 / 0)
+    monkeypatch.setattr(module, "summarize_tensor", lambda tensor: 1 / 0)
     text = "the monitor stopped in step 0 .*division by zero.*the program goes on"
     with pytest.warns(RuntimeWarning, match=text), Monitor(model) as monitor:
         watched = train(model, 2, monitor)

@@ -236,7 +236,7 @@ def test_the_order_of_the_rows_does_not_matter_and_they_stay_as_they_are():
         )
         for i in range(20)
     ]
-    before = [dict(r) for r in rows]
+    before = list(rows)
     expected = culprits(rows)
     assert rows == before
     draw = random.Random(0)

@@ -16,7 +16,7 @@ from roundoff.compare.replay import (
     replay_call,
 )
 from roundoff.compare.rounding_bound import SUMS, smallest, terms, unit
-from roundoff.ops import describe, made
+from roundoff.ops import describe, tensors_made
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def recorded_call():
 
         arguments = describe(args, kwargs, record_of)
         tensors = {record: t.clone() for record, t in enumerate(operands)}
-        results = made(func, args, kwargs, func(*args, **kwargs))
+        results = tensors_made(func, args, kwargs, func(*args, **kwargs))
         rows = []
         for place, result in enumerate(results):
             record = len(tensors)

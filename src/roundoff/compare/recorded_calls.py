@@ -11,7 +11,14 @@ from torch import Tensor
 from roundoff.compare.call_arguments import Fits
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.errors import RunError
-from roundoff.ops import Reason, apart, made, overload_of, restore, run_again
+from roundoff.ops import (
+    Reason,
+    outside_of_modes,
+    overload_of,
+    restore,
+    run_again,
+    tensors_made,
+)
 
 #: Begins the reasons of ``run_again`` for calls that round nothing: they run as they
 #: are.
@@ -84,13 +91,13 @@ def run_call(
         return results
     if not results.text.startswith(_EXACT):
         raise CannotRun(results.text)
-    with apart(func):
+    with outside_of_modes(func):
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             first_line = str(error).splitlines()[0]
             raise CannotRun(f"{type(error).__name__}: {first_line}"[:200]) from error
-    return list(made(func, args, kwargs, result))
+    return list(tensors_made(func, args, kwargs, result))
 
 
 def copy_of(tensors: Tensors, record: int) -> Tensor:

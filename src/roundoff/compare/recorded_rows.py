@@ -81,12 +81,7 @@ class RecordedRow:
         """The records whose values the row depends on: not memory that it overwrites."""
         if not self.is_call:
             return list(self.inputs)
-        recorded = {
-            "operator": self.operator,
-            "overload": self.overload,
-            "inputs": self.inputs,
-        }
-        return values_read(recorded, 1)
+        return values_read(self.operator, self.overload, self.inputs)
 
 
 Rows = Mapping[int, RecordedRow]

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import parse_format
 from roundoff.plan import UNITS, Plan
-from roundoff.quantize import OBSERVERS, Options, Rounding, among
+from roundoff.quantize import OBSERVERS, Options, Rounding, check_choice
 
 #: Samples that are calibrated on when nothing is said.
 SAMPLES = 512
@@ -97,7 +97,7 @@ class Ask:
     def __post_init__(self) -> None:
         for name in (*self.formats, *self.pin.values()):
             parse_format(name)
-        among(
+        check_choice(
             "--cost", self.cost, [name for name in UNITS if name != "seconds"]
         )  # integer kernels are not in its tables
         if self.target is not None and self.plan is not None:
@@ -220,8 +220,8 @@ def rounding(observer: str, method: str) -> Rounding:
     >>> rounding("mse", "awq+gptq").balance, rounding("mse", "awq").weights
     ('awq', 'nearest')
     """
-    among("--observer", observer, OBSERVERS)
-    among("--method", method, METHODS)
+    check_choice("--observer", observer, OBSERVERS)
+    check_choice("--method", method, METHODS)
     balance, weights = METHODS[method]
     return Rounding(observer=observer, weights=weights, balance=balance)
 

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels import spread
-from roundoff.quantize.channels.groups import followed, groups_of
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import groups_of
 from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.importance import importance
 
@@ -121,7 +122,7 @@ def problem(laid, net, batches, formats="int8"):
     model, workload, graph, weights = prepared(laid, net, batches, formats)
     groups = [
         g
-        for g in groups_of(followed(workload, workload.batches[:1]).labels, "rescale")
+        for g in groups_of(follow_channels(workload, workload.batches[:1]), "rescale")
         if g.consumers
     ]
     groups = [g for g in groups if g.producers and g.pinned is None]

@@ -18,6 +18,7 @@ from .entry import granularity_named as granularity_named
 from .fallback import Reached as Reached
 from .fallback import reach as reach
 from .graph import Graph as Graph
+from .graph import Node as Node
 from .graph import trace as trace
 from .graph import trace_sampled as trace_sampled
 from .layout import Route as Route

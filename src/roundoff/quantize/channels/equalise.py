@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
 from roundoff.quantize.channels.changed_copy import check_same, replace_, take_over_
-from roundoff.quantize.channels.follow import Follow
-from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
-from roundoff.quantize.channels.labels import Passed
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import ChannelGroup, groups_of
+from roundoff.quantize.channels.labels import Labels, Passed
 from roundoff.quantize.channels.rescale import (
     largest_weights,
     rescale_,
@@ -110,7 +110,7 @@ def equalise_(
     workload = Workload(model, batches, forward=forward)
     work = Workload(copy.deepcopy(model), workload.batches, forward=forward)
     notes = _loosen_(work, clip)
-    groups = groups_of(followed(work).labels, "rescale")
+    groups = groups_of(follow_channels(work), "rescale")
     reasons = [why_not_rescalable(group) for group in groups]
     passers = [binding for group in groups for binding in group.passers]
     if any(b.part == "batch_norm" for b in passers) and all(reasons):
@@ -201,14 +201,14 @@ def _loosen_(work: Workload, clip: str) -> dict[str, str]:
         raise QuantizationError(
             "unknown way to treat a clip", expected="channel or relu", got=repr(clip)
         )
-    follow = followed(work)
+    labels = follow_channels(work)
     notes: dict[str, str] = {}
-    for group in groups_of(follow.labels, "rescale"):
+    for group in groups_of(labels, "rescale"):
         if not _only_clips(group):
             continue
         for operator in group.operators:
             path = operator.site.partition("/")[0]
-            place = _clipped_axis(work.model, follow, operator)
+            place = _clipped_axis(work.model, labels, operator)
             if path in notes or place is None or operator.bounds is None:
                 continue
             module = work.model.get_submodule(path)
@@ -232,7 +232,7 @@ def _only_clips(group: ChannelGroup) -> bool:
 
 
 def _clipped_axis(
-    model: nn.Module, follow: Follow, operator: Passed
+    model: nn.Module, labels: Labels, operator: Passed
 ) -> tuple[int, int, int] | None:
     """Where a ReLU6 module clips channels: axis, length, number of axes.
 
@@ -241,11 +241,11 @@ def _clipped_axis(
     path, _, call = operator.site.partition("/")
     if operator.law != "clipped" or operator.bounds is None or operator.bounds[0] != 0:
         return None
-    calls = sum(p.site.partition("/")[0] == path for p in follow.labels.passed)
+    calls = sum(p.site.partition("/")[0] == path for p in labels.passed)
     hardtanh = isinstance(model.get_submodule(path), nn.Hardtanh)
     if not hardtanh or calls > 1 or "#" in call:
         return None
-    return follow.clips.get(operator.site)
+    return labels.clips.get(operator.site)
 
 
 def _clipped_relu(

@@ -27,7 +27,8 @@ from roundoff.quantize.channels.changed_copy import (
     submodule,
     take_over_,
 )
-from roundoff.quantize.channels.groups import components, followed
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import components
 from roundoff.quantize.channels.labels import Ids, Labels
 from roundoff.quantize.graph import Graph, Node, trace
 from roundoff.workload import Workload
@@ -97,7 +98,7 @@ def fold_norms_(workload: Workload, graph: Graph, *, like: Workload) -> list[Fol
     ``like`` has the same model unfolded. Raises ``QuantizationError`` where its output on
     the first batch is not the same; the model is then spoilt.
     """
-    channels = _Channels(followed(like).labels)
+    channels = _Channels(follow_channels(like))
     nodes = [node for node in graph.nodes.values() if node.operator == "batch_norm"]
     rows = [_fold(workload.model, graph, node, channels) for node in nodes]
     if any(row.layer for row in rows):

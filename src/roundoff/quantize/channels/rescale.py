@@ -65,7 +65,7 @@ def rescale_(
             the scale doesn't fit; the model is as before.
 
     Example:
-        >>> from roundoff.quantize.channels import channel_groups
+        >>> from roundoff.quantize import channel_groups
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> hidden, _ = channel_groups(net, [torch.zeros(1, 2)], purpose="rescale")
         >>> before = net(torch.ones(1, 2))

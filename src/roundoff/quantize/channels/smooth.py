@@ -23,7 +23,8 @@ from roundoff.plan import noise
 from roundoff.quantize.calibration import MEASURED_BATCHES, Calibration
 from roundoff.quantize.channels.awq import awq
 from roundoff.quantize.channels.divide import divide_inputs_
-from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import ChannelGroup, groups_of
 from roundoff.quantize.channels.input_statistics import (
     InputStatistics,
     input_statistics,
@@ -236,7 +237,7 @@ def _balance_(
 ) -> list[Balanced]:
     """Choose and apply the factors of all values, in the order of the graph."""
     model = calibration.model
-    labels = followed(calibration.workload, calibration.batches[:1]).labels
+    labels = follow_channels(calibration.workload, calibration.batches[:1])
     groups = groups_of(labels, "rescale")
     values = input_statistics(calibration, moments=method == "awq")
     divides = explicit and method != "awq"

@@ -32,12 +32,8 @@ from torch import Tensor
 
 from roundoff.formats import PerTensor
 from roundoff.quantize.calibration import Calibration
-from roundoff.quantize.channels.groups import (
-    Binding,
-    ChannelGroup,
-    followed,
-    groups_of,
-)
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import Binding, ChannelGroup, groups_of
 from roundoff.quantize.channels.rescale import rescale_, why_not_rescalable
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
@@ -127,7 +123,7 @@ def spread_(
         a reason where nothing is to be rescaled.
     """
     model = calibration.model
-    labels = followed(calibration.workload, calibration.batches[:1]).labels
+    labels = follow_channels(calibration.workload, calibration.batches[:1])
     every = groups_of(labels, "rescale")
     groups = [group for group in every if _spreadable(group)]
     if not groups:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError, RoundoffError
 from roundoff.quantize.channels.changed_copy import check_same, take_over_
-from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import ChannelGroup, groups_of
 from roundoff.quantize.channels.rescale import grouped_view
 from roundoff.quantize.sparsity.importance import Importance, score
 from roundoff.quantize.sparsity.model_cost import model_cost
@@ -84,8 +85,8 @@ def prune_channels_(
     """
     _check_arguments(ratio, macs, scope, multiple)
     workload = Workload(model, batches, forward=forward)
-    follow = followed(workload)
-    groups = [_kept_whole(g, ignored) for g in groups_of(follow.labels, "remove")]
+    labels = follow_channels(workload)
+    groups = [_kept_whole(g, ignored) for g in groups_of(labels, "remove")]
     scores = {
         i: score(model, g, importance) for i, g in enumerate(groups) if g.pinned is None
     }
@@ -103,7 +104,7 @@ def prune_channels_(
             _masked(workload, groups, chosen),
             work,
             "removing channels",
-            depth=len(follow.labels.spaces) + 1,
+            depth=len(labels.spaces) + 1,
         )
         take_over_(model, work.model)
     none = torch.zeros(0, dtype=torch.int64)
@@ -117,7 +118,7 @@ def prune_channels_(
         )
         for i, g in enumerate(groups)
     ]
-    seen = {space.name for space in follow.labels.spaces} | set(follow.labels.whole)
+    seen = {space.name for space in labels.spaces} | set(labels.whole)
     lost = [n for n, p in model.named_parameters() if n not in seen and p.ndim > 1]
     return rows + [
         PrunedChannels(

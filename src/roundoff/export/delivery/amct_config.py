@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import nn
 
 from roundoff.errors import QuantizationError
-from roundoff.export.amct.cfg import read_config
 from roundoff.export.amct.config import AutoPrune, LayerConfig, QuantizeConfig
+from roundoff.export.amct.read_config import read_config
 from roundoff.export.delivery.request import Ask
 from roundoff.plan import Plan, Rule
 from roundoff.quantize import Options, Rounding

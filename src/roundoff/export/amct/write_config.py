@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from roundoff.errors import QuantizationError
-from roundoff.export.amct.cfg import DATA_TYPES
 from roundoff.export.amct.config import AutoPrune, LayerConfig, Pruning, QuantizeConfig
 from roundoff.export.amct.layer_json import write_json
+from roundoff.export.amct.read_config import DATA_TYPES
 from roundoff.export.amct.schema import message_class
 from roundoff.export.amct.text import write_message
 

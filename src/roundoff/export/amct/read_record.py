@@ -47,7 +47,7 @@ def read_record(path: str | Path, model: nn.Module | None = None) -> Record:
     ``k_proj/linear``. Without ``model`` the operator is unknown and written ``*``; with it layer names and channel counts
     are checked, the record has the model's fingerprint, and layers without factors are listed as skipped. What our
     record has no place for (``skip_fusion``, pruning records, factors of recurrent layers) is kept in ``about["amct"]``
-    and written back by :func:`roundoff.export.amct.write.write_record`.
+    and written back by :func:`roundoff.export.amct.write_record.write_record`.
 
     Raises:
         QuantizationError: what :func:`roundoff.export.amct.text.read_text` refuses, a layer that stands twice or that

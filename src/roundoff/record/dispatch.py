@@ -112,7 +112,7 @@ class _RunningCall:
 
     def written(self) -> list[Tensor]:
         """The tensors that it writes."""
-        tensors: list[Tensor] = []
+        tensors = _received_in_place(self) if self.schema.collective else []
         for place in self.schema.written:
             tensors += tensors_in((self._argument(place),))
         return tensors
@@ -262,12 +262,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_unfinished(call, result)
             return
         written = call.written()
-        if schema.collective:
-            written = [*_received_in_place(call), *written]
-        outputs = tensors_in((result,))
-        if written and outputs:
-            written_ids = {id(tensor) for tensor in written}
-            outputs = [tensor for tensor in outputs if id(tensor) not in written_ids]
+        outputs = _without(tensors_in((result,)), written)
         inputs = call.inputs or []
         records = self.recorder.call(
             call.source,
@@ -411,6 +406,14 @@ def _stop_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stop_in_child)
+
+
+def _without(tensors: list[Tensor], excluded: list[Tensor]) -> list[Tensor]:
+    """The tensors that are none of the excluded objects."""
+    if not tensors or not excluded:
+        return tensors
+    excluded_ids = {id(tensor) for tensor in excluded}
+    return [tensor for tensor in tensors if id(tensor) not in excluded_ids]
 
 
 def _received_in_place(call: _RunningCall) -> list[Tensor]:

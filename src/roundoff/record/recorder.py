@@ -279,7 +279,7 @@ class Recorder:
             self._add_call_without_tensors(head, listed, arguments)
             return []
         records = []
-        made = range(len(written), len(written) + len(outputs))
+        new_positions = range(len(written), len(written) + len(outputs))
         for position, tensor in enumerate((*written, *outputs, *changed)):
             read = listed
             if inputs_of_place:
@@ -290,7 +290,7 @@ class Recorder:
                 place + position,
                 read,
                 arguments=arguments,
-                inplace=position not in made,
+                inplace=position not in new_positions,
             )
             records.append(record)
             arguments = None

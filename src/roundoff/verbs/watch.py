@@ -249,7 +249,7 @@ class _Watcher:
         steps = StepCalls(model)
         self.steps.append(steps)
         # hooks that are added now run from the next call on; torch's own frame knows what this one was called with
-        frame: Any = sys._getframe(2)
+        frame: Any = sys._getframe(3)
         if "kwargs" in frame.f_locals and not torch.compiler.is_compiling():
             steps.before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
 

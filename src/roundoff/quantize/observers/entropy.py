@@ -86,8 +86,10 @@ def divergences(counts: Tensor, levels: int) -> dict[int, float]:
     )
     total = mass[-1]
     edges = torch.arange(levels + 1) * tried[:, None] // levels
-    inside, filled = mass[edges].diff(dim=1), full[edges].diff(dim=1)
-    tail, last = total - mass[tried], counts[tried - 1]
+    inside = mass[edges].diff(dim=1)
+    filled = full[edges].diff(dim=1)
+    tail = total - mass[tried]
+    last = counts[tried - 1]
     filled[:, -1] += (last == 0) & (tail > 0)
     wanted = inside.clone()
     wanted[:, -1] += tail

@@ -60,7 +60,8 @@ class Ste(Affine):
         role: Role = "weight",
         momentum: float = 0.01,
     ) -> None:
-        self.observes, self.momentum = qparams is None, momentum
+        self.observes = qparams is None
+        self.momentum = momentum
         super().__init__(fmt, granularity, qparams, role=role)
 
     def check(self) -> None:
@@ -121,10 +122,8 @@ class Ste(Affine):
     def _observe(self, x: Tensor) -> None:
         if self.averages:
             low, high = extremes(*self.split(x))
-            self.low, self.high = (
-                torch.lerp(self.low, low, self.momentum),
-                torch.lerp(self.high, high, self.momentum),
-            )
+            self.low = torch.lerp(self.low, low, self.momentum)
+            self.high = torch.lerp(self.high, high, self.momentum)
         found = (
             self.averaged()
             if self.averages
@@ -168,7 +167,8 @@ class Lsq(Affine):
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
-        found, (view, dims) = super().first(x), self.split(x)
+        found = super().first(x)
+        (view, dims) = self.split(x)
         scale = (
             2
             * mean_magnitude(view, dims)
@@ -250,10 +250,8 @@ class LsqPlus(Lsq):
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
-        found, (view, dims) = (
-            choose_qparams(x, self.fmt, self.granularity),
-            self.split(x),
-        )
+        found = choose_qparams(x, self.fmt, self.granularity)
+        (view, dims) = self.split(x)
         if not self.fmt.symmetric:
             return found
         spread = 3 * view.std(dims, correction=0, keepdim=True)

@@ -76,13 +76,18 @@ class Learner(nn.Module):
         role: Role = "weight",
     ) -> None:
         super().__init__()
-        self.fmt, self.role, self.name = parse_format(fmt), role, ""
+        self.fmt = parse_format(fmt)
+        self.role = role
+        self.name = ""
         self.granularity: Granularity = (
             granularity or (qparams and qparams.granularity) or PerTensor()
         )
         self.sites: tuple[str, ...] = ()
         self.operand: Any = None
-        self.ready, self.is_frozen, self.reverted, self._warned = False, False, 0, False
+        self.ready = False
+        self.is_frozen = False
+        self.reverted = 0
+        self._warned = False
         self._check()
         self.check()
         for name in self.learned:

@@ -320,7 +320,8 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         bits, generator = ctx.how
         with torch._C.DisableTorchFunction():
-            gradient, steps = gradients[0].float(), 2.0**bits - 1
+            gradient = gradients[0].float()
+            steps = 2.0**bits - 1
             dims = tuple(range(1, gradient.ndim)) or (0,)
             largest = gradient.abs().amax(dims, keepdim=True)
             noise = (

@@ -94,9 +94,9 @@ def divergences(counts: Tensor, levels: int) -> dict[int, float]:
     wanted = inside.clone()
     wanted[:, -1] += tail
     spread = torch.xlogy(wanted, inside / filled.clamp(min=1.0)).sum(1)
-    own = entropy[tried - 1] + torch.xlogy(last + tail, last + tail)
+    observed = entropy[tried - 1] + torch.xlogy(last + tail, last + tail)
     divergence = (
-        (own - spread) / total - math.log(float(total)) + torch.log(mass[tried])
+        (observed - spread) / total - math.log(float(total)) + torch.log(mass[tried])
     )
     return dict(
         zip(

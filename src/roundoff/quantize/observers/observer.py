@@ -87,7 +87,7 @@ class RangeObserver(ABC):
             )
         if x.numel() == 0:
             return
-        given = x.shape
+        whole_shape = x.shape
         x = x.detach().to(working_dtype(x))
         view, dims = self.granularity.split(x.shape)
         x = x.reshape(view)
@@ -105,7 +105,7 @@ class RangeObserver(ABC):
                 do="find where they arise (roundoff watch), or leave it out",
             )
         shape = self._agreed(tuple(low.shape))
-        power = self._power(power, given)
+        power = self._power(power, whole_shape)
         order = [i for i in range(x.ndim) if i not in dims] + list(dims)
         sets = low.numel()
         self._add(

@@ -111,11 +111,11 @@ def search(
     with the closer look at the four best places. Where nothing has weight, the extremes.
     """
     if fmt.symmetric:
-        found = _symmetric(bins, torch.maximum(-low, high), fmt, dtype)
+        ends = _symmetric(bins, torch.maximum(-low, high), fmt, dtype)
     else:
-        found = _two_sided(bins, low.clamp(max=0.0), high.clamp(min=0.0), fmt, dtype)
+        ends = _two_sided(bins, low.clamp(max=0.0), high.clamp(min=0.0), fmt, dtype)
     some = bins.weight.sum(1) > 0
-    return torch.where(some, found[0], low), torch.where(some, found[1], high)
+    return torch.where(some, ends[0], low), torch.where(some, ends[1], high)
 
 
 def _octaves(first: float, last: float, count: int, like: Tensor) -> Tensor:

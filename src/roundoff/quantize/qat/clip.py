@@ -100,8 +100,10 @@ class Ulq(Affine):
         """See ``Learner``."""
         if not self.ready:
             raise self.not_ready()
-        found = range_qparams(self.clip_min.detach(), self.clip_max.detach(), self.fmt)
-        return QParams(found.scale, found.zero_point, self.granularity)
+        qparams = range_qparams(
+            self.clip_min.detach(), self.clip_max.detach(), self.fmt
+        )
+        return QParams(qparams.scale, qparams.zero_point, self.granularity)
 
     def slopes(self, at: At) -> tuple[Tensor, ...]:
         """See ``Affine``."""
@@ -175,8 +177,8 @@ class Pact(Affine):
         if not self.ready:
             raise self.not_ready()
         alpha = self.alpha.detach()
-        found = range_qparams(torch.zeros_like(alpha), alpha, self.fmt)
-        return QParams(found.scale, found.zero_point, self.granularity)
+        qparams = range_qparams(torch.zeros_like(alpha), alpha, self.fmt)
+        return QParams(qparams.scale, qparams.zero_point, self.granularity)
 
     def slopes(self, at: At) -> tuple[Tensor, ...]:
         """See ``Affine``."""

@@ -319,10 +319,10 @@ class Learner(nn.Module):
 
 def range_qparams(low: Tensor, high: Tensor, fmt: Format) -> QParams:
     """The qparams of ranges ``[low, high]``, of the shape of both, by the rule of ``choose_qparams``."""
-    found = choose_qparams(
+    chosen = choose_qparams(
         torch.stack([low.flatten(), high.flatten()], 1), fmt, PerAxis(0)
     )
     zero_point = (
-        None if found.zero_point is None else found.zero_point.reshape(low.shape)
+        None if chosen.zero_point is None else chosen.zero_point.reshape(low.shape)
     )
-    return QParams(found.scale.reshape(low.shape), zero_point)
+    return QParams(chosen.scale.reshape(low.shape), zero_point)

@@ -187,7 +187,9 @@ def convert(model: QuantizedModel) -> QuantizedModel:
     """
     _check(model, "convert")
     model.eval()
-    found: list[tuple[str, Quantizer, nn.Parameter | None, torch.Tensor | None]] = []
+    converted: list[
+        tuple[str, Quantizer, nn.Parameter | None, torch.Tensor | None]
+    ] = []
     for name, learner in all_learners(model):
         quantizer = Quantizer(
             name, learner.grid, learner.operand, learner.granularity, learner.sites
@@ -199,8 +201,8 @@ def convert(model: QuantizedModel) -> QuantizedModel:
         else:
             qparams = learner.qparams()
         quantizer.set_(qparams, learner.kind)
-        found.append((name, quantizer, parameter, weight))
-    for name, quantizer, parameter, weight in found:
+        converted.append((name, quantizer, parameter, weight))
+    for name, quantizer, parameter, weight in converted:
         model.put_(name, quantizer.eval())
         if parameter is not None and weight is not None:
             with torch.no_grad():

@@ -26,10 +26,10 @@ class At:
 
     def on_grid(self, fmt: Format) -> Tensor:
         """``steps`` rounded and saturated: the result over the scale."""
-        one = QParams(
+        identity = QParams(
             torch.ones((), dtype=self.x.dtype, device=self.x.device), self.zero_point
         )
-        return fake_quantize(self.steps, one, fmt)
+        return fake_quantize(self.steps, identity, fmt)
 
 
 class Affine(Learner):
@@ -80,8 +80,8 @@ class _Estimate(torch.autograd.Function):
             )
             gradient = gradients[0].to(x.dtype).reshape(view.shape)
             needed = zip(rest, parameters, ctx.needs_input_grad[2:], strict=True)
-            found = [
+            by_parameters = [
                 (gradient * d).sum(dims).to(p.dtype).reshape(p.shape) if need else None
                 for d, p, need in needed
             ]
-            return (gradient * by_x).reshape(x.shape), None, *found
+            return (gradient * by_x).reshape(x.shape), None, *by_parameters

@@ -75,10 +75,10 @@ def parameter_groups(
 
 def freeze(model: nn.Module, frozen: bool = True) -> int:
     """Keep all learned and observed scales as they are, or let them go on; returns how many learners there are."""
-    found = learners(model)
-    for learner in found.values():
+    all_learners = learners(model)
+    for learner in all_learners.values():
         learner.freeze(frozen)
-    return len(found)
+    return len(all_learners)
 
 
 @dataclass

@@ -94,12 +94,12 @@ def taylor_importance(
     scores = taylor_scores(model, batches, loss, forward=forward)
 
     def of(group: ChannelGroup) -> Tensor:
-        known = [b for b in (*group.producers, *group.consumers) if b.name in scores]
-        if not known:
+        scored = [b for b in (*group.producers, *group.consumers) if b.name in scores]
+        if not scored:
             raise QuantizationError(
                 "no linear layer or convolution makes or reads this group's channels",
                 where=group.name,
             )
-        return torch.stack([_per_channel(scores[b.name], b) for b in known]).sum(0)
+        return torch.stack([_per_channel(scores[b.name], b) for b in scored]).sum(0)
 
     return of

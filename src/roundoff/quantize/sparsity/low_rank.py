@@ -249,12 +249,12 @@ def _rank(
 def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequential:
     r = left.shape[1]
     has_bias = layer.bias is not None
-    made = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    place = {"device": layer.weight.device, "dtype": layer.weight.dtype}
     first: Any
     second: Any
     if scheme == "linear":
-        first = nn.Linear(layer.in_features, r, bias=False, **made)
-        second = nn.Linear(r, layer.out_features, bias=has_bias, **made)
+        first = nn.Linear(layer.in_features, r, bias=False, **place)
+        second = nn.Linear(r, layer.out_features, bias=has_bias, **place)
         first.weight.copy_(left.T)
         second.weight.copy_(right.T)
     else:
@@ -275,7 +275,7 @@ def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequenti
                 (p[0], 0),
                 (d[0], 1),
                 bias=False,
-                **made,
+                **place,
             )
             second = nn.Conv2d(
                 r,
@@ -285,7 +285,7 @@ def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequenti
                 (0, p[1]),
                 (1, d[1]),
                 bias=has_bias,
-                **made,
+                **place,
             )
             first.weight.copy_(
                 left.view(inputs, k[0], r).permute(2, 0, 1).unsqueeze(-1)
@@ -295,7 +295,7 @@ def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequenti
             )
         else:
             kind = type(layer)
-            first = kind(inputs, r, 1, bias=False, **made)
+            first = kind(inputs, r, 1, bias=False, **place)
             second = kind(
                 r,
                 outputs,
@@ -304,7 +304,7 @@ def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequenti
                 layer.padding,
                 layer.dilation,
                 bias=has_bias,
-                **made,
+                **place,
             )
             first.weight.copy_(left.T.reshape(first.weight.shape))
             second.weight.copy_(right.view(r, outputs, *kernel).transpose(0, 1))

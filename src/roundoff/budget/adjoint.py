@@ -133,7 +133,7 @@ class Probe:
         chosen: format that a site is executed in; None for no rounding.
         anchor: -0.0 with a gradient, added to results that have none.
         wanted: the site whose output is the target; None for another target.
-        found: the output of ``wanted``.
+        wanted_output: of the site ``wanted``.
         samples: of the batch.
         kept_samples: mask of the samples that the last probe looks at; None for a
             backward pass without such a probe.
@@ -151,7 +151,7 @@ class Probe:
     chosen: Callable[[str], Format | None]
     anchor: Tensor
     wanted: str | None = None
-    found: Tensor | None = None
+    wanted_output: Tensor | None = None
     samples: int = 1
     kept_samples: Tensor | None = None
     axes: dict[tuple[str, int], tuple[int, int] | None] = field(default_factory=dict)
@@ -193,9 +193,9 @@ class Probe:
         kept = dataclasses.replace(call, leaves=[self._keep(leaf) for leaf in leaves])
         result, reference = self._attach(exact, kept, chosen)
         tensors = float_tensors(result)
-        if info.site == self.wanted and self.found is None:
+        if info.site == self.wanted and self.wanted_output is None:
             # a copy: what the model writes over it later does not count
-            self.found = tensors[0].clone()
+            self.wanted_output = tensors[0].clone()
         for place, tensor in enumerate(tensors):
             hook = functools.partial(self._hook, kept, reference, place)
             on_output(tensor, hook, written=call.operator.inplace)
@@ -354,7 +354,7 @@ def measure_batch(
         mode: hands the calls to ``probe``.
         probe: the handler of this batch.
         forward: runs the model, with ``mode`` entered, and returns the target tensors.
-        check: may refuse what ``forward`` found.
+        check: may refuse the targets.
         probes: says how many probes to draw for a number of samples. A target of one
             element needs one: its gradient is exact.
         generator: draws the sign vectors.
@@ -381,24 +381,21 @@ def measure_batch(
     count = 1 if is_number else probes(probe.samples)
     targets = [target for target in targets if target.requires_grad]
     vectors = [draw_signs((count, *t.shape), generator, t) for t in targets]
+    size = _probes_together(probe, parameters) if batched else 1
+    chunks = list(zip(*(torch.split(v, size) for v in vectors), strict=True))
     send = functools.partial(backward, targets, probe.anchor, batched=batched)
-    masked: list[Tensor] = []
     if learn_axes and probe.samples > 1:
         probe.kept_samples = torch.arange(probe.samples) % 2 == 0
         masked = [_masked(v[:1], probe.kept_samples) for v in vectors]
-        if not batched:
+        if batched:
+            chunks[0] = tuple(map(torch.cat, zip(chunks[0], masked, strict=True)))
+        else:
             probe.release = False
             send(masked, keep_graph=True)
             probe.kept_samples = None
-    size = _probes_together(probe, parameters) if batched else 1
-    chunks = list(zip(*(torch.split(v, size) for v in vectors), strict=True))
     for number, chunk in enumerate(chunks, 1):
         probe.release = number == len(chunks)
-        together = list(chunk)
-        if probe.kept_samples is not None:
-            pairs = zip(chunk, masked, strict=True)
-            together = [torch.cat(pair) for pair in pairs]
-        send(together, keep_graph=not probe.release)
+        send(list(chunk), keep_graph=not probe.release)
         probe.kept_samples = None
     return values
 

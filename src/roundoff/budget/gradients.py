@@ -184,9 +184,7 @@ class Edges:
         """Keep an operator that writes in place in the format of what it writes into."""
         if not call.operator.inplace or info.tied:
             return
-        written = [operand for operand in call.operands if operand.leaf == 0]
-        sources = {name for operand in written for name in operand.sources}
-        info.tied = tuple(sorted(name for name in sources if "/" in name))
+        info.tied = _written_sites(call)
         if not info.tied:
             reason = "writes in place into a tensor that no site made"
             info.refused |= {fmt.name: reason for fmt in self.formats}
@@ -450,6 +448,13 @@ def _operand_key(edges: CallEdges, fmt: Format, operand: Operand) -> TermKey:
     part = "activation" if operand.role == "activation" else "weight"
     sources = tuple(sorted(operand.sources))
     return TermKey(edges.name, fmt.name, part, operand.leaf, sources)
+
+
+def _written_sites(call: Call) -> tuple[str, ...]:
+    """Return the sites that made the tensor that a call writes into."""
+    written = [operand for operand in call.operands if operand.leaf == 0]
+    sources = {name for operand in written for name in operand.sources}
+    return tuple(sorted(name for name in sources if "/" in name))
 
 
 @contextmanager

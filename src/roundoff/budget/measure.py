@@ -247,7 +247,7 @@ class _BudgetRun:
         batch = self.workload.batches[index]
         self.output = self.workload.run(batch)
         self.targets = named_targets(
-            self.workload, batch, self.output, self.target, probe.found
+            self.workload, batch, self.output, self.target, probe.wanted_output
         )
         self.shapes = {name: list(t.shape) for name, t in self.targets.items()}
         return list(self.targets.values())

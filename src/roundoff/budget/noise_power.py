@@ -116,9 +116,14 @@ def significant(cross: float, terms: Sequence[Term]) -> float:
     variance = sum(_cross_variance(group) for group in (single, pooled) if group)
     if single and pooled:
         products = 2 * np.sum(single, axis=(0, 2)) * np.sum(pooled, axis=(0, 2))
-        count = len(products)
-        variance += float(products.var(ddof=1)) / count if count > 1 else cross**2
+        variance += _mean_variance(products, default=cross**2)
     return cross * max(0.0, 1.0 - variance / cross**2)
+
+
+def _mean_variance(values: Array, default: float) -> float:
+    """Return the variance of the mean; ``default`` for a single value."""
+    count = len(values)
+    return float(values.var(ddof=1)) / count if count > 1 else default
 
 
 def _cross_variance(group: Sequence[Array]) -> float:

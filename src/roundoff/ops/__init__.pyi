@@ -48,6 +48,7 @@ from .sizes import sizes as sizes
 from .table import CONTRACTING as CONTRACTING
 from .table import MATRIX_KINDS as MATRIX_KINDS
 from .table import MULTIPLYING_KINDS as MULTIPLYING_KINDS
+from .table import Trait as Trait
 from .table import base as base
 from .table import facts as facts
 from .table import operators_of as operators_of

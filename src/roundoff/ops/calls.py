@@ -259,14 +259,13 @@ class CallMode(TorchFunctionMode):
             reduce, channel = einsum_axes(args[0], argument.factor)
             return Operand(argument.leaf, role, reduce, channel, sources)
         if spec is not None:
-            # recurrent layers have weights and biases in one list
-            in_list = spec.name == "params" and argument.tensor.ndim < 2
-            if spec.bias or (is_weight and in_list):
+            if spec.bias or (is_weight and _is_listed_bias(spec, argument.tensor)):
                 role = "bias"
             return Operand(argument.leaf, role, spec.reduce, spec.channel, sources)
-        is_scalar = argument.tensor.ndim == 0 and not is_weight
-        if operator.spec is not None or is_scalar or _is_statistic(operator, argument):
+        if operator.spec is not None or _is_statistic(operator, argument):
             return None
+        if argument.tensor.ndim == 0 and not is_weight:
+            return None  # a scalar factor
         return Operand(argument.leaf, role, -1, 0, sources)
 
     def _sources_of(self, value: Any) -> frozenset[str]:
@@ -362,6 +361,11 @@ def _operand_specs(operator: Operator, args: Any) -> dict[str | int, OperandSpec
         specs[spec.name] = spec
         specs[spec.index + int(is_packed and spec.index > 0)] = spec
     return specs
+
+
+def _is_listed_bias(spec: OperandSpec, tensor: Tensor) -> bool:
+    """Recurrent layers have weights and biases in one list."""
+    return spec.name == "params" and tensor.ndim < 2
 
 
 #: The places of running statistics, which stay in the format that they are kept in.
@@ -474,7 +478,11 @@ def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
     for names, reason in _NO_SITE:
         if operator.name in names:
             return reason
-    tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
+    return _unreadable([t for t in tree_flatten(args)[0] if isinstance(t, Tensor)])
+
+
+def _unreadable(tensors: list[Tensor]) -> str | None:
+    """Why these operands hide their values from a site, or None."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     if any(t.is_floating_point() and wrapped(t) for t in tensors):
         return "inside torch.vmap or torch.func"

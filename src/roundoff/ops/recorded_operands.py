@@ -52,19 +52,19 @@ def written_input(
 
     ``place`` is that of the result among the call's results; the rest as for ``values_read``.
     """
-    given = list(inputs or ())
-    if not given:
+    records = list(inputs or ())
+    if not records:
         return None
     if _writes_out(overload):
-        index = len(given) - outputs + place
+        index = len(records) - outputs + place
     elif operator.startswith("_fused_"):
         # all lists one after another, of which each result has the inputs of its place
-        index = place * (len(given) - 1) // outputs
+        index = place * (len(records) - 1) // outputs
     elif operator.startswith("_foreach_"):
         index = 0
     else:
         index = place
-    return int(given[index]) if 0 <= index < len(given) else int(given[0])
+    return int(records[index]) if 0 <= index < len(records) else int(records[0])
 
 
 def _writes_out(overload: str | None) -> bool:

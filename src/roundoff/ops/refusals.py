@@ -110,14 +110,14 @@ def _draws(func: OpOverload, name: str, values: Keywords) -> bool:
         return values.get("generator") is not None
     arguments = func._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given = defaults | dict(values)
-    if "dropout_p" in given:
+    settings = defaults | dict(values)
+    if "dropout_p" in settings:
         return False
-    if given.get("train", given.get("training")) is False:
+    if settings.get("train", settings.get("training")) is False:
         return False
-    if "dropout" in given:
-        return given["dropout"] != 0
-    return "dropout" not in name or given.get("p") != 0
+    if "dropout" in settings:
+        return settings["dropout"] != 0
+    return "dropout" not in name or settings.get("p") != 0
 
 
 def _hands_values_on(values: Keywords) -> bool:

@@ -209,11 +209,8 @@ def _once(call: _BoundCall, target: _Target) -> _Once:
     named = [a for a in schema if a.name in call.kwargs]
     keywords = {a.name: copy.value(a, call.kwargs[a.name]) for a in named}
     copies = _bind(func, positional, keywords)
-    stand_in = STAND_INS.get(func._schema.name)
-    if stand_in is not None and (target.dtype is torch.float64 or copy.moved):
-        defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-        values = {name: value for name, (_, value) in copies.items()}
-        computed = stand_in(**defaults | values)
+    if target.dtype is torch.float64 or copy.moved:
+        computed = _stand_in(func, copies)
         if computed is not None:
             return _Once(computed, copy.changed, copy.tensors)
     result = func(*positional, **keywords)
@@ -224,6 +221,17 @@ def _once(call: _BoundCall, target: _Target) -> _Once:
         if (func._schema.name, place) in _PARTIAL:
             results[place] = None
     return _Once(results, copy.changed, copy.tensors)
+
+
+def _stand_in(func: OpOverload, bound: Bound) -> list[Result] | None:
+    """What a function written out for fp64 computes; None where torch's own kernel is to run."""
+    stand_in = STAND_INS.get(func._schema.name)
+    if stand_in is None:
+        return None
+    schema = func._schema.arguments
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    values = {name: value for name, (_, value) in bound.items()}
+    return stand_in(**defaults | values)
 
 
 class _Copies:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -136,18 +136,19 @@ def _print_rows(
     is_wide = console.width >= WIDE
     parts = ("activation", "weight", "output") if is_wide else ("act.", "wt.", "out.")
     share = "share of noise" if is_wide else "noise"
-    columns: dict[str, list[str]] = {
-        "#": [_rank(row) for row in rows],
-        "site": [row.site for row in rows],
-        "format": [row.format for row in rows],
-        "SQNR": [figures.sqnr(row) for row in rows],
-        "±": [figures.stderr(row.stderr_db) for row in rows],
-        share: [percent(row.share) for row in rows],
-        parts[0]: [db(row.activation_db) for row in rows],
-        parts[1]: [db(row.weight_db) for row in rows],
-        parts[2]: [db(row.output_db) for row in rows],
-        "plan": [row.chosen for row in rows],
+    cells: dict[str, Callable[[RankingRow], str]] = {
+        "#": _rank,
+        "site": lambda row: row.site,
+        "format": lambda row: row.format,
+        "SQNR": figures.sqnr,
+        "±": lambda row: figures.stderr(row.stderr_db),
+        share: lambda row: percent(row.share),
+        parts[0]: lambda row: db(row.activation_db),
+        parts[1]: lambda row: db(row.weight_db),
+        parts[2]: lambda row: db(row.output_db),
+        "plan": lambda row: row.chosen,
     }
+    columns = {name: list(map(cell, rows)) for name, cell in cells.items()}
     left_out = []
     droppable = {
         "own parts (activation, weight, output)": parts,

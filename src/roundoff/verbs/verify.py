@@ -120,9 +120,9 @@ def verify(
             break
         candidate = verifier.mended(trial)
     best = verifier.best()
-    native_db, note = (None, "not asked for")
-    if native:
-        native_db, note = verifier.natively(best.candidate.formats)
+    if not native:
+        return verifier.verification(best, None, "not asked for")
+    native_db, note = verifier.natively(best.candidate.formats)
     return verifier.verification(best, native_db, note)
 
 

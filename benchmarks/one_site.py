@@ -62,7 +62,7 @@ class _Counting(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.recorder.seen.update({"", *self.mode.path})
+        self.recorder.seen.update({"", *self.mode.position.path})
         inner = entered(func)
         if inner is not None:
             with self:

@@ -5,7 +5,6 @@ from .formats.named import FORMATS as FORMATS
 from .formats.rounding import round_tensor as round_tensor
 from .formats.types import Format as Format
 from .plan.rules import Plan as Plan
-from .quantize.pipeline import quantize as quantize
 from .record.disk.loading import load as load
 from .record.disk.reader import Run as Run
 from .train.autocast.context import autocast as autocast
@@ -15,6 +14,10 @@ from .verbs.capture import capture as capture
 from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
+from .verbs.diff import diff as diff
+from .verbs.overflow import overflow as overflow
+from .verbs.plan import plan as plan
+from .verbs.quantize import quantize as quantize
 from .verbs.replay import replay as replay
 from .verbs.show import show as show
 from .verbs.tune import tune as tune

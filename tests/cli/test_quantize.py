@@ -2,15 +2,19 @@
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
 import roundoff as ro
 from roundoff.cli.app import main
-from roundoff.export.delivery.load import load_model
+from roundoff.errors import QuantizationError
+from roundoff.export.checkpoint.read import read_compressed
+from roundoff.export.delivery.files import FILES
+from roundoff.export.delivery.model_file import load_model
 from roundoff.plan.rules import Rule
-from roundoff.verbs.quantize import FILES
+from roundoff.report.strict import json_text
 
 WORKLOAD = """
 import torch
@@ -330,7 +334,7 @@ def test_balancing_is_a_step_in_decibels(folder, capsys, arguments, name, observ
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--formats int9", "did you mean"),
+        ("--formats itn8", "did you mean"),
         ("--formats int8,int4", "which site runs in which of these formats"),
         ("--observer minmacs", "did you mean minmax"),
         ("--method awg", "expected: gptq, nearest"),
@@ -469,3 +473,87 @@ def test_where_nothing_can_be_pruned_a_note_says_why(folder, capsys):
     assert note.startswith(
         "nothing could be pruned: cut at a fixed place by getitem (/getitem); no batch reached it"
     )
+
+
+RECURRENT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.o = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.o(self.lstm(x)[0])
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 6, 8, generator=generator) for _ in range(2)]
+"""
+
+
+def test_weights_of_recurrent_layers_count_in_the_bits_a_weight(folder, capsys):
+    (folder / "recurrent.py").write_text(RECURRENT)
+    code, out, err = run(
+        f"recurrent.py --formats w4a8 --skip o/* -o a {QUICK} --json", capsys
+    )
+    assert (code, err) == (0, "")
+    recurrent, linear = 4 * 16 * (8 + 16), 16 * 4
+    bits = (4 * recurrent + 32 * linear) / (recurrent + linear)
+    assert json.loads(out)["bits"]["weight"] == pytest.approx(bits)
+
+
+LINEAR = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 16, generator=generator) for _ in range(2)]
+"""
+
+
+def test_a_checkpoint_is_written_beside_the_other_files(folder, capsys):
+    (folder / "linear.py").write_text(LINEAR)
+    code, out, err = run(f"linear.py --checkpoint -o a {QUICK} --json", capsys)
+    assert (code, err) == (0, "")
+    files = {row["name"]: row for row in json.loads(out)["files"]}
+    stored = list((folder / "a" / "checkpoint").iterdir())
+    assert files["checkpoint"]["bytes"] == sum(path.stat().st_size for path in stored)
+    assert set(read_compressed("a/checkpoint").tensors) == {"0.weight", "2.weight"}
+    code, out, _ = run(f"net.py --checkpoint -o b {QUICK} --json", capsys)
+    files = {row["name"]: row for row in json.loads(out)["files"]}
+    assert code == 0
+    assert files["checkpoint"]["bytes"] is None
+    assert files["checkpoint"]["reason"].startswith("weights of linear layers alone")
+
+
+def test_the_command_is_a_function(folder):
+    workload = ro.Workload.load("net.py")
+    delivery = ro.quantize(
+        workload, output="a", target="30dB", onnx=False, tradeoff=False
+    )
+    assert delivery.met
+    assert delivery.summary.result.sqnr_db >= 30
+    assert delivery.folder == Path("a")
+    assert (folder / "a" / "model.pt").stat().st_size
+    written = json.loads((folder / "a" / "summary.json").read_text())
+    assert written == json.loads(json_text(delivery.summary))
+    again = ro.quantize(workload, delivery.plan)
+    assert [row.format for row in again.rows] == [
+        row.format for row in delivery.model.rows
+    ]
+
+
+def test_a_model_alone_needs_a_plan_or_a_folder():
+    with pytest.raises(QuantizationError, match="output=, a folder"):
+        ro.quantize(torch.nn.Linear(4, 2))

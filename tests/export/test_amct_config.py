@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundoff.errors import QuantizationError
-from roundoff.export.amct.cfg import read_config
 from roundoff.export.amct.config import (
     ADAROUND,
     IFMR,
@@ -20,7 +19,8 @@ from roundoff.export.amct.config import (
     Pruning,
     QuantizeConfig,
 )
-from roundoff.export.amct.write_cfg import write_config
+from roundoff.export.amct.read_config import read_config
+from roundoff.export.amct.write_config import write_config
 from roundoff.quantize.observers import make_observer
 
 pytest.importorskip("google.protobuf.text_format")

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from roundoff.errors import QuantizationError
-from roundoff.export.amct.record import read_record
+from roundoff.export.amct.read_record import read_record
 from roundoff.export.amct.schema import FILES, message_class
-from roundoff.export.amct.write import write_record
+from roundoff.export.amct.write_record import write_record
 from roundoff.formats import fake_quantize
-from roundoff.quantize.record import (
+from roundoff.quantize import (
     Entry,
     Fingerprint,
     Record,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from roundoff.errors import QuantizationError
-from roundoff.export.checkpoint.compressed import read_compressed, write_compressed
 from roundoff.export.checkpoint.packing import pack, unpack
 from roundoff.export.checkpoint.shards import read_tensors, write_tensors
+from roundoff.export.checkpoint.write import read_compressed, write_compressed
 from roundoff.formats import (
     PerAxis,
     PerBlock,
@@ -30,7 +30,7 @@ from roundoff.formats import (
     parse_format,
     quantize,
 )
-from roundoff.quantize.record import Entry
+from roundoff.quantize import Entry
 
 
 def test_words_are_those_of_the_library():

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import roundoff as ro
 from roundoff.formats import PerAxis, PerGroup, PerTensor, PerToken, integer
 from roundoff.ops.calls import Operand
+from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels.divide import DivisionNoise, Reading, divide_
 from roundoff.quantize.channels.smooth import simulated_db
 from roundoff.quantize.channels.spread import GAMMA
@@ -63,18 +64,24 @@ def data(*shape, count=2):
 @pytest.mark.parametrize("weight", ["format", "group:8"])
 def test_the_function_stays_and_the_output_gains(laid, block, activation, weight):
     batches = data(8, 6, 16)
-    model, workload, graph = laid(
+    model, workload, _graph = laid(
         block, batches, "int8", activation=activation, weight=weight, bias=False
     )
-    want, before = block(batches[0]).detach(), simulated_db(model, workload, batches)
-    gain = divide_(model, graph, workload, importance(model, workload, batches))
+    want, before = (
+        block(batches[0]).detach(),
+        simulated_db(Calibration.of(model, workload, batches)),
+    )
+    gain = divide_(
+        Calibration.of(model, workload),
+        importance(Calibration.of(model, workload, batches)),
+    )
     with torch.no_grad(), model.through(Unquantized()):
         # factors and their inverses are rounded once each, in fp64
         assert torch.allclose(model(batches[0]), want, rtol=1e-10, atol=1e-10)
     assert gain.note == "predicted, 3 of 3 values"
     assert {len(f) for f in model.factors.values()} == {16, 32}
     # a third of the values' steps at least, half of the weights' noise remains where groups have their own scales already
-    measured = simulated_db(model, workload, batches) - before
+    measured = simulated_db(Calibration.of(model, workload, batches)) - before
     assert measured > (1.5 if "group" in activation else 3)
     assert gain.db > 1
 
@@ -135,11 +142,11 @@ def test_noise_by_hand(shared, stored, symmetric):
 
 def test_what_is_left(laid, block):
     batches = data(4, 6, 16)
-    model, workload, graph = laid(
+    model, workload, _graph = laid(
         block, batches, "w8", bias=False
     )  # no value is quantized, so none can be divided
-    known = importance(model, workload, batches)
-    gain = divide_(model, graph, workload, known)
+    known = importance(Calibration.of(model, workload, batches))
+    gain = divide_(Calibration.of(model, workload), known)
     assert math.isnan(gain.db)
     assert gain.note == "no value is divided"
     assert not model.factors
@@ -149,11 +156,14 @@ def test_what_is_left(laid, block):
         .eval()
     )
     images = data(4, 2, 4, 4)
-    model, workload, graph = laid(
+    model, workload, _graph = laid(
         net, images, {"0/conv2d": "int8", "2/linear": "fp8_e4m3fn"}
     )
     assert (
-        divide_(model, graph, workload, importance(model, workload, images)).note
+        divide_(
+            Calibration.of(model, workload),
+            importance(Calibration.of(model, workload, images)),
+        ).note
         == "no value is divided"
     )
 

@@ -77,8 +77,8 @@ def test_origins_of_weights(Model):
         graph.nodes[s].use(1).origin
         for s in ("/linear", "/linear#1", "/linear#2", "/linear#3")
     ]
-    assert found == ["parameter", "made", "made", "made"]
-    assert graph.made == {"/mul"}
+    assert found == ["parameter", "computed", "computed", "computed"]
+    assert graph.of_parameters == {"/mul"}
     assert graph.nodes["/linear"].use(0).origin == "data"
 
 
@@ -93,7 +93,7 @@ def test_what_is_looked_up_by_the_input_is_data():
 
     graph = graph_of(Net(), torch.tensor([0, 3]))
     assert graph.nodes["head/linear"].use(0).origin == "data"
-    assert graph.made == set()
+    assert graph.of_parameters == set()
 
 
 def test_in_place_calls_make_new_values(Model):
@@ -142,7 +142,7 @@ def test_branches_are_seen(Model):
     net = Model(forward, a=nn.Linear(2, 2), b=nn.Linear(2, 2), c=nn.Linear(2, 2))
     graph = graph_of(net, torch.ones(1, 2), -torch.ones(1, 2))
     assert graph.changing == {"c/linear"}
-    assert graph.sometimes == {"a/linear", "b/linear"}
+    assert graph.occasional == {"a/linear", "b/linear"}
     assert graph_of(net, torch.ones(1, 2)).changing == set()
 
 

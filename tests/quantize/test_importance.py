@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError
+from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.importance import importance
 
 
@@ -35,7 +36,7 @@ def test_powers_are_unbiased(laid):
         400,
     )
     model, workload, _ = laid(net, data(3, 4))
-    found = importance(model, workload, workload.batches, probes=probes, gradients=2)
+    found = importance(Calibration.of(model, workload), probes=probes, gradients=2)
     exact = net.double()
     x = torch.cat(workload.batches)
     hidden = exact[:2](x.double()).detach()
@@ -63,7 +64,7 @@ def test_powers_of_results_and_channels_of_convolutions(laid):
     model, workload, _ = laid(
         net, batches, {"0/conv2d": "int8", "2/conv2d": "int8"}, elementwise=False
     )
-    found = importance(model, workload, batches, gradients=1)
+    found = importance(Calibration.of(model, workload, batches), gradients=1)
     exact = net.double()
     x = batches[0].double()
     made = exact[0](x).detach()
@@ -90,7 +91,7 @@ def test_channels_lie_where_the_reader_contracts(laid):
     model, workload, _ = laid(
         net, data(4, 2, 5), {"0/conv1d": "int8", "2/linear": "int8"}
     )
-    found = importance(model, workload, workload.batches)
+    found = importance(Calibration.of(model, workload))
     assert len(found.values["0/conv1d:0"].channel) == 2
     assert len(found.results["0/conv1d"].channel) == 3
     assert len(found.values["1/relu"].channel) == 5
@@ -100,7 +101,7 @@ def test_channels_lie_where_the_reader_contracts(laid):
 def test_power_of_a_batch(laid):
     torch.manual_seed(0)
     model, workload, _ = laid(nn.Linear(4, 1), [data(3, 7, 4)[0], data(3, 5, 4)[0]])
-    found = importance(model, workload, workload.batches)
+    found = importance(Calibration.of(model, workload))
     known = found.values["/linear:0"]
     assert known.power.isnan().all()  # samples of two shapes: kept for each channel
     power = found.power("/linear:0", torch.zeros(2, 6, 4), -1)
@@ -116,7 +117,7 @@ def test_a_value_with_other_channels_in_each_batch_has_no_power(laid, Model):
     net = Model(lambda s, x: (x @ x.mT).softmax(-1) @ x)
     batches = [data(2, 5, 3)[0].requires_grad_(), data(2, 4, 3)[0]]
     model, workload, _ = laid(net, batches, {"/matmul": "int8", "/matmul#1": "int8"})
-    found = importance(model, workload, workload.batches)
+    found = importance(Calibration.of(model, workload))
     assert "/softmax" not in found.values
     assert found.power("/softmax", torch.zeros(2, 5, 5), -1) is None
 
@@ -134,7 +135,7 @@ def test_in_place_operators_and_two_readers(laid, Model):
     model, workload, _ = laid(
         net, data(6, 3), dict.fromkeys(("a/linear", "b/linear", "c/linear"), "int8")
     )
-    found = importance(model, workload, workload.batches[:1])
+    found = importance(Calibration.of(model, workload, workload.batches[:1]))
     y = net.a(workload.batches[0]).relu().detach()
     want = jacobian_power(
         lambda v: (net.double().b(v) + net.c(v)).relu().sum(1, keepdim=True), y
@@ -167,7 +168,7 @@ def test_gradients_through_in_place_residuals(laid, calibrated, Model):
     found = []
     for each in (net, plain):
         model, workload, _ = laid(each, data(3, 2, 4, 4))
-        known = importance(model, workload, workload.batches)
+        known = importance(Calibration.of(model, workload))
         found.append(known.values["/relu"].power)
         trained = calibrated(each, data(3, 2, 4, 4))
         trained(data(3, 2, 4, 4)[0]).square().sum().backward()
@@ -182,7 +183,12 @@ def test_a_batch_without_gradients_counts_for_ranges(laid, Model):
     )
     batches = [-torch.ones(4, 3), torch.ones(4, 3)]
     model, workload, _ = laid(net, batches)
-    assert importance(model, workload, batches).values["a/linear:0"].samples == 4
+    assert (
+        importance(Calibration.of(model, workload, batches))
+        .values["a/linear:0"]
+        .samples
+        == 4
+    )
 
 
 def test_nothing_is_left_behind(laid):
@@ -195,7 +201,7 @@ def test_nothing_is_left_behind(laid):
         {k: v.clone() for k, v in model.state_dict().items()},
     )
     model.model[0].weight.grad = torch.ones(3, 3)
-    importance(model, workload, workload.batches)
+    importance(Calibration.of(model, workload))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert all(p.requires_grad for p in model.model.parameters())
@@ -210,5 +216,5 @@ def test_no_gradient(laid, Model):
     with pytest.raises(
         QuantizationError, match="no gradient reaches the output"
     ) as error:
-        importance(model, workload, workload.batches)
+        importance(Calibration.of(model, workload))
     assert error.value.do == "choose an observer that needs none: mse"

@@ -16,7 +16,7 @@ import roundoff as ro
 from roundoff.errors import QuantizationError
 from roundoff.formats import PerAxis, PerGroup, choose_qparams, fake_quantize, integer
 from roundoff.quantize.model import Passing, Unquantized
-from roundoff.quantize.quantizer import Quantizer, on_sums, sum_scale
+from roundoff.quantize.quantizer import Quantizer, round_bias, sum_scale
 
 
 def data(*shape, count=2, seed=0):
@@ -361,7 +361,7 @@ def test_sites_that_calibration_never_reaches(calibrated, Model):
     model = calibrated(net, [up, down])
     assert rows(model)["a/linear"] == rows(model)["b/linear"] == ("int8", "")
     model.quantizer("b/linear:0").scale = None
-    model.settle_()
+    model.drop_unreached_()
     assert rows(model)["b/linear"] == ("fp32", "calibration never reached it")
     assert torch.equal(model(down), model.model.b(down))
 
@@ -395,12 +395,12 @@ def test_biases_on_sums(small):
     step = x.scale.flatten().double() * weight.scale.flatten().double()
     want = (bias.double() / step).round().clamp(-(2**31), 2**31 - 1) * step
     # step and quotient are rounded to fp32 once each, and the clamp to 2**31: three roundings
-    assert torch.allclose(on_sums(bias, [x, weight]).double(), want, rtol=3 * 2**-24)
+    assert torch.allclose(round_bias(bias, [x, weight]).double(), want, rtol=3 * 2**-24)
     assert sum_scale([weight, weight], 3) is None
     assert sum_scale([x], 3) is None
     grouped = Quantizer("w", integer(4), weight.operand, PerGroup(2))
     grouped.set_(choose_qparams(torch.randn(6, 4), integer(4), PerGroup(2)))
-    assert on_sums(bias, [x, grouped]) is bias
+    assert round_bias(bias, [x, grouped]) is bias
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -24,11 +24,11 @@ from roundoff.formats import (
     integer,
     parse_format,
 )
-from roundoff.quantize.record import (
+from roundoff.quantize import (
     Entry,
     Fingerprint,
+    PipelineStep,
     Record,
-    Step,
     fingerprint,
     format_named,
     granularity_name,
@@ -76,8 +76,8 @@ def record(**changes: object) -> Record:
         ),
         "skipped": (("/add", "neither operand is quantized"),),
         "steps": (
-            Step("fold", math.inf, 41.25),
-            Step("bias correction", 41.25, 43.0, "2 layers"),
+            PipelineStep("fold", math.inf, 41.25),
+            PipelineStep("bias correction", 41.25, 43.0, "2 layers"),
         ),
         "balance": {"0.weight": (0.5, 2.0)},
         "about": {

@@ -638,7 +638,7 @@ def test_batches_are_joined_where_that_changes_nothing(Model):
 
 
 def test_large_values_are_not_joined(Model, monkeypatch):
-    """Up to JOINED bytes together; the scales and weights are those of all batches either way."""
+    """Up to JOINED_BYTES together; the scales and weights are those of all batches either way."""
     calls = []
 
     def forward(s, x):
@@ -656,7 +656,7 @@ def test_large_values_are_not_joined(Model, monkeypatch):
         (8 * 8 * 4, [8, 8, 8]),
         (1, [4] * 6),
     ):  # the largest value: 8 numbers of fp32
-        monkeypatch.setattr("roundoff.quantize.round_in_order.JOINED", joined)
+        monkeypatch.setattr("roundoff.quantize.round_in_order.JOINED_BYTES", joined)
         calls.clear()
         found.append(ro.quantize(model, "int8", batches, rounding=plain))
         # without GPTQ and bias correction no full-precision run goes beside the quantized one
@@ -679,7 +679,7 @@ def test_runs_decide_together_in_order():
     def decide(requests):
         decided.append((requests[0].key, [r.run for r in requests]))
         for request in requests:
-            request.answer = 10 * request.given
+            request.answer = 10 * request.subject
 
     answers = {0: [], 1: []}
     steps = Lockstep(decide)

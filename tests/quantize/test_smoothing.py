@@ -18,6 +18,7 @@ from roundoff.formats import (
     integer,
     parse_format,
 )
+from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels.input_statistics import input_statistics
 from roundoff.quantize.channels.outlier_columns import split_outliers_
 from roundoff.quantize.channels.smooth import METHODS, simulated_db, smooth_
@@ -98,7 +99,7 @@ def test_the_function_stays_and_the_output_gains(laid, method, after):
         )  # outliers of 30: 5 bits are lost, some of them come back
     # factors and their inverses are rounded once each, in fp64
     assert torch.allclose(unquantized(model, batches[0]), want, rtol=1e-10, atol=1e-10)
-    assert simulated_db(model, workload, batches) == pytest.approx(
+    assert simulated_db(Calibration.of(model, workload, batches)) == pytest.approx(
         found.gain.after_db, abs=1e-6
     )
     how = {row.readers: row.how for row in found.rows}
@@ -211,7 +212,7 @@ def test_the_best_of_several_strengths(laid):
 def test_spread_moves_into_norms_too(laid):
     net, batches = block(), data(3, 6, 16)
     model, workload, graph = laid(net, batches, "int8")
-    weights = importance(model, workload, batches)
+    weights = importance(Calibration.of(model, workload, batches))
     found = smooth_(model, graph, workload, weights, method="spread")
     assert found.gain.db > 3
     assert not torch.allclose(model.model.norm.weight, net.norm.weight)
@@ -237,10 +238,12 @@ def test_errors(laid):
 
 def test_inputs_by_hand(laid):
     net, batches = block(), data(3, 6, 16)
-    model, workload, graph = laid(net, batches, "int8")
+    model, workload, _graph = laid(net, batches, "int8")
     by_value = {
         i.value: i
-        for i in input_statistics(model, graph, workload, batches, moments=True)
+        for i in input_statistics(
+            Calibration.of(model, workload, batches), moments=True
+        )
     }
     rows = torch.cat([net.norm(x).flatten(0, 1) for x in batches]).detach()
     seen = by_value["norm/layer_norm"]

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels import spread
-from roundoff.quantize.channels.groups import followed, groups_of
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import groups_of
 from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.importance import importance
 
@@ -27,7 +29,7 @@ def prepared(laid, net, batches, formats="int8", **options):
             s: formats for s, n in graph.nodes.items() if n.kind in ("conv", "linear")
         }
     model, workload, graph = laid(net, batches, formats, **options)
-    return model, workload, graph, importance(model, workload, workload.batches)
+    return model, workload, graph, importance(Calibration.of(model, workload))
 
 
 def skewed(net, exponents, first, second):
@@ -61,8 +63,8 @@ def convolutions(clip=None):
 )
 def test_the_function_stays_and_the_predicted_noise_falls(laid, make):
     net = skewed(make(), torch.tensor([3.0, -2.0, 0.0, 1.0, -3.0, 2.0]), 0, 2)
-    model, workload, graph, weights = prepared(laid, net, data(4, 2, 6, 6))
-    gain = spread_(model, graph, workload, weights)
+    model, workload, _graph, weights = prepared(laid, net, data(4, 2, 6, 6))
+    gain = spread_(Calibration.of(model, workload), weights)
     assert gain.db > 3
     assert gain.note == "predicted, 2 of 3 groups of channels"
     x = data(4, 2, 6, 6, seed=1)[0]
@@ -83,8 +85,8 @@ def test_relu6_is_the_same_on_the_calibration_data(laid):
             torch.tensor([9.0, 1.0, 0.1, 0.01, 3.0, 0.5]).view(6, 1, 1, 1)
         )
     batches = data(4, 2, 6, 6, count=3)
-    model, workload, graph, weights = prepared(laid, net, batches)
-    gain = spread_(model, graph, workload, weights)
+    model, workload, _graph, weights = prepared(laid, net, batches)
+    gain = spread_(Calibration.of(model, workload), weights)
     assert gain.db > 1
     for x in batches:
         assert torch.allclose(model.model(x), net(x), rtol=1e-4, atol=1e-5)
@@ -108,8 +110,8 @@ def test_skewed_channels_end_at_the_same_scales(laid):
     )
     batches, found, ends = data(8, 2, 6, 6), [], []
     for start in (net, skewed(net, exponents, 0, 2)):
-        model, workload, graph, weights = prepared(laid, start, batches)
-        ends.append(spread_(model, graph, workload, weights).after_db)
+        model, workload, _graph, weights = prepared(laid, start, batches)
+        ends.append(spread_(Calibration.of(model, workload), weights).after_db)
         found.append(model.model[0].weight.detach().abs().amax((1, 2, 3)))
     assert ends[0] == pytest.approx(ends[1], abs=0.3)
     ratio = found[0] / found[1]
@@ -120,9 +122,7 @@ def problem(laid, net, batches, formats="int8"):
     model, workload, graph, weights = prepared(laid, net, batches, formats)
     groups = [
         g
-        for g in groups_of(
-            followed(model.model, workload.batches[:1], None).labels, "rescale"
-        )
+        for g in groups_of(follow_channels(workload, workload.batches[:1]), "rescale")
         if g.consumers
     ]
     groups = [g for g in groups if g.producers and g.pinned is None]
@@ -211,8 +211,8 @@ def test_all_kinds_of_layers(laid, layers, batch):
                 [-1 if i == axis else 1 for i in range(net[0].weight.ndim)]
             )
         )
-    model, workload, graph, weights = prepared(laid, net, data(*batch))
-    gain = spread_(model, graph, workload, weights)
+    model, workload, _graph, weights = prepared(laid, net, data(*batch))
+    gain = spread_(Calibration.of(model, workload), weights)
     assert gain.db > 0
     x = data(*batch, seed=1)[0]
     assert torch.allclose(model.model(x), net(x), rtol=1e-4, atol=1e-5)
@@ -231,8 +231,8 @@ def test_residual_channels_share_one_scale(laid, Model):
     )
     with torch.no_grad():
         net.a.weight[0].mul_(20)
-    model, workload, graph, weights = prepared(laid, net, data(4, 2, 4, 4))
-    assert spread_(model, graph, workload, weights).db > 0
+    model, workload, _graph, weights = prepared(laid, net, data(4, 2, 4, 4))
+    assert spread_(Calibration.of(model, workload), weights).db > 0
     x = data(4, 2, 4, 4, seed=1)[0]
     assert torch.allclose(model.model(x), net(x), rtol=1e-4, atol=1e-5)
     ratios = (model.model.a.weight / net.a.weight).detach()[:, 0, 0, 0]
@@ -242,15 +242,15 @@ def test_residual_channels_share_one_scale(laid, Model):
 
 
 def test_nothing_to_rescale(laid):
-    model, workload, graph, weights = prepared(laid, nn.Linear(3, 2), data(4, 3))
+    model, workload, _graph, weights = prepared(laid, nn.Linear(3, 2), data(4, 3))
     before = model.model.weight.clone()
-    gain = spread_(model, graph, workload, weights)
+    gain = spread_(Calibration.of(model, workload), weights)
     assert math.isnan(gain.after_db)
     assert gain.note == "no group of channels can be rescaled"
     assert torch.equal(model.model.weight, before)
     net = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
-    model, workload, graph, weights = prepared(laid, net, data(4, 3))
-    assert math.isnan(spread_(model, graph, workload, weights).after_db)
+    model, workload, _graph, weights = prepared(laid, net, data(4, 3))
+    assert math.isnan(spread_(Calibration.of(model, workload), weights).after_db)
 
 
 def test_dead_channels_and_constant_values(laid):
@@ -261,8 +261,8 @@ def test_dead_channels_and_constant_values(laid):
         net[0].weight[1].zero_()
         net[0].bias[1] = -1.0
         net[2].weight[:, 2].zero_()
-    model, workload, graph, weights = prepared(laid, net, data(4, 3))
-    gain = spread_(model, graph, workload, weights)
+    model, workload, _graph, weights = prepared(laid, net, data(4, 3))
+    gain = spread_(Calibration.of(model, workload), weights)
     assert math.isfinite(gain.after_db)
     assert all(bool(p.isfinite().all()) for p in model.model.parameters())
     x = data(4, 3, seed=1)[0]
@@ -276,8 +276,8 @@ def test_the_prediction_is_the_signal_to_noise_ratio_of_the_output(laid):
         nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 5)),
         data(400, 6, count=2),
     )
-    model, workload, graph, weights = prepared(laid, net, batches)
-    gain = spread_(model, graph, workload, weights, gamma=1.0, steps=1)
+    model, workload, _graph, weights = prepared(laid, net, batches)
+    gain = spread_(Calibration.of(model, workload), weights, gamma=1.0, steps=1)
     x, (first, second) = (
         torch.cat(batches).double(),
         (m.double() for m in copy.deepcopy(net)),

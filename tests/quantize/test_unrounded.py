@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import roundoff as ro
-from roundoff.export.delivery.make import make
 from roundoff.export.delivery.request import Ask
 from roundoff.export.delivery.sites import compare, site_rows
 from roundoff.ops.calls import float_tensors, watch
 from roundoff.quantize.options import Rounding
 from roundoff.quantize.pipeline import unrounded
+from roundoff.verbs.quantize import make
 from roundoff.workload.workload import Workload
 
 
@@ -80,7 +80,7 @@ def test_its_weights_are_those_before_rounding(balance):
     )
     made = ro.quantize(workload, "int8", rounding=how)
     twin = unrounded(made, workload)
-    assert made.moves
+    assert made.rescalings
     assert isinstance(twin[1], nn.Identity)
     moved = 0
     for name, quantizer in made.named():
@@ -128,7 +128,7 @@ def test_sites_have_the_plain_sqnr_against_it():
     assert (
         (exact["2/relu"] - user).square().sum() > user.square().sum() / 100
     )  # the channels are others: 20 dB at best
-    assert {row["share"] for row in site_rows(made, Ask())} == {None}
+    assert {row.share for row in site_rows(made, Ask())} == {None}
 
 
 def test_a_pruned_model_is_compared_with_what_pruning_left():

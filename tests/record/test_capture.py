@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import roundoff
-from roundoff.compare.nonfinite.overflow import overflow
+from roundoff.compare.nonfinite.overflow import trace_overflow
 from roundoff.errors import RoundoffError
 
 
@@ -622,7 +622,7 @@ def test_what_a_checkpoint_computes_again_is_no_gradient(path):
     made = rows(path).filter(pl.col("call") >= 0)
     assert made.filter("recomputed")["operator"].to_list().count("addmm") == 1
     assert not made.filter(pl.col("phase") == "forward")["recomputed"].any()
-    scale = overflow(rows(path)).loss_scale
+    scale = trace_overflow(rows(path)).loss_scale
     assert scale.largest <= 2 * 1e4 * 1e-6 * (
         1 + 2**-20
     )  # of a weight's gradient, from two rows of 1e4

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 from rich.console import Console
 
-from roundoff.compare.nonfinite.overflow import overflow
+from roundoff.compare.nonfinite.overflow import trace_overflow
 from roundoff.record.disk.sites import HistogramBin, describe_sites
 from roundoff.report.overflow_text import answer, print_overflow
 from roundoff.report.run_text import histogram, print_show
@@ -82,7 +82,7 @@ def test_no_line_of_show_is_wider_and_no_number_is_cut(width):
 
 @pytest.mark.parametrize("width", [72, 80, 100, 140, 240])
 def test_no_line_of_overflow_is_wider(width):
-    found = text(print_overflow, overflow(BAD).to_dict(), width)
+    found = text(print_overflow, trace_overflow(BAD), width)
     assert max(map(len, found.splitlines())) <= width
     words = " ".join(found.split())
     assert "of 4 values born at" in words
@@ -90,7 +90,7 @@ def test_no_line_of_overflow_is_wider(width):
 
 
 def test_the_answer_in_words():
-    verdict, *rest = answer(overflow(BAD).to_dict())
+    verdict, *rest = answer(trace_overflow(BAD))
     site = "encoder.layer.0.[red]heads[/red]"
     assert (
         verdict
@@ -105,12 +105,12 @@ def test_the_answer_in_words():
 
 
 def test_the_answer_when_all_is_well():
-    verdict, near = answer(overflow(frame(row(1, "mul", 1.0, 60000.0))).to_dict())
+    verdict, near = answer(trace_overflow(frame(row(1, "mul", 1.0, 60000.0))))
     assert verdict == "No NaN or Inf was born in 1 tensor."
     assert near == (
         "1 site within 3 powers of two of overflow: the nearest, encoder.layer.0.[red]heads[/red]/mul, keeps 0.1 in float16."
     )
-    assert answer(overflow(frame(row(1, "mul", 1.0, 2.0))).to_dict())[1].startswith(
+    assert answer(trace_overflow(frame(row(1, "mul", 1.0, 2.0))))[1].startswith(
         "Every site keeps more than 3 powers"
     )
 
@@ -120,7 +120,7 @@ def test_events_that_do_not_fit_are_counted_and_births_stay():
         row(i, "relu", 1.0, 1.0, [i - 1], posinf=3) for i in range(1, 9)
     ]
     rows += [row(9, "clamp", 0.0, 1.0, [8])]
-    shown = text(print_overflow, overflow(frame(*rows)).to_dict(), 140, limit=3)
+    shown = text(print_overflow, trace_overflow(frame(*rows)), 140, limit=3)
     events = shown.split("in the order of calls")[1].split("Within")[0]
     assert events.count("propagation") == 1
     assert "death" in events
@@ -136,6 +136,6 @@ def test_histogram_shows_every_count():
 
 def test_a_run_of_nothing_finite_and_no_floats():
     rows = frame(row(0, "argmax", 3, 3, dtype="int64"))
-    shown = text(print_overflow, overflow(rows).to_dict(), 80)
+    shown = text(print_overflow, trace_overflow(rows), 80)
     assert "No floating-point values were recorded." in shown
     assert "None: the run has no backward pass" in shown

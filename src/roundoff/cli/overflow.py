@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -55,22 +56,21 @@ def command(
 
     The exit code is 1 when a NaN or Inf that is not allowed was born or arrived, 0 when none was, 2 for bad input.
     """
-    from roundoff.compare import overflow
-    from roundoff.record import load, select_steps
+    import roundoff
     from roundoff.report import print_overflow
 
-    loaded = load(run)
-    found = overflow(
-        select_steps(loaded.ops, rank, step),
-        loaded.scalars,
+    answer = roundoff.overflow(
+        run,
         within=within,
         formats=o.split(formats),
         allow=allow or (),
         loss_format=loss_format,
         margin=margin,
+        rank=rank,
+        step=step,
     )
     if json:
-        o.print_json({"run": masked(run), **found.to_dict()})
+        o.print_json({"run": masked(run), **asdict(answer)})
     else:
-        print_overflow(found.to_dict(), o.console(False), limit=limit)
-    return 0 if found.first is None else 1
+        print_overflow(answer, o.console(False), limit=limit)
+    return 0 if answer.first is None else 1

@@ -1,9 +1,9 @@
-"""``roundoff quantize``: from a trained model to a small one that is proved, in one folder."""
+"""``roundoff quantize``: a parser in front of ``roundoff.quantize``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -154,6 +154,12 @@ def command(
             "--onnx/--no-onnx", help="Export, and prove the file in ONNX Runtime."
         ),
     ] = True,
+    checkpoint: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoint", help="Also write the weights for compressed-tensors."
+        ),
+    ] = False,
     output: Annotated[
         Path,
         typer.Option(
@@ -169,54 +175,52 @@ def command(
     """Quantize a model: choose formats for a target, calibrate, repair, export, and prove it in ONNX Runtime.
 
     Writes model.onnx (Q/DQ), fake_quant.onnx, fp32.onnx, model.pt, plan.toml, record.toml, record.txt (AMCT's format),
-    report.html and summary.json. The exit code is 1 when the target is missed or out of reach.
+    report.html and summary.json; with --checkpoint a folder for compressed-tensors too.
+    The exit code is 1 when the target is missed or out of reach.
     """
     import roundoff
-    from roundoff.export import Ask, asked_formats, rounding
-    from roundoff.plan import Plan
+    from roundoff.export import asked_formats, rounding
     from roundoff.quantize import Options
     from roundoff.report import print_files, print_quantize
-    from roundoff.verbs.quantize import check_free, deliver
 
-    options: dict[str, Any] = {
-        "formats": asked_formats(o.split(formats), weights_only, group),
-        "target": target,
-        "cost": cost,
-        "plan": None if plan is None else Plan.load(plan),
-        "skip": tuple(skip or ()),
-        "pin": o.pairs(pin, "pin"),
-        "options": Options(
-            symmetric=symmetric,
-            dynamic=dynamic,
-            activation=granularity,
-            weight=weight_granularity,
-            kv_cache=kv_cache,
-            divide=divide,
-        ),
-        "rounding": rounding(observer, method),
-        "prune": prune,
-        "qat": qat,
-        "lr": lr,
-        "distill": distill,
-        "epochs": epochs or (2 if qat else 0),
-        "tradeoff": pareto,
-        "samples": samples,
-    }
-    asked = Ask(**options)
-    check_free(output, overwrite)
+    chosen_formats = asked_formats(o.split(formats), weights_only, group)
+    options = Options(
+        symmetric=symmetric,
+        dynamic=dynamic,
+        activation=granularity,
+        weight=weight_granularity,
+        kv_cache=kv_cache,
+        divide=divide,
+    )
     with o.progress(json) as progress:
-        loaded = roundoff.Workload.load(workload)
-        if config is not None:
-            from roundoff.export import with_config
-
-            asked = with_config(asked, config, loaded.model)
-        made, summary = deliver(
-            loaded, asked, output, onnx=onnx, overwrite=overwrite, progress=progress
+        delivery = roundoff.quantize(
+            workload,
+            plan,
+            output=output,
+            formats=chosen_formats,
+            target=target,
+            skip=skip or (),
+            pin=o.pairs(pin, "pin"),
+            cost=cost,
+            options=options,
+            rounding=rounding(observer, method),
+            config=config,
+            samples=samples,
+            prune=prune,
+            qat=qat,
+            epochs=epochs or (2 if qat else 0),
+            lr=lr,
+            distill=distill,
+            tradeoff=pareto,
+            onnx=onnx,
+            checkpoint=checkpoint,
+            overwrite=overwrite,
+            progress=progress,
         )
     if json:
-        o.print_json(summary)
+        o.print_json(delivery.summary)
     else:
         console = o.console(False)
-        print_quantize(summary, console, top=top)
-        print_files(summary, str(output), console)
-    return 0 if made.met(asked) else 1
+        print_quantize(delivery.summary, console, top=top)
+        print_files(delivery.summary, str(output), console)
+    return 0 if delivery.met else 1

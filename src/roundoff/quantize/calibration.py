@@ -1,139 +1,175 @@
-"""What ``roundoff.quantize`` is given: a workload with finite data, weights that can become codes, formats of sites."""
+"""Calibration: the laid-out model and the data that every step of ``quantize`` takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from roundoff.errors import FormatError, QuantizationError
-from roundoff.formats import Format, parse_format
-from roundoff.ops import MATRIX_KINDS
-from roundoff.plan import Plan, Rule
-from roundoff.quantize.graph import Graph, trace
+from roundoff.budget import sqnr_db
+from roundoff.errors import QuantizationError
+from roundoff.plan import noise
+from roundoff.quantize.graph import Graph, no_data
 from roundoff.quantize.model import QuantizedModel
-from roundoff.site import select
-from roundoff.workload import Workload, describe
+from roundoff.workload import Workload, describe, named_tensors
 
-#: Kinds of calls that a plan of one format quantizes.
-#: Batches, at most, that the graph of a model is traced on that never asks for a tensor's value.
-TRACED = 4
+#: Batches that the output of the whole model is measured on.
+MEASURED_BATCHES = 2
 
 
-def given_workload(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """A quantized model that is being calibrated, and the data that its steps take.
+
+    Attributes:
+        model: laid out; the steps change it in place.
+        graph: the calls that it is laid out for.
+        workload: how the network inside it is run: ``workload.model`` is ``model.model``.
+        batches: calibration data.
+        reference: what the unquantized network returns for the first
+            ``MEASURED_BATCHES``; empty where no step measures the output.
+    """
+
+    model: QuantizedModel
+    graph: Graph
+    workload: Workload
+    batches: Sequence[Any]
+    reference: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        model: QuantizedModel,
+        workload: Workload,
+        batches: Iterable[Any] | None = None,
+        graph: Graph | None = None,
+    ) -> Calibration:
+        """Pack a model with the data of a workload, or with other batches."""
+        return cls(
+            model=model,
+            graph=model.graph if graph is None else graph,
+            workload=workload.with_model(model.model),
+            batches=workload.batches if batches is None else list(batches),
+        )
+
+    def on(self, batches: Sequence[Any]) -> Calibration:
+        """Return the same model with other data."""
+        return replace(self, batches=batches)
+
+    def trial(self) -> Calibration:
+        """Return the same data with a copy of the model, for a step that may be undone."""
+        model = copy.deepcopy(self.model)
+        workload = self.workload.with_model(model.model)
+        return replace(self, model=model, workload=workload)
+
+    def outputs(self, batches: Sequence[Any]) -> list[dict[str, Tensor]]:
+        """Run the quantized model; without gradients, in the mode that it is in."""
+        workload = self.workload.with_model(self.model)
+        with torch.no_grad():
+            return [named_tensors(workload.run(batch)) for batch in batches]
+
+    def measure_db(self) -> float:
+        """Return the SQNR of the quantized output against ``reference``, in dB."""
+        batches = self.batches[: len(self.reference)]
+        training = self.model.training
+        try:
+            self.model.eval()
+            outputs = self.outputs(batches)
+        finally:
+            self.model.train(training)
+        return sqnr_db(noise(outputs, self.reference))
+
+
+def reference_outputs(workload: Workload) -> list[dict[str, Tensor]]:
+    """Run an unquantized model on the first batches, in evaluation mode."""
+    model = workload.model
+    training = model.training
+    try:
+        model.eval()
+        with torch.no_grad():
+            batches = workload.batches[:MEASURED_BATCHES]
+            return [named_tensors(workload.run(batch)) for batch in batches]
+    finally:
+        model.train(training)
+
+
+def calibration_workload(
     model: nn.Module | Workload,
     batches: Iterable[Any] | None,
     forward: Callable[[nn.Module, Any], Any] | None,
 ) -> Workload:
-    """The workload that a model, or a workload with other batches, is calibrated with."""
+    """Return a workload with finite data: that of a model, or one with other batches.
+
+    Raises ``QuantizationError`` without data, and for NaN or Inf in them.
+    """
+    collected = None if batches is None else list(batches)
     if isinstance(model, Workload):
-        if batches is None:
-            return model
-        twin = model.with_model(model.model)
-        twin.batches = list(batches)
-        return twin
-    given = [] if batches is None else list(batches)
-    if not given:
-        raise _no_data("quantize")
-    return Workload(model, given, forward=forward)
+        workload = model if collected is None else with_batches(model, collected)
+    elif collected:
+        workload = Workload(model, collected, forward=forward)
+    else:
+        raise no_data("quantize")
+    _check_data(workload)
+    return workload
 
 
-def _no_data(where: str) -> QuantizationError:
-    return QuantizationError(
-        "no calibration data",
-        where=where,
-        expected="one batch or more",
-        got="none",
-        do="give the batches that the model is calibrated on",
-    )
+def with_batches(workload: Workload, batches: Sequence[Any]) -> Workload:
+    """Return the same workload with other batches."""
+    twin = workload.with_model(workload.model)
+    twin.batches = list(batches)
+    return twin
 
 
-def check_data(workload: Workload) -> None:
-    """Calibration data must be there, and finite."""
+def copy_model(model: nn.Module) -> nn.Module:
+    """Return a copy in evaluation mode that shares nothing with the model."""
+    try:
+        return copy.deepcopy(model).eval()
+    # tensors with a history, locks, open files
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise QuantizationError(
+            "the model cannot be copied",
+            where=type(model).__name__,
+            got=str(error).partition(". ")[0],
+            expected="a module that copy.deepcopy takes",
+            do="fold torch.nn.utils.weight_norm in with remove_weight_norm, or make the module "
+            "forget tensors that it computed",
+        ) from error
+
+
+def _check_data(workload: Workload) -> None:
     if not workload.batches:
-        raise _no_data(workload.name)
+        raise no_data(workload.name)
     for index, batch in enumerate(workload.batches):
         for leaf in tree_flatten(batch)[0]:
-            if (
-                isinstance(leaf, Tensor)
-                and leaf.is_floating_point()
-                and not bool(leaf.isfinite().all())
-            ):
-                bad = int((~leaf.isfinite()).sum())
-                raise QuantizationError(
-                    f"{bad} of {leaf.numel()} values of the calibration data are NaN or Inf",
-                    where=f"{workload.name}, batch {index}, {describe(batch)}",
-                    expected="finite values",
-                    do="leave these samples out, or mend what makes them",
-                )
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                _check_finite(leaf, f"{workload.name}, batch {index}", batch)
 
 
-def traced(workload: Workload) -> Graph:
-    """The graph of ``TRACED`` of the batches, spread over all; of all where the model may branch on their values."""
-    some = workload.batches[:: -(-len(workload.batches) // TRACED)]
-    graph = trace(workload, some)
-    return (
-        trace(workload) if graph.asks and len(some) < len(workload.batches) else graph
+def _check_finite(values: Tensor, where: str, batch: Any) -> None:
+    finite = values.isfinite()
+    if bool(finite.all()):
+        return
+    raise QuantizationError(
+        f"{int((~finite).sum())} of {values.numel()} values of the calibration data are NaN or Inf",
+        where=f"{where}, {describe(batch)}",
+        expected="finite values",
+        do="leave these samples out, or mend what makes them",
     )
 
 
-def site_formats(
-    plan: Plan | Mapping[str, str] | str | Path, graph: Graph, skip: Iterable[str] = ()
-) -> dict[str, Format]:
-    """The format of each site of a graph that a plan, a mapping, a file or the name of one format asks for.
+def check_weights(model: QuantizedModel) -> None:
+    """Raise ``QuantizationError`` for weights that cannot become codes.
 
-    Raises ``PlanError`` for a plan whose patterns name nothing, ``PatternError`` for a ``skip`` that names nothing.
+    They have to be finite, in a precision in which a scale times a code is a value of
+    the grid.
     """
-    sites = list(graph.nodes)
-    if isinstance(plan, str) and (fmt := _format(plan)) is not None:
-        chosen = {
-            s: fmt
-            for s, node in graph.nodes.items()
-            if node.kind in MATRIX_KINDS and _has_weight(graph, s, fmt)
-        }
-    else:
-        if isinstance(plan, Mapping):
-            plan = Plan(tuple(Rule(fmt, (pattern,)) for pattern, fmt in plan.items()))
-        elif not isinstance(plan, Plan):
-            plan = Plan.load(plan)
-        chosen = {
-            site: parse_format(name) for site, name in plan.formats(sites).items()
-        }
-    for pattern in skip:
-        for site in select(pattern, sites):
-            chosen.pop(site, None)
-    return chosen
-
-
-def _has_weight(graph: Graph, site: str, fmt: Format) -> bool:
-    node = graph.nodes[site]
-    weighted = any(
-        use.weight or use.origin == "made" for use in node.uses
-    )  # what is made of weights becomes a reason
-    return weighted and (
-        node.kind != "embedding"
-        or fmt.execution is None
-        or fmt.execution.activation is None
-    )
-
-
-def _format(name: str) -> Format | None:
-    try:
-        return parse_format(name)
-    except FormatError:
-        if Path(name).suffix in (".toml", ".json"):
-            return None
-        raise
-
-
-def check_weights(made: QuantizedModel) -> None:
-    """Weights that become codes must be finite, in a precision in which a scale times a code is a value of the grid."""
-    for name in made.weight_names():
-        weight = made.model.get_parameter(name)
+    for name in model.weight_names():
+        weight = model.model.get_parameter(name)
         if weight.dtype not in (torch.float32, torch.float64):
             raise QuantizationError(
                 "the model's weights are no fp32",
@@ -142,7 +178,8 @@ def check_weights(made: QuantizedModel) -> None:
                 got=str(weight.dtype).removeprefix("torch."),
                 do="give model.float(), and data in float32",
             )
-        if bad := int((~weight.detach().isfinite()).sum()):
+        bad = int((~weight.detach().isfinite()).sum())
+        if bad:
             raise QuantizationError(
                 f"{bad} of {weight.numel()} weights are NaN or Inf",
                 where=name,

@@ -1,21 +1,24 @@
-"""From a target to a quantized model: which sites fall back to more bits is planned from the budget, not tried site by site.
+"""From a target to a quantized model: which sites fall back to more bits is planned.
 
-The budget prices every site in every format from one reference pass. The plan it leads to is quantized and measured; what
-calibration and repair gained over the budget's plain rounding is then known, and the next plan is solved with it. Each
-measurement is one evaluation of the metric; there are at most four.
+The budget prices every site in every format from one reference pass. The plan it leads to
+is quantized and measured; what calibration and repair gained over the budget's plain
+rounding is then known, and the next plan is solved with it. Each measurement is one
+evaluation of the metric; there are at most four. Sites are not tried one by one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from roundoff.budget import (
     Budget,
+    Goal,
     Problem,
     Progress,
     budget,
@@ -26,26 +29,36 @@ from roundoff.budget import (
 )
 from roundoff.errors import InfeasibleError, QuantizationError
 from roundoff.formats import parse_format
-from roundoff.ops import MATRIX_KINDS
 from roundoff.plan import Plan, detached, noise
 from roundoff.preserve import preserve
+from roundoff.quantize.calibration import with_batches
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options, Rounding
 from roundoff.quantize.pipeline import quantize
 from roundoff.site import select
 from roundoff.workload import Workload, named_tensors
 
-#: What calibration and repair are expected to gain over plain rounding, in dB, before anything is measured.
+#: What calibration and repair are expected to gain over plain rounding, in dB, before
+#: anything is measured.
 EXPECTED_GAIN = 6.0
 #: A plan this much above its target is worth trying to make cheaper, in dB.
 SLACK = 3.0
 #: Batches that the budget is measured on.
-BATCHES = 4
+BUDGET_BATCHES = 4
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One plan, quantized and measured: SQNR of the output in dB (predicted for plain rounding), metric, cost."""
+class PlanTrial:
+    """One plan, quantized and measured.
+
+    Attributes:
+        plan: which site ran in which format.
+        predicted_db: SQNR of the output in dB, as the budget predicts for plain rounding.
+        measured_db: that of the quantized model.
+        metric: of the workload; None without one.
+        cost: as the problem counts it.
+        met: True where the target was met.
+    """
 
     plan: Plan
     predicted_db: float
@@ -57,15 +70,25 @@ class Trial:
 
 @dataclass(frozen=True)
 class Reached:
-    """The model with the cheapest plan that meets the target, or where none does the best one.
+    """The model with the cheapest plan that meets the target, or else the best one.
 
-    ``trials`` are in the order in which they were made, one evaluation of the metric each; ``model`` is that of ``plan``.
-    ``shares`` has each site's share of the noise that the budget predicts for the plan, errors taken as independent.
+    Attributes:
+        model: quantized by ``plan``.
+        plan: which site runs in which format.
+        trials: in the order in which they were made, one evaluation of the metric each.
+        met: True where ``plan`` meets the target.
+        target: as it was asked for.
+        target_db: the SQNR of the output that it comes to, in dB.
+        metric_name: of the workload; None without a metric.
+        metric_reference: the metric of the unquantized model.
+        note: how ``target_db`` was found, and why the target was missed.
+        shares: each site's share of the noise that the budget predicts for the plan,
+            errors taken as independent.
     """
 
     model: QuantizedModel
     plan: Plan
-    trials: list[Trial]
+    trials: list[PlanTrial]
     met: bool
     target: str
     target_db: float
@@ -73,28 +96,6 @@ class Reached:
     metric_reference: float | None = None
     note: str = ""
     shares: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class _Search:
-    """How far the measured SQNR was above the budget's prediction, and between which bounds the answer lies."""
-
-    goal: float
-    gain: float = EXPECTED_GAIN
-    low: float = -math.inf
-    high: float = math.inf
-    tried: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
-
-    def aim(self) -> float:
-        """The SQNR to ask the budget for."""
-        wanted = self.goal - self.gain
-        if self.low < wanted < self.high:
-            return wanted
-        if math.isinf(self.high):
-            return self.low + SLACK
-        if math.isinf(self.low):
-            return self.high - SLACK
-        return (self.low + self.high) / 2
 
 
 def reach(
@@ -110,14 +111,17 @@ def reach(
     evaluations: int = 4,
     progress: Progress | None = None,
 ) -> Reached:
-    """Quantize a workload's model so that a target is met, with the cheapest formats that the budget finds for it.
+    """Quantize a workload's model so that a target is met, as cheaply as can be found.
 
     Args:
-        workload: ``batches`` are the calibration data; the target is measured on ``held_out`` where there is some.
-        target: a drop of the metric, ``"0.5%"`` (of 1: half a point of accuracy) or ``"0.005"`` as text with ``%`` or a
-            number below 1; or decibels of SQNR of the output, ``"38dB"`` or a number of 1 and more.
+        workload: ``batches`` are the calibration data; the target is measured on
+            ``held_out`` where there is some.
+        target: a drop of the metric, ``"0.5%"`` (of 1: half a point of accuracy) or
+            ``"0.005"`` as text with ``%`` or a number below 1; or decibels of SQNR of the
+            output, ``"38dB"`` or a number of 1 and more.
         formats: offered to each site beside fp32.
-        cost: what is made least: ``bytes``, ``storage``, ``bitops`` or ``operators`` (see ``plan.cost``).
+        cost: what is made least: ``bytes``, ``storage``, ``bitops`` or ``operators`` (see
+            ``plan.cost``).
         pin: pattern → format of sites that the user fixes.
         skip: patterns of sites that stay in fp32.
         options: see ``quantize``.
@@ -126,19 +130,21 @@ def reach(
         progress: called as ``progress(stage, done, total)``.
 
     Raises:
-        InfeasibleError: sites are pinned so that no plan can reach the target, with the best reachable SQNR.
-        QuantizationError: a metric drop was asked for and the workload has no metric; what ``quantize`` raises.
+        InfeasibleError: sites are pinned so that no plan can reach the target, with the
+            best reachable SQNR.
+        QuantizationError: a metric drop was asked for and the workload has no metric;
+            what ``quantize`` raises.
 
     Example:
         >>> from torch import nn
         >>> torch.manual_seed(0)
         <torch...>
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        >>> found = reach(Workload(net, [torch.randn(32, 8) for _ in range(2)]), "30dB", ["w8a8", "w4a4"])
-        >>> found.met, len(found.trials) <= 4
+        >>> workload = Workload(net, [torch.randn(32, 8) for _ in range(2)])
+        >>> result = reach(workload, "30dB", ["w8a8", "w4a4"])
+        >>> result.met, len(result.trials) <= 4
         (True, True)
     """
-    formats, skip = list(formats), list(skip)
     if evaluations < 1:
         raise QuantizationError(
             "no evaluation is allowed",
@@ -146,110 +152,65 @@ def reach(
             expected="1 or more",
             got=str(evaluations),
         )
-    drop, goal = _target(target, workload)
-    judged = _judged(workload)
-    reference = _run(judged, judged)
-    exact = [named_tensors(o) for o in reference]
-    metric_reference = judged.evaluate(reference, reference)
-    few = workload.with_model(workload.model)
-    few.batches = workload.batches[:BATCHES]
-    if drop is not None and few.metric is not None:
-        few.batches = (
-            judged.batches[:BATCHES] if judged is not workload else few.batches
-        )
+    wanted = _Target.parse(target, workload)
+    judge = _Judge(workload)
     pins = dict(pin or {}) | dict.fromkeys(skip, "fp32")
-    others = [
-        fmt
-        for fmt in dict.fromkeys(pins.values())
-        if parse_format(fmt).name not in map(_name, [*formats, "fp32"])
-    ]
-    measured = budget(few, [*formats, *others], progress=progress)
-    for pattern in pins:
-        select(pattern, [site["site"] for site in measured.sites])
-    problem = Problem(
-        measured, cost, None, pins, {"*": ["fp32", *formats]} if others else {}
-    )
-    note = ""
-    if drop is not None:
-        goal, note = drop_to_db(measured.about.get("metric"), drop)
-    search = _Search(goal)
-    trials: list[Trial] = []
-    best: tuple[QuantizedModel, Trial] | None = None
+    sample = _budget_workload(workload, judge, wanted)
+    problem = _price(sample, list(formats), cost, pins, progress)
+    if wanted.drop is not None:
+        db, note = drop_to_db(problem.budget.about.metric, wanted.drop)
+        wanted = replace(wanted, db=db, note=note)
+
+    search = _Search(problem, wanted)
     for number in range(evaluations):
         if progress is not None:
             progress("quantize", number, evaluations)
-        chosen = _cheapest(
-            problem, search.aim(), last=number + 1 == evaluations and best is None
-        )
-        key = tuple(sorted(chosen.items()))
-        if key in search.tried:
+        last = number + 1 == evaluations
+        chosen = search.next_formats(last=last)
+        if chosen is None:
             break
-        search.tried.add(key)
-        plan, predicted = problem.plan(chosen, asked=goal), measured.predict(chosen).db
-        if not any(name != "fp32" for name in chosen.values()):
-            break
+        plan = problem.plan(chosen, asked=wanted.db)
         model = quantize(workload, plan, options=options, rounding=rounding)
-        outputs = _run(judged, judged.with_model(model))
-        db = sqnr_db(noise([named_tensors(o) for o in outputs], exact))
-        metric = judged.evaluate(outputs, reference)
-        if drop is None or metric is None or metric_reference is None:
-            met = db >= goal
-        else:
-            met = metric >= metric_reference - drop
-        trial = Trial(plan, predicted, db, metric, problem.cost_of(chosen), met)
-        trials.append(trial)
-        best = _better(best, model, trial)
-        search.gain = db - predicted
-        if met:
-            search.high = min(search.high, predicted)
-            if drop is None and db - goal < SLACK / 3:
-                break
-            if drop is not None:
-                search.goal = min(search.goal, db - SLACK)
-        else:
-            search.low = max(search.low, predicted)
-            if drop is not None:
-                search.goal = db + SLACK
-        if search.high - search.low < SLACK / 3:
+        search.add(model, judge.try_(model, plan, chosen, problem, wanted))
+        if search.settled():
             break
-    if best is None:
-        raise InfeasibleError(
-            "no plan with the offered formats meets the target",
-            where=workload.name,
-            best_db=math.inf,
-            pinned=list(pins),
-            expected=str(target)
-            if drop is None
-            else f"{target} less, about {goal:.0f} dB",
-            got=f"fp32 for every site; {quietest(problem)}" + f" ({note})" * bool(note),
-            do="offer wider formats, or ask for less",
-        )
-    model, trial = best
+    if search.best is None:
+        raise _infeasible(workload, problem, wanted, pins)
+    model, trial = search.best
+    notes = [wanted.note]
     if not trial.met:
-        note = "; ".join(
-            filter(
-                None, (note, in_the_way(problem, trial.plan, trial.measured_db, pins))
-            )
-        )
+        notes.append(in_the_way(problem, trial.plan, trial.measured_db, pins))
     return Reached(
-        model,
-        trial.plan,
-        trials,
-        trial.met,
-        str(target),
-        goal,
-        workload.metric_name if workload.metric else None,
-        metric_reference,
-        note,
-        shares(measured, trial.plan.formats(list(problem.info))),
+        model=model,
+        plan=trial.plan,
+        trials=search.trials,
+        met=trial.met,
+        target=wanted.text,
+        target_db=wanted.db,
+        metric_name=workload.metric_name if workload.metric else None,
+        metric_reference=judge.metric_reference,
+        note="; ".join(filter(None, notes)),
+        shares=shares(problem.budget, trial.plan.formats(list(problem.info))),
     )
 
 
-def _target(target: str | float, workload: Workload) -> tuple[float | None, float]:
-    """(drop of the metric or None, decibels)."""
-    text = str(target)
-    number = isinstance(target, int | float) and not isinstance(target, bool)
-    if text.strip().endswith("%") or (number and 0 <= float(target) < 1):
+@dataclass(frozen=True)
+class _Target:
+    """What was asked for: a drop of the metric, or an SQNR of the output in dB.
+
+    ``db`` of a drop is known once the budget is measured, and ``note`` says from what.
+    """
+
+    text: str
+    drop: float | None
+    db: float
+    note: str = ""
+
+    @classmethod
+    def parse(cls, target: str | float, workload: Workload) -> _Target:
+        text = str(target)
+        if not _is_drop(target):
+            return cls(text, None, parse_target(target))
         if workload.metric is None:
             raise QuantizationError(
                 "a drop of the metric was asked for, and the workload has no metric",
@@ -258,109 +219,226 @@ def _target(target: str | float, workload: Workload) -> tuple[float | None, floa
                 got=text,
                 do="define it, or give a target in dB",
             )
-        return parse_drop(target), math.nan
-    return None, parse_target(target)
+        return cls(text, parse_drop(target), math.nan)
 
 
-def _judged(workload: Workload) -> Workload:
-    """The workload whose batches are the data that the target is measured on."""
-    if not workload.held_out:
-        return workload
-    twin = workload.with_model(workload.model)
-    twin.batches = workload.held_out
-    return twin
+def _is_drop(target: str | float) -> bool:
+    """Return True for a percentage, or a number below 1."""
+    if isinstance(target, int | float) and not isinstance(target, bool):
+        return 0 <= float(target) < 1
+    return str(target).strip().endswith("%")
 
 
-def _run(judged: Workload, workload: Workload) -> list[Any]:
-    with preserve(workload.model), torch.no_grad():
-        workload.model.eval()
-        return [detached(workload.run(batch)) for batch in judged.batches]
+class _Judge:
+    """The data that the target is measured on, and the unquantized outputs for them."""
+
+    def __init__(self, workload: Workload) -> None:
+        held_out = workload.held_out
+        self.data = with_batches(workload, held_out) if held_out else workload
+        self.reference = self._run(workload.model)
+        self.exact = _tensors(self.reference)
+        self.metric_reference = self.data.evaluate(self.reference, self.reference)
+
+    def try_(
+        self,
+        model: QuantizedModel,
+        plan: Plan,
+        chosen: Mapping[str, str],
+        problem: Problem,
+        target: _Target,
+    ) -> PlanTrial:
+        """Measure a quantized model."""
+        outputs = self._run(model)
+        db = sqnr_db(noise(_tensors(outputs), self.exact))
+        metric = self.data.evaluate(outputs, self.reference)
+        if target.drop is None or metric is None or self.metric_reference is None:
+            met = db >= target.db
+        else:
+            met = metric >= self.metric_reference - target.drop
+        predicted = problem.budget.predict(chosen).db
+        return PlanTrial(plan, predicted, db, metric, problem.cost_of(chosen), met)
+
+    def _run(self, model: nn.Module) -> list[Any]:
+        workload = self.data.with_model(model)
+        with preserve(model), torch.no_grad():
+            model.eval()
+            return [detached(workload.run(batch)) for batch in self.data.batches]
 
 
-def _cheapest(problem: Problem, aim: float, *, last: bool) -> dict[str, str]:
-    """The cheapest formats for an SQNR; those with the least noise where it is out of reach, or nothing else is left."""
-    if last:
+def _tensors(outputs: Sequence[Any]) -> list[dict[str, Tensor]]:
+    return [named_tensors(output) for output in outputs]
+
+
+class _Search:
+    """Which plans were tried, and between which bounds of the prediction the answer lies.
+
+    ``gain`` is how far the measured SQNR was above the budget's prediction.
+    """
+
+    def __init__(self, problem: Problem, target: _Target) -> None:
+        self.problem = problem
+        self.target = target
+        self.goal = target.db
+        self.gain = EXPECTED_GAIN
+        self.low = -math.inf
+        self.high = math.inf
+        self.trials: list[PlanTrial] = []
+        self.best: tuple[QuantizedModel, PlanTrial] | None = None
+        self._tried: set[tuple[tuple[str, str], ...]] = set()
+
+    def next_formats(self, *, last: bool) -> dict[str, str] | None:
+        """Return the formats to try next; None where nothing new is left.
+
+        Only fp32 is not worth a trial. The last trial is on the safe side while no plan
+        was quantized.
+        """
+        safely = last and self.best is None
+        chosen = _cheapest(self.problem, self._aim(), safely=safely)
+        key = tuple(sorted(chosen.items()))
+        if key in self._tried:
+            return None
+        self._tried.add(key)
+        return chosen if any(fmt != "fp32" for fmt in chosen.values()) else None
+
+    def add(self, model: QuantizedModel, trial: PlanTrial) -> None:
+        """Learn from a trial."""
+        self.trials.append(trial)
+        if self.best is None or _is_better(trial, self.best[1]):
+            self.best = model, trial
+        db = trial.measured_db
+        drop = self.target.drop is not None
+        self.gain = db - trial.predicted_db
+        if trial.met:
+            self.high = min(self.high, trial.predicted_db)
+            if drop:
+                self.goal = min(self.goal, db - SLACK)
+        else:
+            self.low = max(self.low, trial.predicted_db)
+            if drop:
+                self.goal = db + SLACK
+
+    def settled(self) -> bool:
+        """Return True where another trial would not be worth it."""
+        trial = self.trials[-1]
+        if trial.met and self.target.drop is None:
+            close = trial.measured_db - self.target.db < SLACK / 3
+            if close:
+                return True
+        return self.high - self.low < SLACK / 3
+
+    def _aim(self) -> float:
+        """Return the SQNR to ask the budget for."""
+        wanted = self.goal - self.gain
+        if self.low < wanted < self.high:
+            return wanted
+        if math.isinf(self.high):
+            return self.low + SLACK
+        if math.isinf(self.low):
+            return self.high - SLACK
+        return (self.low + self.high) / 2
+
+
+def _is_better(trial: PlanTrial, best: PlanTrial) -> bool:
+    """Compare two plans.
+
+    One that meets the target goes before one that does not; then the cheaper one, or the
+    one with less noise.
+    """
+    if trial.met != best.met:
+        return trial.met
+    if trial.met:
+        return trial.cost < best.cost
+    return trial.measured_db > best.measured_db
+
+
+def _budget_workload(workload: Workload, judge: _Judge, target: _Target) -> Workload:
+    """Return the workload with the few batches that the budget is measured on.
+
+    A drop of the metric is priced on the data that it is measured on.
+    """
+    data = workload if target.drop is None else judge.data
+    return with_batches(workload, data.batches[:BUDGET_BATCHES])
+
+
+def _price(
+    workload: Workload,
+    formats: Sequence[str],
+    cost: str,
+    pins: Mapping[str, str],
+    progress: Progress | None,
+) -> Problem:
+    """Measure the budget of the offered and the pinned formats."""
+    offered = {_full_name(fmt) for fmt in (*formats, "fp32")}
+    others = [f for f in dict.fromkeys(pins.values()) if _full_name(f) not in offered]
+    measured = budget(workload, [*formats, *others], progress=progress)
+    for pattern in pins:
+        select(pattern, [site.site for site in measured.sites])
+    # what is pinned alone is no choice for the others
+    allow = {"*": ["fp32", *formats]} if others else {}
+    return Problem(measured, Goal(cost=cost, pin=pins, allow=allow))
+
+
+def _full_name(fmt: str) -> str:
+    return parse_format(fmt).name
+
+
+def _cheapest(problem: Problem, aim: float, *, safely: bool) -> dict[str, str]:
+    """Return the cheapest formats for an SQNR.
+
+    Where it is out of reach, those with the least noise. ``safely`` asks for more.
+    """
+    if safely:
         aim = max(aim, 0.0) + 2 * SLACK
     try:
         return dict(problem.cheapest(aim))
     except InfeasibleError as error:
         if not math.isfinite(error.best_db):
             raise
-        try:
-            return dict(problem.cheapest(math.floor(error.best_db * 100) / 100))
-        except InfeasibleError:  # errors that add up: what is pinned, and nothing else
-            pinned = {
-                d.name: d.pinned
-                for d in problem.decisions
-                if d.pinned is not None and d.pinned != "fp32"
-            }
-            return {
-                site: fmt
-                for name, fmt in pinned.items()
-                for site in problem.groups[name]
-            }
+        best_db = math.floor(error.best_db * 100) / 100
+    try:
+        return dict(problem.cheapest(best_db))
+    except InfeasibleError:  # errors that add up: what is pinned, and nothing else
+        return _pinned_formats(problem)
 
 
-def _name(fmt: str) -> str:
-    return parse_format(fmt).name
+def _pinned_formats(problem: Problem) -> dict[str, str]:
+    pinned: dict[str, str] = {}
+    for decision in problem.decisions:
+        if decision.pinned not in (None, "fp32"):
+            sites = problem.groups[decision.name]
+            pinned |= dict.fromkeys(sites, str(decision.pinned))
+    return pinned
 
 
-def _better(
-    best: tuple[QuantizedModel, Trial] | None, model: QuantizedModel, trial: Trial
-) -> tuple[QuantizedModel, Trial]:
-    """A plan that meets the target before one that does not; then the cheaper one, or the one with less noise."""
-    if best is None:
-        return model, trial
-    old = best[1]
-    if trial.met != old.met:
-        return (model, trial) if trial.met else best
-    better = trial.cost < old.cost if trial.met else trial.measured_db > old.measured_db
-    return (model, trial) if better else best
-
-
-def average_bits(model: QuantizedModel) -> tuple[float, float]:
-    """Bits per weight and per activation of a quantized model: over the weights of all calls that multiply, and over the
-    activations that those calls read; what has no quantizer counts 32."""
-    weights: dict[str, tuple[int, float]] = {}
-    activations: list[tuple[int, float]] = []
-    for site, route in model.routes.items():
-        node = model.graph.nodes.get(site)
-        if node is None or node.kind not in MATRIX_KINDS:
-            continue
-        for use in node.uses:
-            name = route.uses.get(use.operand.leaf)
-            bits = model.quantizer(name).fmt.bits if name is not None else 32.0
-            size = math.prod(use.shape)
-            if use.weight:
-                weights[use.value] = (size, bits)
-            elif use.operand.role == "activation":
-                activations.append((math.prod(use.shape[1:]), bits))
-    for node in model.graph.nodes.values():
-        if node.site in model.routes or node.kind not in MATRIX_KINDS:
-            continue
-        for use in node.uses:
-            if use.weight:
-                weights.setdefault(use.value, (math.prod(use.shape), 32.0))
-            elif use.operand.role == "activation":
-                activations.append((math.prod(use.shape[1:]), 32.0))
-    return _mean(list(weights.values())), _mean(activations)
-
-
-def _mean(pairs: Sequence[tuple[int, float]]) -> float:
-    total = sum(size for size, _ in pairs)
-    return sum(size * bits for size, bits in pairs) / total if total else math.nan
+def _infeasible(
+    workload: Workload, problem: Problem, target: _Target, pins: Mapping[str, str]
+) -> InfeasibleError:
+    """The error for a target that only fp32 meets."""
+    expected = target.text
+    if target.drop is not None:
+        expected = f"{target.text} less, about {target.db:.0f} dB"
+    got = f"fp32 for every site; {quietest(problem)}"
+    if target.note:
+        got += f" ({target.note})"
+    return InfeasibleError(
+        "no plan with the offered formats meets the target",
+        where=workload.name,
+        best_db=math.inf,
+        pinned=list(pins),
+        expected=expected,
+        got=got,
+        do="offer wider formats, or ask for less",
+    )
 
 
 def quietest(problem: Problem) -> str:
-    """How far all sites that may leave fp32 come, each in the best format that it was offered."""
+    """Say how far all sites that may leave fp32 come, each in its best offered format."""
     chosen: dict[str, str] = {}
     for decision in problem.decisions:
         offered = [choice for choice in decision.choices if choice.format != "fp32"]
         if offered:
-            chosen |= dict.fromkeys(
-                problem.groups[decision.name],
-                min(offered, key=lambda c: c.noise).format,
-            )
+            best = min(offered, key=lambda choice: choice.noise)
+            chosen |= dict.fromkeys(problem.groups[decision.name], best.format)
     if not chosen:
         return "none can run in another format"
     reached = problem.budget.predict(chosen).db + EXPECTED_GAIN
@@ -370,36 +448,41 @@ def quietest(problem: Problem) -> str:
 def in_the_way(
     problem: Problem, plan: Plan, reached: float, pins: Mapping[str, str]
 ) -> str:
-    """Why the best plan, which reaches so many dB, misses the target."""
+    """Say why the best plan, which reaches so many dB, misses the target."""
     chosen = plan.formats(list(problem.info))
-    fixed = [f"{pattern}={fmt}" for pattern, fmt in pins.items() if fmt != "fp32"]
-    return (
+    parts = [
         f"the best plan found reaches {reached:.1f} dB: {_loudest(problem, chosen)}"
-        + (f"; fixed: {', '.join(fixed)}" * bool(fixed))
-    )
-
-
-def shares(budget: Budget, formats: Mapping[str, str]) -> dict[str, float]:
-    """Each site's share of the noise that a budget predicts, errors taken as independent, the largest first.
-
-    Sites without noise are left out; infinite noise (an overflow) is a share of 1.
-    """
-    noise = {
-        site: budget.predict({site: fmt}).additive
-        for site, fmt in formats.items()
-        if fmt != "fp32"
-    }
-    total = sum(value for value in noise.values() if math.isfinite(value))
-    found = {
-        site: value / total if math.isfinite(value) else 1.0
-        for site, value in noise.items()
-        if value > 0
-    }
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    ]
+    fixed = [f"{pattern}={fmt}" for pattern, fmt in pins.items() if fmt != "fp32"]
+    if fixed:
+        parts.append(f"fixed: {', '.join(fixed)}")
+    return "; ".join(parts)
 
 
 def _loudest(problem: Problem, chosen: Mapping[str, str], top: int = 3) -> str:
-    """The sites that a plan's noise comes from."""
+    """Name the sites that a plan's noise comes from."""
     worst = list(shares(problem.budget, chosen).items())[:top]
-    said = ", ".join(f"{site} in {chosen[site]} ({share:.0%})" for site, share in worst)
-    return f"most noise comes from {said}" if said else "none of them makes noise"
+    if not worst:
+        return "none of them makes noise"
+    sites = [f"{site} in {chosen[site]} ({share:.0%})" for site, share in worst]
+    return f"most noise comes from {', '.join(sites)}"
+
+
+def shares(measured: Budget, formats: Mapping[str, str]) -> dict[str, float]:
+    """Return each site's share of the noise that a budget predicts, the largest first.
+
+    Errors are taken as independent. Sites without noise are left out; infinite noise (an
+    overflow) is a share of 1.
+    """
+    noise_of = {
+        site: measured.predict({site: fmt}).additive
+        for site, fmt in formats.items()
+        if fmt != "fp32"
+    }
+    total = sum(value for value in noise_of.values() if math.isfinite(value))
+    share_of = {
+        site: value / total if math.isfinite(value) else 1.0
+        for site, value in noise_of.items()
+        if value > 0
+    }
+    return dict(sorted(share_of.items(), key=lambda item: -item[1]))

@@ -1,36 +1,39 @@
-"""What the output loses by an error in each value: squared adjoints, from a few backward passes.
+"""What the output loses by an error in each value: squared adjoints, by backward passes.
 
-For a sign vector v of the output's shape, ``g = vᵀ ∂z/∂x`` at a value x has ``E[g²] = |∂z/∂x|²`` per element (as in
-``attribute.adjoint``), so errors of variance σ² there cost the output ``Σ σ² E[g²]``. The power is summed over samples, and
-kept for each element of a sample while all batches have one shape, else for each channel.
+For a sign vector v of the output's shape, ``g = vᵀ ∂z/∂x`` at a value x has
+``E[g²] = |∂z/∂x|²`` per element (as in ``budget.adjoint``), so errors of variance σ²
+there cost the output ``Σ σ² E[g²]``. The power is summed over samples, and kept for each
+element of a sample while all batches have one shape, else for each channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from roundoff.budget import draw_signs
 from roundoff.errors import QuantizationError
 from roundoff.preserve import preserve
+from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.workload import Workload, named_tensors
+from roundoff.workload import named_tensors
 
 #: Batches that gradients are sent back through.
-GRADIENTS = 2
+GRADIENT_BATCHES = 2
 
 
 @dataclass
-class Statistics:
-    """Of one value, over all samples (and probes): squared adjoint, extremes and power for each channel, samples seen.
+class ValueStatistics:
+    """Of one value, over all samples and probes: squared adjoint, extremes and power.
 
-    ``power`` has the shape of one sample; ``channel``, ``low``, ``high`` and ``square`` (x², summed over samples) have one
-    number for each index of the axis that the reader contracts, or that the call writes its channels along.
+    ``power`` (squared adjoint) has the shape of one sample, or is NaN where batches
+    differ in shape. ``channel`` (squared adjoint), ``low``, ``high`` and ``square`` (x²,
+    summed over samples) have one number for each index of the axis that the reader
+    contracts, or that the call writes its channels along.
     """
 
     power: Tensor
@@ -40,167 +43,178 @@ class Statistics:
     square: Tensor
     samples: int = 0
 
+    @classmethod
+    def zero(cls, channels: Tensor) -> ValueStatistics:
+        """Nothing seen yet; ``channels`` is zeros, one for each channel."""
+        inf = torch.inf
+        return cls(channels.sum(), channels, channels + inf, channels - inf, channels)
+
     def add(self, value: Tensor, gradient: Tensor, axis: int) -> None:
-        """One batch."""
-        squared, sample = gradient.square(), gradient.square().sum(0)
-        fits = self.power.shape == sample.shape or not self.samples
-        self.power = (
-            self.power + sample if fits else self.power.new_full((), float("nan"))
-        )
-        self.channel = self.channel + _channels(squared, axis).sum(0)
+        """Add one batch and its gradient."""
+        squared = gradient.square()
+        sample = squared.sum(0)
+        if self.power.shape == sample.shape or not self.samples:
+            self.power = self.power + sample
+        else:
+            self.power = self.power.new_full((), float("nan"))
+        self.channel = self.channel + _by_channel(squared, axis).sum(0)
         self.extend(value, axis)
-        self.square = self.square + _channels(value, axis).square().mean(0) * len(value)
+        square = _by_channel(value, axis).square().mean(0) * len(value)
+        self.square = self.square + square
         self.samples += len(value)
 
     def extend(self, value: Tensor, axis: int) -> None:
-        """The extremes of a batch without gradients."""
-        rows = _channels(value, axis)
-        self.low, self.high = (
-            torch.minimum(self.low, rows.amin(0)),
-            torch.maximum(self.high, rows.amax(0)),
-        )
+        """Widen the extremes by a batch without gradients."""
+        rows = _by_channel(value, axis)
+        self.low = torch.minimum(self.low, rows.amin(0))
+        self.high = torch.maximum(self.high, rows.amax(0))
 
 
-def _channels(value: Tensor, axis: int) -> Tensor:
-    """A value as ``[rest, channels]``."""
+def _by_channel(value: Tensor, axis: int) -> Tensor:
+    """View a value as ``[rows, channels]``."""
     moved = value.movedim(axis, -1)
     return moved.reshape(-1, moved.shape[-1])
 
 
 class _Taps(Passing):
+    """Lets values through unquantized and collects their statistics."""
+
     def __init__(self, model: QuantizedModel) -> None:
-        self.values: dict[str, Statistics] = {}
-        self.results: dict[str, Statistics] = {}
+        self.values: dict[str, ValueStatistics] = {}
+        self.results: dict[str, ValueStatistics] = {}
+        #: values whose channels are others from batch to batch
         self.varying: set[str] = set()
-        weights = {
-            site: name for name, q in model.named() if q.weight for site in q.sites
-        }
-        shapes = {name: p.shape for name, p in model.model.named_parameters()}
-        #: sites that read a weight, and the axis of their results' channels
-        self.axes = {
-            s: 1 - len(shapes[n]) if len(shapes[n]) > 2 else -1
-            for s, n in weights.items()
-            if n in shapes
-        }
+        self.result_axes = _result_axes(model)
 
     def value(self, name: str, quantizer: Quantizer, value: Tensor) -> Tensor:
-        return (
-            value
-            if quantizer.weight
-            else self._tap(self.values, name, value, channel_axis(quantizer, value))
-        )
+        if quantizer.weight:
+            return value
+        return self._tap(self.values, name, value, channel_axis(quantizer, value))
 
     def result(self, site: str, result: Any) -> Any:
-        known = isinstance(result, Tensor) and site in self.axes
-        return (
-            self._tap(self.results, site, result, self.axes[site]) if known else result
-        )
+        if site in self.result_axes and isinstance(result, Tensor):
+            return self._tap(self.results, site, result, self.result_axes[site])
+        return result
 
-    def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
+    def bias(
+        self, _site: str, bias: Tensor, _quantizers: Sequence[Quantizer]
+    ) -> Tensor:
         return bias
 
     def unknown(self, model: QuantizedModel, site: str) -> None:
-        """The pass that rounds will see it too, and says so."""
+        """Say nothing: the pass that rounds meets the call too."""
 
     def _tap(
-        self, found: dict[str, Statistics], name: str, value: Tensor, axis: int
+        self,
+        statistics: dict[str, ValueStatistics],
+        name: str,
+        value: Tensor,
+        axis: int,
     ) -> Tensor:
+        """Collect a value, and its gradient where a backward pass comes."""
         if value.ndim == 0 or value.numel() == 0 or name in self.varying:
             return value
-        if name in found and len(found[name].channel) != value.shape[axis]:
-            self.varying.add(name)  # a channel is not the same thing in every batch
-            del found[name]
+        if name in statistics and len(statistics[name].channel) != value.shape[axis]:
+            self.varying.add(name)
+            del statistics[name]
             return value
         if not torch.is_grad_enabled():
-            if name in found:
-                found[name].extend(value, axis)
+            if name in statistics:
+                statistics[name].extend(value, axis)
             return value
+
+        def add_gradient(gradient: Tensor) -> None:
+            if name not in statistics:
+                channels = value.detach().new_zeros(value.shape[axis])
+                statistics[name] = ValueStatistics.zero(channels)
+            statistics[name].add(value.detach(), gradient, axis)
+
+        source = value if value.requires_grad else value.detach().requires_grad_()
         # a copy: neither a leaf nor what a backward pass needs may be written in place
-        edge = (
-            value if value.requires_grad else value.detach().requires_grad_()
-        ).clone()
-
-        def arrived(gradient: Tensor) -> None:
-            if name not in found:
-                zero = value.detach().new_zeros(value.shape[axis])
-                found[name] = Statistics(
-                    zero.sum(), zero, zero + torch.inf, zero - torch.inf, zero
-                )
-            found[name].add(value.detach(), gradient, axis)
-
-        edge.register_hook(arrived)  # type: ignore[no-untyped-call]
+        edge = source.clone()
+        edge.register_hook(add_gradient)  # type: ignore[no-untyped-call]
         return edge
 
 
+def _result_axes(model: QuantizedModel) -> dict[str, int]:
+    """The axis of the channels in the results of the sites that read a weight."""
+    shapes = {name: p.shape for name, p in model.model.named_parameters()}
+    axes: dict[str, int] = {}
+    for name, quantizer in model.named():
+        if quantizer.weight and name in shapes:
+            ndim = len(shapes[name])
+            axis = 1 - ndim if ndim > 2 else -1
+            axes |= dict.fromkeys(quantizer.sites, axis)
+    return axes
+
+
 def channel_axis(quantizer: Quantizer, value: Tensor) -> int:
-    """The axis of a value's channels: what its reader contracts, or what the call that made it writes its channels along."""
+    """The axis of a value's channels.
+
+    That is what its reader contracts, or what the call that made it writes its channels
+    along; the last one where a value has no such axis.
+    """
     axis = quantizer.operand.reduce
     return axis if -value.ndim <= axis < value.ndim else -1
 
 
 @dataclass
 class Importance:
-    """Statistics of the values that have quantizers, and of the results of the calls that read weights.
+    """Statistics of values that have quantizers, and of results of calls with weights.
 
-    ``output``: the sum of the squared outputs that the squared adjoints belong to, so that noise over it is that of SQNR.
+    ``output`` is the sum of the squared outputs that the squared adjoints belong to, so
+    that noise over it is that of SQNR.
     """
 
-    values: dict[str, Statistics]
-    results: dict[str, Statistics]
+    values: dict[str, ValueStatistics]
+    results: dict[str, ValueStatistics]
     output: float = 1.0
 
     def power(self, name: str, value: Tensor, axis: int) -> Tensor | None:
-        """The squared adjoint of each element of a batch of this value, whose channels lie on ``axis``, up to a factor.
+        """Return the squared adjoint of each element of a batch, up to a factor.
 
-        None where it has none, or where its channels are others than they were.
+        ``axis`` is that of the value's channels. None where the value has no statistics,
+        or where its channels are others than they were.
         """
-        known = self.values.get(name)
-        if known is None or len(known.channel) != value.shape[axis]:
+        statistics = self.values.get(name)
+        if statistics is None or len(statistics.channel) != value.shape[axis]:
             return None
-        if known.power.shape == value.shape[1:]:
-            return known.power.expand(value.shape)
+        if statistics.power.shape == value.shape[1:]:
+            return statistics.power.expand(value.shape)
         shape = [1] * value.ndim
         shape[axis] = -1
-        return known.channel.view(shape).expand(value.shape)
+        return statistics.channel.view(shape).expand(value.shape)
 
 
 def importance(
-    model: QuantizedModel,
-    workload: Workload,
-    batches: Iterable[Any],
+    calibration: Calibration,
     *,
-    gradients: int = GRADIENTS,
+    gradients: int = GRADIENT_BATCHES,
     probes: int = 1,
     seed: int = 0,
 ) -> Importance:
-    """Run the unquantized model on batches, and on the first of them send ``probes`` sign vectors back through it.
+    """Run the unquantized model, and send ``probes`` sign vectors back through it.
 
-    Extremes come from all batches, squared adjoints from ``gradients`` of them.
+    Extremes come from all batches, squared adjoints from the first ``gradients``.
 
     Raises ``QuantizationError`` where no gradient reaches the output of any of them.
     """
-    generator, reached, power = torch.Generator().manual_seed(seed), False, 0.0
-    taps, own = _Taps(model), workload.with_model(model)
+    model = calibration.model
+    workload = calibration.workload.with_model(model)
+    generator = torch.Generator().manual_seed(seed)
+    taps = _Taps(model)
+    powers: list[float] = []
     with preserve(model), torch.enable_grad(), model.through(taps):
         model.requires_grad_(False)
-        for index, batch in enumerate(batches):
-            if index >= gradients:
-                with torch.no_grad():
-                    own.run(batch)
-                continue
-            tensors = [
-                t for t in named_tensors(own.run(batch)).values() if t.requires_grad
-            ]
-            if not tensors:
-                continue
-            reached = True
-            for number in range(probes):
-                signs = [draw_signs(t.shape, generator, t) for t in tensors]
-                torch.autograd.backward(
-                    tensors, signs, retain_graph=number + 1 < probes
-                )
-                power += sum(float(t.detach().double().square().sum()) for t in tensors)
-    if not reached:
+        for batch in calibration.batches[:gradients]:
+            outputs = named_tensors(workload.run(batch)).values()
+            tensors = [t for t in outputs if t.requires_grad]
+            if tensors:
+                powers += _send_back(tensors, probes, generator)
+        with torch.no_grad():
+            for batch in calibration.batches[gradients:]:
+                workload.run(batch)
+    if not powers:
         raise QuantizationError(
             "no gradient reaches the output, so nothing can be weighed",
             where=workload.name,
@@ -208,4 +222,19 @@ def importance(
             got="an output without a gradient",
             do="choose an observer that needs none: mse",
         )
-    return Importance(taps.values, taps.results, power)
+    return Importance(taps.values, taps.results, sum(powers))
+
+
+def _send_back(
+    tensors: Sequence[Tensor], probes: int, generator: torch.Generator
+) -> list[float]:
+    """Send sign vectors back from a batch's outputs; return their power for each."""
+    power = sum(float(t.detach().double().square().sum()) for t in tensors)
+    for number in range(probes):
+        signs = [
+            torch.randint(0, 2, t.shape, generator=generator).to(t.dtype) * 2 - 1
+            for t in tensors
+        ]
+        more = number + 1 < probes
+        torch.autograd.backward(tensors, signs, retain_graph=more)
+    return [power] * probes

@@ -1,168 +1,193 @@
-"""QuantizedModel: a copy of the user's model in which values and weights pass through quantizers."""
+"""QuantizedModel: a copy of the user's model whose values and weights pass quantizers."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundoff.ops import Call, execute, float_tensors, watch
-from roundoff.quantize.graph import Graph
+from roundoff.ops import MATRIX_KINDS, Call, execute, float_tensors, watch
+from roundoff.quantize.entry import Entry
+from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.layout import Route
-from roundoff.quantize.quantizer import Quantizer, on_sums
-from roundoff.quantize.record import Entry, Record, Step, fingerprint
-from roundoff.quantize.schemes import Row, Scheme
+from roundoff.quantize.quantizer import Quantizer, round_bias
+from roundoff.quantize.record import PipelineStep, Record, fingerprint
+from roundoff.quantize.schemes import Scheme, SiteFormat
 from roundoff.train import straight
+
+if TYPE_CHECKING:
+    from roundoff.quantize.channels.groups import ChannelGroup
 
 
 class Passing:
-    """What happens to a value that has a quantizer, and to a bias that is added to integer sums: they are quantized."""
+    """What happens to values that have quantizers, and to biases of integer sums.
+
+    This one quantizes them; others observe, or run the operators of a file.
+    """
 
     def value(self, _name: str, quantizer: Any, value: Tensor) -> Tensor:
-        """A value or weight behind its quantizer."""
-        found: Tensor = quantizer(value)
-        return found
+        """Return a value or weight behind its quantizer."""
+        quantized: Tensor = quantizer(value)
+        return quantized
 
     def bias(self, _site: str, bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
-        """A bias on the grid of the sums."""
-        return on_sums(bias, quantizers)
+        """Return a bias on the grid of the sums."""
+        return round_bias(bias, quantizers)
 
     def result(self, _site: str, result: Any) -> Any:
-        """What a call with quantized operands returned."""
+        """Return what a call with quantized operands returned."""
         return result
 
     def unknown(self, model: QuantizedModel, site: str) -> None:
-        """A call that the model was not laid out for was made."""
-        model.missed(site)
+        """Note a call that the model was not laid out for."""
+        model.note_unseen(site)
 
 
 class Unquantized(Passing):
-    """Nothing happens to them."""
+    """Leaves values and biases as they are."""
 
     def value(self, _name: str, _quantizer: Any, value: Tensor) -> Tensor:
-        """The value itself."""
+        """Return the value itself."""
         return value
 
     def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
-        """The bias itself."""
+        """Return the bias itself."""
         return bias
 
     def unknown(self, model: QuantizedModel, site: str) -> None:
-        """Calibration will say so."""
+        """Say nothing: calibration will."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rescaling:
+    """A channel group that was divided by factors; ``clips``: bounds of clips moved too."""
+
+    group: ChannelGroup
+    factors: Tensor
+    clips: bool
 
 
 class QuantizedModel(nn.Module):
-    """The simulation of a quantized model: called as the model is, it returns what the artefact will return.
+    """The simulation of a quantized model: called like it, it returns what the file will.
 
     Attributes:
-        model: the copy of the user's model; its weights are floating point, after repairs on the grid of their scales.
-        quantizers: by name with dots as ``__dot__``, see ``quantizer(name)`` and ``named()``.
+        model: the copy of the user's model; its weights are floating point, after
+            rounding on the grid of their scales.
+        routes: what each call reads and writes through which quantizer, by site.
+        quantizers: by name with dots as ``__dot__``, see ``quantizer(name)`` and
+            ``named()``.
+        factors: what values are divided by before they are read (``Route.divided``).
         rows: one for each site, with the reason where it is not quantized.
         graph: the calls that calibration saw.
         steps: what calibration did and what it gained.
         unseen: calls that calibration did not see, which run as they are.
         remarks: what else a report should say.
-        folded: whether BatchNorm was folded first.
-        moves: channel groups that were divided by factors, in order, and whether clips were passed (``unrounded``).
+        folded: True where BatchNorm was folded first.
+        rescalings: channel groups that were divided by factors, in order.
+        passing: what happens to values and weights now (``through``).
     """
 
     def __init__(
         self, model: nn.Module, laid_out: Scheme, graph: Graph | None = None
     ) -> None:
         super().__init__()
-        self.model, self.graph, self.training = model, graph or Graph(), model.training
+        self.model = model
+        self.graph = graph or Graph()
+        self.training = model.training
         self.routes: dict[str, Route] = laid_out.routes
-        self.rows: list[Row] = laid_out.rows
+        self.rows: list[SiteFormat] = laid_out.rows
         self.quantizers = nn.ModuleDict(
             {_key(name): q for name, q in laid_out.quantizers.items()}
         )
-        self.factors = nn.ParameterDict()  # of Route.divided
-        self.steps: list[Step] = []
+        self.factors = nn.ParameterDict()
+        self.steps: list[PipelineStep] = []
         self.remarks: list[str] = []
         self.folded = False
-        self.moves: list[tuple[Any, Tensor, bool]] = []
+        self.rescalings: list[Rescaling] = []
         self.unseen: Counter[str] = Counter()
-        self.known = frozenset(row.site for row in self.rows)
-        self.off: set[str] = set()
         self.passing = Passing()
-        self.within = False  # a block of ``quantized()``
+        self._known_sites = {row.site for row in self.rows}
+        self._quantized_inside = False  # in a block of ``quantized()``
 
     def quantizer(self, name: str) -> Quantizer:
-        """The quantizer with this name. Raises ``KeyError``."""
-        found: Quantizer = self.quantizers[_key(name)]  # type: ignore[assignment]
-        return found
+        """Return the quantizer with this name. Raises ``KeyError``."""
+        quantizer: Quantizer = self.quantizers[_key(name)]  # type: ignore[assignment]
+        return quantizer
 
-    def replace_(self, name: str, module: nn.Module) -> None:
-        """Let another module stand where this quantizer stands."""
+    def put_(self, name: str, module: nn.Module) -> None:
+        """Let a quantizer, or a learner, stand under this name."""
         self.quantizers[_key(name)] = module
 
-    def add_(self, name: str, quantizer: Quantizer) -> None:
-        """One more quantizer."""
-        self.quantizers[_key(name)] = quantizer
-
     def drop_(self, name: str) -> None:
-        """A quantizer that nothing reads through any more."""
+        """Delete a quantizer that nothing reads through any more."""
         del self.quantizers[_key(name)]
 
     def named(self) -> Iterator[tuple[str, Quantizer]]:
-        """Names and quantizers, weights and values."""
+        """Yield names and quantizers, of weights and values."""
         for key, module in self.quantizers.items():
             quantizer: Any = module
             yield key.replace("__dot__", "."), quantizer
 
     def weight_names(self) -> list[str]:
-        """The names of the quantizers of weights."""
+        """Return the names of the quantizers of weights."""
         return [name for name, quantizer in self.named() if quantizer.weight]
 
+    def readers(self, route: Route) -> list[Quantizer]:
+        """Return the quantizers that a call reads through."""
+        return [self.quantizer(name) for name in route.uses.values()]
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What could not be scaled as it should, by the quantizer's name.
+
+        That is constant values, and scales that are too small.
+        """
+        return {
+            name: quantizer.note for name, quantizer in self.named() if quantizer.note
+        }
+
     def record(self) -> Record:
-        """What was chosen for this model: qparams of weights and values, what was skipped and why, and the steps."""
-        entries = [
-            Entry.of(
-                name,
-                "weight" if q.weight else "activation",
-                q.fmt,
-                None if q.dynamic else q.qparams(),
-                granularity=q.granularity,
-                sites=q.sites,
-                observer=q.observer,
-                dynamic=q.dynamic,
-            )
-            for name, q in self.named()
-        ]
-        skipped = tuple(
+        """Return what was chosen: qparams, what was skipped and why, and the steps."""
+        entries = [_entry(name, quantizer) for name, quantizer in self.named()]
+        skipped = [
             (row.site, row.reason)
             for row in self.rows
             if row.reason and row.format == "fp32"
-        )
+        ]
         return Record(
             fingerprint(self.model),
             tuple(entries),
-            skipped,
+            tuple(skipped),
             tuple(self.steps),
             self._divisors(),
         )
 
     def _divisors(self) -> dict[str, tuple[float, ...]]:
-        """By weight, the factors that its input is divided by before it is read."""
-        return {
-            weight: tuple(self.factors[_key(name)].detach().double().flatten().tolist())
-            for route in self.routes.values()
-            for name in route.divided.values()
-            for weight in route.uses.values()
-            if self.quantizer(weight).weight
-        }
+        """Return, by weight, the factors that its input is divided by before it is read."""
+        divisors: dict[str, tuple[float, ...]] = {}
+        for route in self.routes.values():
+            weights = [n for n in route.uses.values() if self.quantizer(n).weight]
+            for name in route.divided.values():
+                factors = self.factors[_key(name)].detach().double().flatten()
+                divisors |= dict.fromkeys(weights, tuple(factors.tolist()))
+        return divisors
 
     @contextmanager
     def through(self, passing: Passing) -> Iterator[None]:
-        """Let something else happen to values inside the block: ``Unquantized()``, observers, ONNX's operators."""
-        before, self.passing = self.passing, passing
+        """Let something else happen to values inside the block.
+
+        That is ``Unquantized()``, observers, or the operators of a file.
+        """
+        before = self.passing
+        self.passing = passing
         try:
             yield
         finally:
@@ -170,35 +195,39 @@ class QuantizedModel(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the mode that sees the calls cannot be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, with every value that has a quantizer on its grid. In ``torch.compile`` it runs eagerly."""
-        if self.within:
+        """Return the model's output, with every value that has a quantizer on its grid.
+
+        In ``torch.compile`` it runs eagerly.
+        """
+        if self._quantized_inside:
             return self.model(*args, **kwargs)
-        handler = _Handler(self)
-        with watch(self.model, handler) as mode:
+        with watch(self.model, RoutedCalls(self)) as mode:
             mode.begin()
             with mode:
                 return self.model(*args, **kwargs)
 
     @contextmanager
     def quantized(self) -> Iterator[nn.Module]:
-        """Inside the block ``model`` itself, which is yielded, runs quantized: for its methods, such as ``generate``.
+        """Let ``model`` itself, which is yielded, run quantized inside the block.
 
-        Each call of the model is a forward pass of its own. What runs outside such calls (sampling) stays as it is.
-        A cache of keys and values holds them as they were made; they pass through their quantizers where attention reads
-        them. With a scale for each token (``Options.kv_cache``) that is what a cache of codes would give back, in every
+        This is for its methods, such as ``generate``. Each call of the model is a forward
+        pass of its own. What runs outside such calls (sampling) stays as it is. A cache
+        of keys and values holds them as they were made; they pass through their
+        quantizers where attention reads them. With a scale for each token
+        (``Options.kv_cache``) that is what a cache of codes would give back, in every
         step the same.
         """
-        handler = _Handler(self)
+        handler = RoutedCalls(self)
         with watch(self.model, handler) as mode:
             entered: list[ExitStack] = []
 
             def begin(*_: Any) -> None:
+                stack = ExitStack()
                 if not entered:
                     mode.begin()
-                    handler.done = WeakIdKeyDictionary()
-                entered.append(ExitStack())
-                if len(entered) == 1:
-                    entered[0].enter_context(mode)
+                    handler.begin()
+                    stack.enter_context(mode)
+                entered.append(stack)
 
             def end(*_: Any) -> None:
                 entered.pop().close()
@@ -207,129 +236,233 @@ class QuantizedModel(nn.Module):
                 self.model.register_forward_pre_hook(begin, prepend=True),
                 self.model.register_forward_hook(end, always_call=True),
             ]
-            before, self.within = self.within, True
+            before = self._quantized_inside
+            self._quantized_inside = True
             try:
                 yield self.model
             finally:
-                self.within = before
+                self._quantized_inside = before
                 for handle in handles:
                     handle.remove()
 
     def divided(
-        self, route: Route, leaves: list[Any], done: WeakIdKeyDictionary
+        self, route: Route, leaves: list[Any], passed: WeakIdKeyDictionary
     ) -> list[Any]:
-        """The arguments of a call, those with factors divided by them: once for all readers, as ``done`` remembers."""
-        found = list(leaves)
+        """Return the arguments of a call, those with factors divided by them.
+
+        A value is divided once for all readers, as ``passed`` remembers.
+        """
+        divided = list(leaves)
         for place, name in route.divided.items():
             value = leaves[place]
-            if value not in done:
-                done[value] = {}
-            known: dict[str, Tensor] = done[value]
-            if f"/{name}" not in known:
-                known[f"/{name}"] = value / self.factors[_key(name)]
-            found[place] = known[f"/{name}"]
-        return found
+            quotients = passed_on(passed, value)
+            if f"/{name}" not in quotients:
+                quotients[f"/{name}"] = value / self.factors[_key(name)]
+            divided[place] = quotients[f"/{name}"]
+        return divided
 
     def divide_(
         self, name: str, factors: Tensor, places: Iterable[tuple[str, int]]
     ) -> None:
-        """From now on these places of these sites read values divided by ``factors``, which broadcast to them."""
-        self.factors[_key(name)] = nn.Parameter(
-            factors.detach().clone(), requires_grad=False
-        )
+        """Let places of sites read values divided by ``factors``, which broadcast."""
+        frozen = nn.Parameter(factors.detach().clone(), requires_grad=False)
+        self.factors[_key(name)] = frozen
         for site, place in places:
             self.routes[site].divided[place] = name
 
-    @property
-    def notes(self) -> dict[str, str]:
-        """What could not be scaled as it should, by the quantizer's name: constant values, scales that are too small."""
-        return {
-            name: quantizer.note for name, quantizer in self.named() if quantizer.note
-        }
-
-    def settle_(self) -> None:
-        """After calibration: what it never reached runs in fp32, and its row says so."""
-        never = {n for n, q in self.named() if not q.dynamic and q.scale is None}
+    def drop_unreached_(self) -> None:
+        """Let what calibration never reached run in fp32; its rows say so."""
+        unreached = {n for n, q in self.named() if not q.dynamic and q.scale is None}
         for site, route in list(self.routes.items()):
-            if not never & {*route.uses.values(), route.output}:
+            if unreached.isdisjoint((*route.uses.values(), route.output)):
                 continue
             del self.routes[site]
-            reason = "calibration never reached it"
-            self.rows[:] = [
-                Row(r.site, "fp32", reason) if r.site == site else r for r in self.rows
-            ]
-        for name in never:
-            del self.quantizers[_key(name)]
+            row = SiteFormat(site, "fp32", "calibration never reached it")
+            self.rows[:] = [row if r.site == site else r for r in self.rows]
+        for name in unreached:
+            self.drop_(name)
 
-    def missed(self, site: str) -> None:
-        """A call that calibration did not see was made: it is counted, and said once."""
+    def add_late_(self, node: Node, reason: str) -> None:
+        """Add a call that the graph was not traced on: it runs in fp32, with a reason."""
+        self.rows.append(SiteFormat(node.site, "fp32", reason))
+        self.graph.nodes[node.site] = node
+        self._known_sites.add(node.site)
+
+    def knows(self, site: str) -> bool:
+        """Return True for a site that calibration saw."""
+        return site in self._known_sites
+
+    def note_unseen(self, site: str) -> None:
+        """Count a call that calibration did not see, and warn of it once."""
         self.unseen[site] += 1
         if self.unseen[site] == 1:
             text = f"{site} was never called while the model was calibrated: it runs in fp32"
-            warnings.warn(text, RuntimeWarning, stacklevel=8)
+            warnings.warn(text, RuntimeWarning, stacklevel=9)
 
 
-class _Handler:
-    """Passes operands and results of the routed calls through their quantizers, each value once."""
+def _entry(name: str, quantizer: Quantizer) -> Entry:
+    """Return what a record holds of a quantizer."""
+    return Entry.of(
+        name,
+        "weight" if quantizer.weight else "activation",
+        quantizer.fmt,
+        None if quantizer.dynamic else quantizer.qparams(),
+        granularity=quantizer.granularity,
+        sites=quantizer.sites,
+        observer=quantizer.observer,
+        dynamic=quantizer.dynamic,
+    )
 
-    def __init__(self, owner: QuantizedModel) -> None:
-        self.owner = owner
-        self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+@dataclass(slots=True)
+class RoutedCall:
+    """A call that a run has reached, its route, and its arguments there.
+
+    ``leaves`` are divided; some or all of them have passed their quantizers.
+    """
+
+    call: Call
+    route: Route
+    leaves: list[Any]
+
+    @property
+    def site(self) -> str:
+        """The call's site."""
+        return str(self.call.site)
+
+    def run(
+        self, passing: Passing, readers: list[Quantizer], *, with_bias: bool = True
+    ) -> Any:
+        """Return the call's result on ``leaves``, writing into none of them.
+
+        Args:
+            passing: what happens to the bias and the result.
+            readers: the quantizers that the call reads through.
+            with_bias: round a bias to the grid of the sums.
+        """
+        if self.route.executes is not None:
+            call = replace(self.call, leaves=self.leaves)
+            return execute(call, self.route.executes, straight)
+        leaves = self.leaves
+        if self.route.bias >= 0 and with_bias:
+            leaves = list(leaves)
+            bias = leaves[self.route.bias]
+            leaves[self.route.bias] = passing.bias(self.site, bias, readers)
+        return passing.result(self.site, self.call.again(leaves))
+
+
+class RoutedCalls:
+    """Handler that runs each call as its route says.
+
+    Operands and results pass through their quantizers; a value passes each once, all its
+    readers get the same tensor.
+    """
+
+    def __init__(self, model: QuantizedModel) -> None:
+        self.model = model
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a forward pass: nothing has passed a quantizer."""
+        self.passed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def before_write(self, tensor: Tensor) -> None:
-        """What was made of a tensor that is about to change holds no longer, nor of other views of its memory."""
-        forget(self.done, tensor)
+        """Forget what a tensor, or another view of its memory, became."""
+        forget(self.passed, tensor)
 
     def call(self, call: Call) -> Any:
-        """Run the call as its route says."""
-        site = str(call.site)
-        route = self.owner.routes.get(site)
-        if route is None or site in self.owner.off:
-            result = call.run()
-            if site not in self.owner.known and float_tensors(result):
-                self.owner.passing.unknown(self.owner, site)
-            return result
-        leaves, inplace = (
-            self.owner.divided(route, call.leaves, self.done),
-            call.operator.inplace,
-        )
+        """Run one call."""
+        route = self.model.routes.get(str(call.site))
+        if route is None:
+            return self.run_unrouted(call)
+        leaves = self.model.divided(route, call.leaves, self.passed)
+        inplace = call.operator.inplace
         for place, name in route.uses.items():
-            # what is about to be written over may be needed by the gradient of its quantizer
-            leaves[place] = self.pass_on(
-                name, leaves[place].clone() if inplace and place == 0 else leaves[place]
-            )
+            operand = leaves[place]
+            if inplace and place == 0:
+                # the gradient of its quantizer may need what is about to be written over
+                operand = operand.clone()
+            leaves[place] = self.pass_on(name, operand)
+        result = self.run(RoutedCall(call, route, leaves))
         if route.executes is not None:
-            return execute(replace(call, leaves=leaves), route.executes, straight)
-        if route.bias >= 0:
-            readers = [self.owner.quantizer(n) for n in route.uses.values()]
-            leaves[route.bias] = self.owner.passing.bias(
-                site, leaves[route.bias], readers
-            )
-        result = self.owner.passing.result(site, call.again(leaves))
+            return result
         if route.output:
             result = self.pass_on(route.output, result)
         return call.leaves[0].copy_(result) if inplace else result
 
+    def run_unrouted(self, call: Call) -> Any:
+        """Run a call that reads nothing through quantizers."""
+        result = call.run()
+        site = str(call.site)
+        if not self.model.knows(site) and float_tensors(result):
+            self.model.passing.unknown(self.model, site)
+        return result
+
+    def run(self, routed: RoutedCall) -> Any:
+        """Run a call whose operands have passed their quantizers."""
+        readers = self.model.readers(routed.route) if routed.route.bias >= 0 else []
+        return routed.run(self.model.passing, readers)
+
     def pass_on(self, name: str, value: Tensor) -> Tensor:
-        """The value behind its quantizer; the same tensor for every reader."""
-        if value not in self.done:
-            self.done[value] = {}
-        known: dict[str, Tensor] = self.done[value]
-        if name not in known:
-            known[name] = self.owner.passing.value(
-                name, self.owner.quantizers[_key(name)], value
-            )
-        return known[name]
+        """Return a value behind its quantizer; the same tensor for every reader."""
+        quantized = passed_on(self.passed, value)
+        if name not in quantized:
+            quantized[name] = self.quantize(name, value)
+        return quantized[name]
+
+    def quantize(self, name: str, value: Tensor) -> Tensor:
+        """Send a value through its quantizer for the first time."""
+        quantizer = self.model.quantizer(name)
+        return self.model.passing.value(name, quantizer, value)
 
 
-def forget(done: WeakIdKeyDictionary, tensor: Tensor) -> None:
-    """Drop what is remembered of tensors in the memory of one that is about to be written."""
-    memory = (
-        tensor.untyped_storage()._cdata
-    )  # also of tensors without data, as torch.export has them
-    for known in [t for t in done if t.untyped_storage()._cdata == memory]:
-        del done[known]
+def passed_on(passed: WeakIdKeyDictionary, value: Tensor) -> dict[str, Tensor]:
+    """Return what a value became, by the name of the quantizer or factors."""
+    if value not in passed:
+        passed[value] = {}
+    became: dict[str, Tensor] = passed[value]
+    return became
+
+
+def forget(passed: WeakIdKeyDictionary, tensor: Tensor) -> None:
+    """Drop what is remembered of tensors in memory that is about to be written."""
+    # also of tensors without data, as torch.export has them
+    memory = tensor.untyped_storage()._cdata
+    for value in [t for t in passed if t.untyped_storage()._cdata == memory]:
+        del passed[value]
+
+
+def average_bits(model: QuantizedModel) -> tuple[float, float]:
+    """Return the bits per weight and per activation of a quantized model.
+
+    They are averages over the weights of all calls that multiply, and over the
+    activations that those calls read, of one sample; what has no quantizer counts 32.
+    NaN where there are none.
+    """
+    weights: dict[str, tuple[int, float]] = {}
+    activations: list[tuple[int, float]] = []
+    multiplying = [n for n in model.graph.nodes.values() if n.kind in MATRIX_KINDS]
+    # a weight that some call reads as it is stays quantized for the others: those first
+    for node in sorted(multiplying, key=lambda node: node.site not in model.routes):
+        route = model.routes.get(node.site)
+        for use in node.uses:
+            name = None if route is None else route.uses.get(use.operand.leaf)
+            bits = 32.0 if name is None else float(model.quantizer(name).fmt.bits)
+            if use.weight and route is None:
+                weights.setdefault(use.value, (math.prod(use.shape), bits))
+            elif use.weight:
+                weights[use.value] = (math.prod(use.shape), bits)
+            elif use.operand.role == "activation":
+                activations.append((math.prod(use.shape[1:]), bits))
+    return _mean_bits(list(weights.values())), _mean_bits(activations)
+
+
+def _mean_bits(pairs: Sequence[tuple[int, float]]) -> float:
+    """Return the mean of (elements, bits of each)."""
+    total = sum(size for size, _ in pairs)
+    return sum(size * bits for size, bits in pairs) / total if total else math.nan
 
 
 def _key(name: str) -> str:
+    """A quantizer's name as a key of modules, which has no dots."""
     return name.replace(".", "__dot__")

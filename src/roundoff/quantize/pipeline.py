@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
-from roundoff.plan import Plan, noise
+from roundoff.formats import Format
+from roundoff.plan import Plan
 from roundoff.quantize.calibration import (
-    check_data,
+    Calibration,
+    calibration_workload,
     check_weights,
-    given_workload,
-    site_formats,
-    traced,
+    copy_model,
+    reference_outputs,
+    with_batches,
 )
 from roundoff.quantize.channels.divide import divide_
-from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_
+from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_, fold_norms_
 from roundoff.quantize.channels.rescale import rescale_
-from roundoff.quantize.channels.smooth import smooth_
+from roundoff.quantize.channels.smooth import Smoothed, smooth_channels_
 from roundoff.quantize.channels.spread import spread_
-from roundoff.quantize.graph import Graph
-from roundoff.quantize.importance import GRADIENTS, importance
+from roundoff.quantize.graph import Graph, trace_sampled
+from roundoff.quantize.importance import GRADIENT_BATCHES, Importance, importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options, Rounding
-from roundoff.quantize.record import Step
-from roundoff.quantize.round_in_order import round_in_order_
-from roundoff.quantize.schemes import Row, scheme
-from roundoff.quantize.shared_values import apart_
+from roundoff.quantize.record import PipelineStep
+from roundoff.quantize.round_in_order import round_model_
+from roundoff.quantize.schemes import (
+    SiteFormat,
+    scheme,
+    site_formats,
+    split_observers_,
+)
+from roundoff.quantize.weights.output_error import Gain
 from roundoff.site import select
-from roundoff.workload import Workload, named_tensors
+from roundoff.workload import Workload
 
-#: By what share the power of the output may change when channels are rescaled: rounding, far below any real change.
-SAME = 1e-3
-#: Batches that each step's gain is measured on.
-MEASURED = 2
+#: The power of the output may change by this share when channels are rescaled: far below
+#: any real change, far above rounding.
+SAME_POWER = 1e-3
 
 
 def quantize(
@@ -57,17 +61,21 @@ def quantize(
     spread: bool = True,
     skip: Iterable[str] = (),
 ) -> QuantizedModel:
-    """A copy of a model in the formats of a plan, calibrated, with weights rounded so that the output keeps its value.
+    """Copy a model into the formats of a plan: calibrated, with weights rounded.
 
-    In order: BatchNorm is folded into the layers before it; channels are balanced as ``rounding.balance`` says, or else
-    rescaled where that costs the output less (``repair.spread``); then one pass from front to back chooses the scale of
-    each value and rounds each weight and bias with what really arrives there (``sequential``). ``steps`` of the result has
-    the SQNR of the output after each of them, ``rows`` says of every call what became of it.
+    In order: BatchNorm is folded into the layers before it; channels are balanced as
+    ``rounding.balance`` says, or else rescaled where that costs the output less
+    (``channels.spread``); then one pass from front to back chooses the scale of each
+    value and rounds each weight and bias with what really arrives there
+    (``round_in_order``). ``steps`` of the result has the SQNR of the output after each
+    of them, ``rows`` says of every call what became of it.
 
     Args:
-        model: in any mode; it is left as it was. Or a workload, whose batches are the calibration data unless given.
-        plan: which site runs in which format: a ``Plan``, a file with one, a mapping from patterns of sites to formats, or
-            one format for all products with weights (``"int8"``, ``"w4a8"``, ``"w4g64"``, ``"fp8_e4m3fn"``).
+        model: in any mode; it is left as it was. Or a workload, whose batches are the
+            calibration data unless given.
+        plan: which site runs in which format: a ``Plan``, a file with one, a mapping from
+            patterns of sites to formats, or one format for all products with weights
+            (``"int8"``, ``"w4a8"``, ``"w4g64"``, ``"fp8_e4m3fn"``).
         batches: calibration data, as the model takes them; a few hundred samples.
         forward: ``forward(model, batch)``, where the model is not simply called.
         options: granularity, symmetry, static or dynamic scales (see ``Options``).
@@ -77,12 +85,15 @@ def quantize(
         skip: patterns of sites that stay in fp32, whatever the plan says.
 
     Returns:
-        The simulation: called like the model, it returns what the artefact will return. ``.record()`` is what was chosen.
+        The simulation: called like the model, it returns what the artefact will return.
+        ``.record()`` is what was chosen.
 
     Raises:
-        QuantizationError: no data, data or weights with NaN or Inf, weights in half precision, or nothing to quantize.
+        QuantizationError: no data, data or weights with NaN or Inf, weights in half
+            precision, or nothing to quantize.
         PlanError: a plan for another model, or an unknown format.
-        PatternError: a pattern of ``skip``, or of layers in ``options`` or ``rounding``, that names no site.
+        PatternError: a pattern of ``skip``, or of layers in ``options`` or ``rounding``,
+            that names no site.
         WorkloadError: the model raised on a batch.
 
     Example:
@@ -95,57 +106,37 @@ def quantize(
         >>> small.steps[-1].after > 35
         True
     """
-    workload = given_workload(model, batches, forward)
-    check_data(workload)
-    skip = list(skip)
-    options, rounding = options or Options(), rounding or Rounding()
-    first = traced(workload)
-    for pattern in (*options.layers, *rounding.layers):
-        select(pattern, list(first.nodes))
-    formats = site_formats(plan, first, skip)
-    own = workload.with_model(_copied(workload.model))
-    notes: list[Row] = []
-    if fold:
-        folded = fold_batch_norm_(own.model, own.batches[:1], forward=own.forward)
-        notes = [
-            Row(f.norm, "fp32", f"not folded: {f.reason}") for f in folded if f.reason
-        ]
-    graph = traced(own)
-    made = QuantizedModel(own.model, scheme(graph, formats, options), graph)
-    made.rows += notes
-    made.folded = fold
-    made.remarks += apart_(made, rounding)
-    check_weights(made)
-    meter = _Meter(workload, own, made)
-    steps = _calibrate(made, graph, own, rounding, spread, meter, options.divide)
-    if steps is None:  # the copy is spoilt: another one
-        made = quantize(
-            workload,
-            plan,
-            options=options,
-            rounding=rounding,
-            fold=fold,
-            spread=False,
-            skip=skip,
-        )
-        steps = [
-            Step(
-                "spread",
-                math.nan,
-                math.nan,
-                "undone: it changed what the model computes",
-            ),
-            *made.steps,
-        ]
-    made.steps = steps
-    return made
+    workload = calibration_workload(model, batches, forward)
+    request = _Request(options or Options(), rounding or Rounding(), fold)
+    graph = trace_sampled(workload)
+    for pattern in (*request.options.layers, *request.rounding.layers):
+        select(pattern, list(graph.nodes))
+    formats = site_formats(plan, graph, list(skip))
+
+    calibration = _lay_out(workload, graph, formats, request)
+    rescales = spread and not request.rounding.balance
+    try:
+        steps = _calibrate_(calibration, request, spread=rescales)
+    except _FunctionChangedError:
+        if not rescales:
+            raise
+        calibration = _lay_out(workload, graph, formats, request)  # that copy is spoilt
+        steps = [_UNDONE, *_calibrate_(calibration, request, spread=False)]
+    calibration.model.steps = steps
+    return calibration.model
 
 
-def unrounded(made: QuantizedModel, workload: Workload) -> nn.Module:
-    """A copy of a workload's model in full precision whose values inside are those of the quantized model made of it.
+_UNDONE = PipelineStep(
+    "spread", math.nan, math.nan, "undone: it changed what the model computes"
+)
 
-    BatchNorm is folded and channels are divided by the factors that they were divided by there, as ``made`` remembers them:
-    nothing is fitted. Values that are divided in front of a reader (``Route.divided``) are as they were before.
+
+def unrounded(quantized: QuantizedModel, workload: Workload) -> nn.Module:
+    """Copy a workload's model in full precision, with the values of its quantized model.
+
+    BatchNorm is folded and channels are divided by the factors that they were divided by
+    there, as ``quantized`` remembers them: nothing is fitted. Values that are divided in
+    front of a reader (``Route.divided``) are as they were before.
 
     >>> torch.manual_seed(0)
     <torch...>
@@ -156,159 +147,182 @@ def unrounded(made: QuantizedModel, workload: Workload) -> nn.Module:
     >>> torch.allclose(twin(x), net(x), atol=1e-6), torch.equal(twin[0].bias, net[0].bias)
     (True, False)
     """
-    twin = _copied(workload.model)
-    if made.folded:
+    twin = copy_model(workload.model)
+    if quantized.folded:
         fold_batch_norm_(twin, workload.batches[:1], forward=workload.forward)
     with torch.no_grad():
-        for group, factors, clips in made.moves:
-            rescale_(twin, group, factors, clips=clips)
+        for rescaling in quantized.rescalings:
+            rescale_(twin, rescaling.group, rescaling.factors, clips=rescaling.clips)
     return twin
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy that shares nothing with the model, in evaluation mode."""
-    try:
-        return copy.deepcopy(model).eval()
-    except (
-        RuntimeError,
-        TypeError,
-        NotImplementedError,
-    ) as error:  # tensors with a history, locks, open files
-        raise QuantizationError(
-            "the model cannot be copied",
-            where=type(model).__name__,
-            got=str(error).partition(". ")[0],
-            expected="a module that copy.deepcopy takes",
-            do="fold torch.nn.utils.weight_norm in with remove_weight_norm, or make the module "
-            "forget tensors that it computed",
-        ) from error
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """How the user wants a model to be quantized, beside the formats."""
+
+    options: Options
+    rounding: Rounding
+    fold: bool
 
 
-def _calibrate(
-    made: QuantizedModel,
-    graph: Graph,
-    own: Workload,
-    rounding: Rounding,
-    spread: bool,
-    meter: _Meter,
-    divide: bool,
-) -> list[Step] | None:
-    """What was done; None where rescaled channels gave another function."""
-    found = [
-        _balanced(made, graph, own, rounding, method)
-        for method in dict.fromkeys(r.balance for r in rounding.every)
-        if method
-    ]
-    values = [q for _, q in made.named() if not q.weight]
-    static = [q for q in values if not q.dynamic]
-    spread, divide = (asked and not rounding.balance for asked in (spread, divide))
-    weights = None
-    weighs = any(r.observer == "adjoint" for r in rounding.every)
-    if static and (spread or weighs) or values and divide:
-        weights = importance(made, own, own.batches)
-        gains = [spread_(made, graph, own, weights)] if static and spread else []
-        if divide:
-            gains.append(divide_(made, graph, own, weights))
-        found += [
-            Step(gain.name, gain.before_db, gain.after_db, gain.note) for gain in gains
+class _FunctionChangedError(QuantizationError):
+    """Rescaled channels gave another function."""
+
+
+def _lay_out(
+    workload: Workload, graph: Graph, formats: Mapping[str, Format], request: _Request
+) -> Calibration:
+    """Copy a model, fold BatchNorm and put quantizers where the formats ask for them.
+
+    ``graph`` is that of the workload's model; the copy has another one where BatchNorm
+    was folded.
+    """
+    copied = workload.with_model(copy_model(workload.model))
+    notes: list[SiteFormat] = []
+    if request.fold and any(n.operator == "batch_norm" for n in graph.nodes.values()):
+        like = with_batches(workload, workload.batches[:1])
+        folded = fold_norms_(copied, graph, like=like)
+        notes = [
+            SiteFormat(row.norm, "fp32", f"not folded: {row.reason}")
+            for row in folded
+            if row.reason
         ]
-        if any(not math.isnan(gain.after_db) for gain in gains):
-            before = weights.output
-            weights = importance(
-                made, own, own.batches[:GRADIENTS]
-            )  # extremes were for the rescaling alone
-            if abs(weights.output - before) > SAME * before:
-                return None
-    if weights is None or not static:
-        rounding = replace(
-            _unweighed(rounding),
-            layers={p: _unweighed(r) for p, r in rounding.layers.items()},
+        graph = trace_sampled(copied)
+    laid_out = scheme(graph, formats, request.options)
+    remarks = split_observers_(laid_out, request.rounding)
+    model = QuantizedModel(copied.model, laid_out, graph)
+    model.rows += notes
+    model.folded = request.fold
+    model.remarks += remarks
+    check_weights(model)
+    return Calibration(
+        model=model,
+        graph=graph,
+        workload=copied,
+        batches=copied.batches,
+        reference=reference_outputs(workload),
+    )
+
+
+def _calibrate_(
+    calibration: Calibration, request: _Request, *, spread: bool
+) -> list[PipelineStep]:
+    """Balance or rescale channels, then round in order; return what each step gained.
+
+    Raises ``_FunctionChangedError`` where rescaled channels gave another function.
+    """
+    rounding = request.rounding
+    methods = dict.fromkeys(r.balance for r in rounding.every if r.balance)
+    balanced = [_balance_(calibration, rounding, method) for method in methods]
+    divide = request.options.divide and not rounding.balance
+    rescaled = _rescale_(calibration, rounding, spread=spread, divide=divide)
+    rounded = _round_(calibration, rounding, rescaled.importance)
+    return [*balanced, *rescaled.steps, rounded]
+
+
+def _balance_(
+    calibration: Calibration, rounding: Rounding, method: str
+) -> PipelineStep:
+    """Balance the channels that calls read whose ``rounding`` has this method."""
+    strengths = {}
+    for site in calibration.model.routes:
+        of_site = rounding.of(site)
+        if of_site.balance == method:
+            strengths[site] = of_site.strength
+    smoothed = smooth_channels_(calibration, method=method, alpha=strengths)
+    if smoothed.rows:
+        note = _balance_note(smoothed)
+        convolutions = sum(
+            calibration.graph.nodes[site].kind == "conv" for site in strengths
         )
-    gains = round_in_order_(made, own, own.batches, rounding, weights)
-    means = [
-        g.after_db - g.before_db
-        for g in gains
-        if math.isfinite(g.after_db - g.before_db)
-    ]
-    note = (
-        f"weights: {sum(means) / len(means):.1f} dB over nearest, a layer, mean of {len(means)}"
-        if means
-        else ""
-    )
-    found.append(
-        Step(f"{rounding.observer}, {rounding.weights}", math.nan, meter.db(), note)
-    )
-    return found
+        if method == "awq" and convolutions:
+            note.append(f"awq is for linear layers: {convolutions} convolutions left")
+        note.append("both sides with min-max ranges, weights to nearest")
+    else:
+        readers = "linear layers" if method == "awq" else "weights"
+        note = [f"no value that quantized {readers} read"]
+    gain = smoothed.gain
+    return PipelineStep(method, gain.before_db, gain.after_db, "; ".join(note))
 
 
-def _unweighed(how: Rounding) -> Rounding:
-    return replace(how, observer="mse") if how.observer == "adjoint" else how
-
-
-def _balanced(
-    made: QuantizedModel, graph: Graph, own: Workload, rounding: Rounding, method: str
-) -> Step:
-    """Balance the channels that the calls read for which ``rounding`` has this method."""
-    hows = {site: rounding.of(site) for site in made.routes}
-    strengths = {
-        site: how.strength for site, how in hows.items() if how.balance == method
-    }
-    done = smooth_(made, graph, own, method=method, alpha=strengths)
+def _balance_note(smoothed: Smoothed) -> list[str]:
+    """Say how many values were balanced, and why others were left."""
     left = Counter(
         row.how.removeprefix("left: ")
-        for row in done.rows
+        for row in smoothed.rows
         if row.how.startswith("left")
     )
-    parts = [
-        f"{len(done.rows) - left.total()} of {len(done.rows)} values",
-        done.gain.note,
+    balanced = len(smoothed.rows) - left.total()
+    count = f"{balanced} of {len(smoothed.rows)} values"
+    if smoothed.gain.note:
+        return [count, smoothed.gain.note]
+    reasons = [f"{number} left: {reason}" for reason, number in left.most_common(2)]
+    return [count, *reasons]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rescaled:
+    """What rescaling gained, and what an error of each value costs the output after it."""
+
+    steps: list[PipelineStep] = field(default_factory=list)
+    importance: Importance | None = None
+
+
+def _rescale_(
+    calibration: Calibration, rounding: Rounding, *, spread: bool, divide: bool
+) -> _Rescaled:
+    """Rescale channels by what the output loses, as far as that is asked for."""
+    values = [q for _, q in calibration.model.named() if not q.weight]
+    static = any(not q.dynamic for q in values)
+    spread = spread and static
+    divide = divide and bool(values)
+    weighs = static and any(r.observer == "adjoint" for r in rounding.every)
+    if not (spread or divide or weighs):
+        return _Rescaled()
+
+    before = importance(calibration)
+    gains: list[Gain] = []
+    if spread:
+        gains.append(spread_(calibration, before))
+    if divide:
+        gains.append(divide_(calibration, before))
+    steps = [
+        PipelineStep(gain.name, gain.before_db, gain.after_db, gain.note)
+        for gain in gains
     ]
-    parts += [
-        f"{number} left: {why}"
-        for why, number in left.most_common(2)
-        if not done.gain.note
-    ]
-    convolutions = (
-        sum(made.graph.nodes[site].kind == "conv" for site in strengths)
-        if method == "awq"
-        else 0
-    )
-    parts += [f"awq is for linear layers: {convolutions} convolutions left"] * bool(
-        convolutions
-    )
-    parts.append("both sides with min-max ranges, weights to nearest")
-    if not done.rows:
-        parts = [
-            f"no value that quantized {'linear layers' if method == 'awq' else 'weights'} read"
-        ]
-    return Step(
-        method, done.gain.before_db, done.gain.after_db, "; ".join(filter(None, parts))
-    )
+    if all(math.isnan(gain.after_db) for gain in gains):
+        return _Rescaled(steps, before)
 
-
-class _Meter:
-    """SQNR of a quantized model's output against the unquantized one's, on the first batches."""
-
-    def __init__(
-        self, reference: Workload, own: Workload, made: QuantizedModel
-    ) -> None:
-        self.batches = own.batches[:MEASURED]
-        self.own = own.with_model(made)
-        self.exact = [self._run(reference, batch) for batch in self.batches]
-
-    def db(self) -> float:
-        """In dB."""
-        return sqnr_db(
-            noise([self._run(self.own, batch) for batch in self.batches], self.exact)
+    # extremes over all batches were for the rescaling alone
+    after = importance(calibration.on(calibration.batches[:GRADIENT_BATCHES]))
+    if abs(after.output - before.output) > SAME_POWER * before.output:
+        raise _FunctionChangedError(
+            "rescaled channels changed what the model computes",
+            where=calibration.workload.name,
+            do="leave Options(divide=True) out for this model",
         )
+    return _Rescaled(steps, after)
 
-    @staticmethod
-    def _run(workload: Workload, batch: Any) -> dict[str, Tensor]:
-        training = workload.model.training
-        try:
-            with torch.no_grad():
-                return named_tensors(
-                    workload.with_model(workload.model.eval()).run(batch)
-                )
-        finally:
-            workload.model.train(training)
+
+def _round_(
+    calibration: Calibration, rounding: Rounding, weights: Importance | None
+) -> PipelineStep:
+    """Choose scales and codes from front to back."""
+    static = any(not q.weight and not q.dynamic for _, q in calibration.model.named())
+    if weights is None or not static:
+        layers = {p: _without_importance(r) for p, r in rounding.layers.items()}
+        rounding = replace(_without_importance(rounding), layers=layers)
+    gains = round_model_(calibration, rounding, weights)
+    finite = [g.db for g in gains if math.isfinite(g.after_db - g.before_db)]
+    note = ""
+    if finite:
+        mean = sum(finite) / len(finite)
+        note = f"weights: {mean:.1f} dB over nearest, a layer, mean of {len(finite)}"
+    name = f"{rounding.observer}, {rounding.weights}"
+    return PipelineStep(name, math.nan, calibration.measure_db(), note)
+
+
+def _without_importance(rounding: Rounding) -> Rounding:
+    if rounding.observer != "adjoint":
+        return rounding
+    return replace(rounding, observer="mse")

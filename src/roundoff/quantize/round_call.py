@@ -1,4 +1,7 @@
-"""A call with weights, reached by every run of the calibration: its weights are rounded and its bias corrected."""
+"""Round the weights of one call, reached by every run of the calibration.
+
+Its bias is corrected too, so that the mean of each output channel is kept.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,11 @@ from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
 from roundoff.formats import Granularity, PerTensor, QParams, choose_qparams
-from roundoff.ops import Call, Operand, execute
-from roundoff.quantize.layout import Route
-from roundoff.quantize.model import QuantizedModel
+from roundoff.ops import Call, Operand
+from roundoff.quantize.model import Passing, QuantizedModel, RoutedCall
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.options import Rounding
-from roundoff.quantize.quantizer import Quantizer, on_sums
+from roundoff.quantize.quantizer import Quantizer, round_bias
 from roundoff.quantize.weights.gptq import supported
 from roundoff.quantize.weights.hessian import Hessian
 from roundoff.quantize.weights.matrix import (
@@ -29,277 +31,301 @@ from roundoff.quantize.weights.matrix import (
     patches,
     weight_qparams,
 )
-from roundoff.quantize.weights.output_error import Gain
+from roundoff.quantize.weights.output_error import Gain, Repaired
 from roundoff.quantize.weights.round_weight import RATIOS, round_weight
 from roundoff.quantize.weights.scales import search_scales
 
 #: Rows of inputs that second moments are taken from, at most: more add little.
-ROWS = 2**14
-#: Bytes of rows at a time: what allocators keep for the next, see ``sequential.JOINED``.
-PIECE = 2**23
+MOMENT_ROWS = 2**14
+#: Bytes of rows at a time: what allocators keep for the next, see
+#: ``round_in_order.JOINED_BYTES``.
+PIECE_BYTES = 2**23
 
 
 @dataclass
-class Arrived:
-    """A call that a run has reached, with its arguments there: values on their grids, weights and bias as they are."""
+class Progress:
+    """What the pass has done so far.
 
-    call: Call
-    leaves: list[Any]
-    route: Route
+    Attributes:
+        decided: quantizers whose scale is chosen, by name.
+        corrected: biases that are corrected, by identity.
+        gains: of rounded weights.
+    """
 
-
-@dataclass
-class Settled:
-    """What the pass has done so far: names of quantizers, biases that are corrected, gains."""
-
-    names: set[str] = field(default_factory=set)
+    decided: set[str] = field(default_factory=set)
     corrected: set[int] = field(default_factory=set)
     gains: list[Gain] = field(default_factory=list)
 
 
-class Weighed:
-    """One call with weights in all runs that reached it: pairs of the full-precision run (or None) and the quantized one."""
+@dataclass(frozen=True, slots=True)
+class _WeightMatrix:
+    """The weight of a call as matrices: its place, operator and groups, and its input."""
+
+    place: int
+    operator: str
+    source: Operand
+    settings: dict[str, Any]
+
+    @property
+    def groups(self) -> int:
+        return int(self.settings.get("groups", 1))
+
+    @property
+    def is_linear(self) -> bool:
+        """Return True where inputs are rows, not patches of an image."""
+        return not self.operator.startswith("conv")
+
+
+#: Second moments of the inputs, and those with the full-precision inputs where known.
+_Moments = tuple[Tensor, Tensor | None]
+
+
+class CallRounding:
+    """One call with weights in all quantized runs, and in their full-precision partners.
+
+    Args:
+        model: what is rounded, in place.
+        rounding: what holds for this call.
+        progress: what is decided already; added to.
+        quantized: the call in each quantized run.
+        exact: the call in the full-precision run of the same batch, or None.
+    """
 
     def __init__(
         self,
         model: QuantizedModel,
-        how: Rounding,
-        settled: Settled,
-        pairs: Sequence[tuple[Arrived | None, Arrived]],
+        rounding: Rounding,
+        progress: Progress,
+        *,
+        quantized: Sequence[RoutedCall],
+        exact: Sequence[RoutedCall | None],
     ) -> None:
-        self.model, self.how, self.settled, self.pairs = model, how, settled, pairs
+        self.model = model
+        self.rounding = rounding
+        self.progress = progress
+        self.quantized = quantized
+        self.exact = exact
+        self.first = quantized[0]
 
-    def settle(self, wanted: Sequence[Tensor | None]) -> list[Any]:
-        """Round, correct, and return the results of the quantized runs; ``wanted`` are those of their partners."""
-        first = self.pairs[0][1]
-        weights = {
-            p: n for p, n in first.route.uses.items() if self.model.quantizer(n).weight
-        }
-        place, source = _product(first, weights)
-        bias = None if place is None else _bias(first.call)
-        both = [
-            (w, arrived)
-            for w, (_, arrived) in zip(wanted, self.pairs, strict=True)
-            if isinstance(w, Tensor)
-        ]
-        corrects = (
-            bool(both)
-            and len(both) == len(self.pairs)
-            and self._corrects(first.call, bias, both[0][0])
+    def round_(self, exact_results: Sequence[Any]) -> list[Any]:
+        """Round the weights, correct the bias, and return the quantized results.
+
+        ``exact_results`` are those of the full-precision partners, None without one.
+        """
+        uses = self.first.route.uses
+        weights = {p: n for p, n in uses.items() if self.model.quantizer(n).weight}
+        matrix = _weight_matrix(self.first, weights)
+        bias = None if matrix is None else _bias(self.first.call)
+        wanted = [r for r in exact_results if isinstance(r, Tensor)]
+        takes_mean = (
+            bias is not None
+            and len(wanted) == len(self.quantized)
+            and self._may_correct(bias, wanted[0])
         )
-        for at, name in weights.items():
+        if takes_mean:
+            self.progress.corrected.add(id(bias))
+        for place, name in weights.items():
             quantizer = self.model.quantizer(name)
-            if quantizer.dynamic or name in self.settled.names:
+            if quantizer.dynamic or name in self.progress.decided:
                 continue
-            self.settled.names.add(name)
-            with naming(name):
-                if at == place and source is not None and self.how.weights == "gptq":
-                    self._round(quantizer, first.leaves[at], at, source, corrects)
+            self.progress.decided.add(name)
+            weight = self.first.leaves[place]
+            with name_errors(name):
+                if matrix is not None and self.rounding.weights == "gptq":
+                    self._round_by_output_(quantizer, weight, matrix, takes_mean)
                 else:
-                    quantizer.set_(
-                        *_scale(
-                            quantizer,
-                            quantizer.without_exact(first.leaves[at]),
-                            None,
-                            self.how.scales,
-                        )
-                    )
-                    first.leaves[at].copy_(quantizer(first.leaves[at]))
-        if bias is None or not corrects:
-            return [run(self.model, arrived) for _, arrived in self.pairs]
-        found = [run(self.model, arrived, bias=False) for _, arrived in self.pairs]
-        before, axis = bias.detach().clone(), _channels(first.call)
-        _correct_(
-            bias,
-            [
-                (w - f).movedim(axis, -1).flatten(0, -2)
-                for (w, _), f in zip(both, found, strict=True)
-            ],
+                    self._round_to_nearest_(quantizer, weight)
+        if bias is None or not takes_mean:
+            return [run_quantized(self.model, routed) for routed in self.quantized]
+        return self._correct_bias_(bias, wanted)
+
+    def _may_correct(self, bias: Tensor, result: Tensor) -> bool:
+        """Return True for a bias that can take up the mean error.
+
+        It has to be a parameter, one number a channel, and not corrected before.
+        """
+        return (
+            self.rounding.bias
+            and isinstance(bias, nn.Parameter)
+            and id(bias) not in self.progress.corrected
+            and bias.shape == (result.shape[_channel_axis(self.first.call)],)
         )
-        now = on_sums(bias, self._readers(first)) if first.route.bias >= 0 else bias
-        return [f + _along(now - before, f.ndim, axis) for f in found]
 
-    def _readers(self, arrived: Arrived) -> list[Quantizer]:
-        return [self.model.quantizer(name) for name in arrived.route.uses.values()]
+    def _correct_bias_(self, bias: Tensor, wanted: Sequence[Tensor]) -> list[Any]:
+        """Add the mean error to a bias; return the results of the quantized runs."""
+        results = [
+            run_quantized(self.model, routed, with_bias=False)
+            for routed in self.quantized
+        ]
+        axis = _channel_axis(self.first.call)
+        before = bias.detach().clone()
+        errors = [
+            (exact - result).movedim(axis, -1).flatten(0, -2)
+            for exact, result in zip(wanted, results, strict=True)
+        ]
+        _add_mean_(bias, errors)
+        after: Tensor = bias
+        if self.first.route.bias >= 0:
+            after = round_bias(bias, self.model.readers(self.first.route))
+        return [
+            result + _along(after - before, result.ndim, axis) for result in results
+        ]
 
-    def _corrects(self, call: Call, bias: Tensor | None, result: Tensor) -> bool:
-        """Whether a bias can take up the mean error: a parameter, one number a channel, and not corrected before."""
-        if (
-            bias is None
-            or not self.how.bias
-            or not isinstance(bias, nn.Parameter)
-            or id(bias) in self.settled.corrected
-        ):
-            return False
-        if bias.shape != (result.shape[_channels(call)],):
-            return False
-        self.settled.corrected.add(id(bias))
-        return True
+    def _round_to_nearest_(self, quantizer: Quantizer, weight: Tensor) -> None:
+        chosen = quantizer.without_exact(weight)
+        quantizer.set_(*_choose_scale(quantizer, chosen, None, self.rounding.scales))
+        weight.copy_(quantizer(weight))
 
-    def _round(
+    def _round_by_output_(
         self,
         quantizer: Quantizer,
         weight: Tensor,
-        place: int,
-        source: Operand,
+        matrix: _WeightMatrix,
         centred: bool,
     ) -> None:
-        """Put a weight on its grid, in place, so that the call's result changes least."""
-        call = self.pairs[0][1].call
-        operator = matrix_operator(call, place)
-        settings: dict[str, Any] = _convolution(call) if call.kind == "conv" else {}
-        groups = int(settings.get("groups", 1))
-        halves = self._moments(operator, source, tuple(weight.shape[2:]), settings)
-        matrix, cross = _taken(halves[0].merge(halves[1]), centred)
+        """Put a weight on its grid, in place, so that the call's result changes least.
+
+        ``centred``: a bias takes the mean of the error.
+        """
+        operator = matrix.operator
+        groups = matrix.groups
+        halves = self._moments(matrix, tuple(weight.shape[2:]))
         w = matrix_view(quantizer.without_exact(weight), operator, groups)
-        if (
-            quantizer.exact is not None
-        ):  # these inputs make no error, and none can be made up for by them
-            matrix = _without(matrix, quantizer.exact)
-            cross = None if cross is None else _without(cross, quantizer.exact)
+        hessian, cross = _moments_of(halves[0].merge(halves[1]), quantizer, centred)
         if cross is not None:
-            parts = [
-                (h, c)
-                for h, c in (_taken(half, centred) for half in halves if half.rows)
-                if c is not None
-            ]
-            if quantizer.exact is not None:
-                parts = [
-                    (_without(h, quantizer.exact), _without(c, quantizer.exact))
-                    for h, c in parts
-                ]
-            share = supported(w, parts) if len(parts) == 2 else 0.0
-            cross = matrix + share * (cross - matrix)
+            share = _cross_share(w, halves, quantizer, centred)
+            cross = hessian + share * (cross - hessian)
         power = None
-        if self.how.scales == "search":
-            diagonal = matrix.diagonal(dim1=-2, dim2=-1)[..., None, :].expand_as(w)
+        if self.rounding.scales == "search":
+            diagonal = hessian.diagonal(dim1=-2, dim2=-1)[..., None, :].expand_as(w)
             power = from_matrix(diagonal, weight.shape, operator, groups)
-        qparams, observer, note = _scale(quantizer, weight, power, self.how.scales)
-        grid = matrix_qparams(qparams, weight.shape, operator, groups)
-        shared = quantizer.granularity or PerTensor()
-        own = _rows_apart(weight.shape, operator, groups, shared)
-        kept = w != 0 if self.how.keep_zeros else None
-        ratios = RATIOS if own else (1.0,)
+        qparams, observer, note = _choose_scale(
+            quantizer, weight, power, self.rounding.scales
+        )
+        granularity = quantizer.granularity or PerTensor()
+        rows_apart = _rows_apart(weight.shape, operator, groups, granularity)
         repaired = round_weight(
             w,
-            matrix,
+            hessian,
             quantizer.fmt,
-            grid,
+            matrix_qparams(qparams, weight.shape, operator, groups),
             cross=cross,
-            ratios=ratios,
-            refit=own,
-            kept=kept,
+            ratios=RATIOS if rows_apart else (1.0,),
+            refit=rows_apart,
+            kept=w != 0 if self.rounding.keep_zeros else None,
         )
-        self.settled.gains.append(replace(repaired.gain, name=quantizer.name))
-        quantizer.set_(
-            weight_qparams(repaired.qparams, weight.shape, operator, groups, shared),
-            observer,
-            note,
+        self.progress.gains.append(replace(repaired.gain, name=quantizer.name))
+        rounded_qparams = weight_qparams(
+            repaired.qparams, weight.shape, operator, groups, granularity
         )
-        found = from_matrix(repaired.weight, weight.shape, operator, groups)
-        if quantizer.exact is not None:
-            axis = quantizer.operand.reduce
-            found = found.index_copy(
-                axis,
-                quantizer.exact,
-                weight.detach().index_select(axis, quantizer.exact),
-            )
-        weight.copy_(found)
+        quantizer.set_(rounded_qparams, observer, note)
+        weight.copy_(_whole_weight(quantizer, weight, repaired, matrix))
 
     def _moments(
-        self,
-        operator: str,
-        source: Operand,
-        kernel: tuple[int, ...],
-        settings: dict[str, Any],
+        self, matrix: _WeightMatrix, kernel: tuple[int, ...]
     ) -> tuple[Hessian, Hessian]:
-        """Second moments of the inputs in the quantized runs, beside those in full precision where all have them.
+        """Sum up second moments of the inputs in the quantized runs.
 
-        Of the first and the second half of each batch's rows.
+        They stand beside those in full precision where all runs have them. Of the first
+        and the second half of each batch's rows.
         """
-        matrix = not operator.startswith("conv")
-        inputs = [
-            (
-                None if one is None else one.leaves[source.leaf],
-                other.leaves[source.leaf],
-            )
-            for one, other in self.pairs
-        ]
-        whole = all(
-            one is not None and one.shape == other.shape for one, other in inputs
+        leaf = matrix.source.leaf
+        inputs = [routed.leaves[leaf] for routed in self.quantized]
+        exact = [None if r is None else r.leaves[leaf] for r in self.exact]
+        compares = all(
+            e is not None and e.shape == x.shape
+            for e, x in zip(exact, inputs, strict=True)
         )
-        axis = source.reduce if matrix else source.reduce % inputs[0][1].ndim
-        rows = sum(other.numel() // max(1, other.shape[axis]) for _, other in inputs)
-        share, seed = min(1.0, ROWS / max(1, rows)), torch.Generator()
-
-        def seen(x: Tensor) -> Tensor:
-            moved, name = (x.movedim(axis, -1), "linear") if matrix else (x, operator)
-            return patches(
-                moved,
-                name,
-                kernel,
-                share=share,
-                generator=seed.manual_seed(0),
-                **settings,
-            )
-
-        split = inputs[0][1].ndim > 1 and (
-            axis % inputs[0][1].ndim != 0
-            if matrix
-            else inputs[0][1].ndim == len(kernel) + 2
-        )
-        taken = (
-            share * math.prod(kernel) * sum(other.numel() for _, other in inputs) * 4
-        )  # bytes, of all rows
+        if not compares:
+            exact = [None] * len(inputs)
+        sampler = _RowSampler(matrix, kernel, inputs)
         halves = Hessian(), Hessian()
-        for one, other in _pieces(inputs, taken if split else 0.0):
-            given, exact = seen(other), seen(one) if whole and one is not None else None
-            middle = given.shape[-2] // 2
-            for half, part in zip(
-                halves, (slice(0, middle), slice(middle, None)), strict=True
-            ):
-                if given[:, part].numel():
-                    half.add(
-                        given[:, part],
-                        reference=None if exact is None else exact[:, part],
-                    )
+        for exact_piece, piece in _pieces(exact, inputs, sampler.bytes_in_pieces()):
+            rows = sampler.rows(piece)
+            exact_rows = None if exact_piece is None else sampler.rows(exact_piece)
+            middle = rows.shape[-2] // 2
+            spans = slice(0, middle), slice(middle, None)
+            for half, span in zip(halves, spans, strict=True):
+                if rows[:, span].numel():
+                    reference = None if exact_rows is None else exact_rows[:, span]
+                    half.add(rows[:, span], reference=reference)
         return halves
 
 
+class _RowSampler:
+    """Takes rows ``[groups, n, in]`` of a call's inputs, as many as are worth it."""
+
+    def __init__(
+        self, matrix: _WeightMatrix, kernel: tuple[int, ...], inputs: Sequence[Tensor]
+    ) -> None:
+        self.matrix = matrix
+        self.kernel = kernel
+        self.ndim = inputs[0].ndim
+        self.elements = sum(x.numel() for x in inputs)
+        reduce = matrix.source.reduce
+        self.axis = reduce if matrix.is_linear else reduce % self.ndim
+        rows = sum(x.numel() // max(1, x.shape[self.axis]) for x in inputs)
+        self.share = min(1.0, MOMENT_ROWS / max(1, rows))
+        self.generator = torch.Generator()
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the sampled rows of one tensor, the same places in each of a shape."""
+        moved = x.movedim(self.axis, -1) if self.matrix.is_linear else x
+        return patches(
+            moved,
+            "linear" if self.matrix.is_linear else self.matrix.operator,
+            self.kernel,
+            share=self.share,
+            generator=self.generator.manual_seed(0),
+            **self.matrix.settings,
+        )
+
+    def bytes_in_pieces(self) -> float:
+        """Return the bytes of all rows; 0 where samples do not lie along axis 0."""
+        if self.matrix.is_linear:
+            splits = self.axis % self.ndim != 0
+        else:
+            splits = self.ndim == len(self.kernel) + 2
+        if self.ndim <= 1 or not splits:
+            return 0.0
+        return self.share * math.prod(self.kernel) * self.elements * 4
+
+
 def _pieces(
-    inputs: Sequence[tuple[Tensor | None, Tensor]], size: float
+    exact: Sequence[Tensor | None], inputs: Sequence[Tensor], size: float
 ) -> Iterator[tuple[Tensor | None, Tensor]]:
-    """Inputs in pieces along axis 0, two samples or more each, whose rows take about ``PIECE`` bytes of ``size``."""
-    count = max(1, math.ceil(size / PIECE / len(inputs)))
-    for one, other in inputs:
-        length = len(other) if count == 1 else max(2, -(-len(other) // count))
-        yield from zip(
-            repeat(None) if one is None else torch.split(one, length),
-            torch.split(other, length),
-            strict=False,
+    """Cut inputs along axis 0, into two samples or more each.
+
+    The rows of a piece take about ``PIECE_BYTES`` of ``size`` bytes.
+    """
+    count = max(1, math.ceil(size / PIECE_BYTES / len(inputs)))
+    for exact_input, x in zip(exact, inputs, strict=True):
+        length = len(x) if count == 1 else max(2, -(-len(x) // count))
+        exact_parts = (
+            repeat(None) if exact_input is None else torch.split(exact_input, length)
         )
+        yield from zip(exact_parts, torch.split(x, length), strict=False)
 
 
-def run(model: QuantizedModel, arrived: Arrived, bias: bool = True) -> Any:
-    """The result of a call with its weights, and its bias, on their grids."""
-    leaves, route = list(arrived.leaves), arrived.route
-    for place, name in route.uses.items():
-        if model.quantizer(name).weight:
-            leaves[place] = model.quantizer(name)(leaves[place])
-    if route.executes is not None:
-        return execute(replace(arrived.call, leaves=leaves), route.executes)
-    if bias and route.bias >= 0:
-        leaves[route.bias] = on_sums(
-            leaves[route.bias], [model.quantizer(n) for n in route.uses.values()]
-        )
-    return arrived.call.run(leaves)
+def run_quantized(
+    model: QuantizedModel, routed: RoutedCall, *, with_bias: bool = True
+) -> Any:
+    """Run a call with its weights, and its bias, on their grids."""
+    leaves = list(routed.leaves)
+    for place, name in routed.route.uses.items():
+        quantizer = model.quantizer(name)
+        if quantizer.weight:
+            leaves[place] = quantizer(leaves[place])
+    call = RoutedCall(routed.call, routed.route, leaves)
+    return call.run(Passing(), model.readers(routed.route), with_bias=with_bias)
 
 
 def matrix_operator(call: Call, place: int) -> str:
-    """How ``repair.matrix`` calls the weight at a place of a call; empty where it is no matrix.
+    """Name the operator of the weight at a place of a call, as ``weights.matrix`` does.
 
-    A weight of two axes is ``linear`` where its inputs lie along axis 1, and ``matmul`` where they lie along axis 0, as in
-    ``x @ w`` and ``addmm``.
+    Empty where it is no matrix. A weight of two axes is ``linear`` where its inputs lie
+    along axis 1, and ``matmul`` where they lie along axis 0, as in ``x @ w`` and
+    ``addmm``.
     """
     if call.kind == "conv":
         return call.operator.name
@@ -309,98 +335,124 @@ def matrix_operator(call: Call, place: int) -> str:
     return "linear" if weight.reduce % 2 else "matmul"
 
 
-def _product(
-    arrived: Arrived, weights: dict[int, str]
-) -> tuple[int | None, Operand | None]:
-    """The place of a call's one weight and the one operand that it multiplies; None, None for anything else."""
-    call = arrived.call
+def _weight_matrix(routed: RoutedCall, weights: dict[int, str]) -> _WeightMatrix | None:
+    """Return a call's one weight, which multiplies one operand; None for anything else."""
+    call = routed.call
     sources = [o for o in call.operands if o.role == "activation"]
-    if arrived.route.executes is not None or len(weights) != 1 or len(sources) != 1:
-        return None, None
+    if routed.route.executes is not None or len(weights) != 1 or len(sources) != 1:
+        return None
     (place,) = weights
-    shaped = (
-        isinstance(call.leaves[sources[0].leaf], Tensor)
-        and call.leaves[sources[0].leaf].ndim > 0
-    )
-    return (
-        (place, sources[0]) if shaped and matrix_operator(call, place) else (None, None)
-    )
+    source = call.leaves[sources[0].leaf]
+    operator = matrix_operator(call, place)
+    if not operator or not isinstance(source, Tensor) or source.ndim == 0:
+        return None
+    settings = _convolution_settings(call) if call.kind == "conv" else {}
+    return _WeightMatrix(place, operator, sources[0], settings)
+
+
+def _convolution_settings(call: Call) -> dict[str, Any]:
+    """Return the arguments of a convolution behind its bias, by name."""
+    args, kwargs = call.arguments()
+    names: tuple[str, ...] = ("stride", "padding", "dilation", "groups")
+    if "transpose" in call.operator.name:
+        names = ("stride", "padding", "output_padding", "groups", "dilation")
+    settings = dict(zip(names, args[3:], strict=False))
+    return settings | {k: v for k, v in kwargs.items() if k in names}
 
 
 def _bias(call: Call) -> Tensor | None:
-    """The bias that a call adds to its products as it is, one number for each channel."""
-    bias: Tensor | None = next(
-        (call.leaves[o.leaf] for o in call.operands if o.role == "bias"), None
-    )
+    """Return the bias that a call adds to its products as it is, one number a channel."""
+    biases = [call.leaves[o.leaf] for o in call.operands if o.role == "bias"]
     scaled = {"alpha", "beta"} & set(call.arguments()[1])
-    return None if bias is None or bias.ndim != 1 or scaled else bias
+    if not biases or scaled:
+        return None
+    bias: Tensor = biases[0]
+    return bias if bias.ndim == 1 else None
 
 
-def _taken(hessian: Hessian, centred: bool) -> tuple[Tensor, Tensor | None]:
-    return (
-        (hessian.centred, hessian.centred_cross)
-        if centred
-        else (hessian.matrix, hessian.cross)
-    )
+def _moments_of(hessian: Hessian, quantizer: Quantizer, centred: bool) -> _Moments:
+    """Return second moments, about the mean or not.
+
+    Inputs that stay in full precision make no error, and none can be made up for by them.
+    """
+    matrix = hessian.centred if centred else hessian.matrix
+    cross = hessian.centred_cross if centred else hessian.cross
+    if quantizer.exact is not None:
+        matrix = _as_if_zero(matrix, quantizer.exact)
+        cross = None if cross is None else _as_if_zero(cross, quantizer.exact)
+    return matrix, cross
 
 
-def _without(moments: Tensor, places: Tensor) -> Tensor:
-    """Second moments as if these inputs were always zero."""
+def _as_if_zero(moments: Tensor, places: Tensor) -> Tensor:
+    """Return second moments as if these inputs were always zero."""
     return moments.index_fill(-1, places, 0.0).index_fill(-2, places, 0.0)
 
 
-def _correct_(bias: Tensor, lost: Sequence[Tensor]) -> None:
+def _cross_share(
+    w: Tensor, halves: Sequence[Hessian], quantizer: Quantizer, centred: bool
+) -> Tensor | float:
+    """Return which share of the correction for the inputs' errors holds on both halves."""
+    parts = []
+    for half in halves:
+        if half.rows:
+            matrix, cross = _moments_of(half, quantizer, centred)
+            if cross is not None:
+                parts.append((matrix, cross))
+    return supported(w, parts) if len(parts) == 2 else 0.0
+
+
+def _whole_weight(
+    quantizer: Quantizer, weight: Tensor, repaired: Repaired, matrix: _WeightMatrix
+) -> Tensor:
+    """Return a rounded weight in its shape, with what stays in full precision."""
+    whole = from_matrix(repaired.weight, weight.shape, matrix.operator, matrix.groups)
+    if quantizer.exact is None:
+        return whole
+    axis = quantizer.operand.reduce
+    exact = weight.detach().index_select(axis, quantizer.exact)
+    return whole.index_copy(axis, quantizer.exact, exact)
+
+
+def _add_mean_(bias: Tensor, errors: Sequence[Tensor]) -> None:
     """Add the mean over all rows ``[rows, channels]`` of what was lost."""
-    rows = sum(len(part) for part in lost)
-    bias.add_(
-        sum(
-            (part.mean(0) * (len(part) / rows) for part in lost), torch.zeros_like(bias)
-        )
-    )
+    rows = sum(len(part) for part in errors)
+    means = (part.mean(0) * (len(part) / rows) for part in errors)
+    bias.add_(sum(means, torch.zeros_like(bias)))
 
 
-def _scale(
+def _choose_scale(
     quantizer: Quantizer, weight: Tensor, power: Tensor | None, method: str
 ) -> tuple[QParams, str, str]:
-    """The scale of a weight, who chose it, and what was wrong with its range."""
-    if quantizer.fmt.scale_from != "amax":  # ternary, binary
-        return (
-            choose_qparams(weight, quantizer.fmt, quantizer.granularity),
-            quantizer.fmt.scale_from,
-            "",
-        )
-    observer = make_observer(
-        "minmax" if method == "search" else method, quantizer.granularity
-    )
+    """Return the scale of a weight, who chose it, and what was wrong with its range."""
+    fmt = quantizer.fmt
+    granularity = quantizer.granularity
+    if fmt.scale_from != "amax":  # ternary, binary
+        return choose_qparams(weight, fmt, granularity), fmt.scale_from, ""
+    searches = method == "search"
+    observer = make_observer("minmax" if searches else method, granularity)
     observer.see(weight)
-    qparams = observer.qparams(quantizer.fmt)
-    if method == "search":
-        qparams = search_scales(
-            weight, quantizer.fmt, quantizer.granularity, importance=power
-        ).qparams
+    qparams = observer.qparams(fmt)
+    if searches:
+        qparams = search_scales(weight, fmt, granularity, importance=power).qparams
     return qparams, method, observer.degenerate
 
 
 def _rows_apart(
     shape: Sequence[int], operator: str, groups: int, granularity: Granularity
 ) -> bool:
-    """Whether no two rows of a weight's matrices share a scale, so that each may choose its own."""
-    matrices = matrix_view(
-        torch.empty(tuple(shape), device="meta"), operator, groups
-    ).shape
-    rows = (
-        torch.arange(float(matrices[0] * matrices[1]))
-        .view(*matrices[:2], 1)
-        .expand(matrices)
-    )
+    """Return True where no two rows of a weight's matrices share a scale."""
+    meta = torch.empty(tuple(shape), device="meta")
+    matrices = matrix_view(meta, operator, groups).shape
+    numbers = torch.arange(float(matrices[0] * matrices[1]))
+    rows = numbers.view(*matrices[:2], 1).expand(matrices)
     view, shared = granularity.split(shape)
-    held = from_matrix(rows, shape, operator, groups).reshape(view)
-    return torch.equal(held.amax(shared), held.amin(shared))
+    row_of = from_matrix(rows, shape, operator, groups).reshape(view)
+    return torch.equal(row_of.amax(shared), row_of.amin(shared))
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Errors say which value or weight they are about."""
+def name_errors(name: str) -> Iterator[None]:
+    """Let errors say which value or weight they are about."""
     try:
         yield
     except QuantizationError as error:
@@ -410,23 +462,16 @@ def naming(name: str) -> Iterator[None]:
         ) from error
 
 
-def _convolution(call: Call) -> dict[str, Any]:
-    args, kwargs = call.arguments()
-    names: tuple[str, ...] = ("stride", "padding", "dilation", "groups")
-    if "transpose" in call.operator.name:
-        names = ("stride", "padding", "output_padding", "groups", "dilation")
-    return {
-        **dict(zip(names, args[3:], strict=False)),
-        **{k: v for k, v in kwargs.items() if k in names},
-    }
+def _channel_axis(call: Call) -> int:
+    """The axis of the output channels, from the back.
 
-
-def _channels(call: Call) -> int:
-    """The axis of the output channels, from the back: runs may have other numbers of axes in front."""
+    Runs may have other numbers of axes in front.
+    """
     return -1 - int(call.operator.name[-2]) if call.kind == "conv" else -1
 
 
 def _along(values: Tensor, ndim: int, axis: int) -> Tensor:
+    """View one number a channel so that it broadcasts along ``axis``."""
     shape = [1] * ndim
     shape[axis] = -1
     return values.view(shape)

@@ -1,9 +1,11 @@
-"""Calibrate and round a whole network in one pass: each layer when it is reached, on what really arrives there.
+"""Calibrate and round a whole network in one pass, each layer on what really arrives.
 
-The calibration data go through the model twice at once: through a copy in full precision, and through everything that is
-quantized already. Both runs stop at each decision (``lockstep.py``): when a value is reached its scale is chosen from the
-values that the quantized network has there, and when a weight is reached its inputs in both networks are at hand: what
-GPTQ and bias correction need. Nothing is run again for each layer, and batches of any lengths go through in step.
+The calibration data go through the model twice at once: through a copy in full precision,
+and through everything that is quantized already. Both runs stop at each decision
+(``lockstep.py``): when a value is reached its scale is chosen from the values that the
+quantized network has there, and when a weight is reached its inputs in both networks are
+at hand: what GPTQ and bias correction need. Nothing is run again for each layer, and
+batches of any lengths go through in step.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -24,390 +27,432 @@ from roundoff.errors import QuantizationError
 from roundoff.formats import Format, QParams, fake_quantize
 from roundoff.ops import Call, Handler, float_tensors, watch
 from roundoff.preserve import preserve
+from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.code_flow import PASSES, upper_bound
-from roundoff.quantize.graph import Node
+from roundoff.quantize.graph import Node, no_data
 from roundoff.quantize.importance import Importance, channel_axis
 from roundoff.quantize.join_batches import in_stacks, samples, stack
 from roundoff.quantize.layout import Route
 from roundoff.quantize.lockstep import Lockstep, Request
-from roundoff.quantize.model import QuantizedModel, forget
+from roundoff.quantize.model import QuantizedModel, RoutedCall, RoutedCalls, forget
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.options import Rounding
-from roundoff.quantize.round_call import Arrived, Settled, Weighed, naming, run
-from roundoff.quantize.schemes import Row
+from roundoff.quantize.quantizer import Quantizer
+from roundoff.quantize.round_call import (
+    CallRounding,
+    Progress,
+    name_errors,
+    run_quantized,
+)
 from roundoff.quantize.weights.output_error import Gain
 from roundoff.workload import Workload
 
-#: Ranges of eight bits and more are made this much wider than calibration asks for: other samples have values beyond its
-#: extremes. Measured on 5,000 samples after calibration on 512: 0.5 dB more on a MobileNet, 0.1 dB less on a ResNet.
+#: Ranges of eight bits and more are made this much wider than calibration asks for: other
+#: samples have values beyond its extremes. Measured on 5,000 samples after calibration on
+#: 512: 0.5 dB more on a MobileNet, 0.1 dB less on a ResNet.
 ROOM = 1.03
-#: Bytes of the largest value of batches that are joined, at most: what allocators hand out again instead of asking the
-#: system for new pages each time (glibc: 32 MiB), which cost a MobileNet three times its arithmetic.
-JOINED = 2**24
+#: Bytes of the largest value of batches that are joined, at most: what allocators hand
+#: out again instead of asking the system for new pages each time (glibc: 32 MiB), which
+#: cost a MobileNet three times its arithmetic.
+JOINED_BYTES = 2**24
 
 
 def round_in_order_(
     model: QuantizedModel,
     workload: Workload,
     batches: Sequence[Any],
-    how: Rounding,
-    weights: Importance | None = None,
+    rounding: Rounding,
+    importance: Importance | None = None,
 ) -> list[Gain]:
-    """Choose the scales of values and the codes of weights of a quantized model, in place, from front to back.
+    """Choose scales of values and codes of weights, in place, from front to back.
 
-    Batches of one shape are joined where the model computes the same for them together; the others go through it beside
-    each other. What is kept at a time is what all batches hold at one place of the model, twice, and the second moments of
-    one weight's inputs. Calls that no data reaches lose their quantizers, and their rows say so.
+    Batches of one shape are joined where the model computes the same for them together;
+    the others go through it beside each other. What is kept at a time is what all batches
+    hold at one place of the model, twice, and the second moments of one weight's inputs.
+    Calls that no data reaches lose their quantizers, and their rows say so.
 
-    Raises ``QuantizationError`` without data, and for NaN or Inf in a value. The model is then as before, as after any
-    other error.
+    Returns what each weight gained over rounding to nearest.
+
+    Raises ``QuantizationError`` without data, and for NaN or Inf in a value. The model is
+    then as before, as after any other error.
     """
-    batches = list(batches)
-    if not batches:
-        raise QuantizationError(
-            "no calibration data",
-            where=workload.name,
-            expected="one batch or more",
-            got="none",
-            do="give the batches that the model is calibrated on",
-        )
-    before = [
-        (q, dict(q._buffers), (q.granularity, q.observer, q.note))
-        for _, q in model.named()
-    ]
+    calibration = Calibration.of(model, workload, batches)
+    return round_model_(calibration, rounding, importance)
+
+
+def round_model_(
+    calibration: Calibration, rounding: Rounding, importance: Importance | None = None
+) -> list[Gain]:
+    """Round as ``round_in_order_`` does, a model that is packed with its data."""
+    model = calibration.model
+    if not calibration.batches:
+        raise no_data(calibration.workload.name)
+    states = [_QuantizerState.of(quantizer) for _, quantizer in model.named()]
     with preserve(model.model), torch.no_grad():
         exact = copy.deepcopy(model.model.eval())
-        branches = model.graph.asks and (
-            model.graph.sometimes or model.graph.changing
-        )  # which one, a stack would decide
-        most = -1.0 if branches else _most(model, batches[0])
-        groups = in_stacks(workload.with_model(exact), batches, most)
-        order = _InOrder(
-            model,
-            how,
-            weights,
-            [{i: samples(batches[i]) for i in group} for group in groups],
-        )
+        groups = _join_batches(calibration, exact)
+        order = _Order(calibration, rounding, importance, groups)
         try:
-            _run(
-                order,
-                workload,
-                [stack([batches[i] for i in group]) for group in groups],
-                exact,
-            )
+            _run_in_step(order, exact)
         except BaseException:
-            for changed, kept in zip(
-                model.model.parameters(), exact.parameters(), strict=True
-            ):
+            parameters = zip(model.model.parameters(), exact.parameters(), strict=True)
+            for changed, kept in parameters:
                 changed.copy_(kept)
-            for quantizer, buffers, state in before:
-                quantizer._buffers.update(buffers)
-                quantizer.granularity, quantizer.observer, quantizer.note = state
+            for state in states:
+                state.restore_()
             raise
-    model.settle_()
-    for site, (call, numbers) in order.late.items():
-        _late_(model, site, call, sorted(numbers))
-    return order.settled.gains
+    model.drop_unreached_()
+    for late in order.late.values():
+        _add_late_call_(model, late)
+    return order.progress.gains
 
 
-def _late_(model: QuantizedModel, site: str, call: Call, batches: list[int]) -> None:
-    """A call that these batches alone made, which the graph was not traced on: it runs in fp32, and its row says so."""
-    seen = (
-        f"batch {batches[0]}"
-        if len(batches) == 1
-        else f"batches {batches[0]} to {batches[-1]}, which ran together"
-    )
-    reason = (
-        f"seen only in {seen}: the batches that the graph was traced on do not call it"
-    )
-    stored = [
-        n
-        for n, q in model.named()
-        if q.weight and any(n in operand.sources for operand in call.operands)
+@dataclass(frozen=True)
+class _QuantizerState:
+    """What a quantizer held before the pass."""
+
+    quantizer: Quantizer
+    buffers: dict[str, Tensor | None]
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, quantizer: Quantizer) -> _QuantizerState:
+        names = ("granularity", "observer", "note")
+        attributes = {name: getattr(quantizer, name) for name in names}
+        return cls(quantizer, dict(quantizer._buffers), attributes)
+
+    def restore_(self) -> None:
+        self.quantizer._buffers.update(self.buffers)
+        for name, value in self.attributes.items():
+            setattr(self.quantizer, name, value)
+
+
+@dataclass
+class _LateCall:
+    """A call that these batches alone made, which the graph was not traced on."""
+
+    call: Call
+    batches: list[int]
+
+
+def _add_late_call_(model: QuantizedModel, late: _LateCall) -> None:
+    """Let a call that the graph has not run in fp32, with a row that says why."""
+    batches = sorted(late.batches)
+    which = f"batch {batches[0]}"
+    if len(batches) > 1:
+        which = f"batches {batches[0]} to {batches[-1]}, which ran together"
+    reasons = [
+        f"seen only in {which}: the batches that the graph was traced on do not call it"
     ]
-    model.rows.append(
-        Row(
-            site,
-            "fp32",
-            "; ".join([reason, *(f"reads {name} as it is stored" for name in stored)]),
-        )
-    )
-    model.graph.nodes[site] = Node(site, call.operator.name, call.kind, (), ())
-    model.known |= {site}
+    for name in model.weight_names():
+        if any(name in operand.sources for operand in late.call.operands):
+            reasons.append(f"reads {name} as it is stored")
+    call = late.call
+    node = Node(str(call.site), call.operator.name, call.kind, (), ())
+    model.add_late_(node, "; ".join(reasons))
 
 
-def _run(
-    order: _InOrder, workload: Workload, stacks: Sequence[Any], exact: nn.Module
-) -> None:
-    """All batches through the full-precision model and the quantized one, in step."""
+def _join_batches(calibration: Calibration, exact: nn.Module) -> list[list[int]]:
+    """Return which batches go through the model together, by number."""
+    graph = calibration.graph
+    batches = calibration.batches
+    if graph.branches:
+        most = -1.0  # which branch, a stack would decide
+    else:
+        shapes = [shape for node in graph.nodes.values() for shape in node.shapes]
+        most = _most_samples(shapes, samples(batches[0]))
+    return in_stacks(calibration.workload.with_model(exact), batches, most)
+
+
+def _most_samples(shapes: Iterable[Sequence[int]], batch_samples: int) -> float:
+    """Return how many samples may be joined, given the shapes of a batch's values."""
+    largest = max((math.prod(shape) for shape in shapes), default=0)
+    if not largest or not batch_samples:
+        return math.inf
+    return JOINED_BYTES / 4 / largest * batch_samples
+
+
+def _run_in_step(order: _Order, exact: nn.Module) -> None:
+    """Send all batches through the full-precision model and the quantized one, in step."""
+    calibration = order.calibration
     bodies: list[Callable[[], None]] = []
     with ExitStack() as opened:
-        for number, batch in enumerate(stacks):
-            handlers: list[tuple[nn.Module, Handler]] = [
-                (order.model.model, _Quantized(order, number))
-            ]
-            if order.how.compares:
-                handlers.insert(0, (exact, _Exact(order, number)))
-            for own, handler in handlers:
-                twin = own if len(stacks) == 1 else _twin(own)
+        for group, numbers in enumerate(order.groups):
+            batch = stack([calibration.batches[i] for i in numbers])
+            runs: list[tuple[nn.Module, Handler]] = []
+            if order.rounding.compares:
+                runs.append((exact, _ExactRun(order, group)))
+            runs.append((order.model.model, _QuantizedRun(order, group)))
+            for network, handler in runs:
+                twin = network if len(order.groups) == 1 else _with_own_buffers(network)
                 mode = opened.enter_context(watch(twin, handler))
-
-                def body(
-                    twin: nn.Module = twin, mode: Any = mode, batch: Any = batch
-                ) -> None:
-                    mode.begin()
-                    with torch.no_grad(), mode:  # both belong to a thread
-                        workload.with_model(twin).run(batch)
-
-                bodies.append(body)
+                workload = calibration.workload.with_model(twin)
+                bodies.append(_body(workload, batch, mode))
         order.steps.run(bodies)
 
 
-def _most(model: QuantizedModel, batch: Any) -> float:
-    """How many samples may be joined, from the largest value that the graph has for the first batch."""
-    largest = max(
-        (
-            math.prod(shape)
-            for node in model.graph.nodes.values()
-            for shape in node.shapes
-        ),
-        default=0,
-    )
-    return (
-        JOINED / 4 / largest * samples(batch)
-        if largest and samples(batch)
-        else math.inf
-    )
+def _body(workload: Workload, batch: Any, mode: Any) -> Callable[[], None]:
+    """Return one run of a model; the modes are entered in its own thread."""
+
+    def run() -> None:
+        mode.begin()
+        with torch.no_grad(), mode:
+            workload.run(batch)
+
+    return run
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters, and buffers of its own."""
+def _with_own_buffers(model: nn.Module) -> nn.Module:
+    """Return a copy with the same parameters, and buffers of its own."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
-class _InOrder:
+@dataclass(frozen=True, slots=True)
+class _ReachedValue:
+    """A value that a run has reached, whose scale is to be chosen."""
+
+    group: int
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _ReachedCall:
+    """A call that a run has reached, whose weights are to be rounded."""
+
+    group: int
+    exact: bool
+    routed: RoutedCall
+
+
+class _Order:
     """What all runs share: what has been decided, and how the next is."""
 
     def __init__(
         self,
-        model: QuantizedModel,
-        how: Rounding,
-        weights: Importance | None,
-        sizes: Sequence[dict[int, int]],
+        calibration: Calibration,
+        rounding: Rounding,
+        importance: Importance | None,
+        groups: Sequence[Sequence[int]],
     ) -> None:
-        self.model, self.how, self.importance, self.sizes = model, how, weights, sizes
+        self.calibration = calibration
+        self.model = calibration.model
+        self.rounding = rounding
+        self.importance = importance
+        #: numbers of the batches that run together
+        self.groups = groups
         #: values come before the weight that they meet: only then do both runs wait there
-        self.rank = {row.site: 2 * i for i, row in enumerate(model.rows)}
-        self.settled = Settled()
-        #: calls that the graph has not, and the batches that made them
-        self.late: dict[str, tuple[Call, list[int]]] = {}
+        self.rank = {row.site: 2 * i for i, row in enumerate(self.model.rows)}
+        self.progress = Progress()
+        #: calls that the graph has not
+        self.late: dict[str, _LateCall] = {}
         self.steps = Lockstep(self.decide)
 
-    def waiting(self, route: Route) -> str:
-        """A weight of a call that has to be rounded still, or empty."""
-        quantizers = (
-            (n, self.model.quantizer(n))
-            for n in route.uses.values()
-            if n not in self.settled.names
-        )
-        return next((n for n, q in quantizers if q.weight and not q.dynamic), "")
+    def weight_to_round(self, route: Route) -> str:
+        """Return a weight of a call that has to be rounded still, or an empty name."""
+        for name in route.uses.values():
+            quantizer = self.model.quantizer(name)
+            pending = quantizer.weight and not quantizer.dynamic
+            if pending and name not in self.progress.decided:
+                return name
+        return ""
 
-    def passed(self, call: Call, group: int) -> Any:
-        """The result of a call that reads nothing through quantizers; one that was not seen before is noted."""
-        site, result = str(call.site), call.run()
-        if site not in self.model.known and float_tensors(result):
-            known = self.late.setdefault(site, (call, []))[1]
-            known += [number for number in self.sizes[group] if number not in known]
+    def run_unrouted(self, call: Call, group: int) -> Any:
+        """Run a call without quantizers; note one that the graph has not."""
+        result = call.run()
+        site = str(call.site)
+        if not self.model.knows(site) and float_tensors(result):
+            late = self.late.setdefault(site, _LateCall(call, []))
+            late.batches += [i for i in self.groups[group] if i not in late.batches]
         return result
 
     def decide(self, requests: list[Request]) -> None:
-        """Choose the scale of a value, or round the weights of a call, for all runs that wait for it."""
+        """Choose a scale, or round a call's weights, for all runs that wait for it."""
         name = requests[0].key
-        if not self.model.quantizer(name).weight:
-            self.settled.names.add(name)
-            self._observe(name, requests)
-            return
-        exact = {
-            group: (r, arrived)
-            for r in requests
-            for group, full, arrived in [r.given]
-            if full
-        }
-        changed = [
-            (group, r, arrived)
-            for r in requests
-            for group, full, arrived in [r.given]
-            if not full
-        ]
-        for request, arrived in exact.values():
-            request.answer = arrived.call.run(arrived.leaves)
-        if changed:
-            partners = [exact.get(group) for group, _, _ in changed]
-            pairs = [
-                (p[1] if p else None, arrived)
-                for p, (_, _, arrived) in zip(partners, changed, strict=True)
-            ]
-            how = self.how.of(str(changed[0][2].call.site))
-            weighed = Weighed(self.model, how, self.settled, pairs)
-            results = weighed.settle([p[0].answer if p else None for p in partners])
-            for (_, request, _), result in zip(changed, results, strict=True):
-                request.answer = result
+        if self.model.quantizer(name).weight:
+            self._round(requests)
+        else:
+            self.progress.decided.add(name)
+            self._choose_scale(name, [request.subject for request in requests])
 
-    def _observe(self, name: str, requests: list[Request]) -> None:
-        quantizer, node = self.model.quantizer(name), self.model.graph.nodes.get(name)
-        route = self.model.routes.get(name)
-        if (
-            node is not None
-            and route is not None
-            and node.operator in PASSES
-            and route.uses
-        ):
-            read = self.model.quantizer(next(iter(route.uses.values())))
-            if read.fmt == quantizer.fmt and read.scale is not None:
-                quantizer.set_(read.qparams(), read.observer)  # the same codes, moved
-                return
-        how = self.how.of(*quantizer.sites)
-        observer = make_observer(how.observer, quantizer.granularity, **how.parameters)
+    def _round(self, requests: list[Request]) -> None:
+        """Round the weights of a call; answer each run with the call's result."""
+        exact: dict[int, Request] = {}
+        quantized: list[Request] = []
         for request in requests:
-            group, value = request.given
-            value = quantizer.without_exact(value)
-            self._check_finite(name, value, self.sizes[group])
-            with naming(name):
-                axis = channel_axis(quantizer, value)
-                observer.see(
-                    value,
-                    None
-                    if self.importance is None
-                    else self.importance.power(name, value, axis),
-                )
-        with naming(name):
-            chosen = observer.qparams(quantizer.fmt)
-        first = quantizer.without_exact(requests[0].given[1])
-        if how.observer == "adjoint" and _needs_room(first, chosen, quantizer.fmt):
-            chosen.scale.mul_(ROOM)
-        bound = None if node is None else upper_bound(node)
-        if (
-            bound is not None and not quantizer.fmt.symmetric
-        ):  # no code stands for what is clipped anyway
-            chosen.scale.clamp_(
-                max=_below(
-                    bound / (quantizer.fmt.max_finite - quantizer.fmt.min_finite)
-                )
-            )
-        quantizer.set_(chosen, how.observer, observer.degenerate)
+            reached: _ReachedCall = request.subject
+            if reached.exact:
+                exact[reached.group] = request
+                request.answer = reached.routed.call.run(reached.routed.leaves)
+            else:
+                quantized.append(request)
+        if not quantized:
+            return
+        partners = [exact.get(request.subject.group) for request in quantized]
+        rounding = CallRounding(
+            self.model,
+            self.rounding.of(quantized[0].subject.routed.site),
+            self.progress,
+            quantized=[request.subject.routed for request in quantized],
+            exact=[p.subject.routed if p else None for p in partners],
+        )
+        results = rounding.round_([p.answer if p else None for p in partners])
+        for request, result in zip(quantized, results, strict=True):
+            request.answer = result
 
-    @staticmethod
-    def _check_finite(name: str, value: Tensor, sizes: dict[int, int]) -> None:
-        if bool(
-            value.sum().isfinite()
-        ):  # one pass; a sum that overflows is looked at again
+    def _choose_scale(self, name: str, reached: Sequence[_ReachedValue]) -> None:
+        """Choose the scale of a value from what all runs have there."""
+        quantizer = self.model.quantizer(name)
+        node = self.model.graph.nodes.get(name)
+        source = None if node is None else self._source_of_codes(node, quantizer)
+        if source is not None:
+            quantizer.set_(source.qparams(), source.observer)
+            return
+        rounding = self.rounding.of(*quantizer.sites)
+        observer = make_observer(
+            rounding.observer, quantizer.granularity, **rounding.parameters
+        )
+        for value in reached:
+            seen = quantizer.without_exact(value.value)
+            self._check_finite(name, seen, self.groups[value.group])
+            with name_errors(name):
+                observer.see(seen, self._power(name, quantizer, seen))
+        with name_errors(name):
+            qparams = observer.qparams(quantizer.fmt)
+        first = quantizer.without_exact(reached[0].value)
+        if rounding.observer == "adjoint" and _needs_room(
+            first, qparams, quantizer.fmt
+        ):
+            qparams.scale.mul_(ROOM)
+        _limit_to_clip_(qparams, node, quantizer.fmt)
+        quantizer.set_(qparams, rounding.observer, observer.degenerate)
+
+    def _source_of_codes(self, node: Node, quantizer: Quantizer) -> Quantizer | None:
+        """Return what a call reads through that only chooses among the codes it reads."""
+        route = self.model.routes.get(node.site)
+        if route is None or node.operator not in PASSES or not route.uses:
+            return None
+        source = self.model.quantizer(next(iter(route.uses.values())))
+        same_grid = source.fmt == quantizer.fmt and source.scale is not None
+        return source if same_grid else None
+
+    def _power(self, name: str, quantizer: Quantizer, value: Tensor) -> Tensor | None:
+        """Return what an error of each element costs the output, where that is known."""
+        if self.importance is None:
+            return None
+        return self.importance.power(name, value, channel_axis(quantizer, value))
+
+    def _check_finite(self, name: str, value: Tensor, numbers: Sequence[int]) -> None:
+        """Raise ``QuantizationError`` for NaN and Inf, naming the batch."""
+        # one pass; a sum that overflows is looked at again
+        if bool(value.sum().isfinite()):
             return
         bad = ~value.isfinite()
         if not bool(bad.any()):
             return
-        where, total = name, sum(sizes.values())
-        if total and value.ndim and len(value) % total == 0:
-            sample = int(bad.reshape(total, -1).any(1).nonzero()[0])
-            where += f", first in batch {list(sizes)[bisect_right(list(accumulate(sizes.values())), sample)]}"
+        batches = self.calibration.batches
+        ends = list(accumulate(samples(batches[i]) for i in numbers))
+        where = name
+        if ends[-1] and value.ndim and len(value) % ends[-1] == 0:
+            sample = int(bad.reshape(ends[-1], -1).any(1).nonzero()[0])
+            where += f", first in batch {numbers[bisect_right(ends, sample)]}"
         raise QuantizationError(
             f"{int(bad.sum())} of {value.numel()} values are NaN or Inf",
             where=where,
             expected="finite values",
-            do="find where they arise (roundoff watch), or leave these samples out",
+            do="find where they arise (roundoff overflow), or leave these samples out",
         )
 
 
-class _Exact:
+class _ExactRun:
     """The handler of a full-precision run: it stops where a weight is to be rounded."""
 
-    def __init__(self, order: _InOrder, group: int) -> None:
-        self.order, self.group = order, group
-        self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    def __init__(self, order: _Order, group: int) -> None:
+        self.order = order
+        self.group = group
+        self.passed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def before_write(self, tensor: Tensor) -> None:
-        """What was made of this memory holds no longer."""
-        forget(self.done, tensor)
+        """Forget what a tensor in this memory became."""
+        forget(self.passed, tensor)
 
     def call(self, call: Call) -> Any:
-        """The call's result, as it is."""
+        """Return the call's result, as it is."""
         site = str(call.site)
         route = self.order.model.routes.get(site)
         if route is None:
-            return self.order.passed(call, self.group)
-        leaves, name = (
-            self.order.model.divided(route, call.leaves, self.done),
-            self.order.waiting(route),
-        )
-        if not name:
+            return self.order.run_unrouted(call, self.group)
+        leaves = self.order.model.divided(route, call.leaves, self.passed)
+        weight = self.order.weight_to_round(route)
+        if not weight:
             return call.run(leaves)
-        given = self.group, True, Arrived(call, leaves, route)
-        return self.order.steps.ask(name, self.order.rank.get(site, 0) + 1, given)
+        reached = _ReachedCall(self.group, True, RoutedCall(call, route, leaves))
+        return self.order.steps.ask(weight, self.order.rank.get(site, 0) + 1, reached)
 
 
-class _Quantized:
-    """The handler of a run through what is quantized: it stops at values without a scale and at weights to be rounded."""
+class _QuantizedRun(RoutedCalls):
+    """The handler of a run through what is quantized.
 
-    def __init__(self, order: _InOrder, group: int) -> None:
-        self.order, self.group, self.model = order, group, order.model
-        self.done: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    It stops at values without a scale and at weights that are to be rounded.
+    """
 
-    def before_write(self, tensor: Tensor) -> None:
-        """What was made of this memory holds no longer."""
-        forget(self.done, tensor)
+    def __init__(self, order: _Order, group: int) -> None:
+        super().__init__(order.model)
+        self.order = order
+        self.group = group
+        self.rank = 0
 
     def call(self, call: Call) -> Any:
-        """The call's result from operands on their grids."""
-        site = str(call.site)
-        route = self.model.routes.get(site)
-        if route is None:
-            return self.order.passed(call, self.group)
-        leaves, rank = (
-            self.model.divided(route, call.leaves, self.done),
-            self.order.rank.get(site, 0),
-        )
-        for place, name in route.uses.items():
-            if not self.model.quantizer(name).weight:
-                leaves[place] = self._value(name, leaves[place], rank)
-        arrived, waiting = Arrived(call, leaves, route), self.order.waiting(route)
-        if waiting:
-            result = self.order.steps.ask(
-                waiting, rank + 1, (self.group, False, arrived)
-            )
-        else:
-            result = run(self.model, arrived)
-        if call.operator.inplace and result is not call.leaves[0]:
-            result = call.leaves[0].copy_(result)
-        if not route.output:
-            return result
-        quantized = self._value(route.output, result, rank)
-        return result.copy_(quantized) if call.operator.inplace else quantized
+        """Return the call's result from operands on their grids."""
+        self.rank = self.order.rank.get(str(call.site), 0)
+        return super().call(call)
 
-    def _value(self, name: str, value: Tensor, rank: int) -> Tensor:
-        if value not in self.done:
-            self.done[value] = {}
-        known: dict[str, Tensor] = self.done[value]
-        if name not in known:
-            quantizer = self.model.quantizer(name)
-            if name not in self.order.settled.names and not quantizer.dynamic:
-                self.order.steps.ask(name, rank, (self.group, value))
-            known[name] = quantizer(value)
-        return known[name]
+    def run_unrouted(self, call: Call) -> Any:
+        """Run a call without quantizers."""
+        return self.order.run_unrouted(call, self.group)
+
+    def quantize(self, name: str, value: Tensor) -> Tensor:
+        """Quantize a value once its scale is chosen; a weight waits for ``run``."""
+        quantizer = self.model.quantizer(name)
+        if quantizer.weight:
+            return value
+        if name not in self.order.progress.decided and not quantizer.dynamic:
+            self.order.steps.ask(name, self.rank, _ReachedValue(self.group, value))
+        quantized: Tensor = quantizer(value)
+        return quantized
+
+    def run(self, routed: RoutedCall) -> Any:
+        """Run a call once its weights are rounded."""
+        weight = self.order.weight_to_round(routed.route)
+        if not weight:
+            return run_quantized(self.model, routed)
+        reached = _ReachedCall(self.group, False, routed)
+        return self.order.steps.ask(weight, self.rank + 1, reached)
 
 
-def _needs_room(value: Tensor, chosen: QParams, fmt: Format) -> bool:
-    """Whether a value has a wide integer format, and does not lie on its grid as it is (an image of 256 levels)."""
+def _needs_room(value: Tensor, qparams: QParams, fmt: Format) -> bool:
+    """Return True for a wide integer format whose grid the value does not lie on.
+
+    An image of 256 levels lies on it as it is.
+    """
     if fmt.one_quantum != 1.0 or fmt.width < 8 or not value.numel():
         return False
     some = value[:64]
-    missed = (fake_quantize(some, chosen, fmt) - some).square().mean()
-    return bool(
-        missed > chosen.scale.square().mean() / 48
-    )  # a quarter of what values between codes leave
+    error = (fake_quantize(some, qparams, fmt) - some).square().mean()
+    # a quarter of what values between codes leave
+    return bool(error > qparams.scale.square().mean() / 48)
 
 
-def _below(value: float) -> float:
-    """The largest number of fp32 that is not above ``value``."""
-    found = torch.tensor(value, dtype=torch.float32)
-    if float(found) > value:
-        found = torch.nextafter(found, torch.zeros(()))
-    return float(found)
+def _limit_to_clip_(qparams: QParams, node: Node | None, fmt: Format) -> None:
+    """Let no code of an asymmetric format stand for what a clip cuts off anyway."""
+    bound = None if node is None else upper_bound(node)
+    if bound is not None and not fmt.symmetric:
+        levels = fmt.max_finite - fmt.min_finite
+        qparams.scale.clamp_(max=_round_down(bound / levels))
+
+
+def _round_down(value: float) -> float:
+    """Return the largest number of fp32 that is not above ``value``."""
+    nearest = torch.tensor(value, dtype=torch.float32)
+    if float(nearest) > value:
+        nearest = torch.nextafter(nearest, torch.zeros(()))
+    return float(nearest)

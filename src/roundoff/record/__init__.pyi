@@ -13,7 +13,6 @@ from .disk.schema import SCALARS as SCALARS
 from .disk.schema import SCHEMA as SCHEMA
 from .disk.schema import Record as Record
 from .disk.schema import rank_name as rank_name
-from .disk.schema import records_of as records_of
 from .disk.schema import site_name as site_name
 from .disk.schema import step_name as step_name
 from .disk.siblings import sibling as sibling
@@ -36,6 +35,10 @@ from .disk.step_tensors import StepTensors as StepTensors
 from .disk.stored_tensor import StoredTensor as StoredTensor
 from .disk.tensors import checksum as checksum
 from .disk.tensors import content_hash as content_hash
+from .disk.typed_rows import column as column
+from .disk.typed_rows import rows_of_table as rows_of_table
+from .disk.typed_rows import schema_of as schema_of
+from .disk.typed_rows import table_of_rows as table_of_rows
 from .disk.writer import Writer as Writer
 from .environment import environment as environment
 from .module_paths import Paths as Paths

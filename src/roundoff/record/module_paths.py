@@ -17,6 +17,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from roundoff.ops import Position
+
 #: Wrappers that are transparent: a site has one name with and without them.
 _WRAPPERS = re.compile(
     r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_flat_param)(?=\.|$)"
@@ -30,7 +32,7 @@ class Paths:
     def __init__(self, model: nn.Module | None = None) -> None:
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self.roots: list[weakref.ref[nn.Module]] = []
-        self.stack: list[str] = []
+        self.position = Position()
         self.listeners: list[Callable[[nn.Module, str, Any, Any], None]] = []
         #: told of each module that is called outside of all others for the first time, with what stands before its paths
         self.found: list[Callable[[nn.Module, str], None]] = []
@@ -42,7 +44,7 @@ class Paths:
 
     def current(self) -> str:
         """The path of the innermost module that runs, "" outside of all and for the model itself."""
-        return self.stack[-1] if self.stack else ""
+        return self.position.module
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name of a parameter or buffer, None of any other tensor."""
@@ -80,22 +82,22 @@ class Paths:
             inner = getattr(module, "_orig_mod", module)  # what torch.compile wraps
             if inner in self._paths:
                 path = self._paths[inner]
-            elif not self.stack:
+            elif not self.position.path:
                 prefix = self._add(inner)
                 path = self._paths[inner]
                 for found in self.found:
                     found(module, prefix)
             elif isinstance(module, GraphModule):  # the compiler's
-                path = self.stack[-1]
+                path = self.position.module
             else:  # made while the model runs
-                path = _joined(self.stack[-1], type(module).__name__)
+                path = _joined(self.position.module, type(module).__name__)
             self._paths[module] = path
-        self.stack.append(path)
+        self.position.enter(path)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        path = self.stack.pop() if self.stack else ""
+        path = self.position.leave()
         for listener in self.listeners:
             listener(module, path, inputs, output)
 
@@ -111,7 +113,7 @@ class Paths:
         finally:
             for handle in handles:
                 handle.remove()
-            self.stack.clear()
+            self.position.begin()
 
 
 def module_path(path: str, prefix: str, root: nn.Module) -> str:

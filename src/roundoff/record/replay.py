@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
@@ -16,14 +16,10 @@ from roundoff.errors import RunError
 from roundoff.formats import parse_format
 from roundoff.ops import Reason, overload_of, restore, run_again
 from roundoff.record.disk.reader import Run
-from roundoff.record.disk.schema import Record, records_of, site_name
+from roundoff.record.disk.schema import Record, site_name
+from roundoff.record.disk.typed_rows import column, rows_of_table, table_of_rows
 from roundoff.record.own_error import NOT_COMPARED, OwnError, own_error
 from roundoff.site import select
-
-
-def _column(dtype: Any) -> Any:
-    """A field of ``ReplayedOutput`` that is a column of this type."""
-    return field(metadata={"dtype": dtype})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +31,17 @@ class ReplayedOutput:
     finite and the other not. They are None where ``reason`` says why.
     """
 
-    rank: int = _column(pl.Int32)
-    step: int = _column(pl.Int64)
-    record: int = _column(pl.Int64)
-    phase: str = _column(pl.String)
-    site: str = _column(pl.String)
-    overload: str | None = _column(pl.String)
-    place: int = _column(pl.Int64)
-    own_l2: float | None = _column(pl.Float64)
-    own_max: float | None = _column(pl.Float64)
-    sqnr_db: float | None = _column(pl.Float64)
-    reason: str | None = _column(pl.String)
+    rank: int = column(pl.Int32)
+    step: int = column(pl.Int64)
+    record: int = column(pl.Int64)
+    phase: str = column(pl.String)
+    site: str = column(pl.String)
+    overload: str | None = column(pl.String)
+    place: int = column(pl.Int64)
+    own_l2: float | None = column(pl.Float64)
+    own_max: float | None = column(pl.Float64)
+    sqnr_db: float | None = column(pl.Float64)
+    reason: str | None = column(pl.String)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +55,7 @@ class Replay:
     @property
     def table(self) -> pl.DataFrame:
         """The rows as a table; the columns are the fields of ``ReplayedOutput``."""
-        columns = fields(ReplayedOutput)
-        return pl.DataFrame(
-            {c.name: [getattr(row, c.name) for row in self.rows] for c in columns},
-            schema={c.name: c.metadata["dtype"] for c in columns},
-        )
+        return table_of_rows(ReplayedOutput, self.rows)
 
 
 def replay_run(
@@ -133,7 +125,7 @@ def _replay_step(
     rank = calls["rank"][0]
     step = calls["step"][0]
     is_step = (pl.col("rank") == rank) & (pl.col("step") == step)
-    rows = records_of(run.ops.filter(is_step).select(_NEEDED).collect())
+    rows = rows_of_table(Record, run.ops.filter(is_step).select(_NEEDED).collect())
     by_record = {row.record: row for row in rows}
 
     def tensor_of(record: int) -> Tensor:
@@ -149,7 +141,7 @@ def _replay_step(
         return run.tensor(record=record, rank=rank, step=step)
 
     for call in calls.partition_by("call", maintain_order=True):
-        outputs = records_of(call)
+        outputs = rows_of_table(Record, call)
         try:
             again = _call_again(outputs[0], tensor_of, dtype, device)
         except _NotStored as missing:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
+from roundoff.export import (
+    AverageBits,
+    NotPruned,
+    ProvedSiteRow,
+    PruningCost,
+    Result,
+    SiteRow,
+    Summary,
+)
 from roundoff.ops import MULTIPLYING_KINDS
 from roundoff.report.bench_answer import times
 from roundoff.report.figures import (
@@ -18,149 +26,161 @@ from roundoff.report.figures import (
     ratio,
 )
 
-Row = Mapping[str, Any]
+#: What the SQNR of sites is measured against.
+AGAINST = "SQNR of what a site returns, against fp32 with channels scaled alike"
 
 
-def verdict(data: Row) -> str:
-    """Whether the target is met, with what was asked and measured."""
-    result, asked = data["result"], data["asked"]
-    name = result["metric_name"]
-    fall = ""
-    if name is not None:
-        fall = f"{name} {metric(result['metric'])}, {fell(result['drop'])} {metric(result['metric_reference'])} in fp32"
-    noise = f"{db(result['sqnr_db'])} dB"
-    if asked["target"] is None:
+def answer(summary: Summary) -> list[str]:
+    """Return the verdict, then what is quantized, how exact, how large and how fast."""
+    sentences = [verdict(summary), _quantized(summary), _exactness(summary)]
+    if not isinstance(summary.pruning, NotPruned):
+        sentences.append(pruned(summary.asked.prune, summary.pruning))
+    sentences.append(_weights(summary))
+    if summary.proof is not None:
+        return sentences + _proved(summary)
+    reasons = [file.reason for file in summary.files if file.name == "model.onnx"]
+    why = next(iter(reasons), "")
+    if why and not why.startswith("--"):
+        sentences.append(f"model.onnx could not be made, all else is simulated: {why}.")
+    return sentences
+
+
+def verdict(summary: Summary) -> str:
+    """Say if the target is met, with what was asked and measured."""
+    result, asked = summary.result, summary.asked
+    noise = f"{db(result.sqnr_db)} dB"
+    fall = _fall(result)
+    if asked.target is None:
         return f"Quantized: {fall or noise}."
-    met = "The target is met" if result["met"] else "The target is missed"
-    if asked["kind"] == "db":
-        return f"{met}: {noise}, {asked['target']} asked."
-    return f"{met}: {fall}; at most {asked['target']} less asked."
+    met = "The target is met" if result.met else "The target is missed"
+    if asked.kind == "db":
+        return f"{met}: {noise}, {asked.target} asked."
+    return f"{met}: {fall}; at most {asked.target} less asked."
+
+
+def _fall(result: Result) -> str:
+    """Return how the metric stands to that of fp32; empty without one."""
+    if result.metric_name is None:
+        return ""
+    reference = metric(result.metric_reference)
+    return f"{result.metric_name} {metric(result.metric)}, {fell(result.drop)} {reference} in fp32"
 
 
 def fell(drop: float | None) -> str:
-    """How a metric stands to that of fp32.
+    """Return how a metric stands to that of fp32.
 
     >>> fell(0.004), fell(-0.001), fell(0.0)
     ('0.004 below', '0.001 above', 'equal to')
     """
     if drop is None:
         return NONE
-    shown = f"{abs(drop):.2g}"
-    return (
-        "equal to"
-        if abs(drop) < 1e-12
-        else f"{shown} below"
-        if drop > 0
-        else f"{shown} above"
-    )
+    if abs(drop) < 1e-12:
+        return "equal to"
+    side = "below" if drop > 0 else "above"
+    return f"{abs(drop):.2g} {side}"
 
 
-def answer(data: Row) -> list[str]:
-    """The verdict, then what is quantized, how exact, how large and how fast; ``data`` is ``summary.json``."""
-    result, coverage, proof = data["result"], data["coverage"], data["proof"]
-    said = [verdict(data)]
-    kinds = listing([f"{number} in {name}" for name, number in data["formats"].items()])
-    done = f"{coverage['products_quantized']} of {count(coverage['products'], 'product')} are quantized"
-    said.append(f"{done} ({kinds}){bits(data['bits'])}." if kinds else f"{done}.")
-    where = f"{count(data['judged_on']['samples'], 'sample')}{' held out' if data['judged_on']['held_out'] else ''}"
-    same = (
-        ""
-        if result["agreement"] is None
-        else f", the same first choice as fp32 for {percent(result['agreement'])}"
-    )
-    said.append(f"On {where}: SQNR of the output {db(result['sqnr_db'])} dB{same}.")
-    if data["pruning"]:
-        said.append(pruned(data))
-    weights = data["weights"]
-    said.append(
-        f"Weights take {size(weights['bytes'])}, {percent(ratio(weights['bytes'], weights['fp32']))} of fp32's."
-    )
-    if proof is not None:
-        said += _proved(data)
-    else:
-        why = next(
-            (f["reason"] for f in data["files"] if f["name"] == "model.onnx"), ""
-        )
-        if why and not why.startswith("--"):
-            said.append(f"model.onnx could not be made, all else is simulated: {why}.")
-    return said
+def _quantized(summary: Summary) -> str:
+    coverage = summary.coverage
+    products = count(coverage.products, "product")
+    sentence = f"{coverage.products_quantized} of {products} are quantized"
+    kinds = listing([f"{number} in {name}" for name, number in summary.formats.items()])
+    if not kinds:
+        return f"{sentence}."
+    return f"{sentence} ({kinds}){bits(summary.bits)}."
 
 
-def pruned(data: Row) -> str:
-    """What pruning left, against the whole model in fp32.
+def _exactness(summary: Summary) -> str:
+    samples = count(summary.judged_on.samples, "sample")
+    where = f"{samples} held out" if summary.judged_on.held_out else samples
+    sentence = f"On {where}: SQNR of the output {db(summary.result.sqnr_db)} dB"
+    agreement = summary.result.agreement
+    if agreement is None:
+        return f"{sentence}."
+    return f"{sentence}, the same first choice as fp32 for {percent(agreement)}."
 
-    >>> both = {"before": 2_000_000, "after": 1_000_000}
-    >>> pruned({"asked": {"prune": "channel:0.3"}, "pruning": {"macs": both, "bytes": both, "time": 0.6}})
+
+def _weights(summary: Summary) -> str:
+    weights = summary.weights
+    share = percent(ratio(weights.bytes, weights.fp32))
+    return f"Weights take {size(weights.bytes)}, {share} of fp32's."
+
+
+def pruned(how: str, saved: PruningCost) -> str:
+    """Return what pruning left, against the whole model in fp32.
+
+    >>> from roundoff.export import BeforeAfter
+    >>> half = BeforeAfter(2_000_000, 1_000_000)
+    >>> pruned("channel:0.3", PruningCost(half, half, 0.6))
     'Pruned (channel:0.3): 50.0% of the multiply-accumulates, 1.00 MB of 2.00 MB, 0.60× the time in PyTorch, all in fp32.'
-    >>> same = {"before": 9_000, "after": 9_000}
-    >>> pruned({"asked": {"prune": "2:4"}, "pruning": {"macs": same, "bytes": same, "time": 1.01}})
+    >>> same = BeforeAfter(9_000, 9_000)
+    >>> pruned("2:4", PruningCost(same, same, 1.01))
     'Pruned (2:4): zeros in their places; ordinary kernels do the same work (1.01× the time in PyTorch, 9 kB as before).'
     """
-    found = data["pruning"]
-    macs, stored, took = (
-        found["macs"],
-        found["bytes"],
-        f"{times(found['time'])} the time in PyTorch",
-    )
-    how = f"Pruned ({data['asked']['prune']})"
-    if stored["after"] == stored["before"] and macs["after"] == macs["before"]:
-        same = f"{took}, {size(stored['after'])} as before"
+    macs, stored = saved.macs, saved.bytes
+    after = size(stored.after)
+    took = f"{times(saved.time)} the time in PyTorch"
+    if stored.after == stored.before and macs.after == macs.before:
         return (
-            f"{how}: zeros in their places; ordinary kernels do the same work ({same})."
+            f"Pruned ({how}): zeros in their places; ordinary kernels do the same work "
+            f"({took}, {after} as before)."
         )
-    left = (
-        f"{percent(ratio(macs['after'], macs['before']))} of the multiply-accumulates"
+    work = percent(ratio(macs.after, macs.before))
+    return (
+        f"Pruned ({how}): {work} of the multiply-accumulates, "
+        f"{after} of {size(stored.before)}, {took}, all in fp32."
     )
-    return f"{how}: {left}, {size(stored['after'])} of {size(stored['before'])}, {took}, all in fp32."
 
 
-def _proved(data: Row) -> list[str]:
-    proof = data["proof"]
-    kernels = (
-        listing([f"{number} {name}" for name, number in proof["kernels"].items()])
-        or "no integer kernel"
-    )
-    said = [
-        f"model.onnx is {size(proof['bytes'])}, {percent(ratio(proof['bytes'], proof['bytes_fp32']))} of fp32's."
-    ]
-    fast = proof["latency"]
-    if fast is not None:
-        said.append(
-            f"ONNX Runtime runs it {times(fast['ratio'])} as fast as fp32 (in turns, one thread): {kernels}."
-        )
-    else:
-        said.append(f"ONNX Runtime runs {kernels}.")
-    if all(row["codes"] is None for row in data["sites"]):
-        apart = "there are no codes of values to compare"
-    elif proof["codes"]:
-        apart = f"codes differ by {proof['codes']} at most, {percent(proof['differing'])} of them where most do"
-    else:
-        apart = "every code is equal"
-    said.append(
-        f"Against the simulation {apart}; its output is {db(proof['simulation_db'])} dB from it."
-    )
-    rounds = {
-        f"{row['kernel_reason']}."
-        for row in data["sites"]
-        if row["integer"] and row["kernel"] == "MatMulNBits"
+def _proved(summary: Summary) -> list[str]:
+    """Return what ONNX Runtime made of model.onnx."""
+    proof = summary.proof
+    if proof is None:
+        return []
+    share = percent(ratio(proof.bytes, proof.bytes_fp32))
+    operators = [f"{number} {name}" for name, number in proof.kernels.items()]
+    kernels = listing(operators) or "no integer kernel"
+    speed = f"ONNX Runtime runs {kernels}."
+    if proof.latency is not None:
+        faster = times(proof.latency.ratio)
+        speed = f"ONNX Runtime runs it {faster} as fast as fp32 (in turns, one thread): {kernels}."
+    remarks = {
+        f"{row.kernel_reason}."
+        for row in proved_sites(summary)
+        if row.integer and row.kernel == "MatMulNBits"
     }
-    said += sorted(rounds)
-    return said
+    against = f"Against the simulation {_code_differences(summary)}"
+    return [
+        f"model.onnx is {size(proof.bytes)}, {share} of fp32's.",
+        speed,
+        f"{against}; its output is {db(proof.simulation_db)} dB from it.",
+        *sorted(remarks),
+    ]
 
 
-def bits(average: Row) -> str:
-    """Average widths, as the end of a sentence.
+def _code_differences(summary: Summary) -> str:
+    proof = summary.proof
+    if proof is None or all(row.codes is None for row in proved_sites(summary)):
+        return "there are no codes of values to compare"
+    if not proof.codes:
+        return "every code is equal"
+    share = percent(proof.differing)
+    return f"codes differ by {proof.codes} at most, {share} of them where most do"
 
-    >>> bits({"weight": 4.96, "value": 8.0}), bits({"weight": None, "value": None})
+
+def bits(average: AverageBits) -> str:
+    """Return average widths, as the end of a sentence.
+
+    >>> bits(AverageBits(4.96, 8.0)), bits(AverageBits(None, None))
     (', 5.0 bits a weight and 8.0 a value they read', '')
     """
-    if average["weight"] is None or average["value"] is None:
+    if average.weight is None or average.value is None:
         return ""
-    return f", {average['weight']:.1f} bits a weight and {average['value']:.1f} a value they read"
+    return f", {average.weight:.1f} bits a weight and {average.value:.1f} a value they read"
 
 
 def size(number: int | None) -> str:
-    """Bytes, decimal.
+    """Return bytes as text, in decimal units.
 
     >>> size(295_000), size(1_200_000), size(None)
     ('295 kB', '1.20 MB', '–')
@@ -172,61 +192,76 @@ def size(number: int | None) -> str:
     return f"{number / 1e6:.2f} MB" if number >= 1e6 else f"{number / 1e3:.0f} kB"
 
 
-def weakest(data: Row, top: int = 10) -> list[Row]:
-    """The sites that cost the output most, by their share of the noise that the budget predicts.
+def weakest(summary: Summary, top: int = 10) -> list[SiteRow]:
+    """Return the sites that cost the output most, by their share of the budget's noise.
 
-    Without a budget (no target) those whose results are furthest from fp32. Sites without the one or the other are left out.
+    Without a budget (no target) those whose results are furthest from fp32. Sites
+    without the one or the other are left out.
     """
-    if ranked(data):
-        costly = [row for row in data["sites"] if row["share"]]
-        return sorted(costly, key=lambda row: -float(row["share"]))[:top]
-    known = [row for row in data["sites"] if finite(row["sqnr_db"])]
-    return sorted(known, key=lambda row: float(row["sqnr_db"]))[:top]
+    if is_ranked(summary):
+        costly = [row for row in summary.sites if row.share]
+        return sorted(costly, key=lambda row: -(row.share or 0.0))[:top]
+    compared = [(row.sqnr_db, row) for row in summary.sites if finite(row.sqnr_db)]
+    return [row for _, row in sorted(compared, key=lambda pair: pair[0])[:top]]
 
 
-def ranked(data: Row) -> bool:
-    """Whether a budget says what each site costs the output."""
-    return any(row.get("share") is not None for row in data["sites"])
+def is_ranked(summary: Summary) -> bool:
+    """Return True if a budget says what each site costs the output."""
+    return any(row.share is not None for row in summary.sites)
 
 
-#: What the SQNR of sites is measured against.
-AGAINST = "SQNR of what a site returns, against fp32 with channels scaled alike"
-
-
-def left(data: Row) -> list[tuple[str, list[str]]]:
-    """Reason -> sites that stay in fp32, those that multiply first, then by number."""
-    found: dict[str, list[str]] = {}
-    for row in data["sites"]:
-        if row["state"] == "fp32":
-            found.setdefault(row["reason"], []).append(row["site"])
-    products = {
-        row["site"] for row in data["sites"] if row["kind"] in MULTIPLYING_KINDS
-    }
-    order = sorted(
-        found.items(), key=lambda item: (not products & set(item[1]), -len(item[1]))
+def sites_in_fp32(summary: Summary) -> list[tuple[str, list[str]]]:
+    """Return reason and sites that stay in fp32: products first, then by number."""
+    sites_of: dict[str, list[str]] = {}
+    for row in summary.sites:
+        if row.state == "fp32":
+            sites_of.setdefault(row.reason, []).append(row.site)
+    products = {row.site for row in summary.sites if row.kind in MULTIPLYING_KINDS}
+    return sorted(
+        sites_of.items(),
+        key=lambda item: (products.isdisjoint(item[1]), -len(item[1])),
     )
-    return [(why, sites) for why, sites in order]
 
 
-def slow(data: Row) -> list[Row]:
-    """The quantized sites that ONNX Runtime does not run with integers, with the reason."""
+def proved_sites(summary: Summary) -> list[ProvedSiteRow]:
+    """Return the rows that say what ONNX Runtime does; none without a proof."""
+    return [row for row in summary.sites if isinstance(row, ProvedSiteRow)]
+
+
+def without_integer_kernel(summary: Summary) -> list[ProvedSiteRow]:
+    """Return the quantized sites that ONNX Runtime does not run with integers."""
     return [
         row
-        for row in data["sites"]
-        if row.get("integer") is False and row["state"] != "fp32"
+        for row in proved_sites(summary)
+        if row.integer is False and row.state != "fp32"
     ]
 
 
-def trials(data: Row) -> list[dict[str, str]]:
-    """What the search of the target measured."""
-    return [
-        {
-            "trial": str(index + 1),
-            "formats": listing([f"{n} {f}" for f, n in t["sites"].items()]) or "none",
-            "predicted": db(t["predicted_db"]),
-            "measured": db(t["measured_db"]),
-            "metric": metric(t["metric"]),
-            data["asked"]["cost"]: NONE if t["cost"] is None else f"{t['cost']:.4g}",
-        }
-        for index, t in enumerate(data["trials"])
-    ]
+@dataclass(frozen=True, slots=True)
+class TrialLine:
+    """One trial of the search for the target, as text."""
+
+    trial: str
+    formats: str
+    predicted: str
+    measured: str
+    metric: str
+    cost: str
+
+
+def trials(summary: Summary) -> list[TrialLine]:
+    """Return what the search for the target measured."""
+    lines = []
+    for number, trial in enumerate(summary.trials, start=1):
+        formats = [f"{sites} {name}" for name, sites in trial.sites.items()]
+        lines.append(
+            TrialLine(
+                trial=str(number),
+                formats=listing(formats) or "none",
+                predicted=db(trial.predicted_db),
+                measured=db(trial.measured_db),
+                metric=metric(trial.metric),
+                cost=NONE if trial.cost is None else f"{trial.cost:.4g}",
+            )
+        )
+    return lines

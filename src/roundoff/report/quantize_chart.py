@@ -1,23 +1,34 @@
-"""Accuracy against size and work as inline SVG: a point for each format, the chosen one marked, the front drawn."""
+"""Accuracy against size and work as inline SVG: a point for each format, and the front."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from markupsafe import Markup
 
-from roundoff.report.charts import Scale, _axes, _circle, _svg, _text, nice_ticks
+from roundoff.export import Summary
 from roundoff.report.figures import db, finite, metric, percent, ratio
+from roundoff.report.svg import Scale, nice_ticks
+from roundoff.report.svg import axes as _axes
+from roundoff.report.svg import circle as _circle
+from roundoff.report.svg import svg as _svg
+from roundoff.report.svg import text as _text
 
-Row = Mapping[str, Any]
+#: Left, upper, right and lower edge.
+Box = tuple[float, float, float, float]
 #: Points that lose more than this share of the metric stand at the lower edge, with their value.
 FLOOR = 0.03
 WIDTH, HEIGHT = 560, 380
 #: Width of a letter and height of a line of a label, in the units of the picture.
 LETTER, LINE = 6.6, 14.0
+_LABELS = {
+    "bytes": "weights as stored, share of fp32 (%)",
+    "work": "bit operations, share of fp32 (%)",
+}
+_TITLES = {"bytes": "Accuracy against size", "work": "Accuracy against work"}
 
 
 class Point(NamedTuple):
@@ -47,102 +58,123 @@ class Halvings:
         )
 
 
-def tradeoff(data: Row, cost: str) -> Markup:
-    """Metric (SQNR in dB without one) against ``bytes`` or ``work`` relative to fp32; empty where nothing was tried."""
-    rows = data["tradeoff"]
-    key = "metric" if data["result"]["metric_name"] is not None else "db"
-    whole = next((row[cost] for row in rows if row["name"] == "fp32"), None)
-    points = [
-        Point(
-            row["name"],
-            share,
-            row[key],
-            f"{row['name']}: {percent(share)} of fp32, {db(row['db'])} dB"
-            + (
-                ""
-                if key == "db"
-                else f", {data['result']['metric_name']} {metric(row['metric'])}"
-            ),
-        )
-        for row in rows
-        if finite(row[key]) and finite(share := ratio(row[cost], whole)) and share > 0
-    ]
+def tradeoff(summary: Summary, cost: Literal["bytes", "work"]) -> Markup:
+    """Draw the metric (SQNR in dB without one) against a cost relative to fp32.
+
+    Empty where nothing was tried.
+    """
+    points = _points(summary, cost)
     if len(points) < 2:
         return Markup("")
-    best = max(p.up for p in points)
-    floor = best - FLOOR * abs(best) if key == "metric" else min(p.up for p in points)
+    floor = _floor(points, has_metric=summary.result.metric_name is not None)
     shown = [p.up for p in points if p.up >= floor]
     yticks = nice_ticks(min(shown), max(shown), 5)
-    x = Halvings(max(math.ceil(-math.log2(p.at)) for p in points), 62, WIDTH - 20)
+    halvings = max(math.ceil(-math.log2(p.at)) for p in points)
+    x = Halvings(halvings, 62, WIDTH - 20)
     y = Scale(yticks[0], yticks[-1], HEIGHT - 60, 22)
-    label = {
-        "bytes": "weights as stored, share of fp32 (%)",
-        "work": "bit operations, share of fp32 (%)",
-    }[cost]
-    name = (
-        data["result"]["metric_name"] if key == "metric" else "SQNR of the output, dB"
-    )
-    body = [
-        _axes(x, y, [100 / 2**n for n in range(x.number, -1, -1)], yticks, label, name)
-    ]
+    xticks = [100 / 2**n for n in range(halvings, -1, -1)]
+    name = summary.result.metric_name or "SQNR of the output, dB"
+    body = [_axes(x, y, xticks, yticks, _LABELS[cost], name)]
     front = pareto(points, floor)
     if len(front) > 1:
         line = " ".join(f"{x(100 * p.at):.2f},{y(p.up):.2f}" for p in front)
         body.append(f'<polyline class="curve" points="{line}"/>')
-    boxes: list[tuple[float, float, float, float]] = []
-    order = sorted(points, key=lambda p: p.name != "chosen")
-    for p in order:
-        px, py = x(100 * p.at), y(max(p.up, yticks[0] if p.up < floor else p.up))
-        boxes.append((px - 6, py - 6, px + 6, py + 6))
-        kind, radius = ("chosen", 9.0) if p.name == "chosen" else ("dot format", 4.5)
-        body.append(_circle(kind, px, py, radius, p.title))
-    for p in order:
-        px, py = x(100 * p.at), y(max(p.up, yticks[0] if p.up < floor else p.up))
+    placed = [
+        (p, x(100 * p.at), y(p.up if p.up >= floor else max(p.up, yticks[0])))
+        for p in sorted(points, key=lambda p: p.name != "chosen")
+    ]
+    body += [_mark(p, px, py) for p, px, py in placed]
+    boxes = [(px - 6, py - 6, px + 6, py + 6) for _, px, py in placed]
+    for p, px, py in placed:
         text = p.name if p.up >= floor else f"{p.name} ↓ {metric(p.up)}"
         kind = "note strong" if p.name == "chosen" else "note"
-        body.append(_text(kind, *_place(px, py, text, boxes), text, "start"))
-    title = {"bytes": "Accuracy against size", "work": "Accuracy against work"}[cost]
-    return _svg("pareto", WIDTH, HEIGHT, title, "".join(body))
+        left, base = _place(px, py, text, boxes)
+        body.append(_text(kind, left, base, text, "start"))
+    return _svg("pareto", WIDTH, HEIGHT, _TITLES[cost], "".join(body))
+
+
+def _points(summary: Summary, cost: Literal["bytes", "work"]) -> list[Point]:
+    """Return the formats that have both a cost and a result."""
+    name = summary.result.metric_name
+    costs = {row.name: getattr(row, cost) for row in summary.tradeoff}
+    points = []
+    for row in summary.tradeoff:
+        up = row.db if name is None else row.metric
+        share = ratio(costs[row.name], costs.get("fp32"))
+        if not finite(up) or not finite(share) or share <= 0:
+            continue
+        title = f"{row.name}: {percent(share)} of fp32, {db(row.db)} dB"
+        if name is not None:
+            title += f", {name} {metric(row.metric)}"
+        points.append(Point(row.name, share, up, title))
+    return points
+
+
+def _floor(points: Sequence[Point], *, has_metric: bool) -> float:
+    """Return the value below which points stand at the lower edge."""
+    if not has_metric:
+        return min(p.up for p in points)
+    best = max(p.up for p in points)
+    return best - FLOOR * abs(best)
+
+
+def _mark(point: Point, px: float, py: float) -> str:
+    if point.name == "chosen":
+        return _circle("chosen", px, py, 9.0, point.title)
+    return _circle("dot format", px, py, 4.5, point.title)
 
 
 def pareto(points: Sequence[Point], floor: float) -> list[Point]:
-    """Those that no other beats in both, by rising cost; those below ``floor`` are left out.
+    """Return the points that no other beats in both, by rising cost.
+
+    Points below ``floor`` are left out.
 
     >>> [p.name for p in pareto([Point("a", 1, 5, ""), Point("b", 2, 4, ""), Point("c", 3, 6, "")], 0)]
     ['a', 'c']
     """
-    found: list[Point] = []
+    front: list[Point] = []
     for p in sorted(points, key=lambda p: (p.at, -p.up)):
-        if p.up >= floor and (not found or p.up > found[-1].up):
-            found.append(p)
-    return found
+        if p.up >= floor and (not front or p.up > front[-1].up):
+            front.append(p)
+    return front
 
 
-def _place(
-    px: float, py: float, text: str, boxes: list[tuple[float, float, float, float]]
-) -> tuple[float, float]:
-    """Where a label starts so that it covers no other, near its point; takes the place."""
-    wide = LETTER * len(text)
-    tries = [
-        (px + 10, py + 4),
-        (px - wide - 10, py + 4),
-        (px - wide / 2, py - 12),
-        (px - wide / 2, py + 20),
-    ]
-    for step in range(1, 7):
-        tries += [
-            (px + 10, py + 4 - LINE * step),
-            (px + 10, py + 4 + LINE * step),
-            (px - wide - 10, py + 4 - LINE * step),
-            (px - wide - 10, py + 4 + LINE * step),
-        ]
-    for left, base in tries:
-        box = (left, base - 11, left + wide, base + 3)
-        inside = box[0] > 64 and box[2] < WIDTH and box[1] > 2 and box[3] < HEIGHT - 62
-        if inside and not any(
-            box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3]
-            for b in boxes
-        ):
+def _place(px: float, py: float, text: str, boxes: list[Box]) -> tuple[float, float]:
+    """Return where a label starts so that it covers no other, near its point.
+
+    Takes the place: it is added to ``boxes``.
+    """
+    width = LETTER * len(text)
+    places = _places(px, py, width)
+    for left, base in places:
+        box = (left, base - 11, left + width, base + 3)
+        if _is_inside(box) and not any(_overlap(box, other) for other in boxes):
             boxes.append(box)
             return left, base
-    return tries[0]
+    return places[0]
+
+
+def _places(px: float, py: float, width: float) -> list[tuple[float, float]]:
+    """Return places of a label around its point, the best first."""
+    right, left = px + 10, px - width - 10
+    places = [
+        (right, py + 4),
+        (left, py + 4),
+        (px - width / 2, py - 12),
+        (px - width / 2, py + 20),
+    ]
+    for step in range(1, 7):
+        above = py + 4 - LINE * step
+        below = py + 4 + LINE * step
+        places += [(right, above), (right, below), (left, above), (left, below)]
+    return places
+
+
+def _is_inside(box: Box) -> bool:
+    return box[0] > 64 and box[2] < WIDTH and box[1] > 2 and box[3] < HEIGHT - 62
+
+
+def _overlap(box: Box, other: Box) -> bool:
+    beside = box[2] <= other[0] or other[2] <= box[0]
+    apart = box[3] <= other[1] or other[3] <= box[1]
+    return not (beside or apart)

@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
+from roundoff.export import NotPruned, Summary
 from roundoff.report import quantize_answer, quantize_chart
 from roundoff.report.page import Mark, Page
 
-Row = Mapping[str, Any]
 
-
-def write_quantize(data: Row, path: str | os.PathLike[str]) -> None:
+def write_quantize(summary: Summary, path: str | os.PathLike[str]) -> None:
     """Write the page of a summary to a path or URL, whole or not at all.
 
     Raises ``OutputError`` when it cannot be written.
     """
-    page(data).write(path)
+    page(summary).write(path)
 
 
-def page(data: Row) -> Page:
+def page(summary: Summary) -> Page:
     """Return the page of a summary."""
-    headline, *sentences = quantize_answer.answer(data)
+    headline, *sentences = quantize_answer.answer(summary)
+    pruned = ""
+    if not isinstance(summary.pruning, NotPruned):
+        pruned = quantize_answer.pruned(summary.asked.prune, summary.pruning)
     return Page(
         template="quantize.html",
-        title=f"{data['workload']} quantized",
+        title=f"{summary.workload} quantized",
         headline=headline,
         sentences=sentences,
-        mark=_mark(data),
+        mark=_mark(summary),
         styles=["quantize.css"],
         values={
-            "d": data,
-            "ranked": quantize_answer.ranked(data),
+            "d": summary,
+            "ranked": quantize_answer.is_ranked(summary),
             "against": quantize_answer.AGAINST,
-            "said": quantize_answer,
-            "left": quantize_answer.left(data),
-            "trials": quantize_answer.trials(data),
-            "by_size": quantize_chart.tradeoff(data, "bytes"),
-            "by_work": quantize_chart.tradeoff(data, "work"),
+            "size": quantize_answer.size,
+            "pruned": pruned,
+            "left": quantize_answer.sites_in_fp32(summary),
+            "trials": quantize_answer.trials(summary),
+            "by_size": quantize_chart.tradeoff(summary, "bytes"),
+            "by_work": quantize_chart.tradeoff(summary, "work"),
         },
     )
 
 
-def _mark(data: Row) -> Mark | None:
-    """Return whether the target is met; None where none was asked for."""
-    if not data["asked"]["target"]:
+def _mark(summary: Summary) -> Mark | None:
+    """Return the mark of the target's verdict; None where none was asked for."""
+    if not summary.asked.target:
         return None
-    return "met" if data["result"]["met"] else "missed"
+    return "met" if summary.result.met else "missed"

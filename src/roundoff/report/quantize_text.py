@@ -1,167 +1,182 @@
-"""What ``roundoff quantize`` prints: the answer, what was tried, the weakest sites, what stays in fp32, the files."""
+"""What ``roundoff quantize`` prints: the answer, the search, the sites, the files."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from roundoff.report import quantize_answer as said
+from roundoff.export import Summary
+from roundoff.report import quantize_answer
 from roundoff.report.figures import NONE, count, db, metric, percent
-from roundoff.report.text import _heading, _print, _print_table, _say
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_table as _print_table
+from roundoff.report.terminal import print_text as _print
+from roundoff.report.terminal import say as _say
 
-Row = Mapping[str, Any]
 EXAMPLES = 3
 
 
-def print_quantize(data: Row, console: Console, *, top: int = 10) -> None:
-    """``data`` is ``summary.json``; ``top`` the number of sites shown, worst first."""
-    data_from = count(data["calibration"]["samples"], "sample")
+def print_quantize(summary: Summary, console: Console, *, top: int = 10) -> None:
+    """Print a summary; ``top`` is the number of sites shown, worst first."""
+    samples = count(summary.calibration.samples, "sample")
     _say(
         console,
-        f"roundoff {data['version']}: {data['workload']}, calibrated on {data_from}",
+        f"roundoff {summary.version}: {summary.workload}, calibrated on {samples}",
         "dim",
     )
     console.print()
-    first, *rest = said.answer(data)
-    asked, met = data["asked"]["target"] is not None, data["result"]["met"]
-    style = f"bold {'green' if met else 'red'}" if asked else "bold"
-    _print(console, Text.assemble((first, style), " ", " ".join(rest)))
-    _steps(data, console)
-    _trials(data, console)
-    _weakest(data, console, top)
-    _left(data, console)
-    _tradeoff(data, console)
-    for line in (
-        *data["notes"],
-        *(f"record.txt leaves out {line}" for line in data["lost"][:EXAMPLES]),
-    ):
-        _say(console, f"! {line}", style="yellow")
-    if len(data["lost"]) > EXAMPLES:
-        _say(
-            console,
-            f"  and {len(data['lost']) - EXAMPLES} more, in the report",
-            style="dim",
-        )
+    headline, *sentences = quantize_answer.answer(summary)
+    style = _verdict_style(summary)
+    _print(console, Text.assemble((headline, style), " ", " ".join(sentences)))
+    _print_steps(summary, console)
+    _print_trials(summary, console)
+    _print_weakest(summary, console, top)
+    _print_coverage(summary, console)
+    _print_tradeoff(summary, console)
+    _print_notes(summary, console)
     console.print()
-    spent = ", ".join(f"{name} {value:.1f}" for name, value in data["seconds"].items())
-    _say(console, f"Seconds: {spent}", style="dim")
+    spent = [f"{name} {value:.1f}" for name, value in summary.seconds.items()]
+    _say(console, f"Seconds: {', '.join(spent)}", style="dim")
 
 
-def print_files(data: Row, folder: str, console: Console) -> None:
-    """What was written, and what could not be."""
+def print_files(summary: Summary, folder: str, console: Console) -> None:
+    """Print what was written, and what could not be."""
     _heading(console, f"Written to {folder}")
     _print_table(
         console,
         {
-            "file": [f["name"] for f in data["files"]],
-            "size": [said.size(f["bytes"]) for f in data["files"]],
-            "what": [f["reason"] or f["what"] for f in data["files"]],
+            "file": [file.name for file in summary.files],
+            "size": [quantize_answer.size(file.bytes) for file in summary.files],
+            "what": [file.reason or file.what for file in summary.files],
         },
         prose={"what"},
     )
 
 
-def _steps(data: Row, console: Console) -> None:
-    if not data["steps"]:
+def _verdict_style(summary: Summary) -> str:
+    if summary.asked.target is None:
+        return "bold"
+    return "bold green" if summary.result.met else "bold red"
+
+
+def _print_steps(summary: Summary, console: Console) -> None:
+    if not summary.steps:
         return
     _heading(console, "Steps: SQNR of the output (dB)")
     _print_table(
         console,
         {
-            "step": [s["name"] for s in data["steps"]],
-            "before": [db(s["before"]) for s in data["steps"]],
-            "after": [db(s["after"]) for s in data["steps"]],
-            "note": [s["note"] for s in data["steps"]],
+            "step": [step.name for step in summary.steps],
+            "before": [db(step.before) for step in summary.steps],
+            "after": [db(step.after) for step in summary.steps],
+            "note": [step.note for step in summary.steps],
         },
         prose={"note"},
     )
 
 
-def _trials(data: Row, console: Console) -> None:
-    rows = said.trials(data)
-    if rows:
-        _heading(
-            console,
-            f"Search for the target: {count(len(rows), 'evaluation')} of the model",
-        )
-        _print_table(
-            console,
-            {key: [row[key] for row in rows] for key in rows[0]},
-            prose={"formats"},
-        )
+def _print_trials(summary: Summary, console: Console) -> None:
+    lines = quantize_answer.trials(summary)
+    if not lines:
+        return
+    evaluations = count(len(lines), "evaluation")
+    _heading(console, f"Search for the target: {evaluations} of the model")
+    _print_table(
+        console,
+        {
+            "trial": [line.trial for line in lines],
+            "formats": [line.formats for line in lines],
+            "predicted": [line.predicted for line in lines],
+            "measured": [line.measured for line in lines],
+            "metric": [line.metric for line in lines],
+            summary.asked.cost: [line.cost for line in lines],
+        },
+        prose={"formats"},
+    )
 
 
-def _weakest(data: Row, console: Console, top: int) -> None:
-    rows = said.weakest(data, top)
+def _print_weakest(summary: Summary, console: Console, top: int) -> None:
+    rows = quantize_answer.weakest(summary, top)
     if not rows:
         return
-    first = (
-        "What costs the output most, as the budget predicts"
-        if said.ranked(data)
-        else "Furthest from fp32"
-    )
-    _heading(console, f"{first}; {said.AGAINST}, and of rounding it alone (dB)")
-    columns = {"site": [r["site"] for r in rows], "format": [r["format"] for r in rows]}
-    if said.ranked(data):
-        columns["share"] = [percent(r["share"]) for r in rows]
-    columns |= {
-        "SQNR": [db(r["sqnr_db"]) for r in rows],
-        "own": [db(r["own_db"]) for r in rows],
-        "observer": [r["observer"] or NONE for r in rows],
+    ranked = quantize_answer.is_ranked(summary)
+    title = "Furthest from fp32"
+    if ranked:
+        title = "What costs the output most, as the budget predicts"
+    against = quantize_answer.AGAINST
+    _heading(console, f"{title}; {against}, and of rounding it alone (dB)")
+    columns = {
+        "site": [row.site for row in rows],
+        "format": [row.format for row in rows],
     }
-    if data["proof"] is not None:
-        columns["codes off"] = [percent(r.get("differing")) for r in rows]
+    if ranked:
+        columns["share"] = [percent(row.share) for row in rows]
+    columns |= {
+        "SQNR": [db(row.sqnr_db) for row in rows],
+        "own": [db(row.own_db) for row in rows],
+        "observer": [row.observer or NONE for row in rows],
+    }
+    if summary.proof is not None:
+        differing = {
+            row.site: row.differing for row in quantize_answer.proved_sites(summary)
+        }
+        columns["codes off"] = [percent(differing.get(row.site)) for row in rows]
     _print_table(console, columns)
 
 
-def _left(data: Row, console: Console) -> None:
-    cover, rows = data["coverage"], said.left(data)
-    parts = [
-        f"{cover['quantized']} quantized",
-        f"{cover['codes']} on codes",
-        f"{cover['fp32']} in fp32",
-    ]
-    _heading(console, f"Coverage: {count(cover['sites'], 'site')}, {', '.join(parts)}")
-    if rows:
+def _print_coverage(summary: Summary, console: Console) -> None:
+    coverage = summary.coverage
+    _heading(
+        console,
+        f"Coverage: {count(coverage.sites, 'site')}, {coverage.quantized} quantized, "
+        f"{coverage.codes} on codes, {coverage.fp32} in fp32",
+    )
+    groups = quantize_answer.sites_in_fp32(summary)
+    if groups:
         _print_table(
             console,
             {
-                "sites": [f"{len(sites):,}" for _, sites in rows],
-                "reason": [why for why, _ in rows],
-                "for example": [", ".join(sites[:EXAMPLES]) for _, sites in rows],
+                "sites": [f"{len(sites):,}" for _, sites in groups],
+                "reason": [reason for reason, _ in groups],
+                "for example": [", ".join(sites[:EXAMPLES]) for _, sites in groups],
             },
             prose={"reason", "for example"},
         )
-    for row in said.slow(data)[:EXAMPLES]:
+    for row in quantize_answer.without_integer_kernel(summary)[:EXAMPLES]:
         _say(
             console,
-            f"! {row['site']} has no integer kernel in ONNX Runtime: {row['kernel_reason']}",
+            f"! {row.site} has no integer kernel in ONNX Runtime: {row.kernel_reason}",
             style="yellow",
         )
 
 
-def _tradeoff(data: Row, console: Console) -> None:
-    rows = data["tradeoff"]
+def _print_tradeoff(summary: Summary, console: Console) -> None:
+    rows = summary.tradeoff
     if not rows:
         return
-    name = data["result"]["metric_name"]
     _heading(console, "Each format alone, simulated, beside what was chosen")
     columns = {
-        "format": [r["name"] for r in rows],
-        "weights": [said.size(r["bytes"]) for r in rows],
-        "work": [percent(r["work"]) for r in rows],
-        "SQNR": [db(r["db"]) for r in rows],
+        "format": [row.name for row in rows],
+        "weights": [quantize_answer.size(row.bytes) for row in rows],
+        "work": [percent(row.work) for row in rows],
+        "SQNR": [db(row.db) for row in rows],
     }
-    if name is not None:
-        columns[name] = [metric(r["metric"]) for r in rows]
-    if any(r["reason"] for r in rows):
-        columns["reason"] = [r["reason"] for r in rows]
+    if summary.result.metric_name is not None:
+        columns[summary.result.metric_name] = [metric(row.metric) for row in rows]
+    if any(row.reason for row in rows):
+        columns["reason"] = [row.reason for row in rows]
     _print_table(console, columns, prose={"reason"})
     _say(
         console,
         "Work: bit operations of fp32's, a cost model; speed is measured for model.onnx alone.",
         style="dim",
     )
+
+
+def _print_notes(summary: Summary, console: Console) -> None:
+    lost = [f"record.txt leaves out {line}" for line in summary.lost]
+    for line in (*summary.notes, *lost[:EXAMPLES]):
+        _say(console, f"! {line}", style="yellow")
+    if len(lost) > EXAMPLES:
+        more = len(lost) - EXAMPLES
+        _say(console, f"  and {more} more, in the report", style="dim")

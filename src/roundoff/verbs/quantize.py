@@ -1,227 +1,452 @@
-"""folder: write what ``roundoff quantize`` promises, whole or not at all; what cannot be written has its reason in a row."""
+"""``roundoff.quantize``: a trained network in few bits, alone or proved, in a folder."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-from roundoff.errors import OutputError, RoundoffError, WorkloadError
+from torch import nn
+
+from roundoff.errors import QuantizationError
 from roundoff.export import (
+    SAMPLES,
     Ask,
-    Made,
+    Chosen,
+    Folder,
+    Judge,
+    NotPruned,
+    Outcome,
     Progress,
-    add_proof,
-    make,
+    Proof,
+    Pruned,
+    PruningCost,
+    Summary,
+    TradeoffRow,
+    calibration,
+    check_free,
+    check_workload,
+    choose,
+    export_fake_quant,
+    lost_zeros,
+    nothing_pruned,
+    prove,
+    prune,
+    pruning_cost,
+    replaced_folder,
     save_model,
     summarize,
     tradeoff,
+    train_again,
+    train_quantized,
+    with_config,
+    write_checkpoint,
+    write_record,
 )
+from roundoff.plan import Plan
+from roundoff.quantize import (
+    Options,
+    PipelineStep,
+    QuantizedModel,
+    Rounding,
+    finish_,
+    unrounded,
+)
+from roundoff.quantize import quantize as quantize_by_plan
 from roundoff.report import write_json, write_quantize
 from roundoff.workload import Workload
 
-#: File -> what it is.
-FILES = {
-    "model.onnx": "integer codes and Q/DQ: what is deployed",
-    "fake_quant.onnx": "the same arithmetic in floating point",
-    "fp32.onnx": "the unquantized model, to compare with",
-    "model.pt": "the simulation in PyTorch: roundoff.export.delivery.load.load_model",
-    "plan.toml": "which site runs in which format",
-    "record.toml": "every scale and zero point",
-    "record.txt": "the same in AMCT's format",
-    "report.html": "this report as a page",
-    "summary.json": "this report as data",
-}
+_UNTRAINED = (
+    "nothing was trained after pruning: --epochs 2 (and --distill) "
+    "brings back much of what it costs"
+)
+_WITHOUT_ONNX = ("model.onnx", "fake_quant.onnx", "fp32.onnx")
 
 
-def deliver(
-    workload: Workload,
-    ask: Ask,
-    folder: str | Path,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What ``quantize`` made and wrote.
+
+    Attributes:
+        model: the simulation in PyTorch.
+        plan: which site runs in which format.
+        summary: everything that was asked, measured and refused, as in ``summary.json``.
+        folder: where the files are.
+    """
+
+    model: QuantizedModel
+    plan: Plan
+    summary: Summary
+    folder: Path
+
+    @property
+    def met(self) -> bool:
+        """True if the target is met, or there is none."""
+        return self.summary.result.met
+
+
+@overload
+def quantize(
+    model: nn.Module | Workload,
+    plan: Plan | Mapping[str, str] | str | Path,
+    batches: Iterable[Any] | None = None,
     *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    options: Options | None = None,
+    rounding: Rounding | None = None,
+    fold: bool = True,
+    spread: bool = True,
+    skip: Iterable[str] = (),
+) -> QuantizedModel: ...
+
+
+@overload
+def quantize(
+    model: Workload | str | Path,
+    plan: Plan | str | Path | None = None,
+    *,
+    output: str | Path,
+    formats: Sequence[str] = ("int8",),
+    target: str | None = None,
+    skip: Iterable[str] = (),
+    pin: Mapping[str, str] | None = None,
+    cost: str = "bitops",
+    options: Options | None = None,
+    rounding: Rounding | None = None,
+    config: str | Path | None = None,
+    samples: int | None = None,
+    prune: str = "",
+    qat: bool = False,
+    epochs: int = 0,
+    lr: float = 1e-4,
+    distill: bool = False,
+    tradeoff: bool = True,
     onnx: bool = True,
+    checkpoint: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> tuple[Made, dict[str, Any]]:
-    """Make what is asked and write it all into a folder, which appears when everything is done.
+) -> Delivery: ...
+
+
+def quantize(
+    model: nn.Module | Workload | str | Path,
+    plan: Any = None,
+    batches: Iterable[Any] | None = None,
+    *,
+    output: str | Path | None = None,
+    **arguments: Any,
+) -> QuantizedModel | Delivery:
+    """Quantize a model by a plan, or make all of it: chosen, proved, in a folder.
+
+    ``quantize(model, plan, batches)`` returns the model in the formats of a plan,
+    calibrated on the batches; see ``roundoff.quantize.pipeline`` for its arguments.
+
+    ``quantize(workload, output=folder)`` is ``roundoff quantize``: it prunes, chooses a
+    format for each site, calibrates, trains, judges, exports and proves as asked, writes
+    the files of ``FILES`` and returns a ``Delivery``.
 
     Args:
-        workload: the user's; it is left as it was.
-        ask: what to make.
-        folder: new or empty; with ``overwrite`` one that holds nothing but the files of ``FILES`` is replaced.
-        onnx: export and run the artefact.
-        overwrite: see ``folder``.
+        model: a model or workload; with ``output`` a workload or the path of one. It is
+            left as it was.
+        plan: which site runs in which format.
+        batches: calibration data; by default the workload's.
+        output: folder for all files; new or empty.
+        **arguments: of the first form, or of the second:
+        formats, target, skip, pin, cost, options, rounding, samples, prune, qat, epochs,
+            lr, distill, tradeoff: see ``roundoff.export.Ask``.
+        config: an AMCT configuration, ``.cfg`` or ``.json``, in the place of a plan.
+        onnx: export, and prove the file in ONNX Runtime.
+        checkpoint: also write the weights for compressed-tensors, into ``checkpoint``.
+        overwrite: replace a folder that holds nothing but such files.
         progress: called as ``progress(stage, done, total)``.
 
-    Returns:
-        What was made, and the summary (as in ``summary.json``).
+    Raises:
+        OutputError: the folder is in use or cannot be written; nothing was run.
+        QuantizationError: a request that cannot be met, a target in a metric without
+            one, training without a loss, or a model that cannot be quantized.
+        InfeasibleError: no plan can meet the target.
+        PlanError, PatternError: a plan for another model; a pattern that names no site.
+
+    Example:
+        >>> import tempfile, torch
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> workload = Workload(net, [torch.randn(32, 8) for _ in range(4)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made = quantize(
+        ...         workload, output=folder, target="20dB", onnx=False, tradeoff=False
+        ...     )
+        ...     (Path(folder) / "report.html").exists()
+        True
+        >>> made.met, made.summary.formats
+        (True, {'int8': 2})
+    """
+    if output is None:
+        return _by_plan(model, plan, batches, **arguments)
+    if batches is not None:
+        raise QuantizationError(
+            "the workload has the batches", where="batches", got="batches beside output"
+        )
+    return _delivered(model, plan, Path(output), **arguments)
+
+
+def _by_plan(model: Any, plan: Any, batches: Any, **arguments: Any) -> QuantizedModel:
+    if plan is None:
+        raise QuantizationError(
+            "which formats, and what of it should be written?",
+            where="roundoff.quantize",
+            expected="a plan or a format such as int8, or output=, a folder",
+        )
+    return quantize_by_plan(model, plan, batches, **arguments)
+
+
+def _delivered(
+    model: Any,
+    plan: Plan | str | Path | None,
+    output: Path,
+    *,
+    config: str | Path | None = None,
+    onnx: bool = True,
+    checkpoint: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **asked: Any,
+) -> Delivery:
+    ask = _ask(plan, **asked)
+    check_free(output, overwrite)
+    workload = model if isinstance(model, Workload) else Workload.load(model)
+    if config is not None:
+        ask = with_config(ask, config, workload.model)
+    with replaced_folder(output) as folder:
+        outcome = make(workload, ask, progress)
+        summary = write(
+            outcome, ask, folder, onnx=onnx, checkpoint=checkpoint, progress=progress
+        )
+    return Delivery(
+        model=outcome.model, plan=outcome.plan, summary=summary, folder=output
+    )
+
+
+def _ask(
+    plan: Plan | str | Path | None,
+    *,
+    formats: Sequence[str] = ("int8",),
+    skip: Iterable[str] = (),
+    pin: Mapping[str, str] | None = None,
+    options: Options | None = None,
+    rounding: Rounding | None = None,
+    **asked: Any,
+) -> Ask:
+    return Ask(
+        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
+        formats=tuple(formats),
+        skip=tuple(skip),
+        pin=dict(pin or {}),
+        options=options or Options(),
+        rounding=rounding or Rounding(),
+        **asked,
+    )
+
+
+def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Outcome:
+    """Make everything that was asked for but files; the workload is left as it was.
 
     Raises:
-        OutputError: the folder is in use or cannot be written. Nothing was run.
-        QuantizationError and others of ``make``. Nothing was written.
+        QuantizationError: a target in a metric without one, training without a loss, or
+            what ``roundoff.quantize`` refuses.
+        InfeasibleError: no plan can meet the target.
+        PlanError, PatternError: a plan for another model; a pattern that names no site.
     """
-    folder = Path(folder)
-    check_free(folder, overwrite)
-    with tempfile.TemporaryDirectory(
-        dir=folder.parent, prefix=f".{folder.name}."
-    ) as temporary:
-        # a folder within it, so that the mode is the usual one
-        work = Path(temporary) / "files"
-        work.mkdir()
-        made = make(workload, ask, progress)
-        summary = write(made, ask, work, onnx=onnx, progress=progress)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(work, folder)
-    return made, summary
+    check_workload(workload, ask)
+    log = _Log(notes=list(ask.notes))
+    with log.timed("judge"):
+        judge = Judge(workload)
+    whole = calibration(
+        workload, SAMPLES if ask.samples is None else ask.samples, ask.batches
+    )
+    pruned = _prune(whole, workload, ask, judge, log)
+    chosen = _choose(pruned, ask, log, progress)
+    model = chosen.model
+    if ask.qat:
+        _train_quantized(model, pruned, workload, ask, judge, log)
+    model.eval()
+    model.steps = log.steps
+    log.notes += lost_zeros(model, pruned.masks, ask.pruning)
+    with log.timed("judge"):
+        judged = judge.judge(model)
+    saved: PruningCost | NotPruned = NotPruned()
+    if pruned.rows:
+        with log.timed("cost of the pruned model"):
+            saved = pruning_cost(whole, pruned.workload)
+    return Outcome(
+        workload=whole,
+        start=pruned.workload,
+        judge=judge,
+        model=model,
+        plan=chosen.plan,
+        judged=judged,
+        trials=chosen.trials,
+        shares=chosen.shares,
+        pruned=pruned.rows,
+        pruning=saved,
+        notes=tuple(log.notes),
+        seconds=log.seconds,
+    )
+
+
+@dataclass
+class _Log:
+    """What was done so far: steps, remarks for the reader, seconds by stage."""
+
+    steps: list[PipelineStep] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        taken = time.perf_counter() - start
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + taken
+
+
+def _prune(
+    whole: Workload, workload: Workload, ask: Ask, judge: Judge, log: _Log
+) -> Pruned:
+    """Prune if asked, and train what is left."""
+    if ask.pruning is None:
+        return Pruned(whole)
+    with log.timed("prune"):
+        pruned = prune(whole, ask.pruning)
+        model = pruned.workload.model
+        db = judge.judge(model).db
+        log.steps.append(PipelineStep(f"prune {ask.prune}", math.inf, db, ""))
+        nothing = nothing_pruned(pruned.rows)
+        if nothing is not None:
+            log.notes.append(nothing)
+    if ask.epochs:
+        with log.timed("train"):
+            train_again(model, workload, ask)
+            after = judge.judge(model).db
+            log.steps.append(
+                PipelineStep("training", db, after, f"{ask.epochs} epochs")
+            )
+    else:
+        log.notes.append(_UNTRAINED)
+    if pruned.masks:
+        finish_(model)
+    return pruned
+
+
+def _choose(pruned: Pruned, ask: Ask, log: _Log, progress: Progress | None) -> Chosen:
+    """Choose formats and quantize by them."""
+    if pruned.masks:
+        ask = replace(ask, rounding=ask.rounding.keeping_zeros())
+    with log.timed("quantize"):
+        chosen = choose(pruned.workload, ask, progress)
+    model = chosen.model
+    if chosen.note:
+        log.notes.append(chosen.note)
+    log.notes += model.remarks
+    log.notes += [f"{name}: {note}" for name, note in model.notes.items()]
+    beside = "" if ask.pruning is None else "beside the pruned model"
+    for step in model.steps:
+        note = "; ".join(filter(None, (step.note, beside)))
+        log.steps.append(replace(step, note=note))
+    return chosen
+
+
+def _train_quantized(
+    model: QuantizedModel,
+    pruned: Pruned,
+    workload: Workload,
+    ask: Ask,
+    judge: Judge,
+    log: _Log,
+) -> None:
+    with log.timed("train with quantization"):
+        before = judge.judge(model).db
+        log.notes += train_quantized(model, pruned.masks, workload, ask)
+        after = judge.judge(model).db
+        log.steps.append(
+            PipelineStep("qat", before, after, f"lsq, lsq+, {ask.epochs} epochs")
+        )
 
 
 def write(
-    made: Made, ask: Ask, folder: Path, *, onnx: bool, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Write all files into a folder that is there; returns the summary."""
-    reasons: dict[str, str] = {}
-    summary = summarize(made, ask)
+    outcome: Outcome,
+    ask: Ask,
+    folder: Folder,
+    *,
+    onnx: bool = True,
+    checkpoint: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Write all files into a folder and return the summary."""
+    log = _Log(seconds=dict(outcome.seconds))
+    model = outcome.model
+    rows: tuple[TradeoffRow, ...] = ()
     if ask.tradeoff:
-        start = time.perf_counter()
-        summary["tradeoff"] = tradeoff(made, ask, progress)
-        summary["seconds"]["other formats"] = time.perf_counter() - start
-    _try(reasons, "model.pt", lambda: save_model(made.model, folder / "model.pt"))
-    made.plan.save(folder / "plan.toml")
-    record = made.model.record()
-    record.save(folder / "record.toml")
-    _try(
-        reasons,
-        "record.txt",
-        lambda: summary["lost"].extend(_amct(record, folder / "record.txt")),
-    )
+        with log.timed("other formats"):
+            rows = tradeoff(outcome, ask, progress)
+    folder.write("model.pt", lambda path: save_model(model, path))
+    outcome.plan.save(folder.path / "plan.toml")
+    record = model.record()
+    record.save(folder.path / "record.toml")
+    lost = folder.write("record.txt", lambda path: write_record(record, path))
+    if checkpoint:
+        folder.write("checkpoint", lambda path: write_checkpoint(model, path))
+    proof = None
     if onnx:
-        start = time.perf_counter()
-        _artefact(made, folder, summary, reasons, progress)
-        summary["seconds"]["export and proof"] = time.perf_counter() - start
+        with log.timed("export and proof"):
+            proof = _export(outcome, folder, progress)
     else:
-        reasons |= dict.fromkeys(
-            ("model.onnx", "fake_quant.onnx", "fp32.onnx"), "--no-onnx"
-        )
-    summary["files"] = [
-        {
-            "name": name,
-            "what": what,
-            "bytes": (folder / name).stat().st_size
-            if (folder / name).exists()
-            else None,
-            "reason": reasons.get(name, ""),
-        }
-        for name, what in FILES.items()
-    ]
-    write_quantize(summary, folder / "report.html")
-    write_json(summary, folder / "summary.json")
+        folder.reasons |= dict.fromkeys(_WITHOUT_ONNX, "--no-onnx")
+    summary = summarize(
+        outcome,
+        ask,
+        tradeoff=rows,
+        proof=proof,
+        files=folder.rows(checkpoint=checkpoint),
+        lost=lost or (),
+        seconds=log.seconds,
+    )
+    write_quantize(summary, folder.path / "report.html")
+    write_json(summary, folder.path / "summary.json")
     return summary
 
 
-def _amct(record: Any, path: Path) -> list[str]:
-    from roundoff.export import write_record
+def _export(
+    outcome: Outcome, folder: Folder, progress: Progress | None
+) -> Proof | None:
+    """Write the ONNX files and prove the quantized one; None where it cannot be."""
 
-    return write_record(record, path)
-
-
-def _artefact(
-    made: Made,
-    folder: Path,
-    summary: dict[str, Any],
-    reasons: dict[str, str],
-    progress: Progress | None,
-) -> None:
-    from roundoff.export import export_fake_quant, prove
-    from roundoff.quantize import unrounded
-
-    def proved() -> None:
-        exact = unrounded(made.model, made.start)
-        found = prove(
-            made.workload,
-            made.model,
-            folder / "model.onnx",
-            folder / "fp32.onnx",
-            exact=exact,
-            pack=True,
-        )
-        add_proof(summary, found)
-
-    def step(done: int) -> None:
+    def report(done: int) -> None:
         if progress is not None:
             progress("export and proof", done, 2)
 
-    step(0)
-    _try(reasons, "model.onnx", proved)
-    step(1)
-    if "model.onnx" in reasons:
-        for name in ("model.onnx", "fp32.onnx"):
-            (folder / name).unlink(missing_ok=True)  # not proved, so not handed out
-        reasons["fp32.onnx"] = "only beside model.onnx"
-    own, model = made.workload, made.model
-    _try(
-        reasons,
+    def write_proved(path: Path) -> Proof:
+        return prove(
+            outcome.workload,
+            outcome.model,
+            path,
+            path.with_name("fp32.onnx"),
+            exact=unrounded(outcome.model, outcome.start),
+            pack=True,
+        )
+
+    report(0)
+    proof = folder.write("model.onnx", write_proved)
+    report(1)
+    if proof is None:  # not proved, so not handed out
+        folder.withdraw("model.onnx", "")
+        folder.withdraw("fp32.onnx", "only beside model.onnx")
+    folder.write(
         "fake_quant.onnx",
-        lambda: export_fake_quant(own, model, folder / "fake_quant.onnx"),
+        lambda path: export_fake_quant(outcome.workload, outcome.model, path),
     )
-    step(2)
-
-
-def _try(reasons: dict[str, str], name: str, run: Callable[[], Any]) -> None:
-    try:
-        run()
-    except WorkloadError as error:
-        reasons[name] = f"{error.what}: {error.got}"  # what the model's code raised
-    except RoundoffError as error:
-        reasons[name] = error.what
-    except ModuleNotFoundError as error:
-        reasons[name] = f"{error}: pip install 'roundoff[onnx]'"
-
-
-def check_free(folder: Path, overwrite: bool) -> None:
-    """Raise ``OutputError`` unless the folder may be written."""
-    where = str(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        there = (
-            sorted(p.name for p in folder.iterdir())
-            if folder.is_dir()
-            else []
-            if not folder.exists()
-            else None
-        )
-        with tempfile.TemporaryFile(dir=folder.parent):
-            pass
-    except OSError as error:
-        raise OutputError(
-            "cannot write here",
-            where=where,
-            got=f"{type(error).__name__}: {error}",
-            do="choose another folder with -o",
-        ) from error
-    if there is None:
-        raise OutputError(
-            "a file is where the folder should go",
-            where=where,
-            do="choose another place with -o",
-        )
-    strangers = [name for name in there if name not in FILES]
-    if there and not overwrite:
-        raise OutputError(
-            "the folder is not empty",
-            where=where,
-            got=", ".join(there[:5]),
-            expected="a new or empty folder",
-            do="choose another with -o, or say that it may be replaced: --overwrite",
-        )
-    if strangers:
-        raise OutputError(
-            "roundoff quantize has not written this, so the folder is not replaced",
-            where=where,
-            got=", ".join(strangers[:5]),
-            do="choose another folder with -o",
-        )
+    report(2)
+    return proof

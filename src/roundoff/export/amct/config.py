@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from roundoff.errors import QuantizationError, examples
-from roundoff.export.amct.record import OPERATORS
+from roundoff.export.amct.read_record import OPERATORS
 from roundoff.plan import place
 
 IFMR = {

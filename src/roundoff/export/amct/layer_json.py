@@ -40,7 +40,7 @@ _WEIGHT = ("num_bits", "wts_algo", "channel_wise", *ADAROUND)
 
 
 def parse_json(text: str, where: str) -> QuantizeConfig:
-    """The configuration of a ``config.json``'s text; errors as of :func:`roundoff.export.amct.cfg.read_config`."""
+    """The configuration of a ``config.json``'s text; errors as of :func:`roundoff.export.amct.read_config.read_config`."""
     try:
         return _config(read_json(text, where), where)
     except PlanError as error:  # the reader of files is the operator lists' too

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
-from roundoff.export.checkpoint.compressed import Sizes, write_compressed
 from roundoff.export.checkpoint.read import BITS, Compressed, read_compressed
+from roundoff.export.checkpoint.write import Sizes, write_compressed
 from roundoff.formats import (
     Format,
     PerAxis,

@@ -1,14 +1,15 @@
-"""Judge: a changed model against the one it was made of, on data that nothing was chosen by."""
+"""Judge a changed model against the original, on data that nothing was chosen by."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from roundoff.budget import sqnr_db
 from roundoff.plan import detached, noise
@@ -16,9 +17,15 @@ from roundoff.preserve import preserve
 from roundoff.workload import Workload, named_tensors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Judged:
-    """SQNR of the output in dB, the metric (None without one), and the share of equal top choices (None without rows)."""
+    """How a model does in the place of the original.
+
+    Attributes:
+        db: SQNR of the output in dB.
+        metric: the workload's metric; None without one.
+        agreement: share of equal top choices; None for outputs without rows.
+    """
 
     db: float
     metric: float | None
@@ -26,7 +33,7 @@ class Judged:
 
 
 class Judge:
-    """Keeps the outputs of the unquantized model on the held-out batches, or on all batches where there are none."""
+    """Keep the original's outputs on the held-out batches, or on all where there are none."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = copy.copy(workload)
@@ -36,60 +43,81 @@ class Judge:
         self.metric = self.workload.evaluate(self.outputs, self.outputs)
 
     def run(self, model: nn.Module) -> list[Any]:
-        """The output for each batch, in evaluation mode; the model is left as it was."""
-        own = self.workload.with_model(model)
+        """Return the output for each batch, in evaluation mode; the model is left as it was."""
+        workload = self.workload.with_model(model)
         with preserve(model), torch.no_grad():
             model.eval()
-            return [detached(own.run(batch)) for batch in own.batches]
+            return [detached(workload.run(batch)) for batch in workload.batches]
 
     def judge(self, model: nn.Module) -> Judged:
-        """How another model does in the place of the workload's own."""
-        return self.outputs_of(self.run(model))
-
-    def outputs_of(self, outputs: Sequence[Any]) -> Judged:
-        """The same from its outputs."""
-        found = [named_tensors(output) for output in outputs]
+        """Judge another model in the place of the workload's."""
+        outputs = self.run(model)
+        tensors = [named_tensors(output) for output in outputs]
         return Judged(
-            sqnr_db(noise(found, self.exact)),
+            sqnr_db(noise(tensors, self.exact)),
             self.workload.evaluate(outputs, self.outputs),
-            agreement(found, self.exact),
+            agreement(tensors, self.exact),
         )
 
     @property
     def samples(self) -> int:
-        """How many samples are judged."""
-        return sum(size(batch) for batch in self.workload.batches)
+        """Number of samples that are judged."""
+        return count_samples(self.workload.batches)
 
 
 def agreement(
-    found: list[dict[str, Tensor]], exact: list[dict[str, Tensor]]
+    outputs: Sequence[Mapping[str, Tensor]], exact: Sequence[Mapping[str, Tensor]]
 ) -> float | None:
-    """The share of rows (along the last axis) of the first output whose largest element stands at the same place.
+    """Return the share of rows whose largest element stands at the same place.
 
-    None where the output has fewer than two axes, or rows of one element.
+    Rows lie along the last axis of the first output. None where that has fewer than two
+    axes, or rows of one element.
 
     >>> agreement([{"output": torch.tensor([[1.0, 2], [3, 1]])}], [{"output": torch.tensor([[1.0, 3], [1, 2]])}])
     0.5
     """
-    same = rows = 0
-    for got, want in zip(found, exact, strict=True):
-        name = next(iter(want), None)
-        if name is None or want[name].ndim < 2 or want[name].shape[-1] < 2:
+    same = 0
+    rows = 0
+    for tensors, wanted in zip(outputs, exact, strict=True):
+        name = next(iter(wanted), None)
+        if name is None or wanted[name].ndim < 2 or wanted[name].shape[-1] < 2:
             return None
-        hits = got[name].argmax(-1) == want[name].argmax(-1)
-        same, rows = same + int(hits.sum()), rows + hits.numel()
+        hits = tensors[name].argmax(-1) == wanted[name].argmax(-1)
+        same += int(hits.sum())
+        rows += hits.numel()
     return same / rows if rows else None
 
 
-def size(batch: Any) -> int:
-    """The number of samples in a batch: the first axis of its first tensor."""
-    from torch.utils._pytree import tree_flatten
+def calibration(
+    workload: Workload, samples: int, batches: int | None = None
+) -> Workload:
+    """Return the workload with its first batches.
 
-    return next(
-        (
-            len(leaf)
-            for leaf in tree_flatten(batch)[0]
-            if isinstance(leaf, Tensor) and leaf.ndim
-        ),
-        1,
-    )
+    They hold at least ``samples`` samples where there are so many; with ``batches`` they
+    are that number of batches instead.
+    """
+    copied = copy.copy(workload)
+    if batches is not None:
+        copied.batches = workload.batches[:batches]
+        return copied
+    copied.batches = []
+    taken = 0
+    for batch in workload.batches:
+        if taken >= samples:
+            break
+        copied.batches.append(batch)
+        taken += batch_size(batch)
+    return copied
+
+
+def count_samples(batches: Sequence[Any]) -> int:
+    """Return the number of samples in some batches."""
+    return sum(batch_size(batch) for batch in batches)
+
+
+def batch_size(batch: Any) -> int:
+    """Return the length of the first axis of the first tensor in a batch; 1 without one."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return len(leaf)
+    return 1

@@ -10,11 +10,13 @@ from typing import Literal, NamedTuple
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import parse_format
 from roundoff.plan import UNITS, Plan
-from roundoff.quantize import OBSERVERS, Options, Rounding, among
+from roundoff.quantize import OBSERVERS, Options, Rounding, check_choice
+from roundoff.workload import Workload
 
-#: Samples that are calibrated on when nothing is said.
+#: Samples that are calibrated on by default.
 SAMPLES = 512
-#: ``--method`` -> how channels are balanced first, how weights are rounded then. AWQ and SmoothQuant as published.
+#: ``--method`` -> how channels are balanced first, how weights are rounded then.
+#: AWQ and SmoothQuant as published.
 METHODS = {
     "gptq": ("", "gptq"),
     "nearest": ("", "nearest"),
@@ -25,9 +27,11 @@ METHODS = {
     "dmq": ("dmq", "nearest"),
     "dmq+gptq": ("dmq", "gptq"),
 }
-_PRUNE = re.compile(
-    r"(?P<n>\d+):(?P<m>\d+)|(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)"
+_GOAL = re.compile(
+    r"\s*(?P<number>\d+(?:\.\d*)?)\s*(?P<unit>%|dB)\s*", flags=re.IGNORECASE
 )
+_N_OF_M = re.compile(r"(?P<n>\d+):(?P<m>\d+)")
+_SHARE = re.compile(r"(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)")
 
 
 class Goal(NamedTuple):
@@ -53,8 +57,9 @@ class Ask:
     """What to make of a workload's model.
 
     Attributes:
-        formats: those that may be used; one is taken for all products with weights, several need a target.
-        target: ``0.5%`` or ``0.005`` of the metric less at most, or ``38dB`` at least.
+        formats: formats that may be used; one is taken for all products with weights,
+            several need a target.
+        target: ``0.5%`` of the metric less at most, or ``38dB`` at least.
         plan: instead of both, which site runs in which format.
         skip: patterns of sites that stay in fp32.
         pin: pattern of sites -> the format they run in.
@@ -63,16 +68,18 @@ class Ask:
         samples: calibration data, from the first batches on; None: ``SAMPLES``.
         batches: instead, so many batches.
         fold: fold BatchNorm first.
-        prune: ``2:4``, ``channel:0.3`` or ``magnitude:0.5``; before quantization, which is then calibrated on what is left.
+        prune: ``2:4``, ``channel:0.3`` or ``magnitude:0.5``; before quantization, which
+            is then calibrated on what is left.
         qat: train with quantization afterwards.
-        epochs: of that, and of the training after pruning.
+        epochs: epochs of that training, and of the training after pruning.
         lr: learning rate of AdamW.
         distill: the fp32 model is the teacher.
         tradeoff: also measure the same model in each usual format alone.
-        notes: for the report.
+        notes: notes for the report.
 
     Raises:
-        QuantizationError, FormatError: these do not go together, or one of them is unknown; the message says which.
+        QuantizationError, FormatError: these do not go together, or one of them is
+            unknown; the message says which.
     """
 
     formats: tuple[str, ...] = ("int8",)
@@ -97,23 +104,33 @@ class Ask:
     def __post_init__(self) -> None:
         for name in (*self.formats, *self.pin.values()):
             parse_format(name)
-        among(
-            "--cost", self.cost, [name for name in UNITS if name != "seconds"]
-        )  # integer kernels are not in its tables
-        if self.target is not None and self.plan is not None:
+        # seconds are no cost here: integer kernels are not in their tables
+        check_choice("--cost", self.cost, [name for name in UNITS if name != "seconds"])
+        self._check_plan()
+        self._check_training()
+        _ = self.goal, self.pruning  # these raise
+
+    def _check_plan(self) -> None:
+        if self.plan is None:
+            self._check_formats()
+        elif self.target is not None:
             raise QuantizationError(
                 "a target chooses a plan itself",
                 where="--target",
                 got="a plan too",
                 do="leave one of them out",
             )
-        if self.plan is None and not self.formats:
+        elif self.plan.autocast:
+            self.plan.format_of("")  # says why not
+
+    def _check_formats(self) -> None:
+        if not self.formats:
             raise QuantizationError(
                 "no format to quantize to",
                 where="--formats",
                 expected="one, such as int8",
             )
-        if self.plan is None and self.target is None and len(self.formats) > 1:
+        if self.target is None and len(self.formats) > 1:
             raise QuantizationError(
                 "which site runs in which of these formats?",
                 where="--formats",
@@ -121,8 +138,8 @@ class Ask:
                 expected="one format, or a target or a plan that decides",
                 do="add --target 0.5% or --target 38dB",
             )
-        if self.plan is not None and self.plan.autocast:
-            self.plan.format_of("")  # says why not
+
+    def _check_training(self) -> None:
         if self.samples is not None and self.samples < 1:
             raise QuantizationError(
                 "no calibration data",
@@ -143,62 +160,82 @@ class Ask:
                 where="--epochs",
                 expected="--qat or --prune beside it",
             )
-        _ = self.goal, self.pruning  # these raise
 
     @property
     def goal(self) -> Goal | None:
-        """The target, read."""
+        """The target, parsed."""
         return None if self.target is None else parse_goal(self.target)
 
     @property
     def pruning(self) -> Prune | None:
-        """What to prune, read."""
+        """What to prune, parsed."""
         return parse_prune(self.prune) if self.prune else None
 
 
+def check_workload(workload: Workload, ask: Ask) -> None:
+    """Raise ``QuantizationError`` unless the workload has what the request needs."""
+    goal = ask.goal
+    if goal is not None and goal.kind == "drop" and workload.metric is None:
+        raise QuantizationError(
+            "a target in the metric needs one",
+            where=workload.name,
+            got=goal.text,
+            expected="a metric in the workload, or decibels such as 38dB",
+        )
+    if ask.epochs and workload.loss is None and not ask.distill:
+        raise QuantizationError(
+            "training needs a loss",
+            where=workload.name,
+            expected="loss(output, batch) in the workload",
+            do="define it, or learn from the fp32 model: --distill",
+        )
+
+
 def parse_goal(text: str) -> Goal:
-    """A target.
+    """Parse a target.
 
     >>> parse_goal("0.5%"), parse_goal("38 dB").value
     (Goal(kind='drop', value=0.005, text='0.5%'), 38.0)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(%|dB)\s*", text, flags=re.IGNORECASE)
-    if found is None:
+    match = _GOAL.fullmatch(text)
+    if match is None:
         raise QuantizationError(
             "not a target",
             where="--target",
             got=repr(text),
             expected="a drop of the metric such as 0.5% (of 1), or decibels such as 38dB",
         )
-    number = float(found[1])
-    return (
-        Goal("drop", number / 100, text)
-        if found[2] == "%"
-        else Goal("db", number, text)
-    )
+    number = float(match["number"])
+    if match["unit"] == "%":
+        return Goal("drop", number / 100, text)
+    return Goal("db", number, text)
 
 
 def parse_prune(text: str) -> Prune:
-    """What to prune.
+    """Parse what to prune.
 
     >>> parse_prune("2:4").kind, parse_prune("channel:0.3").share
     ('n_m', 0.3)
     """
-    found = _PRUNE.fullmatch(text)
-    n, m = (int(found[k] or 0) for k in ("n", "m")) if found else (0, 0)
-    share = float(found["share"] or 0) if found else 0.0
-    if found is None or not (0 < n < m if found["n"] else 0 < share < 1):
-        raise QuantizationError(
-            "not a way to prune",
-            where="--prune",
-            got=repr(text),
-            expected="2:4, channel:0.3 or magnitude:0.5 (the share that goes, below 1)",
+    n_of_m = _N_OF_M.fullmatch(text)
+    if n_of_m is not None and 0 < int(n_of_m["n"]) < int(n_of_m["m"]):
+        return Prune("n_m", int(n_of_m["n"]), int(n_of_m["m"]), 0.0, text)
+    removed = _SHARE.fullmatch(text)
+    if removed is not None and 0 < float(removed["share"]) < 1:
+        kind: Literal["channel", "magnitude"] = (
+            "channel" if removed["kind"] == "channel" else "magnitude"
         )
-    return Prune("n_m" if found["n"] else found["kind"], n, m, share, text)  # type: ignore[arg-type]
+        return Prune(kind, 0, 0, float(removed["share"]), text)
+    raise QuantizationError(
+        "not a way to prune",
+        where="--prune",
+        got=repr(text),
+        expected="2:4, channel:0.3 or magnitude:0.5 (the share that goes, below 1)",
+    )
 
 
 def weights_only(name: str, group: int | None) -> str:
-    """The format that keeps weights alone in another one: ``w4`` or ``w4g64`` for ``int4``.
+    """Name the format that keeps weights alone in another one.
 
     >>> weights_only("int4", 64), weights_only("int8", None)
     ('w4g64', 'w8')
@@ -211,17 +248,18 @@ def weights_only(name: str, group: int | None) -> str:
             expected="int4, int8 or another width",
             got=name,
         )
-    return parse_format(f"w{fmt.width}" + (f"g{group}" if group else "")).name
+    groups = f"g{group}" if group else ""
+    return parse_format(f"w{fmt.width}{groups}").name
 
 
 def rounding(observer: str, method: str) -> Rounding:
-    """What ``--observer`` and ``--method`` say.
+    """Return what ``--observer`` and ``--method`` name.
 
     >>> rounding("mse", "awq+gptq").balance, rounding("mse", "awq").weights
     ('awq', 'nearest')
     """
-    among("--observer", observer, OBSERVERS)
-    among("--method", method, METHODS)
+    check_choice("--observer", observer, OBSERVERS)
+    check_choice("--method", method, METHODS)
     balance, weights = METHODS[method]
     return Rounding(observer=observer, weights=weights, balance=balance)
 
@@ -229,7 +267,7 @@ def rounding(observer: str, method: str) -> Rounding:
 def asked_formats(
     formats: Sequence[str], only: str | None, group: int | None
 ) -> tuple[str, ...]:
-    """The formats of ``--formats``, or the one of ``--weights-only`` and ``--group`` where these are given."""
+    """Return the formats of ``--formats``, or that of ``--weights-only`` and ``--group``."""
     if only is not None:
         return (weights_only(only, group),)
     if group is not None:

@@ -1,24 +1,27 @@
-"""sites: one row for each call of a quantized model, with how far it is from the full-precision one."""
+"""One row for each call of a quantized model: its format, and how far it is from fp32."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roundoff.budget import sqnr_db
-from roundoff.export.delivery.make import Made
+from roundoff.export.delivery.outcome import Outcome
+from roundoff.export.delivery.records import ProvedSiteRow, SiteRow
 from roundoff.export.delivery.request import Ask
-from roundoff.export.onnx.proof import exact_values
+from roundoff.export.onnx.kernels import KernelRow
+from roundoff.export.onnx.proof import Proof, ValueProof, exact_values
 from roundoff.formats import BlockFormat
 from roundoff.ops import Call, float_tensors, watch
 from roundoff.preserve import preserve
 from roundoff.quantize import (
     CLIPS,
     FOLLOWS,
-    Graph,
+    Node,
     Passing,
     QuantizedModel,
     Quantizer,
@@ -26,158 +29,205 @@ from roundoff.quantize import (
     unrounded,
 )
 from roundoff.site import matches
-from roundoff.workload import Workload
 
 
-def site_rows(made: Made, ask: Ask) -> list[dict[str, Any]]:
-    """Of each call, in order: format, granularity, observer, SQNR against fp32 on one batch, and the reason if it is fp32.
+class Distance(NamedTuple):
+    """SQNR in dB of what a call returned against full precision, and of rounding that alone.
 
-    ``state`` is ``quantized``, ``codes`` (reads or writes codes because its neighbours do) or ``fp32``. ``sqnr_db`` is that
-    of what the call returns, with everything before it quantized too, against full precision with BatchNorm folded and
-    channels divided alike (``unrounded``; of a pruned model, what pruning left); ``own_db`` that of rounding alone what it
-    returned. None where a call was not compared. ``share`` is the site's share of the noise that the budget predicts for the
-    output; None without a target.
+    ``own_db`` is None where the result is not rounded.
     """
-    graph = made.model.graph
-    seen = compare(made)
-    shares = dict.fromkeys(graph.nodes, 0.0) | made.shares if made.shares else {}
-    return [
-        _row(site, made.model, graph, seen, ask) | {"share": shares.get(site)}
-        for site in graph.nodes
-    ]
+
+    sqnr_db: float | None
+    own_db: float | None
 
 
-def _row(
-    site: str,
-    model: QuantizedModel,
-    graph: Graph,
-    seen: dict[str, tuple[float, float | None]],
-    ask: Ask,
-) -> dict[str, Any]:
-    said = {row.site: row for row in model.rows}.get(site)
-    route, node = model.routes.get(site), graph.nodes[site]
-    given = [model.quantizer(name) for name in (route.uses.values() if route else ())]
-    weights = [q for q in given if q.weight]
-    values = [q for q in given if not q.weight]
-    made = dict(model.named()).get(site)
-    executes = route is not None and route.executes is not None
-    fmt = said.format if said is not None else "fp32"
-    reason = said.reason if said is not None else "not called while the plan was made"
-    clips = (
+def site_rows(outcome: Outcome, ask: Ask) -> tuple[SiteRow, ...]:
+    """Return one row for each call, in order."""
+    model = outcome.model
+    distances = compare(outcome)
+    shares: dict[str, float] = {}
+    if outcome.shares:
+        shares = dict.fromkeys(model.graph.nodes, 0.0) | dict(outcome.shares)
+    verdicts = {row.site: (row.format, row.reason) for row in model.rows}
+    quantizers = dict(model.named())
+    rows = []
+    for site, node in model.graph.nodes.items():
+        fmt, reason = verdicts.get(site, ("fp32", "not called while the plan was made"))
+        state = _state(fmt)
+        if _clips_codes(node, fmt, model, quantizers):
+            fmt = state = "codes"
+            reason = reason or "clips what the call before it writes as codes"
+        if state == "fp32" and not reason:
+            reason = _fp32_reason(node, ask)
+        weight, value = _operands(site, model)
+        distance = distances.get(site, Distance(None, None))
+        rows.append(
+            SiteRow(
+                site=site,
+                operator=node.operator,
+                kind=node.kind,
+                format=fmt,
+                state=state,
+                weights="" if weight is None else _format_text(weight),
+                values=_values_text(site, model, value),
+                observer="" if value is None else value.observer,
+                sqnr_db=distance.sqnr_db,
+                own_db=distance.own_db,
+                reason=reason,
+                share=shares.get(site),
+            )
+        )
+    return tuple(rows)
+
+
+def prove_rows(rows: tuple[SiteRow, ...], proof: Proof) -> tuple[ProvedSiteRow, ...]:
+    """Add what ONNX Runtime did to the rows of calls."""
+    values = {value.name: value for value in proof.sites}
+    kernels = {call.site: call for call in proof.became}
+    return tuple(
+        _proved_row(row, values.get(row.site), kernels.get(row.site)) for row in rows
+    )
+
+
+def _proved_row(
+    row: SiteRow, value: ValueProof | None, call: KernelRow | None
+) -> ProvedSiteRow:
+    carried = value.carried if value else None
+    return ProvedSiteRow(
+        **{field.name: getattr(row, field.name) for field in fields(row)},
+        file_db=value.fp32_db if value else None,
+        artefact_db=value.simulation_db if value else None,
+        codes=value.codes if value else None,
+        differing=value.differing if value else None,
+        carried=carried.share if carried else None,
+        kernel=call.kernel if call else "",
+        integer=call.integer if call else None,
+        kernel_reason=call.reason if call else "",
+    )
+
+
+def _state(fmt: str) -> str:
+    return fmt if fmt in ("codes", "fp32") else "quantized"
+
+
+def _clips_codes(
+    node: Node, fmt: str, model: QuantizedModel, quantizers: Mapping[str, Quantizer]
+) -> bool:
+    return (
         node.operator in CLIPS
         and fmt == "fp32"
-        and made is not None
+        and node.site in quantizers
         and node.uses[0].value in model.routes
     )
-    state = (
-        "codes" if fmt == "codes" or clips else "fp32" if fmt == "fp32" else "quantized"
-    )
-    if clips:
-        reason, fmt = reason or "clips what the call before it writes as codes", "codes"
-    if state == "fp32" and not reason:
-        skipped = next((p for p in ask.skip if matches(p, site)), None)
-        reason = f"--skip {skipped}" if skipped else "the plan leaves it in fp32"
-        if not skipped and node.operator in FOLLOWS | CLIPS:
-            reason = (
-                "its neighbours are in fp32, or in several formats: no codes to work on"
-            )
-        elif (
-            not skipped
-            and not ask.target
-            and ask.plan is None
-            and node.kind in ("matmul", "attention")
-        ):
-            reason = "a product of two values: one format for all takes products with weights, a plan or target these too"
-    db, own = seen.get(site, (None, None))
-    return {
-        "site": site,
-        "operator": node.operator,
-        "kind": node.kind,
-        "format": fmt,
-        "state": state,
-        "weights": _how(weights[0]) if weights else "",
-        "values": "whole call" if executes else _how(values[0]) if values else "",
-        "observer": values[0].observer if values else "",
-        "sqnr_db": db,
-        "own_db": own,
-        "reason": reason,
-    }
 
 
-def _how(quantizer: Quantizer) -> str:
+def _fp32_reason(node: Node, ask: Ask) -> str:
+    for pattern in ask.skip:
+        if matches(pattern, node.site):
+            return f"--skip {pattern}"
+    if node.operator in FOLLOWS | CLIPS:
+        return "its neighbours are in fp32, or in several formats: no codes to work on"
+    one_for_all = not ask.target and ask.plan is None
+    if one_for_all and node.kind in ("matmul", "attention"):
+        return "a product of two values: one format for all takes products with weights, a plan or target these too"
+    return "the plan leaves it in fp32"
+
+
+def _operands(
+    site: str, model: QuantizedModel
+) -> tuple[Quantizer | None, Quantizer | None]:
+    """Return the quantizers of the first weight and the first value that a call reads."""
+    route = model.routes.get(site)
+    names = route.uses.values() if route else ()
+    quantizers = [model.quantizer(name) for name in names]
+    weight = next((q for q in quantizers if q.weight), None)
+    value = next((q for q in quantizers if not q.weight), None)
+    return weight, value
+
+
+def _values_text(site: str, model: QuantizedModel, value: Quantizer | None) -> str:
+    route = model.routes.get(site)
+    if route is not None and route.executes is not None:
+        return "whole call"
+    return "" if value is None else _format_text(value)
+
+
+def _format_text(quantizer: Quantizer) -> str:
+    name = quantizer.fmt.name
     if isinstance(quantizer.fmt, BlockFormat):
-        return f"{quantizer.fmt.name}, its own blocks"
+        return f"{name}, its own blocks"
     if quantizer.granularity is None:
-        return f"{quantizer.fmt.name}, dynamic"
-    return f"{quantizer.fmt.name}, {granularity_name(quantizer.granularity).replace('per_', 'per ')}"
+        return f"{name}, dynamic"
+    granularity = granularity_name(quantizer.granularity).replace("per_", "per ")
+    return f"{name}, {granularity}"
 
 
-def compare(made: Made) -> dict[str, tuple[float, float | None]]:
-    """By site: SQNR in dB of what it returned against full precision, and of rounding that alone (None: not rounded)."""
-    batch = made.judge.workload.batches[0]
-    exact, twin = _Outputs(), unrounded(made.model, made.start)
-    with preserve(made.model), torch.no_grad():
-        made.model.eval()
-        with watch(twin, exact) as mode:
+def compare(outcome: Outcome) -> dict[str, Distance]:
+    """Compare each call and value with full precision on one batch, by site."""
+    batch = outcome.judge.workload.batches[0]
+    workload, model = outcome.workload, outcome.model
+    exact = unrounded(model, outcome.start)
+    results = _Results()
+    with preserve(model), torch.no_grad():
+        model.eval()
+        with watch(exact, results) as mode:
             mode.begin()
             with mode:
-                made.workload.with_model(twin).run(batch)
-        taps = _Taps(exact.found, exact_values(made.workload, twin, made.model, batch))
-        with made.model.through(taps):
-            _run(made.workload, made.model, batch)
-    return taps.rows
+                workload.with_model(exact).run(batch)
+        values = exact_values(workload, exact, model, batch)
+        taps = _Taps(results.by_site, values)
+        with model.through(taps):
+            workload.with_model(model).run(batch)
+    return taps.distances
 
 
-def _run(workload: Workload, model: nn.Module, batch: Any) -> None:
-    workload.with_model(model).run(batch)
-
-
-class _Outputs:
+class _Results:
     """Handler that keeps the first tensor that each call returned."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Tensor] = {}
+        self.by_site: dict[str, Tensor] = {}
 
     def before_write(self, _: Tensor) -> None:
         """Nothing is kept of a tensor's identity."""
 
     def call(self, call: Call) -> Any:
-        """The call's result, unchanged."""
+        """Return the call's result, unchanged."""
         result = call.run()
         tensors = float_tensors(result)
         if tensors:
-            self.found[str(call.site)] = tensors[0].detach().clone()
+            self.by_site[str(call.site)] = tensors[0].detach().clone()
         return result
 
 
 class _Taps(Passing):
+    """Run the quantized model and measure each value and result."""
+
     def __init__(
-        self, results: dict[str, Tensor], values: Mapping[str, Tensor]
+        self, results: Mapping[str, Tensor], values: Mapping[str, Tensor]
     ) -> None:
-        self.results, self.values = results, values
-        self.rows: dict[str, tuple[float, float | None]] = {}
+        self.results = results
+        self.values = values
+        self.distances: dict[str, Distance] = {}
 
     def value(self, name: str, quantizer: Any, value: Tensor) -> Tensor:
-        found = super().value(name, quantizer, value)
+        rounded = super().value(name, quantizer, value)
         if not quantizer.weight and name in self.values:
-            self.rows[name] = (_db(found, self.values[name]), _db(found, value))
-        return found
+            exact = self.values[name]
+            self.distances[name] = Distance(_db(rounded, exact), _db(rounded, value))
+        return rounded
 
     def result(self, site: str, result: Any) -> Any:
         tensors = float_tensors(result)
         if tensors and site in self.results:
-            self.rows[site] = (_db(tensors[0], self.results[site]), None)
+            self.distances[site] = Distance(_db(tensors[0], self.results[site]), None)
         return result
 
 
-def _db(found: Tensor, exact: Tensor) -> float:
-    return sqnr_db(_noise(found, exact)) if exact.shape == found.shape else float("nan")
-
-
-def _noise(found: Tensor, exact: Tensor) -> float:
+def _db(value: Tensor, exact: Tensor) -> float:
+    """Return the SQNR in dB: NaN for other shapes, -inf without a signal."""
+    if exact.shape != value.shape:
+        return float("nan")
     signal = float(exact.double().square().sum())
-    return (
-        float((found.double() - exact.double()).square().sum()) / signal
-        if signal
-        else float("inf")
-    )
+    if not signal:
+        return sqnr_db(float("inf"))
+    return sqnr_db(float((value.double() - exact.double()).square().sum()) / signal)

@@ -1,40 +1,48 @@
-"""storage: bytes of a quantized model, and the work of a format relative to fp32."""
+"""Bytes of a quantized model, and the work of its formats relative to fp32."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from roundoff.formats import parse_format
-from roundoff.quantize import QuantizedModel
+from roundoff.quantize import QuantizedModel, Quantizer
 
 #: Bytes of a scale beside codes.
-SCALE = 4
+SCALE_BYTES = 4
 
 
 def stored_bytes(model: QuantizedModel) -> int:
-    """Bytes of parameters and buffers: weights that have a quantizer in its format with their scales, the rest as it is.
+    """Return the bytes of parameters and buffers; shared ones count once.
 
-    Shared parameters count once.
+    Weights with a quantizer count in its format with their scales, the rest as it is.
     """
-    quantized = {name: q for name, q in model.named() if q.weight}
-    total, seen = 0.0, set()
-    for name, tensor in (*model.model.named_parameters(), *model.model.named_buffers()):
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        quantizer = quantized.get(name)
-        if quantizer is None:
-            total += tensor.numel() * tensor.element_size()
-            continue
-        total += tensor.numel() * quantizer.fmt.bits / 8
-        total += SCALE * (quantizer.scale.numel() if quantizer.scale is not None else 0)
-    return round(total)
+    quantizers = {name: q for name, q in model.named() if q.weight}
+    tensors = {
+        **dict(model.model.named_parameters()),
+        **dict(model.model.named_buffers()),
+    }
+    return round(
+        sum(
+            _tensor_bytes(tensor, quantizers.get(name))
+            for name, tensor in tensors.items()
+        )
+    )
+
+
+def _tensor_bytes(tensor: Tensor, quantizer: Quantizer | None) -> float:
+    if quantizer is None:
+        return tensor.numel() * tensor.element_size()
+    scales = 0 if quantizer.scale is None else quantizer.scale.numel()
+    return tensor.numel() * quantizer.fmt.bits / 8 + SCALE_BYTES * scales
 
 
 def work(formats: Mapping[str, str], macs: Mapping[str, int]) -> float | None:
-    """Bit operations of the products (multiply-accumulates times the bits of both operands) relative to all in fp32.
+    """Return the bit operations of the products relative to all in fp32.
 
-    The second operand of a product without weights counts like a weight. None where nothing multiplies.
+    These are multiply-accumulates times the bits of both operands; the second operand of
+    a product without weights counts like a weight. None where nothing multiplies.
 
     >>> work({"a": "w4a8"}, {"a": 30, "b": 10})
     0.2734375
@@ -42,18 +50,18 @@ def work(formats: Mapping[str, str], macs: Mapping[str, int]) -> float | None:
     total = sum(macs.values())
     if not total:
         return None
-    done = 0.0
-    for site, number in macs.items():
-        fmt = parse_format(formats.get(site, "fp32"))
-        rule = fmt.execution
-        values = (
-            fmt.of_activations.bits
-            if rule is None or rule.activation is not None
-            else 32.0
-        )
-        done += (
-            number
-            * values
-            * (fmt.bits if rule is None or rule.weight is not None else 32.0)
-        )
+    done = sum(
+        number * _bits_a_product(formats.get(site, "fp32"))
+        for site, number in macs.items()
+    )
     return done / (total * 32.0 * 32.0)
+
+
+def _bits_a_product(name: str) -> float:
+    fmt = parse_format(name)
+    rule = fmt.execution
+    keeps_values = rule is not None and rule.activation is None
+    keeps_weights = rule is not None and rule.weight is None
+    value_bits = 32.0 if keeps_values else fmt.of_activations.bits
+    weight_bits = 32.0 if keeps_weights else fmt.bits
+    return value_bits * weight_bits

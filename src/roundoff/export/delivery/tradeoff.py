@@ -1,38 +1,60 @@
-"""tradeoff: the same model in each usual format alone, beside what was chosen: accuracy against size and work."""
+"""The same model in each usual format alone: accuracy against size and work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from roundoff.errors import RoundoffError
+from roundoff.export.delivery.choose import Progress, whole_plan
 from roundoff.export.delivery.judge import Judged
-from roundoff.export.delivery.make import Made, whole_plan
+from roundoff.export.delivery.outcome import Outcome
+from roundoff.export.delivery.records import PruningCost, TradeoffRow
 from roundoff.export.delivery.request import Ask
 from roundoff.export.delivery.storage import stored_bytes, work
-from roundoff.quantize import model_cost, quantize
+from roundoff.quantize import QuantizedModel, model_cost, quantize
 
 #: Formats that are tried, one run each.
 CANDIDATES = ("int8", "w6a8", "w4a8", "w4a4", "w8", "w4", "fp8_e4m3fn", "mxfp4")
 
 
 def tradeoff(
-    made: Made, ask: Ask, progress: Callable[[str, int, int], None] | None = None
-) -> list[dict[str, Any]]:
-    """A row for fp32, for each of ``CANDIDATES`` and the formats asked for, and for what was chosen (``chosen``).
+    outcome: Outcome, ask: Ask, progress: Progress | None = None
+) -> tuple[TradeoffRow, ...]:
+    """Measure ``CANDIDATES`` and the formats asked for, beside fp32 and what was chosen.
 
-    ``bytes`` of weights as stored, ``work``: bit operations relative to fp32 (a cost model, no measurement), ``db`` and
-    ``metric`` from the simulation. A format that cannot be run has a ``reason`` instead. Candidates are neither pruned nor
-    trained.
+    Candidates are neither pruned nor trained.
     """
-    own = made.workload
-    counted = model_cost(own.model, own.batches[0], forward=own.forward)
-    rows = [
-        _row("fp32", counted.bytes, 1.0, Judged(float("inf"), made.judge.metric, 1.0))
-    ]
+    workload = outcome.workload
+    counted = model_cost(workload.model, workload.batches[0], forward=workload.forward)
+    exact = Judged(float("inf"), outcome.judge.metric, 1.0)
+    rows = [_row("fp32", counted.bytes, 1.0, exact)]
     names = list(dict.fromkeys((*ask.formats, *CANDIDATES)))
-    plain = replace(
+    for index, name in enumerate(names):
+        if progress is not None:
+            progress("formats", index, len(names))
+        rows.append(_candidate(name, outcome, ask, counted.by_site))
+    if progress is not None:
+        progress("formats", len(names), len(names))
+    return (*rows, chosen(outcome))
+
+
+def chosen(outcome: Outcome) -> TradeoffRow:
+    """Return the row of the model that was made."""
+    workload = outcome.workload
+    counted = model_cost(
+        outcome.model.model, workload.batches[0], forward=workload.forward
+    )
+    share = work(_executed_formats(outcome.model), counted.by_site)
+    pruning = outcome.pruning
+    if share is not None and isinstance(pruning, PruningCost) and pruning.macs.before:
+        share *= pruning.macs.after / pruning.macs.before
+    return _row("chosen", stored_bytes(outcome.model), share, outcome.judged)
+
+
+def _candidate(
+    name: str, outcome: Outcome, ask: Ask, macs: dict[str, int]
+) -> TradeoffRow:
+    whole = replace(
         ask,
         formats=("int8",),
         plan=None,
@@ -44,53 +66,30 @@ def tradeoff(
         epochs=0,
         distill=False,
     )
-    for index, name in enumerate(names):
-        if progress is not None:
-            progress("formats", index, len(names))
-        try:
-            plan = whole_plan(own, name, plain)
-            model = quantize(
-                own, plan, options=ask.options, rounding=ask.rounding, fold=ask.fold
-            )
-        except RoundoffError as error:
-            rows.append({**_row(name, None, None, None), "reason": error.what})
-            continue
-        formats = {row.site: row.format for row in model.rows if row.format != "codes"}
-        rows.append(
-            _row(
-                name,
-                stored_bytes(model),
-                work(formats, counted.by_site),
-                made.judge.judge(model),
-            )
+    try:
+        model = quantize(
+            outcome.workload,
+            whole_plan(outcome.workload, name, whole),
+            options=ask.options,
+            rounding=ask.rounding,
+            fold=ask.fold,
         )
-    if progress is not None:
-        progress("formats", len(names), len(names))
-    return [*rows, chosen(made)]
+    except RoundoffError as error:
+        return TradeoffRow(name=name, reason=error.what)
+    share = work(_executed_formats(model), macs)
+    return _row(name, stored_bytes(model), share, outcome.judge.judge(model))
 
 
-def chosen(made: Made) -> dict[str, Any]:
-    """The row of the model that was made."""
-    counted = model_cost(
-        made.model.model, made.workload.batches[0], forward=made.workload.forward
+def _executed_formats(model: QuantizedModel) -> dict[str, str]:
+    return {row.site: row.format for row in model.rows if row.format != "codes"}
+
+
+def _row(name: str, size: int, share: float | None, judged: Judged) -> TradeoffRow:
+    return TradeoffRow(
+        name=name,
+        bytes=size,
+        work=share,
+        db=judged.db,
+        metric=judged.metric,
+        agreement=judged.agreement,
     )
-    formats = {row.site: row.format for row in made.model.rows if row.format != "codes"}
-    share = work(formats, counted.by_site)
-    macs = made.pruning.get("macs")
-    if share is not None and macs and macs["before"]:
-        share *= macs["after"] / macs["before"]
-    return _row("chosen", stored_bytes(made.model), share, made.judged)
-
-
-def _row(
-    name: str, size: int | None, share: float | None, judged: Judged | None
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "bytes": size,
-        "work": share,
-        "db": None if judged is None else judged.db,
-        "metric": None if judged is None else judged.metric,
-        "agreement": None if judged is None else judged.agreement,
-        "reason": "",
-    }

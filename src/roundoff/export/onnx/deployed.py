@@ -23,7 +23,7 @@ from roundoff.export.onnx.stored import (
     value_parts,
     weight_parts,
 )
-from roundoff.quantize import Passing, QuantizedModel, on_sums, sum_scale
+from roundoff.quantize import Passing, QuantizedModel, round_bias, sum_scale
 
 
 class Deployed(nn.Module):
@@ -159,7 +159,7 @@ class _Lowered(Passing):
             scale = None if self.owner.plain else sum_scale(quantizers, bias.shape[-1])
             if scale is None or any(q.name in self.owner.reasons for q in quantizers):
                 self.owner.register_buffer(
-                    f"{key}_values", on_sums(bias, quantizers).detach()
+                    f"{key}_values", round_bias(bias, quantizers).detach()
                 )
             else:
                 codes = (

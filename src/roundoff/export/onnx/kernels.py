@@ -10,8 +10,6 @@ from roundoff.export.onnx.runtime import Kernels, is_integer
 from roundoff.ops import facts
 from roundoff.quantize import CLIPS, QuantizedModel, Route
 
-__all__ = ["Site", "became"]
-
 #: Kinds of calls for which ONNX Runtime's CPU has no kernel on codes.
 _NO_KERNEL = {
     "attention": "attention is exported as its matrix products and softmax, in fp32",
@@ -26,7 +24,7 @@ _ROUNDS = (
 
 
 @dataclass(frozen=True)
-class Site:
+class KernelRow:
     """One quantized call in the file: the kernel that ONNX Runtime runs for it, and why it is not one with integers.
 
     ``integer`` also holds for calls that went into the kernel of the call before (a ReLU), or that only move codes.
@@ -40,7 +38,7 @@ class Site:
 
 def became(
     quantized: QuantizedModel, deployed: Deployed, found: Kernels
-) -> tuple[Site, ...]:
+) -> tuple[KernelRow, ...]:
     """One row for each quantized call, in the order of the model."""
     rows = []
     for site, route in quantized.routes.items():
@@ -49,18 +47,18 @@ def became(
         operator = site.rpartition("/")[2].partition("#")[0]
         if integer:
             said = _ROUNDS if "MatMulNBits" in integer else ""
-            rows.append(Site(site, ", ".join(dict.fromkeys(integer)), True, said))
+            rows.append(KernelRow(site, ", ".join(dict.fromkeys(integer)), True, said))
         elif not own and operator in CLIPS:
-            rows.append(Site(site, "", True, "in the kernel before it"))
+            rows.append(KernelRow(site, "", True, "in the kernel before it"))
         elif (
             own
             and set(own) <= {"MaxPool", "Reshape", "Transpose", "Concat", "Gather"}
             and operator != "embedding"
         ):
-            rows.append(Site(site, ", ".join(own), True, "moves codes"))
+            rows.append(KernelRow(site, ", ".join(own), True, "moves codes"))
         else:
             why = _why(site, operator, route, quantized, deployed)
-            rows.append(Site(site, ", ".join(dict.fromkeys(own)), False, why))
+            rows.append(KernelRow(site, ", ".join(dict.fromkeys(own)), False, why))
     return tuple(rows)
 
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.export.onnx.deployed import Deployed
 from roundoff.export.onnx.export import Traced, write
-from roundoff.export.onnx.kernels import Site, became
+from roundoff.export.onnx.kernels import KernelRow, became
 from roundoff.export.onnx.runtime import (
     Kernels,
     Latency,
@@ -34,11 +34,11 @@ from roundoff.preserve import preserve
 from roundoff.quantize import Passing, QuantizedModel
 from roundoff.workload import Workload, named_tensors
 
-__all__ = ["Proof", "SiteProof", "prove"]
+__all__ = ["Proof", "ValueProof", "prove"]
 
 
 @dataclass(frozen=True)
-class SiteProof:
+class ValueProof:
     """One quantized value in the file, on the whole evaluation set.
 
     Attributes:
@@ -94,8 +94,8 @@ class Proof:
     agreement: float | None
     sqnr_db: float
     simulation_db: float
-    sites: tuple[SiteProof, ...]
-    became: tuple[Site, ...]
+    sites: tuple[ValueProof, ...]
+    became: tuple[KernelRow, ...]
     kernels: Kernels
     latency: Latency | None
     bytes: int
@@ -185,12 +185,12 @@ class _Measured:
         self.tallies: dict[str, Tally] = {}
         self.simulated: list[Any] = []
 
-    def rows(self, quantized: QuantizedModel) -> list[SiteProof]:
+    def rows(self, quantized: QuantizedModel) -> list[ValueProof]:
         found = []
         for name, tally in self.tallies.items():
             fp32 = tally.fp32.db if tally.fp32.count else None
             found.append(
-                SiteProof(
+                ValueProof(
                     name,
                     quantized.quantizer(name).fmt.name,
                     fp32,

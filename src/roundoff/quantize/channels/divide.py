@@ -22,27 +22,25 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundoff.formats import Granularity, PerAxis, PerGroup, PerTensor
+from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels.input_statistics import (
     InputStatistics,
     input_statistics,
 )
 from roundoff.quantize.channels.smoothing_factors import scale_inputs
 from roundoff.quantize.channels.spread import GAMMA, descend
-from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
 from roundoff.quantize.weights.matrix import matrix_view
 from roundoff.quantize.weights.output_error import Gain
-from roundoff.workload import Workload
 
 #: Tokens of a value that its ranges are taken from.
 TOKENS = 512
@@ -50,35 +48,26 @@ TOKENS = 512
 STEPS = 150
 
 
-def divide_(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
-    weights: Importance,
-    *,
-    batches: Iterable[Any] | None = None,
-) -> Gain:
+def divide_(calibration: Calibration, weights: Importance) -> Gain:
     """Divide what linear layers read by factors for each channel, in place.
 
     Their weights are multiplied by the factors.
 
     Args:
-        model: not calibrated yet; the function that it computes stays the same.
-        graph: of the model.
-        workload: whose model it is.
+        calibration: the model, not calibrated yet, which computes the same function
+            afterwards, and the batches that ranges are taken from.
         weights: what errors cost the output, from ``importance`` of the same model.
-        batches: that ranges are taken from; by default the workload's.
 
     Returns:
         The gain in dB that the sums above predict for the values that were divided.
         Convolutions, values in formats other than integers, and values that no gradient
         reached are left.
     """
-    data = workload.batches if batches is None else list(batches)
+    model = calibration.model
     before = 0.0
     after = 0.0
     count = 0
-    values = input_statistics(model, graph, workload, data, tokens=TOKENS)
+    values = input_statistics(calibration, tokens=TOKENS)
     for inputs in values:
         noise = _division_noise(model, inputs, weights)
         if noise is None:
@@ -229,6 +218,6 @@ def _separate_(
     before.sites = tuple(site for site in before.sites if site not in divided.sites)
     for reader in inputs.readers:
         model.routes[reader.site].uses[reader.place] = name
-    model.add_(name, divided)
+    model.put_(name, divided)
     if not before.sites:
         model.drop_(shared)

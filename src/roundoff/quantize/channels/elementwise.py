@@ -1,219 +1,244 @@
-"""Operators that work element by element: the channels stay, and what two tensors have at one place is tied."""
+"""Channels through operators that work element by element.
+
+The channels stay, and those of two tensors that meet at one place are tied. Each rule
+returns False where it does not know a call.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundoff.ops import float_tensors, operators_that
-from roundoff.quantize.channels.contract import Contractions
+from roundoff.quantize.channels.followed_call import FollowedCall
 from roundoff.quantize.channels.labels import (
-    Labels,
-    Passed,
     constant_expanded,
     varying_axes,
     varying_part,
 )
-from roundoff.quantize.channels.moves import along, fixed
+
+#: Bounds of clips whose call does not give them.
+_DEFAULT_BOUNDS: dict[str, tuple[float, float]] = {
+    "relu6": (0.0, 6.0),
+    "hardtanh": (-1.0, 1.0),
+}
 
 
-class Elementwise(Contractions):
-    """What ``Follow`` does where each element of the result has its own element of each operand."""
-
-    def __init__(self, labels: Labels) -> None:
-        super().__init__(labels)
-        self.clips: dict[
-            str, tuple[int, int, int]
-        ] = {}  # site → the channel axis, its length, the number of axes
-
-    def same(
-        self,
-        x: Tensor,
-        out: Tensor,
-        law: str,
-        name: str,
-        bounds: tuple[float, float] | None = None,
-    ) -> None:
-        """The output has the labels of ``x``; ``law`` says what becomes of a factor of a channel."""
-        own = self.labels.get(x)
-        self.labels.note(own, Passed(self.site, name, law, bounds))
-        self.labels.put(out, own)
-
-    def elementwise(
-        self, name: str, x: Tensor, given: dict[str, Any], args: list[Any], out: Tensor
-    ) -> None:
-        """An operator of one tensor, element by element: activation functions, clamps, signs and roots."""
-        scales = name in operators_that("scale with their operand")
-        law = "homogeneous" if scales else "other"
-        bounds = None
-        if name in operators_that("clamp"):
-            low = given.get(
-                "min",
-                given.get(
-                    "min_val",
-                    0.0 if name == "relu6" else -1.0 if name == "hardtanh" else None,
-                ),
-            )
-            high = given.get(
-                "max",
-                given.get(
-                    "max_val",
-                    6.0 if name == "relu6" else 1.0 if name == "hardtanh" else None,
-                ),
-            )
-            if not isinstance(low, Tensor) and not isinstance(high, Tensor):
-                bounds = (
-                    -math.inf if low is None else float(low),
-                    math.inf if high is None else float(high),
-                )
-                varied = varying_axes(self.labels.get(x))
-                if len(varied) == 1:
-                    self.clips[self.site] = varied[0], x.shape[varied[0]], x.ndim
-                law = (
-                    "homogeneous"
-                    if bounds in ((0.0, math.inf), (-math.inf, 0.0))
-                    else "clipped"
-                )
-        if name == "threshold" and tuple(args[1:3]) != (0, 0):
-            law = "other"
-        if name in ("leaky_relu", "nan_to_num", "abs") or bounds is None:
-            others = [
-                t
-                for t in float_tensors((args[1:], given))
-                if t is not x and t.numel() > 1
-            ]
-            for other in others:
-                if name == "prelu":
-                    self.bind(other, 1, x.ndim, "slope", self.labels.get(x))
-                elif self.labels.parameter(other) is None:
-                    self.labels.tie(
-                        self.labels.get(x), self.labels.get(other), value=True
-                    )
-        self.same(x, out, law, name, bounds)
-
-    def pair(self, name: str, a: Any, b: Any, out: Tensor) -> None:
-        """A sum, difference, product, quotient or extreme of two: a residual, a gate, or a number for all."""
-        labels = self.labels
-        if (
-            not isinstance(a, Tensor)
-            or not isinstance(b, Tensor)
-            or a.ndim == 0
-            or b.ndim == 0
-        ):
-            x, other = (a, b) if isinstance(a, Tensor) and a.ndim else (b, a)
-            zero = isinstance(other, (int, float)) and other == 0
-            linear = (
-                name == "mul"
-                or name == "div"
-                and x is a
-                or zero
-                or name == "sub"
-                and zero
-            )
-            self.same(x, out, "homogeneous" if linear else "other", name)
-            return
-        for first, second, reverse in ((a, b, False), (b, a, True)):
-            mixed_in = (
-                labels.parameter(second) is not None and labels.parameter(first) is None
-            )
-            if mixed_in and self._with_parameter(name, first, second, out, reverse):
-                return
-        first, second = (labels.get(t).expand(out.shape) for t in (a, b))
-        one, two = labels.get(a), labels.get(b)
-        fixed(
-            labels, _as_wide(one, out.ndim), _as_wide(two, out.ndim), self._fixed(name)
-        )
-        additive = name in operators_that("keep a common factor")
-        labels.tie(first, second, value=additive)
-        mixed = torch.where(
-            varying_part(first) != 0, varying_part(first), varying_part(second)
-        )
-        if additive:
-            # a sum with values that are no channels' is not smaller by s when the channels are
-            law = (
-                "other"
-                if ((varying_part(first) == 0) != (varying_part(second) == 0)).any()
-                else "homogeneous"
-            )
-            labels.note(first, Passed(self.site, name, law))
-            labels.note(second, Passed(self.site, name, law))
-        else:
-            keep, other = first, second
-            if name == "mul" and (
-                labels.bent(first) and not labels.bent(second) or a.numel() < b.numel()
-            ):
-                keep, other = second, first
-            labels.note(keep, Passed(self.site, name, "homogeneous"))
-            labels.note(other, Passed(self.site, name, "other"))
-            mixed = torch.where(
-                varying_part(keep) != 0, varying_part(keep), varying_part(other)
-            )
-        labels.put(out, constant_expanded(mixed.expand(out.shape)))
-
-    def _with_parameter(
-        self, name: str, x: Tensor, parameter: Tensor, out: Tensor, reverse: bool
-    ) -> bool:
-        """x + parameter or x * parameter with a value for each channel."""
-        labels, own = self.labels, self.labels.get(x)
-        axes = varying_axes(own) or [i - out.ndim + x.ndim for i in (out.ndim - 1,)]
-        if len(axes) != 1 or x.shape != out.shape:
-            return False
-        axis = axes[0] - out.ndim  # from the back: the parameter may have fewer axes
-        if -axis > parameter.ndim or parameter.shape[axis] == 1:
-            self.same(
-                x,
-                out,
-                "homogeneous"
-                if name == "mul" or name == "div" and not reverse
-                else "other",
-                name,
-            )
-            return True
-        if name in operators_that("keep a common factor"):
-            bound = along(labels, parameter, axis, "bias")
-            if bound is None:
-                return False
-            if not varying_axes(own):
-                fixed(labels, bound.expand(parameter.shape), own, self._fixed(name))
-                labels.note(bound, Passed(self.site, name, "other"))
-                labels.put(out, bound)
-                return True
-            labels.tie(own, bound)
-            self.same(x, out, "homogeneous", name)
-            return True
-        if name != "mul":
-            return False
-        read, made = (
-            along(labels, parameter, axis, "consumer"),
-            along(labels, parameter, axis, "producer"),
-        )
-        if read is None or made is None:
-            return False
-        labels.tie(own, read)
-        labels.tie(read, made, value=False)
-        if not varying_axes(own):
-            labels.pin(made, self._fixed(name), "remove")
-        labels.put(out, made)
-        return True
-
-    def _fixed(self, name: str) -> str:
-        return f"meets a tensor of fixed size in {name} ({self.site})"
-
-    def glu(self, x: Tensor, dim: int, out: Tensor) -> None:
-        """One half of the channels times the sigmoid of the other half."""
-        value, gate = self.labels.get(x).chunk(2, dim)
-        self.labels.tie(value, gate, value=False)
-        self.labels.note(gate, Passed(self.site, "glu", "other"))
-        self.labels.note(value, Passed(self.site, "glu", "homogeneous"))
-        self.labels.put(out, constant_expanded(value))
+def one_operand(call: FollowedCall) -> bool:
+    """An operator of one tensor: activation functions, clamps, signs and roots."""
+    x = call.x
+    if not isinstance(x, Tensor) or call.out.shape != x.shape:
+        return False
+    bounds = _bounds(call)
+    if bounds is None:
+        _tie_others(call, x)
+    else:
+        varying = varying_axes(call.labels.get(x))
+        if len(varying) == 1:
+            axis = varying[0]
+            call.labels.clips[call.site] = axis, x.shape[axis], x.ndim
+    call.keep_labels(x, _law(call, bounds), bounds)
+    return True
 
 
-def _as_wide(labels: Tensor, ndim: int) -> Tensor:
+def _bounds(call: FollowedCall) -> tuple[float, float] | None:
+    """The bounds of a clip; None for other operators, and for bounds that are tensors."""
+    if call.name not in operators_that("clamp"):
+        return None
+    low, high = _DEFAULT_BOUNDS.get(call.name, (None, None))
+    low = call.arguments.get("min", call.arguments.get("min_val", low))
+    high = call.arguments.get("max", call.arguments.get("max_val", high))
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return None
     return (
-        labels.view((1,) * (ndim - labels.ndim) + tuple(labels.shape))
-        if labels.ndim < ndim
-        else labels
+        -math.inf if low is None else float(low),
+        math.inf if high is None else float(high),
     )
+
+
+def _law(call: FollowedCall, bounds: tuple[float, float] | None) -> str:
+    """What becomes of a factor of a channel."""
+    if bounds is not None:
+        half_line = bounds in ((0.0, math.inf), (-math.inf, 0.0))
+        return "homogeneous" if half_line else "clipped"
+    if call.name == "threshold" and tuple(call.args[1:3]) != (0, 0):
+        return "other"
+    scales = call.name in operators_that("scale with their operand")
+    return "homogeneous" if scales else "other"
+
+
+def _tie_others(call: FollowedCall, x: Tensor) -> None:
+    """Tie the channels of x to those of other tensors that the call reads."""
+    labels = call.labels
+    for other in float_tensors((call.args[1:], call.arguments)):
+        if other is x or other.numel() <= 1:
+            continue
+        if call.name == "prelu":
+            call.bind(other, 1, x.ndim, "slope", labels.get(x))
+        elif labels.parameter(other) is None:
+            labels.tie(labels.get(x), labels.get(other), value=True)
+
+
+def two_operands(call: FollowedCall) -> bool:
+    """A sum, difference, product, quotient or extreme of two operands.
+
+    That is a residual, a gate, or a number for all.
+    """
+    if len(call.args) < 2:
+        return False
+    a, b = call.args[:2]
+    _pair(replace(call, name=call.name.removeprefix("r")), a, b)
+    alpha = call.kwargs.get("alpha", 1)
+    return isinstance(alpha, (int, float)) or bool(alpha == 1)
+
+
+def _pair(call: FollowedCall, a: Any, b: Any) -> None:
+    if not _has_axes(a) or not _has_axes(b):
+        _with_number(call, a, b)
+        return
+    labels = call.labels
+    for x, other, reverse in ((a, b, False), (b, a, True)):
+        mixes_in = labels.parameter(other) is not None and labels.parameter(x) is None
+        if mixes_in and _with_parameter(call, x, other, reverse):
+            return
+    _of_two_activations(call, a, b)
+
+
+def _of_two_activations(call: FollowedCall, a: Tensor, b: Tensor) -> None:
+    labels = call.labels
+    out = call.out
+    wide_a = _with_axes(labels.get(a), out.ndim)
+    wide_b = _with_axes(labels.get(b), out.ndim)
+    labels.pin_fixed(wide_a, wide_b, _fixed_size(call))
+    first = labels.get(a).expand(out.shape)
+    second = labels.get(b).expand(out.shape)
+    additive = _keeps_common_factor(call)
+    labels.tie(first, second, value=additive)
+    if additive:
+        _note_sum(call, first, second)
+        kept = first
+        other = second
+    else:
+        gates = labels.lost_factor(first) and not labels.lost_factor(second)
+        swaps = call.name == "mul" and (gates or a.numel() < b.numel())
+        kept, other = (second, first) if swaps else (first, second)
+        call.note(kept, "homogeneous")
+        call.note(other, "other")
+    line = varying_part(kept)
+    mixed = torch.where(line != 0, line, varying_part(other))
+    labels.put(out, constant_expanded(mixed.expand(out.shape)))
+
+
+def _note_sum(call: FollowedCall, first: Tensor, second: Tensor) -> None:
+    """A sum is smaller by a factor when both operands are.
+
+    Values that are no channels' stay as large.
+    """
+    no_channel = (varying_part(first) == 0) != (varying_part(second) == 0)
+    law = "other" if no_channel.any() else "homogeneous"
+    call.note(first, law)
+    call.note(second, law)
+
+
+def _has_axes(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+def _keeps_common_factor(call: FollowedCall) -> bool:
+    return call.name in operators_that("keep a common factor")
+
+
+def _with_number(call: FollowedCall, a: Any, b: Any) -> None:
+    """A tensor and a number for all its elements."""
+    first = _has_axes(a)
+    x = a if first else b
+    number = b if first else a
+    if isinstance(number, (int, float)) and number == 0:
+        call.keep_labels(x, "homogeneous")
+    else:
+        _keep_scaled(call, x, divided=x is a)
+
+
+def _keep_scaled(call: FollowedCall, x: Tensor, *, divided: bool) -> None:
+    """One number for all channels; ``divided``: x is not the divisor."""
+    scaled = call.name == "mul" or (call.name == "div" and divided)
+    call.keep_labels(x, "homogeneous" if scaled else "other")
+
+
+def _with_parameter(
+    call: FollowedCall, x: Tensor, parameter: Tensor, reverse: bool
+) -> bool:
+    """x + parameter or x * parameter with a value for each channel."""
+    channels = call.labels.get(x)
+    ndim = call.out.ndim
+    axes = varying_axes(channels) or [x.ndim - 1]
+    if len(axes) != 1 or x.shape != call.out.shape:
+        return False
+    axis = axes[0] - ndim  # from the back: the parameter may have fewer axes
+    if -axis > parameter.ndim or parameter.shape[axis] == 1:
+        _keep_scaled(call, x, divided=not reverse)
+        return True
+    if _keeps_common_factor(call):
+        return _add_parameter(call, x, parameter, axis)
+    if call.name == "mul":
+        return _multiply_parameter(call, channels, parameter, axis)
+    return False
+
+
+def _add_parameter(call: FollowedCall, x: Tensor, parameter: Tensor, axis: int) -> bool:
+    """x + parameter: a bias."""
+    labels = call.labels
+    channels = labels.get(x)
+    bias = labels.along(parameter, axis, "bias")
+    if bias is None:
+        return False
+    if varying_axes(channels):
+        labels.tie(channels, bias)
+        call.keep_labels(x, "homogeneous")
+        return True
+    labels.pin_fixed(bias.expand(parameter.shape), channels, _fixed_size(call))
+    call.note(bias, "other")
+    labels.put(call.out, bias)
+    return True
+
+
+def _multiply_parameter(
+    call: FollowedCall, channels: Tensor, parameter: Tensor, axis: int
+) -> bool:
+    """x * parameter: it reads the channels, and makes others that go with them."""
+    labels = call.labels
+    read = labels.along(parameter, axis, "consumer")
+    new_channels = labels.along(parameter, axis, "producer")
+    if read is None or new_channels is None:
+        return False
+    labels.tie(channels, read)
+    labels.tie(read, new_channels, value=False)
+    if not varying_axes(channels):
+        labels.pin(new_channels, _fixed_size(call), "remove")
+    labels.put(call.out, new_channels)
+    return True
+
+
+def _fixed_size(call: FollowedCall) -> str:
+    return f"meets a tensor of fixed size in {call.name} ({call.site})"
+
+
+def _with_axes(labels: Tensor, ndim: int) -> Tensor:
+    """Labels with axes of size 1 in front."""
+    missing = ndim - labels.ndim
+    return labels.view((1,) * missing + tuple(labels.shape)) if missing > 0 else labels
+
+
+def glu(call: FollowedCall) -> bool:
+    """One half of the channels times the sigmoid of the other half."""
+    axis = call.arguments.get("dim", -1)
+    value, gate = call.labels.get(call.x).chunk(2, axis)
+    call.labels.tie(value, gate, value=False)
+    call.note(gate, "other")
+    call.note(value, "homogeneous")
+    call.labels.put(call.out, constant_expanded(value))
+    return True

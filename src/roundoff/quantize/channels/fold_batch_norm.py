@@ -27,7 +27,8 @@ from roundoff.quantize.channels.changed_copy import (
     submodule,
     take_over_,
 )
-from roundoff.quantize.channels.groups import components, followed
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import components
 from roundoff.quantize.channels.labels import Ids, Labels
 from roundoff.quantize.graph import Graph, Node, trace
 from roundoff.workload import Workload
@@ -84,14 +85,24 @@ def fold_batch_norm_(
         Identity()
     """
     workload = Workload(model, batches, forward=forward)
-    graph = trace(workload)
-    channels = _Channels(followed(model, workload.batches, forward).labels)
-    work = Workload(copy.deepcopy(model), workload.batches[:1], forward=forward)
-    nodes = [node for node in graph.nodes.values() if node.operator == "batch_norm"]
-    rows = [_fold(work.model, graph, node, channels) for node in nodes]
+    trial = workload.with_model(copy.deepcopy(model))
+    rows = fold_norms_(trial, trace(workload), like=workload)
     if any(row.layer for row in rows):
-        check_same(workload, work, "folding BatchNorm", depth=len(graph.nodes))
-        take_over_(model, work.model)
+        take_over_(model, trial.model)
+    return rows
+
+
+def fold_norms_(workload: Workload, graph: Graph, *, like: Workload) -> list[Folded]:
+    """Fold the BatchNorm of a workload's model, in place, whose calls ``graph`` has.
+
+    ``like`` has the same model unfolded. Raises ``QuantizationError`` where its output on
+    the first batch is not the same; the model is then spoilt.
+    """
+    channels = _Channels(follow_channels(like))
+    nodes = [node for node in graph.nodes.values() if node.operator == "batch_norm"]
+    rows = [_fold(workload.model, graph, node, channels) for node in nodes]
+    if any(row.layer for row in rows):
+        check_same(like, workload, "folding BatchNorm", depth=len(graph.nodes))
     return rows
 
 

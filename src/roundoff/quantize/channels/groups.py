@@ -1,11 +1,11 @@
-"""Channel groups: what has to change together when channels of a network are removed or rescaled."""
+"""Channel groups: channels that have to change together when some are removed or rescaled."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
 from roundoff.errors import QuantizationError
-from roundoff.ops import float_tensors, watch
-from roundoff.preserve import preserve
-from roundoff.quantize.channels.follow import Follow, MovesMode
+from roundoff.quantize.channels.follow import follow_channels
 from roundoff.quantize.channels.labels import Ids, Labels, Passed, Space
 from roundoff.workload import Workload
 
@@ -30,12 +28,14 @@ class Binding:
     Attributes:
         name: of the parameter or buffer.
         axis: of it.
-        index: int64, ``[size, k]``: row i holds the k places of channel i on the axis (k > 1 after a flatten, for the
-            parts of a grouped convolution, or where several channels can only leave together).
-        groups: of the convolution; with more than one, place p on the axis of length n stands for n * groups channels
-            and the index counts them: group p // n, place p % n on the axis.
-        part: ``producer``, ``consumer``, ``bias`` (a value in the channel's unit), ``slope`` (a value without unit) or
-            ``batch_norm`` (weight, bias or statistics).
+        index: int64, ``[size, k]``: row i holds the k places of channel i on the axis
+            (k > 1 after a flatten, for the parts of a grouped convolution, or where several
+            channels can only leave together).
+        groups: of the convolution; with more than one, place p on the axis of length n
+            stands for n * groups channels and the index counts them: group p // n, place
+            p % n on the axis.
+        part: ``producer``, ``consumer``, ``bias`` (a value in the channel's unit),
+            ``slope`` (a value without unit) or ``batch_norm`` (weight, bias or statistics).
     """
 
     name: str
@@ -53,10 +53,11 @@ class ChannelGroup:
         size: number of channels that can be removed or rescaled each on its own.
         producers: weights whose output they are (weights of normalisations and scale vectors too).
         consumers: weights that read them.
-        passers: what has one value for each of them: biases, BatchNorm, PReLU slopes.
-        operators: what they pass on their way, sorted by site.
-        pinned: why they cannot be removed (or rescaled, as the group was asked for); None when they can.
-        purpose: what the group was asked for.
+        passers: biases, BatchNorm and PReLU slopes, with one value for each of them.
+        operators: that they pass on their way, sorted by site.
+        pinned: why they cannot be removed (or rescaled, as the group was asked for); None
+            when they can.
+        purpose: that the group was asked for.
     """
 
     size: int
@@ -85,67 +86,49 @@ def channel_groups(
     purpose: Purpose = "remove",
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> list[ChannelGroup]:
-    """The channels of a model, by what they are tied to: followed through one run on each batch.
+    """The channels of a model by their ties, followed through one run on each batch.
 
-    Two purposes, since two different things tie channels. To *remove* one, everything that indexes it must lose it:
-    both sides of a product, the input and output of a depthwise convolution or a normalisation's weight, the same place in
-    every part of a grouped convolution or a chunk. To *rescale* one (producers by 1/s, consumers by s), only values that
-    are added matter; a depthwise convolution or a normalisation's weight reads one group and makes another.
+    Two purposes, since two different things tie channels. To *remove* one, everything that
+    indexes it must lose it: both sides of a product, the input and output of a depthwise
+    convolution or a normalisation's weight, the same place in every part of a grouped
+    convolution or a chunk. To *rescale* one (producers by 1/s, consumers by s), only values
+    that are added matter; a depthwise convolution or a normalisation's weight reads one
+    group and makes another.
 
-    A channel is pinned, with a reason, where it reaches the model's output, or an operator that runs over channels or is
-    not known, or where the code cuts the channel axis at a place that it may hold as a number. What is not pinned is what
-    the run has shown: code that holds a channel count as a number is found by running the changed model
-    (:func:`~roundoff.quantize.sparsity.prune_channels` does).
+    A channel is pinned, with a reason, where it reaches the model's output, or an operator
+    that runs over channels or is not known, or where the code cuts the channel axis at a
+    place that it may hold as a number. Channels are free as far as the run has shown: code
+    that holds a channel count as a number is found by running the changed model
+    (:func:`~roundoff.quantize.prune_channels_` does).
 
     Args:
         model: any module; it runs in evaluation mode and is left as it was.
-        batches: one is enough unless the control flow depends on the data; a batch of one sample is.
+        batches: one is enough unless the control flow depends on the data; a batch of one
+            sample is.
         purpose: ``remove`` or ``rescale``.
-        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload` calls a model.
+        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload` calls
+            a model.
 
     Returns:
-        Groups in the order of the model's parameters. Parameters that no batch reached, and channels that no weight
-        makes (the model's input), are in none.
+        Groups in the order of the model's parameters. Parameters that no batch reached, and
+        channels that no weight makes (the model's input), are in none.
 
     Raises:
         QuantizationError: no batches.
         WorkloadError: the model raised.
 
     Example:
-        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+        >>> net = nn.Sequential(
+        ...     nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        ... )
         >>> hidden, output = channel_groups(net, [torch.zeros(1, 1, 4, 4)])
-        >>> hidden.size, [(b.name, b.axis, tuple(b.index.shape)) for b in (*hidden.producers, *hidden.consumers)]
-        (4, [('0.weight', 0, (4, 1)), ('4.weight', 1, (4, 4))])
+        >>> hidden.size, [(b.name, b.axis, tuple(b.index.shape)) for b in hidden.consumers]
+        (4, [('4.weight', 1, (4, 4))])
         >>> output.pinned
         "it is the model's output"
     """
-    follow = followed(model, batches, forward)
-    return groups_of(follow.labels, purpose)
-
-
-def followed(
-    model: nn.Module,
-    batches: Iterable[Any],
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-) -> Follow:
-    """Run the model on the batches and follow its channels."""
-    workload = Workload(model, batches, forward=forward)
-    follow = Follow(model)
-    with preserve(model):
-        model.eval()
-        with torch.no_grad(), watch(model, follow, MovesMode) as mode:
-            for batch in workload.batches:
-                mode.begin()
-                with mode:
-                    output = workload.run(batch)
-                for tensor in float_tensors(output):
-                    follow.labels.pin(
-                        follow.labels.get(tensor), "it is the model's output"
-                    )
-                    found = follow.labels.parameter(tensor)
-                    if found is not None:
-                        follow.labels.whole[found[0]] = "it is the model's output"
-    return follow
+    labels = follow_channels(Workload(model, batches, forward=forward))
+    return groups_of(labels, purpose)
 
 
 def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
@@ -156,61 +139,86 @@ def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
         )
     component = components(labels, purpose)
     pinned = _pinned(labels, purpose, component)
+    passed = _passed(labels, component)
+    places = _places(labels, component)
+    alike: dict[_Kind, list[int]] = defaultdict(list)
+    for channel, spaces in places.items():
+        if any(space.part == "producer" for space in spaces):
+            shape = tuple(sorted((space, len(at)) for space, at in spaces.items()))
+            operators = frozenset(passed[channel])
+            alike[_Kind(shape, operators, pinned.get(channel))].append(channel)
+    order = {name: i for i, name in enumerate(labels.sizes)}
+    groups = [
+        _group([places[channel] for channel in channels], kind, purpose, order)
+        for kind, channels in alike.items()
+    ]
+    return sorted(groups, key=lambda group: order[group.name])
+
+
+class _Kind(NamedTuple):
+    """What the channels of one group have in common.
+
+    Attributes:
+        shape: the axes that each of them stands on, with the number of places.
+        operators: that each of them passes.
+        reason: why they are pinned, None when they are not.
+    """
+
+    shape: tuple[tuple[Space, int], ...]
+    operators: frozenset[Passed]
+    reason: str | None
+
+
+def _passed(labels: Labels, component: Ids) -> dict[int, set[Passed]]:
+    """The operators that each channel passes."""
     passed: dict[int, set[Passed]] = defaultdict(set)
-    for operator, lists in labels.passed.items():
-        for one in np.unique(component[np.concatenate(lists)]):
-            passed[int(one)].add(operator)
+    for operator, ids in labels.passed.items():
+        for channel in np.unique(component[np.concatenate(ids)]):
+            passed[int(channel)].add(operator)
+    return passed
+
+
+def _places(labels: Labels, component: Ids) -> dict[int, dict[Space, list[int]]]:
+    """Where each channel stands on the axes of parameters."""
     places: dict[int, dict[Space, list[int]]] = defaultdict(dict)
     for space, (start, size) in labels.spaces.items():
         for place in range(size):
-            places[int(component[start + place])].setdefault(space, []).append(place)
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for one, spaces in places.items():
-        if any(space.part == "producer" for space in spaces):
-            shape = tuple(sorted((space, len(at)) for space, at in spaces.items()))
-            alike[shape, frozenset(passed[one]), pinned.get(one)].append(one)
-    order = {name: i for i, name in enumerate(labels.sizes)}
-    found = [
-        _group(
-            members,
-            places,
-            tuple(sorted(operators, key=lambda p: p.site)),
-            reason,
-            purpose,
-            order,
-        )
-        for (_, operators, reason), members in alike.items()
-    ]
-    return sorted(found, key=lambda group: order[group.name])
+            channel = int(component[start + place])
+            places[channel].setdefault(space, []).append(place)
+    return places
 
 
 def _group(
-    members: list[int],
-    places: dict[int, dict[Space, list[int]]],
-    operators: tuple[Passed, ...],
-    reason: str | None,
+    channels: list[dict[Space, list[int]]],
+    kind: _Kind,
     purpose: Purpose,
     order: dict[str, int],
 ) -> ChannelGroup:
-    spaces = sorted(places[members[0]], key=lambda space: (order[space.name], space))
-    bindings = [
-        Binding(
-            s.name,
-            s.axis,
-            torch.tensor([places[one][s] for one in members]),
-            s.groups,
-            s.part,
+    """The group of some channels, by the places of each."""
+    spaces = sorted(channels[0], key=lambda space: (order[space.name], space))
+    bindings = []
+    for space in spaces:
+        index = torch.tensor([places[space] for places in channels])
+        bindings.append(
+            Binding(space.name, space.axis, index, space.groups, space.part)
         )
-        for s in spaces
-    ]
-    producers = tuple(b for b in bindings if b.part == "producer")
-    consumers = tuple(b for b in bindings if b.part == "consumer")
-    passers = tuple(b for b in bindings if b.part not in ("producer", "consumer"))
+    consumers = _of_parts(bindings, "consumer")
+    reason = kind.reason
     if reason is None and not consumers:
         reason = "no weight that reads it was seen"
     return ChannelGroup(
-        len(members), producers, consumers, passers, operators, reason, purpose
+        len(channels),
+        _of_parts(bindings, "producer"),
+        consumers,
+        _of_parts(bindings, "bias", "slope", "batch_norm"),
+        tuple(sorted(kind.operators, key=lambda passed: passed.site)),
+        reason,
+        purpose,
     )
+
+
+def _of_parts(bindings: list[Binding], *parts: str) -> tuple[Binding, ...]:
+    return tuple(binding for binding in bindings if binding.part in parts)
 
 
 def components(labels: Labels, purpose: Purpose) -> Ids:
@@ -218,46 +226,43 @@ def components(labels: Labels, purpose: Purpose) -> Ids:
     pairs = list(labels.same)
     if purpose == "remove":
         pairs += labels.together
-        axes: dict[tuple[str, int], list[Space]] = defaultdict(list)
-        for space in labels.spaces:
-            axes[space.name, space.axis].append(space)
-        for (
-            spaces
-        ) in axes.values():  # one axis read in two parts: an index is lost in both
-            first = spaces[0]
-            a, size = labels.spaces[first]
-            length = size // first.groups
-            for other in spaces[1:]:
-                b, count = labels.spaces[other]
-                n = np.arange(max(size, count))
-                pairs.append(
-                    np.stack(
-                        (
-                            a + n % size if size >= count else a + n % length,
-                            b + n % count,
-                        ),
-                        1,
-                    )
-                )
+        pairs += _axes_read_in_parts(labels)
     edges = np.concatenate([*pairs, np.zeros((0, 2), np.int64)])
     ones = np.ones(len(edges), np.int8)
     graph = coo_array(
         (ones, (edges[:, 0], edges[:, 1])), shape=(labels.total, labels.total)
     )
-    found: Ids = connected_components(graph, directed=False)[1].astype(np.int64)
-    return found
+    channels: Ids = connected_components(graph, directed=False)[1].astype(np.int64)
+    return channels
+
+
+def _axes_read_in_parts(labels: Labels) -> list[Ids]:
+    """Pairs of labels of one index, where an axis is read in two parts: it is lost in both."""
+    axes: dict[tuple[str, int], list[Space]] = defaultdict(list)
+    for space in labels.spaces:
+        axes[space.name, space.axis].append(space)
+    pairs = []
+    for spaces in axes.values():
+        first, size = labels.spaces[spaces[0]]
+        length = size // spaces[0].groups
+        for space in spaces[1:]:
+            second, count = labels.spaces[space]
+            places = np.arange(max(size, count))
+            own_places = places % (size if size >= count else length)
+            pairs.append(np.stack((first + own_places, second + places % count), 1))
+    return pairs
 
 
 def _pinned(labels: Labels, purpose: Purpose, component: Ids) -> dict[int, str]:
+    """Why channels are pinned: the first reason for each."""
     pinned: dict[int, str] = {}
-    for ids, reason, only in labels.pins:
-        if only in ("", purpose):
-            for one in np.unique(component[ids]):
-                pinned.setdefault(int(one), reason)
+    for pin in labels.pins:
+        if pin.purpose in ("", purpose):
+            for channel in np.unique(component[pin.ids]):
+                pinned.setdefault(int(channel), pin.reason)
     for space, (start, size) in labels.spaces.items():
         if space.name in labels.whole:
-            for one in np.unique(component[start : start + size]):
-                pinned.setdefault(
-                    int(one), f"{space.name} is {labels.whole[space.name]}"
-                )
+            reason = f"{space.name} is {labels.whole[space.name]}"
+            for channel in np.unique(component[start : start + size]):
+                pinned.setdefault(int(channel), reason)
     return pinned

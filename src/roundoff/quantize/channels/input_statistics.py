@@ -15,10 +15,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.ops import Call, watch
 from roundoff.preserve import preserve
-from roundoff.quantize.graph import Graph, Node
+from roundoff.quantize.calibration import Calibration
+from roundoff.quantize.graph import Node, Use
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.weights.hessian import Hessian
-from roundoff.workload import Workload
 
 #: Bytes of second moments that are kept at a time; more weights than that take more passes
 #: over the data.
@@ -67,10 +67,7 @@ class InputStatistics:
 
 
 def input_statistics(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
-    batches: Sequence[Any],
+    calibration: Calibration,
     *,
     moments: bool = False,
     tokens: int = 0,
@@ -82,46 +79,52 @@ def input_statistics(
     hold. ``tokens``: so many rows of each value are kept, at most, evenly from all batches.
     """
     values: dict[tuple[str, int], InputStatistics] = {}
-    for node in graph.nodes.values():
-        reader = _reader(model, node)
+    for node in calibration.graph.nodes.values():
+        reader = _reader(calibration.model, node)
         if reader is None or (moments and node.kind == "conv"):
             continue
         use = next(u for u in node.uses if u.operand.leaf == reader.place)
         key = (use.value, use.shape[reader.axis])
         values.setdefault(key, InputStatistics(use.value, [])).readers.append(reader)
     every = list(values.values())
-    tokens_of_batch = -(-tokens // max(len(batches), 1))
+    tokens_of_batch = -(-tokens // max(len(calibration.batches), 1))
     portions: Iterator[list[InputStatistics]] = iter([every])
     if moments:
         portions = _portions(every, [size for _, size in values])
     for portion in portions:
-        _observe(model, workload, batches, portion, moments, tokens_of_batch)
+        _observe(calibration, portion, moments, tokens_of_batch)
     return every
 
 
 def _reader(model: QuantizedModel, node: Node) -> Reader | None:
     """The node as a reader of a value by a quantized parameter; None where it is not one."""
     route = model.routes.get(node.site)
-    weighted = node.kind in ("linear", "matmul", "conv")
-    if route is None or route.executes is not None or not weighted:
+    if route is None or route.executes is not None:
         return None
-    sources = [u for u in node.uses if u.operand.role == "activation"]
-    weights = [u for u in node.uses if u.weight and u.operand.leaf in route.uses]
+    sources = [use for use in node.uses if use.operand.role == "activation"]
+    weights = [
+        use for use in node.uses if use.weight and use.operand.leaf in route.uses
+    ]
     if len(sources) != 1 or len(weights) != 1 or weights[0].origin != "parameter":
         return None
-    source = sources[0]
-    weight = weights[0]
-    operator = node.operator
-    if node.kind != "conv":
-        if len(weight.shape) != 2:
-            return None
-        operator = "linear" if weight.operand.reduce % 2 else "matmul"
-    axis = source.operand.reduce
+    operator = _matrix_operator(node, weights[0])
+    if not operator:
+        return None
+    source = sources[0].operand
+    axis = source.reduce
     if axis >= 0:
-        axis -= len(source.shape)
-    return Reader(
-        node.site, source.operand.leaf, axis, weight.value, operator, node.groups
-    )
+        axis -= len(sources[0].shape)
+    weight = weights[0].value
+    return Reader(node.site, source.leaf, axis, weight, operator, node.groups)
+
+
+def _matrix_operator(node: Node, weight: Use) -> str:
+    """The name that ``matrix_view`` has for a call with a weight, ``""`` where it has none."""
+    if node.kind == "conv":
+        return node.operator
+    if node.kind not in ("linear", "matmul") or len(weight.shape) != 2:
+        return ""
+    return "linear" if weight.operand.reduce % 2 else "matmul"
 
 
 def _portions(
@@ -194,25 +197,19 @@ class _Observing:
 
 
 def _observe(
-    model: QuantizedModel,
-    workload: Workload,
-    batches: Sequence[Any],
+    calibration: Calibration,
     portion: Sequence[InputStatistics],
     moments: bool,
     tokens: int,
 ) -> None:
     """Fill in the statistics by one pass over the batches in full precision."""
-    handler = _Observing(model, portion, moments, tokens)
-    float_workload = workload.with_model(model.model)
-    with (
-        preserve(model.model),
-        torch.no_grad(),
-        watch(model.model.eval(), handler) as mode,
-    ):
-        for batch in batches:
+    handler = _Observing(calibration.model, portion, moments, tokens)
+    network = calibration.workload.model
+    with preserve(network), torch.no_grad(), watch(network.eval(), handler) as mode:
+        for batch in calibration.batches:
             mode.begin()
             with mode:
-                float_workload.run(batch)
+                calibration.workload.run(batch)
     for inputs in portion:
         key = id(inputs)
         inputs.mean = handler.total[key] / handler.rows[key]

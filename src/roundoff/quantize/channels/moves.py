@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,8 @@ from torch.utils._pytree import tree_map
 from roundoff.ops import float_tensors, operators_that
 from roundoff.quantize.channels.labels import (
     Labels,
+    ParameterPart,
     Passed,
-    Space,
     broadcast,
     channels_in,
     constant_expanded,
@@ -22,281 +24,283 @@ from roundoff.quantize.channels.labels import (
     varying_part,
 )
 
-# one element in, one element out at the same place
 _SAME = (
     operators_that("keep values") | operators_that("cast") | operators_that("drop out")
 )
-_CUTS = operators_that("cut out") - {"chunk", "unsafe_chunk"}
+_CHUNKS = frozenset({"chunk", "unsafe_chunk"})
+_CUTS = operators_that("cut out") - _CHUNKS
 _SPLITS = operators_that("reshape")
 _JOINS = operators_that("join") | {"where"}
+_JOINS_ALONG = frozenset({"cat", "concat", "concatenate"})
 _WRITES = (
     operators_that("write into") | operators_that("fill") | operators_that("copy in")
 )
+_BY_VALUE = operators_that("sort")
 # labels are expanded: what is a view of values may be a copy of labels
 _FREE: dict[str, Callable[..., Any]] = {
     "view": Tensor.reshape,
     "view_as": Tensor.reshape_as,
 }
-_BY_VALUE = operators_that("sort")
 
 
-class Moves:
-    """Follows values that are moved, for ``Follow``."""
+@dataclass(frozen=True)
+class Move:
+    """A call that has moved values of its arguments into its result.
 
-    def __init__(self, labels: Labels) -> None:
-        self.labels = labels
+    Attributes:
+        func: the operator.
+        name: of it.
+        site: of the call.
+        result, args, kwargs: of the call.
+    """
 
-    def move(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        site: str,
-        result: Any,
-        args: Any,
-        kwargs: Any,
-    ) -> None:
-        """``func`` has moved values: labels of its results."""
-        labels = self.labels
-        outputs = float_tensors(result)
-        inputs = float_tensors((args, kwargs))
-        if not inputs or not (outputs or name == "setitem"):
-            return
-        if self._parameter(func, name, outputs, inputs, args, kwargs):
-            return
-        if not any(
-            channels_in(labels.get(t)).size or labels.parameter(t) for t in inputs
-        ):
-            return
-        if name in _SAME:
-            labels.put(outputs[0], labels.get(inputs[0]))
-        elif name == "pad" or name == "constant_pad_nd":
-            self._pad(site, outputs[0], args, kwargs)
-        elif name in operators_that("fill"):
-            value = (
-                kwargs.get("value", args[2] if len(args) > 2 else 0.0)
-                if "fill" in name
-                else 0.0
-            )
-            own = labels.get(inputs[0])
-            if not isinstance(value, (int, float)) or (value and np.isfinite(value)):
-                labels.note(own, Passed(site, name, "other"))
-            if name == "fill":
-                labels.pin(own, "overwritten in place")
-            labels.put(outputs[0], own)
-        elif name in _BY_VALUE:
-            own = labels.get(inputs[0])
-            labels.pin(own, f"{name} moves values by size")
-        else:
-            self._run(func, name, site, outputs, inputs, args, kwargs)
+    func: Callable[..., Any]
+    name: str
+    site: str
+    result: Any
+    args: Any
+    kwargs: Any
 
-    def _parameter(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        args: Any,
-        kwargs: Any,
-    ) -> bool:
-        """A parameter that is moved alone stays known as a part of it."""
-        found = self.labels.parameter(inputs[0])
-        if len(inputs) != 1 or found is None or name in _WRITES:
-            return False
-        flat = found[1]
-        if flat is None:
-            flat = torch.arange(inputs[0].numel(), dtype=torch.float64).view(
-                inputs[0].shape
-            )
-        moved = (
-            [flat]
-            if name in _SAME
-            else float_tensors(
-                func(
-                    *_replaced(args, {id(inputs[0]): flat}),
-                    **_replaced(kwargs, {id(inputs[0]): flat}),
-                )
-            )
-        )
-        for tensor, where in zip(outputs, moved, strict=True):
-            self.labels.moved(tensor, found[0], where)
+    @cached_property
+    def inputs(self) -> list[Tensor]:
+        """The floating-point arguments."""
+        return float_tensors((self.args, self.kwargs))
+
+    @cached_property
+    def outputs(self) -> list[Tensor]:
+        """The floating-point results."""
+        return float_tensors(self.result)
+
+    def argument(self, name: str, place: int, default: Any) -> Any:
+        """An argument by name or place."""
+        positional = self.args[place] if len(self.args) > place else default
+        return self.kwargs.get(name, positional)
+
+    def again(self, func: Callable[..., Any], replaced: dict[int, Tensor]) -> Any:
+        """``func`` with the arguments, tensors replaced by id; others on the CPU, as labels are."""
+
+        def stand_in(leaf: Any) -> Any:
+            if id(leaf) in replaced:
+                return replaced[id(leaf)]
+            return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = tree_map(stand_in, (self.args, self.kwargs))
+        return func(*args, **kwargs)
+
+
+def follow_move(labels: Labels, move: Move) -> None:
+    """Give the results of a move their labels."""
+    if not move.inputs or not (move.outputs or move.name == "setitem"):
+        return
+    if _moves_parameter(labels, move):
+        return
+    if not any(_is_labelled(labels, tensor) for tensor in move.inputs):
+        return
+    _rule_of(move.name)(labels, move)
+
+
+def _rule_of(name: str) -> Callable[[Labels, Move], None]:
+    for names, rule in _RULES:
+        if name in names:
+            return rule
+    return _run_on_labels
+
+
+def _keep(labels: Labels, move: Move) -> None:
+    """One element in, one element out at the same place."""
+    labels.put(move.outputs[0], labels.get(move.inputs[0]))
+
+
+def _sort(labels: Labels, move: Move) -> None:
+    channels = labels.get(move.inputs[0])
+    labels.pin(channels, f"{move.name} moves values by size")
+
+
+def _is_labelled(labels: Labels, tensor: Tensor) -> bool:
+    if channels_in(labels.get(tensor)).size:
         return True
-
-    def _pad(self, site: str, result: Tensor, args: Any, kwargs: Any) -> None:
-        own = self.labels.get(args[0])
-        pads = kwargs.get("pad", args[1] if len(args) > 1 else ())
-        axes = {args[0].ndim - 1 - i // 2 for i, width in enumerate(pads) if width}
-        value = kwargs.get("value", args[3] if len(args) > 3 else None)
-        if value:
-            self.labels.note(own, Passed(site, "pad", "other"))
-        if axes.isdisjoint(varying_axes(own)):
-            self.labels.put(result, varying_part(own))
-            return
-        mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
-        self.labels.put(result, torch.nn.functional.pad(own, list(pads), mode=mode))
-        self.labels.pin(own, "padded along the channel axis to a fixed size", "remove")
-
-    def _run(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        site: str,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        args: Any,
-        kwargs: Any,
-    ) -> None:
-        labels = self.labels
-        own = {
-            id(t): labels.get(t).clone()
-            if name in ("setitem", "copy")
-            else labels.get(t)
-            for t in inputs
-        }
-        if name in _JOINS:
-            self._parameters_among(own, inputs)
-            self._join(name, [own[id(t)] for t in inputs], args, kwargs)
-        before = [own[id(t)] for t in inputs]
-        try:
-            moved = _FREE.get(name, func)(
-                *_replaced(args, own), **_replaced(kwargs, own)
-            )
-        except (
-            RuntimeError,
-            TypeError,
-            NotImplementedError,
-            IndexError,
-            ValueError,
-        ):  # not for labels: nothing is known
-            for one in before:
-                labels.pin(one, f"{name} ({site}) cannot be followed")
-            return
-        if name == "setitem":
-            self._written(args[0], own[id(args[0])])
-            return
-        after = [constant_expanded(t) for t in float_tensors(moved)]
-        if outputs[0] is inputs[0]:
-            self._written(outputs[0], after[0])
-            return
-        for tensor, ids in zip(outputs, after, strict=True):
-            labels.put(tensor, ids)
-        source = before[0]
-        if name in _CUTS and any(not _equal(source, ids) for ids in after):
-            labels.pin(source, f"cut at a fixed place by {name} ({site})", "remove")
-        elif name in ("chunk", "unsafe_chunk") and after[0].shape == after[-1].shape:
-            for ids in after[1:] if not _equal(source, after[0]) else ():
-                labels.tie(after[0], ids, value=False)
-        elif name == "channel_shuffle":
-            groups = args[1] if len(args) > 1 else kwargs["groups"]
-            parts = varying_part(source).movedim(1, 0)
-            parts = parts.reshape(groups, -1, *parts.shape[1:])
-            labels.tie(parts[:1], parts, value=False)
-        elif name in _SPLITS and len(varying_axes(after[0])) > len(
-            varying_axes(source)
-        ):
-            labels.pin(
-                source,
-                f"the channel axis is split into parts by {name} ({site})",
-                "remove",
-            )
-
-    def _written(self, tensor: Tensor, after: Tensor) -> None:
-        labels, before = self.labels, self.labels.get(tensor)
-        labels.tie(before, after)  # views made earlier still show the labels of before
-        if tensor._base is not None:
-            labels.pin(after, "written in place through a view")
-        if id(tensor) in labels.named:
-            labels.pin(after, f"kept in {labels.named[id(tensor)]}")
-        labels.put(tensor, after)
-
-    def _parameters_among(self, own: dict[int, Tensor], inputs: list[Tensor]) -> None:
-        """Parameters beside other tensors (a class token) hold values of the channels of the others."""
-        for tensor in inputs:
-            for other in inputs:
-                axes = varying_axes(own[id(other)])
-                if (
-                    self.labels.parameter(tensor)
-                    and len(axes) == 1
-                    and axes[0] < tensor.ndim
-                ):
-                    found = along(self.labels, tensor, axes[0], "bias")
-                    channels = varying_part(own[id(other)])
-                    if found is not None and found.shape == channels.shape:
-                        self.labels.tie(found, channels)
-                        own[id(tensor)] = channels.expand(tensor.shape)
-
-    def _join(self, name: str, parts: list[Tensor], args: Any, kwargs: Any) -> None:
-        """Parts that are joined along one axis keep one size along the others."""
-        reason = f"joined by {name} with a tensor of fixed size"
-        joined_along = name in ("cat", "concat", "concatenate")
-        axis = kwargs.get(
-            "dim", args[1] if len(args) > 1 and isinstance(args[1], int) else 0
-        )
-        first = parts[0]
-        for part in parts[1:]:
-            one, other = (first, part) if joined_along else broadcast(first, part)
-            if joined_along:
-                if first.ndim != part.ndim or not (
-                    set(varying_axes(one)) | set(varying_axes(other))
-                ) - {axis % first.ndim}:
-                    continue
-                one, other = one.narrow(axis, 0, 1), other.narrow(axis, 0, 1)
-            self.labels.tie(one, other, value=name == "where")
-            fixed(self.labels, one, other, reason)
+    return labels.parameter(tensor) is not None
 
 
-def along(labels: Labels, tensor: Tensor, axis: int, part: str) -> Tensor | None:
-    """The labels of a parameter along one axis of ``tensor``, which is the parameter or a moved part of it; shape 1 except
-    ``axis``. None when that axis is not an axis of the parameter."""
-    found = labels.parameter(tensor)
-    if found is None or tensor.ndim == 0:
-        return None
-    name, flat = found
-    shape = [1] * tensor.ndim
-    shape[axis] = -1
+def _moves_parameter(labels: Labels, move: Move) -> bool:
+    """Keep a parameter that is moved alone known as a part of it; False for other moves."""
+    source = move.inputs[0]
+    parameter = labels.parameter(source)
+    if len(move.inputs) != 1 or parameter is None or move.name in _WRITES:
+        return False
+    flat = parameter.flat
     if flat is None:
-        return labels.space(
-            Space(name, part, axis % tensor.ndim), tensor.shape[axis]
-        ).view(shape)
-    whole = labels.sizes[name]
-    places = np.unravel_index(flat.long().numpy(), whole)
-    if tensor.shape[axis] < 2:
-        return None
-    candidates = []
-    for own, place in enumerate(places):
-        ids = constant_expanded(torch.as_tensor(place).double())
-        if varying_axes(ids) == [axis % tensor.ndim]:
-            candidates.append((own, varying_part(ids).flatten().long()))
-    if len(candidates) != 1:
-        return None
-    own, index = candidates[0]
-    return labels.space(Space(name, part, own), whole[own])[index].view(shape)
+        count = torch.arange(source.numel(), dtype=torch.float64)
+        flat = count.view(source.shape)
+    moved = [flat]
+    if move.name not in _SAME:
+        moved = float_tensors(move.again(move.func, {id(source): flat}))
+    for tensor, places in zip(move.outputs, moved, strict=True):
+        labels.put_part(tensor, ParameterPart(parameter.name, places))
+    return True
 
 
-def fixed(labels: Labels, first: Tensor, second: Tensor, reason: str) -> None:
-    """Channels that meet, along their axis, a tensor that has a size but no channels there cannot be removed."""
-    first, second = (
-        broadcast(first, second) if first.ndim != second.ndim else (first, second)
-    )
-    for one, other in ((first, second), (second, first)):
-        for axis in varying_axes(one):
-            if other.shape[axis] > 1:
-                a, b = broadcast(varying_part(one), varying_part(other))
-                labels.pin(a[(b == 0)], reason, "remove")
+def _pad(labels: Labels, move: Move) -> None:
+    x = move.args[0]
+    channels = labels.get(x)
+    pads = move.argument("pad", 1, ())
+    if move.argument("value", 3, None):
+        labels.note(channels, Passed(move.site, "pad", "other"))
+    axes = {x.ndim - 1 - i // 2 for i, width in enumerate(pads) if width}
+    if axes.isdisjoint(varying_axes(channels)):
+        labels.put(move.outputs[0], varying_part(channels))
+        return
+    mode = move.argument("mode", 2, "constant")
+    padded = torch.nn.functional.pad(channels, list(pads), mode=mode)
+    labels.put(move.outputs[0], padded)
+    labels.pin(channels, "padded along the channel axis to a fixed size", "remove")
+
+
+def _fill(labels: Labels, move: Move) -> None:
+    """Some elements become one value: 0 for tril and triu."""
+    value = 0.0
+    if "fill" in move.name:
+        value = move.argument("value", 2, 0.0)
+    channels = labels.get(move.inputs[0])
+    computed = not isinstance(value, (int, float))
+    if computed or (value and np.isfinite(value)):
+        labels.note(channels, Passed(move.site, move.name, "other"))
+    if move.name == "fill":
+        labels.pin(channels, "overwritten in place")
+    labels.put(move.outputs[0], channels)
+
+
+_RULES: tuple[tuple[Collection[str], Callable[[Labels, Move], None]], ...] = (
+    (_SAME, _keep),
+    (("pad", "constant_pad_nd"), _pad),
+    (operators_that("fill"), _fill),
+    (_BY_VALUE, _sort),
+)
+
+
+def _run_on_labels(labels: Labels, move: Move) -> None:
+    """Run the operator on labels, and tie the channels that it moves together."""
+    replaced = {id(tensor): labels.get(tensor) for tensor in move.inputs}
+    if move.name in ("setitem", "copy"):
+        replaced = {key: channels.clone() for key, channels in replaced.items()}
+    if move.name in _JOINS:
+        _label_parameters(labels, replaced, move.inputs)
+        _tie_joined(labels, move, [replaced[id(tensor)] for tensor in move.inputs])
+    before = [replaced[id(tensor)] for tensor in move.inputs]
+    try:
+        moved = move.again(_FREE.get(move.name, move.func), replaced)
+    except (RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):
+        # not for labels: nothing is known
+        for channels in before:
+            labels.pin(channels, f"{move.name} ({move.site}) cannot be followed")
+        return
+    if move.name == "setitem":
+        _write(labels, move.args[0], replaced[id(move.args[0])])
+        return
+    after = [constant_expanded(channels) for channels in float_tensors(moved)]
+    if move.outputs[0] is move.inputs[0]:
+        _write(labels, move.outputs[0], after[0])
+        return
+    for tensor, channels in zip(move.outputs, after, strict=True):
+        labels.put(tensor, channels)
+    _tie_parts(labels, move, before[0], after)
+
+
+def _tie_parts(labels: Labels, move: Move, source: Tensor, parts: list[Tensor]) -> None:
+    """Tie or pin channels that a move cuts into parts of the channel axis."""
+    if move.name in _CUTS:
+        if any(not _equal(source, part) for part in parts):
+            reason = f"cut at a fixed place by {move.name} ({move.site})"
+            labels.pin(source, reason, "remove")
+    elif move.name in _CHUNKS:
+        _tie_chunks(labels, source, parts)
+    elif move.name == "channel_shuffle":
+        _tie_shuffled(labels, move, source)
+    elif move.name in _SPLITS:
+        _pin_split(labels, move, source, parts[0])
+
+
+def _tie_chunks(labels: Labels, source: Tensor, parts: list[Tensor]) -> None:
+    """Chunks of one size keep one size."""
+    first = parts[0]
+    if first.shape == parts[-1].shape and not _equal(source, first):
+        for part in parts[1:]:
+            labels.tie(first, part, value=False)
+
+
+def _tie_shuffled(labels: Labels, move: Move, source: Tensor) -> None:
+    """The groups of a channel shuffle keep one size."""
+    groups = move.args[1] if len(move.args) > 1 else move.kwargs["groups"]
+    channels = varying_part(source).movedim(1, 0)
+    by_group = channels.reshape(groups, -1, *channels.shape[1:])
+    labels.tie(by_group[:1], by_group, value=False)
+
+
+def _pin_split(labels: Labels, move: Move, source: Tensor, result: Tensor) -> None:
+    """A reshape may hold the number of channels in a part."""
+    if len(varying_axes(result)) > len(varying_axes(source)):
+        reason = f"the channel axis is split into parts by {move.name} ({move.site})"
+        labels.pin(source, reason, "remove")
+
+
+def _write(labels: Labels, tensor: Tensor, after: Tensor) -> None:
+    """A tensor was written in place: give it new labels."""
+    before = labels.get(tensor)
+    labels.tie(before, after)  # views made earlier still show the labels of before
+    if tensor._base is not None:
+        labels.pin(after, "written in place through a view")
+    if id(tensor) in labels.named:
+        labels.pin(after, f"kept in {labels.named[id(tensor)]}")
+    labels.put(tensor, after)
+
+
+def _label_parameters(
+    labels: Labels, replaced: dict[int, Tensor], inputs: list[Tensor]
+) -> None:
+    """Parameters beside other tensors (a class token) hold values of the others' channels."""
+    for tensor in inputs:
+        if labels.parameter(tensor) is None:
+            continue
+        for other in inputs:
+            channels = replaced[id(other)]
+            axes = varying_axes(channels)
+            if len(axes) != 1 or axes[0] >= tensor.ndim:
+                continue
+            values = labels.along(tensor, axes[0], "bias")
+            line = varying_part(channels)
+            if values is not None and values.shape == line.shape:
+                labels.tie(values, line)
+                replaced[id(tensor)] = line.expand(tensor.shape)
+
+
+def _tie_joined(labels: Labels, move: Move, parts: list[Tensor]) -> None:
+    """Parts that are joined along one axis keep one size along the others."""
+    reason = f"joined by {move.name} with a tensor of fixed size"
+    along = move.name in _JOINS_ALONG
+    axis = move.args[1] if len(move.args) > 1 and isinstance(move.args[1], int) else 0
+    axis = move.kwargs.get("dim", axis)
+    for part in parts[1:]:
+        if along:
+            if not _meet_beside(parts[0], part, axis):
+                continue
+            first = parts[0].narrow(axis, 0, 1)
+            other = part.narrow(axis, 0, 1)
+        else:
+            first, other = broadcast(parts[0], part)
+        labels.tie(first, other, value=move.name == "where")
+        labels.pin_fixed(first, other, reason)
+
+
+def _meet_beside(first: Tensor, part: Tensor, axis: int) -> bool:
+    """True if labels vary along an axis other than the one that parts are joined on."""
+    if first.ndim != part.ndim:
+        return False
+    varying = set(varying_axes(first)) | set(varying_axes(part))
+    return bool(varying - {axis % first.ndim})
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    a, b = varying_part(first).squeeze(), varying_part(second).squeeze()
+    """True if labels are the same up to axes where they are constant."""
+    a = varying_part(first).squeeze()
+    b = varying_part(second).squeeze()
     return a.shape == b.shape and torch.equal(a, b)
-
-
-def _replaced(nest: Any, by: dict[int, Tensor]) -> Any:
-    def one(leaf: Any) -> Any:
-        return (
-            by[id(leaf)]
-            if id(leaf) in by
-            else leaf.cpu()
-            if isinstance(leaf, Tensor)
-            else leaf
-        )  # labels are on the CPU
-
-    return tree_map(one, nest)

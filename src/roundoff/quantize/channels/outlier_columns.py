@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from roundoff.errors import QuantizationError
+from roundoff.quantize.calibration import MEASURED_BATCHES, Calibration
 from roundoff.quantize.channels.input_statistics import (
     InputStatistics,
-    Reader,
     input_statistics,
 )
 from roundoff.quantize.channels.smooth import simulated_db
@@ -50,7 +50,7 @@ def split_outliers_(
     threshold: float = 6.0,
     share: float = 0.05,
     batches: Iterable[Any] | None = None,
-    measured: int = 2,
+    measured: int = MEASURED_BATCHES,
 ) -> tuple[list[OutlierColumns], Gain]:
     """Keep outlier channels of values, and the columns of weights that read them, exact, in place.
 
@@ -76,22 +76,15 @@ def split_outliers_(
             got=f"{threshold}, {share}",
             expected="threshold > 0 and share in [0, 1]",
         )
-    data = workload.batches if batches is None else list(batches)
-    before = simulated_db(model, workload, data[:measured])
+    calibration = Calibration.of(model, workload, batches, graph)
+    before = simulated_db(calibration, measured)
     rows = []
-    for inputs in input_statistics(model, graph, workload, data):
-        readers = [reader for reader in inputs.readers if reader.groups == 1]
+    for inputs in input_statistics(calibration):
         columns = _outliers(inputs, threshold, share)
-        if not len(columns) or not readers:
-            continue
-        for reader in readers:
-            _keep_exact_(model, reader, columns)
-        sites = tuple(reader.site for reader in readers)
-        channels = len(inputs.largest)
-        rows.append(
-            OutlierColumns(inputs.value, sites, tuple(columns.tolist()), channels)
-        )
-    after = simulated_db(model, workload, data[:measured]) if rows else before
+        row = _keep_exact_(model, inputs, columns)
+        if row.columns and row.readers:
+            rows.append(row)
+    after = simulated_db(calibration, measured) if rows else before
     count = sum(len(row.columns) for row in rows)
     note = f"{count} channels of {len(rows)} values"
     return rows, Gain("outliers", before, after, note)
@@ -104,9 +97,16 @@ def _outliers(inputs: InputStatistics, threshold: float, share: float) -> Tensor
     return order[inputs.largest[order] >= threshold].sort().values
 
 
-def _keep_exact_(model: QuantizedModel, reader: Reader, columns: Tensor) -> None:
-    """Keep these channels of what a call reads, and of its weight."""
-    value = model.routes[reader.site].uses.get(reader.place)
-    for name in (reader.weight, value):
-        if name is not None:
-            model.quantizer(name).exact = columns.clone()
+def _keep_exact_(
+    model: QuantizedModel, inputs: InputStatistics, columns: Tensor
+) -> OutlierColumns:
+    """Keep these channels of a value exact where no grouped convolution reads it."""
+    readers = [reader for reader in inputs.readers if reader.groups == 1]
+    for reader in readers if len(columns) else ():
+        value = model.routes[reader.site].uses.get(reader.place)
+        for name in (reader.weight, value):
+            if name is not None:
+                model.quantizer(name).exact = columns.clone()
+    sites = tuple(reader.site for reader in readers)
+    kept = tuple(columns.tolist())
+    return OutlierColumns(inputs.value, sites, kept, len(inputs.largest))

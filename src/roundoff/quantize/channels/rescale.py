@@ -37,9 +37,9 @@ def why_not_rescalable(group: ChannelGroup, *, clips: bool = False) -> str | Non
 
 
 def _why_tied(group: ChannelGroup) -> str | None:
-    made = {(b.name, b.axis) for b in group.producers}
-    read = {(b.name, b.axis) for b in group.consumers}
-    both = made & read
+    making_axes = {(b.name, b.axis) for b in group.producers}
+    reading_axes = {(b.name, b.axis) for b in group.consumers}
+    both = making_axes & reading_axes
     if not both:
         return None
     return f"{min(both)[0]} is tied: it makes and reads the channels by one axis"
@@ -65,7 +65,7 @@ def rescale_(
             the scale doesn't fit; the model is as before.
 
     Example:
-        >>> from roundoff.quantize.channels import channel_groups
+        >>> from roundoff.quantize import channel_groups
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> hidden, _ = channel_groups(net, [torch.zeros(1, 2)], purpose="rescale")
         >>> before = net(torch.ones(1, 2))

@@ -9,7 +9,6 @@ division stays in front of the readers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +20,11 @@ from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
 from roundoff.formats import Granularity, PerAxis, PerGroup, PerTensor, PerToken
 from roundoff.plan import noise
+from roundoff.quantize.calibration import MEASURED_BATCHES, Calibration
 from roundoff.quantize.channels.awq import awq
 from roundoff.quantize.channels.divide import divide_inputs_
-from roundoff.quantize.channels.groups import ChannelGroup, followed, groups_of
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import ChannelGroup, groups_of
 from roundoff.quantize.channels.input_statistics import (
     InputStatistics,
     input_statistics,
@@ -33,13 +34,13 @@ from roundoff.quantize.channels.smoothing_factors import dmq, input_amax, smooth
 from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.graph import Graph
 from roundoff.quantize.importance import Importance
-from roundoff.quantize.model import QuantizedModel, Unquantized
+from roundoff.quantize.model import QuantizedModel, Rescaling, Unquantized
 from roundoff.quantize.options import Rounding
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.quantize.round_in_order import round_in_order_
+from roundoff.quantize.round_in_order import round_model_
 from roundoff.quantize.weights.matrix import matrix_view
 from roundoff.quantize.weights.output_error import Gain
-from roundoff.workload import Workload, named_tensors
+from roundoff.workload import Workload
 
 METHODS = ("smoothquant", "dmq", "awq", "spread")
 
@@ -90,7 +91,7 @@ def smooth_(
     alpha: float | Sequence[float] | Mapping[str, float] = 0.5,
     explicit: bool = True,
     batches: Iterable[Any] | None = None,
-    measured: int = 2,
+    measured: int = MEASURED_BATCHES,
 ) -> Smoothed:
     """Balance the channels of a quantized model, in place, if that makes its output better.
 
@@ -120,29 +121,45 @@ def smooth_(
             expected=", ".join(METHODS),
             got=repr(method),
         )
-    data = workload.batches if batches is None else list(batches)
-    if not data:
+    return smooth_channels_(
+        Calibration.of(model, workload, batches, graph),
+        importance,
+        method=method,
+        alpha=alpha,
+        explicit=explicit,
+        measured=measured,
+    )
+
+
+def smooth_channels_(
+    calibration: Calibration,
+    importance: Importance | None = None,
+    *,
+    method: str,
+    alpha: float | Sequence[float] | Mapping[str, float],
+    explicit: bool = True,
+    measured: int = MEASURED_BATCHES,
+) -> Smoothed:
+    """Balance channels as ``smooth_`` does, in a model that is packed with its data."""
+    if not calibration.batches:
         raise QuantizationError(
             "no calibration data",
             where="smooth_",
             expected="one batch or more",
             got="none",
         )
-    before = simulated_db(model, workload, data[:measured])
+    before = simulated_db(calibration, measured)
     best: _Trial | None = None
     for strength, note in _strengths(alpha):
-        trial = copy.deepcopy(model)
-        own_workload = workload.with_model(trial.model)
+        trial = calibration.trial()
         rows: list[Balanced] = []
         if method == "spread":
-            note = _spread_(trial, graph, own_workload, importance, data[:1])
+            note = _spread_(trial, importance)
         else:
-            rows = _balance_(
-                trial, graph, own_workload, data, method, strength, explicit
-            )
-        db = simulated_db(trial, workload, data[:measured])
+            rows = _balance_(trial, method, strength, explicit)
+        db = simulated_db(trial, measured)
         if best is None or db > best.db:
-            best = _Trial(db, trial, rows, note)
+            best = _Trial(db, trial.model, rows, note)
     if best is None:
         raise QuantizationError(
             "no strength to try",
@@ -154,7 +171,7 @@ def smooth_(
         note = f"undone: {best.db - before:+.1f} dB"
         left = [_left(row) for row in best.rows]
         return Smoothed(left, Gain(method, before, before, note))
-    _take_(model, best.model)
+    _take_(calibration.model, best.model)
     return Smoothed(best.rows, Gain(method, before, best.db, best.note))
 
 
@@ -172,13 +189,7 @@ def _left(row: Balanced) -> Balanced:
     return replace(row, how=how, strongest=1.0)
 
 
-def _spread_(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
-    importance: Importance | None,
-    batches: Sequence[Any],
-) -> str:
+def _spread_(calibration: Calibration, importance: Importance | None) -> str:
     """Spread the channels of a model; the gain's note."""
     if importance is None:
         raise QuantizationError(
@@ -187,30 +198,23 @@ def _spread_(
             expected="importance(model, workload, batches)",
             got="None",
         )
-    return spread_(model, graph, workload, importance, batches=batches).note
+    return spread_(calibration, importance).note
 
 
-def simulated_db(
-    model: QuantizedModel, workload: Workload, batches: Sequence[Any]
-) -> float:
+def simulated_db(calibration: Calibration, measured: int = MEASURED_BATCHES) -> float:
     """SQNR of the output in dB when a copy is calibrated in the plainest way.
 
-    Min-max ranges, weights to nearest.
+    That is on ``measured`` batches, with min-max ranges and weights to nearest.
     """
-    trial = copy.deepcopy(model)
+    calibration = calibration.on(calibration.batches[:measured])
+    with calibration.model.through(Unquantized()):
+        exact = calibration.outputs(calibration.batches)
+    trial = calibration.trial()
     plainly = Rounding(
         observer="minmax", weights="nearest", scales="minmax", bias=False
     )
-    with torch.no_grad(), model.through(Unquantized()):
-        exact = _outputs(workload.with_model(model), batches)
-    round_in_order_(trial, workload, batches, plainly)
-    with torch.no_grad():
-        quantized = _outputs(workload.with_model(trial), batches)
-    return sqnr_db(noise(quantized, exact))
-
-
-def _outputs(workload: Workload, batches: Sequence[Any]) -> list[dict[str, Tensor]]:
-    return [named_tensors(workload.run(batch)) for batch in batches]
+    round_model_(trial, plainly)
+    return sqnr_db(noise(trial.outputs(trial.batches), exact))
 
 
 def _take_(model: QuantizedModel, trial: QuantizedModel) -> None:
@@ -222,22 +226,20 @@ def _take_(model: QuantizedModel, trial: QuantizedModel) -> None:
     model.routes = trial.routes
     model.factors = trial.factors
     model.quantizers = trial.quantizers
-    model.moves = trial.moves
+    model.rescalings = trial.rescalings
 
 
 def _balance_(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
-    batches: Sequence[Any],
+    calibration: Calibration,
     method: str,
     alpha: float | Mapping[str, float],
     explicit: bool,
 ) -> list[Balanced]:
     """Choose and apply the factors of all values, in the order of the graph."""
-    labels = followed(model.model, batches[:1], workload.forward).labels
+    model = calibration.model
+    labels = follow_channels(calibration.workload, calibration.batches[:1])
     groups = groups_of(labels, "rescale")
-    values = input_statistics(model, graph, workload, batches, moments=method == "awq")
+    values = input_statistics(calibration, moments=method == "awq")
     divides = explicit and method != "awq"
     rows = []
     for inputs, strength in _by_strength(values, alpha):
@@ -358,7 +360,7 @@ def _fold_(
     for group in groups:
         scale = _of_group(group, names, factors)
         rescale_(model.model, group, scale.double())
-        model.moves.append((group, scale.double(), False))
+        model.rescalings.append(Rescaling(group, scale.double(), clips=False))
         strongest = max(strongest, float(scale.max() / scale.min()))
     return strongest
 

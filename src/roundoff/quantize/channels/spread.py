@@ -24,27 +24,22 @@ they reach it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundoff.formats import PerTensor
-from roundoff.quantize.channels.groups import (
-    Binding,
-    ChannelGroup,
-    followed,
-    groups_of,
-)
+from roundoff.quantize.calibration import Calibration
+from roundoff.quantize.channels.follow import follow_channels
+from roundoff.quantize.channels.groups import Binding, ChannelGroup, groups_of
 from roundoff.quantize.channels.rescale import rescale_, why_not_rescalable
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
-from roundoff.quantize.model import QuantizedModel
+from roundoff.quantize.model import QuantizedModel, Rescaling
 from roundoff.quantize.weights.matrix import matrix_view
 from roundoff.quantize.weights.output_error import Gain
-from roundoff.workload import Workload
 
 #: Share of a weight's noise that GPTQ leaves, for the balance with the values' noise
 #: (measured: 0.1 to 0.4).
@@ -112,12 +107,9 @@ def descend(
 
 
 def spread_(
-    model: QuantizedModel,
-    graph: Graph,
-    workload: Workload,
+    calibration: Calibration,
     weights: Importance,
     *,
-    batches: Iterable[Any] | None = None,
     gamma: float = GAMMA,
     steps: int = 100,
 ) -> Gain:
@@ -130,25 +122,25 @@ def spread_(
         The SQNR of the output in dB that the sums above predict, before and after; NaN with
         a reason where nothing is to be rescaled.
     """
-    batches = workload.batches[:1] if batches is None else list(batches)
-    labels = followed(model.model, batches, workload.forward).labels
+    model = calibration.model
+    labels = follow_channels(calibration.workload, calibration.batches[:1])
     every = groups_of(labels, "rescale")
     groups = [group for group in every if _spreadable(group)]
     if not groups:
         return _no_gain("no group of channels can be rescaled")
-    noise = OutputNoise(model, graph, weights, groups, gamma)
+    noise = OutputNoise(model, calibration.graph, weights, groups, gamma)
     logs, before, after = descend(
         noise,
         [group.size for group in groups],
         steps=steps,
         rate=0.06,
-        bounds=_bounds(graph, weights, groups),
+        bounds=_bounds(calibration.graph, weights, groups),
     )
     if math.isnan(before):
         return _no_gain("no channel that can be rescaled costs the output anything")
     for group, log in zip(groups, logs, strict=True):
         rescale_(model.model, group, log.double().exp(), clips=True)
-        model.moves.append((group, log.double().exp(), True))
+        model.rescalings.append(Rescaling(group, log.double().exp(), clips=True))
     note = f"predicted, {len(groups)} of {len(every)} groups of channels"
     return Gain("spread", _db(weights, before), _db(weights, after), note)
 
@@ -317,28 +309,47 @@ def _weight_noise(
     if route is None or result is None or node.kind not in ("conv", "linear"):
         return None
     names = list(route.uses.values())
-    weight = next((n for n in names if model.quantizer(n).weight), None)
-    value = next((n for n in names if not model.quantizer(n).weight), None)
-    if weight is None or weight not in readers:
+    weights_read = [name for name in names if model.quantizer(name).weight]
+    values_read = [name for name in names if name not in weights_read]
+    weight = _first_in(readers, weights_read)
+    value = _first_in(weights.values, values_read)
+    if weight is None or value is None:
         return None
-    if value is None or value not in weights.values:
-        return None
-    groups = node.groups
-    parameter = model.model.get_parameter(weight).detach()
-    matrices = matrix_view(parameter, node.operator, groups)
     inputs = weights.values[value]
-    channels = len(inputs.square) // groups
-    taps = matrices.shape[-1] // channels if channels else 0
-    if not taps or channels * taps != matrices.shape[-1]:
+    largest = _largest_by_channel(model, node, weight, len(inputs.square))
+    if largest is None:
         return None
-    by_tap = matrices.abs().reshape(*matrices.shape[:-1], channels, taps)
+    matrices, taps = largest
+    groups, _, channels = matrices.shape
     return _WeightNoise(
         _Side(groups * channels, readers[weight]),
-        by_tap.amax(-1),
+        matrices,
         result.channel.view(groups, -1),
         inputs.square.view(groups, channels) / inputs.samples * taps,
         model.quantizer(weight).fmt.max_finite,
     )
+
+
+def _first_in(known_names: Container[str], names: Sequence[str]) -> str | None:
+    """The first of some names, if it is known."""
+    return names[0] if names and names[0] in known_names else None
+
+
+def _largest_by_channel(
+    model: QuantizedModel, node: Node, weight: str, inputs: int
+) -> tuple[Tensor, int] | None:
+    """``|W|`` over the taps, ``[groups, out, in]``, and how many taps there are.
+
+    None where they do not fit that many input channels.
+    """
+    parameter = model.model.get_parameter(weight).detach()
+    matrices = matrix_view(parameter, node.operator, node.groups)
+    channels = inputs // node.groups
+    taps = matrices.shape[-1] // channels if channels else 0
+    if not taps or channels * taps != matrices.shape[-1]:
+        return None
+    by_tap = matrices.abs().reshape(*matrices.shape[:-1], channels, taps)
+    return by_tap.amax(-1), taps
 
 
 def _bounds(
@@ -356,10 +367,10 @@ def _bounds(
         for operator in group.operators:
             if operator.law != "clipped" or operator.bounds is None:
                 continue
-            least, bound = operator.bounds
-            statistics = weights.values.get(operator.site)
             parts = _origin(graph, operator.site, makers)
             indices = [part.index for part in parts if part.group == i]
+            statistics = weights.values.get(operator.site)
+            least, bound = operator.bounds
             if least != 0.0 or statistics is None or not indices:
                 low = torch.zeros(group.size)
                 high = torch.zeros(group.size)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
+from roundoff.record.disk.typed_rows import column, schema_of
 from roundoff.site import Site
 
 #: Version of the layout. A reader takes its own version and those before it.
@@ -35,8 +36,8 @@ _INTEGERS = pl.List(pl.Int64)
 
 
 def _column(dtype: Any) -> Any:
-    """A field of ``Record`` that is a column of this type."""
-    return field(default=None, metadata={"dtype": dtype})
+    """A column that may be missing."""
+    return column(dtype, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +134,7 @@ class Record:
 
 
 #: The columns of ``ops.parquet``: name -> polars type.
-OPS: dict[str, Any] = {f.name: f.metadata["dtype"] for f in fields(Record)}
-
-
-def records_of(table: pl.DataFrame) -> list[Record]:
-    """The rows of a table with columns of ``OPS``; other columns are left out."""
-    columns = table.select(name for name in OPS if name in table.columns)
-    return [Record(**row) for row in columns.iter_rows(named=True)]
+OPS: dict[str, Any] = schema_of(Record)
 
 
 SCALARS: dict[str, Any] = {"step": pl.Int64, "name": pl.Utf8, "value": pl.Float64}

@@ -9,7 +9,8 @@ from typing import Any
 import polars as pl
 
 from roundoff.errors import PatternError, RunError, examples
-from roundoff.record.disk.schema import OPS, Record, records_of, site_name
+from roundoff.record.disk.schema import OPS, Record, site_name
+from roundoff.record.disk.typed_rows import rows_of_table
 from roundoff.site import matches
 
 #: sort key -> expression, largest first; "order" is the order of execution.
@@ -273,7 +274,9 @@ def describe_sites(
     if site is not None:
         rows = _matching(rows, site)
         if rows["site"].n_unique() == 1 or site in rows["name"].to_list():
-            entries = tuple(_in_full(r, all_rows, lazy) for r in records_of(rows))
+            entries = tuple(
+                _in_full(r, all_rows, lazy) for r in rows_of_table(Record, rows)
+            )
             return SiteDetails(**summary, site=entries)
     elif not views:
         # a call without tensors as results, .item(), has a row for what it reads

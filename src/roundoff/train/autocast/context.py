@@ -19,12 +19,12 @@ from torch import nn
 
 from roundoff.errors import PlanError
 from roundoff.formats import FORMATS
-from roundoff.ops import KEYS, SLOW_FP16, CallMode, slow_in_fp16, watch
+from roundoff.ops import KEYS, SLOW_FP16, CallMode, Place, slow_in_fp16, watch
 from roundoff.plan import Plan, explain
 from roundoff.train.autocast.mode import LOCAL
 from roundoff.train.autocast.overrides import overridden
 from roundoff.train.autocast.recorded import Recorded
-from roundoff.train.autocast.region import REGIONS, State, checkpoints, hooked, mode_of
+from roundoff.train.autocast.region import REGIONS, checkpoints, hooked, mode_of
 from roundoff.train.autocast.rules import Rules
 
 
@@ -145,13 +145,13 @@ class autocast(ContextDecorator):  # noqa: N801
                 )
 
     @contextmanager
-    def again(self, state: State | None = None) -> Iterator[None]:
-        """The same region for a part that is run again (activation checkpointing), from where ``state`` was kept."""
+    def again(self, place: Place | None = None) -> Iterator[None]:
+        """The same region for a part that is run again (activation checkpointing), from ``place``."""
         with ExitStack() as stack:
-            self._run(stack, state)
+            self._run(stack, place)
             yield
 
-    def _run(self, stack: ExitStack, state: State | None) -> None:
+    def _run(self, stack: ExitStack, place: Place | None) -> None:
         rules = self.rules
         if rules.dtype is None:
             stack.enter_context(torch.autocast(self.device, enabled=False))
@@ -176,27 +176,10 @@ class autocast(ContextDecorator):  # noqa: N801
             mode: Any = stack.enter_context(watch(self.model, self.recorded))
         else:
             mode = mode_of(rules, self.model)
-        counts = mode.counts
-        held = (dict(counts), list(mode.path), mode.forwards)
-        counts.clear()
-        mode.forwards = 0
-        mode.path.clear()
-        if state is not None:
-            counts.update(state[0])
-            mode.path += state[1]
-
-        def restore() -> None:
-            counts.clear()
-            counts.update(held[0])
-            mode.path[:] = held[1]
-            mode.forwards = held[2]
-
-        stack.callback(restore)
-        if self.model is not None and isinstance(mode, CallMode):
-            handle = self.model.register_forward_pre_hook(
-                functools.partial(_begin, mode, rules.forwards), prepend=True
-            )
-            stack.callback(handle.remove)
+        stack.callback(mode.position.go_to, mode.position.place())
+        mode.position.go_to(place or Place())
+        if isinstance(mode, CallMode):
+            mode.position.period = rules.forwards
         elif self.model is not None and rules.sites:
             stack.enter_context(hooked(self.model))
         stack.enter_context(checkpoints())
@@ -205,12 +188,6 @@ class autocast(ContextDecorator):  # noqa: N801
         REGIONS.inside.append((self, mode))
         stack.callback(REGIONS.inside.pop)
         stack.enter_context(mode)
-
-
-def _begin(mode: CallMode, period: int, *_: Any) -> None:
-    """A new forward pass of the whole model: call numbers start again."""
-    if not mode.path and mode.forwards % period == 0:
-        mode.counts.clear()
 
 
 def active() -> autocast | None:

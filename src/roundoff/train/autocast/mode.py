@@ -17,7 +17,7 @@ import torch.overrides
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundoff.ops import Operator, entered, facts, listed, operators_that
+from roundoff.ops import Operator, Position, entered, facts, listed, operators_that
 from roundoff.train.autocast.rules import Action, Rules
 
 _SKIPPED = (
@@ -59,9 +59,7 @@ class SiteMode(TorchFunctionMode):
         super().__init__()
         self.key, self.device, self.tells = rules.key, rules.device, rules.sites
         self.root = id(model)
-        self.period, self.forwards = rules.forwards, 0
-        self.path: list[str] = []
-        self.counts: dict[tuple[str, str], int] = {}
+        self.position = Position(rules.forwards)
         _RULES[rules.key] = rules
 
     def __torch_function__(
@@ -91,9 +89,7 @@ class SiteMode(TorchFunctionMode):
             return func(*args, **kwargs)
         inplace = name[:1] == "!"
         operator = name[1:] if inplace else name
-        path = self.path[-1] if self.path else ""
-        number = self.counts.get((path, operator), 0)
-        self.counts[path, operator] = number + 1
+        path, number = self.position.next_call(operator)
         action = action_at(self.key, path, operator, number)
         if action is None or inplace:
             return func(*args, **kwargs)

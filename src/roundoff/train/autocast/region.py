@@ -20,9 +20,6 @@ from roundoff.ops import CallMode, operators_that
 from roundoff.train.autocast.mode import LOCAL, SiteMode
 from roundoff.train.autocast.rules import Rules
 
-#: (module path and operator) to the number of calls so far, and the path: where in a forward pass a mode is.
-State = tuple[dict[Any, int], list[str]]
-
 
 class _Regions(threading.local):
     def __init__(self) -> None:
@@ -97,20 +94,12 @@ def _show_to_modes() -> None:
 
 def _enter(root: int, path: str, *_: Any) -> None:
     if LOCAL.modes and LOCAL.modes[-1].root == root:
-        mode = LOCAL.modes[-1]
-        if (
-            not path and not mode.path
-        ):  # a new forward pass of the whole model: call numbers start again
-            if mode.period == 1 or mode.forwards % mode.period == 0:
-                mode.counts.clear()
-            if mode.period > 1:
-                mode.forwards += 1
-        mode.path.append(path)
+        LOCAL.modes[-1].position.enter(path)
 
 
 def _leave(root: int, *_: Any) -> None:
-    if LOCAL.modes and LOCAL.modes[-1].root == root and LOCAL.modes[-1].path:
-        LOCAL.modes[-1].path.pop()
+    if LOCAL.modes and LOCAL.modes[-1].root == root:
+        LOCAL.modes[-1].position.leave()
 
 
 _PATCHED = 0
@@ -154,10 +143,10 @@ def _apply(function: Callable[..., Any], *args: Any) -> Any:
 def _kept(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
     """``function``, run again in the region, and from the place, where it is now; ``first`` says that it is called the first
     time through here too, not only when it is run again."""
-    if not REGIONS.inside or REGIONS.inside[-1][1] is None:
+    region, mode = REGIONS.inside[-1] if REGIONS.inside else (None, None)
+    if region is None or mode is None:
         return function
-    region, mode = REGIONS.inside[-1]
-    state: State = (dict(mode.counts), list(mode.path))  # type: ignore[union-attr]
+    place = mode.position.place()
     calls = [] if first else [None]
 
     @functools.wraps(function)
@@ -165,7 +154,7 @@ def _kept(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
         if not calls:
             calls.append(None)
             return function(*args, **kwargs)
-        with region.again(state):
+        with region.again(place):
             return function(*args, **kwargs)
 
     return again

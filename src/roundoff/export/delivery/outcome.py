@@ -1,0 +1,67 @@
+"""Outcome: what came of a request, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roundoff.export.delivery.judge import Judge, Judged
+from roundoff.export.delivery.records import NotPruned, PrunedRow, PruningCost, TrialRow
+from roundoff.export.delivery.request import Ask
+from roundoff.plan import Plan
+from roundoff.quantize import QuantizedModel
+from roundoff.workload import Workload
+
+#: How far a metric may be off its target: rounding of the sums that it is made of.
+METRIC_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of an ``Ask``.
+
+    Attributes:
+        workload: the user's, with the batches that were calibrated on.
+        start: the same with what was quantized: the model itself, or what pruning left.
+        judge: what the model was judged by.
+        model: the quantized model.
+        plan: which site runs in which format.
+        judged: how the model does.
+        trials: what a target's search measured.
+        shares: each site's share of the noise that the budget predicts for the plan;
+            empty without a target.
+        pruned: what pruning did, by parameter or group of channels.
+        pruning: what that saved.
+        notes: remarks for the reader.
+        seconds: by stage.
+    """
+
+    workload: Workload
+    start: Workload
+    judge: Judge
+    model: QuantizedModel
+    plan: Plan
+    judged: Judged
+    trials: tuple[TrialRow, ...]
+    shares: Mapping[str, float]
+    pruned: tuple[PrunedRow, ...]
+    pruning: PruningCost | NotPruned
+    notes: tuple[str, ...]
+    seconds: Mapping[str, float]
+
+    def met(self, ask: Ask) -> bool:
+        """Return True if the judged model keeps the target, or there is none."""
+        goal = ask.goal
+        if goal is None:
+            return True
+        if goal.kind == "db":
+            return self.judged.db >= goal.value
+        drop = self.drop
+        return drop is not None and drop <= goal.value + METRIC_ROUNDING
+
+    @property
+    def drop(self) -> float | None:
+        """By how much the metric fell; None without one."""
+        if self.judged.metric is None or self.judge.metric is None:
+            return None
+        return self.judge.metric - self.judged.metric

@@ -16,7 +16,7 @@ from common import FORMATS, measured_noise, options, progress, table, workloads
 from one_site import find_sites
 
 import roundoff as ro
-from roundoff.budget import Budget, Problem
+from roundoff.budget import Budget, Goal, Problem
 from roundoff.errors import PlanError
 from roundoff.formats import parse_format
 from roundoff.ops import round_operand, watch
@@ -64,9 +64,9 @@ def main() -> None:
                 (("int8",), FORMATS),
                 (FORMATS, FORMATS),
             ):
-                order = _greedy(workload, Problem(budget, model), offered)
+                order = _greedy(workload, Problem(budget, Goal(cost=model)), offered)
                 for part in (1 / 3, 2 / 3):
-                    formats = _until(Problem(budget, model), order, part)
+                    formats = _until(Problem(budget, Goal(cost=model)), order, part)
                     level = measured_noise(workload, formats, reference)
                     row = _compare(
                         workload, budget, reference, model, allowed, formats, level
@@ -90,7 +90,8 @@ def _compare(
     baseline: Mapping[str, str],
     level: float,
 ) -> tuple[object, ...]:
-    problem = Problem(budget, model, formats=allowed)
+    goal = Goal(cost=model, formats=allowed)
+    problem = Problem(budget, goal)
     cost, full = problem.cost_of(baseline), problem.cost_of({})
     plan = budget.plan(max_cost=cost * (1 + 1e-9), cost=model, formats=allowed)
     base_db, db = (
@@ -104,7 +105,7 @@ def _compare(
             equal,
             budget=budget,
             native=False,
-            problem=lambda b: Problem(b, model, formats=allowed),
+            goal=goal,
         )
         saved = (
             100 * (1 - problem.cost_of(found.plan.formats(problem.info)) / cost)

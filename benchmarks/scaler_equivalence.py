@@ -18,7 +18,7 @@ from common import ROOT, options, table, verdict
 from torch import Tensor, nn
 
 import roundoff as ro
-from roundoff.train import Exponential, Scale
+from roundoff.train import Exponential, ScaleState
 
 sys.path.insert(0, str(ROOT / "tests" / "train" / "scaling"))
 from published import paddle, tensorflow
@@ -148,7 +148,7 @@ def exponential(steps: int) -> list[tuple[str, int]]:
         ("PaddlePaddle", True, paddle),
     ):
         rule = Exponential(2.0**16, 5, 2, 2.0, 0.8, consecutive)
-        state = Scale(rule, torch.device("cpu"), rule.init_scale, 1.0, math.inf)
+        state = ScaleState(rule, torch.device("cpu"), rule.init_scale, 1.0, math.inf)
         good = 0
         for bad, expected in zip(
             pattern, published(2.0**16, 5, 2, 2.0, 0.8, pattern), strict=True

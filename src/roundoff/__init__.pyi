@@ -15,6 +15,7 @@ from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
 from .verbs.overflow import overflow as overflow
+from .verbs.plan import plan as plan
 from .verbs.quantize import quantize as quantize
 from .verbs.replay import replay as replay
 from .verbs.show import show as show

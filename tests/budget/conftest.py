@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from roundoff.budget.adjoint import Probe, measure_batch
-from roundoff.budget.table import TERM_SCHEMA, Budget, Term, power
+from roundoff.budget.facts import MeasuredSite, Measurement
+from roundoff.budget.noise_power import Term, power
+from roundoff.budget.table import TERM_SCHEMA, Budget
 from roundoff.compare.replayed import Replayed, replayed
 from roundoff.compare.rounding_bound import smallest, terms, unit
 from roundoff.formats import parse_format
@@ -318,10 +320,11 @@ class Made:
             "excluded": [],
             "environment": [],
         }
+        facts = {"sites": self.sites, "about": base | about}
         return Budget(
             pl.DataFrame(self.rows, schema=TERM_SCHEMA, orient="row"),
-            self.sites,
-            base | about,
+            tuple(MeasuredSite.from_dict(site) for site in facts["sites"]),
+            Measurement.from_dict(facts["about"]),
         )
 
 

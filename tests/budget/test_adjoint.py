@@ -9,7 +9,7 @@ from torch import nn
 
 from roundoff import Workload, budget
 from roundoff.budget.adjoint import TermKey
-from roundoff.budget.table import power
+from roundoff.budget.noise_power import power
 
 SITES = ["first/linear", "/tanh", "/matmul", "/mul", "last/linear"]
 
@@ -34,7 +34,7 @@ def test_one_sample_many_probes_gives_the_exact_power(tiny):
     x = torch.randn(1, 4, dtype=torch.float64)
     measured = budget(Workload(tiny, [x]), ["bf16"], probes=3000)
     exact = tiny.exact(x)
-    assert [s["site"] for s in measured.sites] == SITES
+    assert [s.site for s in measured.sites] == SITES
     checked = 0
     for site in SITES:
         found = parts(measured, site)
@@ -94,7 +94,7 @@ def test_a_scalar_target_needs_one_probe_and_is_exact(tiny):
     loss = nn.Sequential(tiny, Sum())
     x = torch.randn(6, 4, dtype=torch.float64)
     measured = budget(Workload(loss, [x]), ["bf16"])
-    assert measured.about["probes"] == 1
+    assert measured.about.probes == 1
     with torch.no_grad():
         signal = float(loss(x)) ** 2
     for site, errors in tiny.errors(x).items():
@@ -123,7 +123,7 @@ def test_a_loss_over_several_batches(given):
         model, batches, loss=lambda output, batch: output.square().mean()
     )
     measured = budget(workload, ["bf16"], target="loss", probes=given)
-    assert (measured.about["probes"], measured.about["samples"]) == (1, 2)
+    assert (measured.about.probes, measured.about.samples) == (1, 2)
     with torch.no_grad():
         signal = sum(float(model(batch).square().mean()) ** 2 for batch in batches)
         x, w, b = (
@@ -144,7 +144,7 @@ def test_a_last_batch_whose_output_is_one_number(tiny):
     model = nn.Linear(4, 1).double()
     batches = [torch.randn(n, 4, dtype=torch.float64) for n in (3, 1)]
     measured = budget(Workload(model, batches), ["bf16"], probes=8)
-    assert measured.about["probes"] == 8
+    assert measured.about.probes == 8
     (row,) = measured.table.to_dicts()
     x, w, b = torch.cat(batches), model.weight.detach(), model.bias.detach()
     low = [t.bfloat16().double() for t in (x, w, b)]

@@ -25,9 +25,9 @@ def check(model, batches, *, formats=("bf16", "int8"), within=2.0, **kwargs):
     reference = run_batches(workload).targets
     for fmt in formats:
         chosen = {
-            s["site"]: fmt
+            s.site: fmt
             for s in measured.sites
-            if fmt not in s["refused"] and not s["no_path"]
+            if fmt not in s.refused and not s.no_path
         }
         predicted = measured.predict(chosen).db
         actual = -10 * math.log10(
@@ -38,7 +38,7 @@ def check(model, batches, *, formats=("bf16", "int8"), within=2.0, **kwargs):
 
 
 def kinds(measured):
-    return {s["operator"] for s in measured.sites if not s["no_path"]}
+    return {s.operator for s in measured.sites if not s.no_path}
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +70,14 @@ class TestTransformers:
             [batch],
             formats=("bf16", "fp16", "int8"),
         )
-        names = [s["site"] for s in measured.sites]
+        names = [s.site for s in measured.sites]
         assert "encoder.layer.1.attention.self.query/linear" in names
         assert {"linear", "layer_norm", "embedding", "gelu", "add"} <= kinds(measured)
-        assert not [s["site"] for s in measured.sites if s["no_path"]]
+        assert not [s.site for s in measured.sites if s.no_path]
         # the position embeddings have no sample axis
         pooled = set(measured.terms.filter(measured.terms["pooled"])["site"])
         assert pooled <= {"embeddings.position_embeddings/embedding"}
-        assert measured.about["target"]["name"] == "output"
+        assert measured.about.target.name == "output"
 
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
     def test_gpt2(self, attention):
@@ -96,17 +96,15 @@ class TestTransformers:
         ]
         measured = check(model, batches, formats=("bf16", "fp16", "int8"))
         assert {"addmm", "embedding", "linear"} <= kinds(measured)  # Conv1D is addmm
-        tied = [s for s in measured.sites if "transformer.wte.weight" in s["params"]]
-        assert [s["operator"] for s in tied] == ["embedding", "linear"]
+        tied = [s for s in measured.sites if "transformer.wte.weight" in s.params]
+        assert [s.operator for s in tied] == ["embedding", "linear"]
         weight = [
-            s
-            for s in measured.sites
-            if s["site"] == "transformer.h.0.attn.c_attn/addmm"
+            s for s in measured.sites if s.site == "transformer.h.0.attn.c_attn/addmm"
         ]
-        assert weight[0]["params"] == [
+        assert weight[0].params == (
             "transformer.h.0.attn.c_attn.bias",
             "transformer.h.0.attn.c_attn.weight",
-        ]
+        )
 
     def test_resnet(self):
         config = self.hf.ResNetConfig(
@@ -141,7 +139,7 @@ class Shared(nn.Module):
 
 def test_a_module_called_four_times():
     measured = check(Shared(), [torch.randn(16, 6)])
-    linears = [s["site"] for s in measured.sites if s["operator"] == "linear"]
+    linears = [s.site for s in measured.sites if s.operator == "linear"]
     assert linears == [
         "block.0/linear",
         "block.0/linear#1",
@@ -176,13 +174,13 @@ class Many(nn.Module):
 def test_outputs_of_many_tensors(kind):
     measured = check(Many(kind), [torch.randn(32, 6), torch.randn(8, 6)])
     assert (
-        len(measured.about["target"]["tensors"])
+        len(measured.about.target.tensors)
         == {"tuple": 3, "dict": 2, "dataclass": 2}[kind]
     )
     part = budget(
         Workload(Many("dict"), [torch.randn(32, 6)]), ["bf16"], target="hidden"
     )
-    assert {s["site"]: s["no_path"] is None for s in part.sites} == {
+    assert {s.site: s.no_path is None for s in part.sites} == {
         "a/linear": True,
         "/tanh": True,
         "b/linear": False,
@@ -212,9 +210,9 @@ def test_recurrent_layers(cell, packed):
             return self.head(out.mean(1))
 
     measured = check(Net(), [(torch.randn(64, 4, 5), torch.randint(1, 5, (64,)))])
-    (site,) = [s for s in measured.sites if s["kind"] == "rnn"]
-    assert len(site["params"]) == 16
-    assert site["sizes"]["macs"] > 0
+    (site,) = [s for s in measured.sites if s.kind == "rnn"]
+    assert len(site.params) == 16
+    assert site.sizes["macs"] > 0
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -245,10 +243,10 @@ def test_integers_branches_and_numpy():
             return out
 
     measured = budget(Workload(Net(), [torch.randint(0, 20, (32, 4))]), ["bf16"])
-    unreached = {s["site"]: s["no_path"] for s in measured.sites if s["no_path"]}
+    unreached = {s.site: s.no_path for s in measured.sites if s.no_path}
     assert unreached == {"gate/linear": "its output does not reach the target"}
     assert ("argmax", "integer or boolean result") in {
-        (e["operator"], e["reason"]) for e in measured.about["excluded"]
+        (e.operator, e.reason) for e in measured.about.excluded
     }
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from roundoff.budget.choose_formats import Problem
+from roundoff.budget.facts import MetricCurve, MetricLevel
+from roundoff.budget.goal import Goal
 from roundoff.budget.targets import LEVELS, drop_to_db
 from roundoff.errors import FormatError, InfeasibleError, PatternError, PlanError
 
@@ -71,9 +74,9 @@ def chain(made, seed, *, tied=False):
 def assignments(budget, *, tied=False):
     """Every choice of formats that the rules allow, with its cost and the power predicted for it."""
     task = Problem(budget)
-    sites = [s["site"] for s in budget.sites]
+    sites = [s.site for s in budget.sites]
     options = [
-        ["fp32", *(f for f in FORMATS if f not in s["refused"])] for s in budget.sites
+        ["fp32", *(f for f in FORMATS if f not in s.refused)] for s in budget.sites
     ]
     for formats in itertools.product(*options):
         chosen = dict(zip(sites, formats, strict=True))
@@ -92,7 +95,7 @@ def test_the_cheapest_plan_is_the_cheapest_of_all(made, seed, tied):
     for target in (15.0, 25.0, 32.0, 40.0):
         best = min(cost for cost, prediction, _ in every if prediction.db >= target)
         plan = budget.plan(target)
-        chosen = plan.formats([s["site"] for s in budget.sites])
+        chosen = plan.formats([s.site for s in budget.sites])
         assert budget.predict(chosen).db >= target
         assert plan.about["cost"] == pytest.approx(best, rel=1e-9)
 
@@ -111,7 +114,7 @@ def test_the_most_exact_plan_for_a_cost_is_the_most_exact_of_all(made, seed):
         )
         plan = budget.plan(max_cost=money * (1 + 1e-12))
         assert plan.about["cost"] <= money * (1 + 1e-9)
-        chosen = plan.formats([s["site"] for s in budget.sites])
+        chosen = plan.formats([s.site for s in budget.sites])
         assert budget.predict(chosen).noise == pytest.approx(best, rel=1e-6)
         assert plan.about["target_db"] is None
 
@@ -119,13 +122,13 @@ def test_the_most_exact_plan_for_a_cost_is_the_most_exact_of_all(made, seed):
 def test_what_the_plan_says_of_itself(made):
     budget = chain(made, 0)
     plan = budget.plan("25 dB")
-    chosen = plan.formats([s["site"] for s in budget.sites])
+    chosen = plan.formats([s.site for s in budget.sites])
     about = plan.about
     assert (about["workload"], about["target_db"], about["note"]) == ("made", 25.0, "")
     assert about["predicted_db"] == budget.predict(chosen).db
     assert (about["cost_model"], about["unit"]) == ("bytes", "MB")
     # elements read, weights and elements written at 4 bytes each, in 1e6 bytes
-    sizes = [s["sizes"] for s in budget.sites]
+    sizes = [s.sizes for s in budget.sites]
     fp32 = sum(
         4
         * (z["activation_elements"] + z["weight_elements"] + z["output_elements"])
@@ -149,7 +152,7 @@ def test_everything_in_fp32_when_nothing_less_will_do(made):
 
 def test_pins_and_what_is_allowed(made):
     budget = chain(made, 1)
-    sites = [s["site"] for s in budget.sites]
+    sites = [s.site for s in budget.sites]
     assert budget.plan(10, pin={"m/b": "fp32"}).format_of("m/b") == "fp32"
     assert budget.plan(0, pin={"m/*": "fp16"}).formats(sites) == dict.fromkeys(
         sites, "fp16"
@@ -264,12 +267,10 @@ def test_an_unreachable_target_names_the_pins_in_the_way(made):
 
 
 def test_a_drop_of_the_metric_becomes_a_target(made):
-    levels = [
-        {"db": float(db), "mean": min(1.0, 0.5 + db / 80), "std": 0.0} for db in LEVELS
-    ]
-    curve = {"name": "accuracy", "reference": 1.0, "levels": levels}
+    levels = [MetricLevel(float(db), min(1.0, 0.5 + db / 80), 0.0) for db in LEVELS]
+    curve = MetricCurve("accuracy", 1.0, tuple(levels))
     budget = chain(made, 0)
-    scored = type(budget)(budget.terms, budget.sites, budget.about | {"metric": curve})
+    scored = replace(budget, about=replace(budget.about, metric=curve))
     plan = scored.plan(metric_drop="12.5%")
     goal, note = drop_to_db(curve, 0.125)
     assert goal == pytest.approx(30.0)
@@ -321,7 +322,7 @@ def test_storage_counts_each_parameter_once(made):
     for site in ("m/embedding", "m/linear", "m/linear#1", "m/head"):
         new.term(site, "int8", "weight", [[1e-3, 0], [1e-3, 0]], sources=["table"])
     budget = new.budget(parameters={"table": 800, "w": 64, "b": 8})
-    task = Problem(budget, "storage")
+    task = Problem(budget, Goal(cost="storage"))
     every = dict.fromkeys(("m/embedding", "m/linear", "m/linear#1", "m/head"), "int8")
     assert task.cost_of({}) == pytest.approx((800 + 72) * 4 / 1e6, rel=1e-12)
     assert task.cost_of(every) == pytest.approx((800 + 72) / 1e6, rel=1e-12)
@@ -332,5 +333,5 @@ def test_storage_counts_each_parameter_once(made):
     with pytest.raises(
         PlanError, match="does not say how large parameters are"
     ) as error:
-        Problem(new.budget(), "storage")
+        Problem(new.budget(), Goal(cost="storage"))
     assert error.value.do == "measure it again"

@@ -1,7 +1,6 @@
 """From budget to proof on small trained-size networks; the measured runs are the expected values."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -80,28 +79,28 @@ def measured_db(workload: ro.Workload, formats: dict[str, str]) -> float:
 def test_operands_already_in_the_format_are_counted_once(
     workload: ro.Workload, budget: ro.Budget
 ) -> None:
-    formats = {s["site"]: "bf16" for s in budget.sites if not s["no_path"]}
+    formats = {s.site: "bf16" for s in budget.sites if not s.no_path}
     counted = budget.predict(formats)
     # 256 projections: 0.4 dB standard error; counting casts twice would be off by up to 3 dB
     assert counted.db == pytest.approx(measured_db(workload, formats), abs=1.6)
 
 
 def test_no_path_is_reported(budget: ro.Budget) -> None:
-    lost = {s["site"]: s["no_path"] for s in budget.sites if s["no_path"]}
+    lost = {s.site: s.no_path for s in budget.sites if s.no_path}
     assert set(lost) == {"/mul", "/sum"}
 
 
 def test_cheapest_of_all(budget: ro.Budget) -> None:
     """Against every assignment of the four matrix decisions, everything else pinned: same cost."""
-    from roundoff.budget.choose_formats import Problem
+    from roundoff.budget import Goal, Problem
 
     pins = {
-        s["site"]: "fp32"
+        s.site: "fp32"
         for s in budget.sites
-        if s["kind"] not in ("linear", "matmul", "embedding")
+        if s.kind not in ("linear", "matmul", "embedding")
     }
     pins |= {"norm.weight": "fp32"}
-    task = Problem(budget, "bitops", pin=pins, formats=["bf16", "int8"])
+    task = Problem(budget, Goal(cost="bitops", pin=pins, formats=["bf16", "int8"]))
     free = [d for d in task.decisions if d.pinned is None]
     assert len(free) == 3  # the embedding and the output share their weight
     best = math.inf
@@ -161,7 +160,7 @@ def test_verified(
     proof = ro.verify(workload, plan, budget=budget, native=False)
     assert proof.met
     assert proof.last.measured_db == pytest.approx(
-        measured_db(workload, proof.plan.formats([s["site"] for s in budget.sites]))
+        measured_db(workload, proof.plan.formats([s.site for s in budget.sites]))
     )
     assert proof.last.measured_db >= target
     assert proof.last.predicted_db == pytest.approx(proof.last.measured_db, abs=1.0)
@@ -180,7 +179,7 @@ def test_mended_where_the_prediction_is_wrong(
         budget.about,
     )
     plan = flattered.plan(55, cost="bitops")
-    assert measured_db(workload, plan.formats([s["site"] for s in budget.sites])) < 50
+    assert measured_db(workload, plan.formats([s.site for s in budget.sites])) < 50
     proof = ro.verify(workload, plan, budget=flattered, native=False)
     assert 2 <= len(proof.rounds) <= 3
     assert "linearised again" in proof.rounds[0].action
@@ -202,7 +201,7 @@ def test_save_and_load(budget: ro.Budget, tmp_path: Path) -> None:
     assert loaded.terms.equals(budget.terms)
     assert (loaded.sites, loaded.about) == (
         budget.sites,
-        json.loads(json.dumps(budget.about)),
+        budget.about,
     )
     assert loaded.plan(30).rules == budget.plan(30).rules
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
@@ -211,8 +210,8 @@ def test_save_and_load(budget: ro.Budget, tmp_path: Path) -> None:
 
 
 def test_metric_curve(scored: ro.Budget) -> None:
-    curve = scored.about["metric"]
-    assert curve["reference"] == 1.0
+    curve = scored.about.metric
+    assert curve.reference == 1.0
     assert metric_at(curve, 200.0)[0] == 1.0
     assert metric_at(curve, 2.0)[0] < 0.9 < metric_at(curve, 60.0)[0]
     small, large = drop_to_db(curve, 0.005)[0], drop_to_db(curve, 0.1)[0]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from roundoff import Workload, budget
+from roundoff.budget.facts import MeasuredTarget
 from roundoff.budget.measure import parse_formats
 from roundoff.errors import FormatError, WorkloadError
 from roundoff.plan.rounded_model import noise, run_batches
@@ -49,11 +50,11 @@ def test_the_number_of_probes_makes_256_projections(samples, batches, probes):
     found = budget(
         Workload(nn.Linear(2, 2), [torch.randn(samples, 2)] * batches), ["bf16"]
     )
-    assert found.about["probes"] == probes
+    assert found.about.probes == probes
 
 
 def test_probes_as_asked(workload):
-    assert budget(workload, ["bf16"], probes=3).about["probes"] == 3
+    assert budget(workload, ["bf16"], probes=3).about.probes == 3
     with pytest.raises(WorkloadError, match="no probes to draw"):
         budget(workload, ["bf16"], probes=0)
 
@@ -73,29 +74,26 @@ def test_formats_by_any_name_once_and_in_order():
 
 def test_no_formats_give_sites_without_rows(workload):
     found = budget(workload, ["fp32"])
-    assert found.about["formats"] == []
+    assert found.about.formats == ()
     assert found.table.is_empty()
-    assert [s["site"] for s in found.sites] == ["first/linear", "/relu", "last/linear"]
+    assert [s.site for s in found.sites] == ["first/linear", "/relu", "last/linear"]
 
 
 def test_what_is_kept_about_the_run(workload):
     found = budget(workload, ["bf16", "int8"], seed=7)
     about = found.about
-    assert (about["workload"], about["formats"], about["seed"]) == (
+    assert (about.workload, about.formats, about.seed) == (
         "net",
-        ["bf16", "int8"],
+        ("bf16", "int8"),
         7,
     )
-    assert (about["samples"], about["batch_samples"]) == (8, [5, 3])
-    assert sum(about["batch_signal"]) == pytest.approx(1.0, rel=1e-12)
-    assert sum(about["sample_signal"]) == pytest.approx(1.0, rel=1e-12)
-    assert about["target"] == {
-        "name": "output",
-        "tensors": {"z": [3, 3], "aux.h": [3, 6]},
-    }
+    assert (about.samples, about.batch_samples) == (8, (5, 3))
+    assert sum(about.batch_signal) == pytest.approx(1.0, rel=1e-12)
+    assert sum(about.sample_signal) == pytest.approx(1.0, rel=1e-12)
+    assert about.target == MeasuredTarget("output", {"z": [3, 3], "aux.h": [3, 6]})
     # a pass makes 3 sites, and a view, a dropout and an argmax that are none
-    assert about["calls"] == 6
-    assert {(e["operator"], e["reason"], e["count"]) for e in about["excluded"]} == {
+    assert about.calls == 6
+    assert {(e.operator, e.reason, e.count) for e in about.excluded} == {
         ("view", "moves values, rounds nothing", 1),
         ("dropout", "moves values, rounds nothing", 1),
         ("argmax", "integer or boolean result", 1),
@@ -106,31 +104,31 @@ def test_what_is_kept_about_the_run(workload):
         float(o["z"].double().square().sum() + o["aux"]["h"].double().square().sum())
         for o in outputs
     )
-    assert about["signal"] == pytest.approx(signal, rel=1e-6)
+    assert about.signal == pytest.approx(signal, rel=1e-6)
 
 
 def test_what_is_kept_about_sites(workload):
     first, relu, last = budget(workload, ["bf16", "int8"]).sites
-    assert (first["operator"], first["kind"], first["params"]) == (
+    assert (first.operator, first.kind, first.params) == (
         "linear",
         "linear",
-        ["first.bias", "first.weight"],
+        ("first.bias", "first.weight"),
     )
     # averaged over batches of 5 and 3 samples
-    assert first["sizes"] == {
+    assert first.sizes == {
         "activation_elements": 16,
         "weight_elements": 30,
         "output_elements": 24,
         "macs": 96,
     }
-    assert relu["refused"] == {"int8": "no int8 arithmetic for elementwise operators"}
-    assert (last["refused"], last["no_path"], last["batches"]) == ({}, None, 2)
+    assert relu.refused == {"int8": "no int8 arithmetic for elementwise operators"}
+    assert (last.refused, last.no_path, last.batches) == ({}, None, 2)
 
 
 def test_a_part_of_the_output(workload):
     found = budget(workload, ["bf16"], target="aux.h")
-    assert found.about["target"] == {"name": "aux.h", "tensors": {"aux.h": [3, 6]}}
-    assert {s["site"]: s["no_path"] is None for s in found.sites} == {
+    assert found.about.target == MeasuredTarget("aux.h", {"aux.h": [3, 6]})
+    assert {s.site: s.no_path is None for s in found.sites} == {
         "first/linear": True,
         "/relu": True,
         "last/linear": False,
@@ -141,7 +139,7 @@ def test_a_part_of_the_output(workload):
 
 def test_a_site_as_the_target(workload):
     found = budget(workload, ["bf16"], target="first/linear", probes=200)
-    assert {s["site"]: s["no_path"] is None for s in found.sites} == {
+    assert {s.site: s.no_path is None for s in found.sites} == {
         "first/linear": True,
         "/relu": False,
         "last/linear": False,
@@ -176,7 +174,7 @@ def test_a_site_that_is_written_over_later():
     found = budget(workload, ["bf16"], target="/sin")
     (reference,) = run_batches(workload, target="/sin").targets
     assert torch.equal(reference["/sin"], workload.batches[0].sin())
-    assert {s["site"]: s["no_path"] is None for s in found.sites} == {
+    assert {s.site: s.no_path is None for s in found.sites} == {
         "/sin": True,
         "/exp": False,
         "/add": False,
@@ -185,9 +183,9 @@ def test_a_site_that_is_written_over_later():
 
 def test_the_loss_as_the_target(workload):
     found = budget(workload, ["bf16"], target="loss")
-    assert found.about["target"]["name"] == "loss"
-    assert {"/square", "/mean"} <= {s["site"] for s in found.sites}
-    chosen = {s["site"]: "bf16" for s in found.sites if not s["no_path"]}
+    assert found.about.target.name == "loss"
+    assert {"/square", "/mean"} <= {s.site for s in found.sites}
+    chosen = {s.site: "bf16" for s in found.sites if not s.no_path}
     reference = run_batches(workload, target="loss").targets
     assert set(reference[0]) == {"loss"}
     assert (
@@ -203,9 +201,9 @@ def test_the_metric_is_kept_as_a_curve(workload):
     workload = Workload(
         Net(), workload.batches, metric=lambda outputs: float(outputs[0]["z"].mean())
     )
-    assert len(budget(workload, ["bf16"]).about["metric"]["levels"]) > 10
+    assert len(budget(workload, ["bf16"]).about.metric.levels) > 10
     # noise in a part of the output says nothing of a metric that sees all of it
-    assert "metric" not in budget(workload, ["bf16"], target="z").about
+    assert budget(workload, ["bf16"], target="z").about.metric is None
 
 
 def test_a_target_of_zeros():
@@ -235,7 +233,7 @@ def test_a_site_that_some_batches_do_not_call():
     torch.manual_seed(0)
     workload = Workload(Sometimes(), [torch.randn(n, 4) for n in (4, 2, 5)])
     found = budget(workload, ["bf16"], probes=100)
-    assert {s["site"]: s["batches"] for s in found.sites} == {
+    assert {s.site: s.batches for s in found.sites} == {
         "linear/linear": 2,
         "/sin": 3,
     }
@@ -256,7 +254,7 @@ def test_around_refuses_unknown_formats(workload):
     with pytest.raises(FormatError):
         budget(workload, ["bf16"], around={"first/linear": "bf61"})
     found = budget(workload, ["bf16"], around={"first/linear": "int8"})
-    assert found.about["around"] == {"first/linear": "int8"}
+    assert found.about.around == {"first/linear": "int8"}
 
 
 def test_an_operand_that_is_already_in_the_format_is_counted_once():
@@ -274,7 +272,7 @@ def test_an_operand_that_is_already_in_the_format_is_counted_once():
     torch.manual_seed(0)
     workload = Workload(Chain(), [torch.randn(64, 8)])
     found = budget(workload, ["bf16"], probes=64)
-    everywhere = {s["site"]: "bf16" for s in found.sites}
+    everywhere = {s.site: "bf16" for s in found.sites}
     assert len(everywhere) == 5
     measured = noise(
         run_batches(workload, everywhere).targets, run_batches(workload).targets

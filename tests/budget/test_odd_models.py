@@ -51,7 +51,7 @@ def check(function, batches=(X,)):
 
 
 def unreached(found):
-    return {s["site"] for s in found.sites if s["no_path"]}
+    return {s.site for s in found.sites if s.no_path}
 
 
 def moving_average(self, x):
@@ -89,7 +89,7 @@ def test_models_that_keep_something(function):
     model = Model(function)
     workload = Workload(model, [X, X[:8], X[:3]])
     found = check(function, [X, X[:8], X[:3]])
-    assert found.about["batch_samples"] == [32, 8, 3]
+    assert found.about.batch_samples == (32, 8, 3)
     budget(workload, ["bf16"])
     assert model.state is None
     for buffer in model.buffers():
@@ -110,7 +110,7 @@ def test_another_attempt_starts_from_the_same_buffers_and_random_numbers():
         return self.head(y * torch.rand(6))
 
     budgets = [budget(Workload(Model(f), [X]), ["bf16"]) for _ in range(2)]
-    assert budgets[0].about["batched"]
+    assert budgets[0].about.batched
 
 
 def test_numbers_taken_out_of_the_graph():
@@ -125,7 +125,7 @@ def test_numbers_taken_out_of_the_graph():
     found = budget(Workload(Model(f), [X]), ["bf16"])
     assert unreached(found) == {"/abs", "/max", "/mean"}
     assert ("deepcopy", "moves values, rounds nothing") in {
-        (e["operator"], e["reason"]) for e in found.about["excluded"]
+        (e.operator, e.reason) for e in found.about.excluded
     }
 
 
@@ -163,7 +163,7 @@ def test_an_operator_with_a_backward_of_its_own():
             return gradient * ctx.saved_tensors[0].exp()
 
     found = check(lambda self, x: self.head(Exponential.apply(self.linear(x))))
-    assert {s["site"]: s["no_path"] for s in found.sites} == {
+    assert {s.site: s.no_path for s in found.sites} == {
         "linear/linear": None,
         "/exp": "computed under torch.no_grad",
         "head/linear": None,
@@ -178,8 +178,8 @@ def test_complex_numbers():
         return self.head(torch.view_as_real(turned).flatten(1))
 
     found = check(f)
-    assert [s["site"] for s in found.sites] == ["linear/linear", "head/linear"]
-    assert {e["reason"] for e in found.about["excluded"] if e["operator"] == "mul"} == {
+    assert [s.site for s in found.sites] == ["linear/linear", "head/linear"]
+    assert {e.reason for e in found.about.excluded if e.operator == "mul"} == {
         "complex numbers"
     }
 
@@ -190,8 +190,8 @@ def test_transforms_inside_the_model():
             torch.vmap(lambda row: self.linear(row).tanh())(x.sin())
         )
     )
-    assert [s["site"] for s in found.sites] == ["/sin", "head/linear"]
-    reasons = {(e["operator"], e["reason"]) for e in found.about["excluded"]}
+    assert [s.site for s in found.sites] == ["/sin", "head/linear"]
+    reasons = {(e.operator, e.reason) for e in found.about.excluded}
     assert {
         ("linear", "inside torch.vmap or torch.func"),
         ("tanh", "inside torch.vmap or torch.func"),
@@ -212,12 +212,12 @@ def test_parts_in_torchscript_are_counted():
             return self.head(self.inner(x))
 
     found = budget(Workload(Partly(), [X, X]), ["bf16"])
-    assert [s["site"] for s in found.sites] == ["head/linear"]
-    (row,) = [e for e in found.about["excluded"] if "TorchScript" in e["reason"]]
-    assert (row["operator"], row["count"], row["examples"]) == (
+    assert [s.site for s in found.sites] == ["head/linear"]
+    (row,) = [e for e in found.about.excluded if "TorchScript" in e.reason]
+    assert (row.operator, row.count, row.examples) == (
         "forward",
         1,
-        ["inner/forward"],
+        ("inner/forward",),
     )
     with pytest.raises(GradientPathError, match="TorchScript"):
         budget(Workload(scripted, [X]), ["bf16"])
@@ -270,7 +270,7 @@ def test_a_reference_in_low_precision():
     noises = {(r["site"], r["format"]): r["noise"] for r in found.table.to_dicts()}
     assert {v for (_, fmt), v in noises.items() if fmt == "bf16"} == {0.0}
     assert noises["linear/linear", "int8"] > 0
-    (row,) = [e for e in found.about["environment"] if e["name"] == "parameters"]
+    (row,) = [e for e in found.about.environment if e["name"] == "parameters"]
     assert "the reference itself is low precision" in row["note"]
 
 
@@ -279,7 +279,7 @@ def test_weights_that_are_computed():
     model = Model(lambda self, x: self.head(self.linear(x)))
     nn.utils.parametrizations.weight_norm(model.linear)
     found = budget(Workload(model, [X]), ["bf16", "int8"])
-    (site,) = [s for s in found.sites if s["site"] == "linear/linear"]
-    assert site["params"] == ["linear.bias"]
-    (norm,) = [s for s in found.sites if s["operator"] == "_weight_norm"]
-    assert norm["no_path"] is None
+    (site,) = [s for s in found.sites if s.site == "linear/linear"]
+    assert site.params == ("linear.bias",)
+    (norm,) = [s for s in found.sites if s.operator == "_weight_norm"]
+    assert norm.no_path is None

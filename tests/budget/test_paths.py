@@ -30,7 +30,7 @@ def measured(function, x=None, formats=("bf16",), **kwargs):
 
 
 def paths(found):
-    return {s["site"]: s["no_path"] for s in found.sites}
+    return {s.site: s.no_path for s in found.sites}
 
 
 def test_branches_that_no_gradient_passes_are_named_with_the_reason():
@@ -63,7 +63,7 @@ def test_sites_without_a_path_have_no_row_and_stay_in_fp32():
     found = measured(lambda self, x: x.sin() + self.linear(x).detach())
     assert set(found.table["site"]) == {"/sin", "/add"}
     assert "linear/linear" not in found.plan(target=0).formats(
-        [s["site"] for s in found.sites]
+        [s.site for s in found.sites]
     )
 
 
@@ -170,7 +170,7 @@ def test_in_place_operators(name):
     reference = run_batches(workload).targets
     rows = found.table.to_dicts()
     assert len(rows) == len(found.sites) - len(unreached) >= 3
-    assert {s["site"] for s in found.sites if s["no_path"]} == unreached
+    assert {s.site for s in found.sites if s.no_path} == unreached
     for row in rows:
         single = noise(run_batches(workload, {row["site"]: "bf16"}).targets, reference)
         # at least 1000 independent products, if one sample has all the noise: 4 sigma of sqrt(2 / 1000); and the second
@@ -187,11 +187,11 @@ def test_retries_do_not_count_work_twice():
         return self.linear(self.linear(x).exp().mul_(2.0))
 
     found = measured(f)
-    (first, *_) = [s for s in found.sites if s["site"] == "linear/linear"]
-    assert first["sizes"] == {
+    (first, *_) = [s for s in found.sites if s.site == "linear/linear"]
+    assert first.sizes == {
         "activation_elements": 24,
         "weight_elements": 20,
         "output_elements": 24,
         "macs": 96,
     }
-    assert first["batches"] == 1
+    assert first.batches == 1

@@ -135,8 +135,8 @@ def test_the_axes_of_the_first_batch_serve_the_others():
     ]  # the first has one sample, so the second tells
     measured = budget(Workload(net, batches), ["bf16"])
     assert not measured.terms["pooled"].any()
-    assert measured.about["batch_samples"] == [1, 6, 2, 1]
-    widths = measured.terms["projections"].list.len() / measured.about["probes"]
+    assert measured.about.batch_samples == (1, 6, 2, 1)
+    widths = measured.terms["projections"].list.len() / measured.about.probes
     assert widths.unique().to_list() == [10]
 
 
@@ -146,5 +146,5 @@ def test_outputs_with_unlike_first_axes_are_pooled():
     measured = budget(
         Workload(nn.LSTM(3, 3, batch_first=True), [torch.randn(4, 5, 3)]), ["bf16"]
     )
-    assert measured.about["samples"] == 1
-    assert measured.about["probes"] == 16
+    assert measured.about.samples == 1
+    assert measured.about.probes == 16

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundoff.budget.table import Budget, Term, absorbed, decibels, keeps, power
+from roundoff.budget.noise_power import Term, absorbed, decibels, keeps, power
+from roundoff.budget.table import Budget
 from roundoff.errors import OutputError, PlanError
 
 

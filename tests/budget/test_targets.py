@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from roundoff import Workload, budget
+from roundoff.budget.facts import MetricCurve, MetricLevel
 from roundoff.budget.targets import (
     LEVELS,
     REPEATS,
@@ -98,11 +99,11 @@ def test_what_is_no_drop(value):
 
 
 def curve(means, reference=1.0, std=0.0):
-    levels = [
-        {"db": float(db), "mean": m, "std": std}
-        for db, m in zip(LEVELS, means, strict=True)
-    ]
-    return {"name": "accuracy", "reference": reference, "levels": levels}
+    levels = tuple(
+        MetricLevel(float(db), mean, std)
+        for db, mean in zip(LEVELS, means, strict=True)
+    )
+    return MetricCurve("accuracy", reference, levels)
 
 
 def ramp(db):
@@ -190,15 +191,13 @@ def measured():
 def test_the_noise_of_each_level_has_that_level_s_power(measured):
     """1600 Gaussian elements: the power of one draw has a relative standard deviation of at least sqrt(2 / 1600), more
     where the profile gives a few samples most: at most sqrt(2 / 200) for 5 effective samples of 40. Four draws: 5 %."""
-    found = measured[1].about["metric"]
-    assert found["name"] == "error_metric"
-    assert found["reference"] == 0.0
-    assert [level["db"] for level in found["levels"]] == [float(db) for db in LEVELS]
-    for level in found["levels"]:
-        assert level["mean"] == pytest.approx(
-            -(10 ** (-level["db"] / 10)), rel=4 * 0.05
-        )
-        assert 0 < level["std"] < 0.4 * abs(level["mean"])
+    found = measured[1].about.metric
+    assert found.name == "error_metric"
+    assert found.reference == 0.0
+    assert [level.db for level in found.levels] == [float(db) for db in LEVELS]
+    for level in found.levels:
+        assert level.mean == pytest.approx(-(10 ** (-level.db / 10)), rel=4 * 0.05)
+        assert 0 < level.std < 0.4 * abs(level.mean)
 
 
 def test_the_curve_does_not_run_the_model_and_keeps_its_seed(measured):
@@ -218,7 +217,7 @@ def test_the_curve_does_not_run_the_model_and_keeps_its_seed(measured):
 
 
 def test_better_outputs_score_better(measured):
-    means = [level["mean"] for level in measured[1].about["metric"]["levels"]]
+    means = [level.mean for level in measured[1].about.metric.levels]
     assert means == sorted(
         means
     )  # 4 dB a level: a factor of 2.5, against a spread of 10 %
@@ -266,5 +265,5 @@ def test_integers_and_structure_of_the_output_are_kept(made):
     found = metric_curve(
         Workload(nn.Identity(), [torch.ones(2)], metric=metric), [output], new.budget()
     )
-    assert found["reference"] == 1.0
-    assert {level["mean"] for level in found["levels"]} == {0.0}
+    assert found.reference == 1.0
+    assert {level.mean for level in found.levels} == {0.0}

@@ -17,7 +17,7 @@ from roundoff.export.amct.read_record import read_record
 from roundoff.export.amct.schema import FILES, message_class
 from roundoff.export.amct.write_record import write_record
 from roundoff.formats import fake_quantize
-from roundoff.quantize.record import (
+from roundoff.quantize import (
     Entry,
     Fingerprint,
     Record,

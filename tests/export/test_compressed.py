@@ -30,7 +30,7 @@ from roundoff.formats import (
     parse_format,
     quantize,
 )
-from roundoff.quantize.record import Entry
+from roundoff.quantize import Entry
 
 
 def test_words_are_those_of_the_library():

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundoff.ops.refusals import Reason, holds
-from roundoff.ops.rerun import made, run_again
+from roundoff.ops.rerun import run_again, tensors_made
 from roundoff.record.own_error import own_error, shadow
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ class Again(TorchDispatchMode):
         if isinstance(again, Reason):
             self.reasons[func.overloadpacket.__name__, again.text] += 1
         else:
-            outputs = made(func, args, kwargs, result)
+            outputs = tensors_made(func, args, kwargs, result)
             dtypes = [t.dtype for t in outputs]
             self.errors.append(
                 (func, given, args, kwargs, dtypes, own_error(outputs, again))

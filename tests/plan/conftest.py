@@ -6,7 +6,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from roundoff.budget.table import TERM_SCHEMA, Budget, Term, power
+from roundoff.budget.facts import MeasuredSite, Measurement
+from roundoff.budget.noise_power import Term, power
+from roundoff.budget.table import TERM_SCHEMA, Budget
 
 
 class Made:
@@ -101,10 +103,11 @@ class Made:
             "excluded": [],
             "environment": [],
         }
+        facts = {"sites": self.sites, "about": base | about}
         return Budget(
             pl.DataFrame(self.rows, schema=TERM_SCHEMA, orient="row"),
-            self.sites,
-            base | about,
+            tuple(MeasuredSite.from_dict(site) for site in facts["sites"]),
+            Measurement.from_dict(facts["about"]),
         )
 
 

@@ -24,7 +24,7 @@ from roundoff.formats import (
     integer,
     parse_format,
 )
-from roundoff.quantize.record import (
+from roundoff.quantize import (
     Entry,
     Fingerprint,
     PipelineStep,

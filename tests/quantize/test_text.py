@@ -13,7 +13,7 @@ from roundoff.errors import QuantizationError
 from roundoff.export.checkpoint.read import read_compressed
 from roundoff.export.checkpoint.weights import load_checkpoint_, write_checkpoint
 from roundoff.formats import PerToken, choose_qparams, fake_quantize, parse_format
-from roundoff.quantize.attention import Cache, keys_and_values
+from roundoff.quantize.attention import CacheFormat, keys_and_values
 from roundoff.quantize.graph import trace
 from roundoff.quantize.options import Options, Rounding
 from roundoff.quantize.weights.gptq import supported
@@ -237,7 +237,7 @@ def test_what_is_no_attention(laid):
     with pytest.raises(QuantizationError, match="no keys and values"):
         laid(nn.Linear(3, 3), [torch.randn(2, 3)], "int8", kv_cache="int8")
     with pytest.raises(QuantizationError, match="FORMAT:channel"):
-        Cache.parse("int8:head")
+        CacheFormat.parse("int8:head")
     router = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
     assert keys_and_values(trace(ro.Workload(router, [torch.randn(2, 4)]))) == {}
 

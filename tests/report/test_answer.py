@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from roundoff.report import DiagnosisSummary, RankingRow, ScatterPoint
 from roundoff.report.answer import (
     agreement,
     answer,
@@ -16,7 +17,15 @@ from roundoff.report.answer import (
 
 
 def row(site, fmt, sqnr, share):
-    return {"site": site, "format": fmt, "sqnr_db": sqnr, "share": share}
+    return RankingRow(
+        rank=1, site=site, format=fmt, sqnr_db=sqnr, stderr_db=None, share=share
+    )
+
+
+def point(site, fmt, predicted, measured):
+    return ScatterPoint(
+        site=site, format=fmt, predicted_db=predicted, measured_db=measured
+    )
 
 
 def test_total_of_a_format_is_the_sum_of_its_noise_powers():
@@ -26,10 +35,10 @@ def test_total_of_a_format_is_the_sum_of_its_noise_powers():
         row("b", "int8", -10 * math.log10(3e-3), 0.75),
         row("c", "bf16", None, 0.0),
     ]
-    int8, bf16, fp16 = totals({"formats": ["int8", "bf16", "fp16"], "ranking": rows})
+    int8, bf16, fp16 = totals(["int8", "bf16", "fp16"], rows)
     # a handful of float64 operations on numbers near 24
     assert int8.sqnr_db == pytest.approx(-10 * math.log10(4e-3), abs=1e-12)
-    assert [r["site"] for r in int8.rows] == ["b", "a"]
+    assert [r.site for r in int8.rows] == ["b", "a"]
     assert (bf16.text, fp16.rows) == ("exact", [])
     assert (
         totals_sentence([int8, bf16, fp16])
@@ -39,7 +48,7 @@ def test_total_of_a_format_is_the_sum_of_its_noise_powers():
 
 def test_a_lost_site_makes_its_format_not_finite_but_leaves_the_rest_known():
     rows = [row("a", "fp16", None, 1.0), row("b", "fp16", 40.0, 1.0)]
-    (fp16,) = totals({"formats": ["fp16"], "ranking": rows})
+    (fp16,) = totals(["fp16"], rows)
     assert (fp16.text, fp16.sqnr_db) == ("not finite", 40.0)
     assert worst_sentences([fp16]) == [
         "The result is not finite with a in fp16.",
@@ -48,19 +57,14 @@ def test_a_lost_site_makes_its_format_not_finite_but_leaves_the_rest_known():
 
 
 def test_more_lost_sites_than_are_named():
-    lost = totals(
-        {
-            "formats": ["fp16"],
-            "ranking": [row(name, "fp16", None, 1.0) for name in "abcde"],
-        }
-    )
+    lost = totals(["fp16"], [row(name, "fp16", None, 1.0) for name in "abcde"])
     assert worst_sentences(lost) == [
         "The result is not finite with a in fp16, b in fp16 and c in fp16, and 2 more."
     ]
 
 
 def test_nothing_but_exact_sites():
-    exact = totals({"formats": ["fp64"], "ranking": [row("a", "fp64", None, 0.0)]})
+    exact = totals(["fp64"], [row("a", "fp64", None, 0.0)])
     assert worst_sentences(exact) == [
         "Rounding changes no site in any of these formats."
     ]
@@ -68,20 +72,23 @@ def test_nothing_but_exact_sites():
 
 def test_a_plan_that_changes_nothing(summary):
     summary["plan"]["sites"] = {"fp32": 60, "int8": 0}
-    assert answer(summary)[1] == "It leaves all 60 sites in fp32, at 31.42 MB."
+    assert (
+        answer(DiagnosisSummary.from_dict(summary))[1]
+        == "It leaves all 60 sites in fp32, at 31.42 MB."
+    )
 
 
 def test_a_target_in_decibels_needs_no_explanation(summary):
     summary["target"] |= {"asked": "30dB"}
-    assert answer(summary)[0].endswith("30.0 dB asked.")
+    assert answer(DiagnosisSummary.from_dict(summary))[0].endswith("30.0 dB asked.")
 
 
 def test_agreement():
     points = [
-        {"site": "a", "format": "int8", "predicted_db": 30.0, "measured_db": 30.5},
-        {"site": "b", "format": "int8", "predicted_db": 30.0, "measured_db": 29.0},
-        {"site": "c", "format": "bf16", "predicted_db": 30.0, "measured_db": 32.5},
-        {"site": "d", "format": "bf16", "predicted_db": 30.0, "measured_db": None},
+        point("a", "int8", 30.0, 30.5),
+        point("b", "int8", 30.0, 29.0),
+        point("c", "bf16", 30.0, 32.5),
+        point("d", "bf16", 30.0, None),
     ]
     assert agreement(points) == (
         "3 sites rounded alone: 2 of 3 predictions within 1 dB, median difference 1.0 dB, largest 2.5 dB at c in bf16. "

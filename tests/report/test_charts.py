@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundoff.report import html
+from roundoff.report import DiagnosisSummary, ScatterPoint, html
 from roundoff.report.answer import totals
-from roundoff.report.charts import nice_ticks, pareto, scatter, share_bars
+from roundoff.report.charts import pareto, scatter, share_bars
+from roundoff.report.svg import nice_ticks
 
 # two decimals of each of two tick marks and a mark itself: three roundings of at most 0.005
 CLOSE = 0.016
@@ -36,12 +37,21 @@ def axis(root, name):
     return lambda v: place[0] + (v - value[0]) * slope
 
 
+def points(rows):
+    return [ScatterPoint(**row) for row in rows]
+
+
+def format_totals(summary):
+    record = DiagnosisSummary.from_dict(summary)
+    return totals(record.formats, record.ranking)
+
+
 def circles(root, kind):
     return [c for c in root.iter("circle") if c.get("class").split()[0] == kind]
 
 
 def test_scatter_has_one_circle_for_each_row_where_its_numbers_are(summary):
-    root = parse(scatter(summary["scatter"], summary["formats"]))
+    root = parse(scatter(points(summary["scatter"]), summary["formats"]))
     x, y = axis(root, "x"), axis(root, "y")
     dots = circles(root, "dot")
     assert len(dots) == len(summary["scatter"]) == 48
@@ -56,7 +66,7 @@ def test_scatter_has_one_circle_for_each_row_where_its_numbers_are(summary):
 
 
 def test_diagonal_and_band_are_where_prediction_is_right_within_one_decibel(summary):
-    root = parse(scatter(summary["scatter"], summary["formats"]))
+    root = parse(scatter(points(summary["scatter"]), summary["formats"]))
     x, y = axis(root, "x"), axis(root, "y")
     (line,) = [n for n in root.iter("line") if n.get("class") == "diagonal"]
     value = 31.0  # inside the axes; a point with equal numbers is on the line
@@ -83,14 +93,14 @@ def test_scatter_leaves_out_what_has_no_place(summary):
             summary["scatter"], [None, math.inf, math.nan, 30.0], strict=False
         )
     ]
-    assert len(circles(parse(scatter(rows, summary["formats"])), "dot")) == 1
-    assert scatter(rows[:3], summary["formats"]) == scatter([], []) == ""
+    assert len(circles(parse(scatter(points(rows), summary["formats"])), "dot")) == 1
+    assert scatter(points(rows[:3]), summary["formats"]) == scatter([], []) == ""
 
 
 def test_scatter_of_one_point_has_axes(summary):
     root = parse(
         scatter(
-            [{"site": "a", "format": "other", "predicted_db": 5.0, "measured_db": 5.0}],
+            [ScatterPoint(site="a", format="other", predicted_db=5.0, measured_db=5.0)],
             [],
         )
     )
@@ -100,7 +110,7 @@ def test_scatter_of_one_point_has_axes(summary):
 
 
 def test_pareto_points_target_and_plan_are_where_their_numbers_are(summary):
-    root = parse(pareto(summary))
+    root = parse(pareto(DiagnosisSummary.from_dict(summary)))
     x, y = axis(root, "x"), axis(root, "y")
     knots = circles(root, "knot")
     assert len(knots) == len(summary["pareto"])
@@ -125,13 +135,13 @@ def test_pareto_points_target_and_plan_are_where_their_numbers_are(summary):
 @pytest.mark.parametrize("chosen", [None, math.inf])
 def test_pareto_marks_no_plan_without_a_finite_prediction(summary, chosen):
     summary["result"]["predicted_db"] = chosen
-    assert not circles(parse(pareto(summary)), "chosen")
+    assert not circles(parse(pareto(DiagnosisSummary.from_dict(summary))), "chosen")
     summary["pareto"] = []
-    assert pareto(summary) == ""
+    assert pareto(DiagnosisSummary.from_dict(summary)) == ""
 
 
 def test_bars_are_as_long_as_the_shares_and_split_like_the_parts(summary):
-    (int8,) = [t for t in totals(summary) if t.format == "int8"]
+    (int8,) = [t for t in format_totals(summary) if t.format == "int8"]
     rows = sorted(
         (r for r in summary["ranking"] if r["format"] == "int8"),
         key=lambda r: -r["share"],
@@ -154,7 +164,7 @@ def test_bars_are_as_long_as_the_shares_and_split_like_the_parts(summary):
 
 
 def test_a_lost_site_has_a_bar_of_its_own_kind(summary):
-    (fp16,) = [t for t in totals(summary) if t.format == "fp16"]
+    (fp16,) = [t for t in format_totals(summary) if t.format == "fp16"]
     first = next(parse(share_bars(fp16, summary["formats"], set())).iter("g"))
     assert [r.get("class") for r in first.iter("rect")] == ["lost"]
     assert [t.text for t in first.iter("text")][-1] == "lost"
@@ -164,7 +174,7 @@ def test_a_lost_site_has_a_bar_of_its_own_kind(summary):
 
 
 def test_the_page_has_bars_for_each_format(summary):
-    page = html.page(summary).render()
+    page = html.page(DiagnosisSummary.from_dict(summary)).render()
     assert [page.count(f'<svg class="bars c{i}"') for i in range(5)] == [1, 1, 1, 1, 0]
 
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from roundoff.report import strict
+from roundoff.report import DiagnosisSummary, strict
 from roundoff.report.answer import NO_SITES
 from roundoff.report.html import write_html
 
@@ -68,7 +68,8 @@ class Page(HTMLParser):
 @pytest.fixture
 def written(tmp_path):
     def write(summary):
-        write_html(summary, tmp_path / "report.html")
+        record = DiagnosisSummary.from_dict(summary)
+        write_html(record, tmp_path / "report.html")
         text = (tmp_path / "report.html").read_text(encoding="utf-8")
         page = Page(text)
         assert page.open == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from roundoff.errors import OutputError
-from roundoff.report import json_text, strict
+from roundoff.report import DiagnosisSummary, json_text, plain, strict
 from roundoff.report.html import write_html
 from roundoff.report.strict import write_json
 
@@ -33,6 +33,13 @@ def test_a_finite_summary_comes_back_equal_with_its_keys_in_order(summary, tmp_p
         summary
     )  # equality of dicts ignores the order of keys
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_summary_comes_back_as_the_record_that_was_written(summary, tmp_path):
+    record = DiagnosisSummary.from_dict(summary)
+    assert plain(record) == summary
+    write_json(record, tmp_path / "summary.json")
+    assert DiagnosisSummary.from_dict(read(tmp_path / "summary.json")) == record
 
 
 def test_not_finite_numbers_become_null_with_a_note(summary, tmp_path):
@@ -62,7 +69,8 @@ def test_what_is_not_plain_data_is_refused_and_nothing_is_written(tmp_path):
 
 @pytest.fixture(params=[write_html, write_json])
 def write(request, summary):
-    return lambda path: request.param(summary, path)
+    record = DiagnosisSummary.from_dict(summary)
+    return lambda path: request.param(record, path)
 
 
 def test_an_interrupt_at_the_rename_leaves_the_old_file(write, tmp_path, monkeypatch):

@@ -9,16 +9,35 @@ import math
 import pytest
 from rich.console import Console
 
-from roundoff.report import strict
+from roundoff.report import (
+    DiagnosisSummary,
+    PlanSummary,
+    RankingRow,
+    VerificationSummary,
+    from_plain,
+    strict,
+)
 from roundoff.report.answer import NO_SITES
 from roundoff.report.text import print_plan, print_ranking, print_summary, print_verify
+
+KINDS = {
+    print_summary: DiagnosisSummary,
+    print_plan: PlanSummary,
+    print_verify: VerificationSummary,
+}
+
+
+def as_record(function, data):
+    if function is print_ranking:
+        return [RankingRow(**row) for row in data]
+    return from_plain(KINDS[function], data)
 
 
 def show(function, data, width, **options):
     console = Console(
         width=width, file=io.StringIO(), highlight=False, force_terminal=False
     )
-    function(data, console, **options)
+    function(as_record(function, data), console, **options)
     return console.file.getvalue()
 
 

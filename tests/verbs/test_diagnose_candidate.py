@@ -97,10 +97,10 @@ def test_a_wrong_constant_is_named_and_a_bug(write, more):
     named = found.comparison.divergence
     assert named is not None
     assert named["site"].startswith("norm/")
-    assert found.higher_precision["verdict"] == "bug"
+    assert found.higher_precision.verdict == "bug"
     # the same wrong constant makes the same error in either format, up to rounding
-    assert found.higher_precision["error_fp64"] == pytest.approx(
-        found.higher_precision["error"], rel=1e-3
+    assert found.higher_precision.error_fp64 == pytest.approx(
+        found.higher_precision.error, rel=1e-3
     )
     # LayerNorm divides by sqrt(var + eps): against fp64 arithmetic on the same weights
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_a_wrong_constant_is_named_and_a_bug(write, more):
         )
         true, wrong = (middle / (spread + eps).sqrt() for eps in (1e-5, 0.1))
     workload.model.first.float()
-    assert found.higher_precision["error_fp64"] == pytest.approx(
+    assert found.higher_precision.error_fp64 == pytest.approx(
         float((true - wrong).norm() / true.norm()), rel=1e-6
     )
     assert not found.agrees
@@ -124,16 +124,16 @@ def test_bf16_of_a_clean_model_is_rounding(write, tmp_path):
     assert isinstance(found, CandidateDiagnosis)
     assert found.comparison.agrees, found.comparison.culprits()
     assert found.comparison.culprits() == []
-    assert found.higher_precision["verdict"] == "rounding"
+    assert found.higher_precision.verdict == "rounding"
     assert (
-        2**-14 < found.higher_precision["error"] < 2**-4
+        2**-14 < found.higher_precision.error < 2**-4
     )  # u = 2**-8 through three operators
-    assert found.higher_precision["error_fp64"] == 0
+    assert found.higher_precision.error_fp64 == 0
     assert found.unstable.is_empty()
     assert found.diagnosis is not None
     assert found.diagnosis.verification.met
     assert found.agrees
-    assert sum(row["share"] for row in found.summary["rounding"]) == pytest.approx(
+    assert sum(row.share for row in found.summary.rounding) == pytest.approx(
         1.0, rel=1e-9
     )
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
@@ -164,8 +164,7 @@ def test_honest_changes_agree_and_nothing_stays_behind(write, candidate):
     assert found.comparison.agrees, found.comparison.culprits()
     assert found.agrees
     assert (
-        found.higher_precision is None
-        or found.higher_precision["verdict"] == "rounding"
+        found.higher_precision is None or found.higher_precision.verdict == "rounding"
     )
     assert same(before, state(workload.model))
 
@@ -182,14 +181,14 @@ def test_what_does_not_repeat_itself_is_said_and_not_blamed(write):
     found = diagnose(
         Workload.load(write("random.py", more=more)), candidate="threads=1", noise=1
     )
-    assert {row["side"] for row in found.summary["unstable"]} == {
+    assert {row.side for row in found.summary.unstable} == {
         "reference",
         "candidate",
     }
-    assert all(row["site"].startswith("/rand") for row in found.summary["unstable"])
+    assert all(row.site.startswith("/rand") for row in found.summary.unstable)
     assert found.comparison.agrees, found.comparison.culprits()
-    assert found.higher_precision["verdict"] == "undecided"
-    assert "does not repeat itself" in found.higher_precision["reason"]
+    assert found.higher_precision.verdict == "undecided"
+    assert "does not repeat itself" in found.higher_precision.reason
 
 
 def test_all_is_as_before_after_an_exception(write):
@@ -222,8 +221,8 @@ def test_a_program_that_cannot_run_in_fp64_is_undecided(write):
         candidate=write("wrong.py", eps=0.1, more=more),
     )
     assert found.comparison.divergence["site"].startswith("norm/")
-    assert found.higher_precision["verdict"] == "undecided"
-    assert found.higher_precision["reason"].startswith("not run in fp64: ")
+    assert found.higher_precision.verdict == "undecided"
+    assert found.higher_precision.reason.startswith("not run in fp64: ")
 
 
 def test_other_weights_are_said(write):
@@ -232,10 +231,10 @@ def test_other_weights_are_said(write):
     )
     assert (
         "the models start from other values: first.weight, first.bias, head.weight and 1 more"
-        in found.summary["notes"]
+        in found.summary.notes
     )
-    assert found.higher_precision["verdict"] == "undecided"
-    assert "before anything runs: weights or data" in found.higher_precision["reason"]
+    assert found.higher_precision.verdict == "undecided"
+    assert "before anything runs: weights or data" in found.higher_precision.reason
     assert not found.agrees
 
 

@@ -125,7 +125,7 @@ def test_the_plan_can_be_written_and_read(tuned, tmp_path):
     found.plan.save(tmp_path / "plan.toml")
     read = ro.Plan.load(tmp_path / "plan.toml")
     run = next(r for r in found.runs if r.name == "equal")
-    assert read.formats(s["site"] for s in found.budget.sites) == run.formats
+    assert read.formats(s.site for s in found.budget.sites) == run.formats
     assert read.about["autocast_lists"] == "cuda"
     assert read.about["measured_db"] == pytest.approx(run.measured_db)
     text = json.dumps(found.to_dict()["ranking"])
@@ -150,7 +150,7 @@ def test_a_plan_obeys_its_pins(work):
 def test_matrix_products_in_fp32_are_said(tuned):
     """By bytes a product in fp32 may be paid for by something else; that is slower where products take the time."""
     found, work = tuned
-    product = next(s["site"] for s in found.budget.sites if s["kind"] == "linear")
+    product = next(s.site for s in found.budget.sites if s.kind == "linear")
     options = {
         "device": "cuda",
         "steps": 1,
@@ -161,9 +161,9 @@ def test_matrix_products_in_fp32_are_said(tuned):
     }
     said = f"1 matrix product in fp32 that autocast runs in bf16 ({product} ...)"
     others = {
-        s["site"]: "bf16"
+        s.site: "bf16"
         for s in found.budget.sites
-        if s["kind"] == "linear" and s["site"] != product
+        if s.kind == "linear" and s.site != product
     }
     options["pin"] = {product: "fp32", **others}
     by = {

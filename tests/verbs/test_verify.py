@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from roundoff import Plan, Workload, budget, verify
-from roundoff.budget.choose_formats import Problem
+from roundoff.budget import Goal
 from roundoff.errors import PlanError
 from roundoff.plan.rounded_model import noise, run_batches
 from roundoff.plan.rules import Rule
@@ -136,7 +136,7 @@ def test_a_plan_that_agrees_is_accepted_in_one_round(workload, measured, target)
     assert found.last in found.rounds
     assert [r.round for r in found.rounds] == list(range(1, len(found.rounds) + 1))
     assert found.last.measured_db == pytest.approx(
-        db(workload, found.plan.formats(s["site"] for s in measured.sites))
+        db(workload, found.plan.formats(s.site for s in measured.sites))
     )
 
 
@@ -175,9 +175,7 @@ def test_the_plan_that_stands_is_the_best_tried(workload, measured):
     )
     pin = {"0/linear": "int8"}
     plan = flattered.plan(50, pin=pin)
-    proof = verify(
-        workload, plan, budget=flattered, problem=lambda b: Problem(b, pin=pin)
-    )
+    proof = verify(workload, plan, budget=flattered, goal=Goal(pin=pin))
     assert not proof.met
     assert proof.last.measured_db == max(r.measured_db for r in proof.rounds)
     assert (
@@ -196,8 +194,8 @@ def test_the_loss_as_the_target(workload):
     found = budget(lossy, ["bf16", "int8"], target="loss")
     proof = verify(lossy, found.plan(30), budget=found)
     assert proof.met
-    assert {"/square", "/mean"} <= {s["site"] for s in found.sites}
-    sites = [s["site"] for s in found.sites]
+    assert {"/square", "/mean"} <= {s.site for s in found.sites}
+    sites = [s.site for s in found.sites]
     assert proof.last.measured_db == pytest.approx(
         -10
         * math.log10(

@@ -1,6 +1,7 @@
 """The adjoint error budget: what each site's rounding costs the output.
 
-The package is also the verb: ``roundoff.budget(workload, formats)``."""
+The package is also the verb: ``roundoff.budget(workload, formats)``.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""The adjoint error budget: what every site's rounding costs the output, from one forward and one batched backward.
+"""The adjoint error budget: what every site's rounding costs the output.
 
-With z the target tensor and J_i the Jacobian of z by the output of site i, an error e_i at that output changes z by
-J_i e_i to first order. For random sign vectors v, E[(v . J_i e_i)^2] = |J_i e_i|^2 because E[v v^T] = I
-(M. F. Hutchinson, Commun. Stat. Simul. 18, 1989, eq. 2-4, applied to (J e)(J e)^T); one vector-Jacobian product gives
-v^T J_i for all sites. The error e_i in a format is what the operator itself computes differently when its operands,
-weights and output are rounded (``capture.execute.steps``), so a new format costs no new pass. Errors are computed in
-the backward hooks, projected on the K probe gradients of that site, and dropped.
+One forward and one batched backward pass are enough. With z the target tensor and J_i
+the Jacobian of z by the output of site i, an error e_i at that output changes z by
+J_i e_i to first order. For random sign vectors v, E[(v . J_i e_i)^2] = |J_i e_i|^2
+because E[v v^T] = I (M. F. Hutchinson, Commun. Stat. Simul. 18, 1989, eq. 2-4, applied
+to (J e)(J e)^T); one vector-Jacobian product gives v^T J_i for all sites. The error e_i
+in a format is what the operator itself computes differently when its operands, weights
+and output are rounded (``roundoff.ops.steps``), so a new format costs no new pass.
+Errors are computed in the backward hooks, projected on the K probe gradients of that
+site, and dropped.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.probes import backward, hand_over, on_output, sample_axis
 from roundoff.budget.signs import draw_signs
 from roundoff.budget.terms import TermKey, Terms, arrange, by_sample, project
@@ -33,9 +37,24 @@ from roundoff.ops import Call, CallMode, execute, float_tensors, runs, sizes, st
 _SMALL = 2**24
 
 
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """How the backward passes run.
+
+    ``batched``: all probes at once; ``mutation``: with copies of saved tensors that the
+    model writes over.
+    """
+
+    batched: bool
+    mutation: bool = False
+
+
 @dataclass
 class SiteInfo:
-    """What is known of one site besides its errors."""
+    """What is gathered of one site besides its errors; sizes are summed over batches.
+
+    The fields are those of ``MeasuredSite``.
+    """
 
     site: str
     operator: str
@@ -45,8 +64,21 @@ class SiteInfo:
     refused: dict[str, str]
     no_path: str | None = "its output does not reach the target"
     batches: int = 0
-    #: sites that share this one's format, because one writes into what the other made
     tied: tuple[str, ...] = ()
+
+    def measured(self, batches: int) -> MeasuredSite:
+        """Return the site as a budget keeps it, with sizes of one of the batches."""
+        return MeasuredSite(
+            site=self.site,
+            operator=self.operator,
+            kind=self.kind,
+            params=self.params,
+            sizes={name: size / batches for name, size in self.sizes.items()},
+            refused=self.refused,
+            no_path=self.no_path,
+            batches=self.batches,
+            tied=self.tied,
+        )
 
 
 def describe(
@@ -55,18 +87,16 @@ def describe(
     sites: dict[str, SiteInfo],
     formats: Sequence[Format],
 ) -> SiteInfo:
-    """What ``sites`` keeps of the site of a call, with this call's sizes added."""
+    """Return what ``sites`` keeps of the site of a call, with this call's sizes added."""
     name = str(call.site)
     info = sites.get(name)
     if info is None:
-        named = set().union(
-            *(o.sources for o in call.operands if o.role != "activation")
-        )
-        params = tuple(
-            sorted(n for n in named if n and "/" not in n)
-        )  # a bias may be computed
-        refused = {f.name: why for f in formats if (why := runs(call, f)) is not None}
-        info = SiteInfo(name, call.operator.name, call.kind, params, {}, refused)
+        refusals = {fmt.name: runs(call, fmt) for fmt in formats}
+        refused = {
+            fmt: reason for fmt, reason in refusals.items() if reason is not None
+        }
+        parameters = _parameters(call)
+        info = SiteInfo(name, call.operator.name, call.kind, parameters, {}, refused)
         sites[name] = info
     info.batches += 1
     for key, value in sizes(call, outputs).items():
@@ -74,8 +104,18 @@ def describe(
     return info
 
 
-class _Held:
-    """A tensor kept until the backward pass, copied first if something is about to write into it."""
+def _parameters(call: Call) -> tuple[str, ...]:
+    """Return the names of the parameters that a call reads; a bias may be computed."""
+    operands = [operand for operand in call.operands if operand.role != "activation"]
+    sources = {name for operand in operands for name in operand.sources}
+    return tuple(sorted(name for name in sources if name and "/" not in name))
+
+
+class _KeptTensor:
+    """A tensor kept until the backward pass.
+
+    It is copied first if something is about to write into it.
+    """
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -85,16 +125,35 @@ class _Held:
 
 @dataclass
 class Probe:
-    """The handler of one batch's forward pass, and what its backward hooks measure."""
+    """The handler of one batch's forward pass, and what its backward hooks measure.
+
+    Attributes:
+        formats: to measure.
+        sites: every site so far.
+        chosen: format that a site is executed in; None for no rounding.
+        anchor: -0.0 with a gradient, added to results that have none.
+        wanted: the site whose output is the target; None for another target.
+        wanted_output: of the site ``wanted``.
+        samples: of the batch.
+        kept_samples: mask of the samples that the last probe looks at; None for a
+            backward pass without such a probe.
+        axes: axis that counts the samples, by site and number of the output.
+        terms: projections of every error.
+        reached: names of the sites that gradients came back to.
+        release: True in the pass that may free operands.
+        listening: True while hooks measure.
+        kept_bytes: bytes of all outputs.
+        largest: bytes of the largest output.
+    """
 
     formats: Sequence[Format]
     sites: dict[str, SiteInfo]
     chosen: Callable[[str], Format | None]
     anchor: Tensor
     wanted: str | None = None
-    found: Tensor | None = None
+    wanted_output: Tensor | None = None
     samples: int = 1
-    keep: Tensor | None = None
+    kept_samples: Tensor | None = None
     axes: dict[tuple[str, int], tuple[int, int] | None] = field(default_factory=dict)
     terms: Terms = field(default_factory=Terms)
     reached: set[str] = field(default_factory=set)
@@ -102,158 +161,179 @@ class Probe:
     listening: bool = False
     kept_bytes: int = 0
     largest: int = 1
-    _held: dict[int, list[weakref.ref[_Held]]] = field(
+    _kept: dict[int, list[weakref.ref[_KeptTensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copy what is held of this storage before it changes."""
-        for reference in self._held.pop(tensor.untyped_storage().data_ptr(), []):
-            held = reference()
-            if held is not None:
-                held.tensor = held.tensor.clone()
+        """Copy what is kept of this storage before it changes."""
+        for reference in self._kept.pop(tensor.untyped_storage().data_ptr(), []):
+            kept = reference()
+            if kept is not None:
+                kept.tensor = kept.tensor.clone()
 
     def call(self, call: Call) -> Any:
-        """Run the call so that gradients reach its output, and measure its errors when they come back."""
-        if call.operator.inplace and isinstance(call.leaves[0], Tensor):
-            before = call.leaves[0].detach().clone()
-        else:
-            before = None
+        """Run a call so that gradients reach its output, and listen to them.
+
+        Its errors are measured when they come back.
+        """
+        leaves = list(call.leaves)
+        if call.operator.inplace and isinstance(leaves[0], Tensor):
+            leaves[0] = leaves[0].detach().clone()
         chosen = self.chosen(str(call.site))
-        try:
-            exact = call.run()
-        except RuntimeError:  # numpy() or a result of integers: refused to what has a gradient, fine in the plain model
-            exact = call.run(
-                [t.detach() if isinstance(t, Tensor) else t for t in call.leaves]
-            )
+        exact = _run(call)
         outputs = float_tensors(exact)
         if not outputs:
             return exact
         info = describe(call, outputs, self.sites, self.formats)
-        written = [t.numel() * t.element_size() for t in outputs]
-        self.kept_bytes, self.largest = (
-            self.kept_bytes + sum(written),
-            max(self.largest, *written),
-        )
+        self._count_bytes(outputs)
         if not torch.is_grad_enabled():
             info.no_path = "computed under torch.no_grad"
             return exact
-        leaves = [before, *call.leaves[1:]] if before is not None else list(call.leaves)
-        held = [
-            self._hold(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
-        kept = dataclasses.replace(call, leaves=held)
+        kept = dataclasses.replace(call, leaves=[self._keep(leaf) for leaf in leaves])
         result, reference = self._attach(exact, kept, chosen)
-        if str(call.site) == self.wanted and self.found is None:
+        tensors = float_tensors(result)
+        if info.site == self.wanted and self.wanted_output is None:
             # a copy: what the model writes over it later does not count
-            self.found = float_tensors(result)[0].clone()
-        for place, tensor in enumerate(float_tensors(result)):
+            self.wanted_output = tensors[0].clone()
+        for place, tensor in enumerate(tensors):
             hook = functools.partial(self._hook, kept, reference, place)
             on_output(tensor, hook, written=call.operator.inplace)
         return result
 
-    def _hold(self, tensor: Tensor) -> _Held:
-        held = _Held(tensor)
-        self._held[tensor.untyped_storage().data_ptr()].append(weakref.ref(held))
-        return held
+    def _count_bytes(self, outputs: Sequence[Tensor]) -> None:
+        written = [tensor.numel() * tensor.element_size() for tensor in outputs]
+        self.kept_bytes += sum(written)
+        self.largest = max(self.largest, *written)
+
+    def _keep(self, value: Any) -> Any:
+        """Return a tensor as it is kept until the backward pass, another value as is."""
+        if not isinstance(value, Tensor):
+            return value
+        kept = _KeptTensor(value)
+        self._kept[value.untyped_storage().data_ptr()].append(weakref.ref(kept))
+        return kept
 
     def _attach(self, exact: Any, kept: Call, chosen: Format | None) -> tuple[Any, Any]:
-        """The result with a gradient path, executed in the chosen format (straight through), and the reference."""
-        reference = tree_map(
-            lambda t: self._hold(t) if isinstance(t, Tensor) else t, exact
-        )
-        inplace = kept.operator.inplace
-        if chosen is not None and runs(kept, chosen) is None:
-            with torch.no_grad():
-                call = _open(kept)
-                call.leaves = [
-                    leaf.clone() if inplace and i == 0 else leaf
-                    for i, leaf in enumerate(call.leaves)
-                ]
-                rounded = execute(call, chosen)
-            if inplace:
-                self.before_write(exact)
-                exact.data.copy_(
-                    rounded
-                )  # .data: the gradient formula may have kept this tensor
-                return self._anchored(exact, inplace), reference
-            flat, spec = tree_flatten(exact)
-            pairs = zip(flat, tree_flatten(rounded)[0], strict=True)
-            exact = tree_unflatten(
-                [e + (r - e.detach()) if _is_float(e) else e for e, r in pairs], spec
-            )
-        return self._anchored(exact, inplace), reference
+        """Return the result with a gradient path, and the exact one as it is kept.
 
-    def _anchored(self, result: Any, inplace: bool) -> Any:
-        def anchored(t: Any) -> Any:
-            if (
-                not isinstance(t, Tensor)
-                or not t.is_floating_point()
-                or t.requires_grad
-            ):
-                return t
+        The result is executed in the chosen format; gradients go straight through.
+        """
+        reference = tree_map(self._keep, exact)
+        in_place = kept.operator.inplace
+        if chosen is not None and runs(kept, chosen) is None:
+            rounded = _execute(kept, chosen)
+            if in_place:
+                self.before_write(exact)
+                # .data: the gradient formula may have kept this tensor
+                exact.data.copy_(rounded)
+            else:
+                exact = _straight_through(exact, rounded)
+        return self._anchored(exact, in_place), reference
+
+    def _anchored(self, result: Any, in_place: bool) -> Any:
+        """Return a result whose tensors all have a gradient."""
+
+        def anchored(value: Any) -> Any:
+            if not _is_float(value) or value.requires_grad:
+                return value
             # adding -0.0 changes no value, not even the sign of a zero
-            anchor = self.anchor.to(t.device, t.dtype)
-            return t.add_(anchor) if inplace else t + anchor
+            anchor = self.anchor.to(value.device, value.dtype)
+            return value.add_(anchor) if in_place else value + anchor
 
         return tree_map(anchored, result)
 
     def _hook(self, kept: Call, reference: Any, place: int, gradient: Tensor) -> None:
-        if (
-            not self.listening
-        ):  # the model itself asks for gradients in its forward pass
-            return
-        hand_over(gradient, functools.partial(self._measure, kept, reference, place))
+        if self.listening:
+            measure = functools.partial(self._measure, kept, reference, place)
+            hand_over(gradient, measure)
+        # else the model itself asks for gradients in its forward pass
 
     def _measure(
         self, kept: Call, reference: Any, place: int, gradients: Tensor
     ) -> None:
+        """Project the errors of one output on its probe gradients."""
         name = str(kept.site)
         self.reached.add(name)
-        call = _open(kept)
-        exact = tree_map(lambda t: t.tensor if isinstance(t, _Held) else t, reference)
-        if self.keep is not None:  # the last probe is the masked one
-            if (name, place) not in self.axes:
-                self.axes[name, place] = sample_axis(
-                    gradients[-1], self.samples, self.keep
-                )
+        if self.kept_samples is not None:
+            masked = gradients[-1]
             gradients = gradients[:-1]
+            if (name, place) not in self.axes:
+                axis = sample_axis(masked, self.samples, self.kept_samples)
+                self.axes[name, place] = axis
         if not len(gradients):
             return
+        call = _opened(kept)
+        exact = tree_map(_tensor_of, reference)
+        refused = self.sites[name].refused
         axis = self.axes.get((name, place))
         probes = by_sample(gradients, axis, self.samples)
-        refused = self.sites[name].refused
         for fmt in self.formats:
-            if fmt.name in refused:
-                continue
-            last = float_tensors(exact)[place]
-            for step in steps(call, fmt, exact):
-                now = float_tensors(step.result)[place]
-                operand = -1 if step.operand is None else step.operand.leaf
-                sources = (
-                    () if step.operand is None else tuple(sorted(step.operand.sources))
-                )
-                key = TermKey(name, fmt.name, step.part, operand, sources)
-                values, overflow = project(
-                    probes, arrange(now - last, axis, self.samples)
-                )
-                self.terms.add(key, place, values, overflow)
-                last = now
+            if fmt.name not in refused:
+                self._project_steps(call, fmt, exact, place, probes)
         if self.release and len(float_tensors(exact)) == 1:
             kept.leaves = []  # the last that holds the operands
+
+    def _project_steps(
+        self, call: Call, fmt: Format, exact: Any, place: int, probes: Tensor
+    ) -> None:
+        """Add what each step of executing a call in a format changes at one output."""
+        name = str(call.site)
+        axis = self.axes.get((name, place))
+        before = float_tensors(exact)[place]
+        for step in steps(call, fmt, exact):
+            after = float_tensors(step.result)[place]
+            operand = -1
+            sources: tuple[str, ...] = ()
+            if step.operand is not None:
+                operand = step.operand.leaf
+                sources = tuple(sorted(step.operand.sources))
+            key = TermKey(name, fmt.name, step.part, operand, sources)
+            error = arrange(after - before, axis, self.samples)
+            self.terms.add(key, place, *project(probes, error))
+            before = after
+
+
+def _run(call: Call) -> Any:
+    """Run a call; without gradients where it refuses them, as the plain model has none.
+
+    So do numpy() and results of integers.
+    """
+    try:
+        return call.run()
+    except RuntimeError:
+        detached = [t.detach() if isinstance(t, Tensor) else t for t in call.leaves]
+        return call.run(detached)
+
+
+def _execute(kept: Call, chosen: Format) -> Any:
+    """Return the result of a kept call in a format; nothing that is kept changes."""
+    call = _opened(kept)
+    if call.operator.inplace:
+        call.leaves[0] = call.leaves[0].clone()
+    with torch.no_grad():
+        return execute(call, chosen)
+
+
+def _straight_through(exact: Any, rounded: Any) -> Any:
+    """Return the values of ``rounded`` with the gradients of ``exact``."""
+    leaves, structure = tree_flatten(exact)
+    pairs = zip(leaves, tree_flatten(rounded)[0], strict=True)
+    values = [e + (r - e.detach()) if _is_float(e) else e for e, r in pairs]
+    return tree_unflatten(values, structure)
 
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _open(kept: Call) -> Call:
-    return dataclasses.replace(
-        kept,
-        leaves=[
-            leaf.tensor if isinstance(leaf, _Held) else leaf for leaf in kept.leaves
-        ],
-    )
+def _opened(kept: Call) -> Call:
+    """Return a kept call with its tensors."""
+    return dataclasses.replace(kept, leaves=[_tensor_of(leaf) for leaf in kept.leaves])
+
+
+def _tensor_of(value: Any) -> Any:
+    return value.tensor if isinstance(value, _KeptTensor) else value
 
 
 def measure_batch(
@@ -268,11 +348,22 @@ def measure_batch(
     batched: bool,
     parameters: int,
 ) -> list[Tensor]:
-    """One forward and the backward passes of one batch; fills ``probe`` and returns the target tensors, detached.
+    """Run one forward and the backward passes of one batch, and fill ``probe``.
 
-    ``forward`` runs the model, with ``mode`` entered, and returns the target tensors; ``check`` may refuse what it
-    found. ``probes`` says how many probes to draw for a number of samples. A target of one element needs one: its
-    gradient is exact. ``parameters`` is the size in bytes of the model's.
+    Args:
+        mode: hands the calls to ``probe``.
+        probe: the handler of this batch.
+        forward: runs the model, with ``mode`` entered, and returns the target tensors.
+        check: may refuse the targets.
+        probes: says how many probes to draw for a number of samples. A target of one
+            element needs one: its gradient is exact.
+        generator: draws the sign vectors.
+        learn_axes: find out which axis of each output counts the samples.
+        batched: send the probes back together.
+        parameters: size of the model's parameters, in bytes.
+
+    Returns:
+        The target tensors, detached.
     """
     mode.handler = probe
     mode.begin()
@@ -284,45 +375,49 @@ def measure_batch(
         targets = forward()
     check()
     probe.listening = True
-    values = [t.detach() for t in targets]
-    rows = {t.shape[0] if t.ndim else 1 for t in targets}
-    probe.samples = rows.pop() if len(rows) == 1 else 1
-    count = 1 if sum(t.numel() for t in targets) == 1 else probes(probe.samples)
-    targets = [t for t in targets if t.requires_grad]
+    values = [target.detach() for target in targets]
+    probe.samples = _samples(targets)
+    is_number = sum(target.numel() for target in targets) == 1
+    count = 1 if is_number else probes(probe.samples)
+    targets = [target for target in targets if target.requires_grad]
     vectors = [draw_signs((count, *t.shape), generator, t) for t in targets]
-    masked: list[Tensor] = []
+    size = _probes_together(probe, parameters) if batched else 1
+    chunks = list(zip(*(torch.split(v, size) for v in vectors), strict=True))
+    send = functools.partial(backward, targets, probe.anchor, batched=batched)
     if learn_axes and probe.samples > 1:
-        probe.keep = torch.arange(probe.samples) % 2 == 0
-        rest = ~probe.keep.to(targets[0].device)
-        masked = [v[:1].masked_fill(_rows(rest, v), 0.0) for v in vectors]
-        if not batched:
+        probe.kept_samples = torch.arange(probe.samples) % 2 == 0
+        masked = [_masked(v[:1], probe.kept_samples) for v in vectors]
+        if batched:
+            chunks[0] = tuple(map(torch.cat, zip(chunks[0], masked, strict=True)))
+        else:
             probe.release = False
-            backward(targets, probe.anchor, masked, batched=False, keep_graph=True)
-            probe.keep = None
-    together = _together(probe, parameters) if batched else 1
-    chunks = list(zip(*(torch.split(v, together) for v in vectors), strict=True))
-    for number, chunk in enumerate(chunks):
-        probe.release = number + 1 == len(chunks)
-        if probe.keep is not None:
-            chunk = tuple(torch.cat([v, m]) for v, m in zip(chunk, masked, strict=True))
-        backward(
-            targets,
-            probe.anchor,
-            list(chunk),
-            batched=batched,
-            keep_graph=not probe.release,
-        )
-        probe.keep = None
+            send(masked, keep_graph=True)
+            probe.kept_samples = None
+    for number, chunk in enumerate(chunks, 1):
+        probe.release = number == len(chunks)
+        send(list(chunk), keep_graph=not probe.release)
+        probe.kept_samples = None
     return values
 
 
-def _together(probe: Probe, parameters: int) -> int:
-    """How many probes to send back at once. About four gradients of the largest site exist for each at a time; they get
-    half of what the parameters' gradients, which a training step has and a budget has not, and a quarter of the
-    activations take."""
+def _samples(targets: Sequence[Tensor]) -> int:
+    """Return the samples that all targets have on their first axis, else 1."""
+    rows = {target.shape[0] if target.ndim else 1 for target in targets}
+    return rows.pop() if len(rows) == 1 else 1
+
+
+def _masked(vectors: Tensor, keep: Tensor) -> Tensor:
+    """Return sign vectors ``(K, samples, ...)`` that are zero on the other samples."""
+    drop = ~keep.to(vectors.device)
+    return vectors.masked_fill(drop.view(1, -1, *[1] * (vectors.ndim - 2)), 0.0)
+
+
+def _probes_together(probe: Probe, parameters: int) -> int:
+    """Return how many probes to send back at once.
+
+    About four gradients of the largest site exist for each at a time. They get half of
+    what the parameters' gradients, which a training step has and a budget has not, and
+    a quarter of the activations take.
+    """
     room = max(_SMALL, (probe.kept_bytes // 4 + parameters) // 2)
     return max(1, room // (4 * probe.largest))
-
-
-def _rows(mask: Tensor, vectors: Tensor) -> Tensor:
-    return mask.view(1, -1, *(1 for _ in range(vectors.ndim - 2)))

@@ -1,14 +1,15 @@
-"""From a budget to a plan: tied sites, constraints, costs, the exact solver, and the correlation between errors."""
+"""From a budget to a plan: tied sites, constraints, costs and the exact solver."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from roundoff.budget.table import Budget, Prediction, keeps, power
-from roundoff.budget.targets import drop_to_db, parse_drop, parse_target
+from roundoff.budget.facts import MeasuredSite
+from roundoff.budget.goal import Goal
+from roundoff.budget.noise_power import Term, casts, keeps, power
+from roundoff.budget.table import Budget
 from roundoff.errors import InfeasibleError, PlanError
 from roundoff.formats import parse_format
 from roundoff.plan import (
@@ -26,106 +27,53 @@ from roundoff.site import matches, select
 
 #: Solves allowed to match the correlated prediction with the target.
 ROUNDS = 8
+#: A noise this close below the bound needs no further solve.
+CLOSE = 0.98
+#: Most that the additive bound moves down and up from one solve to the next.
+STEP_DOWN = 0.25
+STEP_UP = 1.5
 
 
-def choose(
-    budget: Budget,
-    *,
-    target: float | str | None = None,
-    metric_drop: float | str | None = None,
-    max_cost: float | None = None,
-    cost: str = "bytes",
-    cost_table: Any = None,
-    pin: Mapping[str, str] = {},
-    allow: Mapping[str, Sequence[str]] = {},
-    formats: Iterable[str] | None = None,
-) -> Plan:
-    """The cheapest plan with predicted SQNR of at least ``target`` dB, or the most exact one within ``max_cost``.
+def choose(budget: Budget, goal: Goal) -> Plan:
+    """Choose the cheapest plan that reaches the goal.
 
-    Give one of ``target``, ``metric_drop`` (turned into dB with the budget's metric curve) and ``max_cost`` (in
-    the unit of the cost model: MB, Gbitops, ms). ``pin`` fixes sites, ``allow`` lists the formats that sites may
-    take; both are keyed by glob patterns over site and parameter names, first match first. Sites that share a
-    parameter are one decision. Sites without a path to the target stay in the reference format.
+    With ``max_cost`` it is the most exact plan within it. Sites that share a parameter
+    are one decision. Sites without a path to the target stay in the reference format.
 
-    The solver adds noise powers as if errors were independent; its answer is then predicted with correlations,
-    and solved again with the bound moved by the difference until the correlated prediction meets the target.
+    The solver adds noise powers as if errors were independent; its answer is then
+    predicted with correlations, and solved again with the bound moved by the difference
+    until the correlated prediction meets the target.
 
-    Raises ``PlanError`` for contradictory arguments, ``PatternError`` for patterns that match nothing and
-    ``InfeasibleError`` when no plan reaches the target.
+    Raises ``PlanError`` for contradictory arguments, ``PatternError`` for patterns that
+    match nothing and ``InfeasibleError`` when no plan reaches the target.
     """
-    given = [
-        name
-        for name, v in (
-            ("target", target),
-            ("metric_drop", metric_drop),
-            ("max_cost", max_cost),
-        )
-        if v is not None
-    ]
-    if len(given) != 1:
-        raise PlanError(
-            "one aim is needed",
-            where="plan",
-            expected="one of target, metric_drop and max_cost",
-            got=" and ".join(given) or "none",
-        )
-    note = ""
-    goal: float | None = None
-    if metric_drop is not None:
-        goal, note = drop_to_db(budget.about.get("metric"), parse_drop(metric_drop))
-    elif target is not None:
-        goal = parse_target(target)
-    problem = Problem(budget, cost, cost_table, pin, allow, formats)
-    if goal is None:
-        solution = solve(problem.decisions, problem.edges, max_cost=max_cost)
-        chosen = problem.sites(solution)
+    target_db, note = goal.aim_db(budget.about.metric)
+    problem = Problem(budget, goal)
+    if target_db is None:
+        chosen = problem.most_exact()
     else:
-        chosen = problem.cheapest(goal)
-    return problem.plan(chosen, asked=goal, note=note)
+        chosen = problem.cheapest(target_db)
+    return problem.plan(chosen, asked=target_db, note=note)
 
 
 class Problem:
-    """The decisions of one budget: groups of tied sites, what each format costs them, and the operand edges."""
+    """The decisions of one budget: groups of tied sites, their costs, operand edges.
 
-    def __init__(
-        self,
-        budget: Budget,
-        model: str = "bytes",
-        table: Any = None,
-        pin: Mapping[str, str] = {},
-        allow: Mapping[str, Sequence[str]] = {},
-        formats: Iterable[str] | None = None,
-    ) -> None:
-        self.budget, self.model, self.table = budget, model, table
-        self.offered = [
-            parse_format(f).name
-            for f in (formats if formats is not None else budget.about["formats"])
-        ]
-        missing = [
-            f for f in self.offered if f not in (*budget.about["formats"], "fp32")
-        ]
-        if missing:
-            raise PlanError(
-                f"the budget did not measure {', '.join(missing)}",
-                where="formats",
-                expected="formats among " + ", ".join(budget.about["formats"]),
-            )
-        self.info = {s["site"]: s for s in budget.sites}
+    ``goal`` gives cost, pins and offered formats; its aim is not looked at, except by
+    ``most_exact``.
+    """
+
+    def __init__(self, budget: Budget, goal: Goal | None = None) -> None:
+        self.budget = budget
+        self.goal = goal or Goal()
+        self.offered = _offered(budget, self.goal.formats)
+        self.info = {site.site: site for site in budget.sites}
         self.work = {
-            name: Work(kind=s["kind"], **s["sizes"]) for name, s in self.info.items()
+            name: Work(kind=site.kind, **site.sizes) for name, site in self.info.items()
         }
-        if model == "storage":
+        if self.goal.cost == "storage":
             self._store_once()
-        names = [
-            *self.info,
-            *dict.fromkeys(p for s in budget.sites for p in s["params"]),
-        ]
-        for pattern in (*pin, *allow):
-            select(pattern, names)
-        self.pin = {pattern: parse_format(f).name for pattern, f in pin.items()}
-        self.allow = {
-            pattern: [parse_format(f).name for f in fs] for pattern, fs in allow.items()
-        }
+        self._rules = _rules(self.goal, budget.sites)
         self.groups = _tied(budget.sites)
         self.owner = {
             site: name for name, group in self.groups.items() for site in group
@@ -133,120 +81,129 @@ class Problem:
         self.decisions = [
             self._decision(name, group) for name, group in self.groups.items()
         ]
-        self.edges = self._edges()
+        self.edges = list(self._edges())
 
     def _store_once(self) -> None:
-        """Count each parameter whole, where it is read first: a tied weight, or a module used again, is stored once."""
-        known = self.budget.about.get("parameters")
-        if known is None:
+        """Count each parameter whole, at the site that reads it first.
+
+        A tied weight, or a module used again, is stored once.
+        """
+        elements = self.budget.about.parameters
+        if elements is None:
             raise PlanError(
                 "this budget does not say how large parameters are",
                 where="cost storage",
-                got=f"a budget of roundoff {self.budget.about.get('version', 'of unknown version')}",
+                got=f"a budget of roundoff {self.budget.about.version}",
                 do="measure it again",
             )
         stored: set[str] = set()
-        for name, info in self.info.items():
-            new = [p for p in dict.fromkeys(info["params"]) if p not in stored]
-            self.work[name] = replace(
-                self.work[name], weight_elements=float(sum(known[p] for p in new))
-            )
-            stored.update(new)
+        for name, site in self.info.items():
+            first_read = set(site.params) - stored
+            size = float(sum(elements[parameter] for parameter in first_read))
+            self.work[name] = replace(self.work[name], weight_elements=size)
+            stored |= first_read
 
     def cost_of(self, formats: Mapping[str, str]) -> float:
-        """What a choice of formats (site to format) costs, all sites counted, in the unit of the cost model."""
+        """Return the cost of a choice of formats (site to format), all sites counted."""
         return sum(self._cost(site, formats.get(site, "fp32")) for site in self.work)
 
     def _cost(self, site: str, fmt: str) -> float:
-        return cost(self.work[site], parse_format(fmt), self.model, table=self.table)
+        table = self.goal.cost_table
+        return cost(self.work[site], parse_format(fmt), self.goal.cost, table=table)
 
-    def _decision(self, name: str, group: list[str]) -> Decision:
-        wanted = self._constraint(group)
-        choices = [Choice("fp32", 0.0, sum(self._cost(s, "fp32") for s in group))]
-        for fmt in self.offered:
-            if fmt == "fp32" or any(
-                self.info[s]["no_path"] or fmt in self.info[s]["refused"] for s in group
-            ):
-                continue
-            exact = _casts(fmt)
-            terms = [
-                t
-                for s in group
-                for t in self.budget.rows(s, fmt)
-                if not (exact and t.absorbable)
-            ]
-            choices.append(
-                Choice(fmt, power(terms)[0], sum(self._cost(s, fmt) for s in group))
+    def _decision(self, name: str, group: Sequence[str]) -> Decision:
+        """Return the choices of a group of tied sites."""
+        choices = [self._choice(group, fmt) for fmt in self._formats_of(group)]
+        allowed = self._constraint(group)
+        if allowed is None:
+            return Decision(name, tuple(choices), None)
+        kept = [choice for choice in choices if choice.format in allowed]
+        if not kept:
+            raise PlanError(
+                f"{name} cannot run in {' or '.join(allowed)}",
+                where="pin or allow",
+                expected="one of " + ", ".join(choice.format for choice in choices),
+                got="; ".join(self._refusals(group)) or "not measured",
             )
-        pinned = None
-        if wanted is not None:
-            kept = [c for c in choices if c.format in wanted]
-            if not kept:
-                reasons = {r for s in group for r in self.info[s]["refused"].values()}
-                reasons |= {
-                    str(self.info[s]["no_path"])
-                    for s in group
-                    if self.info[s]["no_path"]
-                }
-                raise PlanError(
-                    f"{name} cannot run in {' or '.join(wanted)}",
-                    where="pin or allow",
-                    expected="one of " + ", ".join(c.format for c in choices),
-                    got="; ".join(sorted(reasons)) or "not measured",
-                )
-            if (
-                len(kept) == 1
-            ):  # the other choices stay, so that an infeasible target can say what the pin costs
-                pinned = kept[0].format
-            else:
-                choices = kept
-        return Decision(name, tuple(choices), pinned)
+        if len(kept) == 1:
+            # the other choices stay: an infeasible target can say what the pin costs
+            return Decision(name, tuple(choices), kept[0].format)
+        return Decision(name, tuple(kept), None)
 
-    def _constraint(self, group: list[str]) -> list[str] | None:
-        """The formats left by the first pattern that names a site of the group or its parameters; pins go first."""
-        names = [n for s in group for n in (s, *self.info[s]["params"])]
-        for rules in ({p: [f] for p, f in self.pin.items()}, self.allow):
-            for pattern, formats in rules.items():
-                if any(matches(pattern, n) for n in names):
-                    return formats
+    def _formats_of(self, group: Sequence[str]) -> list[str]:
+        """Return the formats that every site of a group runs in, fp32 first."""
+        sites = [self.info[name] for name in group]
+        if any(site.no_path for site in sites):
+            return ["fp32"]
+        lower = [
+            fmt
+            for fmt in self.offered
+            if fmt != "fp32" and not any(fmt in site.refused for site in sites)
+        ]
+        return ["fp32", *lower]
+
+    def _choice(self, group: Sequence[str], fmt: str) -> Choice:
+        """Return what a group costs in a format.
+
+        The noise of operands that a plain cast may leave as they are is in the edges.
+        """
+        price = sum(self._cost(site, fmt) for site in group)
+        if fmt == "fp32":
+            return Choice(fmt, 0.0, price)
+        terms = [term for site in group for term in self.budget.rows(site, fmt)]
+        if casts(fmt):
+            terms = [term for term in terms if not term.absorbable]
+        return Choice(fmt, power(terms)[0], price)
+
+    def _constraint(self, group: Sequence[str]) -> Sequence[str] | None:
+        """Return the formats of the first rule that names a site or its parameters."""
+        names = [name for site in group for name in (site, *self.info[site].params)]
+        for pattern, formats in self._rules:
+            if any(matches(pattern, name) for name in names):
+                return formats
         return None
 
-    def _edges(self) -> list[Edge]:
-        edges = []
+    def _refusals(self, group: Sequence[str]) -> list[str]:
+        """Return why the sites of a group do not run in some format."""
+        sites = [self.info[name] for name in group]
+        reasons = {reason for site in sites for reason in site.refused.values()}
+        return sorted(reasons | {site.no_path for site in sites if site.no_path})
+
+    def _edges(self) -> Iterator[Edge]:
+        """Yield the noise of operands that an earlier site's format may absorb."""
+        absorbing = {
+            fmt: frozenset(name for name in self.offered if keeps(name, fmt))
+            for fmt in filter(casts, self.offered)
+        }
         for site in self.info:
-            for fmt in self.offered:
-                if not _casts(fmt):
-                    continue
-                absorbing = frozenset(g for g in self.offered if keeps(g, fmt))
+            for fmt, formats in absorbing.items():
                 for term in self.budget.rows(site, fmt):
-                    if not term.absorbable:
-                        continue
-                    known = bool(term.sources) and all(
-                        s in self.owner for s in term.sources
-                    )
-                    producers = (
-                        tuple(sorted({self.owner[s] for s in term.sources}))
-                        if known
-                        else ()
-                    )
-                    noise = power([term])[0]
+                    noise = power([term])[0] if term.absorbable else 0.0
                     if noise > 0:
-                        edges.append(
-                            Edge(self.owner[site], producers, fmt, noise, absorbing)
-                        )
-        return edges
+                        producers = self._producers(term)
+                        yield Edge(self.owner[site], producers, fmt, noise, formats)
+
+    def _producers(self, term: Term) -> tuple[str, ...]:
+        """Return the decisions that make an operand; none unless all are known."""
+        if not all(source in self.owner for source in term.sources):
+            return ()
+        return tuple(sorted({self.owner[source] for source in term.sources}))
 
     def sites(self, solution: Solution) -> dict[str, str]:
-        """Site to format of a solution; sites that stay in fp32 are left out."""
-        return {
-            s: f
-            for name, f in solution.formats.items()
-            if f != "fp32"
-            for s in self.groups[name]
-        }
+        """Return site to format of a solution; sites that stay in fp32 are left out."""
+        lowered = {name: f for name, f in solution.formats.items() if f != "fp32"}
+        return {site: f for name, f in lowered.items() for site in self.groups[name]}
+
+    def most_exact(self) -> dict[str, str]:
+        """Return the most exact choice within the goal's ``max_cost``."""
+        most = self.goal.max_cost
+        return self.sites(solve(self.decisions, self.edges, max_cost=most))
 
     def cheapest(self, target_db: float) -> dict[str, str]:
-        """The cheapest choice whose correlated prediction meets the target."""
+        """Return the cheapest choice whose correlated prediction meets the target.
+
+        Raises ``InfeasibleError`` when none does.
+        """
         bound = 10 ** (-target_db / 10)
         limit = bound
         best: tuple[float, dict[str, str]] | None = None
@@ -261,70 +218,111 @@ class Problem:
             noise = self.budget.predict(chosen).noise
             if noise <= bound and (best is None or solution.cost < best[0]):
                 best = (solution.cost, chosen)
-            if solution.noise <= 0 or 0.98 * bound <= noise <= bound:
+            if solution.noise <= 0 or CLOSE * bound <= noise <= bound:
                 break
-            # errors that partly cancel leave room, errors that add up take it: move the additive bound
-            ratio = bound / noise if noise > 0 else 2.0
-            limit = limit * min(max(ratio, 0.25), 1.5) * (0.999 if ratio < 1 else 1.0)
-        if best is None:
-            return self.sites(
-                solve(self.decisions, self.edges, max_noise=max(limit, 1e-300))
-            )
-        return best[1]
+            limit = _moved(limit, bound, noise)
+        if best is not None:
+            return best[1]
+        last = solve(self.decisions, self.edges, max_noise=max(limit, 1e-300))
+        return self.sites(last)
 
     def lowest(self) -> tuple[dict[str, str], str]:
-        """Every decision in its cheapest format, and the format most of them take."""
+        """Return every decision in its cheapest format, and the most frequent format."""
         chosen: dict[str, str] = {}
         for decision in self.decisions:
-            open_to = [
-                c for c in decision.choices if decision.pinned in (None, c.format)
-            ]
-            finite = [c for c in open_to if math.isfinite(c.noise)]
-            cheapest = min(finite or open_to, key=lambda c: c.cost)
-            chosen |= {
-                s: cheapest.format
-                for s in self.groups[decision.name]
-                if cheapest.format != "fp32"
-            }
-        counts = list(chosen.values())
-        return chosen, max(set(counts), key=counts.count) if counts else "fp32"
+            fmt = _cheapest_format(decision)
+            if fmt != "fp32":
+                chosen |= dict.fromkeys(self.groups[decision.name], fmt)
+        formats = list(chosen.values())
+        return chosen, max(set(formats), key=formats.count) if formats else "fp32"
 
     def plan(
         self, chosen: Mapping[str, str], *, asked: float | None, note: str = ""
     ) -> Plan:
-        """The plan with what is predicted of it."""
-        prediction: Prediction = self.budget.predict(chosen)
-        lowest, name = self.lowest()
+        """Return the plan of a choice, with what is predicted of it."""
+        prediction = self.budget.predict(chosen)
+        lowest, lowest_format = self.lowest()
         about = {
-            "workload": self.budget.about["workload"],
+            "workload": self.budget.about.workload,
             "target_db": asked,
             "note": note,
-            "predicted_db": prediction.db if math.isfinite(prediction.db) else None,
-            "additive_db": prediction.additive_db
-            if math.isfinite(prediction.additive_db)
-            else None,
-            "cost_model": self.model,
-            "unit": UNITS[self.model],
+            "predicted_db": _if_finite(prediction.db),
+            "additive_db": _if_finite(prediction.additive_db),
+            "cost_model": self.goal.cost,
+            "unit": UNITS[self.goal.cost],
             "cost": self.cost_of(chosen),
             "cost_fp32": self.cost_of({}),
             "cost_lowest": self.cost_of(lowest),
-            "lowest_format": name,
+            "lowest_format": lowest_format,
         }
-        if (
-            self.budget.about.get("forwards", 1) > 1
-        ):  # numbers of calls go over that many forward passes
-            about["forwards"] = self.budget.about["forwards"]
+        forwards = self.budget.about.forwards
+        if forwards > 1:
+            # numbers of calls go over that many forward passes
+            about["forwards"] = forwards
         return Plan.from_formats(chosen, about)
 
 
-def _casts(fmt: str) -> bool:
-    """Whether operands are rounded by a plain cast, so that an operand already in the format costs nothing."""
-    rule = parse_format(fmt).execution
-    return rule is not None and rule.activation == "exact"
+def _offered(budget: Budget, formats: Sequence[str] | None) -> list[str]:
+    """Return the names of the formats to choose from.
+
+    Raises ``PlanError`` for formats that the budget did not measure.
+    """
+    measured = budget.about.formats
+    offered = [parse_format(f).name for f in (measured if formats is None else formats)]
+    missing = [name for name in offered if name not in (*measured, "fp32")]
+    if missing:
+        raise PlanError(
+            f"the budget did not measure {', '.join(missing)}",
+            where="formats",
+            expected="formats among " + ", ".join(measured),
+        )
+    return offered
 
 
-def _tied(sites: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Groups of sites that share a parameter, or write into one tensor, each named by its first site."""
+def _rules(
+    goal: Goal, sites: Sequence[MeasuredSite]
+) -> list[tuple[str, Sequence[str]]]:
+    """Return pattern and allowed formats of each constraint, pins first.
+
+    Raises ``PatternError`` for patterns that match no site and no parameter.
+    """
+    parameters = dict.fromkeys(name for site in sites for name in site.params)
+    names = [*(site.site for site in sites), *parameters]
+    for pattern in (*goal.pin, *goal.allow):
+        select(pattern, names)
+    pins = [(pattern, [fmt]) for pattern, fmt in goal.pin.items()]
+    return [
+        (pattern, [parse_format(fmt).name for fmt in formats])
+        for pattern, formats in [*pins, *goal.allow.items()]
+    ]
+
+
+def _moved(limit: float, bound: float, noise: float) -> float:
+    """Move the additive limit to where the correlated noise is expected at the bound.
+
+    Errors that partly cancel leave room, errors that add up take it.
+    """
+    ratio = bound / noise if noise > 0 else 2.0
+    step = min(max(ratio, STEP_DOWN), STEP_UP)
+    return limit * step * (0.999 if ratio < 1 else 1.0)
+
+
+def _cheapest_format(decision: Decision) -> str:
+    """Return the cheapest format that a decision may take, one of finite noise first."""
+    open_to = [c for c in decision.choices if decision.pinned in (None, c.format)]
+    finite = [choice for choice in open_to if math.isfinite(choice.noise)]
+    return min(finite or open_to, key=lambda choice: choice.cost).format
+
+
+def _if_finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _tied(sites: Sequence[MeasuredSite]) -> dict[str, list[str]]:
+    """Group sites that share a parameter, or write into one tensor.
+
+    Each group goes by the name of its first site.
+    """
     parent: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -333,11 +331,11 @@ def _tied(sites: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         return name
 
     for site in sites:
-        for param in site["params"]:
-            parent[root("\0" + param)] = root(site["site"])
-        for other in site.get("tied", ()):
-            parent[root(other)] = root(site["site"])
+        # no site has a name that starts with a NUL
+        parameters = ["\0" + parameter for parameter in site.params]
+        for other in (*parameters, *site.tied):
+            parent[root(other)] = root(site.site)
     groups: dict[str, list[str]] = {}
     for site in sites:
-        groups.setdefault(root(site["site"]), []).append(site["site"])
+        groups.setdefault(root(site.site), []).append(site.site)
     return {group[0]: group for group in groups.values()}

@@ -1,8 +1,9 @@
-"""Probe gradients, all at once: a backward pass under ``torch.vmap`` that hands each site its K gradients.
+"""Probe gradients, all at once: a backward pass under ``torch.vmap``.
 
-A tensor hook sees its gradient as one logical tensor while ``vmap`` carries K of them. ``hand_over`` gives the
-callback all K, as one plain tensor of shape ``(K, *shape)``, outside the ``vmap`` level, so that what the callback
-computes (the rounding errors of the site) is computed once, not K times.
+A tensor hook sees its gradient as one logical tensor while ``vmap`` carries K of them.
+``hand_over`` gives the callback all K, as one plain tensor of shape ``(K, *shape)``,
+outside the ``vmap`` level, so that what the callback computes (the rounding errors of
+the site) is computed once, not K times.
 """
 
 from __future__ import annotations
@@ -40,14 +41,18 @@ class _HandOver(torch.autograd.Function):
 
 
 def hand_over(gradient: Tensor, callback: Callback) -> None:
-    """Call ``callback`` with the K gradients behind ``gradient``, shape ``(K, *shape)``; K = 1 outside vmap."""
+    """Call ``callback`` with the K gradients behind ``gradient``, shape ``(K, *shape)``.
+
+    K = 1 outside vmap.
+    """
     _HandOver.apply(gradient, callback)  # type: ignore[no-untyped-call]
 
 
 def on_output(tensor: Tensor, hook: Callback, *, written: bool) -> None:
-    """Call ``hook`` with the gradient of an operator's output; ``written`` says that the operator wrote in place.
+    """Call ``hook`` with the gradient of an operator's output.
 
-    A write through a view makes autograd send the gradient to the tensor that is viewed; the hook gets its part.
+    ``written`` says that the operator wrote in place. A write through a view makes
+    autograd send the gradient to the tensor that is viewed; the hook gets its part.
     """
     base = tensor._base if written else None
     if base is None:
@@ -71,23 +76,26 @@ def backward(
     batched: bool,
     keep_graph: bool = False,
 ) -> None:
-    """Run the vector-Jacobian products of K probes back to ``anchor``; hooks on the way see the gradients.
+    """Run the vector-Jacobian products of K probes back to ``anchor``.
 
-    ``probes[i]`` has shape ``(K, *outputs[i].shape)``. Batched, hooks fire once with all K gradients; else K passes
-    run one after the other. The graph is freed on the way of the last, unless ``keep_graph`` keeps it for more.
+    Hooks on the way see the gradients. ``probes[i]`` has shape
+    ``(K, *outputs[i].shape)``. Batched, hooks fire once with all K gradients; else K
+    passes run one after the other. The graph is freed on the way of the last, unless
+    ``keep_graph`` keeps it for more.
     """
     if batched:
 
-        def pass_(*vectors: Tensor) -> Tensor:
-            found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        def backward_pass(*vectors: Tensor) -> Tensor:
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
                 outputs, anchor, vectors, retain_graph=keep_graph, allow_unused=True
             )
-            return anchor.detach() if found[0] is None else found[0]
+            return anchor.detach() if gradients[0] is None else gradients[0]
 
         with warnings.catch_warnings():
-            # some backward formulas (fused attention on the CPU) have no batched form: torch loops over the probes
+            # some backward formulas (fused attention on the CPU) have no batched form:
+            # torch loops over the probes
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            torch.vmap(pass_)(*probes)
+            torch.vmap(backward_pass)(*probes)
         return
     count = probes[0].shape[0]
     for k in range(count):
@@ -101,13 +109,16 @@ def backward(
 
 
 def sample_axis(masked: Tensor, samples: int, keep: Tensor) -> tuple[int, int] | None:
-    """Which axis of a site's tensor counts the samples, found by a probe that looks at some samples only.
+    """Find the axis of a site's tensor that counts the samples.
 
-    ``masked`` is the gradient, at the site, of a probe that is zero on the samples where ``keep`` (bool, shape
-    ``(samples,)``) is False. On an axis that counts samples the slices of the other samples are exactly zero.
-    Returns ``(axis, repeats)``: the axis has ``samples * repeats`` entries, samples slowest. None when the site
-    mixes samples, or has another layout: its projections are then summed over the batch before squaring, which
-    estimates the same sum of powers with more variance.
+    ``masked`` is the gradient, at the site, of a probe that is zero on the samples
+    where ``keep`` (bool, shape ``(samples,)``) is False. On an axis that counts samples
+    the slices of the other samples are exactly zero.
+
+    Returns ``(axis, repeats)``: the axis has ``samples * repeats`` entries, samples
+    slowest. None when the site mixes samples, or has another layout: its projections
+    are then summed over the batch before squaring, which estimates the same sum of
+    powers with more variance.
     """
     if samples < 2 or not bool(masked.any()):
         return None
@@ -116,6 +127,7 @@ def sample_axis(masked: Tensor, samples: int, keep: Tensor) -> tuple[int, int] |
         if size == 0 or size % samples or (axis == 1 and size != samples):
             continue
         slices = masked.movedim(axis, 0).reshape(samples, -1)
-        if not bool(slices[~keep.to(slices.device)].any()):
+        others = slices[~keep.to(slices.device)]
+        if not bool(others.any()):
             return axis, size // samples
     return None

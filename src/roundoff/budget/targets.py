@@ -1,162 +1,181 @@
-"""Targets: what the user asks for, in decibels of SQNR, and how a drop of the metric becomes decibels."""
+"""Targets in decibels of SQNR, and how a drop of the metric becomes decibels."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from roundoff.budget.facts import MetricCurve, MetricLevel
 from roundoff.errors import PlanError
 from roundoff.plan import replaced
+from roundoff.workload import Workload, named_tensors
 
 if TYPE_CHECKING:
     from roundoff.budget.table import Budget
-    from roundoff.workload import Workload
 
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+#: SQNRs, in dB, at which the metric is measured with noise.
 LEVELS = tuple(range(2, 74, 4))
+#: Draws of noise at each level.
 REPEATS = 4
+
+_NUMBER_OF_DB = re.compile(
+    r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:dB)?\s*", re.IGNORECASE
+)
+_DROP = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]-?\d+)?)\s*(%?)\s*")
 
 
 def parse_target(value: float | str) -> float:
-    """A target in dB: ``40``, ``"40"``, ``"40dB"``. Raises ``PlanError`` for anything else.
+    """Read a target in dB: ``40``, ``"40"``, ``"40dB"``.
+
+    Raises ``PlanError`` for anything else.
 
     >>> parse_target("38.5 dB")
     38.5
     """
-    found = re.fullmatch(
-        r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:dB)?\s*",
-        str(value),
-        flags=re.IGNORECASE,
-    )
-    if found is None:
+    match = _NUMBER_OF_DB.fullmatch(str(value))
+    if match is None:
         raise PlanError(
             "not a target",
             where="target",
             expected="a number of decibels such as 40dB",
             got=repr(value),
         )
-    return float(found[1])
+    return float(match[1])
 
 
 def parse_drop(value: float | str) -> float:
-    """A drop of the metric in its own unit: ``0.005``, or ``"0.5%"`` (of 1: half a point of accuracy).
+    """Read a drop of the metric in its own unit: ``0.005``, or ``"0.5%"`` of 1.
+
+    Raises ``PlanError`` for anything else.
 
     >>> parse_drop("0.5%"), parse_drop(0.01)
     (0.005, 0.01)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]-?\d+)?)\s*(%?)\s*", str(value))
-    if found is None:
+    match = _DROP.fullmatch(str(value))
+    if match is None:
         raise PlanError(
             "not a drop of the metric",
             where="metric_drop",
             expected="0.5% or 0.005",
             got=repr(value),
         )
-    return float(found[1]) / (100 if found[2] else 1)
+    return float(match[1]) / (100 if match[2] else 1)
 
 
 def metric_curve(
-    workload: Workload, reference: list[Any], budget: Budget, seed: int = 0
-) -> dict[str, Any]:
-    """The metric on the reference outputs with Gaussian noise added, at each SQNR level; the model is not run.
+    workload: Workload, reference: Sequence[Any], budget: Budget, seed: int = 0
+) -> MetricCurve:
+    """Evaluate the metric on the reference outputs with Gaussian noise at each level.
 
-    The noise of a level has that level's total power, shared among the samples as the budget's own noise is
-    (averaged over sites and formats), and is white within a sample. Each level is drawn ``REPEATS`` times.
-    Returns ``{"name", "reference", "levels": [{"db", "mean", "std"}]}``.
+    The model is not run. The noise of a level has that level's total power, shared
+    among the samples as the budget's own noise is (averaged over sites and formats),
+    and is white within a sample. Each level is drawn ``REPEATS`` times.
     """
     generator = torch.Generator().manual_seed(seed)
-    profile = _profile(budget)
-    starts = np.cumsum([0, *budget.about["batch_samples"]])
-    value = _value(workload, reference, reference)
-    levels = []
-    for db in LEVELS:
-        power = 10 ** (-db / 10) * float(budget.about["signal"])
-        drawn = []
-        for _ in range(REPEATS):
-            noisy = [
-                _add_noise(
-                    output, power * profile[starts[i] : starts[i + 1]], generator
-                )
-                for i, output in enumerate(reference)
-            ]
-            drawn.append(_value(workload, noisy, reference))
-        levels.append(
-            {
-                "db": float(db),
-                "mean": float(np.mean(drawn)),
-                "std": float(np.std(drawn, ddof=1)),
-            }
+    about = budget.about
+    starts = np.cumsum(about.batch_samples)[:-1]
+    profiles = np.split(_noise_profile(budget), starts)
+
+    def noisy_metric(power: float) -> float:
+        noisy = [
+            _add_noise(output, power * profile, generator)
+            for output, profile in zip(reference, profiles, strict=True)
+        ]
+        return _metric(workload, noisy, reference)
+
+    def level(db: int) -> MetricLevel:
+        power = 10 ** (-db / 10) * about.signal
+        draws = [noisy_metric(power) for _ in range(REPEATS)]
+        return MetricLevel(
+            float(db), float(np.mean(draws)), float(np.std(draws, ddof=1))
         )
+
     name = getattr(workload.metric, "__name__", "metric")
-    return {"name": name, "reference": value, "levels": levels}
+    exact = _metric(workload, reference, reference)
+    return MetricCurve(name, exact, tuple(level(db) for db in LEVELS))
 
 
-def _profile(budget: Budget) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Share of the noise that falls on each sample; the share of the signal where sites are not told apart."""
-    profile = np.zeros(int(budget.about["samples"]))
-    for fmt in budget.about["formats"]:
-        found = np.zeros_like(profile)
-        for site in budget.sites:
-            for term in budget.rows(site["site"], fmt):
-                squares = (term.values**2).mean(axis=0)
-                if not term.pooled and np.isfinite(squares).all():
-                    found += squares
-        if found.sum() > 0:
-            profile += found / found.sum()
+def _noise_profile(budget: Budget) -> Array:
+    """Return the share of the noise that falls on each sample.
+
+    The share of the signal where sites are not told apart.
+    """
+    about = budget.about
+    profile = np.zeros(about.samples)
+    for fmt in about.formats:
+        noise = _sample_noise(budget, fmt)
+        if noise.sum() > 0:
+            profile += noise / noise.sum()
     if profile.sum() == 0:
-        profile += np.asarray(budget.about["sample_signal"])
+        profile += np.asarray(about.sample_signal)
     return np.asarray(profile / profile.sum(), dtype=np.float64)
 
 
-def _value(workload: Workload, outputs: list[Any], reference: list[Any]) -> float:
-    value = workload.evaluate(outputs, reference)
+def _sample_noise(budget: Budget, fmt: str) -> Array:
+    """Return the noise power of each sample with every site in a format."""
+    noise = np.zeros(budget.about.samples)
+    for site in budget.sites:
+        for term in budget.rows(site.site, fmt):
+            squares = (term.values**2).mean(axis=0)
+            if not term.pooled and np.isfinite(squares).all():
+                noise += squares
+    return noise
+
+
+def _metric(
+    workload: Workload, outputs: Sequence[Any], reference: Sequence[Any]
+) -> float:
+    value = workload.evaluate(list(outputs), list(reference))
     return math.nan if value is None else value
 
 
-def _add_noise(
-    output: Any, power: np.ndarray[Any, Any], generator: torch.Generator
-) -> Any:
-    from roundoff.workload import named_tensors
-
+def _add_noise(output: Any, power: Array, generator: torch.Generator) -> Any:
+    """Return an output with noise of this power, one value a sample."""
+    samples = len(power)
     elements = sum(t.numel() for t in named_tensors(output).values())
-    per_sample = torch.as_tensor(
-        power * len(power) / elements, dtype=torch.float32
-    ).sqrt()
+    variance = torch.as_tensor(power * samples / elements, dtype=torch.float32)
+    deviation = variance.sqrt()
 
-    def noisy(t: Tensor) -> Tensor:
-        draw = torch.randn(t.shape, generator=generator)
-        if t.ndim and t.shape[0] == len(power):
-            draw *= per_sample.view(-1, *(1 for _ in range(t.ndim - 1)))
+    def noisy(tensor: Tensor) -> Tensor:
+        draw = torch.randn(tensor.shape, generator=generator)
+        if tensor.ndim and tensor.shape[0] == samples:
+            draw *= deviation.view(-1, *[1] * (tensor.ndim - 1))
         else:
-            draw *= float(per_sample.square().mean().sqrt())
-        return t + draw.to(t.device, t.dtype)
+            draw *= float(deviation.square().mean().sqrt())
+        return tensor + draw.to(tensor.device, tensor.dtype)
 
     return replaced(output, noisy)
 
 
-def metric_at(curve: Mapping[str, Any], db: float) -> tuple[float, float]:
-    """Predicted metric and its standard deviation at an SQNR, interpolated between levels; the reference above
-    the highest level and the lowest level's value below the lowest."""
-    levels = curve["levels"]
-    x = [level["db"] for level in levels]
-    if db > x[-1]:
-        return float(curve["reference"]), float(levels[-1]["std"])
-    return (
-        float(np.interp(db, x, [level["mean"] for level in levels])),
-        float(np.interp(db, x, [level["std"] for level in levels])),
-    )
+def metric_at(curve: MetricCurve, db: float) -> tuple[float, float]:
+    """Return the predicted metric and its standard deviation at an SQNR.
+
+    Interpolated between levels; the reference above the highest level, the lowest
+    level's value below the lowest.
+    """
+    levels = curve.levels
+    if db > levels[-1].db:
+        return float(curve.reference), float(levels[-1].std)
+    places = [level.db for level in levels]
+    mean = np.interp(db, places, [level.mean for level in levels])
+    std = np.interp(db, places, [level.std for level in levels])
+    return float(mean), float(std)
 
 
-def drop_to_db(curve: Mapping[str, Any] | None, drop: float) -> tuple[float, str]:
-    """The lowest SQNR from which on the metric loses no more than ``drop``, and a sentence on how sure that is.
+def drop_to_db(curve: MetricCurve | None, drop: float) -> tuple[float, str]:
+    """Return the lowest SQNR from which on the metric loses no more than ``drop``.
 
-    A level counts as good when the mean of its draws, less one standard error, is within the drop. Raises
-    ``PlanError`` when the budget has no metric, or no level is good.
+    With it comes a sentence on how sure that is. A level is good when the mean of its
+    draws, less one standard error, is within the drop. Raises ``PlanError`` when the
+    budget has no metric, or no level is good.
     """
     if curve is None:
         raise PlanError(
@@ -165,32 +184,25 @@ def drop_to_db(curve: Mapping[str, Any] | None, drop: float) -> tuple[float, str
             expected="a workload with metric(outputs, ...)",
             do="give a target in dB instead",
         )
-    floor = float(curve["reference"]) - drop
-    safe = [
-        level["mean"] - level["std"] / math.sqrt(REPEATS) for level in curve["levels"]
-    ]
-    good = len(safe)
-    while good > 0 and safe[good - 1] >= floor:
-        good -= 1
-    if good == len(safe):
+    least = float(curve.reference) - drop
+    safe = [level.mean - level.std / math.sqrt(REPEATS) for level in curve.levels]
+    bad = [place for place, value in enumerate(safe) if not value >= least]
+    first_good = bad[-1] + 1 if bad else 0
+    if first_good == len(safe):
         raise PlanError(
             f"even noise at {LEVELS[-1]} dB moves the metric by more than {drop:g}",
             where="metric_drop",
             expected="a drop above the metric's own sensitivity",
-            got=f"{curve['name']} {curve['reference']:.6g}, {safe[-1]:.6g} at {LEVELS[-1]} dB",
+            got=f"{curve.name} {curve.reference:.6g}, {safe[-1]:.6g} at {LEVELS[-1]} dB",
         )
-    if good == 0:
-        return float(
-            LEVELS[0]
-        ), f"{curve['name']} holds at every noise level tried, down to {LEVELS[0]} dB"
-    low, high = curve["levels"][good - 1]["db"], curve["levels"][good]["db"]
-    share = (
-        (floor - safe[good - 1]) / (safe[good] - safe[good - 1])
-        if safe[good] > safe[good - 1]
-        else 1.0
-    )
-    db = low + (high - low) * min(max(share, 0.0), 1.0)
-    return (
-        db,
-        f"{curve['name']} drops by {drop:g} between {low:g} and {high:g} dB of output noise",
-    )
+    if not bad:
+        lowest = LEVELS[0]
+        note = f"{curve.name} holds at every noise level tried, down to {lowest} dB"
+        return float(lowest), note
+    below = curve.levels[first_good - 1].db
+    above = curve.levels[first_good].db
+    rise = safe[first_good] - safe[first_good - 1]
+    share = (least - safe[first_good - 1]) / rise if rise > 0 else 1.0
+    db = below + (above - below) * min(max(share, 0.0), 1.0)
+    drops = f"{curve.name} drops by {drop:g} between {below:g} and {above:g} dB"
+    return db, f"{drops} of output noise"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+#: Elements of a block that projections are stored in.
+BLOCK = 2**19
 
 
 @dataclass(frozen=True)
@@ -20,13 +24,18 @@ class TermKey:
     sources: tuple[str, ...]
 
 
-#: Block, start, probes, samples.
-_Slice = tuple[int, int, int, int]
+class _Slice(NamedTuple):
+    """Where the projections of one pass lie."""
+
+    block: int
+    start: int
+    probes: int
+    samples: int
 
 
 @dataclass
 class Terms:
-    """What a batch's backward passes find: for each term, ``v . J e`` for each probe and sample."""
+    """What a batch's backward passes find: ``v . J e`` of each term, probe and sample."""
 
     _overflow: dict[TermKey, dict[int, int]] = field(default_factory=dict)
     _passes: dict[TermKey, dict[int, list[_Slice]]] = field(default_factory=dict)
@@ -34,70 +43,80 @@ class Terms:
     _used: int = 0
 
     def add(self, key: TermKey, place: int, values: Tensor, overflow: int) -> None:
-        """Keep the projections ``(K, S)`` of one more pass on the operator's output number ``place``."""
-        self._passes.setdefault(key, {}).setdefault(place, []).append(
-            self._keep(values)
-        )
-        # the same errors in every pass: those that some probe of this pass looks at
+        """Keep the projections of one more pass.
+
+        Args:
+            key: the term.
+            place: number of the operator's output.
+            values: projections, shape ``(K, S)``.
+            overflow: elements of the error that are not finite and looked at.
+        """
+        passes = self._passes.setdefault(key, {}).setdefault(place, [])
+        passes.append(self._keep(values))
         if overflow:
-            seen = self._overflow.setdefault(key, {})
-            seen[place] = max(overflow, seen.get(place, 0))
+            # every pass has the same errors: those that some probe of it looks at
+            counts = self._overflow.setdefault(key, {})
+            counts[place] = max(overflow, counts.get(place, 0))
 
     def overflow(self, key: TermKey) -> int:
-        """How many elements of this term's error are infinite or NaN and seen by the output."""
+        """Return how many elements of an error are not finite and seen by the output."""
         return sum(self._overflow.get(key, {}).values())
 
     def projections(self) -> dict[TermKey, np.ndarray]:
-        """float64 of shape ``(K, S)``, or ``(K, 1)`` where the samples could not be told apart; the outputs of one
-        operator are added up."""
-        return {
-            key: _joined(
-                [[self._array(p) for p in passes] for passes in places.values()]
-            )
-            for key, places in self._passes.items()
-        }
+        """Return the projections of each term, float64 of shape ``(K, S)``.
+
+        The shape is ``(K, 1)`` where the samples could not be told apart. The outputs
+        of one operator are added up.
+        """
+        return {key: self._total(places) for key, places in self._passes.items()}
+
+    def _total(self, places: dict[int, list[_Slice]]) -> np.ndarray:
+        """Join the passes of each output, and add up the outputs."""
+        outputs = [
+            np.concatenate([self._array(place) for place in passes])
+            for passes in places.values()
+        ]
+        if any(output.shape[1] == 1 for output in outputs):
+            outputs = [output.sum(1, keepdims=True) for output in outputs]
+        return np.sum(outputs, axis=0) if len(outputs) > 1 else outputs[0]
 
     def _keep(self, values: Tensor) -> _Slice:
-        """A copy inside a large block: small objects that stay behind between large ones that go would keep the
-        allocator from using the memory again (three times the peak on a ResNet-18)."""
+        """Copy values into a large block.
+
+        Small objects that stay behind between large ones that go would keep the
+        allocator from using the memory again (three times the peak on a ResNet-18).
+        """
         size = values.numel()
         if not self._blocks or self._used + size > len(self._blocks[-1]):
-            self._blocks.append(np.empty(max(size, 2**19)))
+            self._blocks.append(np.empty(max(size, BLOCK)))
             self._used = 0
-        place = (len(self._blocks) - 1, self._used, *values.shape)
+        probes, samples = values.shape
+        place = _Slice(len(self._blocks) - 1, self._used, probes, samples)
         self._used += size
         torch.from_numpy(self._array(place)).copy_(values)
         return place
 
     def _array(self, place: _Slice) -> np.ndarray:
-        block, start, probes, samples = place
-        return self._blocks[block][start : start + probes * samples].reshape(
-            probes, samples
-        )
-
-
-def _joined(places: list[list[np.ndarray]]) -> np.ndarray:
-    parts = [
-        passes[0] if len(passes) == 1 else np.concatenate(passes) for passes in places
-    ]
-    if any(part.shape[1] == 1 for part in parts):
-        parts = [part.sum(1, keepdims=True) for part in parts]
-    return np.sum(parts, axis=0) if len(parts) > 1 else parts[0]
+        stop = place.start + place.probes * place.samples
+        values = self._blocks[place.block][place.start : stop]
+        return values.reshape(place.probes, place.samples)
 
 
 def by_sample(gradients: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor:
-    """Probe gradients ``(K, *shape)`` as ``(S, n, K)``; S = 1 without an axis that counts samples."""
+    """Return probe gradients ``(K, *shape)`` as ``(S, n, K)``.
+
+    S = 1 without an axis that counts samples.
+    """
     gradients = _wide(gradients)
     count = gradients.shape[0]
     if axis is None:
         return gradients.reshape(count, 1, -1).permute(1, 2, 0)
-    return (
-        gradients.movedim(axis[0] + 1, 1).reshape(count, samples, -1).permute(1, 2, 0)
-    )
+    samples_first = gradients.movedim(axis[0] + 1, 1)
+    return samples_first.reshape(count, samples, -1).permute(1, 2, 0)
 
 
 def arrange(error: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor:
-    """An error as ``(S, 1, n)`` in the order of the probe gradients."""
+    """Return an error as ``(S, 1, n)`` in the order of the probe gradients."""
     error = _wide(error)
     if axis is None:
         return error.reshape(1, 1, -1)
@@ -105,10 +124,11 @@ def arrange(error: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor
 
 
 def project(probes: Tensor, error: Tensor) -> tuple[Tensor, int]:
-    """Inner products ``(K, S)`` of an error with the probe gradients, and how many errors are not finite.
+    """Return inner products ``(K, S)`` of an error with the probe gradients.
 
-    An infinite error (the format overflowed) that no probe looks at, a masked position say, costs nothing; one
-    that a probe looks at costs everything: its projection is infinite.
+    With them comes how many errors are not finite. An infinite error (the format
+    overflowed) that no probe looks at, a masked position say, costs nothing; one that a
+    probe looks at costs everything: its projection is infinite.
     """
     values = torch.bmm(error, probes)[:, 0, :].T
     if bool(values.isfinite().all()):
@@ -116,10 +136,12 @@ def project(probes: Tensor, error: Tensor) -> tuple[Tensor, int]:
     bad = ~error.isfinite()
     if not bool(bad.any()):
         return values, 0
-    seen = (probes.ne(0) & bad.transpose(1, 2)).any(dim=1)  # (S, K)
+    bad_elements = bad.transpose(1, 2)  # (S, n, 1)
+    looked_at = probes.ne(0)  # (S, n, K)
+    lost = (looked_at & bad_elements).any(dim=1)  # (S, K)
+    count = int((bad_elements & looked_at.any(dim=2, keepdim=True)).sum())
     values = torch.bmm(error.masked_fill(bad, 0.0), probes)[:, 0, :].T
-    count = int((bad.transpose(1, 2) & probes.ne(0).any(dim=2, keepdim=True)).sum())
-    return values.masked_fill(seen.T, float("inf")), count
+    return values.masked_fill(lost.T, float("inf")), count
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""The command line: each verb is the public function of the same name, with a parser in front.
+"""The command line: each verb is the function of the same name with a parser in front.
 
-Exit codes: 0 done (and the target is met), 1 the target is missed, 2 wrong usage or bad input, or interrupted.
+Exit codes: 0 done (and the target is met), 1 the target is missed, 2 wrong usage or bad
+input, or interrupted.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ app.command("bench")(bench.command)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code; errors are one message on standard error."""
+    """Run one command and return its exit code.
+
+    Errors are one message on standard error.
+    """
     try:
         result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
     except typer.Exit as done:

@@ -43,13 +43,14 @@ def command(
     measured.save(output)
     rows = ranked(measured, {})
     if json:
-        about = {
-            k: measured.about[k]
-            for k in ("workload", "formats", "probes", "samples", "target")
-        }
+        about = measured.about
         o.print_json(
             {
-                **about,
+                "workload": about.workload,
+                "formats": about.formats,
+                "probes": about.probes,
+                "samples": about.samples,
+                "target": about.target,
                 "coverage": coverage(measured),
                 "ranking": rows,
                 "output": str(output),

@@ -1,15 +1,20 @@
-"""``roundoff diagnose``: budget, plan, verify and report in one command; with a candidate, compare and explain too."""
+"""``roundoff diagnose``: budget, plan, verify and report in one command.
+
+With a candidate, compare and explain too.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from roundoff.cli import options as o
 
 if TYPE_CHECKING:
+    from roundoff.report import CandidateSummary, DiagnosisSummary
+    from roundoff.verbs.diagnose import Diagnosis
     from roundoff.verbs.diagnose_candidate import CandidateDiagnosis
 
 
@@ -73,7 +78,8 @@ def command(
     import roundoff
     from roundoff.errors import RunError
     from roundoff.files import check_folder
-    from roundoff.report import print_summary, write_html, write_json
+    from roundoff.verbs.diagnose import Sampling, diagnose_workload
+    from roundoff.verbs.diagnose_candidate import diagnose_candidate
 
     if candidate is None and (noise or backend is not None or steps != 1):
         raise RunError(
@@ -83,65 +89,72 @@ def command(
         )
     folder = check_folder(output)
     names = o.split(formats)
-    table = o.cost_table(cost, cost_table, names)
-    options: dict[str, Any] = {
-        "target": target,
-        "metric_drop": metric_drop,
-        "cost": cost,
-        "cost_table": table,
-        "pin": o.pairs(pin, "pin"),
-        "allow": o.allowed(allow),
-        "part": of,
-        "probes": probes,
-        "seed": seed,
-    }
+    goal = o.goal(target, metric_drop, cost, cost_table, pin, allow, names)
+    sampling = Sampling(part=of, probes=probes, seed=seed)
+    loaded = roundoff.Workload.load(workload)
+    if candidate is None:
+        with o.progress(json) as progress:
+            diagnosis = diagnose_workload(loaded, names, goal, sampling, progress)
+        return _finish(diagnosis, folder, json, top)
     with o.progress(json) as progress:
-        loaded = roundoff.Workload.load(workload)
-        if candidate is not None:
-            both = roundoff.diagnose(
-                loaded,
-                candidate=candidate,
-                output=folder,
-                steps=steps,
-                noise=noise,
-                backend=backend,
-                progress=progress,
-                **options,
-            )
-        else:
-            found = roundoff.diagnose(loaded, names, progress=progress, **options)
-    if candidate is not None:
-        return _against(both, folder, json, top)
-    found.budget.save(folder / "budget.parquet")
-    found.plan.save(folder / "plan.toml")
-    write_html(found.summary, folder / "report.html")
-    write_json(found.summary, folder / "summary.json")
-    if json:
-        print((folder / "summary.json").read_text())
-    else:
+        compared = diagnose_candidate(
+            loaded,
+            candidate,
+            goal,
+            sampling,
+            output=folder,
+            steps=steps,
+            noise=noise,
+            backend=backend,
+            progress=progress,
+        )
+    return _finish_candidate(compared, folder, json, top)
+
+
+def _finish(diagnosis: Diagnosis, folder: Path, json: bool, top: int) -> int:
+    """Write and print a diagnosis; return the exit code."""
+    from roundoff.report import print_summary, write_html
+
+    diagnosis.budget.save(folder / "budget.parquet")
+    diagnosis.plan.save(folder / "plan.toml")
+    write_html(diagnosis.summary, folder / "report.html")
+    _write_summary(diagnosis.summary, folder, json)
+    if not json:
         console = o.console(False)
-        print_summary(found.summary, console, top=top)
-        names_written = "report.html, budget.parquet, plan.toml, summary.json"
-        console.print(f"Written to {folder}: {names_written}", markup=False)
-    return 0 if found.verification.met else 1
+        print_summary(diagnosis.summary, console, top=top)
+        written = "report.html, budget.parquet, plan.toml, summary.json"
+        console.print(f"Written to {folder}: {written}", markup=False)
+    return 0 if diagnosis.verification.met else 1
 
 
-def _against(found: CandidateDiagnosis, folder: Path, json: bool, top: int) -> int:
-    """Write and print what a candidate's diagnosis found; the exit code."""
-    from roundoff.report import print_candidate, write_html, write_json
+def _finish_candidate(
+    compared: CandidateDiagnosis, folder: Path, json: bool, top: int
+) -> int:
+    """Write and print the diagnosis of a candidate; return the exit code."""
+    from roundoff.report import print_candidate, write_html
 
     written = ["reference", "candidate", "comparison", "report.html", "summary.json"]
-    found.comparison.report(folder / "report.html")
-    if found.diagnosis is not None:
-        found.diagnosis.budget.save(folder / "budget.parquet")
-        found.diagnosis.plan.save(folder / "plan.toml")
-        write_html(found.diagnosis.summary, folder / "plan.html")
+    compared.comparison.report(folder / "report.html")
+    diagnosis = compared.diagnosis
+    if diagnosis is not None:
+        diagnosis.budget.save(folder / "budget.parquet")
+        diagnosis.plan.save(folder / "plan.toml")
+        write_html(diagnosis.summary, folder / "plan.html")
         written += ["plan.html", "budget.parquet", "plan.toml"]
-    write_json(found.summary, folder / "summary.json")
+    _write_summary(compared.summary, folder, json)
+    if not json:
+        console = o.console(False)
+        print_candidate(compared.summary, console, top)
+        console.print(f"Written to {folder}: {', '.join(written)}", markup=False)
+    return 0 if compared.agrees else 1
+
+
+def _write_summary(
+    summary: DiagnosisSummary | CandidateSummary, folder: Path, json: bool
+) -> None:
+    """Write ``summary.json``, and print it too if JSON was asked for."""
+    from roundoff.report import write_json
+
+    write_json(summary, folder / "summary.json")
     if json:
         print((folder / "summary.json").read_text())
-    else:
-        console = o.console(False)
-        print_candidate(found.summary, console, top)
-        console.print(f"Written to {folder}: {', '.join(written)}", markup=False)
-    return 0 if found.agrees else 1

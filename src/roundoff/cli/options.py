@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from roundoff.budget import Progress
+    from roundoff.budget import Goal, Progress
 
 Formats = Annotated[
     str,
@@ -88,33 +88,64 @@ DEFAULT_FORMATS = "bf16,fp16,fp8_e4m3fn,int8"
 
 
 def split(formats: str) -> list[str]:
-    """Names separated by commas."""
+    """Return names separated by commas."""
     return [name.strip() for name in formats.split(",") if name.strip()]
 
 
 def pairs(options: list[str] | None, name: str) -> dict[str, str]:
-    """``PATTERN=FORMAT`` options as a dictionary. Raises ``PatternError`` where there is no ``=``."""
-    found = {}
+    """Return ``PATTERN=FORMAT`` options as a dictionary.
+
+    Raises ``PatternError`` where a part is missing.
+    """
+    formats = {}
     for option in options or []:
-        pattern, mark, value = option.rpartition("=")
-        if not mark or not pattern or not value:
+        pattern, _, value = option.rpartition("=")
+        if not pattern or not value:
             raise PatternError(
                 f"--{name} needs a pattern and a format",
                 where=f"--{name}",
                 expected="PATTERN=FORMAT, such as '*/softmax=fp32'",
                 got=repr(option),
             )
-        found[pattern] = value
-    return found
+        formats[pattern] = value
+    return formats
 
 
 def allowed(options: list[str] | None) -> dict[str, list[str]]:
-    """``PATTERN=FORMAT,FORMAT`` options as a dictionary of lists."""
+    """Return ``PATTERN=FORMAT,FORMAT`` options as a dictionary of lists."""
     return {pattern: split(value) for pattern, value in pairs(options, "allow").items()}
 
 
-def cost_table(cost: str, path: str | None, formats: list[str]) -> Any:
-    """The table of the seconds model: the user's file, or measured on this machine; None for the other models."""
+def goal(
+    target: str | None,
+    metric_drop: str | None,
+    cost: str,
+    table: str | None,
+    pin: list[str] | None,
+    allow: list[str] | None,
+    formats: Sequence[str],
+) -> Goal:
+    """Return what a plan is chosen for, from the options of that name.
+
+    ``formats`` are those whose seconds are measured where no table says them.
+    """
+    from roundoff.budget import Goal
+
+    return Goal(
+        target=target,
+        metric_drop=metric_drop,
+        cost=cost,
+        cost_table=cost_table(cost, table, formats),
+        pin=pairs(pin, "pin"),
+        allow=allowed(allow),
+    )
+
+
+def cost_table(cost: str, path: str | None, formats: Sequence[str]) -> Any:
+    """Return the table of the seconds model; None for the other models.
+
+    It is the user's file, or measured on this machine.
+    """
     from roundoff.plan import measure_seconds, read_seconds
 
     if cost != "seconds":
@@ -129,14 +160,14 @@ def cost_table(cost: str, path: str | None, formats: list[str]) -> Any:
 
 
 def print_json(data: Any) -> None:
-    """One JSON object on standard output; numbers that are not finite become null."""
+    """Print one JSON object; numbers that are not finite become null."""
     from roundoff.report import json_text
 
     print(json_text(data))
 
 
 def console(quiet: bool) -> Console:
-    """Where tables go: standard output, or nowhere when JSON was asked for."""
+    """Return where tables go: standard output, or nowhere when JSON was asked for."""
     from rich.console import Console
 
     return Console(quiet=quiet, highlight=False)
@@ -144,7 +175,10 @@ def console(quiet: bool) -> Console:
 
 @contextmanager
 def progress(quiet: bool) -> Iterator[Progress | None]:
-    """A progress line on standard error, one task for each stage of the work; None when quiet."""
+    """Yield a progress line on standard error, one task for each stage.
+
+    None when quiet, and where nobody watches.
+    """
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -175,5 +209,5 @@ def progress(quiet: bool) -> Iterator[Progress | None]:
 
 
 def said(path: str | Path | None) -> str:
-    """A path as a message shows it."""
+    """Return a path as a message shows it."""
     return str(path) if path is not None else "-"

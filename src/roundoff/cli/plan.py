@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -32,27 +33,19 @@ def command(
     json: o.Json = False,
 ) -> int:
     """Choose a format for each site: the cheapest plan whose predicted SQNR meets the target."""
-    from roundoff.budget import Budget
-    from roundoff.report import print_plan
+    from roundoff.budget import Budget, choose
+    from roundoff.report import plain, print_plan
     from roundoff.verbs.diagnose import plan_summary
 
     measured = Budget.load(budget)
     names = None if formats is None else o.split(formats)
-    table = o.cost_table(cost, cost_table, names or measured.about["formats"])
-    chosen = measured.plan(
-        target,
-        metric_drop=metric_drop,
-        max_cost=max_cost,
-        cost=cost,
-        cost_table=table,
-        pin=o.pairs(pin, "pin"),
-        allow=o.allowed(allow),
-        formats=names,
-    )
+    seconds_of = names or measured.about.formats
+    goal = o.goal(target, metric_drop, cost, cost_table, pin, allow, seconds_of)
+    chosen = choose(measured, replace(goal, max_cost=max_cost, formats=names))
     chosen.save(output)
     summary = plan_summary(measured, chosen)
     if json:
-        o.print_json({**summary, "output": str(output)})
+        o.print_json({**plain(summary), "output": str(output)})
     else:
         console = o.console(False)
         print_plan(summary, console)

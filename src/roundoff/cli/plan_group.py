@@ -1,10 +1,14 @@
-"""``roundoff plan`` with its subcommands: a first word that is none of them is the budget to plan from."""
+"""``roundoff plan`` with its subcommands.
+
+A first word that is none of them is the budget to plan from.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -12,7 +16,12 @@ from typer.core import TyperCommand, TyperGroup
 from roundoff.cli import options as o
 from roundoff.cli import plan
 
+if TYPE_CHECKING:
+    from roundoff.plan import SiteDecision
+
 _BUDGET = "budget"
+#: Names of the tool whose lists edit a library.
+ASCEND = ("ascend", "cann")
 
 Tool = Annotated[
     str,
@@ -33,10 +42,10 @@ Model = Annotated[
 
 
 class PlanGroup(TyperGroup):
-    """Hands what is no subcommand to ``roundoff plan BUDGET``, options and ``--help`` included."""
+    """Hands what is no subcommand to ``roundoff plan BUDGET``, ``--help`` included."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the name of the hidden subcommand in front where none is given."""
+        """Put the name of the hidden subcommand in front if there is none."""
         named = bool(args) and args[0] in self.commands and args[0] != _BUDGET
         return super().parse_args(ctx, args if named else [_BUDGET, *args])
 
@@ -47,7 +56,7 @@ class FromBudget(TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        """As ``roundoff plan``, not a word below it."""
+        """Show it as ``roundoff plan``, not as a word below it."""
         return super().make_context(
             parent.info_name or info_name, args, parent.parent, **extra
         )
@@ -96,49 +105,53 @@ def convert(
     ] = False,
     json: o.Json = False,
 ) -> int:
-    """Read a plan or another tool's operator lists, and write them as a plan or for another tool."""
+    """Read a plan or another tool's operator lists, and write them as a plan or for
+    another tool."""
     from roundoff.plan import Lists, read_lists, write_lists
     from roundoff.workload import Workload
 
     module = Workload.load(model).model if model is not None else None
-    library = base if base is not None and _ascend(source, tool) else None
-    found = read_lists(
-        source, tool=tool, model=module, format=format, base=library, partial=partial
+    edits_library = base is not None and _is_ascend(source, tool)
+    read = read_lists(
+        source,
+        tool=tool,
+        model=module,
+        format=format,
+        base=base if edits_library else None,
+        partial=partial,
     )
     if to == "plan":
-        found.save(output)
-        done = Lists(
-            [],
-            [],
-            f"roundoff.autocast({str(output)!r}, model)" if found.autocast else "",
-        )
+        read.save(output)
+        use = f"roundoff.autocast({str(output)!r}, model)" if read.autocast else ""
+        written = Lists([], [], use)
     else:
-        done = write_lists(
-            found,
+        written = write_lists(
+            read,
             to,
             output,
-            base=base if to in ("ascend", "cann") else None,
+            base=base if to in ASCEND else None,
             model=module,
             partial=partial,
         )
-    read = (
-        {key: list(found.about.get(key, [])) for key in ("left_out", "notes")}
-        if "from" in found.about
-        else {}
-    )
-    said = {
-        "output": str(output),
-        "use": done.use,
-        "left_out": read.get("left_out", []) + done.left_out,
-        "notes": read.get("notes", []) + done.notes,
-    }
+    about = read.about if "from" in read.about else {}
+    left_out = [*about.get("left_out", []), *written.left_out]
+    notes = [*about.get("notes", []), *written.notes]
     if json:
-        o.print_json(said)
+        o.print_json(
+            {
+                "output": str(output),
+                "use": written.use,
+                "left_out": left_out,
+                "notes": notes,
+            }
+        )
         return 0
-    for label, lines in (("Left out", said["left_out"]), ("Note", said["notes"])):
-        for line in lines:
-            print(f"{label}: {line}")
-    print(f"Written to {output}" + (f"; use: {done.use}" if done.use else ""))
+    for line in left_out:
+        print(f"Left out: {line}")
+    for line in notes:
+        print(f"Note: {line}")
+    use = f"; use: {written.use}" if written.use else ""
+    print(f"Written to {output}{use}")
     return 0
 
 
@@ -172,42 +185,44 @@ def explain(
     ] = "cpu",
     json: o.Json = False,
 ) -> int:
-    """Say for each site which rule of a plan decides, and what autocast's own lists say on CPU and CUDA."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from roundoff.plan import DEVICES, read_lists
+    """Say for each site which rule of a plan decides, and what autocast's own lists
+    say on CPU and CUDA."""
     from roundoff.plan import explain as decide
+    from roundoff.plan import read_lists
     from roundoff.workload import Workload
 
     model = Workload.load(workload).model if workload is not None else None
-    found = read_lists(source, model=model)
-    decisions = decide(found, sites, model=model, device=device, file=source)
+    lists = read_lists(source, model=model)
+    decisions = decide(lists, sites, model=model, device=device, file=source)
     if json:
-        o.print_json([{**dataclasses.asdict(d), "why": d.why} for d in decisions])
-        return 0
-    table = Table(
-        "site",
-        "format",
-        "decided by",
-        *(f"autocast, {d}" for d in DEVICES if found.autocast),
-        box=None,
-    )
-    for d in decisions:
-        said = (d.listed.get(name, "–") for name in DEVICES if found.autocast)
-        table.add_row(
-            *map(Text, (d.site, d.format, d.why, *said))
-        )  # Text: a name in brackets is no markup
-    o.console(False).print(table)
+        rows = [{**dataclasses.asdict(row), "why": row.why} for row in decisions]
+        o.print_json(rows)
+    else:
+        _print_decisions(decisions, with_autocast=bool(lists.autocast))
     return 0
 
 
-def _ascend(source: Path, tool: str | None) -> bool:
-    """Whether the input is one of Ascend's mixlists: those edit the library."""
+def _print_decisions(decisions: Sequence[SiteDecision], *, with_autocast: bool) -> None:
+    """Print a table of deciding rules, with what autocast's own lists say."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from roundoff.plan import DEVICES
+
+    devices = DEVICES if with_autocast else ()
+    columns = [f"autocast, {device}" for device in devices]
+    table = Table("site", "format", "decided by", *columns, box=None)
+    for row in decisions:
+        listed = [row.listed.get(device, "–") for device in devices]
+        # Text: a name in brackets is no markup
+        table.add_row(*map(Text, (row.site, row.format, row.why, *listed)))
+    o.console(False).print(table)
+
+
+def _is_ascend(source: Path, tool: str | None) -> bool:
+    """Return True if the input is one of Ascend's mixlists: those edit the library."""
     from roundoff.plan import READERS, read_file
 
-    return (
-        tool in ("ascend", "cann")
-        if tool is not None
-        else READERS["ascend"](read_file(source))
-    )
+    if tool is not None:
+        return tool in ASCEND
+    return READERS["ascend"](read_file(source))

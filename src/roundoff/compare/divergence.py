@@ -174,7 +174,9 @@ class Divergence:
                     waiting.append(theirs)
         else:
             waiting = list(
-                values_read(row, 1) if row["call"] >= 0 else row["inputs"] or ()
+                values_read(row["operator"], row["overload"], row["inputs"])
+                if row["call"] >= 0
+                else row["inputs"] or ()
             )
         seen: set[int] = set()
         while waiting:

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from roundoff.errors import RunError
-from roundoff.ops import Reason, apart, made, overload_of, restore, run_again
+from roundoff.ops import (
+    Reason,
+    outside_of_modes,
+    overload_of,
+    restore,
+    run_again,
+    tensors_made,
+)
 
 Row = Mapping[str, Any]
 
@@ -74,14 +81,14 @@ def call(
         return found
     if not found.text.startswith(_EXACT):
         raise Unable(found.text)
-    with apart(func):
+    with outside_of_modes(func):
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise Unable(
                 f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]
             ) from error
-    return list(made(func, args, kwargs, result))
+    return list(tensors_made(func, args, kwargs, result))
 
 
 def stored(tensors: Tensors, record: int) -> Tensor:

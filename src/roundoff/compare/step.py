@@ -198,7 +198,8 @@ def _slots(
 ) -> list[tuple[int, int]]:
     """What two aligned rows read in the same places: not the memory that they overwrite. The operands of a sum or product
     may be exchanged."""
-    ours, theirs = values_read(twin, 1), values_read(row, 1)
+    ours = values_read(twin["operator"], twin["overload"], twin["inputs"])
+    theirs = values_read(row["operator"], row["overload"], row["inputs"])
     if len(ours) != len(theirs):
         return []
     if len(ours) == 2 and base(row["operator"]) in COMMUTATIVE:
@@ -221,7 +222,9 @@ def _first_rows(rows: Mapping[int, Row]) -> dict[int, Row]:
 
 
 def _read(row: Row) -> list[int]:
-    return values_read(row, 1) if row["call"] >= 0 else list(row["inputs"] or ())
+    if row["call"] < 0:
+        return list(row["inputs"] or ())
+    return values_read(row["operator"], row["overload"], row["inputs"])
 
 
 def _remember(

@@ -1,7 +1,8 @@
-"""The arguments of an operator call as text, and back: what a recorded call needs to be run again.
+"""The arguments of an operator call as text, and back: what a recorded call needs to run again.
 
-Tensors are written as the number of their record, so that ``restore(describe(args, kwargs, f), g)`` gives the same
-arguments with ``g(f(tensor))`` in place of each tensor. Lists stay lists and tuples tuples.
+Tensors are written as the number of their record, so that ``restore(describe(args, kwargs, f),
+g)`` gives the same arguments with ``g(f(tensor))`` in place of each tensor. Lists stay lists and
+tuples tuples.
 
 >>> import torch
 >>> x = torch.ones(3)
@@ -25,6 +26,9 @@ from torch._ops import OpOverload
 
 from roundoff.errors import RunError
 
+#: The keyword arguments of a call.
+Keywords = Mapping[str, Any]
+
 #: torch's constants that kernels take, each written by its name in ``torch``.
 _CONSTANTS: dict[str, type] = {
     "dtype": torch.dtype,
@@ -39,12 +43,13 @@ class _Unknown(Exception):  # noqa: N818 - never leaves this module
 
 def describe(
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Keywords,
     record_of: Callable[[Tensor], int | None],
 ) -> str | None:
-    """The arguments as JSON, or None where one cannot be written: a generator, an object, a tensor without a record.
+    """Return the arguments as JSON, or None where one cannot be written.
 
-    Numbers are written exactly, NaN and infinities included; symbolic numbers by the value they have here.
+    That is a generator, an object, a tensor without a record. Numbers are written exactly, NaN and
+    infinities included; symbolic numbers by the value that they have now.
     """
     try:
         parts = (
@@ -58,14 +63,12 @@ def describe(
 
 def restore(
     text: str, tensor_of: Callable[[int], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that ``describe`` has written. Raises ``RunError`` for any other text."""
+) -> tuple[tuple[Any, ...], Keywords]:
+    """Return the arguments that ``describe`` has written. Raises ``RunError`` for any other text."""
     try:
         args, kwargs = json.loads(text)
         for value in (*args, *kwargs.values()):
-            _read(
-                value, int
-            )  # all of it is checked before the first tensor is asked for
+            _read(value, int)  # all of it, before the first tensor is asked for
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(
             "the recorded arguments of a call cannot be read",
@@ -73,13 +76,12 @@ def restore(
             got=f"{type(error).__name__}: {error}",
             do="record the run again with this version of roundoff",
         ) from error
-    return tuple(_read(v, tensor_of) for v in args), {
-        k: _read(v, tensor_of) for k, v in kwargs.items()
-    }
+    values = tuple(_read(value, tensor_of) for value in args)
+    return values, {key: _read(value, tensor_of) for key, value in kwargs.items()}
 
 
 def overload_of(name: str) -> OpOverload:
-    """The operator that a recorded overload names: ``aten.add.Tensor``, ``mylib.scale.default``.
+    """Return the operator that a recorded overload names: ``aten.add.Tensor``, ``mylib.scale.default``.
 
     Raises ``RunError`` when torch has no such operator now.
 
@@ -89,21 +91,18 @@ def overload_of(name: str) -> OpOverload:
     space, _, rest = name.partition(".")
     packet, _, overload = rest.rpartition(".")
     try:
-        found = getattr(getattr(getattr(torch.ops, space), packet), overload)
+        operator = getattr(getattr(getattr(torch.ops, space), packet), overload)
     except (AttributeError, RuntimeError):
-        found = None
-    if isinstance(found, OpOverload):
-        return found
-    known = space == "aten"
+        operator = None
+    if isinstance(operator, OpOverload):
+        return operator
+    expected = "a registered custom operator"
+    do = f"import the library that registers {space!r} first"
+    if space == "aten":
+        expected = f"an operator of torch {torch.__version__}"
+        do = "use the version of torch that recorded the run"
     raise RunError(
-        "torch does not know this operator",
-        expected=f"an operator of torch {torch.__version__}"
-        if known
-        else "a registered custom operator",
-        got=name,
-        do="use the version of torch that recorded the run"
-        if known
-        else f"import the library that registers {space!r} first",
+        "torch does not know this operator", expected=expected, got=name, do=do
     )
 
 
@@ -115,32 +114,31 @@ def _write(value: Any, record_of: Callable[[Tensor], int | None]) -> Any:
         return {"record": int(record)}
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, (int, torch.SymInt)):
-        return int(value)
+    if isinstance(value, list):
+        return [_write(v, record_of) for v in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_write(v, record_of) for v in value]}
+    if isinstance(value, slice):
+        ends = (value.start, value.stop, value.step)
+        return {"slice": [_write(v, record_of) for v in ends]}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    for kind, cls in _CONSTANTS.items():
+        if isinstance(value, cls):
+            return {kind: str(value).removeprefix("torch.")}
+    return _write_number(value)
+
+
+def _write_number(value: Any) -> Any:
     if isinstance(value, torch.SymBool):
         return bool(value)
+    if isinstance(value, (int, torch.SymInt)):
+        return int(value)
     if isinstance(value, (float, torch.SymFloat)):
         number = float(value)
         return number if math.isfinite(number) else {"float": str(number)}
     if isinstance(value, complex):
-        return {
-            "complex": [_write(value.real, record_of), _write(value.imag, record_of)]
-        }
-    if isinstance(value, tuple):
-        return {"tuple": [_write(v, record_of) for v in value]}
-    if isinstance(value, list):
-        return [_write(v, record_of) for v in value]
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if isinstance(value, slice):
-        return {
-            "slice": [
-                _write(v, record_of) for v in (value.start, value.stop, value.step)
-            ]
-        }
-    for kind, cls in _CONSTANTS.items():
-        if isinstance(value, cls):
-            return {kind: str(value).removeprefix("torch.")}
+        return {"complex": [_write_number(value.real), _write_number(value.imag)]}
     raise _Unknown
 
 
@@ -152,17 +150,19 @@ def _read(value: Any, tensor_of: Callable[[int], Any]) -> Any:
     [(kind, inner)] = value.items()
     if kind == "record":
         return tensor_of(inner)
-    if kind == "float":
-        return float(inner)
-    if kind == "complex":
-        return complex(*(_read(v, tensor_of) for v in inner))
-    if kind == "tuple":
-        return tuple(_read(v, tensor_of) for v in inner)
-    if kind == "slice":
-        return slice(*(_read(v, tensor_of) for v in inner))
-    if kind == "device":
-        return torch.device(inner)
+    if kind in _READERS:
+        return _READERS[kind](_read(inner, tensor_of))
     constant = getattr(torch, inner)
     if not isinstance(constant, _CONSTANTS[kind]):
         raise TypeError(f"{inner!r} is not a {kind}")
     return constant
+
+
+#: What a marked value is made from: its text, or the list of its parts.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "device": torch.device,
+    "tuple": tuple,
+    "complex": lambda parts: complex(*parts),
+    "slice": lambda ends: slice(*ends),
+}

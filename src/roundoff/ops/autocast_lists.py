@@ -1,9 +1,11 @@
-"""What torch.autocast does with each operator on each kind of device: its built-in lists, asked from torch itself.
+"""What torch.autocast does with each operator on each kind of device, asked from torch itself.
 
-The lists are compiled into torch, one set a device, and differ: on a CPU softmax, layer_norm, exp and sum are on no list
-and stay in half precision where their input is, on CUDA they run in fp32. Which operators have an autocast kernel is read
-from torch's dispatcher, so it is right for the version that runs; of which kind it is stands here (torch's
-``ATen/autocast_mode.h``, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_PROMOTE, and the CPU's registrations).
+The lists are compiled into torch, one set a device, and differ: on a CPU softmax, layer_norm, exp
+and sum are on no list and stay in half precision where their input is, on CUDA they run in fp32.
+Which operators have an autocast kernel is read from torch's dispatcher, so it is right for the
+version that runs; of which kind it is stands in the table of operators (torch's
+``ATen/autocast_mode.h``, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_PROMOTE, and the CPU's
+registrations).
 """
 
 from __future__ import annotations
@@ -31,24 +33,25 @@ KEYS = {
 
 #: What is said of fp16 on such a CPU (measured on GPT-2 and ResNet-18 steps).
 SLOW_FP16 = (
-    "fp16 on this CPU, which has no fp16 arithmetic: 16 to 32 times slower than fp32 was measured; bf16 is what a CPU "
-    "trains in"
+    "fp16 on this CPU, which has no fp16 arithmetic: 16 to 32 times slower than fp32 was "
+    "measured; bf16 is what a CPU trains in"
 )
 
 
 def slow_in_fp16(device: torch.device) -> bool:
-    """Whether it is a CPU without matrix arithmetic in fp16."""
-    amx: Callable[[], bool] = getattr(
+    """Return True for a CPU without matrix arithmetic in fp16."""
+    has_amx: Callable[[], bool] = getattr(
         torch.cpu, "_is_amx_fp16_supported", lambda: False
     )
-    return device.type == "cpu" and not amx()
+    return device.type == "cpu" and not has_amx()
 
 
 def listed(operator: str, device: str = "cpu") -> Listed:
-    """What torch.autocast does with an operator (out of place) on a device: runs it in the ``lower`` format, in ``fp32``,
-    in the widest format of its inputs (``promote``), or leaves it alone (``follow``).
+    """Return what torch.autocast does with an operator (out of place) on a device.
 
-    ``operator`` is a site's operator or an aten name. Raises ``PlanError`` for a device without autocast.
+    It runs it in the ``lower`` format, in ``fp32``, in the widest format of its inputs
+    (``promote``), or leaves it alone (``follow``). ``operator`` is a site's operator or an aten
+    name. Raises ``PlanError`` for a device without autocast.
 
     >>> [listed("softmax", device) for device in ("cpu", "cuda")], listed("linear"), listed("add")
     (['follow', 'fp32'], 'lower', 'follow')
@@ -69,10 +72,10 @@ def _class(name: str) -> Listed:
 
 
 def differences(device: str, other: str) -> dict[str, tuple[Listed, Listed]]:
-    """The operators that the built-in lists of two devices treat differently: operator to (device's, other's)."""
+    """Return the operators that two devices treat differently: operator to (device's, other's)."""
     names = sorted(_names(device) | _names(other))
-    found = {name: (listed(name, device), listed(name, other)) for name in names}
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+    pairs = {name: (listed(name, device), listed(name, other)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 @functools.cache

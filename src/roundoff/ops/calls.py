@@ -1,10 +1,10 @@
-"""See every torch-level call a model makes, with its site name, operands and where their values came from.
+"""See every torch-level call of a model: its site, its operands and where their values come from.
 
-``CallMode`` is a ``TorchFunctionMode``: it stands above autograd, so it sees ``F.linear``, ``x + y`` and
-``x.softmax(-1)`` as the user's code calls them, in functional code as well as inside modules, and gradients
-reach what its handler returns. Functions of ``torch.nn.functional`` that are written in Python are entered, so
-that ``F.multi_head_attention_forward`` shows the operators it is made of and ``F.softmax``, ``torch.softmax``
-and ``Tensor.softmax`` are one operator.
+``CallMode`` is a ``TorchFunctionMode``: it stands above autograd, so it sees ``F.linear``, ``x +
+y`` and ``x.softmax(-1)`` as the user's code calls them, in functional code as well as inside
+modules, and gradients reach what its handler returns. Functions of ``torch.nn.functional`` that
+are written in Python are entered, so that ``F.multi_head_attention_forward`` shows the operators
+it is made of, and ``F.softmax``, ``torch.softmax`` and ``Tensor.softmax`` are one operator.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.ops.operators import Operator, einsum_axes
 from roundoff.ops.position import Place, Position
-from roundoff.ops.table import operators_that
+from roundoff.ops.table import OperandSpec, operators_that
 from roundoff.site import Site
 
 _MOVES = operators_that("move values")
@@ -38,9 +39,13 @@ _DROPS_OUT = operators_that("drop out")
 class Operand:
     """One floating-point tensor argument of a call.
 
-    ``role`` is ``activation``, ``weight`` or ``bias``; ``sources`` are the sites or parameters its values come
-    from (through views and copies), empty for model inputs and constants; ``""`` among them says that such values
-    are mixed in.
+    Attributes:
+        leaf: its place among the call's ``leaves``.
+        role: ``activation``, ``weight`` or ``bias``.
+        reduce: the axis that it is contracted over.
+        channel: the axis that keeps a scale of its own.
+        sources: the sites or parameters that its values come from (through views and copies);
+            empty for model inputs and constants; ``""`` says that such values are mixed in.
     """
 
     leaf: int
@@ -50,9 +55,23 @@ class Operand:
     sources: frozenset[str]
 
 
+#: Positional and keyword arguments.
+Arguments = tuple[list[Any], dict[str, Any]]
+
+
 @dataclass
 class Call:
-    """One operator call: what was called with what, able to run again on other values of its arguments."""
+    """One operator call, which can run again on other values of its arguments.
+
+    Attributes:
+        site: its name.
+        operator: what was called.
+        func: the function of torch.
+        leaves: the tensors and values in its arguments, in order.
+        layout: for each argument its position or name, its nesting, and how many leaves it has.
+        operands: the tensors that a format may round.
+        autocast: (device type, dtype) of the autocast region that the call was made in.
+    """
 
     site: Site
     operator: Operator
@@ -60,7 +79,6 @@ class Call:
     leaves: list[Any]
     layout: list[tuple[str | int, TreeSpec, int]]
     operands: list[Operand]
-    #: (device type, dtype) of the autocast region that the call was made in
     autocast: tuple[str, torch.dtype] | None = None
 
     @property
@@ -68,10 +86,8 @@ class Call:
         """See ``Operator.kind``."""
         return self.operator.kind
 
-    def arguments(
-        self, leaves: list[Any] | None = None
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments with ``leaves`` in their places (the call's own when None)."""
+    def arguments(self, leaves: list[Any] | None = None) -> Arguments:
+        """Return the arguments with ``leaves`` in their places (None: the call's own)."""
         leaves = self.leaves if leaves is None else leaves
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -86,7 +102,7 @@ class Call:
         return args, kwargs
 
     def run(self, leaves: list[Any] | None = None) -> Any:
-        """The operator's result on ``leaves`` (the call's own when None; then an in-place operator writes)."""
+        """Run the operator on ``leaves`` (None: the call's own, which an in-place operator writes)."""
         args, kwargs = self.arguments(leaves)
         if self.autocast is None or torch.is_autocast_enabled(self.autocast[0]):
             return self.func(*args, **kwargs)
@@ -94,7 +110,7 @@ class Call:
             return self.func(*args, **kwargs)
 
     def again(self, leaves: list[Any]) -> Any:
-        """The operator's result on ``leaves``, writing into none of them."""
+        """Run the operator on ``leaves``, writing into none of them."""
         if self.operator.inplace and isinstance(leaves[0], Tensor):
             leaves = [leaves[0].clone(), *leaves[1:]]
         return self.run(leaves)
@@ -107,12 +123,12 @@ class Handler(Protocol):
         """Run the call, or a changed version of it, and return the result."""
 
     def before_write(self, tensor: Tensor) -> None:
-        """``tensor`` is about to be written in place."""
+        """Take note that ``tensor`` is about to be written in place."""
 
 
 @dataclass
 class Excluded:
-    """Calls that did not become sites, for one operator and one reason."""
+    """Calls of one operator that did not become sites, for one reason."""
 
     operator: str
     reason: str
@@ -121,7 +137,14 @@ class Excluded:
 
 
 class CallMode(TorchFunctionMode):
-    """Names every call and hands it to ``handler``; made by ``watch``."""
+    """Name every call and hand it to ``handler``; made by ``watch``.
+
+    Attributes:
+        position: where the forward pass is.
+        scripted: the paths of TorchScript modules, whose operators are hidden.
+        calls: how many calls were sites since ``begin``.
+        excluded: the calls that were not, by operator and reason.
+    """
 
     def __init__(self, model: nn.Module, handler: Handler) -> None:
         super().__init__()
@@ -136,10 +159,9 @@ class CallMode(TorchFunctionMode):
         self._sources: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def begin(self) -> None:
-        """A new forward pass: call indices start again."""
+        """Start a new forward pass: call indices start again."""
         self._sources = WeakIdKeyDictionary()
         self.calls = 0
-        self.position.begin()
         for path in self.scripted:
             self.position.go_to(Place((path,)))
             self._exclude("forward", "TorchScript hides its operators")
@@ -149,22 +171,13 @@ class CallMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        inner = entered(func)
-        if inner is not None:
+        body = entered(func)
+        if body is not None:
             with self:
-                return inner(*args, **kwargs)
+                return body(*args, **kwargs)
         operator = Operator.of(func)
         if operator.name == "shape" or not _has_float(args, kwargs):
-            result = func(*args, **kwargs)
-            if operator.name in _EXACT and _is_float(result):
-                self._sources[result] = frozenset()
-            if (
-                any(map(_is_complex, args))
-                and isinstance(result, Tensor)
-                and operator.name not in _MOVES
-            ):
-                self._exclude(operator.name, "complex numbers")
-            return result
+            return self._run_without_floats(func, operator, args, kwargs)
         reason = _no_site(operator, args, kwargs)
         if reason is not None:
             if operator.inplace and isinstance(args[0], Tensor):
@@ -172,6 +185,22 @@ class CallMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             self.passed_on(func, operator, reason, result, args, kwargs)
             return result
+        return self._run_site(func, operator, args, kwargs)
+
+    def _run_without_floats(
+        self, func: Callable[..., Any], operator: Operator, args: Any, kwargs: Any
+    ) -> Any:
+        result = func(*args, **kwargs)
+        if operator.name in _EXACT and _is_float(result):
+            self._sources[result] = frozenset()
+        reads_complex = any(map(_is_complex, args))
+        if reads_complex and isinstance(result, Tensor) and operator.name not in _MOVES:
+            self._exclude(operator.name, "complex numbers")
+        return result
+
+    def _run_site(
+        self, func: Callable[..., Any], operator: Operator, args: Any, kwargs: Any
+    ) -> Any:
         call = self._call(func, operator, args, kwargs)
         if operator.inplace:
             self.handler.before_write(args[0])
@@ -183,100 +212,82 @@ class CallMode(TorchFunctionMode):
             self.calls += 1
             for tensor in outputs:
                 self._made(tensor, frozenset((str(call.site),)), operator.inplace)
-        elif tensors := [
-            leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)
-        ]:
-            reason = (
-                "complex numbers"
-                if any(map(_is_complex, tensors))
-                else "integer or boolean result"
-            )
-            self._exclude(operator.name, reason)
+            return result
+        tensors = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+        if any(map(_is_complex, tensors)):
+            self._exclude(operator.name, "complex numbers")
+        elif tensors:
+            self._exclude(operator.name, "integer or boolean result")
         return result
 
     def _call(
         self, func: Callable[..., Any], operator: Operator, args: Any, kwargs: Any
     ) -> Call:
-        module, index = self.position.next_call(operator.name)
+        module, number = self.position.next_call(operator.name)
+        specs = _operand_specs(operator, args)
         leaves: list[Any] = []
         layout: list[tuple[str | int, TreeSpec, int]] = []
         operands: list[Operand] = []
-        named = (
-            {spec.name: spec for spec in operator.spec.operands}
-            if operator.spec
-            else {}
-        )
-        # a packed sequence brings its batch sizes as a second argument
-        shift = int(operator.kind == "rnn" and len(args) > 1 and _is_integer(args[1]))
-        placed = {
-            spec.index + shift * (spec.index > 0): spec for spec in named.values()
-        }
-        for key, value in [
-            *enumerate(args),
-            *((k, v) for k, v in kwargs.items() if k != "out"),
-        ]:
-            flat, spec = tree_flatten(value)
-            layout.append((key, spec, len(flat)))
-            entry = placed.get(key) if isinstance(key, int) else named.get(key)
-            for position, leaf in enumerate(flat):
-                place = len(leaves)
-                leaves.append(leaf)
-                if not _is_float(leaf):
-                    continue
-                sources = self._sources_of(leaf)
-                sources = frozenset() if sources == {""} else sources
-                weight = bool(sources) and sources <= self._param_names
-                if operator.name == "einsum":
-                    which = position if key == 1 else int(key) - 1
-                    reduce, channel = einsum_axes(args[0], which)
-                    role = "weight" if weight else "activation"
-                    operands.append(Operand(place, role, reduce, channel, sources))
-                elif entry is not None:
-                    bias = entry.bias or (
-                        weight and leaf.ndim < 2 and entry.name == "params"
-                    )
-                    role = "bias" if bias else "weight" if weight else "activation"
-                    operands.append(
-                        Operand(place, role, entry.reduce, entry.channel, sources)
-                    )
-                elif operator.spec is None:
-                    # running statistics stay in the format they are kept in; a 0-dim tensor is a scalar factor
-                    kept = operator.kind == "normalization" and key in (
-                        3,
-                        4,
-                        "running_mean",
-                        "running_var",
-                    )
-                    scalar = leaf.ndim == 0 and not weight
-                    if not scalar and not (
-                        kept and operator.name in ("batch_norm", "instance_norm")
-                    ):
-                        role = "weight" if weight else "activation"
-                        operands.append(Operand(place, role, -1, 0, sources))
-        site = Site(module, operator.name, index)
+        for key, value in _inputs(args, kwargs):
+            flat, tree = tree_flatten(value)
+            layout.append((key, tree, len(flat)))
+            for position, tensor in enumerate(flat):
+                if _is_float(tensor):
+                    argument = _Argument(key, position, tensor, len(leaves))
+                    spec = specs.get(key)
+                    operand = self._operand(operator, argument, spec, args)
+                    if operand is not None:
+                        operands.append(operand)
+                leaves.append(tensor)
+        site = Site(module, operator.name, number)
         return Call(site, operator, func, leaves, layout, operands, _autocast(leaves))
 
+    def _operand(
+        self,
+        operator: Operator,
+        argument: _Argument,
+        spec: OperandSpec | None,
+        args: Any,
+    ) -> Operand | None:
+        """The operand that a tensor is; None for one that is not rounded."""
+        sources = self._sources_of(argument.tensor)
+        if sources == {""}:
+            sources = frozenset()
+        is_weight = bool(sources) and sources <= self._param_names
+        role = "weight" if is_weight else "activation"
+        if operator.name == "einsum":
+            reduce, channel = einsum_axes(args[0], argument.factor)
+            return Operand(argument.leaf, role, reduce, channel, sources)
+        if spec is not None:
+            if spec.bias or (is_weight and _is_listed_bias(spec, argument.tensor)):
+                role = "bias"
+            return Operand(argument.leaf, role, spec.reduce, spec.channel, sources)
+        if operator.spec is not None or _is_statistic(operator, argument):
+            return None
+        if argument.tensor.ndim == 0 and not is_weight:
+            return None  # a scalar factor
+        return Operand(argument.leaf, role, -1, 0, sources)
+
     def _sources_of(self, value: Any) -> frozenset[str]:
-        found: frozenset[str] = frozenset()
+        sources: frozenset[str] = frozenset()
         for leaf in tree_flatten(value)[0]:
             if isinstance(leaf, Tensor):
                 name = self._params.get(id(leaf))
                 if name:
-                    found |= {name}
+                    sources |= {name}
                 elif leaf in self._sources:
-                    found |= self._sources[leaf]
+                    sources |= self._sources[leaf]
                 elif _is_float(leaf) and leaf.ndim:
-                    found |= {""}
-        return found
+                    sources |= {""}
+        return sources
 
     def _made(self, tensor: Tensor, sources: frozenset[str], inplace: bool) -> None:
         if id(tensor) not in self._params:
             self._sources[tensor] = sources
         base = tensor._base
         if inplace and base is not None and id(base) not in self._params:
-            self._sources[base] = (
-                self._sources_of(base) | sources
-            )  # written through a view
+            # written through a view
+            self._sources[base] = self._sources_of(base) | sources
 
     def passed_on(
         self,
@@ -287,14 +298,15 @@ class CallMode(TorchFunctionMode):
         args: Any,
         kwargs: Any,
     ) -> None:
-        """``func`` has run and is not a site, for ``reason``: where its result's values come from."""
-        sources = (
-            frozenset() if operator.name in _EXACT else self._sources_of((args, kwargs))
-        )
+        """Note where a result's values come from; ``func`` has run and is no site, for ``reason``."""
+        sources: frozenset[str] = frozenset()
+        if reason == "random" or operator.name in _CREATES - _EXACT:
+            sources = frozenset(("",))
+        elif operator.name not in _EXACT:
+            sources = self._sources_of((args, kwargs))
         outputs = float_tensors(result)
         for tensor in outputs:
-            drawn = reason == "random" or operator.name in _CREATES - _EXACT
-            self._made(tensor, frozenset(("",)) if drawn else sources, operator.inplace)
+            self._made(tensor, sources, operator.inplace)
         if operator.name == "setitem":
             self._made(args[0], sources, True)
         if outputs or operator.name == "setitem":
@@ -308,17 +320,82 @@ class CallMode(TorchFunctionMode):
             row.examples.append(where)
 
 
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """One floating-point tensor among the arguments of a call.
+
+    Attributes:
+        key: the position or name of the argument that holds it.
+        position: its place in that argument, which may be a list.
+        tensor: its values.
+        leaf: its place among all tensors and values of the call.
+    """
+
+    key: str | int
+    position: int
+    tensor: Tensor
+    leaf: int
+
+    @property
+    def factor(self) -> int:
+        """Which factor of an einsum it is; they come in a list, or one by one."""
+        return self.position if self.key == 1 else int(self.key) - 1
+
+
+def _inputs(args: Any, kwargs: Any) -> Iterator[tuple[str | int, Any]]:
+    """Positional and keyword arguments, without ``out``."""
+    yield from enumerate(args)
+    for key, value in kwargs.items():
+        if key != "out":
+            yield key, value
+
+
+def _operand_specs(operator: Operator, args: Any) -> dict[str | int, OperandSpec]:
+    """The operands of a contracting operator, by position and by name."""
+    if operator.spec is None:
+        return {}
+    # a packed sequence brings its batch sizes as a second argument
+    is_packed = operator.kind == "rnn" and len(args) > 1 and _is_integer(args[1])
+    specs: dict[str | int, OperandSpec] = {}
+    for spec in operator.spec.operands:
+        specs[spec.name] = spec
+        specs[spec.index + int(is_packed and spec.index > 0)] = spec
+    return specs
+
+
+def _is_listed_bias(spec: OperandSpec, tensor: Tensor) -> bool:
+    """Recurrent layers have weights and biases in one list."""
+    return spec.name == "params" and tensor.ndim < 2
+
+
+#: The places of running statistics, which stay in the format that they are kept in.
+_STATISTICS = frozenset((3, 4, "running_mean", "running_var"))
+
+
+def _is_statistic(operator: Operator, argument: _Argument) -> bool:
+    has_statistics = operator.name in ("batch_norm", "instance_norm")
+    return has_statistics and argument.key in _STATISTICS
+
+
 @contextmanager
 def watch(
     model: nn.Module,
     handler: Handler,
     kind: Callable[[nn.Module, Handler], CallMode] | None = None,
 ) -> Iterator[CallMode]:
-    """Follow the module path of ``model`` and give each call to ``handler`` while the mode that this yields is
-    entered. Hooks are removed on exit, also after an exception. Compiled regions run uncompiled meanwhile.
-    ``kind`` is a subclass of ``CallMode`` that sees more."""
+    """Follow the modules of ``model`` and give each call to ``handler`` while the mode is entered.
+
+    Hooks are removed on exit, also after an exception. Compiled regions run uncompiled meanwhile.
+
+    Args:
+        model: its modules give the sites their paths.
+        handler: asked at each call.
+        kind: a subclass of ``CallMode`` that sees more.
+
+    Yields:
+        The mode, to be entered around each forward pass.
+    """
     mode = (kind or CallMode)(model, handler)
-    handles = []
     stance: Any = torch.compiler.set_stance("force_eager")
 
     def enter(path: str, *_: Any) -> None:
@@ -327,21 +404,18 @@ def watch(
     def leave(*_: Any) -> None:
         mode.position.leave()
 
+    handles = []
     try:
         with stance:
             for path, module in model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
-                    if not any(
-                        path.startswith(outer + "." if outer else "")
-                        for outer in mode.scripted
-                    ):
+                    if not any(map(partial(_is_inside, path), mode.scripted)):
                         mode.scripted.append(path)
                     continue
-                handles.append(
-                    module.register_forward_pre_hook(
-                        functools.partial(enter, path), prepend=True
-                    )
+                before = module.register_forward_pre_hook(
+                    partial(enter, path), prepend=True
                 )
+                handles.append(before)
                 handles.append(module.register_forward_hook(leave, always_call=True))
             yield mode
     finally:
@@ -349,17 +423,23 @@ def watch(
             handle.remove()
 
 
+def _is_inside(path: str, outer: str) -> bool:
+    return path.startswith(outer + "." if outer else "")
+
+
 def float_tensors(value: Any) -> list[Tensor]:
-    """The floating-point tensors in a nest of tuples, lists and dicts, in order (complex ones are not)."""
+    """Return the floating-point tensors in a nest of tuples, lists and dicts, in order.
+
+    Complex tensors are not among them.
+    """
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
     return [leaf for leaf in tree_flatten(value)[0] if _is_float(leaf)]
 
 
 def _autocast(leaves: list[Any]) -> tuple[str, torch.dtype] | None:
-    device = next(
-        (leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu"
-    )
+    devices = (leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
+    device = next(devices, "cpu")
     if not torch.is_autocast_enabled(device):
         return None
     return device, torch.get_autocast_dtype(device)
@@ -383,57 +463,62 @@ def _has_float(args: Any, kwargs: Any) -> bool:
     )
 
 
+#: The trait of an operator that makes no site, and the reason that is told.
+_NO_SITE = (
+    (_MOVES, "moves values, rounds nothing"),
+    (_CREATES, "does not depend on values"),
+    (_DRAWS, "random"),
+)
+
+
 def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
-    """Why this call is not a site, or None. Dropout is a copy when it is off and random when it is on."""
+    """Why this call is no site, or None."""
     if operator.name in _DROPS_OUT:
-        probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        training = kwargs.get(
-            "training", kwargs.get("train", args[2] if len(args) > 2 else True)
-        )
-        return "random" if training and probability else "moves values, rounds nothing"
-    if operator.name in _MOVES:
-        return "moves values, rounds nothing"
-    if operator.name in _CREATES:
-        return "does not depend on values"
-    if operator.name in _DRAWS:
-        return "random"
+        return _dropout(args, kwargs)
+    for names, reason in _NO_SITE:
+        if operator.name in names:
+            return reason
+    return _unreadable([t for t in tree_flatten(args)[0] if isinstance(t, Tensor)])
+
+
+def _unreadable(tensors: list[Tensor]) -> str | None:
+    """Why these operands hide their values from a site, or None."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    if any(_is_float(leaf) and wrapped(leaf) for leaf in tree_flatten(args)[0]):
+    if any(t.is_floating_point() and wrapped(t) for t in tensors):
         return "inside torch.vmap or torch.func"
-    if any(
-        isinstance(leaf, Tensor) and (leaf.is_sparse or leaf.is_nested)
-        for leaf in tree_flatten(args)[0]
-    ):
+    if any(t.is_sparse or t.is_nested for t in tensors):
         return "sparse or nested tensor"
-    if any(
-        isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_flatten(args)[0]
-    ):
+    if any(t.is_complex() for t in tensors):
         return "complex numbers"
     return None
+
+
+def _dropout(args: Any, kwargs: Any) -> str:
+    """Dropout is a copy where it is off, and random where it is on."""
+    values = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+    is_on = values.get("training", values.get("train", True)) and values.get("p", 0.5)
+    return "random" if is_on else "moves values, rounds nothing"
 
 
 @functools.lru_cache(maxsize=1024)
 def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """The body of a Python function of ``torch.nn.functional``, without its own override check.
 
-    Each such function first asks whether an override wants the whole call, which here would be asked for ever.
-    The twin has the same code over globals in which the answer is no; the calls it makes are seen by the mode.
+    Each such function first asks whether an override wants the whole call, which here would be
+    asked for ever. The twin has the same code over globals in which the answer is no; the calls
+    that it makes are seen by the mode. None for other functions.
     """
-    if not isinstance(func, types.FunctionType) or func.__module__ not in (
-        "torch.nn.functional",
-        "torch.functional",
-    ):
+    if not isinstance(func, types.FunctionType):
         return None
-    no = {
-        name: _never
-        for name in func.__code__.co_names
-        if name.startswith("has_torch_function")
-    }
-    if not no:  # a dispatcher between two such functions (max_pool2d with and without indices): one operator
+    if func.__module__ not in ("torch.nn.functional", "torch.functional"):
+        return None
+    asked = [n for n in func.__code__.co_names if n.startswith("has_torch_function")]
+    if not asked:
+        # a dispatcher between two such functions (max_pool2d with and without indices)
         return None
     twin = types.FunctionType(
         func.__code__,
-        {**func.__globals__, **no},
+        {**func.__globals__, **dict.fromkeys(asked, _never)},
         func.__name__,
         func.__defaults__,
         func.__closure__,

@@ -1,7 +1,8 @@
 """Two-dimensional convolutions in fp64 on the CPU as one matrix product for the whole batch.
 
-torch's own fp64 kernel multiplies sample by sample, which reads all weights again for each: with few output positions that
-takes several times as long. The results are the same sums, added in another order.
+torch's own fp64 kernel multiplies sample by sample, which reads all weights again for each: with
+few output positions that takes several times as long. The results are the same sums, added in
+another order.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ def convolution(
     *,
     stride: Sequence[int],
     padding: Sequence[int],
-    **rest: Any,
+    **others: Any,
 ) -> list[Tensor | None] | None:
-    """``aten::convolution``; None where torch's own kernel is to run."""
-    if not _fits(input, weight, **rest):
+    """Compute ``aten::convolution``; None where torch's own kernel is to run."""
+    if not _fits(input, weight, **others):
         return None
     height, width = (
         (size + 2 * pad - kernel) // step + 1
@@ -36,16 +37,12 @@ def convolution(
     )
     if height * width > _FEW:
         return None
-    rows = weight.reshape(weight.shape[0], -1) @ _columns(
-        input, weight, stride, padding
-    )
+    out = weight.shape[0]
+    rows = weight.reshape(out, -1) @ _columns(input, weight, stride, padding)
     if bias is not None:
         rows += bias[:, None]
-    return [
-        rows.view(weight.shape[0], input.shape[0], height, width)
-        .transpose(0, 1)
-        .contiguous()
-    ]
+    samples = rows.view(out, input.shape[0], height, width).transpose(0, 1)
+    return [samples.contiguous()]
 
 
 def convolution_backward(
@@ -56,33 +53,39 @@ def convolution_backward(
     stride: Sequence[int],
     padding: Sequence[int],
     output_mask: Sequence[bool],
-    **rest: Any,
+    **others: Any,
 ) -> list[Tensor | None] | None:
-    """``aten::convolution_backward``; None where torch's own kernel is to run."""
-    if not _fits(input, weight, **rest) or grad_output[0, 0].numel() > _FEW:
+    """Compute ``aten::convolution_backward``; None where torch's own kernel is to run."""
+    if not _fits(input, weight, **others) or grad_output[0, 0].numel() > _FEW:
         return None
-    out = weight.shape[0]
-    rows = grad_output.transpose(0, 1).reshape(out, -1)
-    found: list[Tensor | None] = []
+    rows = grad_output.transpose(0, 1).reshape(weight.shape[0], -1)
+    gradients: list[Tensor | None] = []
     if output_mask[0]:
-        columns = weight.reshape(out, -1).mT @ rows
-        columns = columns.view(columns.shape[0], input.shape[0], -1).transpose(0, 1)
-        found.append(
-            functional.fold(
-                columns,
-                input.shape[2:],
-                weight.shape[2:],
-                padding=tuple(padding),
-                stride=tuple(stride),
-            )
-        )
+        gradients.append(_input_gradient(input, weight, rows, stride, padding))
     if output_mask[1]:
-        found.append(
-            (rows @ _columns(input, weight, stride, padding).mT).view(weight.shape)
-        )
+        columns = _columns(input, weight, stride, padding)
+        gradients.append((rows @ columns.mT).view(weight.shape))
     if output_mask[2]:
-        found.append(rows.sum(1))
-    return found
+        gradients.append(rows.sum(1))
+    return gradients
+
+
+def _input_gradient(
+    input: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+) -> Tensor:
+    columns = weight.reshape(weight.shape[0], -1).mT @ rows
+    columns = columns.view(columns.shape[0], input.shape[0], -1).transpose(0, 1)
+    return functional.fold(
+        columns,
+        input.shape[2:],
+        weight.shape[2:],
+        padding=tuple(padding),
+        stride=tuple(stride),
+    )
 
 
 def _fits(
@@ -94,22 +97,18 @@ def _fits(
     groups: int,
     **_: Any,
 ) -> bool:
-    plain = not transposed and groups == 1 and all(d == 1 for d in dilation)
-    return (
-        plain
-        and input.dim() == weight.dim() == 4
-        and input.device.type == "cpu"
-        and input.numel() > 0
-    )
+    is_plain = not transposed and groups == 1 and all(d == 1 for d in dilation)
+    is_two_dimensional = input.dim() == weight.dim() == 4
+    is_here = input.device.type == "cpu" and input.numel() > 0
+    return is_plain and is_two_dimensional and is_here
 
 
 def _columns(
     input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
-    """What each output position sees, one column for each, those of a sample beside each other."""
+    """The inputs of each output position as a column; those of a sample stand side by side."""
     top, left = padding
-    windows = functional.pad(input, (left, left, top, top)).unfold(
-        2, weight.shape[2], stride[0]
-    )
+    padded = functional.pad(input, (left, left, top, top))
+    windows = padded.unfold(2, weight.shape[2], stride[0])
     windows = windows.unfold(3, weight.shape[3], stride[1])
     return windows.permute(1, 4, 5, 0, 2, 3).reshape(weight[0].numel(), -1)

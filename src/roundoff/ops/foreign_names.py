@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -20,47 +21,54 @@ _ALSO = {"ascend": "cann", "tf": "tensorflow", "site": "torch"}
 
 
 def translate(name: str, source: str, target: str) -> tuple[str, ...]:
-    """An operator's names in another system; empty where that system has none of its own.
+    """Return an operator's names in another system; empty where that system has none of its own.
 
-    Systems: torch (operators of sites), aten, tensorflow, paddle, cann, onnx. As a source, an aten name may have its
-    namespace and overload; as a target it is every functional overload, as ``torch.library`` writes them. Raises
-    ``PlanError`` with the nearest names for a name that the source does not have.
+    Systems: torch (operators of sites), aten, tensorflow, paddle, cann, onnx. As a source, an aten
+    name may have its namespace and overload; as a target it is every functional overload, as
+    ``torch.library`` writes them. Raises ``PlanError`` with the nearest names for a name that the
+    source does not have.
 
     >>> translate("softmax", "torch", "cann"), translate("BiasAdd", "tensorflow", "torch")
     (('SoftmaxV2',), ('add',))
     >>> translate("aten::softmax.int", "aten", "onnx"), translate("cosine_similarity", "torch", "aten")
     (('Softmax',), ('aten::cosine_similarity',))
     """
-    source, target = system(source), system(target)
-    rows = _rows(source).get(_plain(name) if source == "aten" else name)
-    if rows is None:
+    source = system(source)
+    target = system(target)
+    matching = _rows(source).get(_plain(name) if source == "aten" else name)
+    if matching is None:
         raise unknown([name], source)
-    names = dict.fromkeys(n for row in rows for n in row[SYSTEMS.index(target)])
-    return (
-        tuple(o for n in names for o in _overloads(n))
-        if target == "aten"
-        else tuple(names)
-    )
+    column = SYSTEMS.index(target)
+    names: dict[str, None] = {}
+    for row in matching:
+        names |= dict.fromkeys(row[column])
+    if target != "aten":
+        return tuple(names)
+    overloads: list[str] = []
+    for packet in names:
+        overloads += _overloads(packet)
+    return tuple(overloads)
 
 
 def known(name: str) -> frozenset[str]:
-    """Every name that the table has of one system."""
+    """Return every name that the table has of one system."""
     return frozenset(_rows(system(name)))
 
 
 def forward_of(name: str, source: str) -> tuple[str, ...]:
-    """The torch operators of which ``name`` is the gradient in a system; empty if it is none.
+    """Return the torch operators whose gradient ``name`` is in a system; empty if it is none.
 
     >>> forward_of("SoftmaxGrad", "cann"), forward_of("Softmax", "tensorflow")
     (('softmax',), ())
     """
     stem, replaced = _GRADIENT.subn("", name)
-    found = [
-        version
-        for version in _VERSIONS
-        if replaced and stem + version in _rows(system(source))
-    ]
-    return translate(stem + found[0], source, "torch") if found else ()
+    if not replaced:
+        return ()
+    names = _rows(system(source))
+    for version in _VERSIONS:
+        if stem + version in names:
+            return translate(stem + version, source, "torch")
+    return ()
 
 
 def unknown(
@@ -69,20 +77,23 @@ def unknown(
     places: Iterable[str] = (),
     where: str | None = None,
 ) -> PlanError:
-    """The error for names that a system does not have: each with its place and the nearest that there are."""
+    """Return the error for names that a system lacks, with the nearest that it has.
+
+    Args:
+        names: as they were written.
+        source: the system.
+        places: where each stands, or nothing.
+        where: the file.
+    """
     choices = sorted(known(source))
-    places = list(places)
     lines = []
-    for i, name in enumerate(names := list(names)):
+    for name, place in itertools.zip_longest(names, places):
         near = nearest(name, choices)
-        place = f"{places[i]}: " if places else ""
-        lines.append(
-            f"{place}{name}" + (f" (nearest: {', '.join(near)})" if near else "")
-        )
-    many = len(lines) > 1
+        line = name if place is None else f"{place}: {name}"
+        lines.append(f"{line} (nearest: {', '.join(near)})" if near else line)
+    what = f"{len(lines)} operators" if len(lines) > 1 else "an operator"
     return PlanError(
-        f"{len(lines) if many else 'an'} operator{'s' if many else ''} that the table of names does not have:\n    "
-        + "\n    ".join(lines),
+        f"{what} that the table of names does not have:\n    " + "\n    ".join(lines),
         where=where,
         expected=f"operators of {source}, spelled as there",
         do="correct the name; leave out what only other versions have with partial=True (--partial)",
@@ -90,44 +101,47 @@ def unknown(
 
 
 def system(name: str) -> str:
-    """The system's name as the table has it. Raises ``PlanError`` for another."""
-    found = _ALSO.get(name, name)
-    if found not in SYSTEMS:
+    """Return the system's name as the table has it. Raises ``PlanError`` for another."""
+    canonical = _ALSO.get(name, name)
+    if canonical not in SYSTEMS:
         raise PlanError(
             "no such system of operator names",
             where=name,
             expected=", ".join(SYSTEMS),
             got=repr(name),
         )
-    return found
+    return canonical
 
 
-Row = tuple[tuple[str, ...], ...]
+#: The names of one operator, in each of ``SYSTEMS``.
+Names = tuple[tuple[str, ...], ...]
 
 
 @functools.cache
-def _rows(source: str) -> dict[str, list[Row]]:
+def _rows(source: str) -> dict[str, list[Names]]:
+    """The rows that have each name of a system."""
     column = SYSTEMS.index(source)
-    found: dict[str, list[Row]] = {}
+    by_name: dict[str, list[Names]] = {}
     for row in rows():
         for name in row[column]:
-            found.setdefault(name, []).append(row)
-    return found
+            by_name.setdefault(name, []).append(row)
+    return by_name
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
-    """The table: for each operator its names in each of ``SYSTEMS``."""
+def rows() -> tuple[Names, ...]:
+    """Return the table: for each operator its names in each of ``SYSTEMS``."""
     lines: list[str] = []
     for line in TABLE.splitlines():
         if line.startswith(" "):
             lines[-1] += line
         elif line and not line.startswith("#"):
             lines.append(line)
-    return tuple(
-        tuple(tuple(n for n in cell.split() if n != "-") for cell in line.split("|"))
-        for line in lines
-    )
+    return tuple(tuple(map(_cell, line.split("|"))) for line in lines)
+
+
+def _cell(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split() if name != "-")
 
 
 def _plain(name: str) -> str:
@@ -142,19 +156,16 @@ def _overloads(name: str) -> tuple[str, ...]:
     import torch
 
     packet: Any = getattr(torch.ops.aten, name)
-    schemas = {
-        overload: getattr(packet, overload)._schema for overload in packet.overloads()
-    }
-    kept = [
-        o
-        for o, schema in schemas.items()
-        if not schema.is_mutable and _takes_tensors(schema)
-    ]
-    return tuple(f"aten::{name}" + (f".{o}" if o != "default" else "") for o in kept)
+    overloads = []
+    for overload in packet.overloads():
+        schema = getattr(packet, overload)._schema
+        if not schema.is_mutable and _takes_tensors(schema):
+            suffix = "" if overload == "default" else f".{overload}"
+            overloads.append(f"aten::{name}{suffix}")
+    return tuple(overloads)
 
 
 def _takes_tensors(schema: Any) -> bool:
     kinds = [str(argument.type) for argument in schema.arguments]
-    return any("Tensor" in kind for kind in kinds) and "Dimname" not in " ".join(
-        map(str, schema.arguments)
-    )
+    arguments = " ".join(map(str, schema.arguments))
+    return any("Tensor" in kind for kind in kinds) and "Dimname" not in arguments

@@ -1,4 +1,4 @@
-"""The values behind a tensor: shards, nested and sparse tensors hold plain ones; some hold none that can be read."""
+"""The values behind a tensor: shards, nested and sparse tensors hold plain ones; some hold none."""
 
 from __future__ import annotations
 
@@ -8,103 +8,91 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+#: The plain tensor, or None and the reason.
+Values = tuple[Tensor | None, str | None]
+
 _wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_META = "a meta tensor has no values"
 
 
 def bare(tensor: Tensor) -> Tensor:
-    """Without what ``torch.func`` wraps it in: of a batched tensor, the whole batch."""
+    """Return the tensor without what ``torch.func`` wraps it in: of a batched one, the whole batch."""
     while _wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
-def plain(tensor: Tensor) -> tuple[Tensor | None, str | None]:
-    """A strided tensor with the values of ``tensor`` in memory of its own, or None with the reason.
+def plain(tensor: Tensor) -> Values:
+    """Return a strided tensor with the values of ``tensor`` in memory of its own, or the reason.
 
-    A ``DTensor`` gives its local shard, a sparse tensor its stored values, a nested one its concatenated values.
+    A ``DTensor`` gives its local shard, a sparse tensor its stored values, a nested one its
+    concatenated values.
     """
     kind: Any = type(tensor)
-    if kind is Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer:
-        layout = tensor.layout
-        if layout is torch.strided:
-            if _wrapped(tensor):
-                return plain(bare(tensor))
-            if tensor.is_meta:
-                return None, "a meta tensor has no values"
-            if tensor.is_quantized or tensor.is_nested:
-                return (
-                    tensor.dequantize()
-                    if tensor.is_quantized
-                    else tensor.values().detach()
-                ), None
-            if not tensor.data_ptr() and tensor.numel():
-                if tensor._is_zerotensor():  # autograd's zeros without memory
-                    return torch.zeros(
-                        tensor.shape, dtype=tensor.dtype, device=tensor.device
-                    ), None
-                return None, "its memory was freed"
-            return tensor, None
-        if layout is torch.sparse_coo:
-            return tensor._values(), None
-        if layout in (
-            torch.sparse_csr,
-            torch.sparse_csc,
-            torch.sparse_bsr,
-            torch.sparse_bsc,
-        ):
-            return tensor.values(), None
-        return (
-            None,
-            f"values in layout {str(layout).removeprefix('torch.')} cannot be read",
-        )
+    if kind is not Tensor and kind is not Parameter and kind is not torch.nn.Buffer:
+        return _inside(tensor, kind)
+    layout = tensor.layout
+    if layout is torch.strided:
+        return _strided(tensor)
+    if layout is torch.sparse_coo:
+        return tensor._values(), None
+    if layout in _COMPRESSED:
+        return tensor.values(), None
+    name = str(layout).removeprefix("torch.")
+    return None, f"values in layout {name} cannot be read"
+
+
+def _strided(tensor: Tensor) -> Values:
+    if _wrapped(tensor):
+        return plain(bare(tensor))
+    if tensor.is_meta:
+        return None, _META
+    if tensor.is_quantized:
+        return tensor.dequantize(), None
+    if tensor.is_nested:
+        return tensor.values().detach(), None
+    if tensor.data_ptr() or not tensor.numel():
+        return tensor, None
+    if tensor._is_zerotensor():  # autograd's zeros without memory
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return zeros, None
+    return None, "its memory was freed"
+
+
+def _inside(tensor: Tensor, kind: Any) -> Values:
+    """The values of a tensor of another class."""
     for attribute in ("_local_tensor", "_values"):
         inner = getattr(tensor, attribute, None)
         if type(inner) is Tensor:
-            return (
-                (inner, None)
-                if inner.device.type != "meta"
-                else (None, "a meta tensor has no values")
-            )
-    if (
-        not hasattr(kind, "__torch_dispatch__")
-        or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    ):
+            return (None, _META) if inner.device.type == "meta" else (inner, None)
+    dispatch = getattr(kind, "__torch_dispatch__", None)
+    if dispatch in (None, torch._C._disabled_torch_dispatch_impl):
         return tensor.as_subclass(Tensor), None  # a subclass with plain memory
     return None, f"values inside {kind.__name__} cannot be read"
 
 
 def tensors_in(*groups: Any) -> list[Tensor]:
-    """The tensors among arguments and in lists of them, however deep."""
-    found: list[Tensor] = []
+    """Return the tensors among arguments and in lists of them, however deep."""
+    tensors: list[Tensor] = []
     for group in groups:
         for value in group:
             kind = type(value)
-            if kind in _KINDS:
-                if kind is list or kind is tuple:
-                    if value and type(value[0]) is not int:
-                        found += tensors_in(value)
-                elif kind is Tensor or kind is Parameter:
-                    found.append(value)
-            elif isinstance(value, Tensor):
-                found.append(value)
-            elif isinstance(value, (list, tuple)):
-                found += tensors_in(value)
-    return found
+            if kind is Tensor or kind is Parameter:
+                tensors.append(value)
+            elif kind is list or kind is tuple:
+                if value and type(value[0]) is not int:
+                    tensors += tensors_in(value)
+            elif kind not in _NO_TENSORS:
+                tensors += _tensors_of_subclass(value)
+    return tensors
+
+
+def _tensors_of_subclass(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return tensors_in(value) if isinstance(value, (list, tuple)) else []
 
 
 #: Told apart by their type alone, which is faster than ``isinstance``.
-_KINDS = frozenset(
-    {
-        Tensor,
-        Parameter,
-        list,
-        tuple,
-        int,
-        float,
-        bool,
-        str,
-        type(None),
-        torch.dtype,
-        torch.device,
-    }
-)
+_NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))

@@ -9,7 +9,9 @@ from typing import Any
 
 from roundoff.ops.table import CONTRACTING, Kind, OperatorSpec, facts
 
-_DUNDER = re.compile(r"^__i?(?P<name>\w+?)__$")
+_DUNDER = re.compile(r"^__\w+__$")
+#: Special methods whose name begins with an i that does not say "in place".
+_BEGIN_WITH_I = frozenset(("index", "int", "invert"))
 _RENAMED = {
     "truediv": "div",
     "rtruediv": "rdiv",
@@ -29,7 +31,7 @@ _RENAMED = {
 
 @dataclass(frozen=True)
 class Operator:
-    """The canonical name of a torch-level function and whether it writes into its first argument.
+    """The canonical name of a torch-level function, and if it writes into its first argument.
 
     >>> import torch
     >>> Operator.of(torch.Tensor.__iadd__), Operator.of(torch.relu_).name, Operator.of(torch.Tensor.__matmul__).name
@@ -41,24 +43,25 @@ class Operator:
 
     @classmethod
     def of(cls, func: Callable[..., Any]) -> Operator:
-        """The operator of a function that a ``TorchFunctionMode`` was given."""
+        """Return the operator of a function that a ``TorchFunctionMode`` was given."""
         raw = getattr(func, "__name__", type(func).__name__)
         if raw == "__get__":  # a property: x.T, x.data, x.shape
-            return cls(getattr(getattr(func, "__self__", None), "__name__", raw), False)
-        if raw == "__invert__":
-            return cls("invert", False)
-        dunder = _DUNDER.match(raw)
-        if dunder:
-            inplace = (
-                raw.startswith("__i")
-                and raw[2:-2] not in ("index", "int")
-                or raw == "__setitem__"
-            )
-            name = dunder["name"] if inplace or not raw.startswith("__i") else raw[2:-2]
-            return cls(_RENAMED.get(name, name), inplace)
+            attribute = getattr(func, "__self__", None)
+            return cls(getattr(attribute, "__name__", raw), False)
+        if _DUNDER.match(raw):
+            return cls._of_dunder(raw)
         inplace = raw.endswith("_") and raw != "requires_grad_"
         name = raw.rstrip("_") if inplace else raw
         return cls(_RENAMED.get(name, name), inplace)
+
+    @classmethod
+    def _of_dunder(cls, raw: str) -> Operator:
+        """The operator of ``__add__``, ``__iadd__`` or ``__setitem__``."""
+        name = raw[2:-2]
+        inplace = name.startswith("i") and name not in _BEGIN_WITH_I
+        if inplace:
+            name = name[1:]
+        return cls(_RENAMED.get(name, name), inplace or name == "setitem")
 
     @property
     def spec(self) -> OperatorSpec | None:
@@ -72,25 +75,33 @@ class Operator:
 
 
 def einsum_axes(equation: str, operand: int) -> tuple[int, int]:
-    """Two axes of one einsum operand, from the back unless an ellipsis follows: the one that is contracted (the last
-    when none is), and the one that keeps a scale of its own, an axis of the result that the other operands lack.
+    """Return the contracted axis of one einsum operand, and the axis that keeps a scale of its own.
+
+    The first is the last of those that are contracted, or the last axis where none is. The second
+    is an axis of the result that the other operands lack. Axes count from the back unless an
+    ellipsis follows.
 
     >>> einsum_axes("bij,bkj->bik", 1), einsum_axes("...ij,jk", 1)
     ((-1, -2), (-2, -1))
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    if not arrow:
-        right = "".join(sorted({c for c in left if c.isalpha() and left.count(c) == 1}))
     labels = terms[operand]
     others = "".join(terms[:operand] + terms[operand + 1 :])
-    front = labels.find(".")
-    axes = {
-        c: i if i < front else i - len(labels)
-        for i, c in enumerate(labels)
-        if c.isalpha()
+    if not arrow:
+        right = "".join(c for c in left if c.isalpha() and left.count(c) == 1)
+    axes = _axes(labels)
+    summed = [axis for label, axis in axes.items() if label not in right]
+    kept = [axis for label, axis in axes.items() if label in right]
+    alone = [axis for label, axis in axes.items() if label in set(right) - set(others)]
+    return (summed or [-1])[-1], (alone or kept or [0])[-1]
+
+
+def _axes(labels: str) -> dict[str, int]:
+    """The axis of each label, from the front before an ellipsis, else from the back."""
+    ellipsis = labels.find(".")
+    return {
+        label: place if place < ellipsis else place - len(labels)
+        for place, label in enumerate(labels)
+        if label.isalpha()
     }
-    summed = [axis for c, axis in axes.items() if c not in right]
-    kept = [axis for c, axis in axes.items() if c in right]
-    own = [axis for c, axis in axes.items() if c in right and c not in others]
-    return (summed or [-1])[-1], (own or kept or [0])[-1]

@@ -671,17 +671,19 @@ def facts(name: str) -> OperatorFacts:
 
 @functools.cache
 def operators_that(trait: Trait) -> frozenset[str]:
-    """Return the operators that have a trait.
+    """Return the operators that have a trait. Raises ``KeyError`` for a trait that there is not.
 
     >>> sorted(operators_that("permute axes"))[:4]
     ['H', 'T', 'adjoint', 'mH']
     >>> operators_that("cast") < operators_that("move values")
     True
     """
-    names = frozenset(_TRAITS.get(trait, "").split())
+    if trait in _UNIONS:
+        return frozenset().union(*map(operators_that, _UNIONS[trait]))
+    names = frozenset(_TRAITS[trait].split())
     if trait == "multiply":
         names |= operators_of(MULTIPLYING_KINDS)
-    return names.union(*map(operators_that, _UNIONS.get(trait, ())))
+    return names
 
 
 @functools.cache

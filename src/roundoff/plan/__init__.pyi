@@ -3,6 +3,7 @@ from .cost_models import UNITS as UNITS
 from .cost_models import Work as Work
 from .cost_models import cost as cost
 from .deciding_rule import DEVICES as DEVICES
+from .deciding_rule import SiteDecision as SiteDecision
 from .deciding_rule import explain as explain
 from .knapsack import Choice as Choice
 from .knapsack import Decision as Decision

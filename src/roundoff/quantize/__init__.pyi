@@ -29,7 +29,7 @@ from .observers import OBSERVERS as OBSERVERS
 from .observers import make_observer as make_observer
 from .options import Options as Options
 from .options import Rounding as Rounding
-from .options import among as among
+from .options import check_choice as check_choice
 from .pipeline import quantize as quantize
 from .pipeline import unrounded as unrounded
 from .qat.learners import make_learner as make_learner

@@ -1,8 +1,9 @@
-"""Codes from call to call: which results an integer kernel writes as codes, and what works on them.
+"""Codes from call to call: which results are codes, and what works on them.
 
-What ONNX Runtime fuses decides (its documentation, "Quantize ONNX models", format QDQ): an integer convolution writes codes,
-so its result has a quantizer, behind the ReLU or clip that alone reads it; and what joins or pools such results (add, cat,
-pooling) works on codes as well.
+What ONNX Runtime fuses decides (its documentation, "Quantize ONNX models", format QDQ): an
+integer convolution writes codes, so its result has a quantizer, behind the ReLU or clip
+that alone reads it; and what joins or pools such results (add, cat, pooling) works on
+codes as well.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from roundoff.quantize.layout import QuantizerLayout
 from roundoff.quantize.options import is_integer
 from roundoff.quantize.quantizer import Quantizer
 
-#: Calls that an integer kernel absorbs: they only clip, and their result is quantized instead of what they read.
+#: Calls that an integer kernel absorbs: they only clip, and their result is quantized
+#: instead of what they read.
 CLIPS = operators_that("clip codes")
 #: Calls that only choose among the codes they read: their result has the same scale.
 PASSES = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
@@ -25,140 +27,138 @@ FOLLOWS = operators_that("join or pool codes")
 
 
 def upper_bound(node: Node) -> float | None:
-    """The upper end of a clip from 0 to a bound, None for other calls and clips.
+    """Return the upper end of a clip from 0; None for other calls and clips.
 
     >>> upper_bound(Node("/relu6", "relu6", "elementwise", (), ()))
     6.0
     """
     if node.operator == "relu6":
         return 6.0
+    if node.operator not in ("hardtanh", "clamp", "clip"):
+        return None
     bounds = [
         float(v)
         for v in node.settings
         if isinstance(v, int | float) and not isinstance(v, bool)
     ]
-    if (
-        node.operator in ("hardtanh", "clamp", "clip")
-        and len(bounds) == 2
-        and bounds[0] == 0.0 < bounds[1]
-    ):
+    if len(bounds) == 2 and bounds[0] == 0.0 < bounds[1]:
         return bounds[1]
     return None
 
 
-def _channel(node: Node) -> int:
-    """The axis of the channels of a call's result: of convolutions and what follows them, the one behind the batch."""
-    return (
-        1 - len(node.uses[1].shape)
-        if node.kind == "conv"
-        else 1
-        if len(node.shapes[0]) > 2
-        else -1
-    )
-
-
 def follow(layout: QuantizerLayout) -> None:
-    """Let the results of integer convolutions be codes, and what joins them work on codes."""
+    """Let results of integer convolutions be codes, and what joins them work on codes."""
     changed = True
     while changed:
         changed = False
         for node in layout.graph.nodes.values():
             if node.operator in FOLLOWS and node.site not in layout.routes:
-                changed |= _joins(layout, node)
+                changed |= _join(layout, node)
     for site in list(layout.routes):
-        _writes(layout, layout.graph.nodes[site])
+        _write_codes(layout, layout.graph.nodes[site])
 
 
-def _joins(layout: QuantizerLayout, node: Node) -> bool:
-    """Whether a call that joins or pools now works on codes: integer calls made all it reads, and read what it makes."""
-    uses = [u for u in node.uses if u.operand.role == "activation"]
-    if (
-        len(uses) < (2 if node.operator in ("add", "mul") else 1)
-        or len(node.shapes) != 1
-    ):
+def _join(layout: QuantizerLayout, node: Node) -> bool:
+    """Let a call that joins or pools work on codes; return True where it can.
+
+    Integer calls have to make all it reads, and to read what it makes.
+    """
+    fmt = _joined_format(layout, node)
+    if fmt is None or not _read_as_codes(layout, node):
         return False
-    if any(u.shape == () for u in uses) or node.site in layout.graph.changing:
-        return False
-    formats = [_made_as(layout, u.value) for u in uses]
-    if (
-        formats[0] is None
-        or any(f != formats[0] for f in formats)
-        or not _read_as_codes(layout, node)
-    ):
-        return False
-    route = layout.routed(node, "codes")
-    for use in uses:
-        along = replace(use.operand, reduce=_channel(node))
-        layout.read(route, replace(use, operand=along), formats[0], PerTensor())
+    route = layout.route_of(node, "codes")
+    for use in node.activations:
+        along = replace(use.operand, reduce=_channel_axis(node))
+        layout.read(route, replace(use, operand=along), fmt, PerTensor())
     return True
 
 
-def _made_as(layout: QuantizerLayout, value: str) -> Format | None:
-    """The format of the codes that an integer call wrote for a value, through clips and pools; None without."""
-    known, node = layout.quantizers.get(value), layout.graph.nodes.get(value)
-    if known is not None and not known.weight and is_integer(known.fmt):
-        return known.fmt
+def _joined_format(layout: QuantizerLayout, node: Node) -> Format | None:
+    """Return the format of codes that all operands of a call have, or None."""
+    uses = node.activations
+    least = 2 if node.operator in ("add", "mul") else 1
+    if len(uses) < least or len(node.shapes) != 1:
+        return None
+    if any(use.shape == () for use in uses) or node.site in layout.graph.changing:
+        return None
+    formats = [_format_of_codes(layout, use.value) for use in uses]
+    return formats[0] if all(fmt == formats[0] for fmt in formats) else None
+
+
+def _format_of_codes(layout: QuantizerLayout, value: str) -> Format | None:
+    """Return the format of the codes that an integer call wrote for a value.
+
+    Through clips and pools; None where it is no codes.
+    """
+    quantizer = layout.quantizers.get(value)
+    if quantizer is not None and not quantizer.weight and is_integer(quantizer.fmt):
+        return quantizer.fmt
+    node = layout.graph.nodes.get(value)
     if node is None:
         return None
     if node.operator in CLIPS:
-        return _made_as(layout, node.uses[0].value)
-    route, fmt = layout.routes.get(value), layout.formats.get(value)
+        return _format_of_codes(layout, node.uses[0].value)
+    route = layout.routes.get(value)
     if route is None or route.executes is not None:
         return None
     if layout.names.get(value) == "codes":
         return layout.quantizers[next(iter(route.uses.values()))].fmt
-    return (
-        _codes(layout, node, fmt)
-        if fmt is not None and node.kind in ("conv", "linear")
-        else None
-    )
+    return _kernel_format(layout, node) if node.kind in ("conv", "linear") else None
 
 
-def _codes(layout: QuantizerLayout, node: Node, fmt: Format) -> Format | None:
-    """The format of values where an integer kernel computes a call that has a format; None if none does."""
-    rule = fmt.execution
-    routed = (
-        layout.names.get(node.site) == fmt.name
-        and rule is not None
-        and rule.activation is not None
-    )
+def _kernel_format(layout: QuantizerLayout, node: Node) -> Format | None:
+    """Return the format of values where an integer kernel computes a call, or None."""
+    fmt = layout.formats.get(node.site)
+    if fmt is None or layout.names.get(node.site) != fmt.name or not is_integer(fmt):
+        return None
+    if fmt.execution is None or fmt.execution.activation is None:
+        return None
     values = layout.options.of(node.site).value_format(fmt)
-    return values if routed and is_integer(fmt) and is_integer(values) else None
+    return values if is_integer(values) else None
 
 
 def _read_as_codes(layout: QuantizerLayout, node: Node) -> bool:
-    """Whether every reader of what a call makes is, or may become, an integer call."""
+    """Return True where every reader of a call's result is, or may be, an integer call."""
     readers = layout.graph.readers(node.site)
-    return bool(readers) and all(
-        r.site in layout.routes
-        or r.operator in FOLLOWS
-        or (r.operator in CLIPS and _read_as_codes(layout, r))
-        for r in readers
-    )
+    return bool(readers) and all(_takes_codes(layout, reader) for reader in readers)
 
 
-def _writes(layout: QuantizerLayout, node: Node) -> None:
-    """Give an integer call's result a quantizer where no reader has one: integer kernels write codes."""
+def _takes_codes(layout: QuantizerLayout, reader: Node) -> bool:
+    if reader.site in layout.routes or reader.operator in FOLLOWS:
+        return True
+    return reader.operator in CLIPS and _read_as_codes(layout, reader)
+
+
+def _write_codes(layout: QuantizerLayout, node: Node) -> None:
+    """Give an integer call's result a quantizer where no reader has one."""
     if node.site in layout.quantizers or len(node.shapes) != 1:
         return
-    fmt = layout.formats.get(node.site)
-    made = None
+    fmt = None
     if layout.names.get(node.site) == "codes":
-        made = _made_as(layout, node.site)
-    elif fmt is not None and node.kind == "conv":
-        made = _codes(layout, node, fmt)
+        fmt = _format_of_codes(layout, node.site)
+    elif node.kind == "conv":
+        fmt = _kernel_format(layout, node)
     readers = layout.graph.readers(node.site)
-    last = readers[0] if len(readers) == 1 and readers[0].operator in CLIPS else node
-    if (
-        made is None
-        or last.site in layout.quantizers
-        or last.site in layout.graph.changing
-    ):
+    clipped = len(readers) == 1 and readers[0].operator in CLIPS
+    last = readers[0] if clipped else node
+    if fmt is None or last.site in layout.quantizers:
         return
-    operand = Operand(
-        0, "activation", _channel(node), _channel(node), frozenset({last.site})
-    )
+    if last.site in layout.graph.changing:
+        return
+    axis = _channel_axis(node)
+    operand = Operand(0, "activation", axis, axis, frozenset({last.site}))
     layout.quantizers[last.site] = Quantizer(
-        last.site, made, operand, PerTensor(), (node.site,)
+        last.site, fmt, operand, PerTensor(), (node.site,)
     )
-    layout.routed(last, layout.names.get(last.site, "codes")).output = last.site
+    route = layout.route_of(last, layout.names.get(last.site, "codes"))
+    route.output = last.site
+
+
+def _channel_axis(node: Node) -> int:
+    """The axis of the channels of a call's result.
+
+    Of convolutions and what follows them, the one behind the batch.
+    """
+    if node.kind == "conv":
+        return 1 - len(node.uses[1].shape)
+    return 1 if len(node.shapes[0]) > 2 else -1

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from roundoff.budget import (
     Budget,
+    Goal,
     Problem,
     Progress,
     budget,
@@ -157,7 +158,7 @@ def reach(
     sample = _budget_workload(workload, judge, wanted)
     problem = _price(sample, list(formats), cost, pins, progress)
     if wanted.drop is not None:
-        db, note = drop_to_db(problem.budget.about.get("metric"), wanted.drop)
+        db, note = drop_to_db(problem.budget.about.metric, wanted.drop)
         wanted = replace(wanted, db=db, note=note)
 
     search = _Search(problem, wanted)
@@ -371,10 +372,10 @@ def _price(
     others = [f for f in dict.fromkeys(pins.values()) if _full_name(f) not in offered]
     measured = budget(workload, [*formats, *others], progress=progress)
     for pattern in pins:
-        select(pattern, [site["site"] for site in measured.sites])
+        select(pattern, [site.site for site in measured.sites])
     # what is pinned alone is no choice for the others
     allow = {"*": ["fp32", *formats]} if others else {}
-    return Problem(measured, cost, None, pins, allow)
+    return Problem(measured, Goal(cost=cost, pin=pins, allow=allow))
 
 
 def _full_name(fmt: str) -> str:

@@ -74,6 +74,11 @@ class Node:
         return next((u for u in self.uses if u.operand.leaf == leaf), None)
 
     @property
+    def activations(self) -> list[Use]:
+        """The operands that are neither weights nor biases."""
+        return [use for use in self.uses if use.operand.role == "activation"]
+
+    @property
     def groups(self) -> int:
         """The groups of a convolution, from its shapes; 1 for other calls."""
         weight = self.use(1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from roundoff.errors import FormatError
 from roundoff.formats import Format, Granularity, PerGroup, PerToken
 from roundoff.ops import runs_kind
-from roundoff.quantize.attention import Cache, keys_and_values
+from roundoff.quantize.attention import CacheFormat, keys_and_values
 from roundoff.quantize.graph import Graph, Node, Use
 from roundoff.quantize.options import Options, is_integer
 from roundoff.quantize.quantizer import Quantizer
@@ -17,45 +17,55 @@ from roundoff.quantize.quantizer import Quantizer
 
 @dataclass
 class Route:
-    """What one call reads and writes through which quantizer."""
+    """What one call reads and writes through which quantizer.
+
+    Attributes:
+        site: of the call.
+        uses: place of the argument -> name of the quantizer.
+        output: name of the quantizer of its result, or empty.
+        bias: place of a bias that is rounded to the scale of the sums, or -1.
+        executes: a format that the call runs in as a whole (bf16), instead of quantized
+            operands.
+        divided: place of an argument -> name of the factors that it is divided by first
+            (``channels.divide``).
+    """
 
     site: str
-    #: place of the argument -> name of the quantizer
     uses: dict[int, str] = field(default_factory=dict)
     output: str = ""
-    #: place of a bias that is rounded to the scale of the sums
     bias: int = -1
-    #: a format that the call runs in as a whole (bf16), instead of quantized operands
     executes: Format | None = None
-    #: place of an argument -> name of the factors that it is divided by first (``repair.smoothing``)
     divided: dict[int, str] = field(default_factory=dict)
 
 
 class QuantizerLayout:
-    """Routes and quantizers as they come about, and the reasons of what stays as it is."""
+    """Routes and quantizers as they come about, and the reasons of what stays as it is.
+
+    Attributes:
+        routes: by site.
+        quantizers: by name.
+        names: by site, the name of its format, or ``codes``.
+        reasons: by site, why it stays as it is.
+        cached_operands: by site, what a cache of keys and values keeps.
+    """
 
     def __init__(
         self, graph: Graph, formats: Mapping[str, Format], options: Options
     ) -> None:
-        self.graph, self.formats, self.options = graph, formats, options
+        self.graph = graph
+        self.formats = formats
+        self.options = options
         self.routes: dict[str, Route] = {}
         self.quantizers: dict[str, Quantizer] = {}
         self.names: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
-        self.cache = Cache.parse(options.kv_cache) if options.kv_cache else None
+        self.cache = CacheFormat.parse(options.kv_cache) if options.kv_cache else None
         self.cached_operands = keys_and_values(graph) if self.cache else {}
 
     def lay(self, node: Node) -> None:
-        """The route of a call that has a format, or the reason why it has none."""
+        """Route a call that has a format, or note the reason why it cannot be."""
         if self.cache is not None and node.site in self.cached_operands:
-            route = self.routed(node, f"keys and values in {self.cache.fmt.name}")
-            for use in self.cached_operands[node.site]:
-                self.read(
-                    route,
-                    use,
-                    self.cache.fmt,
-                    self.cache.granularity(use.operand.reduce),
-                )
+            self._route_cached(node, self.cache)
         fmt = self.formats.get(node.site)
         if fmt is None or fmt.name == "fp32":
             return
@@ -65,163 +75,174 @@ class QuantizerLayout:
         else:
             self.reasons[node.site] = reason
 
-    def routed(self, node: Node, name: str) -> Route:
+    def route_of(self, node: Node, name: str) -> Route:
+        """Return the route of a call that runs in the format of this name."""
         self.names[node.site] = name
         if name == "codes":
             self.reasons.pop(node.site, None)
         return self.routes.setdefault(node.site, Route(node.site))
 
+    def _route_cached(self, node: Node, cache: CacheFormat) -> None:
+        """Let a call read keys and values as the cache keeps them."""
+        route = self.route_of(node, f"keys and values in {cache.fmt.name}")
+        for use in self.cached_operands[node.site]:
+            self.read(route, use, cache.fmt, cache.granularity(use.operand.reduce))
+
     def _route(self, node: Node, fmt: Format) -> None:
-        route, rule = self.routed(node, fmt.name), fmt.execution
-        if rule is None or "exact" in (rule.activation, rule.weight):
+        """Let a call read its operands in a format, or run in it as a whole."""
+        route = self.route_of(node, fmt.name)
+        rule = fmt.execution
+        if rule is None or _runs_whole(fmt):
             route.executes = fmt
             return
-        weighted = any(use.weight for use in node.uses)
+        sums_are_integers = rule.activation is not None and is_integer(fmt)
         for use in node.uses:
-            if use.operand.role == "weight" and rule.weight is not None:
+            role = use.operand.role
+            if role == "weight" and rule.weight is not None:
+                self.read(route, use, fmt, self._weight_granularity(node, use, fmt))
+            elif role == "activation" and rule.activation is not None:
+                values = self._value_format(node, fmt)
                 self.read(
-                    route,
-                    use,
-                    fmt,
-                    self.options.of(node.site).weight_granularity(use, fmt),
+                    route, use, values, self._value_granularity(node, use, values)
                 )
-            elif use.operand.role == "activation" and rule.activation is not None:
-                own = self.options.of(node.site).value_format(fmt)
-                self.read(
-                    route, use, own, self.options.value_granularity(use, own, weighted)
-                )
-            elif (
-                use.operand.role == "bias"
-                and self.options.bias
-                and is_integer(fmt)
-                and rule.activation is not None
-            ):
+            elif role == "bias" and self.options.bias and sums_are_integers:
                 route.bias = use.operand.leaf
 
+    def _weight_granularity(
+        self, node: Node, use: Use, fmt: Format
+    ) -> Granularity | None:
+        return self.options.of(node.site).weight_granularity(use, fmt)
+
+    def _value_format(self, node: Node, fmt: Format) -> Format:
+        return self.options.of(node.site).value_format(fmt)
+
+    def _value_granularity(
+        self, node: Node, use: Use, fmt: Format
+    ) -> Granularity | None:
+        weighted = any(other.weight for other in node.uses)
+        return self.options.value_granularity(use, fmt, weighted)
+
     def _refuses(self, node: Node, fmt: Format) -> str | None:
-        """Why a call cannot run in a format, or None."""
+        """Return why a call cannot run in a format, or None."""
         if node.site in self.graph.changing:
             return (
                 "reads other values from batch to batch: the model branches on its data"
             )
         weighted = any(use.weight for use in node.uses)
-        reason, rule = runs_kind(node.kind, weighted, fmt), fmt.execution
-        if (
-            reason is not None
-            or rule is None
-            or "exact" in (rule.activation, rule.weight)
-        ):
+        reason = runs_kind(node.kind, weighted, fmt)
+        if reason is not None or _runs_whole(fmt):
             return reason
         for use in node.uses:
-            if use.operand.role == "bias":
-                continue
-            if use.origin == "computed":
-                return f"{use.value} is no parameter: a buffer, a view, or made of parameters in the forward pass"
-            try:
-                reason = self._misfit(node, use, fmt, weighted)
-            except FormatError as error:
-                reason = f"{use.value} of shape {use.shape}: {error.what}"
+            reason = self._operand_refuses(node, use, fmt)
             if reason is not None:
                 return reason
         return None
 
-    def _misfit(self, node: Node, use: Use, fmt: Format, weighted: bool) -> str | None:
-        """Why an operand has no such granularity: a reason, or ``FormatError``; None where it has."""
-        rule = fmt.execution
-        if not use.weight:
-            granularity = self.options.value_granularity(
-                use, self.options.of(node.site).value_format(fmt), weighted
-            )
-            if (
-                granularity is not None
-                and rule is not None
-                and rule.activation is not None
-            ):
-                granularity.split(use.shape)
+    def _operand_refuses(self, node: Node, use: Use, fmt: Format) -> str | None:
+        """Return why an operand cannot be quantized for a call, or None."""
+        if use.operand.role == "bias":
             return None
-        granularity, axis = (
-            self.options.of(node.site).weight_granularity(use, fmt),
-            use.operand.reduce % len(use.shape),
-        )
+        if use.origin == "computed":
+            return f"{use.value} is no parameter: a buffer, a view, or made of parameters in the forward pass"
+        try:
+            if use.weight:
+                return self._weight_refuses(node, use, fmt)
+            if fmt.execution is not None and fmt.execution.activation is not None:
+                values = self._value_format(node, fmt)
+                granularity = self._value_granularity(node, use, values)
+                if granularity is not None:
+                    granularity.split(use.shape)
+        except FormatError as error:
+            return f"{use.value} of shape {use.shape}: {error.what}"
+        return None
+
+    def _weight_refuses(self, node: Node, use: Use, fmt: Format) -> str | None:
+        """Return why a weight cannot be stored on a grid, or None.
+
+        Raises ``FormatError`` for a granularity that does not fit its shape.
+        """
+        granularity = self._weight_granularity(node, use, fmt)
         if granularity is not None:
             granularity.split(use.shape)
-        other = next(
-            (
-                n.site
-                for n in self.graph.readers(use.value)
-                if self._transforms(n, use.value)
-            ),
-            "",
-        )
-        if other:
-            return f"{use.value} is stored once, and {other} reads a view of it or makes another weight of it"
-        known = self.quantizers.get(use.value)
-        if (
-            known is None
-            or (known.fmt, known.granularity) == (fmt, granularity)
-            and (
-                granularity is not None or known.operand.reduce % len(use.shape) == axis
-            )
-        ):
+        for reader in self.graph.readers(use.value):
+            if self._transforms(reader, use.value):
+                return f"{use.value} is stored once, and {reader.site} reads a view of it or makes another weight of it"
+        stored = self.quantizers.get(use.value)
+        if stored is None:
             return None
-        return f"{use.value} is stored once, as {known.sites[0]} reads it: {known.fmt.name}, {known.granularity}"
+        same_grid = (stored.fmt, stored.granularity) == (fmt, granularity)
+        ndim = len(use.shape)
+        same_axis = stored.operand.reduce % ndim == use.operand.reduce % ndim
+        # blocks lie along the contracted axis
+        if same_grid and (granularity is not None or same_axis):
+            return None
+        return f"{use.value} is stored once, as {stored.sites[0]} reads it: {stored.fmt.name}, {stored.granularity}"
 
     def _transforms(self, node: Node, weight: str) -> bool:
-        """Whether a call reads a weight otherwise than as the parameter that is stored."""
-        used = any(u.value == weight and u.origin == "computed" for u in node.uses)
-        return used or node.site in self.graph.of_parameters
+        """Return True for a call that reads a weight otherwise than as it is stored."""
+        if node.site in self.graph.of_parameters:
+            return True
+        return any(u.value == weight and u.origin == "computed" for u in node.uses)
 
     def read(
         self, route: Route, use: Use, fmt: Format, granularity: Granularity | None
     ) -> None:
-        """Let a call read an operand through the quantizer of its value, or through one of its own.
+        """Let a call read an operand through the quantizer of its value.
 
-        One of its own: another reader has the value in another format or granularity, or this is only a part of the value.
+        It gets a quantizer of its own where another reader has the value in another
+        format or granularity, or where this is only a part of the value.
         """
-        name, own = use.value, f"{route.site}:{use.operand.leaf}"
-        known = self.quantizers.get(name)
-        other = known is not None and (known.fmt, known.granularity, known.weight) != (
-            fmt,
-            granularity,
-            use.weight,
-        )
-        if other or not (use.weight or self._whole(use)):
-            name = own
-        if use.operand.leaf in route.uses:
+        leaf = use.operand.leaf
+        if leaf in route.uses:
             return
+        name = use.value
+        shared = self.quantizers.get(name)
+        wanted = (fmt, granularity, use.weight)
+        other_grid = (
+            shared is not None
+            and (shared.fmt, shared.granularity, shared.weight) != wanted
+        )
+        if other_grid or not (use.weight or self._is_whole(use)):
+            name = f"{route.site}:{leaf}"
         if name not in self.quantizers:
-            dynamic = not use.weight and (
-                self.options.dynamic or isinstance(granularity, PerToken | PerGroup)
-            )
+            chosen_per_tensor = isinstance(granularity, PerToken | PerGroup)
+            dynamic = not use.weight and (self.options.dynamic or chosen_per_tensor)
             self.quantizers[name] = Quantizer(
                 name, fmt, use.operand, granularity, dynamic=dynamic
             )
         quantizer = self.quantizers[name]
         quantizer.sites = tuple(dict.fromkeys((*quantizer.sites, route.site)))
-        route.uses[use.operand.leaf] = name
+        route.uses[leaf] = name
 
-    def _whole(self, use: Use) -> bool:
-        """Whether an operand holds all elements of its value, whatever their order."""
-        parts = [self.graph.nodes.get(name) for name in use.value.split(" ")]
-        return all(p is not None for p in parts) and math.prod(use.shape) == sum(
-            math.prod(p.shapes[0]) for p in parts if p is not None
-        )
+    def _is_whole(self, use: Use) -> bool:
+        """Return True for an operand that holds all elements of its value, in any order."""
+        elements = 0
+        for name in use.value.split(" "):
+            part = self.graph.nodes.get(name)
+            if part is None:
+                return False
+            elements += math.prod(part.shapes[0])
+        return math.prod(use.shape) == elements
 
     def share(self, node: Node) -> None:
-        """Let a call that has no format for it read a quantized weight as it is stored."""
+        """Let a call without a format for it read a quantized weight as it is stored."""
         for use in node.uses:
-            known, route = self.quantizers.get(use.value), self.routes.get(node.site)
-            if (
-                known is None
-                or not known.weight
-                or (route is not None and use.operand.leaf in route.uses)
-            ):
+            stored = self.quantizers.get(use.value)
+            if stored is None or not stored.weight:
                 continue
-            note = f"reads {use.value} as it is stored for {known.sites[0]}, in {known.fmt.name}"
-            self.reasons[node.site] = "; ".join(
-                filter(None, (self.reasons.get(node.site), note))
-            )
+            route = self.routes.get(node.site)
+            if route is not None and use.operand.leaf in route.uses:
+                continue
+            note = f"reads {use.value} as it is stored for {stored.sites[0]}, in {stored.fmt.name}"
+            reasons = (self.reasons.get(node.site), note)
+            self.reasons[node.site] = "; ".join(filter(None, reasons))
             if use.origin == "parameter":
                 route = self.routes.setdefault(node.site, Route(node.site))
                 route.uses[use.operand.leaf] = use.value
-                known.sites = (*known.sites, node.site)
+                stored.sites = (*stored.sites, node.site)
+
+
+def _runs_whole(fmt: Format) -> bool:
+    """Return True for formats that a call runs in as a whole, such as bf16."""
+    rule = fmt.execution
+    return rule is None or "exact" in (rule.activation, rule.weight)

@@ -1,14 +1,15 @@
-"""Record: every scale and zero point of a quantized model, for which model, and how it came about; one TOML file.
+"""Record: every scale and zero point of a quantized model, and how it came about.
 
-A weight is named by its parameter, ``body.0.c1.weight``. An activation is named by the site that makes it,
-``body.0/relu#1``, or by one operand of one call, ``body.0.c1/conv2d:0``, where only that reader sees it quantized.
+A record is one TOML file. A weight is named by its parameter, ``body.0.c1.weight``. An
+activation is named by the site that makes it, ``body.0/relu#1``, or by one operand of one
+call, ``body.0.c1/conv2d:0``, where only that reader sees it quantized.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,15 @@ import xxhash
 
 from roundoff.errors import QuantizationError, examples
 from roundoff.files import atomic_path, toml_string, toml_value
-from roundoff.quantize.entry import Entry as Entry
-from roundoff.quantize.entry import format_named as format_named
-from roundoff.quantize.entry import granularity_name as granularity_name
-from roundoff.quantize.entry import granularity_named as granularity_named
+from roundoff.quantize.entry import Entry
 
 if TYPE_CHECKING:
     from torch import nn
 
 SCHEMA = 1
+KIND = "quantization record"
+#: Differences between record and model that an error lists.
+_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,13 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Which model a record belongs to: the shapes of its parameters, their hash, and, if asked for, that of the values."""
+    """Which model a record belongs to.
+
+    Attributes:
+        shapes: of its parameters.
+        hash: of names and shapes.
+        values: of parameters and buffers, if asked for.
+    """
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     hash: str = ""
@@ -52,12 +59,14 @@ class Record:
     """What quantization decided about a model.
 
     Attributes:
-        model: the model it was made for; without shapes (read from a file of another tool) only entries are checked.
+        model: the model it was made for; without shapes (read from a file of another
+            tool) only entries are checked.
         entries: qparams of weights and activations.
         skipped: sites that stay in high precision, each with the reason.
         steps: what the pipeline tried and what each step gained.
-        balance: by weight name, the factor of each input channel: the weight is multiplied by it, its input divided
-            (SmoothQuant, arXiv 2211.10438, equation 3).
+        balance: by weight name, the factor of each input channel: the weight is
+            multiplied by it, its input divided (SmoothQuant, arXiv 2211.10438,
+            equation 3).
         about: anything else, strings, numbers, booleans, lists and mappings of them.
     """
 
@@ -69,18 +78,21 @@ class Record:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
+        names: set[str] = set()
         for entry in self.entries:
-            if entry.name in seen:
+            if entry.name in names:
                 raise QuantizationError(
                     "two entries have this name",
                     where=f"record, {entry.name}",
                     do="join them: the sites that read one value are listed in one entry",
                 )
-            seen.add(entry.name)
+            names.add(entry.name)
 
     def __getitem__(self, name: str) -> Entry:
-        """The entry with this name. Raises ``QuantizationError`` with the nearest names."""
+        """Return the entry with this name.
+
+        Raises ``QuantizationError`` with the nearest names.
+        """
         for entry in self.entries:
             if entry.name == name:
                 return entry
@@ -91,50 +103,20 @@ class Record:
         )
 
     def check(self, model: nn.Module) -> None:
-        """Raise ``QuantizationError`` if this record was made for another model, naming what differs.
+        """Raise ``QuantizationError`` if this record was made for another model.
 
-        Values of weights are compared only where the record has their hash.
+        The error names what differs. Values of weights are compared only where the record
+        has their hash.
         """
-        own = _shapes(model)
-        made_for = self.model.shapes
-        lines = [
-            f"{name} {tuple(shape)}: the model has none; nearest: {examples(name, own) or 'none'}"
-            for name, shape in made_for.items()
-            if name not in own
-        ]
-        lines += [
-            f"{name}: {tuple(made_for[name])} in the record, {own[name]} in the model"
-            for name in made_for
-            if name in own and tuple(made_for[name]) != own[name]
-        ]
-        lines += [
-            f"{name} {own[name]}: only in the model"
-            for name in own
-            if made_for and name not in made_for
-        ]
-        for entry in self.entries:
-            if (
-                entry.kind == "weight"
-                and entry.name not in own
-                and entry.name not in made_for
-            ):
-                lines.append(
-                    f"{entry.name}: an entry without a parameter; nearest: {examples(entry.name, own) or 'none'}"
-                )
-            elif entry.kind == "weight" and entry.scale and not made_for:
-                try:
-                    entry.qparams(own[entry.name])
-                except QuantizationError as error:
-                    lines.append(
-                        f"{entry.name}: {error.what}, shape {own[entry.name]}, {len(entry.scale)} scales"
-                    )
-        if lines:
-            shown = "\n    ".join(
-                lines[:10]
-                + ([f"and {len(lines) - 10} more"] if len(lines) > 10 else [])
-            )
+        shapes = _shapes(model)
+        differences = [*self._parameters_differ(shapes), *self._entries_differ(shapes)]
+        if differences:
+            listed = differences[:_LISTED]
+            if len(differences) > _LISTED:
+                listed.append(f"and {len(differences) - _LISTED} more")
+            text = "\n    ".join(listed)
             raise QuantizationError(
-                f"the record was made for another model, {len(lines)} parameters differ:\n    {shown}",
+                f"the record was made for another model, {len(differences)} parameters differ:\n    {text}",
                 where="record",
                 do="check the copy that was quantized (.model of what quantize returned), or quantize this one",
             )
@@ -145,14 +127,53 @@ class Record:
                 do="load the weights that were calibrated, or calibrate again",
             )
 
+    def _parameters_differ(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Say which parameters of the record the model has not, or otherwise."""
+        recorded = {name: tuple(shape) for name, shape in self.model.shapes.items()}
+        missing = [
+            f"{name} {shape}: the model has none; nearest: {examples(name, shapes) or 'none'}"
+            for name, shape in recorded.items()
+            if name not in shapes
+        ]
+        changed = [
+            f"{name}: {shape} in the record, {shapes[name]} in the model"
+            for name, shape in recorded.items()
+            if name in shapes and shape != shapes[name]
+        ]
+        added = [
+            f"{name} {shape}: only in the model"
+            for name, shape in shapes.items()
+            if recorded and name not in recorded
+        ]
+        return missing + changed + added
+
+    def _entries_differ(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        """Say which entries of weights the model's parameters do not fit."""
+        recorded = self.model.shapes
+        for entry in self.entries:
+            if entry.kind != "weight" or entry.name in recorded:
+                continue
+            if entry.name not in shapes:
+                near = examples(entry.name, shapes) or "none"
+                yield f"{entry.name}: an entry without a parameter; nearest: {near}"
+            elif entry.scale and not recorded:
+                shape = shapes[entry.name]
+                try:
+                    entry.qparams(shape)
+                except QuantizationError as error:
+                    yield f"{entry.name}: {error.what}, shape {shape}, {len(entry.scale)} scales"
+
     def save(self, path: str | Path) -> None:
         """Write the record as TOML, whole or not at all; every number is read back exactly."""
         with atomic_path(path) as temporary:
-            temporary.write_text(_text(self), encoding="utf-8")
+            temporary.write_text(_toml(self), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Record:
-        """Read a record. Raises ``QuantizationError`` naming what is wrong and where."""
+        """Read a record.
+
+        Raises ``QuantizationError`` naming what is wrong and where.
+        """
         where = str(path)
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -162,42 +183,15 @@ class Record:
                 where=where,
                 expected="a TOML file written by roundoff quantize",
             ) from error
-        if data.get("schema") != SCHEMA or data.get("kind") != "quantization record":
+        if data.get("schema") != SCHEMA or data.get("kind") != KIND:
             raise QuantizationError(
                 "not a quantization record of this version",
                 where=where,
-                expected=f'schema = {SCHEMA} and kind = "quantization record"',
+                expected=f'schema = {SCHEMA} and kind = "{KIND}"',
                 got=f"schema = {data.get('schema')!r}, kind = {data.get('kind')!r}",
             )
         try:
-            model = data.get("model", {})
-            shapes = {
-                str(name): tuple(shape)
-                for name, shape in model.get("shapes", {}).items()
-            }
-            return cls(
-                Fingerprint(
-                    shapes, str(model.get("hash", "")), str(model.get("values", ""))
-                ),
-                tuple(_entry(row) for row in data.get("entry", [])),
-                tuple(
-                    (str(site), str(reason)) for site, reason in data.get("skipped", [])
-                ),
-                tuple(
-                    PipelineStep(
-                        str(s["name"]),
-                        float(s["before"]),
-                        float(s["after"]),
-                        str(s.get("note", "")),
-                    )
-                    for s in data.get("step", [])
-                ),
-                {
-                    str(name): tuple(map(float, factors))
-                    for name, factors in data.get("balance", {}).items()
-                },
-                data.get("about", {}),
-            )
+            return _read_record(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise QuantizationError(
                 f"the record is incomplete: {type(error).__name__}: {error}",
@@ -207,23 +201,66 @@ class Record:
 
 
 def fingerprint(model: nn.Module, *, values: bool = False) -> Fingerprint:
-    """Names and shapes of the model's parameters with their hash; ``values`` adds one of parameters and buffers.
+    """Return names and shapes of the model's parameters with their hash.
 
-    Raises ``QuantizationError`` for lazy parameters, which have no shape yet.
+    ``values`` adds a hash of parameters and buffers. Raises ``QuantizationError`` for lazy
+    parameters, which have no shape yet.
 
     >>> fingerprint(torch.nn.Linear(3, 2)).shapes
     {'weight': (2, 3), 'bias': (2,)}
     """
     shapes = _shapes(model)
     text = "".join(f"{name} {list(shape)}\n" for name, shape in sorted(shapes.items()))
-    return Fingerprint(
-        shapes,
-        xxhash.xxh3_128_hexdigest(text.encode()),
-        _values(model) if values else "",
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    return Fingerprint(shapes, digest, _values(model) if values else "")
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter, under every name it has."""
+    shapes = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if torch.nn.parameter.is_lazy(parameter):
+            raise QuantizationError(
+                "a lazy parameter has no shape yet",
+                where=name,
+                do="run the model once on a batch",
+            )
+        shapes[name] = tuple(parameter.shape)
+    return shapes
+
+
+def _values(model: nn.Module) -> str:
+    """Hash the values of parameters and buffers."""
+    digest = xxhash.xxh3_128()
+    for name, value in sorted(model.state_dict().items()):
+        if isinstance(value, torch.Tensor):
+            plain = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(f"{name} {plain.dtype} ".encode())
+            digest.update(plain.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read_record(data: Mapping[str, Any]) -> Record:
+    model = data.get("model", {})
+    shapes = {
+        str(name): tuple(shape) for name, shape in model.get("shapes", {}).items()
+    }
+    skipped = [(str(site), str(reason)) for site, reason in data.get("skipped", [])]
+    balance = {
+        str(name): tuple(map(float, factors))
+        for name, factors in data.get("balance", {}).items()
+    }
+    return Record(
+        Fingerprint(shapes, str(model.get("hash", "")), str(model.get("values", ""))),
+        tuple(_read_entry(row) for row in data.get("entry", [])),
+        tuple(skipped),
+        tuple(_read_step(row) for row in data.get("step", [])),
+        balance,
+        data.get("about", {}),
     )
 
 
-def _entry(row: Mapping[str, Any]) -> Entry:
+def _read_entry(row: Mapping[str, Any]) -> Entry:
     zero_point = row.get("zero_point")
     return Entry(
         str(row["name"]),
@@ -238,34 +275,39 @@ def _entry(row: Mapping[str, Any]) -> Entry:
     )
 
 
-def _text(record: Record) -> str:
-    """TOML: names that may hold any character are quoted; what an entry leaves at its default has no line."""
+def _read_step(row: Mapping[str, Any]) -> PipelineStep:
+    return PipelineStep(
+        str(row["name"]),
+        float(row["before"]),
+        float(row["after"]),
+        str(row.get("note", "")),
+    )
+
+
+def _toml(record: Record) -> str:
+    """Write TOML.
+
+    Names that may hold any character are quoted; what an entry leaves at its default has
+    no line.
+    """
+    about = {k: toml_value(v) for k, v in record.about.items() if v is not None}
+    shapes = {name: str(list(shape)) for name, shape in record.model.shapes.items()}
+    balance = {
+        name: toml_value(tuple(map(float, factors)))
+        for name, factors in record.balance.items()
+    }
     lines = [
         "# Scales and zero points of a quantized model: real = scale * (code - zero_point).",
         f"schema = {SCHEMA}",
-        'kind = "quantization record"',
-        f"skipped = {_rows(record.skipped)}",
-        "",
-        "[about]",
-    ]
-    lines += [
-        f"{toml_string(k)} = {toml_value(v)}"
-        for k, v in record.about.items()
-        if v is not None
-    ]
-    lines += [
+        f'kind = "{KIND}"',
+        f"skipped = {_toml_rows(record.skipped)}",
+        *_toml_table("about", about),
         "",
         "[model]",
         f"hash = {toml_string(record.model.hash)}",
         f"values = {toml_string(record.model.values)}",
-    ]
-    lines += ["", "[model.shapes]"] + [
-        f"{toml_string(n)} = {list(s)}" for n, s in record.model.shapes.items()
-    ]
-    lines += ["", "[balance]"]
-    lines += [
-        f"{toml_string(n)} = {toml_value(tuple(map(float, f)))}"
-        for n, f in record.balance.items()
+        *_toml_table("model.shapes", shapes),
+        *_toml_table("balance", balance),
     ]
     for step in record.steps:
         lines += [
@@ -277,48 +319,23 @@ def _text(record: Record) -> str:
             f"note = {toml_string(step.note)}",
         ]
     for entry in record.entries:
-        lines += ["", "[[entry]]"]
-        for key in (
-            "name",
-            "kind",
-            "format",
-            "granularity",
-            "scale",
-            "zero_point",
-            "sites",
-            "observer",
-            "dynamic",
-        ):
-            value = getattr(entry, key)
-            if value is not None and value not in ((), "", False):
-                lines.append(f"{key} = {toml_value(value)}")
+        lines += ["", "[[entry]]", *_toml_entry(entry)]
     return "\n".join(lines) + "\n"
 
 
-def _rows(rows: Iterable[tuple[str, str]]) -> str:
+def _toml_table(name: str, values: Mapping[str, str]) -> list[str]:
+    """Write a table whose keys may hold any character."""
+    lines = [f"{toml_string(key)} = {value}" for key, value in values.items()]
+    return ["", f"[{name}]", *lines]
+
+
+def _toml_entry(entry: Entry) -> Iterator[str]:
+    for column in fields(entry):
+        value = getattr(entry, column.name)
+        if value is not None and value not in ((), "", False):
+            yield f"{column.name} = {toml_value(value)}"
+
+
+def _toml_rows(rows: Iterable[tuple[str, str]]) -> str:
     text = "".join(f"\n  {toml_value(row)}," for row in rows)
     return f"[{text}\n]" if text else "[]"
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of every parameter, under every name it has."""
-    shapes = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if torch.nn.parameter.is_lazy(parameter):
-            raise QuantizationError(
-                "a lazy parameter has no shape yet",
-                where=name,
-                do="run the model once on a batch",
-            )
-        shapes[name] = tuple(parameter.shape)
-    return shapes
-
-
-def _values(model: nn.Module) -> str:
-    digest = xxhash.xxh3_128()
-    for name, value in sorted(model.state_dict().items()):
-        if isinstance(value, torch.Tensor):
-            plain = value.detach().cpu().contiguous().reshape(-1)
-            digest.update(f"{name} {plain.dtype} ".encode())
-            digest.update(plain.view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -27,15 +27,15 @@ from torch._ops import OpOverload
 from roundoff.ops import (
     EXACT_ARGUMENTS,
     Refusal,
-    apart,
     base,
     facts,
     holds,
-    made,
     operators_that,
+    outside_of_modes,
     plain,
     refuse,
     run_again,
+    tensors_made,
 )
 from roundoff.record.statistics import in_memory_order
 
@@ -76,7 +76,7 @@ class Noise:
         ]
 
         def perturb(result: Any) -> None:
-            tensors = made(func, args, kwargs, result)
+            tensors = tensors_made(func, args, kwargs, result)
             known = (
                 exact
                 if isinstance(exact, list) and len(exact) == len(tensors)
@@ -88,7 +88,7 @@ class Noise:
             ):
                 tensors += _flat(args[3:5])
                 known += [None, None]
-            with apart():
+            with outside_of_modes():
                 for tensor, same in zip(tensors, known, strict=True):
                     if not any(tensor is other for other in left):
                         self.perturb_(tensor, same)

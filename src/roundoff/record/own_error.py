@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from roundoff.ops import Reason, apart, run_again
+from roundoff.ops import Reason, outside_of_modes, run_again
 from roundoff.record.statistics import in_memory_order
 from roundoff.record.statistics_kernel import COMPILED, ROW, compiled
 
@@ -76,7 +76,7 @@ def own_error(actual: Any, again: Any) -> list[OwnError | None]:
     if any(t is not None for t in other[len(one) :]):
         return [None] * len(one)
     other += [None] * (len(one) - len(other))
-    with apart():
+    with outside_of_modes():
         return [_one(a, b) for a, b in zip(one, other, strict=False)]
 
 

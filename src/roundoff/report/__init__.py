@@ -1,21 +1,21 @@
-"""What a person reads: the terminal, one HTML file, strict JSON; all made from the plain ``summary`` of ``diagnose``.
+"""What a person reads: the terminal, one HTML file, strict JSON; all made of records.
 
 >>> import tempfile
 >>> from pathlib import Path
 >>> from rich.console import Console
->>> row = {"rank": 1, "site": "head/linear", "operator": "linear", "kind": "linear", "format": "int8",
-...        "sqnr_db": 41.26, "stderr_db": 0.4, "share": 1.0, "activation_db": 43.1, "weight_db": 45.9,
-...        "output_db": None, "chosen": "int8", "note": ""}
->>> cost = {"model": "bytes", "unit": "MB", "plan": 2.0, "fp32": 8.0, "lowest": 2.0, "lowest_format": "int8"}
->>> result = {"predicted_db": 41.3, "measured_db": 41.0, "native_db": None, "native_note": "", "metric_name": None,
-...           "metric_reference": None, "metric_predicted": None, "metric_predicted_std": None,
-...           "metric_measured": None, "met": True}
->>> summary = {"version": "0.1.0", "workload": "tiny", "formats": ["int8"], "probes": 16, "samples": 8,
-...            "environment": [{"name": "threads", "value": "2", "note": ""}],
-...            "target": {"asked": "40dB", "sqnr_db": 40.0, "note": ""},
-...            "coverage": {"calls": 1, "sites": 1, "params": 2, "excluded": [], "no_path": []},
-...            "ranking": [row], "plan": {"sites": {"int8": 1}, "rules": 1, "cost": cost}, "rounds": [],
-...            "result": result, "pareto": [], "scatter": [], "seconds": {"budget": 0.1}}
+>>> row = RankingRow(rank=1, site="head/linear", format="int8", sqnr_db=41.26,
+...     stderr_db=0.4, share=1.0, activation_db=43.1, weight_db=45.9, chosen="int8")
+>>> cost = PlanCost(model="bytes", unit="MB", plan=2.0, fp32=8.0, lowest=2.0,
+...     lowest_format="int8")
+>>> result = VerifiedResult(target_db=40.0, predicted_db=41.3, measured_db=41.0,
+...     native_db=None, native_note="", metric_name=None, metric_reference=None,
+...     metric_predicted=None, metric_predicted_std=None, metric_measured=None, met=True)
+>>> summary = DiagnosisSummary(version="0.1.0", workload="tiny", formats=("int8",),
+...     probes=16, samples=8, environment=(Setting("threads", "2"),),
+...     target=AskedTarget(asked="40dB", sqnr_db=40.0),
+...     coverage=Coverage(calls=1, sites=1, params=2, excluded=(), no_path=()),
+...     ranking=(row,), plan=PlanSummary(sites={"int8": 1}, rules=1, cost=cost),
+...     rounds=(), result=result, pareto=(), scatter=(), seconds={"budget": 0.1})
 >>> print_summary(summary, Console(width=100))
 roundoff 0.1.0: tiny in int8 (16 probes, 8 samples)
 <BLANKLINE>

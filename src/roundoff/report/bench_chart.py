@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from roundoff.report.charts import COLOURS, Scale, _axes, _line, _svg, nice_ticks
 from roundoff.report.figures import finite
+from roundoff.report.svg import COLOURS, Scale, nice_ticks
+from roundoff.report.svg import axes as _axes
+from roundoff.report.svg import line as _line
+from roundoff.report.svg import svg as _svg
 
 if TYPE_CHECKING:
     from roundoff.train import BenchSummary

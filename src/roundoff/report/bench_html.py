@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from roundoff.report import bench_answer, bench_chart, figures
 from roundoff.report.bench_text import details
-from roundoff.report.charts import COLOURS
 from roundoff.report.page import Page
+from roundoff.report.svg import COLOURS
 
 if TYPE_CHECKING:
     from roundoff.train import BenchSummary

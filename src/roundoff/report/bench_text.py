@@ -10,7 +10,10 @@ from rich.text import Text
 
 from roundoff.report import bench_answer as texts
 from roundoff.report.figures import NONE, count
-from roundoff.report.text import _heading, _print, _print_table, _say
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_table as _print_table
+from roundoff.report.terminal import print_text as _print
+from roundoff.report.terminal import say as _say
 
 if TYPE_CHECKING:
     from roundoff.train import BenchRow, BenchSummary

@@ -1,59 +1,66 @@
-"""What ``roundoff diagnose --candidate`` says beyond the comparison: bug or rounding, the plan that repairs it, costs."""
+"""What ``roundoff diagnose --candidate`` says beyond the comparison."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 
 from roundoff.report.comparison_text import print_comparison
+from roundoff.report.diagnosis import (
+    CandidateSummary,
+    DiagnosisSummary,
+    HigherPrecision,
+)
 from roundoff.report.figures import db, percent
 
-Row = Mapping[str, Any]
 
+def candidate_sentences(
+    higher: HigherPrecision | None, plan: DiagnosisSummary | None
+) -> list[str]:
+    """Return sentences for the answer of the comparison.
 
-def verified(higher: Row | None, plan: Row | None) -> list[str]:
-    """Sentences for the answer of the comparison: what both sides give in fp64, and what the plan reaches.
+    What both sides give in fp64, and what the plan reaches.
 
-    ``higher`` has ``verdict`` (bug, rounding, undecided) and ``reason``; ``plan`` is the summary of ``roundoff.diagnose``.
-
-    >>> verified({"verdict": "bug", "reason": "the difference stays at 3e-4 in fp64: not rounding"}, None)
+    >>> higher = HigherPrecision(site=None, error=3e-4, error_fp64=3e-4,
+    ...     output_error=None, output_error_fp64=None, verdict="bug",
+    ...     reason="the difference stays at 3e-4 in fp64: not rounding")
+    >>> candidate_sentences(higher, None)
     ['A bug: the difference stays at 3e-4 in fp64: not rounding.']
     """
-    said = []
+    sentences = []
     if higher is not None:
-        reason = higher["reason"]
-        verdict = {
-            "bug": "A bug: ",
-            "rounding": "",
-            "undecided": "Bug or rounding is undecided: ",
-        }[higher["verdict"]]
-        said.append(
-            f"{verdict}{reason if verdict else reason[0].upper() + reason[1:]}."
-        )
+        sentences.append(_verdict_sentence(higher))
     if plan is not None:
-        result, chosen = plan["result"], plan["plan"]["sites"]
-        sites = ", ".join(f"{count} in {name}" for name, count in chosen.items())
-        met = "meets" if result["met"] else "misses"
-        said.append(
-            f"The plan ({sites}) {met} {plan['target']['asked']}: {db(result['measured_db'])} dB measured."
+        formats = [f"{number} in {name}" for name, number in plan.plan.sites.items()]
+        meets = "meets" if plan.result.met else "misses"
+        sentences.append(
+            f"The plan ({', '.join(formats)}) {meets} {plan.target.asked}: "
+            f"{db(plan.result.measured_db)} dB measured."
         )
-    return said
+    return sentences
 
 
-def print_candidate(summary: Row, console: Console, top: int = 20) -> None:
-    """The comparison with at most ``top`` rows of each table; where nothing is at fault the sites that cost most."""
-    print_comparison(summary["comparison"], console, top)
-    rows = [row for row in summary["rounding"] if row["share"] is not None]
-    if rows and not summary["comparison"]["culprits"]:
+def _verdict_sentence(higher: HigherPrecision) -> str:
+    reason = higher.reason
+    if higher.verdict == "bug":
+        return f"A bug: {reason}."
+    if higher.verdict == "undecided":
+        return f"Bug or rounding is undecided: {reason}."
+    return f"{reason[0].upper()}{reason[1:]}."
+
+
+def print_candidate(summary: CandidateSummary, console: Console, top: int = 20) -> None:
+    """Print the comparison with at most ``top`` rows of each table.
+
+    Where nothing is at fault the sites that cost most follow.
+    """
+    print_comparison(summary.comparison, console, top)
+    rows = [row for row in summary.rounding if row.share is not None]
+    if rows and not summary.comparison["culprits"]:
         console.print(
             "\nWhat the rounding of each site costs the output:", markup=False
         )
         for row in rows[:top]:
-            console.print(
-                f"  {percent(row['share']):>6}  {row['site']}, {db(row['sqnr_db'])} dB",
-                markup=False,
-            )
-    for note in summary["notes"]:
+            figures = f"{percent(row.share):>6}  {row.site}, {db(row.sqnr_db)} dB"
+            console.print(f"  {figures}", markup=False)
+    for note in summary.notes:
         console.print(f"Note: {note}", markup=False)

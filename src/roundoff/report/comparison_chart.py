@@ -9,10 +9,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from roundoff.report.charts import Scale, _circle, _line, _svg, _text
 from roundoff.report.comparison_answer import size, times
 from roundoff.report.comparison_text import label
 from roundoff.report.figures import finite
+from roundoff.report.svg import Scale
+from roundoff.report.svg import circle as _circle
+from roundoff.report.svg import line as _line
+from roundoff.report.svg import svg as _svg
+from roundoff.report.svg import text as _text
 
 Row = Mapping[str, Any]
 

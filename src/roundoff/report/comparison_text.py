@@ -11,7 +11,9 @@ from rich.text import Text
 from roundoff.report.comparison_answer import UNKNOWN, answer, called, size, times
 from roundoff.report.figures import NONE, count, db, percent
 from roundoff.report.run_text import Columns, number, print_fitting
-from roundoff.report.text import _heading, _print, _say
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_text as _print
+from roundoff.report.terminal import say as _say
 
 Row = Mapping[str, Any]
 STYLES = {"fail": "red", "undecided": "yellow"}

@@ -12,7 +12,9 @@ from roundoff.report.comparison_answer import called, size, times
 from roundoff.report.comparison_text import cosine, label
 from roundoff.report.figures import NONE, count, db, percent
 from roundoff.report.run_text import BAR, Columns, number, print_fitting, shape, whole
-from roundoff.report.text import _heading, _print_table, _say
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_table as _print_table
+from roundoff.report.terminal import say as _say
 
 Row = Mapping[str, Any]
 

@@ -1,10 +1,16 @@
-"""Numbers as text, the same in the terminal and in HTML. Only here are numbers rounded for reading."""
+"""Numbers as text, the same in the terminal and in HTML.
+
+Only here are numbers rounded for reading.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+if TYPE_CHECKING:
+    from roundoff.report.diagnosis import RankingRow
 
 #: shown where a value does not apply
 NONE = "–"
@@ -35,7 +41,9 @@ def stderr(value: float | None) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """A fraction as percent, at most five characters up to 100%; a share is never rounded down to nothing.
+    """A fraction as percent, at most five characters up to 100%.
+
+    A share is never rounded down to nothing.
 
     >>> percent(0.1234), percent(1.0), percent(0.0), percent(0.0002), percent(0.9999)
     ('12.3%', '100%', '0%', '<0.1%', '>99.9%')
@@ -81,32 +89,32 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def listing(parts: list[str]) -> str:
+def listing(parts: Sequence[str]) -> str:
     """Words in one sentence.
 
     >>> listing(["a"]), listing(["a", "b", "c"])
     ('a', 'a, b and c')
     """
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+    if len(parts) < 2:
+        return "".join(parts)
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def finite(value: float | None) -> TypeGuard[float]:
-    """Whether there is a number that can be drawn or computed with."""
+    """Return True for a number that can be drawn or computed with."""
     return value is not None and math.isfinite(value)
 
 
-def is_lost(row: Mapping[str, Any]) -> bool:
-    """Whether a ranking row has no SQNR because its noise is not finite (overflow), rather than because it is exact."""
-    return row["sqnr_db"] is None and row["share"] > 0
+def sqnr(row: RankingRow) -> str:
+    """SQNR of a ranked site in dB.
 
-
-def sqnr(row: Mapping[str, Any]) -> str:
-    """SQNR of a ranking row in dB; ``exact`` where rounding changes nothing, ``lost`` where the result isn't finite."""
-    if row["sqnr_db"] is None:
-        return "lost" if is_lost(row) else "exact"
-    return db(row["sqnr_db"])
+    ``exact`` where rounding changes nothing, ``lost`` where the result isn't finite.
+    """
+    if row.sqnr_db is None:
+        return "lost" if row.is_lost else "exact"
+    return db(row.sqnr_db)
 
 
 def ratio(value: float | None, whole: float | None) -> float | None:
-    """``value / whole``, None where there is nothing to compare with."""
+    """Return ``value / whole``, None where there is nothing to compare with."""
     return value / whole if value is not None and whole else None

@@ -3,93 +3,78 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from roundoff.report import answer, charts, figures
+from roundoff.report import answer, charts
+from roundoff.report.answer import FormatTotal
+from roundoff.report.diagnosis import DiagnosisSummary
+from roundoff.report.figures import count, percent
 from roundoff.report.page import Mark, Page
-
-Row = Mapping[str, Any]
 
 #: Bars drawn for one format.
 BARS = 10
 
 
-def write_html(summary: Row, path: str | os.PathLike[str]) -> None:
+def write_html(summary: DiagnosisSummary, path: str | os.PathLike[str]) -> None:
     """Write the report of a summary as one HTML file, whole or not at all.
 
-    ``summary`` is the dict of ``roundoff.diagnose`` or what ``json.load`` reads from
-    ``summary.json``; numbers that are None or not finite are shown as such. Every name
-    is escaped. Raises ``OutputError`` when the file cannot be written.
-    ``roundoff.report`` has an example.
+    Numbers that are None or not finite are shown as such. Every name is escaped. Raises
+    ``OutputError`` when the file cannot be written. ``roundoff.report`` has an example.
     """
     page(summary).write(path)
 
 
-def page(summary: Row) -> Page:
+def page(summary: DiagnosisSummary) -> Page:
     """Return the page of a summary."""
     sentences = answer.answer(summary)
-    has_sites = summary["coverage"]["sites"] > 0
-    met: Mark = "met" if summary["result"]["met"] else "missed"
-    totals = answer.totals(summary)
-    points = summary["scatter"]
+    mark: Mark = "met" if summary.result.met else "missed"
+    totals = answer.totals(summary.formats, summary.ranking)
     return Page(
         template="report.html",
-        title=f"{summary['workload']}: error budget",
+        title=f"{summary.workload}: error budget",
         headline=answer.verdict(summary),
         # without a site the only sentence is not the verdict
-        sentences=sentences[1:] if has_sites else sentences,
-        mark=met if has_sites else None,
+        sentences=sentences[1:] if summary.has_sites else sentences,
+        mark=mark if summary.has_sites else None,
         script="report.js",
         values={
             "s": summary,
             "totals": totals,
             "bars": _bars(summary, totals),
-            "scatter": charts.scatter(points, summary["formats"]),
+            "scatter": charts.scatter(summary.scatter, summary.formats),
             "pareto": charts.pareto(summary),
-            "agreement": answer.agreement(points),
-            "points": answer.comparable(points),
-            "colour": lambda name: charts.colour(summary["formats"], name),
+            "agreement": answer.agreement(summary.scatter),
+            "points": answer.comparable(summary.scatter),
+            "colour": lambda name: charts.colour(summary.formats, name),
         },
     )
 
 
 def _bars(
-    summary: Row, totals: Sequence[answer.FormatTotal]
-) -> list[tuple[answer.FormatTotal, Markup, str]]:
-    """Return total, bars and caption of each format that makes noise."""
-    shares = [_largest_share(total) for total in totals]
-    sites = {row["site"] for row in summary["ranking"]}
-    return [
-        (
-            total,
-            charts.share_bars(
-                total,
-                summary["formats"],
-                sites,
-                top=BARS,
-                full=max((s for s in shares if s is not None), default=1.0),
-            ),
-            _covered(total),
-        )
-        for total in totals
-        if total.rows and total.rows[0]["share"] > 0
-    ]
+    summary: DiagnosisSummary, totals: Sequence[FormatTotal]
+) -> list[tuple[FormatTotal, Markup, str]]:
+    """Return total, bars and caption of each format that makes noise.
+
+    All bars have one scale.
+    """
+    shares = [row.share for row in summary.ranking if not row.is_lost]
+    largest = max(shares, default=1.0)
+    sites = {row.site for row in summary.ranking}
+    noisy = [total for total in totals if total.rows and total.rows[0].share > 0]
+
+    def bars(total: FormatTotal) -> Markup:
+        formats = summary.formats
+        return charts.share_bars(total, formats, sites, top=BARS, full=largest)
+
+    return [(total, bars(total), _covered(total)) for total in noisy]
 
 
-def _largest_share(total: answer.FormatTotal) -> float | None:
-    """Return the largest share of a site whose result is finite."""
-    shares = [row["share"] for row in total.rows if not figures.is_lost(row)]
-    return max(shares, default=None)
-
-
-def _covered(total: answer.FormatTotal) -> str:
+def _covered(total: FormatTotal) -> str:
     """Say how much of a format's noise the bars show."""
-    sites = figures.count(len(total.rows), "site")
     if total.lost:
-        return f"{figures.count(len(total.lost), 'site')} of {len(total.rows)} lost"
+        return f"{count(len(total.lost), 'site')} of {len(total.rows)} lost"
     shown = total.rows[:BARS]
-    share = figures.percent(min(sum(row["share"] for row in shown), 1.0))
-    return f"the first {len(shown)} of {sites} make {share}"
+    share = percent(min(sum(row.share for row in shown), 1.0))
+    return f"the first {len(shown)} of {count(len(total.rows), 'site')} make {share}"

@@ -9,52 +9,69 @@ GAP = "…"
 
 
 def elide(name: str, width: int, others: Collection[str] = ()) -> str:
-    """``name`` in at most ``width`` characters, cut in the middle so that it is not mistaken for one of ``others``.
+    """Cut a name in the middle so that it has at most ``width`` characters.
 
-    Keeps the operator where it can, and the number of a layer where only that tells two names apart. Names that
-    fit come back as they are; below three characters only the gap is left.
+    It is not mistaken for one of ``others``, if it can be helped. Keeps the operator
+    where it can, and the number of a layer where only that tells two names apart. Names
+    that fit come back as they are; below three characters only the gap is left.
 
     >>> elide("encoder.layer.0.output.dense/linear", 24)
     'encoder.laye…ense/linear'
-    >>> elide("encoder.layer.0.output.dense/linear", 24, ["encoder.layer.1.output.dense/linear"])
+    >>> other = "encoder.layer.1.output.dense/linear"
+    >>> elide("encoder.layer.0.output.dense/linear", 24, [other])
     'encoder.layer.0…e/linear'
     """
     if len(name) <= width:
         return name
     if width < 3:
         return GAP[:width]
-    best, least = name[: width - 1] + GAP, len(others) + 1
+    best = name[: width - 1] + GAP
+    fewest = len(others) + 1
     for parts in _cuts(name, width):
         confused = sum(_matches(parts, other) for other in others if other != name)
-        if confused < least:
-            best, least = GAP.join(parts), confused
+        if confused < fewest:
+            best = GAP.join(parts)
+            fewest = confused
         if not confused:
             break
     return best
 
 
 def _cuts(name: str, width: int) -> Iterator[tuple[str, ...]]:
-    """Parts to keep, in the order of preference: head and tail, then also a number between them."""
-    operator = len(name) - name.rfind("/")
+    """Yield the parts to keep, best first.
+
+    Head and tail, then also a number between them.
+    """
+    length = len(name)
     room = width - 1
-
-    def keep(tail: int, room: int) -> tuple[bool, int]:
-        return tail < operator, abs(2 * tail - room)
-
-    for tail in sorted(range(1, room), key=lambda t: keep(t, room)):
-        yield name[: room - tail], name[len(name) - tail :]
+    for tail in _tails(name, room, room):
+        yield name[: room - tail], name[length - tail :]
     for number in re.finditer(r"\.\d+(?=[./])", name):
         middle = number[0] + name[number.end()]
         room = width - 2 - len(middle)
-        for tail in sorted(range(1, room), key=lambda t: keep(t, room + room // 2)):
-            if room - tail < number.start() and tail < len(name) - number.end() - 1:
-                yield name[: room - tail], middle, name[len(name) - tail :]
+        for tail in _tails(name, room, room + room // 2):
+            is_before = room - tail < number.start()
+            if is_before and tail < length - number.end() - 1:
+                yield name[: room - tail], middle, name[length - tail :]
+
+
+def _tails(name: str, room: int, twice: int) -> list[int]:
+    """Return the lengths of a tail in ``room`` characters, best first.
+
+    Those with the operator, and of them those nearest half of ``twice``.
+    """
+    operator = len(name) - name.rfind("/")
+    return sorted(
+        range(1, room), key=lambda tail: (tail < operator, abs(2 * tail - twice))
+    )
 
 
 def _matches(parts: tuple[str, ...], other: str) -> bool:
+    """Return True if these parts may stand for ``other`` too."""
     head, *middle, tail = parts
-    if len(other) < sum(map(len, parts)) or not (
-        other.startswith(head) and other.endswith(tail)
-    ):
+    if len(other) < sum(map(len, parts)):
         return False
-    return not middle or middle[0] in other[len(head) : len(other) - len(tail)]
+    if not (other.startswith(head) and other.endswith(tail)):
+        return False
+    between = other[len(head) : len(other) - len(tail)]
+    return not middle or middle[0] in between

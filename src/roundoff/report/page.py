@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from roundoff.files import open_output
 from roundoff.report import figures
+from roundoff.report.diagnosis import RankingRow
 
 Mark = Literal["met", "doubt", "missed"]
 
@@ -101,7 +102,6 @@ def _templates() -> Environment:
     templates.globals |= {
         "count": figures.count,
         "ratio": figures.ratio,
-        "is_lost": figures.is_lost,
     }
     return templates
 
@@ -112,14 +112,14 @@ def _source(name: str) -> Markup:
     return Markup(file.read_text(encoding="utf-8"))
 
 
-def _sort_key(row: Mapping[str, Any]) -> str:
+def _sort_key(row: RankingRow) -> str:
     """Return what a ranking row is sorted by in its SQNR column.
 
     Lost results lie below all numbers, exact ones above.
     """
-    if row["sqnr_db"] is not None:
-        return repr(float(row["sqnr_db"]))
-    return "-Infinity" if figures.is_lost(row) else "Infinity"
+    if row.sqnr_db is not None:
+        return repr(float(row.sqnr_db))
+    return "-Infinity" if row.is_lost else "Infinity"
 
 
 def _keep_units(text: str) -> str:

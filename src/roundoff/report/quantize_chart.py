@@ -10,8 +10,12 @@ from typing import Literal, NamedTuple
 from markupsafe import Markup
 
 from roundoff.export import Summary
-from roundoff.report.charts import Scale, _axes, _circle, _svg, _text, nice_ticks
 from roundoff.report.figures import db, finite, metric, percent, ratio
+from roundoff.report.svg import Scale, nice_ticks
+from roundoff.report.svg import axes as _axes
+from roundoff.report.svg import circle as _circle
+from roundoff.report.svg import svg as _svg
+from roundoff.report.svg import text as _text
 
 #: Left, upper, right and lower edge.
 Box = tuple[float, float, float, float]

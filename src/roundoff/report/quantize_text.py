@@ -8,7 +8,10 @@ from rich.text import Text
 from roundoff.export import Summary
 from roundoff.report import quantize_answer
 from roundoff.report.figures import NONE, count, db, metric, percent
-from roundoff.report.text import _heading, _print, _print_table, _say
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_table as _print_table
+from roundoff.report.terminal import print_text as _print
+from roundoff.report.terminal import say as _say
 
 EXAMPLES = 3
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from roundoff.report.figures import count, db
-from roundoff.report.text import _heading, _print_table, _say
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_table as _print_table
+from roundoff.report.terminal import say as _say
 
 if TYPE_CHECKING:
     from roundoff.record import Replay, ReplayedOutput

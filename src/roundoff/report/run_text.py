@@ -12,7 +12,11 @@ from rich.console import Console
 from roundoff.record import SiteDetails, SiteInput
 from roundoff.report.figures import NONE, count, percent, ratio
 from roundoff.report.names import elide
-from roundoff.report.text import SITE_LEAST, _heading, _print_table, _say, _width
+from roundoff.report.terminal import SITE_LEAST
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_table as _print_table
+from roundoff.report.terminal import say as _say
+from roundoff.report.terminal import table_width as _width
 
 if TYPE_CHECKING:
     from roundoff.record import (

@@ -13,9 +13,11 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from roundoff.files import atomic_path
+
+Record = TypeVar("Record")
 
 #: Key under which the places of numbers that are not finite are listed.
 NOTE = "not_finite"
@@ -50,6 +52,38 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    return value
+
+
+def from_plain(kind: type[Record], data: Any) -> Record:
+    """Return the record that ``plain`` made ``data`` of: its inverse.
+
+    ``kind`` is a dataclass whose fields are plain values, other records, tuples of
+    records or mappings. Keys that are no field are left out.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Round:
+    ...     number: int
+    ...     files: tuple[str, ...] = ()
+    >>> from_plain(Round, {"number": 1, "files": ["plan.toml"], "not_finite": {}})
+    Round(number=1, files=('plan.toml',))
+    """
+    hints = get_type_hints(kind)
+    values = {}
+    for item in fields(kind):  # type: ignore[arg-type]
+        key = item.metadata.get("json", item.name)
+        if key in data:
+            values[item.name] = _value_of(hints[item.name], data[key])
+    return kind(**values)
+
+
+def _value_of(hint: Any, value: Any) -> Any:
+    """Return the value of a field with this type."""
+    if is_dataclass(hint) and isinstance(hint, type):
+        return from_plain(hint, value)
+    if get_origin(hint) is tuple:
+        return tuple(_value_of(get_args(hint)[0], item) for item in value)
     return value
 
 

@@ -1,78 +1,106 @@
-"""What the terminal shows, at any width: names are cut in the middle where they must be, numbers never."""
+"""A diagnosis in the terminal: ranking, plan, verification and coverage."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
-from rich import box
-from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from roundoff.report import figures
-from roundoff.report.answer import REFERENCE, agreement, answer, totals, totals_sentence
+from roundoff.report.answer import (
+    REFERENCE,
+    agreement,
+    answer,
+    predicted_metric,
+    totals,
+    totals_sentence,
+)
+from roundoff.report.diagnosis import (
+    Coverage,
+    DiagnosisSummary,
+    LeftOutCalls,
+    PlanSummary,
+    RankingRow,
+    Setting,
+    VerificationSummary,
+    VerifiedResult,
+    VerifiedRound,
+)
 from roundoff.report.figures import amount, count, db, listing, metric, percent, ratio
 from roundoff.report.names import elide
-
-Row = Mapping[str, Any]
-Columns = dict[str, list[str]]
+from roundoff.report.terminal import (
+    SITE_LEAST,
+    Columns,
+    heading,
+    print_table,
+    print_text,
+    say,
+    table_width,
+)
 
 #: From this many columns on, headings are spelled out.
 WIDE = 110
-SITE_LEAST = 16
-PROSE_LEAST = 12
+#: Sites named in a list.
 EXAMPLES = 10
-LEFT_ALIGNED = frozenset(
-    "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event|verdict|looks like|status|from|"
-    "counterpart|configuration|note|file|what|step|observer|formats".split("|")
-)
 
 
-def print_summary(summary: Row, console: Console, *, top: int = 20) -> None:
-    """What ``roundoff diagnose`` shows: the answer, environment, ranked table, plan, verification and coverage.
+def print_summary(
+    summary: DiagnosisSummary, console: Console, *, top: int = 20
+) -> None:
+    """Print what ``roundoff diagnose`` shows.
 
-    ``summary`` is the dict of ``roundoff.diagnose`` (``summary.json``), ``top`` the number of ranked rows. Fits the
-    console's width; names may contain brackets. Where there is no site, a sentence says so above the environment
-    and the coverage. ``roundoff.report`` has an example.
+    The answer, environment, ranked table, plan, verification and coverage, with ``top``
+    ranked rows. Fits the console's width; names may contain brackets. Where there is no
+    site, a sentence says so above the environment and the coverage.
+    ``roundoff.report`` has an example.
     """
-    work = f"{count(summary['probes'], 'probe')}, {count(summary['samples'], 'sample')}"
-    _say(
+    probes = count(summary.probes, "probe")
+    samples = count(summary.samples, "sample")
+    formats = listing(list(summary.formats))
+    say(
         console,
-        f"roundoff {summary['version']}: {summary['workload']} in {listing(summary['formats'])} ({work})",
+        f"roundoff {summary.version}: {summary.workload} in {formats} ({probes}, {samples})",
     )
     console.print()
-    some = bool(summary["coverage"]["sites"])
-    verdict, *rest = answer(summary)
-    colour = ("green" if summary["result"]["met"] else "red") if some else ""
-    _print(console, Text.assemble((verdict, f"bold {colour}"), " ", " ".join(rest)))
-    if some and summary["target"]["note"]:
-        _say(console, f"About the target: {summary['target']['note']}.")
-    _print_environment(summary["environment"], console)
-    if some:
-        print_ranking(summary["ranking"], console, top=top)
-        _say(console, totals_sentence(totals(summary)))
-        _print_plan(summary["plan"], console)
-        print_verify(summary, console)
-        _say(console, agreement(summary["scatter"]))
-    _print_coverage(summary["coverage"], console)
+    _print_answer(summary, console)
+    if summary.has_sites and summary.target.note:
+        say(console, f"About the target: {summary.target.note}.")
+    _print_environment(summary.environment, console)
+    if summary.has_sites:
+        print_ranking(summary.ranking, console, top=top)
+        say(console, totals_sentence(totals(summary.formats, summary.ranking)))
+        _print_plan(summary.plan, console)
+        print_verify(summary.verification, console)
+        say(console, agreement(summary.scatter))
+    _print_coverage(summary.coverage, console)
     console.print()
-    times = ", ".join(
-        f"{name} {value:.1f}" for name, value in summary["seconds"].items()
-    )
-    _say(console, f"Seconds: {times}", style="dim")
+    times = [f"{stage} {seconds:.1f}" for stage, seconds in summary.seconds.items()]
+    say(console, f"Seconds: {', '.join(times)}", style="dim")
 
 
-def print_ranking(rows: Sequence[Row], console: Console, *, top: int = 20) -> None:
-    """The ranked table, site by format, worst first: SQNR in dB with standard error, share of the noise, own parts.
+def _print_answer(summary: DiagnosisSummary, console: Console) -> None:
+    verdict, *sentences = answer(summary)
+    style = "bold "
+    if summary.has_sites:
+        style += "green" if summary.result.met else "red"
+    print_text(console, Text.assemble((verdict, style), " ", " ".join(sentences)))
 
-    ``share`` is of the noise with every site in that format. A part shown as ``–`` does not apply or makes no error;
-    SQNR is ``exact`` where rounding changes nothing and ``lost`` where the result is not finite. Where the console
-    is too narrow, own parts and then the plan's format are left out, and a line says so.
 
-    >>> row = {"rank": 1, "site": "head/linear", "format": "int8", "sqnr_db": 31.26, "stderr_db": 0.4, "share": 0.5,
-    ...        "activation_db": 33.1, "weight_db": 35.9, "output_db": None, "chosen": "int8", "note": ""}
+def print_ranking(
+    rows: Sequence[RankingRow], console: Console, *, top: int = 20
+) -> None:
+    """Print the ranked table, site by format, worst first.
+
+    SQNR in dB with standard error, share of the noise with every site in that format,
+    own parts. A part shown as ``–`` does not apply or makes no error; SQNR is ``exact``
+    where rounding changes nothing and ``lost`` where the result is not finite. Where the
+    console is too narrow, own parts and then the plan's format are left out, and a line
+    says so.
+
+    >>> from roundoff.report import RankingRow
+    >>> row = RankingRow(rank=1, site="head/linear", format="int8", sqnr_db=31.26,
+    ...     stderr_db=0.4, share=0.5, activation_db=33.1, weight_db=35.9, chosen="int8")
     >>> print_ranking([row], Console(width=80))
     <BLANKLINE>
     Ranking: what rounding each site costs the output (dB)
@@ -80,38 +108,82 @@ def print_ranking(rows: Sequence[Row], console: Console, *, top: int = 20) -> No
     ─────────────────────────────────────────────────────────────────────────
     1   head/linear   int8     31.3   0.4   50.0%   33.1   35.9      –   int8
     """
-    _heading(console, "Ranking: what rounding each site costs the output (dB)")
+    heading(console, "Ranking: what rounding each site costs the output (dB)")
     if not rows:
-        _say(console, "No site was measured in any format.")
+        say(console, "No site was measured in any format.")
         return
     shown = rows[:top]
-    left_out = _print_rows(shown, {row["site"] for row in rows}, console)
+    left_out = _print_rows(shown, {row.site for row in rows}, console)
     for row in shown:
-        if _noted(row):
-            _say(
-                console,
-                f"! {row['rank']}: {row['site']} in {row['format']}: {row['note']}",
-                style="yellow",
-            )
+        if row.needs_note:
+            note = f"! {row.rank}: {row.site} in {row.format}: {row.note}"
+            say(console, note, style="yellow")
     if left_out:
-        _say(
-            console,
-            f"Left out at {console.width} columns: {listing(left_out)}.",
-            style="dim",
-        )
-    if len(rows) > len(shown):
-        _say(
-            console, f"{count(len(rows) - len(shown), 'more row')} below.", style="dim"
-        )
+        columns = f"Left out at {console.width} columns: {listing(left_out)}."
+        say(console, columns, style="dim")
+    hidden = len(rows) - len(shown)
+    if hidden:
+        say(console, f"{count(hidden, 'more row')} below.", style="dim")
 
 
-def print_plan(plan: Row, console: Console) -> None:
-    """The chosen plan: sites in each format, and its cost beside all-fp32 and everything in its cheapest format.
+def _print_rows(
+    rows: Sequence[RankingRow], sites: Collection[str], console: Console
+) -> list[str]:
+    """Print ranked rows, the site column as wide as the numbers leave it.
 
-    ``plan`` is ``summary["plan"]`` or what ``roundoff plan --json`` prints.
+    Returns what had to be left out.
+    """
+    is_wide = console.width >= WIDE
+    parts = ("activation", "weight", "output") if is_wide else ("act.", "wt.", "out.")
+    share = "share of noise" if is_wide else "noise"
+    cells: dict[str, Callable[[RankingRow], str]] = {
+        "#": _rank,
+        "site": lambda row: row.site,
+        "format": lambda row: row.format,
+        "SQNR": figures.sqnr,
+        "±": lambda row: figures.stderr(row.stderr_db),
+        share: lambda row: percent(row.share),
+        parts[0]: lambda row: db(row.activation_db),
+        parts[1]: lambda row: db(row.weight_db),
+        parts[2]: lambda row: db(row.output_db),
+        "plan": lambda row: row.chosen,
+    }
+    columns = {name: list(map(cell, rows)) for name, cell in cells.items()}
+    left_out = []
+    droppable = {
+        "own parts (activation, weight, output)": parts,
+        "the format in the plan": ("plan",),
+    }
+    for label, names in droppable.items():
+        if _room_for_sites(columns, console) < SITE_LEAST:
+            for name in names:
+                del columns[name]
+            left_out.append(label)
+    room = max(_room_for_sites(columns, console), 3)
+    columns["site"] = [elide(name, room, sites) for name in columns["site"]]
+    styles = ["bold" if row.format == row.chosen else "" for row in rows]
+    print_table(console, columns, styles=styles)
+    return left_out
 
-    >>> cost = {"model": "bytes", "unit": "MB", "plan": 3.0, "fp32": 8.0, "lowest": 2.0, "lowest_format": "int8"}
-    >>> print_plan({"sites": {"int8": 9, "fp32": 3}, "rules": 4, "cost": cost}, Console(width=80))
+
+def _rank(row: RankingRow) -> str:
+    return f"{row.rank}!" if row.needs_note else str(row.rank)
+
+
+def _room_for_sites(columns: Columns, console: Console) -> int:
+    return console.width - table_width({**columns, "site": []}, 1)
+
+
+def print_plan(plan: PlanSummary, console: Console) -> None:
+    """Print a plan: sites in each format, and its cost.
+
+    Beside it stand all-fp32 and everything in its cheapest format.
+
+    >>> from roundoff.report import PlanCost, PlanSummary
+    >>> cost = PlanCost(model="bytes", unit="MB", plan=3.0, fp32=8.0, lowest=2.0,
+    ...     lowest_format="int8")
+    >>> plan = PlanSummary(sites={"int8": 9, "fp32": 3}, rules=4, cost=cost)
+    >>> print_plan(plan, Console(width=80))
     <BLANKLINE>
     Plan: 12 sites by 4 rules
     format   sites   share
@@ -126,240 +198,142 @@ def print_plan(plan: Row, console: Console) -> None:
     all cheapest (mostly int8)           2 MB     25.0%
     """
     _print_plan(plan, console)
-    if plan.get("predicted_db") is not None or plan.get("target_db") is not None:
-        _say(
-            console,
-            f"Predicted {db(plan.get('predicted_db'))} dB, target {db(plan.get('target_db'))} dB.",
-        )
-    if plan.get("note"):
-        _say(console, f"About the target: {plan['note']}.")
+    if plan.predicted_db is not None or plan.target_db is not None:
+        predicted = f"Predicted {db(plan.predicted_db)} dB"
+        say(console, f"{predicted}, target {db(plan.target_db)} dB.")
+    if plan.note:
+        say(console, f"About the target: {plan.note}.")
 
 
-def _print_plan(plan: Row, console: Console) -> None:
-    sites = sum(plan["sites"].values())
-    _heading(console, f"Plan: {count(sites, 'site')} by {count(plan['rules'], 'rule')}")
-    used = {f: n for f, n in plan["sites"].items() if n}
-    shares = [percent(ratio(n, sites)) for n in used.values()]
-    _print_table(
+def _print_plan(plan: PlanSummary, console: Console) -> None:
+    sites = sum(plan.sites.values())
+    heading(console, f"Plan: {count(sites, 'site')} by {count(plan.rules, 'rule')}")
+    used = {name: number for name, number in plan.sites.items() if number}
+    print_table(
         console,
         {
             "format": list(used),
-            "sites": [f"{n:,}" for n in used.values()],
-            "share": shares,
+            "sites": [f"{number:,}" for number in used.values()],
+            "share": [percent(ratio(number, sites)) for number in used.values()],
         },
     )
     console.print()
-    cost = plan["cost"]
-    cheapest = f"all cheapest (mostly {cost['lowest_format']})"
-    names = {"plan": "this plan", "fp32": f"all {REFERENCE}", "lowest": cheapest}
-    _print_table(
+    cost = plan.cost
+    costs = {
+        "this plan": cost.plan,
+        f"all {REFERENCE}": cost.fp32,
+        f"all cheapest (mostly {cost.lowest_format})": cost.lowest,
+    }
+    print_table(
         console,
         {
-            "plan runs": list(names.values()),
-            f"cost ({cost['model']})": [
-                amount(cost[key], cost["unit"]) for key in names
-            ],
-            f"of {REFERENCE}": [
-                percent(ratio(cost[key], cost["fp32"])) for key in names
-            ],
+            "plan runs": list(costs),
+            f"cost ({cost.model})": [amount(v, cost.unit) for v in costs.values()],
+            f"of {REFERENCE}": [percent(ratio(v, cost.fp32)) for v in costs.values()],
         },
     )
 
 
-def print_verify(verification: Row, console: Console) -> None:
-    """Predicted beside measured SQNR (dB) and metric, for every round of verification, and the result.
+def print_verify(verification: VerificationSummary, console: Console) -> None:
+    """Print predicted beside measured SQNR (dB) and metric of every round.
 
-    ``verification`` has the keys ``rounds`` and ``result`` of a summary. ``added up`` is the prediction without the
-    correlations between sites. ``–`` stands where nothing was predicted or there is no metric, ``∞`` for an output
-    without any error.
+    The result follows. ``added up`` is the prediction without the correlations between
+    sites. ``–`` stands where nothing was predicted or there is no metric, ``∞`` for an
+    output without any error.
     """
-    rounds, result = verification["rounds"], verification["result"]
-    _heading(console, "Verification: predicted beside measured")
-    if not rounds:
-        _say(console, "Nothing was run.")
+    result = verification.result
+    heading(console, "Verification: predicted beside measured")
+    if verification.rounds:
+        columns = _round_columns(verification.rounds)
+        print_table(console, columns, prose={"then"})
     else:
-        columns = {
-            "round": [str(r["round"]) for r in rounds],
-            "predicted": [db(r["predicted_db"]) for r in rounds],
-            "measured": [db(r["measured_db"]) for r in rounds],
-            "added up": [db(r["additive_db"]) for r in rounds],
-        }
-        if any(
-            r["metric_predicted"] is not None or r["metric_measured"] is not None
-            for r in rounds
-        ):
-            columns["metric pred."] = [metric(r["metric_predicted"]) for r in rounds]
-            columns["meas."] = [metric(r["metric_measured"]) for r in rounds]
-        _print_table(
-            console, {**columns, "then": [r["action"] for r in rounds]}, prose={"then"}
-        )
-    target = (
-        ""
-        if result.get("target_db") is None
-        else f" (target {db(result['target_db'])} dB)"
-    )
-    met = "met" if result["met"] else "missed"
-    predicted, measured = db(result["predicted_db"]), db(result["measured_db"])
-    line = (
-        f"Target {met}: SQNR {predicted} dB predicted, {measured} dB measured{target}."
-    )
-    _say(console, line, style="bold green" if result["met"] else "bold red")
-    if result["metric_name"] is not None:
-        std = result["metric_predicted_std"]
-        _say(
+        say(console, "Nothing was run.")
+    _print_result(result, console)
+    if result.metric_name is not None:
+        say(
             console,
-            f"{result['metric_name']}: {metric(result['metric_reference'])} before rounding, "
-            f"{metric(result['metric_predicted'])}{'' if std is None else f' ± {std:.1g}'} predicted, "
-            f"{metric(result['metric_measured'])} measured.",
+            f"{result.metric_name}: {metric(result.metric_reference)} before rounding, "
+            f"{predicted_metric(result)} predicted, "
+            f"{metric(result.metric_measured)} measured.",
         )
-    native = "" if result["native_db"] is None else f"{db(result['native_db'])} dB; "
-    if native or result["native_note"]:
-        _say(console, f"With real casts: {native}{result['native_note']}.")
+    native = "" if result.native_db is None else f"{db(result.native_db)} dB; "
+    if native or result.native_note:
+        say(console, f"With real casts: {native}{result.native_note}.")
 
 
-def _print_environment(rows: Sequence[Row], console: Console) -> None:
-    _heading(console, "Environment that changes numbers")
-    for row in rows:
-        if row["note"]:
-            _say(console, f"{row['name']}: {row['value']} ({row['note']})")
-    plain = [f"{row['name']}: {row['value']}" for row in rows if not row["note"]]
-    if plain:
-        _say(console, "; ".join(plain))
-
-
-def _print_coverage(coverage: Row, console: Console) -> None:
-    sites, calls = count(coverage["sites"], "site"), count(coverage["calls"], "call")
-    _heading(
-        console,
-        f"Coverage: {sites} from {calls}, {count(coverage['params'], 'parameter')}",
-    )
-    left_out = coverage["excluded"]
-    if left_out:
-        _print_table(
-            console,
-            {
-                "count": [f"{e['count']:,}" for e in left_out],
-                "operator": [e["operator"] for e in left_out],
-                "reason": [_reason(e) for e in left_out],
-                "for example": [
-                    e["examples"][0] if e["examples"] else "" for e in left_out
-                ],
-            },
-            prose={"operator", "reason", "for example"},
-        )
-    else:
-        _say(console, "Every call became a site that runs in some format.")
-    if coverage["no_path"]:
-        _say(
-            console,
-            f"Without a path to the output, so in {REFERENCE}: {count(len(coverage['no_path']), 'site')}",
-        )
-        for line in coverage["no_path"][:EXAMPLES]:
-            _say(console, f"  {line}")
-        if len(coverage["no_path"]) > EXAMPLES:
-            _say(console, f"  and {len(coverage['no_path']) - EXAMPLES:,} more")
-
-
-def _reason(excluded: Row) -> str:
-    where = excluded.get("where")
-    return f"{where}: {excluded['reason']}" if where else str(excluded["reason"])
-
-
-def _print_rows(
-    rows: Sequence[Row], sites: Collection[str], console: Console
-) -> list[str]:
-    """The ranked rows, the site column as wide as the numbers leave it; returns what had to be left out."""
-    wide = console.width >= WIDE
-    parts = ("activation", "weight", "output") if wide else ("act.", "wt.", "out.")
-    keys = ("activation_db", "weight_db", "output_db")
+def _round_columns(rounds: Sequence[VerifiedRound]) -> Columns:
     columns = {
-        "#": [f"{row['rank']}{'!' if _noted(row) else ''}" for row in rows],
-        "site": [row["site"] for row in rows],
-        "format": [row["format"] for row in rows],
-        "SQNR": [figures.sqnr(row) for row in rows],
-        "±": [figures.stderr(row["stderr_db"]) for row in rows],
-        "share of noise" if wide else "noise": [percent(row["share"]) for row in rows],
-        **{
-            name: [db(row[key]) for row in rows]
-            for name, key in zip(parts, keys, strict=True)
+        "round": [str(entry.round) for entry in rounds],
+        "predicted": [db(entry.predicted_db) for entry in rounds],
+        "measured": [db(entry.measured_db) for entry in rounds],
+        "added up": [db(entry.additive_db) for entry in rounds],
+    }
+    if any(_has_metric(entry) for entry in rounds):
+        columns["metric pred."] = [metric(entry.metric_predicted) for entry in rounds]
+        columns["meas."] = [metric(entry.metric_measured) for entry in rounds]
+    columns["then"] = [entry.action for entry in rounds]
+    return columns
+
+
+def _has_metric(entry: VerifiedRound) -> bool:
+    return entry.metric_predicted is not None or entry.metric_measured is not None
+
+
+def _print_result(result: VerifiedResult, console: Console) -> None:
+    target = ""
+    if result.target_db is not None:
+        target = f" (target {db(result.target_db)} dB)"
+    met = "met" if result.met else "missed"
+    predicted = db(result.predicted_db)
+    measured = db(result.measured_db)
+    say(
+        console,
+        f"Target {met}: SQNR {predicted} dB predicted, {measured} dB measured{target}.",
+        style="bold green" if result.met else "bold red",
+    )
+
+
+def _print_environment(settings: Sequence[Setting], console: Console) -> None:
+    heading(console, "Environment that changes numbers")
+    for setting in settings:
+        if setting.note:
+            say(console, f"{setting.name}: {setting.value} ({setting.note})")
+    plain = [f"{s.name}: {s.value}" for s in settings if not s.note]
+    if plain:
+        say(console, "; ".join(plain))
+
+
+def _print_coverage(coverage: Coverage, console: Console) -> None:
+    sites = count(coverage.sites, "site")
+    calls = count(coverage.calls, "call")
+    parameters = count(coverage.params, "parameter")
+    heading(console, f"Coverage: {sites} from {calls}, {parameters}")
+    if coverage.excluded:
+        _print_left_out(coverage.excluded, console)
+    else:
+        say(console, "Every call became a site that runs in some format.")
+    lost = coverage.no_path
+    if lost:
+        number = count(len(lost), "site")
+        say(console, f"Without a path to the output, so in {REFERENCE}: {number}")
+        for line in lost[:EXAMPLES]:
+            say(console, f"  {line}")
+    if len(lost) > EXAMPLES:
+        say(console, f"  and {len(lost) - EXAMPLES:,} more")
+
+
+def _print_left_out(rows: Sequence[LeftOutCalls], console: Console) -> None:
+    print_table(
+        console,
+        {
+            "count": [f"{row.count:,}" for row in rows],
+            "operator": [row.operator for row in rows],
+            "reason": [_reason(row) for row in rows],
+            "for example": [" ".join(row.examples[:1]) for row in rows],
         },
-        "plan": [row["chosen"] for row in rows],
-    }
-    left_out = []
-    groups = (
-        (parts, "own parts (activation, weight, output)"),
-        (("plan",), "the format in the plan"),
+        prose={"operator", "reason", "for example"},
     )
-    for names, label in groups:
-        if console.width - _width({**columns, "site": []}, 1) < SITE_LEAST:
-            columns = {
-                name: cells for name, cells in columns.items() if name not in names
-            }
-            left_out.append(label)
-    room = max(console.width - _width({**columns, "site": []}, 1), 3)
-    columns["site"] = [elide(name, room, sites) for name in columns["site"]]
-    styles = ["bold" if row["format"] == row["chosen"] else "" for row in rows]
-    _print_table(console, columns, styles=styles)
-    return left_out
 
 
-def _noted(row: Row) -> bool:
-    return row["note"] not in ("", "exact")  # that one stands in the SQNR column
-
-
-def _width(columns: Columns, gap: int) -> int:
-    """Columns of the terminal that a table takes; a heading without cells, the site's, takes nothing itself."""
-    cells = (
-        max(map(cell_len, [name, *cells])) for name, cells in columns.items() if cells
-    )
-    return sum(cells) + gap * (len(columns) - 1)
-
-
-def _print_table(
-    console: Console,
-    columns: Columns,
-    *,
-    prose: Collection[str] = (),
-    styles: Sequence[str] | None = None,
-) -> None:
-    """A table whose numbers keep their width whatever the console's; only ``prose`` columns wrap."""
-    fixed = {
-        name: ["x" * PROSE_LEAST] if name in prose else cells
-        for name, cells in columns.items()
-    }
-    gap = (
-        3 if _width(fixed, 3) <= console.width else 1
-    )  # rich's divider, and a space on either side
-    needed = _width(fixed, gap)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, gap // 2),
-        pad_edge=False,
-        show_edge=False,
-        header_style="bold" if prose or styles is None else "",
-        width=None if needed <= console.width else needed,
-    )
-    for name in columns:
-        table.add_column(
-            Text(name),
-            justify="left" if name in LEFT_ALIGNED else "right",
-            no_wrap=name not in prose,
-            overflow="fold",
-            min_width=max(map(cell_len, [name, *fixed[name]])),
-        )
-    for index, values in enumerate(zip(*columns.values(), strict=True)):
-        table.add_row(*map(Text, values), style=styles[index] if styles else None)
-    console.print(table, crop=False, highlight=False)
-
-
-def _heading(console: Console, text: str) -> None:
-    console.print()
-    _say(console, text, style="bold")
-
-
-def _say(console: Console, text: str, style: str = "") -> None:
-    _print(console, Text(text, style=style))
-
-
-def _print(console: Console, text: Text) -> None:
-    console.print(text, highlight=False, overflow="fold")
+def _reason(row: LeftOutCalls) -> str:
+    return f"{row.where}: {row.reason}" if row.where else row.reason

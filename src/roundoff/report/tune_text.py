@@ -16,7 +16,10 @@ from roundoff.report.figures import (
     percent,
     ratio,
 )
-from roundoff.report.text import PROSE_LEAST, _heading, _print_table, _say
+from roundoff.report.terminal import PROSE_LEAST
+from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_table as _print_table
+from roundoff.report.terminal import say as _say
 
 if TYPE_CHECKING:
     from roundoff.train import TunedRun, Tuning

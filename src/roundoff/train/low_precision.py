@@ -27,7 +27,7 @@ from roundoff.train.fp32_parameters import (
     on_the_weights,
     stand_ins,
 )
-from roundoff.train.scaling.delayed_read import Later
+from roundoff.train.scaling.delayed_read import DelayedRead
 
 METHODS = ("stochastic", "kahan", "nearest")
 #: The key of the count of rounded steps in ``optimizer.param_groups``.
@@ -135,7 +135,7 @@ class Updates:
         self._bad: Tensor | None = (
             None  # how many steps in a row each group was above the threshold
         )
-        self._late = Later()
+        self._late = DelayedRead()
         self._told: set[int] = set()
         self._seeded: dict[torch.device, torch.Generator] = {}
         self._loading: dict[str, Any] | None = None

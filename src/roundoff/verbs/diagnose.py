@@ -1,18 +1,40 @@
-"""``roundoff.diagnose``: budget, plan, verify, and everything a report shows, as plain data."""
+"""``roundoff.diagnose``: budget, plan, proof, and everything that a report shows."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from roundoff.budget import Budget, Problem, Progress, budget, choose, parse_drop
+from roundoff.budget import (
+    Budget,
+    Goal,
+    Problem,
+    Progress,
+    SiteCost,
+    budget,
+    choose,
+    parse_drop,
+)
 from roundoff.errors import InfeasibleError, RunError
 from roundoff.plan import Plan, noise, run_batches
+from roundoff.report import (
+    AskedTarget,
+    Coverage,
+    DiagnosisSummary,
+    LeftOutCalls,
+    PlanCost,
+    PlanSummary,
+    RankingRow,
+    ScatterPoint,
+    Setting,
+    TradeoffPoint,
+)
 from roundoff.verbs.verify import Verification, verify
 from roundoff.workload import Workload
 
@@ -21,18 +43,38 @@ if TYPE_CHECKING:
 
 #: What is aimed for when nothing is asked: errors a hundredth of the output.
 DEFAULT_TARGET = "40dB"
+#: Points of the curve of cost against SQNR, and how far it goes beyond the target and
+#: the cheapest plan, in dB.
 PARETO_POINTS = 10
+BEYOND_TARGET_DB = 15.0
+PARETO_RANGE_DB = 30.0
+#: Sites that are rounded alone.
 SCATTER_SITES = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the budget of a diagnosis is measured.
+
+    Attributes:
+        part: of the output, by name; None for all of it (see ``roundoff.budget``).
+        probes: sign vectors a sample; None to choose from the data.
+        seed: of the sign vectors.
+    """
+
+    part: str | None = None
+    probes: int | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The budget, the plan that stands, its verification, and the summary that reports and JSON show."""
+    """The budget, the plan that stands, its proof, and the summary of a report."""
 
     budget: Budget
     plan: Plan
     verification: Verification
-    summary: dict[str, Any]
+    summary: DiagnosisSummary
 
 
 @overload
@@ -74,67 +116,36 @@ def diagnose(
     candidate: str | Path | None = None,
     **recording: Any,
 ) -> Any:
-    """Which operators' rounding costs the output most, the cheapest plan that meets the target, and the proof.
+    """Find the sites whose rounding costs most, and the cheapest plan for a target.
 
-    ``target`` in dB (40 by default) or ``metric_drop``; ``part`` names what is measured (see ``roundoff.budget``);
-    ``cost``, ``pin`` and ``allow`` as in ``Budget.plan``. The model is left as it was. Raises what ``budget``, ``plan``
-    and ``verify`` raise.
+    The plan is run and proven. The model is left as it was. With a ``candidate`` the
+    workload is also compared with it: both are recorded for ``steps`` batches into the
+    folder ``output`` (one that is deleted again where it is None), ``noise`` more times
+    with random last bits; the result is a ``CandidateDiagnosis``. For a candidate that
+    is a format the rest follows with it, and ``formats`` is not used.
 
-    With a ``candidate`` (``bf16`` or ``fp16``, ``compile`` with its ``backend``, a device, ``channels_last``, ``threads=N``,
-    ``mkldnn=off``, ``float64``, or another workload file) both are recorded for ``steps`` batches into the folder
-    ``output`` (one that is deleted again where it is None), ``noise`` more times with random last bits, and compared; see
-    ``CandidateDiagnosis``, which is what this gives then. For a format the rest follows with it, ``formats`` is not used.
+    Args:
+        workload: model, batches and metric.
+        formats: names of the number formats.
+        target: least SQNR in dB; 40 where neither it nor ``metric_drop`` is given.
+        metric_drop: most the metric may lose.
+        cost: what to save; ``cost_table``, ``pin`` and ``allow`` as in ``roundoff.plan``.
+        cost_table: seconds per operation, for the cost ``seconds``.
+        pin: format of sites, by pattern.
+        allow: formats that sites may take, by pattern.
+        part: what is measured (see ``roundoff.budget``).
+        probes: sign vectors a sample.
+        seed: of the sign vectors.
+        progress: called as work goes on.
+        candidate: ``bf16`` or ``fp16``, ``compile`` with its ``backend``, a device,
+            ``channels_last``, ``threads=N``, ``mkldnn=off``, ``float64``, or another
+            workload file.
+        recording: ``output``, ``steps``, ``noise`` and ``backend`` of a candidate.
+
+    Raises:
+        RoundoffError: what ``budget``, ``plan`` and ``verify`` raise.
     """
-    options = {
-        "target": target,
-        "metric_drop": metric_drop,
-        "cost": cost,
-        "cost_table": cost_table,
-        "pin": pin,
-        "allow": allow,
-        "part": part,
-        "probes": probes,
-        "seed": seed,
-    }
-    if candidate is not None:
-        from roundoff.verbs.diagnose_candidate import diagnose_candidate
-
-        return diagnose_candidate(
-            workload, candidate, progress=progress, **recording, **options
-        )
-    if recording:
-        raise RunError(
-            "only used with a candidate",
-            where=", ".join(recording),
-            do="give candidate=, such as 'bf16'",
-        )
-    return _diagnose(workload, formats, progress=progress, **options)
-
-
-def _diagnose(
-    workload: Workload,
-    formats: Iterable[str],
-    *,
-    target: float | str | None,
-    metric_drop: float | str | None,
-    cost: str,
-    cost_table: Any,
-    pin: Mapping[str, str] | None,
-    allow: Mapping[str, Sequence[str]] | None,
-    part: str | None,
-    probes: int | None,
-    seed: int,
-    progress: Progress | None,
-) -> Diagnosis:
-    clock = [time.perf_counter()]
-    if target is None and metric_drop is None:
-        target = DEFAULT_TARGET
-    measured = budget(
-        workload, formats, probes=probes, target=part, seed=seed, progress=progress
-    )
-    clock.append(time.perf_counter())
-    plan = choose(
-        measured,
+    goal = Goal(
         target=target,
         metric_drop=metric_drop,
         cost=cost,
@@ -142,60 +153,125 @@ def _diagnose(
         pin=pin or {},
         allow=allow or {},
     )
+    sampling = Sampling(part=part, probes=probes, seed=seed)
+    if candidate is not None:
+        from roundoff.verbs.diagnose_candidate import diagnose_candidate
 
-    def problem(of: Budget) -> Problem:
-        return Problem(of, cost, cost_table, pin or {}, allow or {})
+        return diagnose_candidate(
+            workload, candidate, goal, sampling, progress=progress, **recording
+        )
+    if recording:
+        raise RunError(
+            "only used with a candidate",
+            where=", ".join(recording),
+            do="give candidate=, such as 'bf16'",
+        )
+    return diagnose_workload(workload, formats, goal, sampling, progress)
 
-    task = problem(measured)
-    curve = pareto(task, plan)
-    clock.append(time.perf_counter())
-    drop = None if metric_drop is None else parse_drop(metric_drop)
-    proof = verify(
-        workload,
-        plan,
-        budget=measured,
-        metric_drop=drop,
-        problem=problem,
-        progress=progress,
+
+def diagnose_workload(
+    workload: Workload,
+    formats: Iterable[str],
+    goal: Goal,
+    sampling: Sampling | None = None,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Measure, plan and prove; ``roundoff.diagnose`` is the way to call it."""
+    if goal.target is None and goal.metric_drop is None:
+        goal = replace(goal, target=DEFAULT_TARGET)
+    sampling = sampling or Sampling()
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "budget"):
+        measured = budget(
+            workload,
+            formats,
+            probes=sampling.probes,
+            target=sampling.part,
+            seed=sampling.seed,
+            progress=progress,
+        )
+    with _timed(seconds, "plan"):
+        plan = choose(measured, goal)
+        curve = pareto(Problem(measured, goal), plan)
+    with _timed(seconds, "verify"):
+        drop = goal.metric_drop
+        proof = verify(
+            workload,
+            plan,
+            budget=measured,
+            metric_drop=None if drop is None else parse_drop(drop),
+            goal=goal,
+            progress=progress,
+        )
+        points = scatter(workload, measured, proof.plan, sampling.part, progress)
+    asked = goal.metric_drop if goal.target is None else goal.target
+    about = measured.about
+    verification = proof.summary()
+    summary = DiagnosisSummary(
+        version=about.version,
+        workload=about.workload,
+        formats=about.formats,
+        probes=about.probes,
+        samples=about.samples,
+        environment=tuple(Setting(**row) for row in about.environment),
+        target=AskedTarget(
+            asked=str(asked),
+            sqnr_db=proof.target_db,
+            note=proof.plan.about.get("note") or "",
+        ),
+        coverage=coverage(measured),
+        ranking=ranked(measured, _formats(measured, proof.plan)),
+        plan=plan_summary(measured, proof.plan),
+        rounds=verification.rounds,
+        result=verification.result,
+        pareto=tuple(curve),
+        scatter=tuple(points),
+        seconds=seconds,
     )
-    points = scatter(workload, measured, proof.plan, part, progress)
-    clock.append(time.perf_counter())
-    summary = summarise(
-        measured, proof, curve, points, str(metric_drop if target is None else target)
-    )
-    names = ("budget", "plan", "verify")
-    summary["seconds"] = {
-        n: b - a for n, a, b in zip(names, clock, clock[1:], strict=False)
-    }
     return Diagnosis(measured, proof.plan, proof, summary)
 
 
-def pareto(task: Problem, plan: Plan) -> list[dict[str, float]]:
-    """Cost of the cheapest plan at evenly spaced targets, from everything in its cheapest format to almost exact."""
-    lowest, _ = task.lowest()
-    low = task.budget.predict(lowest).db
-    asked = float(plan.about["target_db"] or low)
-    low = max(low if math.isfinite(low) else 0.0, 0.0)
-    high = max(asked + 15.0, low + 30.0)
-    full = task.cost_of({})
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Keep how long the block takes."""
+    start = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - start
+
+
+def _formats(measured: Budget, plan: Plan) -> dict[str, str]:
+    """Return the format of each site that leaves fp32."""
+    return plan.formats(site.site for site in measured.sites)
+
+
+def pareto(problem: Problem, plan: Plan) -> list[TradeoffPoint]:
+    """Return the cheapest plans at evenly spaced targets.
+
+    From everything in its cheapest format to almost exact.
+    """
+    lowest_formats, _ = problem.lowest()
+    lowest_db = problem.budget.predict(lowest_formats).db
+    asked = float(plan.about["target_db"] or lowest_db)
+    low = max(lowest_db, 0.0) if math.isfinite(lowest_db) else 0.0
+    high = max(asked + BEYOND_TARGET_DB, low + PARETO_RANGE_DB)
+    full = problem.cost_of({})
     points = []
     for index in range(PARETO_POINTS):
-        goal = low + (high - low) * index / (PARETO_POINTS - 1)
+        target_db = low + (high - low) * index / (PARETO_POINTS - 1)
         try:
-            chosen = task.cheapest(goal)
+            chosen = problem.cheapest(target_db)
         except InfeasibleError:
             break
-        predicted = task.budget.predict(chosen).db
+        predicted = problem.budget.predict(chosen).db
         if math.isfinite(predicted):
-            value = task.cost_of(chosen)
-            points.append(
-                {
-                    "target_db": goal,
-                    "predicted_db": predicted,
-                    "cost": value,
-                    "relative_cost": value / full,
-                }
+            cost = problem.cost_of(chosen)
+            point = TradeoffPoint(
+                target_db=target_db,
+                predicted_db=predicted,
+                cost=cost,
+                relative_cost=cost / full,
             )
+            points.append(point)
     return points
 
 
@@ -205,145 +281,130 @@ def scatter(
     plan: Plan,
     part: str | None,
     progress: Progress | None = None,
-) -> list[dict[str, Any]]:
-    """Each of up to 48 sites, spread over the ranking, rounded alone on the first batch: predicted beside measured.
+) -> list[ScatterPoint]:
+    """Round each of up to 48 sites alone on the first batch: predicted and measured.
 
-    The format is the plan's for that site, or the first one measured where the plan leaves the site alone.
+    The sites are spread over the ranking. The format is the plan's for that site, or the
+    first one measured where the plan leaves the site alone.
     """
-    formats = plan.formats(s["site"] for s in measured.sites)
-    rows = [r for r in measured.table.iter_rows(named=True) if r["sqnr_db"] is not None]
-    default = measured.about["formats"][0]
-    rows = [r for r in rows if r["format"] == formats.get(r["site"], default)]
-    step = max(1, math.ceil(len(rows) / SCATTER_SITES))
+    costs = _as_planned(measured, plan)
+    step = max(1, math.ceil(len(costs) / SCATTER_SITES))
+    picked = costs[::step]
     first = slice(0, 1)
     reference = run_batches(workload, target=part, batches=first).targets
     points = []
-    for index, row in enumerate(rows[::step]):
+    for index, cost in enumerate(picked):
         if progress is not None:
-            progress("one site at a time", index, len(rows[::step]))
-        alone = {row["site"]: row["format"]}
+            progress("one site at a time", index, len(picked))
+        alone = {cost.site: cost.format}
         predicted = measured.predict(alone, batch=0).db
-        error = noise(
-            run_batches(workload, alone, target=part, batches=first).targets, reference
-        )
+        rounded = run_batches(workload, alone, target=part, batches=first).targets
+        error = noise(rounded, reference)
         if 0 < error < math.inf and math.isfinite(predicted):
-            points.append(
-                {
-                    "site": row["site"],
-                    "format": row["format"],
-                    "predicted_db": predicted,
-                    "measured_db": -10 * math.log10(error),
-                }
+            point = ScatterPoint(
+                site=cost.site,
+                format=cost.format,
+                predicted_db=predicted,
+                measured_db=-10 * math.log10(error),
             )
+            points.append(point)
     return points
 
 
-def summarise(
-    measured: Budget,
-    proof: Verification,
-    curve: list[dict[str, float]],
-    points: list[dict[str, Any]],
-    asked: str,
-) -> dict[str, Any]:
-    """Everything a report shows, as plain data (``summary.json``)."""
-    about, plan = measured.about, proof.plan
-    formats = plan.formats(s["site"] for s in measured.sites)
-    ranking = ranked(measured, formats)
-    return {
-        "version": about["version"],
-        "workload": about["workload"],
-        "formats": about["formats"],
-        "probes": about["probes"],
-        "samples": about["samples"],
-        "environment": about["environment"],
-        "target": {
-            "asked": asked,
-            "sqnr_db": proof.target_db,
-            "note": plan.about.get("note") or "",
-        },
-        "coverage": coverage(measured),
-        "ranking": ranking,
-        "plan": plan_summary(measured, plan),
-        **proof.summary(),
-        "pareto": curve,
-        "scatter": points,
-    }
+def _as_planned(measured: Budget, plan: Plan) -> list[SiteCost]:
+    """Return the cost of each site in the plan's format, where that is finite."""
+    formats = _formats(measured, plan)
+    costs = [cost for cost in measured.costs if cost.sqnr_db is not None]
+    default = measured.about.formats[0] if costs else ""
+    return [cost for cost in costs if cost.format == formats.get(cost.site, default)]
 
 
-def plan_summary(measured: Budget, plan: Plan) -> dict[str, Any]:
-    """The plan in numbers: sites in each format, cost against all-fp32 and all-lowest, predicted SQNR in dB."""
-    formats = plan.formats(s["site"] for s in measured.sites)
-    counts = Counter(formats.get(s["site"], "fp32") for s in measured.sites)
+def plan_summary(measured: Budget, plan: Plan) -> PlanSummary:
+    """Return the plan in numbers.
+
+    Sites in each format, cost against all-fp32 and all-lowest, predicted SQNR in dB.
+    """
+    formats = _formats(measured, plan)
+    counts = Counter(formats.get(site.site, "fp32") for site in measured.sites)
     about = plan.about
-    return {
-        "sites": dict(counts.most_common()),
-        "rules": len(plan.rules),
-        "target_db": about["target_db"],
-        "predicted_db": about["predicted_db"],
-        "note": about["note"],
-        "cost": {
-            "model": about["cost_model"],
-            "unit": about["unit"],
-            "plan": about["cost"],
-            "fp32": about["cost_fp32"],
-            "lowest": about["cost_lowest"],
-            "lowest_format": about["lowest_format"],
-        },
-    }
-
-
-def ranked(measured: Budget, formats: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The ranked table as plain rows, worst first, with the format the plan chose for each site."""
-    keys = (
-        "site",
-        "operator",
-        "kind",
-        "format",
-        "sqnr_db",
-        "stderr_db",
-        "share",
-        "activation_db",
-        "weight_db",
-        "output_db",
+    cost = PlanCost(
+        model=about["cost_model"],
+        unit=about["unit"],
+        plan=about["cost"],
+        fp32=about["cost_fp32"],
+        lowest=about["cost_lowest"],
+        lowest_format=about["lowest_format"],
     )
+    return PlanSummary(
+        sites=dict(counts.most_common()),
+        rules=len(plan.rules),
+        target_db=about["target_db"],
+        predicted_db=about["predicted_db"],
+        note=about["note"],
+        cost=cost,
+    )
+
+
+def ranked(measured: Budget, formats: Mapping[str, str]) -> tuple[RankingRow, ...]:
+    """Return the ranked table, worst first, with the format chosen for each site."""
+    return tuple(
+        RankingRow(
+            rank=rank,
+            site=cost.site,
+            operator=cost.operator,
+            kind=cost.kind,
+            format=cost.format,
+            sqnr_db=cost.sqnr_db,
+            stderr_db=cost.stderr_db,
+            share=cost.share,
+            activation_db=cost.activation_db,
+            weight_db=cost.weight_db,
+            output_db=cost.output_db,
+            chosen=formats.get(cost.site, "fp32"),
+            note=cost.note,
+        )
+        for rank, cost in enumerate(measured.costs, 1)
+    )
+
+
+def coverage(measured: Budget) -> Coverage:
+    """Return how many operators became sites, and each kind that did not, with why."""
+    sites = measured.sites
+    not_sites = [
+        LeftOutCalls(
+            operator=row.operator,
+            reason=row.reason,
+            count=row.count,
+            examples=row.examples,
+            where="not a site",
+        )
+        for row in measured.about.excluded
+    ]
+    excluded = [*not_sites, *_sites_in_no_format(measured)]
+    return Coverage(
+        calls=measured.about.calls,
+        sites=len(sites),
+        params=len({name for site in sites for name in site.params}),
+        excluded=tuple(sorted(excluded, key=lambda row: -row.count)),
+        no_path=tuple(f"{s.site}: {s.no_path}" for s in sites if s.no_path),
+    )
+
+
+def _sites_in_no_format(measured: Budget) -> list[LeftOutCalls]:
+    """Return the sites that run in none of the measured formats."""
+    formats = set(measured.about.formats)
+    refused: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for site in measured.sites:
+        if not site.no_path and set(site.refused) == formats:
+            reasons = "; ".join(sorted(set(site.refused.values())))
+            refused[site.operator, reasons].append(site.site)
     return [
-        {
-            "rank": rank,
-            **{k: row[k] for k in keys},
-            "chosen": formats.get(row["site"], "fp32"),
-            "note": row["note"],
-        }
-        for rank, row in enumerate(measured.table.iter_rows(named=True), 1)
+        LeftOutCalls(
+            operator=operator,
+            reason=reason,
+            count=len(sites),
+            examples=tuple(sites[:3]),
+            where="a site in no format",
+        )
+        for (operator, reason), sites in refused.items()
     ]
-
-
-def coverage(measured: Budget) -> dict[str, Any]:
-    """How many operators became sites, and each kind that did not, with the reason."""
-    sites, excluded = measured.sites, measured.about["excluded"]
-    refused: Counter[tuple[str, str]] = Counter()
-    examples: dict[tuple[str, str], list[str]] = {}
-    for site in sites:
-        if not site["no_path"] and set(site["refused"]) == set(
-            measured.about["formats"]
-        ):
-            key = (site["operator"], "; ".join(sorted(set(site["refused"].values()))))
-            refused[key] += 1
-            examples.setdefault(key, []).append(site["site"])
-    rows = [{**e, "where": "not a site"} for e in excluded]
-    rows += [
-        {
-            "operator": o,
-            "reason": r,
-            "count": n,
-            "examples": examples[o, r][:3],
-            "where": "a site in no format",
-        }
-        for (o, r), n in refused.items()
-    ]
-    return {
-        "calls": measured.about["calls"],
-        "sites": len(sites),
-        "params": len({p for s in sites for p in s["params"]}),
-        "excluded": sorted(rows, key=lambda e: -e["count"]),
-        "no_path": [f"{s['site']}: {s['no_path']}" for s in sites if s["no_path"]],
-    }

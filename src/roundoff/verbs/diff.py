@@ -246,7 +246,11 @@ def _inputs(
             "error": distance(a, b).error,
             "same": counterpart.get(b) == a,
         }
-        for a, b in zip(values_read(twin, 1), values_read(row, 1), strict=False)
+        for a, b in zip(
+            values_read(twin["operator"], twin["overload"], twin["inputs"]),
+            values_read(row["operator"], row["overload"], row["inputs"]),
+            strict=False,
+        )
         if a in one and b in other
     ]
 

@@ -1,8 +1,9 @@
-"""Bug or rounding: both sides once more in fp64. What stays there is no rounding; what shrinks with the format is.
+"""Bug or rounding: both sides once more in fp64.
 
-An error of rounding is proportional to the unit roundoff u of the format: from a format with u to fp64 it shrinks by
-2**-53 / u. An error of the program does not depend on the format. Between the two the geometric mean decides, with a
-factor of 16 to both sides that stays undecided.
+What stays there is no rounding; what shrinks with the format is. An error of rounding
+is proportional to the unit roundoff u of the format: from a format with u to fp64 it
+shrinks by 2**-53 / u. An error of the program does not depend on the format. Between the
+two the geometric mean decides, with a factor of 16 to both sides that stays undecided.
 """
 
 from __future__ import annotations
@@ -16,27 +17,35 @@ import torch
 from torch import Tensor
 
 from roundoff.compare import relative
+from roundoff.report import HigherPrecision, Verdict
 from roundoff.verbs.compare import Comparison
 
+#: Unit roundoff of fp64.
+FP64_UNIT = 2.0**-53
+#: Factor on both sides of the limit within which nothing is decided.
 GREY = 16.0
-BUG, ROUNDING, UNDECIDED = "bug", "rounding", "undecided"
 
 
-def verdict(error: float, error_fp64: float, unit: float) -> str:
-    """``bug``, ``rounding`` or ``undecided`` of two relative errors; ``unit`` is the unit roundoff that ``error`` is from.
+def verdict(error: float, error_fp64: float, unit: float) -> Verdict:
+    """Judge two relative errors; ``unit`` is the unit roundoff that ``error`` is from.
 
-    An infinite error (NaN on one side) counts as 1; so does NaN. No error in fp64 is rounding.
+    An infinite error (NaN on one side) counts as 1; so does NaN. No error in fp64 is
+    rounding.
 
-    >>> verdict(3e-3, 2e-16, 2**-8), verdict(3e-3, 3e-3, 2**-8), verdict(1e-7, 0.0, 2**-24)
-    ('rounding', 'bug', 'rounding')
-    >>> verdict(1e-7, 1e-12, 2**-24)
-    'undecided'
+    >>> verdict(3e-3, 2e-16, 2**-8), verdict(3e-3, 3e-3, 2**-8)
+    ('rounding', 'bug')
+    >>> verdict(1e-7, 0.0, 2**-24), verdict(1e-7, 1e-12, 2**-24)
+    ('rounding', 'undecided')
     """
-    measured, stays = (min(e, 1.0) if e == e else 1.0 for e in (error, error_fp64))
-    limit = max(measured, unit) * math.sqrt(2.0**-53 / unit)
+    stays = _bounded(error_fp64)
+    limit = max(_bounded(error), unit) * math.sqrt(FP64_UNIT / unit)
     if stays <= limit / GREY:
-        return ROUNDING
-    return BUG if stays > limit * GREY else UNDECIDED
+        return "rounding"
+    return "bug" if stays > limit * GREY else "undecided"
+
+
+def _bounded(error: float) -> float:
+    return 1.0 if math.isnan(error) else min(error, 1.0)
 
 
 def decided(
@@ -45,48 +54,77 @@ def decided(
     outputs: float | None,
     outputs_fp64: float | None,
     unit: float,
-) -> dict[str, Any]:
-    """``site``, ``error`` and ``error_fp64`` there (relative; of the outputs where no site is named), ``output_error``,
-    ``output_error_fp64``, ``verdict`` and ``reason``. ``high`` is the comparison in fp64, or why there is none."""
+) -> HigherPrecision:
+    """Decide between bug and rounding.
+
+    Args:
+        low: the comparison in the candidate's format.
+        high: the comparison in fp64, or why there is none.
+        outputs: relative distance of the outputs.
+        outputs_fp64: the same in fp64.
+        unit: unit roundoff of the candidate's format.
+    """
     named = low.divergence
-    found: dict[str, Any] = {
-        "site": named["site"] if named else None,
-        "error": (site_error(low, named) if named else None) or outputs,
-        "error_fp64": None,
-        "output_error": outputs,
-        "output_error_fp64": outputs_fp64,
-    }
+    site: str | None = named["site"] if named else None
+    error = (site_error(low, named) if named else None) or outputs
+    stays: float | None = None
     if isinstance(high, str):
-        return found | {"verdict": UNDECIDED, "reason": f"not run in fp64: {high}"}
-    stays = site_error(high, named) if named else None
-    if stays is None:
-        # not found there (a cast, an operator of another format): what the program ends with decides
-        found["site"], found["error"], stays = None, outputs, outputs_fp64
-    found["error_fp64"] = stays
-    if found["error"] is None or stays is None:
-        return found | {
-            "verdict": UNDECIDED,
-            "reason": "there is nothing to measure in fp64",
-        }
-    where = f"at {found['site']}" if found["site"] else "of the outputs"
-    judged = verdict(found["error"], stays, unit)
-    if judged == BUG and named and named["call"] < 0:
-        judged = UNDECIDED
-        reason = f"the two differ at {named['site']} before anything runs: weights or data, not arithmetic"
-    elif judged == BUG:
-        reason = f"the difference {where} stays at {stays:.1e} in fp64 ({found['error']:.1e} before): not rounding"
-    elif judged == ROUNDING:
-        reason = f"the difference {where} shrinks from {found['error']:.1e} to {stays:.1e} in fp64: rounding"
+        judged: Verdict = "undecided"
+        reason = f"not run in fp64: {high}"
     else:
-        reason = (
-            f"the difference {where} is {found['error']:.1e}, and {stays:.1e} in fp64: less than before, more than "
-            "rounding leaves"
+        stays = site_error(high, named) if named else None
+        if stays is None:
+            # not found there (a cast, an operator of another format): what the program
+            # ends with decides
+            site = None
+            error = outputs
+            stays = outputs_fp64
+        judged, reason = _judged(site, error, stays, unit, named)
+    return HigherPrecision(
+        site=site,
+        error=error,
+        error_fp64=stays,
+        output_error=outputs,
+        output_error_fp64=outputs_fp64,
+        verdict=judged,
+        reason=reason,
+    )
+
+
+def _judged(
+    site: str | None,
+    error: float | None,
+    stays: float | None,
+    unit: float,
+    named: Mapping[str, Any] | None,
+) -> tuple[Verdict, str]:
+    """Return the verdict and its reason; ``named`` is the operator that is blamed."""
+    if error is None or stays is None:
+        return "undecided", "there is nothing to measure in fp64"
+    judged = verdict(error, stays, unit)
+    difference = f"the difference {f'at {site}' if site else 'of the outputs'}"
+    if judged == "rounding":
+        return (
+            judged,
+            f"{difference} shrinks from {error:.1e} to {stays:.1e} in fp64: rounding",
         )
-    return found | {"verdict": judged, "reason": reason}
+    if judged == "undecided":
+        less = "less than before, more than rounding leaves"
+        return judged, f"{difference} is {error:.1e}, and {stays:.1e} in fp64: {less}"
+    if named and named["call"] < 0:
+        before = f"the two differ at {named['site']} before anything runs"
+        return "undecided", f"{before}: weights or data, not arithmetic"
+    return (
+        judged,
+        f"{difference} stays at {stays:.1e} in fp64 ({error:.1e} before): not rounding",
+    )
 
 
 def site_error(comparison: Comparison, named: Mapping[str, Any]) -> float | None:
-    """The error of a named operator's result (the largest, where its first one is not measured); None without any."""
+    """Return the error of a named operator's result.
+
+    The largest of all its values where its first one is not measured; None without any.
+    """
     rows = comparison.table.filter(
         (pl.col("site") == named["site"])
         & (pl.col("phase") == named["phase"])
@@ -95,21 +133,27 @@ def site_error(comparison: Comparison, named: Mapping[str, Any]) -> float | None
         & pl.col("error").is_not_null()
     )
     first = rows.filter(pl.col("place") == 0)
-    rows = (
-        rows if first.is_empty() else first
-    )  # others are what its backward pass needs
+    if not first.is_empty():
+        rows = first  # others are what its backward pass needs
     return None if rows.is_empty() else float(rows["error"].max())  # type: ignore[arg-type]
 
 
 def outputs_error(
     ours: Sequence[Mapping[str, Tensor]], theirs: Sequence[Mapping[str, Tensor]]
 ) -> float | None:
-    """The largest relative distance of two runs' outputs, one mapping a step; infinite where shapes or NaN disagree, None
-    where they have no tensor in common."""
-    found: list[float] = []
-    for one, two in zip(ours, theirs, strict=True):
-        for name in one.keys() & two.keys():
-            wide = torch.complex128 if one[name].is_complex() else torch.float64
-            distance, _ = relative(one[name].to(wide), two[name].to(wide))
-            found.append(math.inf if distance is None else distance)
-    return max(found, default=None)
+    """Return the largest relative distance of two runs' outputs, one mapping a step.
+
+    Infinite where shapes or NaN disagree, None where they have no tensor in common.
+    """
+    distances = [
+        _distance(reference[name], candidate[name])
+        for reference, candidate in zip(ours, theirs, strict=True)
+        for name in reference.keys() & candidate.keys()
+    ]
+    return max(distances, default=None)
+
+
+def _distance(reference: Tensor, candidate: Tensor) -> float:
+    wide = torch.complex128 if reference.is_complex() else torch.float64
+    distance, _ = relative(reference.to(wide), candidate.to(wide))
+    return math.inf if distance is None else distance

@@ -15,7 +15,6 @@ from roundoff.formats import parse_format
 from roundoff.ops import (
     MULTIPLYING_KINDS,
     SLOW_FP16,
-    Excluded,
     round_gradient,
     slow_in_fp16,
 )
@@ -228,7 +227,7 @@ class _Verification:
             return None
         if is_autocast:
             return self.trials.natively(search.half, policy=search.device)
-        about = {"forwards": search.budget.about["forwards"]}
+        about = {"forwards": search.budget.about.forwards}
         return self.trials.natively(Plan.from_formats(formats, about))
 
     def _autocast(self) -> TunedRun:
@@ -251,7 +250,7 @@ class _Verification:
         tries = [run for run in self.runs if run.name in (self.aim, "mended")]
         best = max(tries, key=lambda run: (self._is_met(run), run.measured_db))
         return Tuning(
-            version=budget.about["version"],
+            version=budget.about.version,
             workload=search.workload.name,
             formats=search.offered,
             device=search.device,
@@ -260,9 +259,9 @@ class _Verification:
             unit=UNITS[search.cost],
             extra=self.extra,
             steps=self.trials.steps,
-            probes=budget.about["probes"],
-            batches=budget.about["samples"],
-            target=budget.about["target"]["name"],
+            probes=budget.about.probes,
+            batches=budget.about.samples,
+            target=budget.about.target.name,
             loss_scale=search.scale,
             cost_fp32=search.problem.cost_of({}),
             aim=self.aim,
@@ -273,7 +272,7 @@ class _Verification:
             pareto=self.pareto,
             ranking=self.ranking,
             notes=[*_notes(search), *_wide_products(search, best, self._autocast())],
-            excluded=[Excluded(**row) for row in budget.about["excluded"]],
+            excluded=list(budget.about.excluded),
             plan=self._plan(best),
             budget=budget,
         )
@@ -290,7 +289,7 @@ class _Verification:
             "autocast_db": _finite_or_none(autocast.measured_db),
             "autocast_cost": autocast.cost,
             "autocast_lists": search.device,
-            "target": search.budget.about["target"]["name"],
+            "target": search.budget.about.target.name,
             "steps": self.trials.steps,
             "fp32_operators": best.fp32_operators,
             "autocast_fp32_operators": autocast.fp32_operators,
@@ -312,11 +311,11 @@ def _wide_products(search: Search, best: TunedRun, autocast: TunedRun) -> list[s
     if search.cost not in ("bytes", "operators"):
         return []
     in_fp32 = [
-        site["site"]
+        site.site
         for site in search.budget.sites
-        if site["kind"] in MULTIPLYING_KINDS
-        and site["site"] in autocast.formats
-        and site["site"] not in best.formats
+        if site.kind in MULTIPLYING_KINDS
+        and site.site in autocast.formats
+        and site.site not in best.formats
     ]
     if not in_fp32:
         return []
@@ -355,7 +354,7 @@ def _notes(search: Search) -> list[str]:
         notes.append(
             f"{', '.join(straight)} leave gradients in fp32 (straight through)."
         )
-    if not search.budget.about["vendor_kernels"]:
+    if not search.budget.about.vendor_kernels:
         notes.append(
             "oneDNN and cuDNN were off in the budget: a fused operator has no second derivative there."
         )

@@ -1,48 +1,54 @@
-"""``roundoff.verify``: run a plan, compare prediction and measurement, and mend the plan where they part."""
+"""``roundoff.verify``: run a plan, and mend it where prediction and measurement part."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from roundoff.budget import Budget, Problem, Progress, metric_at, sqnr_db
+from roundoff.budget import (
+    Budget,
+    Goal,
+    Problem,
+    Progress,
+    metric_at,
+    sqnr_db,
+)
 from roundoff.budget import budget as measure
 from roundoff.errors import InfeasibleError
 from roundoff.plan import Plan, Ran, Rounded, noise, run_batches
+from roundoff.report import VerificationSummary, VerifiedResult, VerifiedRound
 from roundoff.workload import Workload
 
 #: Prediction and measurement that differ by more than this call for another round.
 AGREEMENT_DB = 1.0
+#: Plans tried at most.
 ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Round:
-    """One plan tried: predicted and measured SQNR in dB and metric, and what was done next."""
-
-    round: int
-    predicted_db: float | None
-    measured_db: float
-    additive_db: float | None
-    metric_predicted: float | None
-    metric_measured: float | None
-    action: str
+#: dB asked for beyond the target, where the metric drops although the target is met.
+EXTRA_DB = 3.0
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` found: every round, the plan that stands at the end, and whether it meets its target.
+    """What ``verify`` found: every round, the plan that stands, and if it is met.
 
-    ``last`` is the round of ``plan``. ``native_db`` is the SQNR with real casts where this device
-    has the format, None when nothing ran natively.
+    Attributes:
+        plan: the plan that stands at the end.
+        rounds: every plan tried.
+        last: the round of ``plan``.
+        target_db: asked for; None where nothing was.
+        met: True if ``plan`` meets the target, in dB and by the metric.
+        metric_name: None without a metric.
+        metric_reference: the metric of the unrounded model.
+        metric_predicted_std: standard deviation of the predicted metric.
+        native_db: SQNR with real casts where this device has the format; None when
+            nothing ran natively.
+        native_note: how many calls did.
     """
 
     plan: Plan
-    rounds: list[Round]
-    last: Round
+    rounds: list[VerifiedRound]
+    last: VerifiedRound
     target_db: float | None
     met: bool
     metric_name: str | None = None
@@ -51,25 +57,23 @@ class Verification:
     native_db: float | None = None
     native_note: str = ""
 
-    def summary(self) -> dict[str, Any]:
-        """Plain data for JSON: rounds and result."""
+    def summary(self) -> VerificationSummary:
+        """Return rounds and result as reports show them."""
         last = self.last
-        return {
-            "rounds": [asdict(r) for r in self.rounds],
-            "result": {
-                "target_db": self.target_db,
-                "predicted_db": last.predicted_db,
-                "measured_db": last.measured_db,
-                "native_db": self.native_db,
-                "native_note": self.native_note,
-                "metric_name": self.metric_name,
-                "metric_reference": self.metric_reference,
-                "metric_predicted": last.metric_predicted,
-                "metric_predicted_std": self.metric_predicted_std,
-                "metric_measured": last.metric_measured,
-                "met": self.met,
-            },
-        }
+        result = VerifiedResult(
+            target_db=self.target_db,
+            predicted_db=last.predicted_db,
+            measured_db=last.measured_db,
+            native_db=self.native_db,
+            native_note=self.native_note,
+            metric_name=self.metric_name,
+            metric_reference=self.metric_reference,
+            metric_predicted=last.metric_predicted,
+            metric_predicted_std=self.metric_predicted_std,
+            metric_measured=last.metric_measured,
+            met=self.met,
+        )
+        return VerificationSummary(tuple(self.rounds), result)
 
 
 def verify(
@@ -79,238 +83,303 @@ def verify(
     budget: Budget | None = None,
     target: float | None = None,
     metric_drop: float | None = None,
-    problem: Callable[[Budget], Problem] | None = None,
+    goal: Goal | None = None,
     native: bool = True,
     rounds: int = ROUNDS,
     progress: Progress | None = None,
 ) -> Verification:
-    """Run ``plan`` on the workload with simulated rounding and measure its SQNR and metric.
+    """Run ``plan`` with simulated rounding and measure its SQNR and metric.
 
-    With a ``budget``, a plan whose prediction and measurement differ by more than 1 dB, or that misses its target, is
-    linearised again around the rounded model and solved again, at most ``rounds`` plans in all; without one the
-    plan is only measured. ``target`` in dB defaults to the plan's own; ``metric_drop`` also asks the measured metric
-    to hold. ``problem`` turns a budget into the optimisation (``Problem`` by default), for other costs and pins.
+    With a ``budget``, a plan whose prediction and measurement differ by more than 1 dB,
+    or that misses its target, is linearised again around the rounded model and solved
+    again; without one the plan is only measured.
 
-    Raises ``PlanError`` when the plan's sites are not this model's.
+    Args:
+        workload: model, batches and metric.
+        plan: the plan.
+        budget: that the plan comes from.
+        target: in dB; the plan's own by default.
+        metric_drop: most that the measured metric may lose.
+        goal: costs, pins and formats of a plan that is solved again.
+        native: also run with real casts where this device has the format.
+        rounds: plans tried at most.
+        progress: called as work goes on.
+
+    Raises:
+        PlanError: the plan's sites are not this model's.
     """
     target = plan.about.get("target_db") if target is None else target
-    part = None if budget is None else _part(budget)
-    reference = run_batches(
-        workload, target=part, progress=_named(progress, "reference")
-    )
-    formats = plan.formats(reference.handler.sites)
-    check = _Check(workload, reference, budget, target, metric_drop, progress)
-    expected = _expected(plan, budget, formats)
+    verifier = _Verifier(workload, budget, target, metric_drop, goal, progress)
+    candidate: _Candidate | None = verifier.first(plan)
     for number in range(1, rounds + 1):
-        trial = check.trial(number, plan, formats, expected)
-        if budget is None or (trial.agrees and trial.good) or number == rounds:
+        if candidate is None:
             break
-        if trial.round.measured_db == -math.inf:
-            trial.note("the rounded model overflows: no linearisation exists around it")
+        trial = verifier.trial(number, candidate)
+        is_last = budget is None or number == rounds
+        if is_last or (trial.agrees and trial.good):
             break
-        budget = measure(
-            workload,
-            budget.about["formats"],
-            probes=budget.about["probes"],
-            target=part,
-            around=formats,
-            seed=number,
-            progress=progress,
-        )
-        refreshed = budget.predict(formats)
-        # what even the new linearisation leaves unexplained is carried over to the next plan's prediction
-        shift = refreshed.db - trial.round.measured_db
-        if not math.isfinite(shift):
-            trial.note(
-                "the plan's noise is not finite: no linearisation exists around it"
-            )
-            break
-        if target is None:
-            trial.note("linearised again around the rounded model")
-            expected = (refreshed.db, refreshed.additive_db)
-            continue
-        extra = 3.0 if trial.round.measured_db >= target and not trial.good else 0.0
-        try:
-            task = (problem or Problem)(budget)
-            chosen = task.cheapest(target + shift + extra)
-        except InfeasibleError as error:
-            trial.note(
-                f"linearised again: no plan reaches {target + extra:.1f} dB, best {error.best_db - shift:.1f} dB"
-            )
-            break
-        trial.note("linearised again around the rounded model, solved again")
-        prediction = budget.predict(chosen)
-        expected = (prediction.db - shift, prediction.additive_db - shift)
-        formats = chosen
-        plan = task.plan(chosen, asked=target)
-    best = check.best()
-    native_db, note = (
-        check.natively(best.formats) if native else (None, "not asked for")
-    )
-    return check.verification(best, native_db, note)
+        candidate = verifier.mended(trial)
+    best = verifier.best()
+    if not native:
+        return verifier.verification(best, None, "not asked for")
+    native_db, note = verifier.natively(best.candidate.formats)
+    return verifier.verification(best, native_db, note)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan, and the SQNRs in dB that are predicted of it."""
+
+    plan: Plan
+    formats: dict[str, str]
+    predicted_db: float | None
+    additive_db: float | None
 
 
 @dataclass
 class _Trial:
-    """One plan, run."""
+    """One plan, run; ``good`` says that it meets the target, ``agrees`` its prediction."""
 
-    round: Round
-    plan: Plan
-    formats: dict[str, str]
+    number: int
+    candidate: _Candidate
+    measured_db: float
+    metric_predicted: float | None
+    metric_measured: float | None
     agrees: bool
     good: bool
+    action: str
 
-    def note(self, action: str) -> None:
-        self.round = replace(self.round, action=action)
+    @property
+    def round(self) -> VerifiedRound:
+        """The trial as reports show it."""
+        return VerifiedRound(
+            round=self.number,
+            predicted_db=self.candidate.predicted_db,
+            measured_db=self.measured_db,
+            additive_db=self.candidate.additive_db,
+            metric_predicted=self.metric_predicted,
+            metric_measured=self.metric_measured,
+            action=self.action,
+        )
+
+    @property
+    def merit(self) -> tuple[bool, bool, float, int]:
+        """What trials are compared by: good, as predicted, exact, late."""
+        exactness = 0.0 if self.good else self.measured_db
+        return self.good, self.good and self.agrees, exactness, self.number
 
 
-class _Check:
+class _Verifier:
     """The measurements of one verification, against one reference."""
 
     def __init__(
         self,
         workload: Workload,
-        reference: Ran,
         budget: Budget | None,
         target: float | None,
         metric_drop: float | None,
+        goal: Goal | None,
         progress: Progress | None,
     ) -> None:
-        self.workload, self.reference, self.target, self.metric_drop = (
-            workload,
-            reference,
-            target,
-            metric_drop,
-        )
+        self.workload = workload
+        self.budget = budget
+        self.target = target
+        self.metric_drop = metric_drop
+        self.goal = goal
         self.progress = progress
         self.part = None if budget is None else _part(budget)
-        self.curve = None if budget is None else budget.about.get("metric")
-        self.exact = workload.evaluate(reference.outputs, reference.outputs)
+        self.curve = None if budget is None else budget.about.metric
+        self.reference = self._run(None, "reference")
+        outputs = self.reference.outputs
+        self.exact_metric = workload.evaluate(outputs, outputs)
         self.trials: list[_Trial] = []
 
-    def trial(
-        self,
-        number: int,
-        plan: Plan,
-        formats: dict[str, str],
-        expected: tuple[float | None, float | None],
-    ) -> _Trial:
-        """Run one plan and say whether it meets the target and its prediction."""
-        same = next((t for t in self.trials if t.formats == formats), None)
-        if same is None:
-            ran = run_batches(
-                self.workload,
-                formats,
-                target=self.part,
-                progress=_named(self.progress, f"verify {number}"),
-            )
-            measured = sqnr_db(noise(ran.targets, self.reference.targets))
-            metric = self.workload.evaluate(ran.outputs, self.reference.outputs)
-        else:
-            measured, metric = same.round.measured_db, same.round.metric_measured
-        predicted = expected[0]
-        value = (
-            metric_at(self.curve, predicted)[0]
-            if self.curve and predicted is not None
-            else None
-        )
-        agrees = (
-            predicted is None
-            or predicted == measured
-            or abs(predicted - measured) <= AGREEMENT_DB
-        )
-        good = (self.target is None or measured >= self.target) and not self._dropped(
-            metric
-        )
-        action = (
-            "accepted"
-            if good and agrees
-            else "target missed"
-            if not good
-            else "prediction off by more than 1 dB"
-        )
-        entry = Round(number, predicted, measured, expected[1], value, metric, action)
-        self.trials.append(_Trial(entry, plan, dict(formats), agrees, good))
-        return self.trials[-1]
-
-    def _dropped(self, metric: float | None) -> bool:
-        if self.metric_drop is None or metric is None or self.exact is None:
-            return False
-        return metric < self.exact - self.metric_drop
-
-    def best(self) -> _Trial:
-        """The last plan that is good and as predicted, else one that is good, else the most exact one."""
-        ranked = [
-            (
-                t.good,
-                t.good and t.agrees,
-                0.0 if t.good else t.round.measured_db,
-                t.round.round,
-            )
-            for t in self.trials
-        ]
-        return self.trials[ranked.index(max(ranked))]
-
-    def natively(self, formats: dict[str, str]) -> tuple[float | None, str]:
-        """SQNR with real casts where this device has the format."""
-        ran = run_batches(
+    def _run(
+        self, formats: dict[str, str] | None, stage: str, *, native: bool = False
+    ) -> Ran:
+        """Run the model in these formats; None is the plain model."""
+        return run_batches(
             self.workload,
             formats,
             target=self.part,
-            native=True,
-            progress=_named(self.progress, "verify natively"),
+            native=native,
+            progress=_named(self.progress, stage),
         )
-        how = ran.handler.how if isinstance(ran.handler, Rounded) else Counter[str]()
-        count, rest = how["native"], how["simulated"]
-        if not count:
-            return (
-                None,
-                "no site of this plan has native arithmetic on this device; all are simulated",
+
+    def first(self, plan: Plan) -> _Candidate:
+        """Return the plan with what its budget predicts, or what it says itself."""
+        formats = plan.formats(self.reference.handler.sites)
+        if self.budget is None:
+            about = plan.about
+            return _Candidate(
+                plan, formats, about.get("predicted_db"), about.get("additive_db")
             )
-        return sqnr_db(
-            noise(ran.targets, self.reference.targets)
-        ), f"{count} calls with real casts, {rest} simulated"
+        prediction = self.budget.predict(formats)
+        return _Candidate(plan, formats, prediction.db, prediction.additive_db)
+
+    def trial(self, number: int, candidate: _Candidate) -> _Trial:
+        """Run a plan, and judge it by the target and by its prediction."""
+        measured, metric = self._measured(candidate.formats, f"verify {number}")
+        predicted = candidate.predicted_db
+        agrees = _agrees(predicted, measured)
+        is_accurate = self.target is None or measured >= self.target
+        good = is_accurate and not self._dropped(metric)
+        trial = _Trial(
+            number=number,
+            candidate=candidate,
+            measured_db=measured,
+            metric_predicted=self._metric_at(predicted)[0],
+            metric_measured=metric,
+            agrees=agrees,
+            good=good,
+            action=_action(good, agrees),
+        )
+        self.trials.append(trial)
+        return trial
+
+    def _measured(
+        self, formats: dict[str, str], stage: str
+    ) -> tuple[float, float | None]:
+        """Return SQNR in dB and metric; formats that ran before do not run again."""
+        for trial in self.trials:
+            if trial.candidate.formats == formats:
+                return trial.measured_db, trial.metric_measured
+        ran = self._run(formats, stage)
+        metric = self.workload.evaluate(ran.outputs, self.reference.outputs)
+        return self._sqnr_db(ran), metric
+
+    def _sqnr_db(self, ran: Ran) -> float:
+        return sqnr_db(noise(ran.targets, self.reference.targets))
+
+    def _metric_at(self, db: float | None) -> tuple[float | None, float | None]:
+        """Return the predicted metric and its standard deviation at an SQNR."""
+        if not self.curve or db is None:
+            return None, None
+        return metric_at(self.curve, db)
+
+    def _dropped(self, metric: float | None) -> bool:
+        """Return True if the metric fell by more than was allowed."""
+        if self.metric_drop is None or metric is None or self.exact_metric is None:
+            return False
+        return metric < self.exact_metric - self.metric_drop
+
+    def mended(self, trial: _Trial) -> _Candidate | None:
+        """Return what to try next: linearised around the rounded model, solved again.
+
+        None where there is nothing; the trial says why.
+        """
+        if self.budget is None or trial.measured_db == -math.inf:
+            trial.action = (
+                "the rounded model overflows: no linearisation exists around it"
+            )
+            return None
+        candidate = trial.candidate
+        budget = measure(
+            self.workload,
+            self.budget.about.formats,
+            probes=self.budget.about.probes,
+            target=self.part,
+            around=candidate.formats,
+            seed=trial.number,
+            progress=self.progress,
+        )
+        refreshed = budget.predict(candidate.formats)
+        # what even the new linearisation leaves unexplained is carried over to the
+        # next plan's prediction
+        shift = refreshed.db - trial.measured_db
+        if not math.isfinite(shift):
+            trial.action = (
+                "the plan's noise is not finite: no linearisation exists around it"
+            )
+            return None
+        if self.target is None:
+            trial.action = "linearised again around the rounded model"
+            return replace(
+                candidate,
+                predicted_db=refreshed.db,
+                additive_db=refreshed.additive_db,
+            )
+        return self._solved_again(trial, budget, self.target, shift)
+
+    def _solved_again(
+        self, trial: _Trial, budget: Budget, target: float, shift: float
+    ) -> _Candidate | None:
+        """Return the cheapest plan for the target; predictions are ``shift`` too good."""
+        is_accurate = trial.measured_db >= target
+        asked = target + (EXTRA_DB if is_accurate and not trial.good else 0.0)
+        problem = Problem(budget, self.goal)
+        try:
+            chosen = problem.cheapest(asked + shift)
+        except InfeasibleError as error:
+            best = error.best_db - shift
+            trial.action = (
+                f"linearised again: no plan reaches {asked:.1f} dB, best {best:.1f} dB"
+            )
+            return None
+        trial.action = "linearised again around the rounded model, solved again"
+        prediction = budget.predict(chosen)
+        return _Candidate(
+            problem.plan(chosen, asked=target),
+            chosen,
+            prediction.db - shift,
+            prediction.additive_db - shift,
+        )
+
+    def best(self) -> _Trial:
+        """Return the last plan that is good and as predicted.
+
+        Else one that is good, else the most exact one.
+        """
+        return max(self.trials, key=lambda trial: trial.merit)
+
+    def natively(self, formats: dict[str, str]) -> tuple[float | None, str]:
+        """Return the SQNR with real casts, and how many calls had them."""
+        ran = self._run(formats, "verify natively", native=True)
+        ways = ran.handler.how if isinstance(ran.handler, Rounded) else {}
+        native = ways.get("native", 0)
+        if not native:
+            note = "no site of this plan has native arithmetic on this device; all are simulated"
+            return None, note
+        simulated = ways.get("simulated", 0)
+        note = f"{native} calls with real casts, {simulated} simulated"
+        return self._sqnr_db(ran), note
 
     def verification(
         self, best: _Trial, native_db: float | None, note: str
     ) -> Verification:
-        """The result, with ``best`` as the plan that stands."""
-        predicted = best.round.predicted_db
-        std = (
-            metric_at(self.curve, predicted)[1]
-            if self.curve and predicted is not None
-            else None
-        )
-        name = (
-            None
-            if self.exact is None
-            else getattr(self.workload.metric, "__name__", "metric")
-        )
+        """Return the result, with ``best`` as the plan that stands."""
+        name = None
+        if self.exact_metric is not None:
+            name = getattr(self.workload.metric, "__name__", "metric")
         return Verification(
-            best.plan,
-            [t.round for t in self.trials],
-            best.round,
-            self.target,
-            best.good,
-            name,
-            self.exact,
-            std,
-            native_db,
-            note,
+            plan=best.candidate.plan,
+            rounds=[trial.round for trial in self.trials],
+            last=best.round,
+            target_db=self.target,
+            met=best.good,
+            metric_name=name,
+            metric_reference=self.exact_metric,
+            metric_predicted_std=self._metric_at(best.candidate.predicted_db)[1],
+            native_db=native_db,
+            native_note=note,
         )
 
 
-def _expected(
-    plan: Plan, budget: Budget | None, formats: Mapping[str, str]
-) -> tuple[float | None, float | None]:
-    if budget is None:
-        return plan.about.get("predicted_db"), plan.about.get("additive_db")
-    prediction = budget.predict(formats)
-    return prediction.db, prediction.additive_db
+def _agrees(predicted: float | None, measured: float) -> bool:
+    """Return True if an SQNR is as predicted; both may be infinite."""
+    if predicted is None or predicted == measured:
+        return True
+    return abs(predicted - measured) <= AGREEMENT_DB
+
+
+def _action(good: bool, agrees: bool) -> str:
+    if not good:
+        return "target missed"
+    return "accepted" if agrees else "prediction off by more than 1 dB"
 
 
 def _part(budget: Budget) -> str | None:
-    name: str = budget.about["target"]["name"]
+    name = budget.about.target.name
     return None if name == "output" else name
 
 

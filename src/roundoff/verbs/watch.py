@@ -33,18 +33,19 @@ from roundoff.record import (
 from roundoff.train import (
     FLOOR_STEPS,
     RULES,
+    BackwardGraph,
     BadGradients,
-    Gradients,
-    Graph,
     LoopAdvice,
     LossScaler,
     Monitor,
     Skip,
+    StepCalls,
     StepEnd,
-    Steps,
+    StepGradients,
     StepState,
     WatchEvent,
     WatchSummary,
+    explain_skip,
     has_bf16,
     vanishing_eps,
 )
@@ -167,8 +168,8 @@ class _Watcher:
         self.scale: float | None = None
         self.now = StepState()
         self.monitor = Monitor(every=every)
-        self.steps: list[Steps] = []
-        self.graph = Graph()
+        self.steps: list[StepCalls] = []
+        self.graph = BackwardGraph()
         self.ends = Ends(self._end)
         self._stopped: str | None = None
         self._bad_in_a_row = 0
@@ -245,12 +246,12 @@ class _Watcher:
         if not any(True for _ in model.parameters()):
             return
         self.monitor.add(model, prefix)
-        steps = Steps(model)
+        steps = StepCalls(model)
         self.steps.append(steps)
         # hooks that are added now run from the next call on; torch's own frame knows what this one was called with
         frame: Any = sys._getframe(2)
         if "kwargs" in frame.f_locals and not torch.compiler.is_compiling():
-            steps._before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
+            steps.before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
@@ -459,13 +460,17 @@ class _Watcher:
         )
 
     def _run_again(self, optimizers: Sequence[Optimizer], scale: float | None) -> Skip:
-        is_finite = all(math.isfinite(float(loss)) for loss, _ in self.now.losses)
-        about = {"step": self.number, "scale": scale or 1.0, "loss_finite": is_finite}
         self.monitor.paused = True
         try:
-            gradients = Gradients(optimizers, self._names)
-            steps = self._steps_of(gradients)
-            return Skip.explained(gradients, self.graph, steps, None, about)
+            gradients = StepGradients(optimizers, self._names)
+            return explain_skip(
+                gradients,
+                self.graph,
+                self._steps_of(gradients),
+                step=self.number,
+                scale=scale or 1.0,
+                loss_finite=all(math.isfinite(float(x)) for x, _ in self.now.losses),
+            )
         finally:
             self.monitor.paused = False
 
@@ -475,7 +480,7 @@ class _Watcher:
             names |= steps.names()
         return names
 
-    def _steps_of(self, gradients: Gradients) -> Steps | None:
+    def _steps_of(self, gradients: StepGradients) -> StepCalls | None:
         """Return the model that ran in this step and owns most of the gradients."""
         parameters = {id(p) for p in gradients.parameters}
         ran = [steps for steps in self.steps if steps.calls]

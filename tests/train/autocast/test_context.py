@@ -512,8 +512,8 @@ def test_a_batch_may_be_several_forward_passes():
         model, [torch.randn(3, 4), torch.randn(3, 4)], forward=forward
     )
     budget = roundoff.budget(workload, ["bf16"], probes=4)
-    assert budget.about["forwards"] == 2
-    assert "1/softmax#1" in {site["site"] for site in budget.sites}
+    assert budget.about.forwards == 2
+    assert "1/softmax#1" in {site.site for site in budget.sites}
     assert budget.plan("1dB").about["forwards"] == 2
     plan = Plan.from_formats({"1/softmax#1": "bf16"}, {"forwards": 2})
     for record in (False, True):

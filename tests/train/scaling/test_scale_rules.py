@@ -13,7 +13,7 @@ from roundoff.errors import ScalerError
 from roundoff.train.scaling.scale_rules import (
     Dynamic,
     Exponential,
-    Scale,
+    ScaleState,
     Static,
     parse_rule,
 )
@@ -22,7 +22,7 @@ from .published import paddle, tensorflow
 
 
 def move(rule, pattern, *, floor=0.0, ceiling=math.inf, scale=None):
-    state = Scale(
+    state = ScaleState(
         rule,
         torch.device("cpu"),
         rule.init_scale if scale is None else scale,
@@ -131,7 +131,7 @@ def test_without_a_floor_the_scale_reaches_zero_as_torchs_does():
 
 
 def test_a_loss_that_was_bad_before_scaling_moves_nothing():
-    state = Scale(
+    state = ScaleState(
         Dynamic(growth_interval=2), torch.device("cpu"), 16.0, 1.0, math.inf, good=1
     )
     state.update(torch.tensor(1.0), torch.tensor(True))

@@ -398,7 +398,7 @@ def test_unscale_lets_one_look_and_step_does_not_do_it_again():
 def test_an_optimizer_that_takes_found_inf_skips_by_itself(make):
     """The way of a GPU, without asking the device: torch's fused optimizers leave weights and state alone."""
     from roundoff.train.scaling.scaler import _step
-    from roundoff.train.scaling.unscale import takes_found_inf
+    from roundoff.train.scaling.step_gradients import takes_found_inf
 
     model, twin = Planted(), Planted()
     optimizer, plain = (
@@ -425,7 +425,7 @@ def test_an_optimizer_that_takes_found_inf_skips_by_itself(make):
 
 
 def test_fused_sgd_with_momentum_is_not_trusted_with_found_inf():
-    from roundoff.train.scaling.unscale import takes_found_inf
+    from roundoff.train.scaling.step_gradients import takes_found_inf
 
     model = Planted()
     assert takes_found_inf(torch.optim.SGD(model.parameters(), lr=0.1, fused=True))

@@ -17,8 +17,8 @@ from torch import nn
 
 import roundoff as ro
 from roundoff.plan.rules import Rule
-from roundoff.train.scaling.autograd_graph import backward_order
-from roundoff.train.scaling.rerun_step import Steps
+from roundoff.train.scaling.backward_graph import backward_order
+from roundoff.train.scaling.rerun_step import StepCalls
 
 from .planted import CASES, MODELS, H, Plant, build
 
@@ -168,7 +168,7 @@ def test_of_several_micro_batches_the_one_at_fault_is_named():
     skip = scaler.last_skip
     assert skip.origin.partition("#")[0] == "0/_to_copy"  # x to float16
     assert skip.notes == ("in call 2 of 4 of the model",)
-    assert scaler._watch.calls == []
+    assert scaler._calls.calls == []
 
 
 class WithLoss(nn.Module):
@@ -213,13 +213,13 @@ def test_the_gradient_of_one_output_does_not_count_what_came_through_another(out
 
     torch.manual_seed(0)
     model, x = WithLoss(), torch.randn(6, 4)
-    steps = Steps(model)
+    steps = StepCalls(model)
     out = model(x)
     (out["loss"] + (out["logits"].mean() if outside else 0.0)).backward()
     expected = [p.grad for p in model.parameters()]
     (call,) = steps.calls
-    gradients = origin._from_outside(model, call)
-    made, _, _ = origin._forward(model, call)
+    gradients = origin._gradients_from_outside(model, call)
+    made, _ = origin._forward(model, call)
     found = torch.autograd.grad(
         [made[p] for p in gradients], list(model.parameters()), list(gradients.values())
     )
@@ -337,7 +337,7 @@ def test_running_statistics_that_the_skipped_step_has_spoilt_are_named():
 
 def test_a_forward_without_backward_keeps_nothing():
     model = nn.Linear(4, 3)
-    steps = Steps(model)
+    steps = StepCalls(model)
     x = torch.ones(2, 4)
     gone = weakref.ref(x)
     y = model(x)
@@ -353,7 +353,7 @@ def test_a_forward_without_backward_keeps_nothing():
 
 def test_a_forward_that_fails_leaves_nothing_open():
     model = nn.Linear(4, 3)
-    steps = Steps(model)
+    steps = StepCalls(model)
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 5))
     assert steps._open == []
@@ -378,7 +378,7 @@ def test_copies_and_pickles_of_the_model_are_not_watched():
     file.seek(0)
     for other in (twin, torch.load(file, weights_only=False)):
         other(torch.ones(2, 4)).sum().backward()
-    assert scaler._watch.calls == []
+    assert scaler._calls.calls == []
 
 
 @pytest.mark.filterwarnings("ignore:roundoff loss scaler .nan-loss")

@@ -110,7 +110,7 @@ def test_each_site_alone_as_brute_force_says(fmt):
     work = smooth()
     found = gradient_budget(work, [fmt], loss=False, probes=24)
     reference = gradients_of(work)
-    sites = [s["site"] for s in found.sites if found.rows(s["site"], fmt)]
+    sites = [s.site for s in found.sites if found.rows(s.site, fmt)]
     assert len(sites) == (7 if fmt == "bf16" else 3)
     predicted, measured = [], []
     for site in sites:
@@ -194,7 +194,7 @@ def test_a_derivative_that_jumps_needs_the_errors_of_a_plan():
     work = smooth(nn.ReLU)
     reference = gradients_of(work)
     found = gradient_budget(work, ["bf16"], loss=False, probes=8)
-    whole = {s["site"]: "bf16" for s in found.sites}
+    whole = {s.site: "bf16" for s in found.sites}
     measured = sqnr(gradients_of(work, whole), reference)
     blind = gradient_budget(work, ["bf16"], loss=False, probes=8, around={})
     # about five of 8192 elements change sides: the spread of their number is a factor of 1.6, 2 dB; twice that
@@ -210,7 +210,7 @@ def test_dropout_falls_as_it_fell():
         lambda: nn.Linear(32, 4),
     )
     found = gradient_budget(work, ["bf16"], loss=False, probes=16)
-    whole = {s["site"]: "bf16" for s in found.sites}
+    whole = {s.site: "bf16" for s in found.sites}
     measured = sqnr(gradients_of(work, whole), gradients_of(work))
     assert found.predict(whole).db == pytest.approx(
         measured, abs=2.3
@@ -233,12 +233,12 @@ class InPlace(nn.Module):
 def test_in_place_operators_share_the_format_of_what_they_write_into():
     work = classifier(InPlace)
     found = gradient_budget(work, ["bf16"], loss=False, probes=16)
-    tied = {s["site"]: s["tied"] for s in found.sites}
-    assert tied["/add"] == ["norm/batch_norm"]
-    assert tied["/mul"] == ["/add"]
-    assert tied["norm/batch_norm"] == []
+    tied = {s.site: s.tied for s in found.sites}
+    assert tied["/add"] == ("norm/batch_norm",)
+    assert tied["/mul"] == ("/add",)
+    assert tied["norm/batch_norm"] == ()
     reference = gradients_of(work)
-    whole = {s["site"]: "bf16" for s in found.sites}
+    whole = {s.site: "bf16" for s in found.sites}
     measured = sqnr(gradients_of(work, whole), reference)
     assert found.predict(whole).db == pytest.approx(
         measured, abs=2.3
@@ -318,9 +318,9 @@ def test_an_operator_without_a_second_derivative_is_named():
             )
 
     found = gradient_budget(classifier(Distances), ["bf16"], loss=False, probes=4)
-    (row,) = [e for e in found.about["excluded"] if "derivative" in e["reason"]]
-    assert row["examples"] == ["/cdist"]
-    assert "cdist" in row["reason"]
+    (row,) = [e for e in found.about.excluded if "derivative" in e.reason]
+    assert row.examples == ("/cdist",)
+    assert "cdist" in row.reason
     assert found.rows("a/linear", "bf16")
     assert found.predict({"a/linear": "bf16"}).noise > 0
 
@@ -330,7 +330,7 @@ def test_the_loss_counts_beside_the_gradients():
     both, alone = (
         gradient_budget(work, ["bf16"], loss=loss, probes=8) for loss in (True, False)
     )
-    whole = {s["site"]: "bf16" for s in both.sites}
+    whole = {s.site: "bf16" for s in both.sites}
     reference, rounded = gradients_of(work), gradients_of(work, whole)
     loss = sum((a.loss - b.loss) ** 2 for a, b in zip(rounded, reference, strict=True))
     extra = both.predict(whole).additive - alone.predict(whole).additive
@@ -338,7 +338,7 @@ def test_the_loss_counts_beside_the_gradients():
     # the loss is one number: what its parts add up to has signs, so only its size is known: within a factor of 30
     signal = sum(a.loss**2 for a in reference)
     assert loss / signal < 30 * extra
-    assert (both.about["target"]["name"], alone.about["target"]["name"]) == (
+    assert (both.about.target.name, alone.about.target.name) == (
         "gradients and loss",
         "gradients",
     )
@@ -356,7 +356,7 @@ def test_a_loss_scale_keeps_fp16_gradients_from_vanishing():
         gradient_budget(small, ["fp16"], loss=False, probes=8, scale=s)
         for s in (1.0, 2.0**14)
     ]
-    whole = {s["site"]: "fp16" for s in found[0].sites}
+    whole = {s.site: "fp16" for s in found[0].sites}
     predicted = [b.predict(whole).db for b in found]
     reference = gradients_of(small)
     measured = [

@@ -184,7 +184,9 @@ class StepTrace:
     def _read_outputs(self, outputs: list[Record]) -> None:
         read: dict[int, None] = {}
         for row in outputs:
-            inputs = values_read(_operands(row), len(outputs))
+            inputs = values_read(
+                row.operator, row.overload, row.inputs, outputs=len(outputs)
+            )
             read.update(dict.fromkeys(inputs))
             bad = is_bad(row)
             if bad is None:
@@ -355,7 +357,13 @@ class StepTrace:
             self._roots[row.record] = self._root(row.view_of)
         if not row.inplace:
             return
-        written = written_input(_operands(row), outputs)
+        written = written_input(
+            row.operator,
+            row.overload,
+            row.inputs,
+            place=row.place,
+            outputs=outputs,
+        )
         if written is not None:
             root = self._root(written)
             self._roots[row.record] = root
@@ -406,16 +414,6 @@ class StepTrace:
                 line=row.line,
             )
         )
-
-
-def _operands(row: Record) -> dict[str, Any]:
-    """What tells the inputs of a call apart."""
-    return {
-        "operator": row.operator,
-        "overload": row.overload,
-        "inputs": row.inputs,
-        "place": row.place,
-    }
 
 
 def _kind(row: Record) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import parse_format
 from roundoff.plan import UNITS, Plan
-from roundoff.quantize import OBSERVERS, Options, Rounding, among
+from roundoff.quantize import OBSERVERS, Options, Rounding, check_choice
 from roundoff.workload import Workload
 
 #: Samples that are calibrated on by default.
@@ -105,7 +105,7 @@ class Ask:
         for name in (*self.formats, *self.pin.values()):
             parse_format(name)
         # seconds are no cost here: integer kernels are not in their tables
-        among("--cost", self.cost, [name for name in UNITS if name != "seconds"])
+        check_choice("--cost", self.cost, [name for name in UNITS if name != "seconds"])
         self._check_plan()
         self._check_training()
         _ = self.goal, self.pruning  # these raise
@@ -258,8 +258,8 @@ def rounding(observer: str, method: str) -> Rounding:
     >>> rounding("mse", "awq+gptq").balance, rounding("mse", "awq").weights
     ('awq', 'nearest')
     """
-    among("--observer", observer, OBSERVERS)
-    among("--method", method, METHODS)
+    check_choice("--observer", observer, OBSERVERS)
+    check_choice("--method", method, METHODS)
     balance, weights = METHODS[method]
     return Rounding(observer=observer, weights=weights, balance=balance)
 

@@ -101,8 +101,14 @@ def _layer(model: nn.Module, parameter: str) -> nn.Module:
 
 
 def _why_not(model: nn.Module, group: ChannelGroup) -> str:
+    """The reason why a group is left, ``""`` where there is none."""
     if group.pinned is not None:
         return group.pinned
+    return _why_not_made(model, group) or _why_not_read(model, group)
+
+
+def _why_not_made(model: nn.Module, group: ChannelGroup) -> str:
+    """Why the layer before the ReLU cannot give up a shift."""
     if any(b.part == "batch_norm" for b in group.passers):
         return "it passes a BatchNorm: fold it first (fold_batch_norm_)"
     if len(group.producers) != 1 or group.producers[0].index.shape[1] != 1:
@@ -112,6 +118,11 @@ def _why_not(model: nn.Module, group: ChannelGroup) -> str:
         return f"it passes {passed or 'no ReLU'}"
     if not _has_bias(_layer(model, group.name)) or len(group.passers) != 1:
         return "the layer that makes it has no bias of its own"
+    return ""
+
+
+def _why_not_read(model: nn.Module, group: ChannelGroup) -> str:
+    """Why a layer behind the ReLU cannot take the shift."""
     modules = model.named_modules(remove_duplicate=False)
     uses = Counter(id(module) for _, module in modules)
     for binding in group.consumers:

@@ -151,15 +151,12 @@ def convolution(call: FollowedCall) -> bool:
         return True
     depthwise = weight.shape[1] == 1 and (not transposed or weight.shape[0] == groups)
     if depthwise:
-        outputs_made = _depthwise(call, channels, axis, origin.name, groups)
+        new_channels = _depthwise(call, channels, axis, origin.name, groups)
     elif transposed:
-        outputs_made = _grouped_transposed(call, channels, axis, origin.name, groups)
+        new_channels = _grouped_transposed(call, channels, axis, origin.name, groups)
     else:
-        _read(call, channels, axis, weight, 1, groups)
-        space = Space(origin.name, "producer", 0)
-        outputs_made = call.labels.space(space, weight.shape[0])
-        _tie_groups(call, outputs_made, groups)
-    _make(call, axis, outputs_made, bias)
+        new_channels = _grouped(call, channels, axis, origin.name, groups)
+    _make(call, axis, new_channels, bias)
     return True
 
 
@@ -170,18 +167,30 @@ def _depthwise(
     labels = call.labels
     rows = labels.sizes[name][0]
     read = labels.space(Space(name, "consumer", 0), rows)
-    made = labels.space(Space(name, "producer", 0), rows)
+    new_channels = labels.space(Space(name, "producer", 0), rows)
     line = _line(channels, axis)
     first = line.amax(0)
     labels.tie(line, first)
     if line.shape[-1] > 1:
         labels.tie(first.repeat_interleave(rows // groups), read)
-        labels.tie(read, made, value=False)
+        labels.tie(read, new_channels, value=False)
     else:
         reason = f"{call.site} reads a tensor of fixed size"
-        labels.pin(made, reason, "remove")
+        labels.pin(new_channels, reason, "remove")
         _pin_others(call, read)
-    return made
+    return new_channels
+
+
+def _grouped(
+    call: FollowedCall, channels: Tensor, axis: int, name: str, groups: int
+) -> Tensor:
+    """A convolution in groups: the labels of the outputs."""
+    labels = call.labels
+    _read(call, channels, axis, call.arguments["weight"], 1, groups)
+    rows = labels.sizes[name][0]
+    new_channels = labels.space(Space(name, "producer", 0), rows)
+    _tie_groups(call, new_channels, groups)
+    return new_channels
 
 
 def _grouped_transposed(
@@ -193,9 +202,10 @@ def _grouped_transposed(
     _read(call, channels, axis, call.arguments["weight"], 0)
     read = labels.space(Space(name, "consumer", 0), rows)
     _tie_groups(call, read, groups)
-    made = labels.space(Space(name, "producer", 1, groups), groups * outputs)
-    _tie_groups(call, made, groups)
-    return made
+    space = Space(name, "producer", 1, groups)
+    new_channels = labels.space(space, groups * outputs)
+    _tie_groups(call, new_channels, groups)
+    return new_channels
 
 
 def matrix_product(call: FollowedCall) -> bool:
@@ -212,6 +222,13 @@ def matrix_product(call: FollowedCall) -> bool:
     vectors = min(a.ndim, b.ndim) < 2
     if bias is not None or vectors or labels.parameter(a) is not None:
         return False
+    _product_of_activations(call, a, b)
+    return True
+
+
+def _product_of_activations(call: FollowedCall, a: Tensor, b: Tensor) -> None:
+    """A product that no weight takes part in."""
+    labels = call.labels
     left = labels.get(a)
     right = labels.get(b)
     _sum_over_products(call, left, right)
@@ -224,7 +241,6 @@ def matrix_product(call: FollowedCall) -> bool:
     elif with_channels:
         call.note(with_channels[0], "homogeneous")
         labels.put(call.out, varying_part(with_channels[0]))
-    return True
 
 
 def attention(call: FollowedCall) -> bool:

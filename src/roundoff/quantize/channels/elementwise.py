@@ -105,6 +105,11 @@ def _pair(call: FollowedCall, a: Any, b: Any) -> None:
         mixes_in = labels.parameter(other) is not None and labels.parameter(x) is None
         if mixes_in and _with_parameter(call, x, other, reverse):
             return
+    _of_two_activations(call, a, b)
+
+
+def _of_two_activations(call: FollowedCall, a: Tensor, b: Tensor) -> None:
+    labels = call.labels
     out = call.out
     wide_a = _with_axes(labels.get(a), out.ndim)
     wide_b = _with_axes(labels.get(b), out.ndim)
@@ -114,20 +119,29 @@ def _pair(call: FollowedCall, a: Any, b: Any) -> None:
     additive = _keeps_common_factor(call)
     labels.tie(first, second, value=additive)
     if additive:
-        # a sum with values that are no channels' is not smaller by s when the channels are
-        no_channel = (varying_part(first) == 0) != (varying_part(second) == 0)
-        law = "other" if no_channel.any() else "homogeneous"
-        call.note(first, law)
-        call.note(second, law)
+        _note_sum(call, first, second)
+        kept = first
+        other = second
     else:
         gates = labels.lost_factor(first) and not labels.lost_factor(second)
-        if call.name == "mul" and (gates or a.numel() < b.numel()):
-            first, second = second, first
-        call.note(first, "homogeneous")
-        call.note(second, "other")
-    kept = varying_part(first)
-    mixed = torch.where(kept != 0, kept, varying_part(second))
+        swaps = call.name == "mul" and (gates or a.numel() < b.numel())
+        kept, other = (second, first) if swaps else (first, second)
+        call.note(kept, "homogeneous")
+        call.note(other, "other")
+    line = varying_part(kept)
+    mixed = torch.where(line != 0, line, varying_part(other))
     labels.put(out, constant_expanded(mixed.expand(out.shape)))
+
+
+def _note_sum(call: FollowedCall, first: Tensor, second: Tensor) -> None:
+    """A sum is smaller by a factor when both operands are.
+
+    Values that are no channels' stay as large.
+    """
+    no_channel = (varying_part(first) == 0) != (varying_part(second) == 0)
+    law = "other" if no_channel.any() else "homogeneous"
+    call.note(first, law)
+    call.note(second, law)
 
 
 def _has_axes(x: Any) -> bool:
@@ -143,10 +157,16 @@ def _with_number(call: FollowedCall, a: Any, b: Any) -> None:
     first = _has_axes(a)
     x = a if first else b
     number = b if first else a
-    zero = isinstance(number, (int, float)) and number == 0
-    scaled = call.name == "mul" or (call.name == "div" and x is a)
-    law = "homogeneous" if scaled or zero else "other"
-    call.keep_labels(x, law)
+    if isinstance(number, (int, float)) and number == 0:
+        call.keep_labels(x, "homogeneous")
+    else:
+        _keep_scaled(call, x, divided=x is a)
+
+
+def _keep_scaled(call: FollowedCall, x: Tensor, *, divided: bool) -> None:
+    """One number for all channels; ``divided``: x is not the divisor."""
+    scaled = call.name == "mul" or (call.name == "div" and divided)
+    call.keep_labels(x, "homogeneous" if scaled else "other")
 
 
 def _with_parameter(
@@ -160,8 +180,7 @@ def _with_parameter(
         return False
     axis = axes[0] - ndim  # from the back: the parameter may have fewer axes
     if -axis > parameter.ndim or parameter.shape[axis] == 1:
-        scaled = call.name == "mul" or (call.name == "div" and not reverse)
-        call.keep_labels(x, "homogeneous" if scaled else "other")
+        _keep_scaled(call, x, divided=not reverse)
         return True
     if _keeps_common_factor(call):
         return _add_parameter(call, x, parameter, axis)
@@ -193,14 +212,14 @@ def _multiply_parameter(
     """x * parameter: it reads the channels, and makes others that go with them."""
     labels = call.labels
     read = labels.along(parameter, axis, "consumer")
-    made = labels.along(parameter, axis, "producer")
-    if read is None or made is None:
+    new_channels = labels.along(parameter, axis, "producer")
+    if read is None or new_channels is None:
         return False
     labels.tie(channels, read)
-    labels.tie(read, made, value=False)
+    labels.tie(read, new_channels, value=False)
     if not varying_axes(channels):
-        labels.pin(made, _fixed_size(call), "remove")
-    labels.put(call.out, made)
+        labels.pin(new_channels, _fixed_size(call), "remove")
+    labels.put(call.out, new_channels)
     return True
 
 

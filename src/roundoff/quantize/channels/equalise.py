@@ -112,8 +112,7 @@ def equalise_(
     notes = _loosen_(work, clip)
     groups = groups_of(follow_channels(work), "rescale")
     reasons = [why_not_rescalable(group) for group in groups]
-    passers = [binding for group in groups for binding in group.passers]
-    if any(b.part == "batch_norm" for b in passers) and all(reasons):
+    if all(reasons) and any(_passes_batch_norm(group) for group in groups):
         raise QuantizationError(
             "no channel group can be equalised while BatchNorm stands between its layers",
             where=workload.name,
@@ -128,21 +127,18 @@ def equalise_(
         )
         check_same(reference, work, "equalisation", depth=4 * len(groups))
         take_over_(model, work.model)
-    rows = []
-    for i, (group, reason) in enumerate(zip(groups, reasons, strict=True)):
-        producers = tuple(binding.name for binding in group.producers)
-        rows.append(
-            Equalised(
-                group.name,
-                producers,
-                scales.get(i),
-                before.get(i, math.nan),
-                _imbalance(model, group) if i in free else math.nan,
-                reason or "",
-                _note(group, notes),
-            )
+    return [
+        Equalised(
+            group.name,
+            tuple(binding.name for binding in group.producers),
+            scales.get(i),
+            before.get(i, math.nan),
+            _imbalance(model, group) if i in free else math.nan,
+            reasons[i] or "",
+            _note(group, notes),
         )
-    return rows
+        for i, group in enumerate(groups)
+    ]
 
 
 def _equalise_groups_(
@@ -208,53 +204,63 @@ def _loosen_(work: Workload, clip: str) -> dict[str, str]:
             continue
         for operator in group.operators:
             path = operator.site.partition("/")[0]
-            place = _clipped_axis(work.model, labels, operator)
-            if path in notes or place is None or operator.bounds is None:
-                continue
-            module = work.model.get_submodule(path)
-            high = operator.bounds[1]
-            if clip == "relu" and _largest_input(work, module) < high:
-                loose: nn.Module = nn.ReLU()
-                note = f"is a plain ReLU: no calibration value reaches {high:g}"
-            else:
-                loose = _clipped_relu(work.model, high, place)
-                note = "has a bound for each channel"
-            notes[path] = f"{path} {note}"
-            replace_(work.model, path, loose.train(module.training))
+            clip_of = _clip_of(work.model, labels, operator)
+            if path not in notes and clip_of is not None:
+                notes[path] = _replace_clip_(work, path, clip_of, clip)
     return notes
+
+
+def _replace_clip_(work: Workload, path: str, clip: _Clip, treatment: str) -> str:
+    """Replace a ReLU6 module by a plain ReLU or one with a bound for each channel: a note."""
+    module = work.model.get_submodule(path)
+    if treatment == "relu" and _largest_input(work, module) < clip.bound:
+        loose: nn.Module = nn.ReLU()
+        note = f"{path} is a plain ReLU: no calibration value reaches {clip.bound:g}"
+    else:
+        weight = next(work.model.parameters())
+        bound = torch.full(
+            (clip.channels,), clip.bound, dtype=weight.dtype, device=weight.device
+        )
+        loose = ClippedReLU(bound, clip.axis, clip.ndim)
+        note = f"{path} has a bound for each channel"
+    replace_(work.model, path, loose.train(module.training))
+    return note
 
 
 def _only_clips(group: ChannelGroup) -> bool:
     """True if nothing but clips can keep a group from being rescaled."""
-    if group.pinned is not None or any(b.part == "batch_norm" for b in group.passers):
+    if group.pinned is not None or _passes_batch_norm(group):
         return False
     return all(operator.law != "other" for operator in group.operators)
 
 
-def _clipped_axis(
-    model: nn.Module, labels: Labels, operator: Passed
-) -> tuple[int, int, int] | None:
-    """Where a ReLU6 module clips channels: axis, length, number of axes.
+def _passes_batch_norm(group: ChannelGroup) -> bool:
+    return any(binding.part == "batch_norm" for binding in group.passers)
 
-    None for other operators, and for modules that are called more than once.
-    """
+
+@dataclass(frozen=True)
+class _Clip:
+    """Where a ReLU6 module clips: its bound, and the channel axis of a tensor of ``ndim`` axes."""
+
+    bound: float
+    axis: int
+    channels: int
+    ndim: int
+
+
+def _clip_of(model: nn.Module, labels: Labels, operator: Passed) -> _Clip | None:
+    """The clip of a module; None for other operators, and for modules called more than once."""
     path, _, call = operator.site.partition("/")
-    if operator.law != "clipped" or operator.bounds is None or operator.bounds[0] != 0:
+    if operator.law != "clipped" or operator.bounds is None:
         return None
-    calls = sum(p.site.partition("/")[0] == path for p in labels.passed)
-    hardtanh = isinstance(model.get_submodule(path), nn.Hardtanh)
-    if not hardtanh or calls > 1 or "#" in call:
+    low, high = operator.bounds
+    calls = sum(passed.site.partition("/")[0] == path for passed in labels.passed)
+    if low != 0.0 or calls > 1 or "#" in call or operator.site not in labels.clips:
         return None
-    return labels.clips.get(operator.site)
-
-
-def _clipped_relu(
-    model: nn.Module, high: float, place: tuple[int, int, int]
-) -> ClippedReLU:
-    axis, size, ndim = place
-    weight = next(model.parameters())
-    bound = torch.full((size,), high, dtype=weight.dtype, device=weight.device)
-    return ClippedReLU(bound, axis, ndim)
+    if not isinstance(model.get_submodule(path), nn.Hardtanh):
+        return None
+    axis, channels, ndim = labels.clips[operator.site]
+    return _Clip(high, axis, channels, ndim)
 
 
 def _largest_input(work: Workload, module: nn.Module) -> float:

@@ -33,13 +33,13 @@ Rule = Callable[[FollowedCall], bool]
 
 _RULES: dict[str, Rule] = {
     "linear": contractions.linear,
-    "scaled_dot_product_attention": contractions.attention,
-    "embedding": over_axes.embedding,
-    "embedding_bag": over_axes.embedding,
     "batch_norm": over_axes.batch_norm,
     "glu": elementwise.glu,
-    "softmax": over_axes.softmax,
-    "log_softmax": over_axes.softmax,
+}
+_RULES_BY_KIND: dict[str, Rule] = {
+    "conv": contractions.convolution,
+    "attention": contractions.attention,
+    "embedding": over_axes.embedding,
 }
 #: The first trait that an operator has decides.
 _RULES_BY_TRAIT: tuple[tuple[str, Rule], ...] = (
@@ -63,15 +63,16 @@ _POOLS = (
 
 def rule_of(name: str) -> Rule | None:
     """The rule of an operator; None where there is none."""
-    base = name.rstrip("d").rstrip("123")
     if name in _RULES:
         return _RULES[name]
-    if base in ("conv", "conv_transpose"):
-        return contractions.convolution
+    if name in ("softmax", "log_softmax"):
+        return over_axes.softmax
     operator = facts(name)
+    if operator.kind in _RULES_BY_KIND:
+        return _RULES_BY_KIND[operator.kind]
     if operator.kind == "normalization" and "weight" in operator.arguments:
         return over_axes.normalization
-    if base.startswith(_POOLS):
+    if name.startswith(_POOLS):
         return over_axes.pool
     for trait, rule in _RULES_BY_TRAIT:
         if name in operators_that(trait):

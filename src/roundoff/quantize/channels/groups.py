@@ -202,16 +202,23 @@ def _group(
         bindings.append(
             Binding(space.name, space.axis, index, space.groups, space.part)
         )
-    producers = tuple(b for b in bindings if b.part == "producer")
-    consumers = tuple(b for b in bindings if b.part == "consumer")
-    passers = tuple(b for b in bindings if b.part not in ("producer", "consumer"))
+    consumers = _of_parts(bindings, "consumer")
     reason = kind.reason
     if reason is None and not consumers:
         reason = "no weight that reads it was seen"
-    operators = tuple(sorted(kind.operators, key=lambda passed: passed.site))
     return ChannelGroup(
-        len(channels), producers, consumers, passers, operators, reason, purpose
+        len(channels),
+        _of_parts(bindings, "producer"),
+        consumers,
+        _of_parts(bindings, "bias", "slope", "batch_norm"),
+        tuple(sorted(kind.operators, key=lambda passed: passed.site)),
+        reason,
+        purpose,
     )
+
+
+def _of_parts(bindings: list[Binding], *parts: str) -> tuple[Binding, ...]:
+    return tuple(binding for binding in bindings if binding.part in parts)
 
 
 def components(labels: Labels, purpose: Purpose) -> Ids:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from roundoff.ops import Call, watch
 from roundoff.preserve import preserve
 from roundoff.quantize.calibration import Calibration
-from roundoff.quantize.graph import Node
+from roundoff.quantize.graph import Node, Use
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.weights.hessian import Hessian
 
@@ -99,26 +99,32 @@ def input_statistics(
 def _reader(model: QuantizedModel, node: Node) -> Reader | None:
     """The node as a reader of a value by a quantized parameter; None where it is not one."""
     route = model.routes.get(node.site)
-    weighted = node.kind in ("linear", "matmul", "conv")
-    if route is None or route.executes is not None or not weighted:
+    if route is None or route.executes is not None:
         return None
-    sources = [u for u in node.uses if u.operand.role == "activation"]
-    weights = [u for u in node.uses if u.weight and u.operand.leaf in route.uses]
+    sources = [use for use in node.uses if use.operand.role == "activation"]
+    weights = [
+        use for use in node.uses if use.weight and use.operand.leaf in route.uses
+    ]
     if len(sources) != 1 or len(weights) != 1 or weights[0].origin != "parameter":
         return None
-    source = sources[0]
-    weight = weights[0]
-    operator = node.operator
-    if node.kind != "conv":
-        if len(weight.shape) != 2:
-            return None
-        operator = "linear" if weight.operand.reduce % 2 else "matmul"
-    axis = source.operand.reduce
+    operator = _matrix_operator(node, weights[0])
+    if not operator:
+        return None
+    source = sources[0].operand
+    axis = source.reduce
     if axis >= 0:
-        axis -= len(source.shape)
-    return Reader(
-        node.site, source.operand.leaf, axis, weight.value, operator, node.groups
-    )
+        axis -= len(sources[0].shape)
+    weight = weights[0].value
+    return Reader(node.site, source.leaf, axis, weight, operator, node.groups)
+
+
+def _matrix_operator(node: Node, weight: Use) -> str:
+    """The name that ``matrix_view`` has for a call with a weight, ``""`` where it has none."""
+    if node.kind == "conv":
+        return node.operator
+    if node.kind not in ("linear", "matmul") or len(weight.shape) != 2:
+        return ""
+    return "linear" if weight.operand.reduce % 2 else "matmul"
 
 
 def _portions(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,6 @@ from roundoff.quantize.channels.labels import (
     varying_part,
 )
 
-# one element in, one element out at the same place
 _SAME = (
     operators_that("keep values") | operators_that("cast") | operators_that("drop out")
 )
@@ -97,17 +96,24 @@ def follow_move(labels: Labels, move: Move) -> None:
         return
     if not any(_is_labelled(labels, tensor) for tensor in move.inputs):
         return
-    first = labels.get(move.inputs[0])
-    if move.name in _SAME:
-        labels.put(move.outputs[0], first)
-    elif move.name in ("pad", "constant_pad_nd"):
-        _pad(labels, move)
-    elif move.name in operators_that("fill"):
-        _fill(labels, move)
-    elif move.name in _BY_VALUE:
-        labels.pin(first, f"{move.name} moves values by size")
-    else:
-        _run_on_labels(labels, move)
+    _rule_of(move.name)(labels, move)
+
+
+def _rule_of(name: str) -> Callable[[Labels, Move], None]:
+    for names, rule in _RULES:
+        if name in names:
+            return rule
+    return _run_on_labels
+
+
+def _keep(labels: Labels, move: Move) -> None:
+    """One element in, one element out at the same place."""
+    labels.put(move.outputs[0], labels.get(move.inputs[0]))
+
+
+def _sort(labels: Labels, move: Move) -> None:
+    channels = labels.get(move.inputs[0])
+    labels.pin(channels, f"{move.name} moves values by size")
 
 
 def _is_labelled(labels: Labels, tensor: Tensor) -> bool:
@@ -164,13 +170,19 @@ def _fill(labels: Labels, move: Move) -> None:
     labels.put(move.outputs[0], channels)
 
 
+_RULES: tuple[tuple[Collection[str], Callable[[Labels, Move], None]], ...] = (
+    (_SAME, _keep),
+    (("pad", "constant_pad_nd"), _pad),
+    (operators_that("fill"), _fill),
+    (_BY_VALUE, _sort),
+)
+
+
 def _run_on_labels(labels: Labels, move: Move) -> None:
-    """Run the operator on labels, and tie what it moves together."""
-    writes = move.name in ("setitem", "copy")
-    replaced = {}
-    for tensor in move.inputs:
-        channels = labels.get(tensor)
-        replaced[id(tensor)] = channels.clone() if writes else channels
+    """Run the operator on labels, and tie the channels that it moves together."""
+    replaced = {id(tensor): labels.get(tensor) for tensor in move.inputs}
+    if move.name in ("setitem", "copy"):
+        replaced = {key: channels.clone() for key, channels in replaced.items()}
     if move.name in _JOINS:
         _label_parameters(labels, replaced, move.inputs)
         _tie_joined(labels, move, [replaced[id(tensor)] for tensor in move.inputs])

@@ -16,7 +16,6 @@ from roundoff.errors import QuantizationError
 from roundoff.quantize.calibration import MEASURED_BATCHES, Calibration
 from roundoff.quantize.channels.input_statistics import (
     InputStatistics,
-    Reader,
     input_statistics,
 )
 from roundoff.quantize.channels.smooth import simulated_db
@@ -81,17 +80,10 @@ def split_outliers_(
     before = simulated_db(calibration, measured)
     rows = []
     for inputs in input_statistics(calibration):
-        readers = [reader for reader in inputs.readers if reader.groups == 1]
         columns = _outliers(inputs, threshold, share)
-        if not len(columns) or not readers:
-            continue
-        for reader in readers:
-            _keep_exact_(model, reader, columns)
-        sites = tuple(reader.site for reader in readers)
-        channels = len(inputs.largest)
-        rows.append(
-            OutlierColumns(inputs.value, sites, tuple(columns.tolist()), channels)
-        )
+        row = _keep_exact_(model, inputs, columns)
+        if row.columns and row.readers:
+            rows.append(row)
     after = simulated_db(calibration, measured) if rows else before
     count = sum(len(row.columns) for row in rows)
     note = f"{count} channels of {len(rows)} values"
@@ -105,9 +97,16 @@ def _outliers(inputs: InputStatistics, threshold: float, share: float) -> Tensor
     return order[inputs.largest[order] >= threshold].sort().values
 
 
-def _keep_exact_(model: QuantizedModel, reader: Reader, columns: Tensor) -> None:
-    """Keep these channels of what a call reads, and of its weight."""
-    value = model.routes[reader.site].uses.get(reader.place)
-    for name in (reader.weight, value):
-        if name is not None:
-            model.quantizer(name).exact = columns.clone()
+def _keep_exact_(
+    model: QuantizedModel, inputs: InputStatistics, columns: Tensor
+) -> OutlierColumns:
+    """Keep these channels of a value exact where no grouped convolution reads it."""
+    readers = [reader for reader in inputs.readers if reader.groups == 1]
+    for reader in readers if len(columns) else ():
+        value = model.routes[reader.site].uses.get(reader.place)
+        for name in (reader.weight, value):
+            if name is not None:
+                model.quantizer(name).exact = columns.clone()
+    sites = tuple(reader.site for reader in readers)
+    kept = tuple(columns.tolist())
+    return OutlierColumns(inputs.value, sites, kept, len(inputs.largest))

@@ -74,14 +74,21 @@ def reduction(call: FollowedCall) -> bool:
         if axis in varying:  # an addition of tensors that were stacked
             labels.tie(kept, kept.narrow(axis, 0, 1))
         kept = kept.narrow(axis, 0, min(1, kept.shape[axis]))
-    squeezed = kept.squeeze(tuple(over)) if over else kept
     for out in call.outputs:
-        reduced = kept if out.ndim == x.ndim else squeezed
-        if reduced.ndim == out.ndim:
-            labels.put(out, reduced)
+        _put_reduced(call, out, kept, over)
     scales = call.name in operators_that("scale with their operand")
     call.note(channels, "homogeneous" if scales else "other")
     return True
+
+
+def _put_reduced(
+    call: FollowedCall, out: Tensor, kept: Tensor, over: list[int]
+) -> None:
+    """Follow a result, whose reduced axes may be gone, with labels that have them."""
+    if over and out.ndim != kept.ndim:
+        kept = kept.squeeze(tuple(over))
+    if kept.ndim == out.ndim:
+        call.labels.put(out, kept)
 
 
 def _reduced_axes(call: FollowedCall, x: Tensor) -> list[int]:
@@ -130,20 +137,25 @@ def normalization(call: FollowedCall) -> bool:
     if over:
         _pin_runs_over(call, channels, "remove")
     call.note(channels, "other")
-    weight = call.arguments.get("weight")
-    made = None
-    if weight is not None and weight.ndim == 1:
-        made = labels.along(weight, 0, "producer")
-    if made is None or call.out.shape[axis] == 1:
+    new_channels = _scaled_by_weight(call)
+    if new_channels is None or call.out.shape[axis] == 1:
         labels.put(call.out, channels)
         return True
-    made = made.view(on_axis(axis, x.ndim))
+    new_channels = new_channels.view(on_axis(axis, x.ndim))
     reason = f"{call.name} ({call.site}) reads a tensor of fixed size"
-    labels.pin_fixed(made.expand(call.out.shape), channels, reason)
-    labels.tie(channels, made, value=False)
-    call.bind(call.arguments.get("bias"), axis, x.ndim, "bias", made)
-    labels.put(call.out, made)
+    labels.pin_fixed(new_channels.expand(call.out.shape), channels, reason)
+    labels.tie(channels, new_channels, value=False)
+    call.bind(call.arguments.get("bias"), axis, x.ndim, "bias", new_channels)
+    labels.put(call.out, new_channels)
     return True
+
+
+def _scaled_by_weight(call: FollowedCall) -> Tensor | None:
+    """The channels that a normalisation's weight makes; None without a vector of weights."""
+    weight = call.arguments.get("weight")
+    if weight is None or weight.ndim != 1:
+        return None
+    return call.labels.along(weight, 0, "producer")
 
 
 def _normalizes_over(call: FollowedCall, x: Tensor, varying: list[int]) -> bool:

@@ -37,9 +37,9 @@ def why_not_rescalable(group: ChannelGroup, *, clips: bool = False) -> str | Non
 
 
 def _why_tied(group: ChannelGroup) -> str | None:
-    made = {(b.name, b.axis) for b in group.producers}
-    read = {(b.name, b.axis) for b in group.consumers}
-    both = made & read
+    making_axes = {(b.name, b.axis) for b in group.producers}
+    reading_axes = {(b.name, b.axis) for b in group.consumers}
+    both = making_axes & reading_axes
     if not both:
         return None
     return f"{min(both)[0]} is tied: it makes and reads the channels by one axis"

@@ -24,7 +24,7 @@ they reach it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -309,28 +309,47 @@ def _weight_noise(
     if route is None or result is None or node.kind not in ("conv", "linear"):
         return None
     names = list(route.uses.values())
-    weight = next((n for n in names if model.quantizer(n).weight), None)
-    value = next((n for n in names if not model.quantizer(n).weight), None)
-    if weight is None or weight not in readers:
+    weights_read = [name for name in names if model.quantizer(name).weight]
+    values_read = [name for name in names if name not in weights_read]
+    weight = _first_in(readers, weights_read)
+    value = _first_in(weights.values, values_read)
+    if weight is None or value is None:
         return None
-    if value is None or value not in weights.values:
-        return None
-    groups = node.groups
-    parameter = model.model.get_parameter(weight).detach()
-    matrices = matrix_view(parameter, node.operator, groups)
     inputs = weights.values[value]
-    channels = len(inputs.square) // groups
-    taps = matrices.shape[-1] // channels if channels else 0
-    if not taps or channels * taps != matrices.shape[-1]:
+    largest = _largest_by_channel(model, node, weight, len(inputs.square))
+    if largest is None:
         return None
-    by_tap = matrices.abs().reshape(*matrices.shape[:-1], channels, taps)
+    matrices, taps = largest
+    groups, _, channels = matrices.shape
     return _WeightNoise(
         _Side(groups * channels, readers[weight]),
-        by_tap.amax(-1),
+        matrices,
         result.channel.view(groups, -1),
         inputs.square.view(groups, channels) / inputs.samples * taps,
         model.quantizer(weight).fmt.max_finite,
     )
+
+
+def _first_in(known_names: Container[str], names: Sequence[str]) -> str | None:
+    """The first of some names, if it is known."""
+    return names[0] if names and names[0] in known_names else None
+
+
+def _largest_by_channel(
+    model: QuantizedModel, node: Node, weight: str, inputs: int
+) -> tuple[Tensor, int] | None:
+    """``|W|`` over the taps, ``[groups, out, in]``, and how many taps there are.
+
+    None where they do not fit that many input channels.
+    """
+    parameter = model.model.get_parameter(weight).detach()
+    matrices = matrix_view(parameter, node.operator, node.groups)
+    channels = inputs // node.groups
+    taps = matrices.shape[-1] // channels if channels else 0
+    if not taps or channels * taps != matrices.shape[-1]:
+        return None
+    by_tap = matrices.abs().reshape(*matrices.shape[:-1], channels, taps)
+    return by_tap.amax(-1), taps
 
 
 def _bounds(
@@ -348,10 +367,10 @@ def _bounds(
         for operator in group.operators:
             if operator.law != "clipped" or operator.bounds is None:
                 continue
-            least, bound = operator.bounds
-            statistics = weights.values.get(operator.site)
             parts = _origin(graph, operator.site, makers)
             indices = [part.index for part in parts if part.group == i]
+            statistics = weights.values.get(operator.site)
+            least, bound = operator.bounds
             if least != 0.0 or statistics is None or not indices:
                 low = torch.zeros(group.size)
                 high = torch.zeros(group.size)

@@ -326,9 +326,7 @@ def _round_inputs(
         damped = damped.take_along_dim(turn[..., None], -2)
         damped = damped.take_along_dim(turn[..., None, :], -1)
         place = turn.expand(*w.shape[:-2], w.shape[-1])[..., None]
-    upper = torch.linalg.cholesky(damped.flip(-1, -2)).flip(-1, -2)
-    # U_ij / U_jj, transposed: row j feeds the errors e_i into input j
-    feed = (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None, :]).mT.contiguous()
+    feed = _feed(damped)
     w = _inputs_first(w, place)
     scale = _inputs_first(scale, place)
     zero_point = None if zero_point is None else _inputs_first(zero_point, place)
@@ -356,6 +354,14 @@ def _round_inputs(
         place = place.expand_as(rounded)
         rounded = torch.empty_like(rounded).scatter_(-2, place, rounded)
     return rounded.mT
+
+
+def _feed(damped: Tensor) -> Tensor:
+    """``U_ij / U_jj`` of the factor ``U Uᵀ``, transposed: row j feeds errors e_i into input j."""
+    upper = torch.linalg.cholesky(damped.flip(-1, -2)).flip(-1, -2)
+    diagonal = upper.diagonal(dim1=-2, dim2=-1)
+    shares: Tensor = upper / diagonal[..., None, :]
+    return shares.mT.contiguous()
 
 
 def _inputs_first(x: Tensor, place: Tensor | None) -> Tensor:

@@ -78,11 +78,7 @@ class Hessian:
             check_finite(
                 "Hessian.add", inputs=inputs, weights=weights, reference=reference
             )
-        for name, batch_sum in sums.items():
-            if name in self._sums:
-                self._sums[name].add_(batch_sum)
-            else:
-                self._sums[name] = batch_sum
+        self._add_sums(sums)
         self.rows += rows.shape[1]
         if factor is None:
             self._weight += rows.shape[1]
@@ -90,6 +86,13 @@ class Hessian:
             # all groups have the same weights, or each its own: then the mean over groups
             # is the common factor
             self._weight += float(factor.double().sum()) / rows.shape[0]
+
+    def _add_sums(self, sums: dict[str, Tensor]) -> None:
+        for name, batch_sum in sums.items():
+            if name in self._sums:
+                self._sums[name].add_(batch_sum)
+            else:
+                self._sums[name] = batch_sum
 
     def merge(self, other: Hessian) -> Hessian:
         """Return the second moments of both data together.

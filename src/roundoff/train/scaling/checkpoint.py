@@ -6,18 +6,22 @@ import math
 from typing import Any
 
 from roundoff.errors import ScalerError
-from roundoff.train.scaling.scale_rules import Rule, Scale, parse_rule
+from roundoff.train.scaling.scale_rules import Rule, ScaleState, parse_rule
 
 _WHERE = "LossScaler.load_state_dict"
 
 
-def saved(rule: Rule, start: dict[str, Any], state: Scale | None) -> dict[str, Any]:
-    """Plain numbers; ``start`` stands for a state that is not on a device yet."""
+def saved(
+    rule: Rule, start: dict[str, Any], state: ScaleState | None
+) -> dict[str, Any]:
+    """Return the state as plain numbers; ``start`` stands for one that is not on a device yet."""
     now = start
     if state is not None:
         now = {
             "scale": float(state.scale),
-            **{key: int(getattr(state, key)) for key in ("good", "bad", "stuck")},
+            "good": int(state.good),
+            "bad": int(state.bad),
+            "stuck": int(state.stuck),
         }
     return {
         "scale": now["scale"],
@@ -30,8 +34,12 @@ def saved(rule: Rule, start: dict[str, Any], state: Scale | None) -> dict[str, A
 
 
 def loaded(rule: Rule, state: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
-    """The rule to go on with, and the state to start from; the dynamic rule takes the constants of the checkpoint, as torch
-    does. Raises ``ScalerError``."""
+    """Return the rule to go on with, and the state to start from.
+
+    The dynamic rule takes the constants of the checkpoint, as torch does. Raises
+    ``ScalerError`` where the checkpoint holds no scale, or one of no use or of another
+    rule.
+    """
     if "scale" not in state:
         raise ScalerError(
             "the checkpoint holds no loss scale: was it saved by a disabled scaler?",
@@ -39,7 +47,8 @@ def loaded(rule: Rule, state: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
             expected="scale, _growth_tracker, ...",
             got=", ".join(state) or "an empty dict",
         )
-    scale, other = float(state["scale"]), state.get("rule", "dynamic")
+    scale = float(state["scale"])
+    saved_rule = state.get("rule", "dynamic")
     if not 0 < scale < math.inf:
         raise ScalerError(
             "the checkpoint's loss scale is of no use",
@@ -48,20 +57,17 @@ def loaded(rule: Rule, state: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
             got=f"{scale:g}",
             do="start with a new LossScaler, and see why every step was skipped before it",
         )
-    if other != rule.name:
+    if saved_rule != rule.name:
         raise ScalerError(
             "the checkpoint is of another rule",
             where=_WHERE,
             expected=rule.name,
-            got=str(other),
-            do=f"LossScaler(rule={other!r})",
+            got=str(saved_rule),
+            do=f"LossScaler(rule={saved_rule!r})",
         )
     if rule.name == "dynamic":
-        keys = {"growth_factor", "backoff_factor", "growth_interval"} & set(state)
-        rule = parse_rule(
-            "dynamic",
-            {"init_scale": rule.init_scale, **{key: state[key] for key in keys}},
-        )
+        constants = {key: state[key] for key in rule.constants() if key in state}
+        rule = parse_rule("dynamic", {"init_scale": rule.init_scale, **constants})
     return rule, {
         "scale": scale,
         "good": int(state.get("_growth_tracker", 0)),

@@ -1,4 +1,4 @@
-"""``Steps``: what is needed to run the last step's forward and backward pass once more, kept as references.
+"""``StepCalls``: what is needed to run the last step's forward and backward pass once more, kept as references.
 
 Nothing is computed in a step that goes well. Kept until the next step are the inputs of each call of the model, the state
 of the random generators, autocast's settings, copies of the small buffers that the forward pass itself writes and reads,
@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,44 +21,65 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from roundoff.train.scaling.autograd_graph import OUTPUT
+from roundoff.train.scaling.backward_graph import OUTPUT
 
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
 #: Every module of a model with its path.
 Modules = list[tuple[nn.Module, str]]
-_made = itertools.count()
+_indices = itertools.count()
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 
 
-class Call:
-    """One call of the model, and the gradients of its outputs (``gradients``: by place among all outputs)."""
+@dataclass(frozen=True)
+class _Versions:
+    """How often each tensor of a call was written in place."""
+
+    inputs: tuple[int, ...]
+    parameters: tuple[int, ...]
+    buffers: tuple[int, ...]
+
+
+class ModelCall:
+    """One call of the model, as it has to be run again.
+
+    Attributes:
+        modules: every module with its path.
+        args, kwargs: what the model was called with.
+        buffers: copies of the buffers that the forward pass itself writes and reads.
+        index: number among all calls of the process.
+        gradients: place among the outputs -> the gradients that came back to it.
+        number: among the step's calls that got a gradient, in the order of the forward
+            passes, from 1.
+    """
 
     def __init__(
         self, modules: Modules, args: Any, kwargs: Any, buffers: dict[str, Tensor]
     ) -> None:
-        self.args, self.kwargs, self.buffers, self.made = (
-            args,
-            kwargs,
-            buffers,
-            next(_made),
-        )
         self.modules = modules
+        self.args = args
+        self.kwargs = kwargs
+        self.buffers = buffers
+        self.index = next(_indices)
         self.training = [module.training for module, _ in modules]
         self.random = _random_states()
         self.autocast = _autocast_states()
         self.region = _active_region()
-        self.written = _versions(modules, args, kwargs)
+        self.versions = _versions(modules, args, kwargs)
         self.gradients: dict[int, list[Tensor]] = {}
-        self.number = 0  # among the step's calls that got a gradient, in the order of the forward passes
+        self.number = 0
 
-    def since(self) -> list[str]:
-        """What was written in place after the call, so that it cannot be run as it was."""
-        now = _versions(self.modules, self.args, self.kwargs)
-        return [what for what in now if now[what] != self.written[what]]
+    def changed_since(self) -> list[str]:
+        """Name what was written in place after the call, so that it cannot be run as it was."""
+        now = asdict(_versions(self.modules, self.args, self.kwargs))
+        before = asdict(self.versions)
+        return [name for name in now if now[name] != before[name]]
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """The surroundings of the call. The caller puts back what is changed here (``preserve``), but for autocast."""
+        """Restore the surroundings of the call inside.
+
+        The caller puts back what is changed here (``preserve``), but for autocast.
+        """
         for (module, _), training in zip(self.modules, self.training, strict=True):
             module.training = training
         buffers = dict(_buffers(self.modules))
@@ -67,156 +89,152 @@ class Call:
         _set_random_states(self.random)
         with ExitStack() as stack:
             for device, (enabled, dtype, cached) in self.autocast.items():
-                stack.enter_context(
-                    torch.autocast(
-                        device, dtype=dtype, enabled=enabled, cache_enabled=cached
-                    )
+                region = torch.autocast(
+                    device, dtype=dtype, enabled=enabled, cache_enabled=cached
                 )
+                stack.enter_context(region)
             if self.region is not None:
                 stack.enter_context(self.region.again())
             stack.callback(torch.clear_autocast_cache)
             yield
 
     def inputs(self) -> tuple[Any, Any, list[Tensor]]:
-        """args and kwargs apart from the graph that made them, and those of their tensors that have a gradient."""
-        cut: dict[int, Tensor] = {}
+        """Return args and kwargs apart from the graph that made them, and those of their tensors that have a gradient."""
+        detached: dict[int, Tensor] = {}
 
-        def detached(value: Any) -> Any:
+        def detach(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.requires_grad:
                 return value
-            return cut.setdefault(id(value), value.detach().requires_grad_())
+            return detached.setdefault(id(value), value.detach().requires_grad_())
 
-        args, kwargs = tree_map(detached, (self.args, self.kwargs))
-        return args, kwargs, list(cut.values())
+        args, kwargs = tree_map(detach, (self.args, self.kwargs))
+        return args, kwargs, list(detached.values())
 
 
-class Steps:
-    """Keeps the calls of ``model`` whose outputs got a gradient since ``clear``; ``calls`` are in backward order.
+class StepCalls:
+    """Keeps the calls of ``model`` whose outputs got a gradient since ``clear``.
 
-    A module in ``DistributedDataParallel`` is watched inside of it, so that a repeat does not communicate. Of a compiled
-    model give what ``torch.compile`` returned: in compiled code hooks don't run.
+    ``calls`` are in backward order. A module in ``DistributedDataParallel`` is watched
+    inside of it, so that a repeat does not communicate. Of a compiled model give what
+    ``torch.compile`` returned: in compiled code hooks don't run.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        outer, model = model, _unwrapped(model)
-        self.model = model
+        inner = _unwrapped(model)
+        self.model = inner
         self.sharded = any(
-            type(module).__name__ in _SHARDED for module in (outer, *model.modules())
+            type(module).__name__ in _SHARDED for module in (model, *inner.modules())
         )
-        self.calls: list[Call] = []
+        self.calls: list[ModelCall] = []
         self.paused = False
-        self._open: list[Call] = []
-        self._own: set[str] = set()  # buffers that the forward pass writes
-        self._statistics: set[str] = set()
+        self._open: list[ModelCall] = []
+        self._written: set[str] = set()  # buffers that the forward pass writes
+        self._statistics: set[str] = set()  # those of them that it does not read
         self._modules: Modules = []
         handles = (
-            model.register_forward_pre_hook(
-                _Hook(self, "_before"), with_kwargs=True, prepend=True
+            inner.register_forward_pre_hook(
+                _Hook(self, "before"), with_kwargs=True, prepend=True
             ),
-            model.register_forward_hook(
-                _Hook(self, "_after"), with_kwargs=True, always_call=True
+            inner.register_forward_hook(
+                _Hook(self, "after"), with_kwargs=True, always_call=True
             ),
         )
         self.remove = weakref.finalize(self, _remove, handles)
 
     def clear(self) -> None:
-        """Nothing of the step is kept any longer."""
+        """Forget the step."""
         self.calls = []
         self._open.clear()
 
     def names(self) -> dict[int, str]:
-        """Parameter names by identity."""
-        return {
-            id(parameter): _clean(name)
-            for name, parameter in self.model.named_parameters()
-        }
+        """Return parameter names by identity."""
+        named = self.model.named_parameters()
+        return {id(parameter): _clean(name) for name, parameter in named}
 
-    def spoilt(self) -> list[str]:
-        """Buffers, such as running statistics, that hold NaN or Inf now."""
-        buffers = {
-            _clean(name): b
-            for name, b in self.model.named_buffers()
-            if b.is_floating_point() and not b.is_sparse
-        }
+    def spoilt_buffers(self) -> list[str]:
+        """Name buffers, such as running statistics, that hold NaN or Inf now."""
         return [
-            name
-            for name, buffer in buffers.items()
-            if not bool(torch.isfinite(buffer).all())
+            _clean(name)
+            for name, buffer in self.model.named_buffers()
+            if _holds_nonfinite(buffer)
         ]
 
     def autocast_to(self, dtype: torch.dtype) -> bool:
-        """Whether a call of this step ran under torch's autocast to ``dtype``."""
-        return any(
-            on and to is dtype
-            for call in self.calls
-            for on, to, _ in call.autocast.values()
-        )
+        """Return True if a call of this step ran under torch's autocast to ``dtype``."""
+        for call in self.calls:
+            for enabled, to, _ in call.autocast.values():
+                if enabled and to is dtype:
+                    return True
+        return False
 
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep a call that begins: the forward pre-hook of the model."""
         if model is not self.model or self.paused or not torch.is_grad_enabled():
             return
         if not self.calls:  # once a step: walking through a large model takes its time
             self._modules = [(module, path) for path, module in model.named_modules()]
-        buffers = (
-            {
-                n: b.detach().clone()
-                for n, b in _buffers(self._modules)
-                if n in self._own
+        buffers = {}
+        if self._written:
+            buffers = {
+                name: buffer.detach().clone()
+                for name, buffer in _buffers(self._modules)
+                if name in self._written
             }
-            if self._own
-            else {}
-        )
-        self._open.append(Call(self._modules, args, kwargs, buffers))
+        self._open.append(ModelCall(self._modules, args, kwargs, buffers))
 
-    def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
+    def after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
+        """Mark the outputs of a call: the forward hook of the model."""
         if model is not self.model or self.paused or not self._open:
             return
         call = self._open.pop()
-        before, buffers = call.written["buffers"], _buffers(call.modules)
-        now = tuple(_version(buffer) for _, buffer in buffers)
-        if before != now:
-            written = {
-                name
-                for (name, _), old, new in zip(buffers, before, now, strict=False)
-                if old != new
-            }
-            if not written <= self._own | self._statistics:
-                self._statistics = _statistics(model)
-                self._own |= written - self._statistics
-        call.written["buffers"] = now
+        self._note_written_buffers(call)
         if output is None:
             return  # the call has failed
-        seen: set[int] = set()  # one tensor may be given twice
+        marked: set[int] = set()  # one tensor may be returned twice
         for place, tensor in enumerate(tree_leaves(output)):
-            if (
-                isinstance(tensor, Tensor)
-                and tensor.grad_fn is not None
-                and id(tensor) not in seen
-            ):
-                seen.add(id(tensor))
-                node: Any = tensor.grad_fn
-                node.metadata[OUTPUT] = place
-                hooked: Any = tensor
-                hooked.register_hook(_Arrived(self, call, place))
+            if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
+                continue
+            if id(tensor) not in marked:
+                marked.add(id(tensor))
+                self._mark(call, place, tensor)
 
-    def _arrived(self, call: Call, place: int, gradient: Tensor) -> None:
-        if not any(call is known for known in self.calls):
+    def _note_written_buffers(self, call: ModelCall) -> None:
+        before = call.versions.buffers
+        buffers = _buffers(call.modules)
+        now = tuple(_version(buffer) for _, buffer in buffers)
+        if before == now:
+            return
+        call.versions = replace(call.versions, buffers=now)
+        rows = zip(buffers, before, now, strict=False)
+        written = {name for (name, _), old, new in rows if old != new}
+        if not written <= self._written | self._statistics:
+            self._statistics = _statistics(self.model)
+            self._written |= written - self._statistics
+
+    def _mark(self, call: ModelCall, place: int, output: Any) -> None:
+        output.grad_fn.metadata[OUTPUT] = place
+        output.register_hook(_GradientHook(self, call, place))
+
+    def _arrived(self, call: ModelCall, place: int, gradient: Tensor) -> None:
+        if not any(call is other for other in self.calls):
             self.calls.append(call)
-            for number, known in enumerate(sorted(self.calls, key=lambda c: c.made), 1):
-                known.number = number
+            forward_order = sorted(self.calls, key=lambda other: other.index)
+            for number, other in enumerate(forward_order, 1):
+                other.number = number
         call.gradients.setdefault(place, []).append(gradient.detach())
 
 
 class _Hook:
-    """A hook that doesn't keep ``Steps`` alive, and that copies and pickles of the model don't take along."""
+    """A hook that doesn't keep ``StepCalls`` alive, and that copies and pickles of the model don't take along."""
 
-    def __init__(self, steps: Steps, name: str) -> None:
-        self.steps, self.name = weakref.ref(steps), name
+    def __init__(self, calls: StepCalls, name: str) -> None:
+        self.calls = weakref.ref(calls)
+        self.name = name
 
     def __call__(self, *args: Any) -> None:
-        steps = self.steps()
-        if steps is not None and not torch.compiler.is_compiling():
-            getattr(steps, self.name)(*args)
+        calls = self.calls()
+        if calls is not None and not torch.compiler.is_compiling():
+            getattr(calls, self.name)(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()
@@ -224,19 +242,21 @@ class _Hook:
 
 class _Nothing:
     def __call__(self, *args: Any) -> None:
-        """What is left of a hook in a copy."""
+        """Do nothing: what is left of a hook in a copy."""
 
 
-class _Arrived:
+class _GradientHook:
     """The hook of one output. The graph holds it, and through it the call, until it is freed."""
 
-    def __init__(self, steps: Steps, call: Call, place: int) -> None:
-        self.steps, self.call, self.place = weakref.ref(steps), call, place
+    def __init__(self, calls: StepCalls, call: ModelCall, place: int) -> None:
+        self.calls = weakref.ref(calls)
+        self.call = call
+        self.place = place
 
     def __call__(self, gradient: Tensor) -> None:
-        steps = self.steps()
-        if steps is not None and not steps.paused:
-            steps._arrived(self.call, self.place, gradient)
+        calls = self.calls()
+        if calls is not None and not calls.paused:
+            calls._arrived(self.call, self.place, gradient)
 
 
 def _remove(handles: Sequence[Any]) -> None:
@@ -256,42 +276,44 @@ def _clean(name: str) -> str:
     return name.removeprefix("_orig_mod.")
 
 
+def _holds_nonfinite(buffer: Tensor) -> bool:
+    if not buffer.is_floating_point() or buffer.is_sparse:
+        return False
+    return not bool(torch.isfinite(buffer).all())
+
+
 def _statistics(model: nn.Module) -> set[str]:
-    """Buffers of normalizations that training writes but does not read."""
-    found = set()
+    """Name the buffers of normalizations that training writes but does not read."""
+    kinds = (nn.modules.batchnorm._NormBase, nn.SyncBatchNorm)
+    names = set()
     for path, module in model.named_modules():
-        if (
-            isinstance(module, (nn.modules.batchnorm._NormBase, nn.SyncBatchNorm))
-            and module.training
-        ):
-            found |= {
-                f"{path}.{name}".lstrip(".")
-                for name, _ in module.named_buffers(recurse=False)
-            }
-    return found
+        if isinstance(module, kinds) and module.training:
+            for name, _ in module.named_buffers(recurse=False):
+                names.add(f"{path}.{name}".lstrip("."))
+    return names
 
 
 def _buffers(modules: Modules) -> list[tuple[str, Tensor]]:
-    return [
-        (f"{path}.{name}" if path else name, buffer)
-        for module, path in modules
-        if module._buffers
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    """Return every buffer with its name, one module after the other."""
+    buffers = []
+    for module, path in modules:
+        prefix = f"{path}." if path else ""
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers.append((prefix + name, buffer))
+    return buffers
 
 
-def _versions(modules: Modules, args: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
-    every = (
-        p for module, _ in modules for p in module._parameters.values() if p is not None
+def _versions(modules: Modules, args: Any, kwargs: Any) -> _Versions:
+    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    parameters: list[Tensor] = []
+    for module, _ in modules:
+        parameters += [p for p in module._parameters.values() if p is not None]
+    return _Versions(
+        inputs=tuple(map(_version, inputs)),
+        parameters=tuple(map(_version, parameters)),
+        buffers=tuple(_version(buffer) for _, buffer in _buffers(modules)),
     )
-    return {
-        "inputs": tuple(
-            _version(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        ),
-        "parameters": tuple(map(_version, every)),
-        "buffers": tuple(_version(buffer) for _, buffer in _buffers(modules)),
-    }
 
 
 def _version(tensor: Tensor) -> int:
@@ -319,24 +341,27 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def _autocast_states() -> dict[str, tuple[bool, torch.dtype, bool]]:
+    """Return for each device: autocast is on, its dtype, and its cache is on."""
     cached = torch.is_autocast_cache_enabled()
     return {
-        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cached)
-        for d in _devices()
+        device: (
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            cached,
+        )
+        for device in _devices()
     }
 
 
 def _devices() -> tuple[str, ...]:
-    accelerator = (
-        torch.accelerator.current_accelerator()
-        if hasattr(torch, "accelerator")
-        else None
-    )
+    if not hasattr(torch, "accelerator"):
+        return ("cpu",)
+    accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def _active_region() -> Any:
-    """The ``roundoff.autocast`` that is entered, where there is one; its ``again()`` enters it once more."""
+    """Return the ``roundoff.autocast`` that is entered, where there is one; its ``again()`` enters it once more."""
     module = sys.modules.get("roundoff.train.autocast.context")
     active = getattr(module, "active", None)
     return None if active is None else active()

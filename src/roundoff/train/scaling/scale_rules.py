@@ -1,6 +1,7 @@
 """How a loss scale moves: rules as data, each with one update that runs where the scale is, without asking the host.
 
-A rule holds the constants, ``Scale`` the state. Scales are float32 and the counts int32, as in torch's own scaler.
+A rule holds the constants, ``ScaleState`` the state. Scales are float32 and the counts
+int32, as in torch's own scaler.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Static:
     def __post_init__(self) -> None:
         _check_scale(self, "init_scale")
 
-    def update(self, state: Scale, found: Tensor) -> None:
-        """Nothing moves."""
+    def update(self, state: ScaleState, overflow: Tensor) -> None:
+        """Leave the scale where it is."""
 
     def constants(self) -> dict[str, Any]:
-        """As torch's ``GradScaler`` names them: with factors of 1 it keeps the scale too."""
+        """Return the constants as torch's ``GradScaler`` names them: with factors of 1 it keeps the scale too."""
         return {
             "growth_factor": 1.0,
             "backoff_factor": 1.0,
@@ -58,21 +59,23 @@ class Dynamic:
         _check(self, "backoff_factor", 0 < self.backoff_factor < 1, "between 0 and 1")
         _check(self, "growth_interval", self.growth_interval >= 1, "at least 1")
 
-    def update(self, state: Scale, found: Tensor) -> None:
-        """``found`` is 1 where a gradient was not finite, else 0."""
+    def update(self, state: ScaleState, overflow: Tensor) -> None:
+        """Move the scale after a step; ``overflow`` is 1 where a gradient was not finite, else 0."""
         torch._amp_update_scale_(
             state.scale,
             state.good,
-            found,
+            overflow,
             self.growth_factor,
             self.backoff_factor,
             self.growth_interval,
         )
 
     def constants(self) -> dict[str, Any]:
+        """Return the constants as torch's ``GradScaler`` names them."""
         return {
-            key: getattr(self, key)
-            for key in ("growth_factor", "backoff_factor", "growth_interval")
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
         }
 
 
@@ -111,28 +114,28 @@ class Exponential:
 
     @property
     def init_scale(self) -> float:
+        """The scale to begin with."""
         return self.init_loss_scale
 
-    def update(self, state: Scale, found: Tensor) -> None:
-        """``found`` is 1 where a gradient was not finite, else 0."""
-        scale, bad_step = state.scale, found > 0
-        good = torch.where(bad_step, 0, state.good + 1)
-        bad = torch.where(bad_step, state.bad + 1, 0 if self.consecutive else state.bad)
-        grows = ~bad_step & (good >= self.incr_every_n_steps)
-        shrinks = bad_step & (bad >= self.decr_every_n_nan_or_inf)
+    def update(self, state: ScaleState, overflow: Tensor) -> None:
+        """Move the scale after a step; ``overflow`` is 1 where a gradient was not finite, else 0."""
+        scale = state.scale
+        is_bad = overflow > 0
+        kept_bad = 0 if self.consecutive else state.bad
+        good = torch.where(is_bad, 0, state.good + 1)
+        bad = torch.where(is_bad, state.bad + 1, kept_bad)
+        grows = ~is_bad & (good >= self.incr_every_n_steps)
+        shrinks = is_bad & (bad >= self.decr_every_n_nan_or_inf)
         larger = scale * self.incr_ratio
         larger = torch.where(torch.isfinite(larger), larger, scale)
-        scale.copy_(
-            torch.where(
-                grows, larger, torch.where(shrinks, scale * self.decr_ratio, scale)
-            )
-        )
+        smaller_or_same = torch.where(shrinks, scale * self.decr_ratio, scale)
+        scale.copy_(torch.where(grows, larger, smaller_or_same))
         moved = grows | shrinks
         state.good.copy_(torch.where(moved, 0, good))
         state.bad.copy_(torch.where(moved, 0, bad))
 
     def constants(self) -> dict[str, Any]:
-        """The nearest that torch's ``GradScaler`` can follow: it would shrink at every bad step."""
+        """Return the nearest that torch's ``GradScaler`` can follow: it would shrink at every bad step."""
         return {
             "growth_factor": self.incr_ratio,
             "backoff_factor": self.decr_ratio,
@@ -147,7 +150,9 @@ RULES: dict[str, type[Static] | type[Dynamic] | type[Exponential]] = {
 
 
 def parse_rule(rule: str | Rule, options: dict[str, Any]) -> Rule:
-    """A rule by name with its constants, or one that is made.
+    """Make a rule by name with its constants, or return one that is made.
+
+    Raises ``ScalerError`` for a name or a constant that there is not.
 
     >>> parse_rule("exponential", {"init_loss_scale": 1024.0, "incr_every_n_steps": 10}).decr_ratio
     0.8
@@ -166,14 +171,14 @@ def parse_rule(rule: str | Rule, options: dict[str, Any]) -> Rule:
             where=f"LossScaler(rule={rule!r})",
             expected=", ".join(RULES),
         )
-    known = [field.name for field in dataclasses.fields(RULES[rule])]
+    names = [field.name for field in dataclasses.fields(RULES[rule])]
     for key in options:
-        if key not in known:
-            near = nearest(key, known, at_most=1)
+        if key not in names:
+            near = nearest(key, names, at_most=1)
             raise ScalerError(
                 f"the {rule} rule has no {key!r}",
                 where="LossScaler",
-                expected=", ".join(known),
+                expected=", ".join(names),
                 do=did_you_mean(map(repr, near)) or _owner(key),
             )
     return RULES[rule](**options)
@@ -186,11 +191,16 @@ def _owner(key: str) -> str | None:
     return None
 
 
-class Scale:
-    """The state of a rule: ``scale`` (float32), ``good`` and ``bad`` steps (int32) and ``stuck``, 0-d tensors on a device.
+class ScaleState:
+    """The state of a rule: 0-d tensors on a device.
 
-    ``floor`` and ``ceiling`` bound what the rule makes, but never move a scale that was given beyond them. ``stuck``
-    counts the skipped steps in a row at which the scale could not go lower.
+    ``floor`` and ``ceiling`` bound what the rule makes, but never move a scale that was
+    given beyond them.
+
+    Attributes:
+        scale: the scale, float32.
+        good, bad: counts of steps, as the rule defines them, int32.
+        stuck: skipped steps in a row at which the scale could not go lower, int32.
     """
 
     def __init__(
@@ -204,40 +214,47 @@ class Scale:
         bad: int = 0,
         stuck: int = 0,
     ) -> None:
-        self.rule, self.floor, self.ceiling = rule, floor, ceiling
+        self.rule = rule
+        self.floor = floor
+        self.ceiling = ceiling
         self.scale = torch.full((), scale, dtype=torch.float32, device=device)
-        self.good, self.bad, self.stuck = (
-            torch.full((), count, dtype=torch.int32, device=device)
-            for count in (good, bad, stuck)
-        )
+        self.good = torch.full((), good, dtype=torch.int32, device=device)
+        self.bad = torch.full((), bad, dtype=torch.int32, device=device)
+        self.stuck = torch.full((), stuck, dtype=torch.int32, device=device)
 
-    def update(self, found: Tensor, blameless: Tensor | None = None) -> None:
-        """The end of a step. Where ``blameless`` (the loss was not finite before it was scaled) nothing moves."""
+    def update(self, overflow: Tensor, blameless: Tensor | None = None) -> None:
+        """End a step.
+
+        Where ``blameless`` (the loss was not finite before it was scaled) nothing moves.
+        """
         before = self.scale.clone()
-        counts = (self.good.clone(), self.bad.clone())
-        self.rule.update(self, found)
+        moving = (self.scale, self.good, self.bad)
+        kept = [tensor.clone() for tensor in moving]
+        self.rule.update(self, overflow)
+        self._bound(before)
+        if blameless is not None:
+            for now, then in zip(moving, kept, strict=True):
+                now.copy_(torch.where(blameless, then, now))
+        cannot_fall = self._cannot_fall(before)
+        if blameless is not None:
+            cannot_fall = cannot_fall | blameless
+        stuck = torch.where(cannot_fall, self.stuck + 1, 0)
+        self.stuck.copy_(torch.where(overflow > 0, stuck, 0))
+
+    def _bound(self, before: Tensor) -> None:
         if self.floor > 0:
             self.scale.copy_(torch.maximum(self.scale, before.clamp(max=self.floor)))
         if math.isfinite(self.ceiling):
             self.scale.copy_(torch.minimum(self.scale, before.clamp(min=self.ceiling)))
-        if blameless is not None:
-            for now, then in zip(
-                (self.scale, self.good, self.bad), (before, *counts), strict=True
-            ):
-                now.copy_(torch.where(blameless, then, now))
-        fixed = (
-            before <= self.floor
-            if self.rule.name != "static"
-            else torch.ones_like(found, dtype=torch.bool)
-        )
-        if blameless is not None:
-            fixed = fixed | blameless
-        skipped = found > 0
-        self.stuck.copy_(torch.where(skipped, torch.where(fixed, self.stuck + 1, 0), 0))
+
+    def _cannot_fall(self, scale: Tensor) -> Tensor:
+        if self.rule.name == "static":
+            return torch.ones_like(scale, dtype=torch.bool)
+        return scale <= self.floor
 
 
-def _check(rule: Any, name: str, good: bool, expected: str) -> None:
-    if not good:
+def _check(rule: Any, name: str, is_valid: bool, expected: str) -> None:
+    if not is_valid:
         raise ScalerError(
             f"{name} of the {rule.name} rule",
             where="LossScaler",

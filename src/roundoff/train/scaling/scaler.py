@@ -10,6 +10,7 @@ import logging
 import math
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,21 +20,21 @@ from torch.optim import Optimizer
 from roundoff.errors import ScalerError, StuckError, warn
 from roundoff.formats import LARGEST
 from roundoff.record import whole_step
-from roundoff.train.scaling.autograd_graph import Graph
+from roundoff.train.scaling.backward_graph import BackwardGraph
 from roundoff.train.scaling.checkpoint import loaded, saved
-from roundoff.train.scaling.delayed_read import Later
-from roundoff.train.scaling.rerun_step import Steps
-from roundoff.train.scaling.scale_rules import Rule, Scale, parse_rule
-from roundoff.train.scaling.skip import Skip, diagnosis
-from roundoff.train.scaling.underflow import Underflow, underflow
-from roundoff.train.scaling.unscale import (
-    Gradients,
-    Order,
+from roundoff.train.scaling.delayed_read import DelayedRead
+from roundoff.train.scaling.rerun_step import StepCalls
+from roundoff.train.scaling.scale_rules import Rule, ScaleState, parse_rule
+from roundoff.train.scaling.skip import Skip, diagnosis, explain_skip
+from roundoff.train.scaling.step_gradients import (
+    GradientVersions,
+    StepGradients,
     check_loss,
+    first_few,
     largest_of,
-    listed,
     takes_found_inf,
 )
+from roundoff.train.scaling.underflow import Underflow, underflow
 
 log = logging.getLogger("roundoff")
 
@@ -41,29 +42,37 @@ log = logging.getLogger("roundoff")
 class LossScaler:
     """Scales the loss, unscales and checks the gradients, and steps all optimizers or none.
 
-    ``scaler.backward(loss)`` runs backward on the scaled loss, several times where gradients accumulate.
-    ``scaler.step(*optimizers, clip=...)`` then unscales once, looks for NaN and Inf in the gradients of all of them
-    together, clips by their common norm, steps all or none, and moves the scale. There is no ``update``.
+    ``scaler.backward(loss)`` runs backward on the scaled loss, several times where
+    gradients accumulate. ``scaler.step(*optimizers, clip=...)`` then unscales once, looks
+    for NaN and Inf in the gradients of all of them together, clips by their common norm,
+    steps all or none, and moves the scale. There is no ``update``.
 
     Args:
-        model: the module that is called in each step (what ``torch.compile`` or ``DistributedDataParallel`` returned, if
-            so). Each skip then names the operator that made the first non-finite gradient, by running the step once more;
-            until then references to the step's inputs and to the gradients of the outputs are kept.
-        rule: "dynamic" (that of ``torch.amp.GradScaler``), "static", "exponential", or one of ``scale_rules``; its
-            constants are given by name.
-        floor: the scale does not fall below it; 1, or the initial scale where that is less. 0: no floor, as torch.
+        model: the module that is called in each step (what ``torch.compile`` or
+            ``DistributedDataParallel`` returned, if so). Each skip then names the operator
+            that made the first non-finite gradient, by running the step once more; until
+            then references to the step's inputs and to the gradients of the outputs are
+            kept.
+        rule: "dynamic" (that of ``torch.amp.GradScaler``), "static", "exponential", or one
+            of ``scale_rules``; its constants are given by name.
+        floor: the scale does not fall below it; 1, or the initial scale where that is
+            less. 0: no floor, as torch.
         ceiling: the scale does not grow beyond it; none.
-        saturation: a format, such as "fp16", for devices that give its largest value instead of Inf: a scaled gradient
-            that reaches it counts as overflow.
-        bad_loss: "keep" leaves the scale alone where the loss was NaN or Inf before it was scaled, since a lower scale
-            would not help; "lower" moves it like torch does. In distributed training it is lowered, as only one rank
-            may have seen such a loss.
-        patience: this many skipped steps in a row, where the scale cannot go lower, raise ``StuckError``; None: never.
-        enabled: False passes everything through: plain ``backward``, clipping and ``step``.
+        saturation: a format, such as "fp16", for devices that give its largest value
+            instead of Inf: a scaled gradient that reaches it counts as overflow.
+        bad_loss: "keep" leaves the scale alone where the loss was NaN or Inf before it was
+            scaled, since a lower scale would not help; "lower" moves it like torch does.
+            In distributed training it is lowered, as only one rank may have seen such a
+            loss.
+        patience: this many skipped steps in a row, where the scale cannot go lower, raise
+            ``StuckError``; None: never.
+        enabled: False passes everything through: plain ``backward``, clipping and
+            ``step``.
 
-    ``skipped`` (a bool tensor) says whether the last step was skipped: ``if not scaler.skipped: scheduler.step()``.
-    ``last_skip`` and ``skips`` (the last 100) say why. The host waits for a GPU only where an optimizer needs an answer
-    (one that isn't fused; SGD with momentum), where ``model`` is given, and where one asks: by ``skipped``,
+    ``skipped`` (a bool tensor) says if the last step was skipped: ``if not
+    scaler.skipped: scheduler.step()``. ``last_skip`` and ``skips`` (the last 100) say why.
+    The host waits for a GPU only where an optimizer needs an answer (one that isn't fused;
+    SGD with momentum), where ``model`` is given, and where one asks: by ``skipped``,
     ``get_scale``, ``underflow``.
 
     Example:
@@ -91,7 +100,8 @@ class LossScaler:
     ) -> None:
         self.rule = parse_rule(rule, constants)
         start = self.rule.init_scale
-        self.floor, self.ceiling = min(1.0, start) if floor is None else floor, ceiling
+        self.floor = min(1.0, start) if floor is None else floor
+        self.ceiling = ceiling
         if not 0 <= self.floor <= start <= ceiling:
             raise ScalerError(
                 "the initial scale lies outside its bounds",
@@ -106,29 +116,34 @@ class LossScaler:
                 expected="keep or lower",
             )
         self.saturation = None if saturation is None else largest_of(saturation)
-        self.bad_loss, self.patience, self.enabled = bad_loss, patience, enabled
+        self.bad_loss = bad_loss
+        self.patience = patience
+        self.enabled = enabled
         self.skips: deque[Skip] = deque(maxlen=100)
         self.steps = 0
         self._start: dict[str, Any] = {"scale": start}
-        self._state: Scale | None = None
-        self._found: Tensor | None = None  # of the last step
-        self._unscaled: tuple[Gradients, Tensor] | None = None
+        self._state: ScaleState | None = None
+        self._overflow: Tensor | None = None  # of the last step
+        self._unscaled: tuple[StepGradients, Tensor] | None = None
         self._stepping = False
-        self._used: tuple[weakref.ref[Optimizer], ...] = ()
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._last_optimizers: tuple[weakref.ref[Optimizer], ...] = ()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._loss_bad: Tensor | None = None
-        self._order, self._graph, self._stuck = Order(), Graph(), Later()
-        self._done: list[weakref.ref[Tensor]] = []
+        self._versions = GradientVersions()
+        self._graph = BackwardGraph()
+        self._stuck = DelayedRead()
+        self._freed: list[weakref.ref[Tensor]] = []  # losses whose graph is gone
         self._backwards = 0
-        self._told: set[str] = set()
-        self._watch = Steps(model) if model is not None and enabled else None
+        self._warned: set[str] = set()
+        self._calls = StepCalls(model) if model is not None and enabled else None
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Backward on ``loss`` times the scale; gradients are added up until ``step``.
+        """Run backward on ``loss`` times the scale; gradients are added up until ``step``.
 
-        ``loss`` is one number, floating point, with a graph. NaN and Inf pass. Raises ``ScalerError`` before anything runs.
+        ``loss`` is one number, floating point, with a graph. NaN and Inf pass. Raises
+        ``ScalerError`` before anything runs.
         """
         if not self.enabled:
             torch.autograd.backward(loss, retain_graph=retain_graph)
@@ -143,145 +158,121 @@ class LossScaler:
                 do="unscale after the last backward of the step",
             )
         scale = self._on(loss.device).scale
-        finite = torch.isfinite(loss.detach()).all().to(scale.device)
-        self._loss_bad = ~finite if self._loss_bad is None else self._loss_bad | ~finite
-        self._order.before_backward(first=not self._backwards)
-        self._graph.add(loss, closely=self._watch is not None)
+        is_bad = ~torch.isfinite(loss.detach()).all().to(scale.device)
+        self._loss_bad = is_bad if self._loss_bad is None else self._loss_bad | is_bad
+        self._versions.before_backward(first=not self._backwards)
+        self._graph.add(loss, closely=self.explains)
         # The gradient of (loss * scale) at the loss; without the product, which may overflow where no gradient does.
         seed = scale.to(loss.device, loss.dtype).expand(loss.shape)
         torch.autograd.backward(loss, seed, retain_graph=retain_graph)
         if not retain_graph:
-            self._done.append(weakref.ref(loss))
+            self._freed.append(weakref.ref(loss))
         self._backwards += 1
-        self._order.after_backward(
-            p for o in self._known for group in o.param_groups for p in group["params"]
-        )
+        self._versions.after_backward(_parameters(self._optimizers))
 
     def unscale(self, *optimizers: Optimizer) -> None:
-        """Divide the gradients by the scale now, to look at them or change them; ``step`` won't do it again."""
+        """Divide the gradients by the scale now, to read them or change them; ``step`` won't do it again."""
         if self.enabled:
-            self._unscaled = self._unscale(optimizers, "unscale")
+            self._unscaled = self._unscale(optimizers, "LossScaler.unscale")
 
     def step(self, *optimizers: Optimizer, clip: float | None = None) -> None:
         """Step every optimizer, or none where a gradient of any of them is NaN or Inf, and move the scale.
 
         Args:
             optimizers: all of this step; a parameter in two of them is unscaled once.
-            clip: the largest global L2 norm of the unscaled gradients, of all optimizers together.
+            clip: the largest global L2 norm of the unscaled gradients, of all optimizers
+                together.
 
         Raises:
-            ScalerError: no backward since the last step, no gradients, float16 weights. Nothing was changed.
-            StuckError: ``patience`` steps in a row were skipped at the lowest scale. The weights are those of before.
+            ScalerError: no backward since the last step, no gradients, float16 weights.
+                Nothing was changed.
+            StuckError: ``patience`` steps in a row were skipped at the lowest scale. The
+                weights are those of before.
         """
         if not self.enabled:
-            if clip is not None:
-                every = [
-                    p
-                    for o in optimizers
-                    for group in o.param_groups
-                    for p in group["params"]
-                ]
-                nn.utils.clip_grad_norm_(every, clip)
-            for optimizer in optimizers:
-                optimizer.step()
+            _step_plainly(optimizers, clip)
             return
         self._raise_if_stuck(self._stuck.value())
-        if self._unscaled is None:
-            gradients, found = self._unscale(optimizers, "step", clip)
-        else:
-            gradients, found = self._unscaled
-            now = Gradients(optimizers, self._names)
-            _check_clip(now, clip, "LossScaler.step")
-            if {id(p) for p in now.parameters} != {id(p) for p in gradients.parameters}:
-                raise ScalerError(
-                    "other gradients than those that were unscaled",
-                    where="LossScaler.step",
-                    do="give unscale and step the same optimizers",
-                )
-        self._unscaled, self._stepping = (
-            (gradients, found),
-            True,
-        )  # where an optimizer fails, a second try does not unscale
-        state = self._on(found.device)
-        asks = (
-            self._watch is not None
-            or found.device.type != "cuda"
-            or not all(map(takes_found_inf, optimizers))
-        )
-        skipped = asks and bool(found)
+        gradients, overflow = self._gradients_of_step(optimizers, clip)
+        # where an optimizer fails, a second try does not unscale
+        self._unscaled = (gradients, overflow)
+        self._stepping = True
+        state = self._on(overflow.device)
+        asks = self._asks_device(overflow.device, optimizers)
+        skipped = asks and bool(overflow)
         with whole_step(optimizers, self.get_scale):
-            self._take(
-                optimizers,
-                gradients,
-                found,
-                state,
-                None if asks else found,
-                skipped,
-                clip,
-            )
+            if skipped:
+                self._explain(gradients, state)
+            else:
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(gradients.parameters, clip)
+                for optimizer in optimizers:
+                    _step(optimizer, None if asks else overflow)
+            self._finish(optimizers, gradients, overflow, state)
         if skipped:
             self._raise_if_stuck(int(state.stuck))
         elif not asks:
             self._stuck.send(state.stuck)
 
-    def _take(
+    def _gradients_of_step(
+        self, optimizers: tuple[Optimizer, ...], clip: float | None
+    ) -> tuple[StepGradients, Tensor]:
+        """Return the unscaled gradients, and 1 where they hold NaN or Inf."""
+        where = "LossScaler.step"
+        if self._unscaled is None:
+            return self._unscale(optimizers, where, clip)
+        unscaled, overflow = self._unscaled
+        gradients = StepGradients(optimizers, self._names)
+        _check_clip(gradients, clip, where)
+        if set(map(id, gradients.parameters)) != set(map(id, unscaled.parameters)):
+            raise ScalerError(
+                "other gradients than those that were unscaled",
+                where=where,
+                do="give unscale and step the same optimizers",
+            )
+        return unscaled, overflow
+
+    def _asks_device(
+        self, device: torch.device, optimizers: tuple[Optimizer, ...]
+    ) -> bool:
+        """Return True if the host waits for the device to know of an overflow."""
+        if self.explains or device.type != "cuda":
+            return True
+        return not all(map(takes_found_inf, optimizers))
+
+    def _finish(
         self,
         optimizers: tuple[Optimizer, ...],
-        gradients: Gradients,
-        found: Tensor,
-        state: Scale,
-        told: Tensor | None,
-        skipped: bool,
-        clip: float | None,
+        gradients: StepGradients,
+        overflow: Tensor,
+        state: ScaleState,
     ) -> None:
-        """The step itself; ``told`` is what a fused optimizer is told, in place of a look at ``found``."""
-        if skipped:
-            self._explain(gradients, state)
-        else:
-            if clip is not None:
-                nn.utils.clip_grad_norm_(gradients.parameters, clip)
-            for optimizer in optimizers:
-                _step(optimizer, told)
-        keep = (
-            self._loss_bad is not None
-            and self.bad_loss == "keep"
-            and not _distributed()
-        )
-        state.update(
-            found,
-            self._loss_bad & (found > 0)
-            if keep and self._loss_bad is not None
-            else None,
-        )
-        self._found, self._used = found, tuple(map(weakref.ref, optimizers))
-        self._known.update(optimizers)
-        self._order.after_step(gradients.parameters)
+        """Move the scale, and forget the step."""
+        blameless = None
+        keeps_scale = self.bad_loss == "keep" and not _is_distributed()
+        if keeps_scale and self._loss_bad is not None:
+            blameless = self._loss_bad & (overflow > 0)
+        state.update(overflow, blameless)
+        self._overflow = overflow
+        self._last_optimizers = tuple(map(weakref.ref, optimizers))
+        self._optimizers.update(optimizers)
+        self._versions.after_step(gradients.parameters)
         self.steps += 1
         self._forget()
 
     def _unscale(
         self, optimizers: tuple[Optimizer, ...], where: str, clip: float | None = None
-    ) -> tuple[Gradients, Tensor]:
-        where = f"LossScaler.{where}"
+    ) -> tuple[StepGradients, Tensor]:
         if not self._backwards:
-            what, do = (
-                "nothing was run backward by this scaler",
-                "scaler.backward(loss) instead of loss.backward()",
-            )
-            if self.steps:
-                what += " since its last step"
-                do += "; give all optimizers of a step to one call: scaler.step(first, second)"
-            raise ScalerError(what, where=where, do=do)
+            raise self._no_backward(where)
         if self._unscaled is not None:
             raise ScalerError(
                 "the gradients of this step are unscaled already", where=where
             )
-        gradients = Gradients(optimizers, self._names)
+        gradients = StepGradients(optimizers, self._names)
         _check_clip(gradients, clip, where)
         self._check_order(gradients, where)
-        if torch.bfloat16 in gradients.dtypes() or (
-            self._watch is not None and self._watch.autocast_to(torch.bfloat16)
-        ):
+        if torch.bfloat16 in gradients.dtypes() or self._runs_bf16():
             self._warn(
                 "bf16",
                 "bfloat16 has the range of float32: its gradients need no loss scale, and a scaler can only "
@@ -290,12 +281,23 @@ class LossScaler:
         state = self._on(gradients.values()[0].device)
         return gradients, gradients.unscale_(state.scale, self.saturation)
 
+    def _no_backward(self, where: str) -> ScalerError:
+        what = "nothing was run backward by this scaler"
+        do = "scaler.backward(loss) instead of loss.backward()"
+        if self.steps:
+            what += " since its last step"
+            do += "; give all optimizers of a step to one call: scaler.step(first, second)"
+        return ScalerError(what, where=where, do=do)
+
+    def _runs_bf16(self) -> bool:
+        return self._calls is not None and self._calls.autocast_to(torch.bfloat16)
+
     # -- what it says ----------------------------------------------------------------------------------------------------
 
     @property
     def skipped(self) -> Tensor:
-        """Whether the last step was skipped: a 0-d bool tensor on the scale's device; False before the first."""
-        return torch.tensor(False) if self._found is None else self._found > 0
+        """True if the last step was skipped: a 0-d bool tensor on the scale's device; False before the first."""
+        return torch.tensor(False) if self._overflow is None else self._overflow > 0
 
     @property
     def is_unscaled(self) -> bool:
@@ -305,44 +307,44 @@ class LossScaler:
     @property
     def explains(self) -> bool:
         """True if a skipped step is run again to find the operator behind it."""
-        return self._watch is not None
+        return self._calls is not None
 
     @property
     def last_skip(self) -> Skip | None:
+        """The latest skipped step; None as long as none was skipped."""
         return self.skips[-1] if self.skips else None
 
     def get_scale(self) -> float:
-        """The scale that the next backward uses; 1 where this is not enabled."""
+        """Return the scale that the next backward uses; 1 where this is not enabled."""
         if not self.enabled:
             return 1.0
         return float(self._start["scale"] if self._state is None else self._state.scale)
 
     def underflow(self, *optimizers: Optimizer, format: str = "fp16") -> Underflow:
-        """What a format loses of the gradients at the present scale, and the scale it recommends (see ``underflow``).
+        """Measure what a format loses of the gradients at the present scale, and recommend a scale.
 
-        Call it between ``backward`` and ``step``, or after ``step`` while the gradients are there. Without arguments,
-        the optimizers of the last step.
+        Call it between ``backward`` and ``step``, or after ``step`` while the gradients are
+        there. Without arguments, the optimizers of the last step.
         """
-        given = optimizers or tuple(
-            o for used in self._used if (o := used()) is not None
-        )
-        if not given:
+        if not optimizers:
+            alive = [reference() for reference in self._last_optimizers]
+            optimizers = tuple(o for o in alive if o is not None)
+        if not optimizers:
             raise ScalerError(
                 "which gradients?",
                 where="LossScaler.underflow",
                 do="scaler.underflow(optimizer)",
             )
         scale = self.get_scale()
-        scaled = bool(self._backwards) and self._unscaled is None and self.enabled
-        return underflow(
-            Gradients(given, self._names).values(),
-            scale,
-            1.0 if scaled else scale,
-            format,
-        )
+        is_scaled = self.enabled and bool(self._backwards) and not self.is_unscaled
+        values = StepGradients(optimizers, self._names).values()
+        return underflow(values, scale, 1.0 if is_scaled else scale, format)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, between steps. ``torch.amp.GradScaler`` reads it, and its own can be loaded here."""
+        """Return the state for a checkpoint, between steps.
+
+        ``torch.amp.GradScaler`` reads it, and its own can be loaded here.
+        """
         return saved(self.rule, self._start, self._state) if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -353,42 +355,43 @@ class LossScaler:
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
-    def _on(self, device: torch.device) -> Scale:
+    def _on(self, device: torch.device) -> ScaleState:
+        """Return the state, made on the device of the first step."""
         if self._state is None:
-            self._state = Scale(
+            self._state = ScaleState(
                 self.rule, device, floor=self.floor, ceiling=self.ceiling, **self._start
             )
         return self._state
 
     def _names(self) -> dict[int, str]:
-        return {} if self._watch is None else self._watch.names()
+        return {} if self._calls is None else self._calls.names()
 
     def _forget(self) -> None:
-        self._backwards, self._unscaled, self._loss_bad, self._stepping = (
-            0,
-            None,
-            None,
-            False,
-        )
-        self._done.clear()
+        """Forget the step."""
+        self._backwards = 0
+        self._unscaled = None
+        self._loss_bad = None
+        self._stepping = False
+        self._freed.clear()
         self._graph.clear()
-        if self._watch is not None:
-            self._watch.clear()
+        if self._calls is not None:
+            self._calls.clear()
 
-    def _explain(self, gradients: Gradients, state: Scale) -> None:
-        bad = self._loss_bad is not None and bool(self._loss_bad)
-        about = {
-            "step": self.steps,
-            "scale": float(state.scale),
-            "loss_finite": not bad,
-        }
-        skip = Skip.explained(
-            gradients, self._graph, self._watch, self.saturation, about
+    def _explain(self, gradients: StepGradients, state: ScaleState) -> None:
+        loss_bad = self._loss_bad is not None and bool(self._loss_bad)
+        skip = explain_skip(
+            gradients,
+            self._graph,
+            self._calls,
+            step=self.steps,
+            scale=float(state.scale),
+            loss_finite=not loss_bad,
+            saturation=self.saturation,
         )
         self.skips.append(skip)
         log.info("%s", skip)
-        if bad:
-            more = (
+        if loss_bad:
+            outcome = (
                 "the scale stays as it is"
                 if self.bad_loss == "keep"
                 else "a lower scale will not help"
@@ -396,7 +399,7 @@ class LossScaler:
             self._warn(
                 "nan-loss",
                 "the loss itself was NaN or Inf before it was scaled, so the scale is not to blame: the "
-                f"step is skipped and {more}; look at the data and the weights. {skip}",
+                f"step is skipped and {outcome}; look at the data and the weights. {skip}",
             )
 
     def _raise_if_stuck(self, stuck: int) -> None:
@@ -410,17 +413,15 @@ class LossScaler:
 
     def _check_loss(self, loss: Tensor) -> None:
         check_loss(loss)
-        if any(done() is loss for done in self._done):
+        if any(freed() is loss for freed in self._freed):
             raise ScalerError(
                 "this loss was run backward already, and its graph was freed",
                 where="LossScaler.backward",
                 do="backward once, or retain_graph=True the first time",
             )
-        if (
-            loss.dtype is torch.float16
-            and "fp16-loss" not in self._told
-            and self.get_scale() > LARGEST["float16"]
-        ):
+        may_warn = "fp16-loss" not in self._warned  # get_scale waits for the device
+        is_half = loss.dtype is torch.float16
+        if is_half and may_warn and self.get_scale() > LARGEST["float16"]:
             self._warn(
                 "fp16-loss",
                 "the loss is float16, in which a scale above 65504 is Inf: steps will be skipped until "
@@ -432,58 +433,78 @@ class LossScaler:
                 "backward ran inside autocast, where only forward pass and loss belong",
             )
 
-    def _check_order(self, gradients: Gradients, where: str) -> None:
-        if stale := self._order.stale(gradients):
+    def _check_order(self, gradients: StepGradients, where: str) -> None:
+        stale = self._versions.stale(gradients)
+        if stale:
             raise ScalerError(
                 "scaled gradients were added to the unscaled ones of the step before",
-                where=f"{where}: {listed(stale)}",
+                where=f"{where}: {first_few(stale)}",
                 do="optimizer.zero_grad() after each step",
             )
-        ask = self._watch is not None or gradients.parameters[0].device.type != "cuda"
-        if changed := self._order.changed(gradients, ask=ask):
+        on_cuda = gradients.parameters[0].device.type == "cuda"
+        changed = self._versions.changed(gradients, ask=self.explains or not on_cuda)
+        if changed:
             self._warn(
                 "changed-gradients",
-                f"{listed(changed)}: the gradient was changed between backward and step, where it is "
+                f"{first_few(changed)}: the gradient was changed between backward and step, where it is "
                 "still multiplied by the scale. A clip there cuts far too low, another scaler unscales twice, and a plain "
                 "loss.backward() adds what is not scaled: use step(clip=...), or call unscale() first",
             )
 
     def _warn(self, rule: str, text: str) -> None:
-        if rule not in self._told:
-            self._told.add(rule)
+        if rule not in self._warned:
+            self._warned.add(rule)
             warn(f"roundoff loss scaler [{rule}]: {text}")
 
 
-def _step(optimizer: Any, found: Tensor | None) -> None:
-    if found is None:
+def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def _step_plainly(optimizers: tuple[Optimizer, ...], clip: float | None) -> None:
+    if clip is not None:
+        nn.utils.clip_grad_norm_(list(_parameters(optimizers)), clip)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _step(optimizer: Any, overflow: Tensor | None) -> None:
+    """Step; a fused optimizer is given ``overflow`` and skips by itself where it is 1."""
+    if overflow is None:
         optimizer.step()
         return
-    optimizer.grad_scale, optimizer.found_inf = (
-        None,
-        found,
-    )  # torch's contract with fused optimizers
+    # torch's contract with fused optimizers
+    optimizer.grad_scale = None
+    optimizer.found_inf = overflow
     try:
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _check_clip(gradients: Gradients, clip: float | None, where: str) -> None:
-    if clip is not None and (gradients.sparse or not clip > 0):
+def _check_clip(gradients: StepGradients, clip: float | None, where: str) -> None:
+    if clip is None:
+        return
+    if gradients.sparse:
         raise ScalerError(
-            "sparse gradients cannot be clipped"
-            if gradients.sparse
-            else "clip is the largest norm of the gradients",
+            "sparse gradients cannot be clipped",
             where=where,
-            expected="dense gradients" if gradients.sparse else "a positive number",
+            expected="dense gradients",
+            got=f"clip={clip}",
+        )
+    if not clip > 0:
+        raise ScalerError(
+            "clip is the largest norm of the gradients",
+            where=where,
+            expected="a positive number",
             got=f"clip={clip}",
         )
 
 
-def _distributed() -> bool:
+def _is_distributed() -> bool:
     distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_world_size() > 1

@@ -16,17 +16,26 @@ from torch import Tensor
 from roundoff.compare import power_below
 from roundoff.formats import limits, parse_format
 
-#: As attribute.loss_scale: room for gradients twice as large as any measured.
+#: Powers of two left free, as in ``compare.loss_scale``: room for gradients twice as large as any measured.
 MARGIN = 1.0
 
 
 @dataclass(frozen=True)
 class Underflow:
-    """``share``: of the finite nonzero elements, those that ``format`` rounds to zero at ``scale``; None without any.
+    """What a format loses of gradients.
 
-    ``zero``: of all elements, those that are zero already. Where the backward pass ran in the format, some of them were
-    lost there, so that ``share`` alone is too small. ``largest`` is the largest magnitude at scale 1. ``recommended`` is
-    the largest power of two that leaves it a margin of 2 (see ``attribute.loss_scale``); None where all are zero.
+    Attributes:
+        format: the format.
+        scale: the loss scale.
+        share: of the finite nonzero elements, those that ``format`` rounds to zero at
+            ``scale``; None without any.
+        zero: of all elements, those that are zero already. Where the backward pass ran in
+            the format, some of them were lost there, so that ``share`` alone is too small.
+        largest: the largest magnitude at scale 1.
+        recommended: the largest power of two that leaves it a margin of 2; None where all
+            are zero.
+        values: number of elements.
+        nonfinite: number of those that are NaN or Inf.
     """
 
     format: str
@@ -39,6 +48,7 @@ class Underflow:
     nonfinite: int
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
         return asdict(self)
 
 
@@ -50,33 +60,40 @@ def underflow(
 ) -> Underflow:
     """Measure ``gradients``, which times ``factor`` are those at ``scale`` (``scale`` itself where they are unscaled).
 
-    NaN and Inf are counted and left out. One read of all values, in float64 chunks of the tensors.
+    NaN and Inf are counted and left out. One read of all values, in float64 chunks of the
+    tensors.
     """
     factor = scale if factor is None else factor
-    ends, target = limits(fmt), parse_format(fmt)
+    ends = limits(fmt)
+    target = parse_format(fmt)
     bound = ends.zero / factor
-    lost = zero = bad = values = 0
+    values = 0
+    zero = 0
+    lost = 0
+    nonfinite = 0
     largest = 0.0
     for gradient in gradients:
         size = gradient.detach().abs().double()
-        finite = torch.isfinite(size)
-        size = torch.where(finite, size, 0.0)
-        nothing = (size == 0) & finite
-        small = (size <= bound) if ends.zero_tie else (size < bound)
+        is_finite = torch.isfinite(size)
+        size = torch.where(is_finite, size, 0.0)
+        is_zero = (size == 0) & is_finite
+        is_small = (size <= bound) if ends.zero_tie else (size < bound)
         values += size.numel()
-        zero += int(nothing.sum())
-        bad += int((~finite).sum())
-        lost += int((small & finite & ~nothing).sum())
-        largest = max(largest, float(size.max()) if size.numel() else 0.0)
-    there = values - zero - bad
+        zero += int(is_zero.sum())
+        nonfinite += int((~is_finite).sum())
+        lost += int((is_small & is_finite & ~is_zero).sum())
+        if size.numel():
+            largest = max(largest, float(size.max()))
+    nonzero = values - zero - nonfinite
     largest *= factor / scale
+    room = target.max_finite * 2.0**-MARGIN
     return Underflow(
-        target.name,
-        scale,
-        lost / there if there else None,
-        zero / values if values else 0.0,
-        largest,
-        power_below(target.max_finite * 2.0**-MARGIN, largest) if largest else None,
-        values,
-        bad,
+        format=target.name,
+        scale=scale,
+        share=lost / nonzero if nonzero else None,
+        zero=zero / values if values else 0.0,
+        largest=largest,
+        recommended=power_below(room, largest) if largest else None,
+        values=values,
+        nonfinite=nonfinite,
     )

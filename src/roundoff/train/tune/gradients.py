@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 from torch import Tensor
 from torch.autograd.graph import allow_mutation_on_saved_tensors
@@ -21,22 +20,26 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 from roundoff.budget import (
-    TERM_SCHEMA,
     Budget,
     Edges,
+    ExcludedCalls,
     Kinks,
+    MeasuredTarget,
+    Measurement,
     Progress,
     SiteInfo,
     Term,
     TermKey,
+    TermRow,
     Terms,
+    excluded_calls,
     measure_gradients,
     parse_formats,
-    power,
+    term_frame,
 )
 from roundoff.errors import GradientPathError, NonFiniteError, WorkloadError
 from roundoff.formats import Format, parse_format
-from roundoff.ops import Call, CallMode, Excluded, runs, watch
+from roundoff.ops import Call, CallMode, runs, watch
 from roundoff.packages import installed_version
 from roundoff.plan import Plain
 from roundoff.preserve import preserve
@@ -269,57 +272,46 @@ class _Measurement:
 
     def budget(self, mode: CallMode) -> Budget:
         """Return the budget: a column for the gradients of each batch, then one for the loss of each."""
-        table = pl.DataFrame(self._rows(), schema=TERM_SCHEMA, orient="row")
         batches = len(self.measured)
-        sites = []
-        for info in self.sites.values():
-            sizes = {name: size / batches for name, size in info.sizes.items()}
-            site = asdict(info) | {"sizes": sizes}
-            site["params"] = list(info.params)
-            site["tied"] = list(info.tied)
-            sites.append(site)
-        return Budget(table, sites, self._about(mode))
+        sites = tuple(info.measured(batches) for info in self.sites.values())
+        return Budget(term_frame(self._rows()), sites, self._facts(mode))
 
-    def _about(self, mode: CallMode) -> dict[str, Any]:
+    def _facts(self, mode: CallMode) -> Measurement:
         batches = len(self.measured)
         signal = sum(batch.gradient_power for batch in self.measured)
-        shares = [batch.gradient_power / signal for batch in self.measured]
+        shares = tuple(batch.gradient_power / signal for batch in self.measured)
         target = "gradients and loss" if self.with_loss else "gradients"
-        excluded_calls = sum(row.count for row in mode.excluded.values())
-        return {
-            "version": installed_version(),
-            "workload": self.workload.name,
-            "formats": [f.name for f in self.formats],
-            "probes": self.probes,
-            "seed": self.seed,
-            "samples": batches,
-            "signal": signal,
-            "forwards": max(1, mode.position.forwards),
-            "batch_samples": [1] * batches,
-            "batch_signal": shares,
-            "sample_signal": shares,
-            "target": {"name": target, "tensors": {}},
-            "around": dict(self.around or {}),
-            "batched": False,
-            "vendor_kernels": self.vendor,
-            "calls": mode.calls + excluded_calls // batches,
-            "excluded": self._excluded(mode),
-            "environment": environment(self.workload.model),
-        }
+        excluded = mode.excluded.values()
+        return Measurement(
+            version=installed_version(),
+            workload=self.workload.name,
+            formats=tuple(f.name for f in self.formats),
+            probes=self.probes,
+            seed=self.seed,
+            samples=batches,
+            signal=signal,
+            forwards=max(1, mode.position.forwards),
+            batch_samples=(1,) * batches,
+            batch_signal=shares,
+            sample_signal=shares,
+            target=MeasuredTarget(target, {}),
+            around=dict(self.around or {}),
+            batched=False,
+            vendor_kernels=self.vendor,
+            calls=mode.calls + sum(row.count for row in excluded) // batches,
+            excluded=(*excluded_calls(excluded, batches), *self._closed_sites()),
+            environment=tuple(environment(self.workload.model)),
+        )
 
-    def _excluded(self, mode: CallMode) -> list[dict[str, Any]]:
-        batches = len(self.measured)
-        rows = [
-            asdict(row) | {"count": math.ceil(row.count / batches)}
-            for row in mode.excluded.values()
+    def _closed_sites(self) -> list[ExcludedCalls]:
+        """Return the sites whose backward has no derivative."""
+        end = "its backward has no derivative, so errors of gradients end here"
+        return [
+            ExcludedCalls(self.sites[site].operator, f"{end} ({why})", 1, (site,))
+            for site, why in self.constants.items()
         ]
-        for site, why in self.constants.items():
-            reason = f"its backward has no derivative, so errors of gradients end here ({why})"
-            row = Excluded(self.sites[site].operator, reason, 1, [site])
-            rows.append(asdict(row))
-        return rows
 
-    def _rows(self) -> list[tuple[Any, ...]]:
+    def _rows(self) -> list[TermRow]:
         gradient_power = sum(batch.gradient_power for batch in self.measured)
         loss_power = sum(batch.loss_power for batch in self.measured)
         gradient_norm = math.sqrt(gradient_power)
@@ -338,8 +330,8 @@ class _Measurement:
         gradient_norm: float,
         loss_norm: float,
         signs: np.ndarray,
-    ) -> tuple[Any, ...]:
-        """Return one row of the table, in the order of ``TERM_SCHEMA``.
+    ) -> TermRow:
+        """Return one row of the table.
 
         The error of the loss is one exact number: a random sign for each probe keeps it
         apart from the projections of the gradients.
@@ -353,19 +345,7 @@ class _Measurement:
         values = np.concatenate(columns, axis=1)
         overflow = sum(batch.terms.overflow(key) for batch in self.measured)
         term = Term(key.part, key.operand, key.sources, True, overflow, values)
-        noise, stderr = power([term])
-        return (
-            key.site,
-            key.format,
-            key.part,
-            key.operand,
-            list(key.sources),
-            True,
-            overflow,
-            noise,
-            stderr,
-            np.asarray(values, dtype=np.float32).ravel().tolist(),
-        )
+        return TermRow.of(key.site, key.format, term)
 
 
 def _gradient_power(gradients: Mapping[str, Tensor], edges: Edges, place: str) -> float:
@@ -418,7 +398,7 @@ class _KinkObserver(SimulatedFormats):
 
     def format_of(self, call: Call) -> Format | None:
         """Return the format of this call; show its input to the kinks on the way."""
-        self.kinks.seen(call)
+        self.kinks.record(call)
         fmt = self.everywhere
         if fmt is None:
             return super().format_of(call)

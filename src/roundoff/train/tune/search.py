@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundoff.budget import Budget, Problem, Progress, decibels, power
+from roundoff.budget import Budget, Goal, Problem, Progress, decibels, power
 from roundoff.errors import InfeasibleError, PlanError
 from roundoff.formats import parse_format
 from roundoff.plan import solve
@@ -79,7 +79,7 @@ class Search:
             self._check(budget)
             self._use(budget)
         # what no gradient reaches costs no noise, and stays in fp32 in every plan: left out of both sides
-        followed = {s["site"] for s in self.budget.sites if not s["no_path"]}
+        followed = {s.site for s in self.budget.sites if not s.no_path}
         self.autocast = {site: f for site, f in chosen.items() if site in followed}
 
     def _autocast_choice(self) -> dict[str, str]:
@@ -100,8 +100,8 @@ class Search:
             self.scale /= 4
 
     def _check(self, budget: Budget) -> None:
-        formats = budget.about["formats"]
-        target = budget.about["target"]["name"]
+        formats = budget.about.formats
+        target = budget.about.target.name
         if not set(self.measured) <= set(formats) or "gradients" not in target:
             raise PlanError(
                 "this budget is not one of these gradients",
@@ -127,15 +127,15 @@ class Search:
 
     def _use(self, budget: Budget) -> None:
         self.budget = budget
-        losses = {s["site"]: "fp32" for s in budget.sites if _is_loss(s["operator"])}
-        self.problem = Problem(
-            budget,
-            self.cost,
-            self.table,
-            {**self.pin, **losses},
-            self.allow,
-            self.offered,
+        losses = {s.site: "fp32" for s in budget.sites if _is_loss(s.operator)}
+        goal = Goal(
+            cost=self.cost,
+            cost_table=self.table,
+            pin={**self.pin, **losses},
+            allow=self.allow,
+            formats=self.offered,
         )
+        self.problem = Problem(budget, goal)
 
     def within(self, bound: float) -> dict[str, str]:
         """Return the most exact plan of at most this cost; the cheapest where there is none."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roundoff.budget import Budget
-from roundoff.ops import Excluded
+from roundoff.budget import Budget, ExcludedCalls
 from roundoff.plan import Plan
 
 
@@ -146,7 +145,7 @@ class Tuning:
     pareto: list[ParetoPoint]
     ranking: list[RankedSite]
     notes: list[str]
-    excluded: list[Excluded]
+    excluded: list[ExcludedCalls]
     plan: Plan
     budget: Budget
 
@@ -161,6 +160,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, TunedRun):
         return value.to_dict()
-    if isinstance(value, ParetoPoint | RankedSite | Excluded):
+    if isinstance(value, ParetoPoint | RankedSite | ExcludedCalls):
         return asdict(value)
     return value

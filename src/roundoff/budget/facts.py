@@ -1,0 +1,178 @@
+"""The facts of a budget: its sites, and how it was measured. Stored as JSON in its file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roundoff.ops import Excluded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSite:
+    """One operator call inside one module, and what a plan may do with it.
+
+    Attributes:
+        site: name, ``module.path/operator``.
+        operator: name of the operator.
+        kind: what the operator is to a format, such as ``linear`` or ``softmax``.
+        params: names of the parameters that it reads.
+        sizes: elements and multiply-accumulates of one batch, arguments of ``Work``.
+        refused: why it does not run in a format, by format.
+        no_path: why no error of it reaches the target; None where errors do.
+        batches: batches in which it was called.
+        tied: sites that share its format, because one writes into what the other made.
+    """
+
+    site: str
+    operator: str
+    kind: str
+    params: tuple[str, ...] = ()
+    sizes: Mapping[str, float] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    no_path: str | None = None
+    batches: int = 1
+    tied: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> MeasuredSite:
+        """Read a site of a file; those of older files are not tied."""
+        params = tuple(data["params"])
+        return cls(**{**data, "params": params, "tied": tuple(data.get("tied", ()))})
+
+
+@dataclass(frozen=True, slots=True)
+class ExcludedCalls:
+    """Calls of one operator that did not become sites, for one reason."""
+
+    operator: str
+    reason: str
+    count: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTarget:
+    """What errors are measured at: its name, and the shape of each of its tensors."""
+
+    name: str
+    tensors: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricLevel:
+    """The metric with noise at ``db`` (SQNR): mean and standard deviation of draws."""
+
+    db: float
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True, slots=True)
+class MetricCurve:
+    """The metric of the reference outputs, and with noise of each level added."""
+
+    name: str
+    reference: float
+    levels: tuple[MetricLevel, ...]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> MetricCurve:
+        """Read the curve of a file."""
+        levels = tuple(MetricLevel(**level) for level in data["levels"])
+        return cls(data["name"], data["reference"], levels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """How a budget was measured.
+
+    Attributes:
+        version: of roundoff.
+        workload: its name.
+        formats: names of the measured formats, without fp32.
+        probes: sign vectors a sample (K).
+        seed: of the sign vectors.
+        samples: of all batches together.
+        signal: power of the target tensor, which all noise is relative to.
+        batch_samples: samples of each batch.
+        batch_signal: share of the signal in each batch.
+        sample_signal: share of the signal in each sample.
+        forwards: forward passes a batch.
+        target: what errors are measured at.
+        around: site to format of the rounded model that was linearised around.
+        batched: True where all probes went back at once.
+        calls: operator calls of one batch.
+        excluded: calls that did not become sites.
+        environment: settings that change numbers, rows of name, value and note.
+        parameters: elements of each parameter; None where not kept.
+        metric: how noise moves the metric; None without one.
+        vendor_kernels: True where the vendor's fused kernels ran; None where not asked.
+    """
+
+    version: str = "of unknown version"
+    workload: str
+    formats: tuple[str, ...]
+    probes: int
+    seed: int
+    samples: int
+    signal: float
+    batch_samples: tuple[int, ...]
+    batch_signal: tuple[float, ...]
+    sample_signal: tuple[float, ...]
+    forwards: int = 1
+    target: MeasuredTarget
+    around: Mapping[str, str]
+    batched: bool
+    calls: int
+    excluded: tuple[ExcludedCalls, ...]
+    environment: tuple[Mapping[str, str], ...]
+    parameters: Mapping[str, int] | None = None
+    metric: MetricCurve | None = None
+    vendor_kernels: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as plain data; those that are not known are left out."""
+        data = asdict(self)
+        optional = ("parameters", "metric", "vendor_kernels")
+        unknown = [name for name in optional if data[name] is None]
+        return {key: value for key, value in data.items() if key not in unknown}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
+        """Read the facts of a file."""
+        excluded = tuple(
+            ExcludedCalls(**{**row, "examples": tuple(row["examples"])})
+            for row in data["excluded"]
+        )
+        metric = data.get("metric")
+        records = {
+            "target": MeasuredTarget(**data["target"]),
+            "excluded": excluded,
+            "metric": None if metric is None else MetricCurve.from_dict(metric),
+        }
+        lists = (
+            "formats",
+            "batch_samples",
+            "batch_signal",
+            "sample_signal",
+            "environment",
+        )
+        tuples = {name: tuple(data[name]) for name in lists}
+        return cls(**{**data, **tuples, **records})
+
+
+def excluded_calls(rows: Iterable[Excluded], batches: int) -> tuple[ExcludedCalls, ...]:
+    """Return the calls of one batch that did not become sites."""
+    return tuple(
+        ExcludedCalls(
+            row.operator,
+            row.reason,
+            math.ceil(row.count / batches),
+            tuple(row.examples),
+        )
+        for row in rows
+    )

@@ -1,0 +1,63 @@
+"""Goal: what a plan is chosen for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from roundoff.budget.targets import drop_to_db, parse_drop, parse_target
+from roundoff.errors import PlanError
+
+if TYPE_CHECKING:
+    from roundoff.budget.facts import MetricCurve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What a plan is to reach, what it is to save, and what it may not touch.
+
+    One of ``target``, ``metric_drop`` and ``max_cost`` is the aim.
+
+    Attributes:
+        target: least SQNR of the target tensor: ``40``, ``"40dB"``.
+        metric_drop: most the metric may lose: ``0.005``, ``"0.5%"``.
+        max_cost: most the plan may cost, in the unit of ``cost`` (MB, Gbitops, ms).
+        cost: what to save, a key of ``roundoff.plan.UNITS``.
+        cost_table: seconds per operation, for the cost ``seconds``.
+        pin: format of sites, by glob patterns over site and parameter names.
+        allow: formats that sites may take, by patterns likewise; first match first.
+        formats: offered formats; None for all that the budget measured.
+    """
+
+    target: float | str | None = None
+    metric_drop: float | str | None = None
+    max_cost: float | None = None
+    cost: str = "bytes"
+    cost_table: Any = None
+    pin: Mapping[str, str] = field(default_factory=dict)
+    allow: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    formats: Sequence[str] | None = None
+
+    def aim_db(self, metric: MetricCurve | None) -> tuple[float | None, str]:
+        """Return the SQNR to reach, and a sentence on where it comes from.
+
+        None where the cost is bounded instead. Raises ``PlanError`` unless there is one
+        aim, and where ``metric_drop`` is not reachable (see ``drop_to_db``).
+        """
+        aims = {
+            "target": self.target,
+            "metric_drop": self.metric_drop,
+            "max_cost": self.max_cost,
+        }
+        named = [name for name, value in aims.items() if value is not None]
+        if len(named) != 1:
+            raise PlanError(
+                "one aim is needed",
+                where="plan",
+                expected="one of target, metric_drop and max_cost",
+                got=" and ".join(named) or "none",
+            )
+        if self.metric_drop is not None:
+            return drop_to_db(metric, parse_drop(self.metric_drop))
+        return None if self.target is None else parse_target(self.target), ""

@@ -1,0 +1,170 @@
+"""Noise powers: what errors that act together cost the target.
+
+All are relative to the power of the target tensor: ``SQNR in dB = -10 log10(noise)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from roundoff.formats import parse_format
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+#: dB of a relative change of a power, to first order.
+DB_PER_SHARE = 10 / math.log(10)
+
+
+def decibels(noise: float) -> float | None:
+    """SQNR of a relative noise power in dB; None for no noise and for infinite noise."""
+    return sqnr_db(noise) if 0 < noise < math.inf else None
+
+
+def sqnr_db(noise: float) -> float:
+    """SQNR of a relative noise power in dB, ``-10 log10(noise)``.
+
+    Infinite for no noise, -inf where all is lost.
+    """
+    return -10 * math.log10(noise) if noise > 0 else math.inf
+
+
+def stderr_db(noise: float, stderr: float) -> float | None:
+    """Standard error in dB of a noise power; None where the power has no SQNR in dB."""
+    return DB_PER_SHARE * stderr / noise if 0 < noise < math.inf else None
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One part of one site's error.
+
+    Attributes:
+        part: ``activation``, ``weight`` or ``output``, and for a target that holds
+            gradients also ``gradient``.
+        operand: number of the operand. Of a gradient, -1 is the one that comes back to
+            the output, else the gradient of that operand.
+        sources: where the values come from. Of a gradient the calls that use the
+            output, empty where their gradients are added up.
+        pooled: True where the projections are summed over the samples of a batch.
+        overflow: elements that are infinite or NaN and that a probe looks at.
+        values: projections, shape ``(probes, samples)``, pooled ``(probes, batches)``.
+    """
+
+    part: str
+    operand: int
+    sources: tuple[str, ...]
+    pooled: bool
+    overflow: int
+    values: Array
+
+    @property
+    def absorbable(self) -> bool:
+        """Whether these values may arrive in the format, so that nothing is rounded."""
+        if self.part == "gradient":
+            return bool(self.sources)
+        return self.part == "activation"
+
+    def take(self, columns: slice) -> Term:
+        """Return the same term for some samples."""
+        return replace(self, values=self.values[:, columns])
+
+
+def power(terms: Sequence[Term]) -> tuple[float, float]:
+    """Return the noise power of errors that act together, and its standard error.
+
+    Projections are added, then squared, averaged over the probes and summed over the
+    samples. A pooled projection is already the sum over the samples of its batch;
+    because the probes of different samples are independent,
+    ``E[(a + b)^2] = E a^2 + E b^2 + 2 E ab`` holds with any mixture of both. The
+    standard error is over samples, or over probes where there is one sample.
+    """
+    single = [t.values for t in terms if not t.pooled]
+    pooled = [t.values for t in terms if t.pooled]
+    if not single and not pooled:
+        return 0.0, 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        a = np.sum(single, axis=0) if single else np.zeros((pooled[0].shape[0], 1))
+        total = float((a**2).mean(axis=0).sum())
+        stderr = _standard_error(a**2)
+        if pooled:
+            b = np.sum(pooled, axis=0)
+            # probes are independent between batches too: add batches, then multiply
+            product = b.sum(axis=1) * a.sum(axis=1)
+            total += float((b**2).mean(axis=0).sum() + 2 * product.mean())
+            stderr = math.hypot(stderr, _standard_error(b**2))
+    if math.isnan(total):
+        return math.inf, math.inf
+    return max(total, 0.0), stderr
+
+
+def significant(cross: float, terms: Sequence[Term]) -> float:
+    """Return the part of summed cross terms that stands out of their sampling noise.
+
+    Positive-part James-Stein shrinkage (James and Stein, Proc. 4th Berkeley Symp. 1,
+    1961, eq. 10, one dimension): ``cross * max(0, 1 - stderr^2 / cross^2)``.
+    Independent errors have cross terms of zero, whose estimate would only add noise to
+    the sum of the powers.
+    """
+    if cross == 0 or not math.isfinite(cross):
+        return cross
+    single = [t.values for t in terms if not t.pooled]
+    pooled = [t.values for t in terms if t.pooled]
+    variance = sum(_cross_variance(group) for group in (single, pooled) if group)
+    if single and pooled:
+        products = 2 * np.sum(single, axis=(0, 2)) * np.sum(pooled, axis=(0, 2))
+        variance += _mean_variance(products, default=cross**2)
+    return cross * max(0.0, 1.0 - variance / cross**2)
+
+
+def _mean_variance(values: Array, default: float) -> float:
+    """Return the variance of the mean; ``default`` for a single value."""
+    count = len(values)
+    return float(values.var(ddof=1)) / count if count > 1 else default
+
+
+def _cross_variance(group: Sequence[Array]) -> float:
+    """Variance of the summed products of different terms."""
+    cross = np.sum(group, axis=0) ** 2 - np.sum(np.square(group), axis=0)
+    return _standard_error(cross) ** 2
+
+
+def _standard_error(squares: Array) -> float:
+    """Standard error of the mean over probes, summed over columns."""
+    probes, columns = squares.shape
+    if columns > 1:
+        return float(math.sqrt(columns) * squares.mean(axis=0).std(ddof=1))
+    if probes > 1:
+        return float(squares[:, 0].std(ddof=1) / math.sqrt(probes))
+    return 0.0
+
+
+def absorbed(term: Term, fmt: str, formats: Mapping[str, str]) -> bool:
+    """Return True if rounding this operand, or gradient, to ``fmt`` changes nothing.
+
+    So it is where everything that it comes from already ends in a format whose values
+    ``fmt`` contains, by ``formats`` (site to format). Scaled formats choose new scales,
+    so they absorb nothing.
+    """
+    if not (term.absorbable and term.sources and casts(fmt)):
+        return False
+    return all("/" in s and keeps(formats.get(s, "fp32"), fmt) for s in term.sources)
+
+
+def casts(fmt: str) -> bool:
+    """Return True if a format rounds operands by a plain cast.
+
+    An operand that is already in the format then costs nothing.
+    """
+    rule = parse_format(fmt).execution
+    return rule is not None and rule.activation == "exact"
+
+
+def keeps(produced: str, fmt: str) -> bool:
+    """Return True if a cast to ``fmt`` changes no output executed in ``produced``."""
+    source = parse_format(produced)
+    rule = source.execution
+    return rule is not None and rule.output and parse_format(fmt).contains(source)

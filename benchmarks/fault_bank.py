@@ -21,6 +21,7 @@ import torch
 from common import ROOT, progress, table, verdict
 
 import roundoff as ro
+from roundoff.compare import Culprit
 
 sys.path.insert(0, str(ROOT / "tests"))
 from faults import FAULTS, Fault, clean_pairs, record
@@ -87,9 +88,7 @@ def named(faults: Sequence[Fault], keep: str) -> None:
         found = comparison.culprits(3)
         rank = rank_of(fault, found)
         ranks.append(rank)
-        first = (
-            found[0].get("site") or found[0].get("reference_site") if found else None
-        )
+        first = found[0].site or found[0].reference_site if found else None
         rows.append(
             (
                 fault.name,
@@ -125,17 +124,15 @@ def named(faults: Sequence[Fault], keep: str) -> None:
         )
 
 
-def rank_of(fault: Fault, culprits: Sequence[dict[str, Any]]) -> int | None:
+def rank_of(fault: Fault, culprits: Sequence[Culprit]) -> int | None:
     """Which of the culprits, from 1, is the true site; None where none of them is."""
     for rank, culprit in enumerate(culprits, 1):
         names = (
-            culprit.get("site"),
-            culprit.get("reference_site"),
-            culprit.get("name"),
+            culprit.site,
+            culprit.reference_site,
+            culprit.name,
         )
-        if fault.named_by(
-            culprit.get("phase") or fault.phase.partition("|")[0], *names
-        ):
+        if fault.named_by(culprit.phase or fault.phase.partition("|")[0], *names):
             return rank
     return None
 

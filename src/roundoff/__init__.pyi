@@ -14,6 +14,7 @@ from .verbs.capture import capture as capture
 from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
+from .verbs.diff import diff as diff
 from .verbs.overflow import overflow as overflow
 from .verbs.plan import plan as plan
 from .verbs.quantize import quantize as quantize

@@ -14,13 +14,8 @@ from roundoff.budget.adjoint import Probe, measure_batch
 from roundoff.budget.facts import MeasuredSite, Measurement
 from roundoff.budget.noise_power import Term, power
 from roundoff.budget.table import TERM_SCHEMA, Budget
-from roundoff.compare.replayed import Replayed, replayed
-from roundoff.compare.rounding_bound import smallest, terms, unit
 from roundoff.formats import parse_format
-from roundoff.ops import base, operators_that
-from roundoff.ops.arguments import describe
 from roundoff.ops.calls import watch
-from roundoff.ops.rerun import made as results_of
 from roundoff.plan.rounded_model import Plain
 from roundoff.workload.outputs import target_tensors
 from roundoff.workload.workload import preserve
@@ -163,69 +158,6 @@ def measure():
         return probe
 
     return run
-
-
-@pytest.fixture
-def recorded():
-    """The rows of one call, one for each result, and the tensors that it took and gave, by record."""
-
-    def call(func, *args, **kwargs):
-        given: list[torch.Tensor] = []
-
-        def record_of(tensor):
-            found = [i for i, known in enumerate(given) if known is tensor]
-            if not found:
-                given.append(tensor)
-            return found[0] if found else len(given) - 1
-
-        text = describe(args, kwargs, record_of)
-        tensors = {i: t.clone() for i, t in enumerate(given)}
-        shapes = [list(t.shape) for t in given]
-        results = results_of(func, args, kwargs, func(*args, **kwargs))
-        rows = []
-        for place, result in enumerate(results):
-            record = len(tensors)
-            tensors[record] = result.clone()
-            rows.append(
-                {
-                    "record": record,
-                    "call": 0,
-                    "place": place,
-                    "arguments": text,
-                    "overload": str(func),
-                    "operator": func._schema.name.removeprefix("aten::"),
-                    "inputs": list(range(len(given))),
-                    "shapes": shapes,
-                    "dtype": str(result.dtype).removeprefix("torch."),
-                    "shape": list(result.shape),
-                }
-            )
-        return rows, tensors
-
-    return call
-
-
-@pytest.fixture
-def judged():
-    """As a comparison asks: in the result's format, sums with the number of their terms."""
-
-    def judge(rows, tensors, place=0, twin=None, **options) -> Replayed:
-        row = rows[place]
-        count = (
-            terms(row, row["shapes"])
-            if base(row["operator"]) in operators_that("sum")
-            else 1.0
-        )
-        given = {
-            "unit": unit(row["dtype"]),
-            "least": smallest(row["dtype"]),
-            "terms": count,
-        } | options
-        return replayed(
-            row, first=rows[0], first_twin=twin or rows[0], tensors=tensors, **given
-        )
-
-    return judge
 
 
 class Made:

@@ -46,7 +46,7 @@ def test_a_bug(folder, capsys):
     assert "1/native_layer_norm" in (folder / "out" / "report.html").read_text()
     assert pl.read_parquet("out/comparison/comparison.parquet")["site"].len() > 0
     again = roundoff.compare(reference="out/reference", candidate="out/candidate")
-    assert again.divergence["site"] == "1/native_layer_norm"
+    assert again.divergence.site == "1/native_layer_norm"
 
 
 def test_a_format_comes_with_its_plan(folder, capsys):

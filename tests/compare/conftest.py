@@ -1,4 +1,4 @@
-"""What the tests of comparisons share: small programs, recorded, and the rows of one step of a recording."""
+"""What the tests of comparisons share: small programs and single calls, recorded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ import pytest
 import torch
 
 import roundoff
-from roundoff.compare.shard import rows_of
+from roundoff.compare.recorded_rows import RecordedRow, rows_of
+from roundoff.compare.replay import (
+    CallReplay,
+    ReferenceSide,
+    WorkingFormat,
+    replay_call,
+)
+from roundoff.compare.rounding_bound import SUMS, smallest, terms, unit
+from roundoff.ops import describe, tensors_made
 
 
 @pytest.fixture
 def recorded(tmp_path):
-    """``recorded(work, model)`` records ``work(model)`` as one step and loads the run; with tensors unless ``keep`` says."""
+    """``recorded(work, model)`` records ``work(model)`` as one step and loads the run.
+
+    With tensors unless ``keep`` says otherwise.
+    """
     number = count()
 
     def record(work, model=None, *, path=None, steps=1, keep="tensors", **options):
@@ -32,3 +43,70 @@ def recorded(tmp_path):
 def step_rows():
     """``step_rows(run)``: its rows by record."""
     return lambda run, rank=0, step=0: rows_of(run, rank, step)
+
+
+@pytest.fixture
+def recorded_call():
+    """The rows of one call, one for each result, and the tensors that it took and gave.
+
+    Tensors are by record.
+    """
+
+    def call(func, *args, **kwargs):
+        operands: list[torch.Tensor] = []
+
+        def record_of(tensor):
+            for record, operand in enumerate(operands):
+                if operand is tensor:
+                    return record
+            operands.append(tensor)
+            return len(operands) - 1
+
+        arguments = describe(args, kwargs, record_of)
+        tensors = {record: t.clone() for record, t in enumerate(operands)}
+        results = tensors_made(func, args, kwargs, func(*args, **kwargs))
+        rows = []
+        for place, result in enumerate(results):
+            record = len(tensors)
+            tensors[record] = result.clone()
+            rows.append(
+                RecordedRow(
+                    record=record,
+                    call=0,
+                    place=place,
+                    arguments=arguments,
+                    overload=str(func),
+                    operator=func._schema.name.removeprefix("aten::"),
+                    inputs=list(range(len(operands))),
+                    dtype=str(result.dtype).removeprefix("torch."),
+                    shape=list(result.shape),
+                )
+            )
+        return rows, tensors
+
+    return call
+
+
+@pytest.fixture
+def replayed():
+    """As a comparison asks: in the result's format, sums with the number of their terms.
+
+    ``twin`` is the first row of the reference's call; the same call without one.
+    """
+
+    def replay(
+        rows, tensors, place=0, twin=None, aligned=True, results=None, **reference
+    ) -> CallReplay:
+        row = rows[place]
+        inputs = [
+            RecordedRow(record=r, call=-1, operator="input", shape=tensors[r].shape)
+            for r in row.inputs
+            if r in tensors
+        ]
+        added = terms(row, inputs) if row.base_operator in SUMS else 1.0
+        working = WorkingFormat(unit(row.dtype), smallest(row.dtype), added)
+        first = (twin or rows[0]) if aligned else None
+        side = ReferenceSide(first=first, **reference)
+        return replay_call(row, rows[0], tensors, working, side, results)
+
+    return replay

@@ -18,6 +18,7 @@ from roundoff.compare.alignment import (
     align,
     renaming,
 )
+from roundoff.compare.recorded_rows import RecordedRow
 
 # Programs as data: an Op reads other ops by key (negative keys are parameters), and its key seeds what it computes.
 
@@ -34,33 +35,26 @@ class Op:
 
 def rows(ops, *, rename=lambda name: name, dtype="float32"):
     """A recording of the program: parameters as they are first read, then each call with statistics by numpy."""
-    found, record_of = [], {}
+    found: dict[int, RecordedRow] = {}
+    record_of = {}
 
     def enter(key, seed, shape, **columns):
         values = np.random.default_rng(seed).normal(1.0, 2.0, shape)
-        record_of[key] = len(found)
-        found.append(
-            {
-                "record": len(found),
-                "phase": "forward",
-                "place": 0,
-                "role": None,
-                "recomputed": False,
-                "hash": None,
-                "dtype": dtype,
-                "shape": list(shape),
-                "numel": values.size,
-                "view_of": None,
-                "nan": 0,
-                "posinf": 0,
-                "neginf": 0,
-                "min": values.min(),
-                "max": values.max(),
-                "mean": values.mean(),
-                "std": values.std(),
-                "l2": np.linalg.norm(values),
-                **columns,
-            }
+        record = record_of[key] = len(found)
+        found[record] = RecordedRow(
+            record=record,
+            dtype=dtype,
+            shape=list(shape),
+            numel=values.size,
+            nan=0,
+            posinf=0,
+            neginf=0,
+            min=values.min(),
+            max=values.max(),
+            mean=values.mean(),
+            std=values.std(),
+            l2=np.linalg.norm(values),
+            **columns,
         )
 
     for call, op in enumerate(ops):
@@ -163,17 +157,13 @@ def test_every_row_of_both_runs_is_there(ops, changes):
         changed = change(changed, at % len(changed)) if changed else changed
     ours, theirs = rows(ops), rows(changed)
     pairs = align(ours, theirs)
-    assert [p.candidate for p in pairs if p.candidate is not None] == [
-        row["record"] for row in theirs
-    ]
-    assert {p.reference for p in pairs if p.reference is not None} == {
-        row["record"] for row in ours
-    }
+    assert [p.candidate for p in pairs if p.candidate is not None] == list(theirs)
+    assert {p.reference for p in pairs if p.reference is not None} == set(ours)
     # a tensor that was there before may be read where the candidate reads two: weights that are tied in one program
     times = Counter(
         p.reference
         for p in pairs
-        if p.status == MATCHED and ours[p.reference]["call"] >= 0
+        if p.status == MATCHED and ours[p.reference].call >= 0
     )
     assert max(times.values(), default=1) == 1
     for pair in pairs:
@@ -181,11 +171,9 @@ def test_every_row_of_both_runs_is_there(ops, changes):
         assert (pair.status == CANDIDATE_ONLY) == (pair.reference is None)
         if pair.status != MATCHED:
             assert pair.reason
-        elif pair.reference is not None and theirs[pair.candidate]["call"] >= 0:
-            assert (
-                ours[pair.reference]["operator"] == theirs[pair.candidate]["operator"]
-            )
-            assert ours[pair.reference]["phase"] == theirs[pair.candidate]["phase"]
+        elif pair.reference is not None and theirs[pair.candidate].call >= 0:
+            assert ours[pair.reference].operator == theirs[pair.candidate].operator
+            assert ours[pair.reference].phase == theirs[pair.candidate].phase
 
 
 @given(programs())
@@ -227,9 +215,11 @@ def test_one_call_less_and_the_others_keep_their_twins(seeds, at):
     ours, theirs = rows(ops), rows(fewer)
     for pair in align(ours, theirs):
         if pair.candidate is None:
-            assert ours[pair.reference]["mean"] not in {row["mean"] for row in theirs}
+            assert ours[pair.reference].mean not in {
+                row.mean for row in theirs.values()
+            }
         else:
-            assert ours[pair.reference]["mean"] == theirs[pair.candidate]["mean"]
+            assert ours[pair.reference].mean == theirs[pair.candidate].mean
 
 
 def test_renaming():
@@ -272,8 +262,8 @@ def test_a_row_by_use_may_be_read_twice():
     plain = [Op(0, "a", "relu", (4, 4), (-1,), 0), Op(1, "a", "mm", (4, 4), (0, -2), 1)]
     ours, theirs = rows(plain), rows(cast(plain, 1))
     pairs = {p.candidate: p for p in align(ours, theirs)}
-    (inner,) = [row["record"] for row in theirs if row["operator"] == "_to_copy"]
-    (relu,) = [row["record"] for row in theirs if row["operator"] == "relu"]
+    (inner,) = [r for r, row in theirs.items() if row.operator == "_to_copy"]
+    (relu,) = [r for r, row in theirs.items() if row.operator == "relu"]
     assert (pairs[inner].status, pairs[inner].reason) == (
         BY_USE,
         "read at the same place",
@@ -299,7 +289,7 @@ def test_another_shape_is_another_value():
 def test_nothing_recorded(empty):
     some = rows([Op(0, "a", "mm", (4, 4), (), 0)])
     ours, theirs = (
-        [] if empty in ("both", side) else some for side in ("reference", "candidate")
+        {} if empty in ("both", side) else some for side in ("reference", "candidate")
     )
     assert [p.status for p in align(ours, theirs)] == {
         "both": [],

@@ -49,7 +49,7 @@ def paired(recorded, step_rows):
         return (
             None
             if row is None
-            else f"{row['phase'][0]}:{row['name'] if row['call'] < 0 else row['site']}"
+            else f"{row.phase[0]}:{row.site if row.is_call else row.name}"
         )
 
     def pair(one, other, modules=None, work=train):
@@ -61,7 +61,7 @@ def paired(recorded, step_rows):
             )
             for made in (one, other)
         )
-        found = align(list(ours.values()), list(theirs.values()), modules)
+        found = align(ours, theirs, modules)
         assert sorted(p.candidate for p in found if p.candidate is not None) == sorted(
             theirs
         )
@@ -257,17 +257,17 @@ def test_parameters_and_gradients_by_name(paired, recorded, step_rows):
         return step_rows(recorded(work, model))
 
     ours, theirs = run("ab", None), run("ba", 2.0)
-    pairs = align(list(ours.values()), list(theirs.values()))
+    pairs = align(ours, theirs)
     named = [
         (
-            ours[p.reference]["name"],
-            theirs[p.candidate]["name"],
-            theirs[p.candidate]["call"] >= 0,
+            ours[p.reference].name,
+            theirs[p.candidate].name,
+            theirs[p.candidate].call >= 0,
         )
         for p in pairs
         if p.reference is not None
         and p.candidate is not None
-        and theirs[p.candidate]["name"]
+        and theirs[p.candidate].name
     ]
     assert all(a == b for a, b, _ in named)
     assert {name for name, _, made in named if not made} == {
@@ -277,10 +277,10 @@ def test_parameters_and_gradients_by_name(paired, recorded, step_rows):
         "b.bias",
     }
     modules = {
-        (ours[p.reference]["module"], theirs[p.candidate]["module"])
+        (ours[p.reference].module, theirs[p.candidate].module)
         for p in pairs
         if None not in (p.reference, p.candidate)
-        and theirs[p.candidate]["operator"] == "addmm"
+        and theirs[p.candidate].operator == "addmm"
     }
     assert modules == {("a", "a"), ("b", "b")}
 

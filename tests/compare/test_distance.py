@@ -15,12 +15,14 @@ import roundoff
 from roundoff.compare.distance import (
     VALUES,
     Distances,
-    masked,
+    StatisticColumns,
+    differently_masked,
+    largest_difference,
     of_metrics,
     of_statistics,
-    relative,
 )
 from roundoff.compare.metrics import measure
+from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.record.statistics import COLUMNS
 from roundoff.record.statistics import measure as statistics
 
@@ -33,11 +35,10 @@ def row(values, dtype=torch.float32, **columns):
     x = tensor.double().numpy()
     finite = x[np.isfinite(x)]
     some = finite.size > 0
-    return {
+    usual = {
         "shape": list(x.shape),
         "numel": x.size,
         "dtype": str(dtype).removeprefix("torch."),
-        "hash": None,
         "nan": int(np.isnan(x).sum()),
         "posinf": int((x == INF).sum()),
         "neginf": int((x == -INF).sum()),
@@ -46,8 +47,8 @@ def row(values, dtype=torch.float32, **columns):
         "mean": finite.mean() if some else None,
         "std": finite.std() if some else None,
         "l2": float(np.linalg.norm(finite)) if some else None,
-        **columns,
     }
+    return RecordedRow(record=0, call=0, operator="add", **usual | columns)
 
 
 def by_hand(one, other):
@@ -72,9 +73,9 @@ def test_of_statistics_is_the_formula(values, change, at):
     other[at % len(values)] += change
     one, two = row(values, torch.float64), row(other, torch.float64)
     found = of_statistics(one, two)
-    if all(one[n] == two[n] for n in VALUES):
+    if all(getattr(one, n) == getattr(two, n) for n in VALUES):
         assert (found.error, found.equal) == (0.0, True)
-    elif one["l2"] == 0:
+    elif one.l2 == 0:
         assert found.error == INF
     else:
         assert found.error == pytest.approx(
@@ -92,12 +93,8 @@ def test_of_statistics_of_recorded_tensors():
         rows = []
         for tensor in (x, y):
             known = statistics([tensor])
-            rows.append(
-                {
-                    **row(tensor.tolist(), dtype),
-                    **{n: known[COLUMNS.index(n)] for n in VALUES},
-                }
-            )
+            recorded = {n: known[COLUMNS.index(n)] for n in VALUES}
+            rows.append(row(tensor.tolist(), dtype, **recorded))
         # statistics are recorded to 2**-20 or better, and the distance is a difference of them, about 1e-3
         expected = by_hand(x.double().numpy(), y.double().numpy())
         assert of_statistics(*rows).error == pytest.approx(expected, rel=1e-2, abs=1e-5)
@@ -116,11 +113,16 @@ def test_relative_of_columns_is_that_of_numbers(lists):
     ]
     names = (*VALUES, "numel", "nan", "posinf", "neginf")
     columns = [
-        {n: np.array([pair[i][n] for pair in pairs]) for n in names} for i in (0, 1)
+        StatisticColumns(
+            **{n: np.array([getattr(pair[i], n) for pair in pairs]) for n in names}
+        )
+        for i in (0, 1)
     ]
-    found = relative(*columns, lambda *v: np.maximum.reduce(np.broadcast_arrays(*v)))
+    found = largest_difference(
+        *columns, lambda *v: np.maximum.reduce(np.broadcast_arrays(*v))
+    )
     assert found.tolist() == pytest.approx(
-        [relative(a, b, max) for a, b in pairs], rel=1e-12
+        [largest_difference(a, b, max) for a, b in pairs], rel=1e-12
     )
 
 
@@ -155,7 +157,7 @@ def test_special_values(one, other, error):
 
 
 def test_unknown_without_statistics():
-    bare = row([1.0]) | dict.fromkeys(("nan", "posinf", "neginf", *VALUES))
+    bare = row([1.0], **dict.fromkeys(("nan", "posinf", "neginf", *VALUES)))
     for pair in ((bare, row([1.0])), (row([1.0]), bare), (bare, bare)):
         assert of_statistics(*pair).error is None
 
@@ -168,17 +170,21 @@ def test_additive_masks():
     infinite, lowest = row([0.0, -INF]), row([0.0, LOWEST[torch.float32]])
     half = row([0.0, LOWEST[torch.bfloat16]], torch.bfloat16)
     for pair in ((infinite, lowest), (lowest, infinite), (half, lowest)):
-        assert masked(*pair)
+        assert differently_masked(*pair)
         assert (of_statistics(*pair).error, of_statistics(*pair).masked) == (0.0, True)
-    assert not masked(infinite, row([1.0, -INF]))  # the same mask: the rest is compared
-    assert not masked(lowest, lowest)
-    assert not masked(
+    assert not differently_masked(
+        infinite, row([1.0, -INF])
+    )  # the same mask: the rest is compared
+    assert not differently_masked(lowest, lowest)
+    assert not differently_masked(
         infinite, row([0.0, -1e4])
     )  # too small a number for a mask: a finding
     assert of_statistics(infinite, row([0.0, -1e4])).error == INF
-    assert not masked(row([NAN, -INF]), lowest)
-    assert not masked(row([INF, -INF]), lowest)
-    assert not masked(row([0, -(2**31)], torch.int32), row([0, 1], torch.int32))
+    assert not differently_masked(row([NAN, -INF]), lowest)
+    assert not differently_masked(row([INF, -INF]), lowest)
+    assert not differently_masked(
+        row([0, -(2**31)], torch.int32), row([0, 1], torch.int32)
+    )
 
 
 class Kept(dict):

@@ -11,9 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundoff.compare.element_differences import elements
+from roundoff.compare.element_differences import element_differences
+from roundoff.report import plain
 
 nan, inf = math.nan, math.inf
+
+
+def elements(*args, **options):
+    """The differences as plain data."""
+    return plain(element_differences(*args, **options))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import ml_dtypes
 import mpmath
@@ -104,7 +105,7 @@ def check(reference, candidate, tolerance=ROWS):
             assert got == pytest.approx(
                 value, rel=2.0**-22 if name.startswith("max") else tolerance, abs=0
             ), name
-    for value in metrics:
+    for value in astuple(metrics):
         assert not (isinstance(value, float) and math.isnan(value))
     return metrics
 

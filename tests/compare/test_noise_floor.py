@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundoff
-from roundoff.compare.noise_floor import KEY, noise_floor, relative
+from roundoff.compare.noise_floor import KEY, noise_floor, relative_distance
 from roundoff.compare.reproducibility import (
     GPU,
     OUTSIDE,
@@ -228,7 +228,8 @@ def test_reasons(tmp_path):
 def test_relative(x, y, expected):
     wide = torch.float64 if not x or isinstance(x[0], float) else None
     assert (
-        relative(torch.tensor(x, dtype=wide), torch.tensor(y, dtype=wide)) == expected
+        relative_distance(torch.tensor(x, dtype=wide), torch.tensor(y, dtype=wide))
+        == expected
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.rounding_bound import (
     MARGIN,
     REGION,
@@ -20,7 +22,7 @@ from roundoff.compare.rounding_bound import (
     terms,
     tolerance,
     unit,
-    working,
+    working_formats,
 )
 
 NONE: frozenset[str] = frozenset()
@@ -39,7 +41,7 @@ FORMATS = [
 def row(tensor, operator="add", *, place=0, call=1, view_of=None, inputs=(0,)):
     """A row of a recording that says of this tensor what the bounds read."""
     x = tensor.double()
-    return {
+    usual = {
         "operator": operator,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(x.shape),
@@ -54,6 +56,7 @@ def row(tensor, operator="add", *, place=0, call=1, view_of=None, inputs=(0,)):
         "std": x.std(unbiased=False).item(),
         "mean": x.mean().item(),
     }
+    return RecordedRow(record=1, **usual)
 
 
 def typed(dtype, operator="mm", call=1, **columns):
@@ -66,7 +69,7 @@ def typed(dtype, operator="mm", call=1, **columns):
         "shape": [4],
         "place": 0,
     }
-    return usual | columns
+    return RecordedRow(record=1, **usual | columns)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -88,16 +91,16 @@ def test_the_formats_a_run_works_in():
     """Those of a fifth of its matrix products; of all results where it has none; views, leaves, integers don't count."""
     products = [typed("bfloat16")] * 8 + [typed("float32")] * 2
     others = [typed("float32", "relu")] * 50
-    assert working(products + others) == {"bfloat16", "float32"}
-    assert working(products[:-1] + others) == {"bfloat16"}  # one of nine
-    assert working(others + [typed("bfloat16", "_to_copy")]) == {"float32"}
+    assert working_formats(products + others) == {"bfloat16", "float32"}
+    assert working_formats(products[:-1] + others) == {"bfloat16"}  # one of nine
+    assert working_formats(others + [typed("bfloat16", "_to_copy")]) == {"float32"}
     not_counted = [
         typed("float16", call=-1),
         typed("float16", view_of=3),
         typed("int64"),
     ] * 9
-    assert working(not_counted + others) == {"float32"}
-    assert working([]) == working([typed("int64")]) == NONE
+    assert working_formats(not_counted + others) == {"float32"}
+    assert working_formats([]) == working_formats([typed("int64")]) == NONE
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_tolerance_by_hand():
     # a result of one run against a value from outside of the other: a compiled region, of any depth
     leaf = typed("float32", call=-1, inputs=[])
     assert tolerance(leaf, one, NONE) == tolerance(one, leaf, NONE) == REGION * 2**-24
-    leaf, one = (r | {"dtype": "bfloat16"} for r in (leaf, one))
+    leaf, one = (replace(r, dtype="bfloat16") for r in (leaf, one))
     assert tolerance(leaf, one, NONE) == 0.1
 
 
@@ -172,7 +175,8 @@ def test_tolerance_by_hand():
     ],
 )
 def test_terms(operator, shape, inputs, expected):
-    assert terms(typed("float32", operator, shape=shape), inputs) == expected
+    read = [typed("float32", shape=each) for each in inputs]
+    assert terms(typed("float32", operator, shape=shape), read) == expected
 
 
 def draw(*shape, seed=0, shift=0.0, scale=1.0):
@@ -350,7 +354,7 @@ def test_condition_of_what_does_not_cancel():
     ):
         assert condition(row(result, operator), [row(x)]) == 1.0
     assert condition(row(x, "add"), []) == 1.0  # nothing known of what it read
-    assert condition(row(x) | {"l2": None}, [row(x)]) == 1.0
+    assert condition(replace(row(x), l2=None), [row(x)]) == 1.0
     zero = torch.zeros(20)
     assert condition(row(zero, "sum"), [row(x)]) == math.inf  # all of it cancelled
     assert (

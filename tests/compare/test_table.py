@@ -9,10 +9,11 @@ import pytest
 
 from roundoff.compare.table import (
     FAIL,
-    LIMITS,
+    LARGER_IS_BETTER,
     PASS,
     TABLE,
     UNDECIDED,
+    ComparedRow,
     frame_of,
     judged,
     whole,
@@ -20,10 +21,13 @@ from roundoff.compare.table import (
 from roundoff.errors import RunError
 
 
+def compared(**columns):
+    return ComparedRow(**{"status": "matched", **columns})
+
+
 def verdict(limits=None, margin=1.0, **row):
-    return judged(whole([frame_of([{"record": 0, **row}])]), limits or {}, margin)[
-        "verdict"
-    ][0]
+    table = whole([frame_of([compared(**{"record": 0, **row})])])
+    return judged(table, limits or {}, margin)["verdict"][0]
 
 
 INF = math.inf
@@ -110,7 +114,7 @@ def test_verdicts_by_limits(limits, row, expected):
 
 
 def test_every_limit_has_a_side_to_fail_on():
-    for name, larger_is_better in LIMITS.items():
+    for name, larger_is_better in LARGER_IS_BETTER.items():
         assert TABLE[name] == pl.Float64
         assert [verdict({name: 0.5}, **{name: v}) for v in (0.4, 0.6)] == (
             [FAIL, PASS] if larger_is_better else [PASS, FAIL]
@@ -125,7 +129,7 @@ def test_a_metric_that_is_none():
 
 
 def test_judging_keeps_the_table():
-    table = whole([frame_of([{"record": 3, "error": 1.0}])])
+    table = whole([frame_of([compared(record=3, error=1.0)])])
     again = judged(judged(table, {}).drop("verdict"), {"error": 0.5})
     assert again.drop("verdict").equals(table)
     assert again["verdict"].to_list() == [FAIL]
@@ -134,14 +138,17 @@ def test_judging_keeps_the_table():
 def test_frames():
     frame = frame_of(
         [
-            {"record": 1, "error": math.inf, "shape": [2, 3], "no_column": 1},
-            {"record": 2, "site": "a/mm", "cosine": None},
+            compared(record=1, error=math.inf, shape=[2, 3]),
+            compared(record=2, site="a/mm", cosine=None),
         ]
     )
-    assert frame.columns == ["site", "record", "shape", "error"]
-    assert frame.rows() == [(None, 1, [2, 3], math.inf), ("a/mm", 2, None, None)]
+    assert frame.columns == ["site", "record", "status", "shape", "error"]
+    assert frame.rows() == [
+        (None, 1, "matched", [2, 3], math.inf),
+        ("a/mm", 2, "matched", None, None),
+    ]
     assert frame_of([]).shape == (0, 0)
-    table = whole([frame, frame_of([{"rank": 1, "worst_index": [0]}])])
+    table = whole([frame, frame_of([compared(rank=1, worst_index=[0])])])
     assert dict(table.schema) == TABLE
     assert table["record"].to_list() == [1, 2, None]
     assert table["rank"].to_list() == [None, None, 1]

@@ -60,9 +60,9 @@ def test_the_true_site_is_named_first(fault, clean, tmp_path):
     )
     assert not found.agrees
     (first,) = found.culprits(1)
-    assert fault.named_by(
-        first["phase"], first["site"], first["reference_site"], first["name"]
-    ), first
+    assert fault.named_by(first.phase, first.site, first.reference_site, first.name), (
+        first
+    )
 
 
 _PAIRS = [

@@ -10,19 +10,31 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
+from roundoff.compare import (
+    About,
+    ChartPoint,
+    ComparisonCoverage,
+    ComparisonSummary,
+    Culprit,
+    JudgedRow,
+    LabelledValue,
+    RoundingContribution,
+    ValueDifference,
+    ValueSide,
+    ValueSides,
+)
+from roundoff.compare.summary import Reason
 from roundoff.errors import OutputError
 from roundoff.report import comparison_html
-from roundoff.report.comparison_answer import answer, coverage
+from roundoff.report.comparison_answer import answer_comparison, coverage_sentence
 from roundoff.report.comparison_chart import error_chart
 from roundoff.report.comparison_html import environment, write_comparison
 from roundoff.report.comparison_text import print_comparison
 from roundoff.report.diff_text import sentence
 
-METRICS = ("cosine", "sqnr_db", "ulp_max", "max_abs")
-
 
 def culprit(**about):
-    return {
+    usual = {
         "site": "block.0/layer_norm",
         "reference_site": "block.0/layer_norm",
         "module": "block.0",
@@ -34,6 +46,7 @@ def culprit(**about):
         "step": 2,
         "record": 7,
         "call": 5,
+        "dtype": "float32",
         "name": None,
         "error": 0.031,
         "own": 0.031,
@@ -42,23 +55,24 @@ def culprit(**about):
         "contribution": 0.96,
         "looks_like": "wrong constant",
         "evidence": "eps: 1e-05, here 0.001",
-        "try": "compare this argument in the two programs",
-    } | about
+        "advice": "compare this argument in the two programs",
+        "semantic": None,
+        "kernel_excess": None,
+    }
+    return Culprit(**usual | about)
 
 
 def row(**about):
-    return {
+    usual = {
         "rank": 0,
         "step": 2,
         "phase": "forward",
         "site": "block.0/layer_norm",
         "reference_site": "block.0/layer_norm",
         "place": 0,
-        "name": None,
         "line": "net.py:31",
         "call": 5,
         "status": "matched",
-        "reason": None,
         "dtype": "float32",
         "reference_dtype": "float32",
         "shape": [4, 8],
@@ -66,47 +80,71 @@ def row(**about):
         "tolerance": 2e-6,
         "own": 0.031,
         "cause": "own",
-        "origin": None,
         "contribution": 0.96,
         "verdict": "fail",
-        **dict.fromkeys(METRICS),
-    } | about
+    }
+    return JudgedRow(**usual | about)
+
+
+LABEL = {
+    "site": "block.0/layer_norm",
+    "reference_site": "block.0/layer_norm",
+    "name": None,
+    "call": 5,
+    "phase": "forward",
+    "line": "net.py:31",
+    "rank": 0,
+    "step": 2,
+    "error": 0.031,
+}
+
+
+def point(**about):
+    usual = {"tolerance": 2e-6, "cause": "own", "verdict": "fail"}
+    return ChartPoint(**LABEL | usual | about)
+
+
+def rounding_share(**about):
+    usual = {
+        "phase": "forward",
+        "site": "block.0/layer_norm",
+        "reference_site": "block.0/layer_norm",
+        "contribution": 0.4,
+        "line": "net.py:31",
+        "step": 2,
+        "rank": 0,
+        "dtype": "float32",
+        "record": 7,
+        "own": 1e-7,
+        "error": 1e-7,
+    }
+    return RoundingContribution(**usual | about)
+
+
+ABOUT = ("damage", "notes", "limits", "margin", "kept", "repeats", "verified")
 
 
 def data(**about):
     first = culprit()
-    return {
-        "reference": "runs/a",
-        "candidate": "runs/b",
-        "damage": [],
-        "notes": [],
-        "limits": {},
-        "margin": 1.0,
+    told = {name: about.pop(name) for name in ABOUT if name in about}
+    largest = {"site": "head/mm", "line": "net.py:40", "call": 9, "error": 0.5}
+    usual = {
+        "about": About(reference="runs/a", candidate="runs/b", **told),
         "agrees": False,
         "verdicts": {"pass": 9, "fail": 3, "undecided": 1},
         "divergence": first,
         "culprits": [first],
         "inherited": 2,
-        "coverage": {
-            "rows": 13,
-            "status": {"matched": 13},
-            "measured": 12,
-            "equal": 8,
-            "reasons": [],
-        },
-        "tensors": True,
-        "largest": {
-            "site": "head/mm",
-            "line": "net.py:40",
-            "name": None,
-            "call": 9,
-            "error": 0.5,
-        },
+        "coverage": ComparisonCoverage(
+            rows=13, status={"matched": 13}, measured=12, equal=8
+        ),
+        "largest": LabelledValue(**LABEL | largest),
         "rows": [row()],
         "steps": [2],
         "ranks": [0],
         "rows_total": 13,
-    } | about
+    }
+    return ComparisonSummary(**usual | about)
 
 
 def agreed(**about):
@@ -122,7 +160,7 @@ def agreed(**about):
 
 
 def test_where_the_runs_part():
-    assert answer(data()) == [
+    assert answer_comparison(data()) == [
         # 0.031 / 2e-6 = 15500
         "The runs part at block.0/layer_norm (net.py:31), step 2, in the forward pass: its inputs are equal to the "
         "reference's, its output is 3.1e-02 off, 1.6e+04 times what rounding explains.",
@@ -161,53 +199,45 @@ def test_where_the_runs_part():
 )
 def test_other_partings(about, words):
     first = culprit(**about)
-    assert words in " ".join(answer(data(divergence=first, culprits=[first])))
+    assert words in " ".join(
+        answer_comparison(data(divergence=first, culprits=[first]))
+    )
 
 
 def test_a_fault_within_rounding_is_still_told():
     first = culprit(error=1e-6)
-    said = answer(data(agrees=True, divergence=first, culprits=[first]))
+    said = answer_comparison(data(agrees=True, divergence=first, culprits=[first]))
     assert said[0].startswith(
         "The values agree within what rounding explains, the programs do not: block.0/layer_norm (net.py:31)"
     )
 
 
 def test_agreement_equal_near_and_unknown():
-    assert answer(agreed())[0] == (
+    assert answer_comparison(agreed())[0] == (
         "The runs agree: 8 of 12 values are equal, and every difference is within what rounding explains "
         "(largest 5.0e-01 at head/mm (net.py:40))."
     )
-    every = {
-        "rows": 13,
-        "status": {"matched": 13},
-        "measured": 13,
-        "equal": 13,
-        "reasons": [],
-    }
+    every = ComparisonCoverage(rows=13, status={"matched": 13}, measured=13, equal=13)
     assert (
-        answer(agreed(coverage=every))[0]
+        answer_comparison(agreed(coverage=every))[0]
         == "The runs agree: all 13 values are equal, bit for bit."
     )
     assert (
-        answer(agreed(coverage=every, tensors=False))[0]
+        answer_comparison(agreed(coverage=every, tensors=False))[0]
         == "The runs agree: all 13 values are equal, by their statistics."
     )
-    none = {
-        "rows": 13,
-        "status": {"matched": 13},
-        "measured": 0,
-        "equal": 0,
-        "reasons": [],
-    }
-    assert answer(agreed(coverage=none))[0].startswith("Nothing could be compared")
+    none = ComparisonCoverage(rows=13, status={"matched": 13}, measured=0, equal=0)
+    assert answer_comparison(agreed(coverage=none))[0].startswith(
+        "Nothing could be compared"
+    )
 
 
 def test_rounding_is_named_where_nothing_fails():
-    said = answer(
+    said = answer_comparison(
         agreed(
             rounding=[
-                culprit(contribution=0.4),
-                culprit(site="head/mm", line=None, contribution=0.25),
+                rounding_share(contribution=0.4),
+                rounding_share(site="head/mm", line=None, contribution=0.25),
             ]
         )
     )
@@ -223,13 +253,13 @@ def test_further_culprits_damage_notes_and_limits():
         for i in range(5)
     ]
     said = " ".join(
-        answer(
+        answer_comparison(
             data(
                 culprits=[culprit(), *more],
                 damage=["step000003: other bytes"],
                 notes=["Only b has step 9"],
                 limits={"cosine": 0.98},
-                first=row(),
+                first=LabelledValue(**LABEL),
             )
         )
     )
@@ -244,7 +274,7 @@ def test_further_culprits_damage_notes_and_limits():
 
 
 def test_a_margin_is_said():
-    said = answer(data(agrees=True, verdicts={"pass": 12}, margin=50.0))
+    said = answer_comparison(data(agrees=True, verdicts={"pass": 12}, margin=50.0))
     assert (
         said[0]
         == "Asked for at most 50 times what rounding explains: all 12 values that could be judged keep to it."
@@ -256,9 +286,11 @@ def test_statistics_say_what_they_leave_open():
     kept = {"reference": "tensors", "candidate": "stats"}
     assert (
         "This is from statistics alone (the candidate did not keep tensors)."
-        in " ".join(answer(data(tensors=False, kept=kept)))
+        in " ".join(answer_comparison(data(tensors=False, kept=kept)))
     )
-    assert "statistics" not in " ".join(answer(data(tensors=True, kept=kept)))
+    assert "statistics" not in " ".join(
+        answer_comparison(data(tensors=True, kept=kept))
+    )
 
 
 def test_coverage_counts_each_value_once():
@@ -270,17 +302,19 @@ def test_coverage_counts_each_value_once():
         "damaged": 1,
     }
     reasons = [
-        {"reason": "sparse", "count": 2},
-        {"reason": "the reference has no such call", "count": 3},
+        Reason("sparse", 2),
+        Reason("the reference has no such call", 3),
     ]
-    found = coverage(
-        {"coverage": {"rows": 15, "status": status, "measured": 10, "reasons": reasons}}
+    found = coverage_sentence(
+        ComparisonCoverage(rows=15, status=status, measured=10, reasons=reasons)
     )
     assert found == (
         "8 of 15 values have a counterpart by name or structure, 2 by use; 1 is only in the reference; 3 are only in the "
         "candidate; 1 step could not be read; 2 could not be measured: sparse."
     )
-    assert coverage({}) == "Neither run has a value to compare."
+    assert (
+        coverage_sentence(ComparisonCoverage()) == "Neither run has a value to compare."
+    )
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
@@ -325,7 +359,7 @@ class Page(HTMLParser):
 
 def points(n):
     return [
-        row(
+        point(
             at=i,
             error=10.0 ** -(i % 9),
             cause="own" if i == 3 else None,
@@ -354,15 +388,9 @@ def test_the_page_stands_alone():
 
 
 def test_the_page_of_nothing_and_of_much():
-    bare = {
-        "reference": "a",
-        "candidate": "b",
-        "verdicts": {},
-        "agrees": True,
-        "culprits": [],
-        "rows": [],
-        "coverage": {"rows": 0, "status": {}, "measured": 0, "equal": 0, "reasons": []},
-    }
+    bare = ComparisonSummary(
+        about=About(reference="a", candidate="b"), agrees=True, verdicts={}
+    )
     assert "Nothing could be compared" in comparison_html.page(bare).render()
     rows = [
         row(
@@ -390,10 +418,10 @@ def test_the_chart_orders_sizes_and_marks():
     svg = str(
         error_chart(
             [
-                row(at=0, error=0.0, cause=None, verdict="pass"),
-                row(at=1, error=1e-6, cause=None, verdict="pass"),
-                row(at=2, error=1e-2),
-                row(at=3, error=math.inf, cause="inherited"),
+                point(at=0, error=0.0, cause=None, verdict="pass"),
+                point(at=1, error=1e-6, cause=None, verdict="pass"),
+                point(at=2, error=1e-2),
+                point(at=3, error=math.inf, cause="inherited"),
             ],
             culprit(),
         )
@@ -427,12 +455,46 @@ def test_environments_that_differ_come_first():
         {"name": "threads", "value": "2", "note": "sums"},
     ]
     assert [
-        (e["name"], e["differs"])
-        for e in environment({"reference": one, "candidate": other})
+        (e.name, e.differs) for e in environment({"reference": one, "candidate": other})
     ] == [
         ("threads", True),
         ("torch", False),
     ]
+
+
+def side(**about):
+    usual = {
+        "site": "a/mm",
+        "name": None,
+        "line": None,
+        "phase": "forward",
+        "place": 0,
+        "operator": "mm",
+        "overload": None,
+        "dtype": "float32",
+        "shape": None,
+        "numel": None,
+        "record": 0,
+        "call": 0,
+        "reason": None,
+    }
+    return ValueSide(**usual | about)
+
+
+def difference(**about):
+    usual = {
+        "reference": "runs/a",
+        "candidate": "runs/b",
+        "asked": "a/mm",
+        "rank": 0,
+        "step": 0,
+        "status": "matched",
+        "reason": None,
+        "sides": ValueSides(side(), side()),
+        "error": 0.1,
+        "tolerance": 1e-6,
+    }
+    return ValueDifference(**usual | about)
 
 
 @pytest.mark.parametrize(
@@ -441,22 +503,23 @@ def test_environments_that_differ_come_first():
         ({"error": None}, "a/mm could not be measured: no statistics on both sides."),
         ({"error": 0.0}, "a/mm is equal in both runs."),
         (
+            {"error": 0.02},
+            "a/mm is 2.0e-02 off (relative), 2.0e+04 times what rounding explains.",
+        ),
+        (
             {"error": math.inf},
             "a/mm is not finite where the reference is, or the reverse.",
         ),
         (
             {
                 "error": math.inf,
-                "sides": {
-                    s: {"site": "a/mm", "shape": [n]}
-                    for s, n in (("reference", 2), ("candidate", 3))
-                },
+                "sides": ValueSides(side(shape=[2]), side(shape=[3])),
             },
             "a/mm has another shape: 2 in the reference, 3 here.",
         ),
         (
             {
-                "sides": {"reference": None, "candidate": {"site": "a/mm"}},
+                "sides": ValueSides(None, side()),
                 "status": "only in candidate",
                 "reason": "no such",
             },
@@ -465,17 +528,4 @@ def test_environments_that_differ_come_first():
     ],
 )
 def test_sentences_of_diff(about, words):
-    sides = {"reference": {"site": "a/mm"}, "candidate": {"site": "a/mm"}}
-    assert (
-        sentence(
-            {
-                "sides": sides,
-                "error": 0.1,
-                "tolerance": 1e-6,
-                "status": "matched",
-                "reason": None,
-            }
-            | about
-        )
-        == words
-    )
+    assert sentence(difference(**about)) == words

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import roundoff
-from roundoff.compare.shard import rows_of
+from roundoff.compare import rows_of
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from polars.testing import assert_frame_equal
 from torch import nn
 
 import roundoff
-from roundoff.compare.repeated import LABEL
+from roundoff.compare.repeats import LABEL
 from roundoff.errors import RunError
+from roundoff.report import plain
 from roundoff.verbs.compare import VERSION, is_saved
 
 
@@ -72,22 +73,20 @@ def test_the_operator_at_fault(compared, keep):
     assert found.culprits(1) == [culprit]
     assert found.culprits(0) == []
     said = "site reference_site phase line rank step error own contribution looks_like evidence try"
-    assert {*said.split()} <= {*culprit}
-    assert (culprit["site"], culprit["reference_site"]) == (
-        "norm/native_layer_norm",
-    ) * 2
-    assert (culprit["module"], culprit["operator"], culprit["phase"]) == (
+    assert {*said.split()} <= {*plain(culprit)}
+    assert (culprit.site, culprit.reference_site) == ("norm/native_layer_norm",) * 2
+    assert (culprit.module, culprit.operator, culprit.phase) == (
         "norm",
         "native_layer_norm",
         "forward",
     )
-    assert culprit["inputs_error"] == 0
-    assert "test_compare.py:" in culprit["line"]
+    assert culprit.inputs_error == 0
+    assert "test_compare.py:" in culprit.line
     if keep == "tensors":
-        assert culprit["looks_like"] == "wrong constant"
-        assert "1e-05" in culprit["evidence"]
-        assert "0.3" in culprit["evidence"]
-    assert not any(c["phase"] == "forward" for c in others)
+        assert culprit.looks_like == "wrong constant"
+        assert "1e-05" in culprit.evidence
+        assert "0.3" in culprit.evidence
+    assert not any(c.phase == "forward" for c in others)
     # before it everything is equal, and the loss inherits
     table = found.table.filter(phase="forward").sort("record")
     at = table["site"].to_list().index("norm/native_layer_norm")
@@ -118,12 +117,12 @@ class Branches(nn.Module):
 def test_culprits_by_what_comes_of_them_the_divergence_by_order(compared):
     work = lambda model: model(torch.linspace(0, 1, 16))  # noqa: E731
     found = compared(Branches(1.0, 2.0), Branches(1.001, 1.1), work=work)
-    operators = [c["operator"] for c in found.culprits()]
+    operators = [c.operator for c in found.culprits()]
     assert operators == ["hardtanh", "elu"]
-    assert [c["inputs_error"] for c in found.culprits()] == [0, 0]
-    shares = [c["contribution"] for c in found.culprits()]
+    assert [c.inputs_error for c in found.culprits()] == [0, 0]
+    shares = [c.contribution for c in found.culprits()]
     assert shares[0] > 0.9 > 0.1 > shares[1] > 0
-    assert found.divergence["operator"] == "elu"
+    assert found.divergence.operator == "elu"
     assert found.culprits(1) == found.culprits()[:1]
 
 
@@ -134,17 +133,14 @@ def test_coverage_adds_up(compared):
 
     found = compared({}, More())
     coverage = found.coverage
-    assert sum(coverage["status"].values()) == coverage["rows"] == found.table.height
-    assert coverage["status"] == dict(found.table["status"].value_counts().iter_rows())
-    assert (
-        coverage["measured"] + sum(r["count"] for r in coverage["reasons"])
-        == coverage["rows"]
-    )
-    assert coverage["measured"] == found.table["error"].is_not_null().sum()
-    assert coverage["equal"] == found.table["equal"].sum()
-    assert "only in candidate" in coverage["status"]
-    assert all(r["reason"] and r["reason"] != "unknown" for r in coverage["reasons"])
-    assert sum(found.verdicts.values()) == coverage["rows"]
+    assert sum(coverage.status.values()) == coverage.rows == found.table.height
+    assert coverage.status == dict(found.table["status"].value_counts().iter_rows())
+    assert coverage.measured + sum(r.count for r in coverage.reasons) == coverage.rows
+    assert coverage.measured == found.table["error"].is_not_null().sum()
+    assert coverage.equal == found.table["equal"].sum()
+    assert "only in candidate" in coverage.status
+    assert all(r.reason and r.reason != "unknown" for r in coverage.reasons)
+    assert sum(found.verdicts.values()) == coverage.rows
 
 
 def test_rounding_is_named_where_nothing_is_wrong(compared):
@@ -152,12 +148,12 @@ def test_rounding_is_named_where_nothing_is_wrong(compared):
     assert found.agrees
     named = found.rounding(3)
     assert len(named) == 3
-    shares = [row["contribution"] for row in named]
+    shares = [row.contribution for row in named]
     assert shares == sorted(shares, reverse=True)
     assert 0 < shares[-1] <= shares[0] <= 1
-    assert sum(row["contribution"] for row in found.rounding(1000)) <= 1 + 1e-9
+    assert sum(row.contribution for row in found.rounding(1000)) <= 1 + 1e-9
     # bf16 autocast runs the products in bf16; each rounds by 2**-9 on average, relative
-    assert {"low/addmm", "high/addmm"} & {row["site"] for row in named}
+    assert {"low/addmm", "high/addmm"} & {row.site for row in named}
     assert found.culprits() == []
 
 
@@ -174,10 +170,10 @@ def test_judging_again(compared):
     strict = found.judge(max_abs=0.0)
     apart = found.table.filter(pl.col("max_abs") > 0).height
     assert strict.verdicts["fail"] == apart > 0
-    assert strict.about["limits"] == {"max_abs": 0.0}
+    assert strict.about.limits == {"max_abs": 0.0}
     assert_frame_equal(strict.table.drop("verdict"), found.table.drop("verdict"))
     assert_frame_equal(strict.judge().table, found.table)  # the derived verdicts again
-    assert found.about["limits"] == {}  # the first is as it was
+    assert found.about.limits == {}  # the first is as it was
     with pytest.raises(RunError, match="cosin: there is no such metric"):
         found.judge(cosin=0.9)
 
@@ -230,15 +226,15 @@ def test_statistics_of_one_side_alone(recorded):
     )
     found = roundoff.compare(reference=kept, candidate=bare)
     assert found.table["max_abs"].is_null().all()
-    assert found.culprits(1)[0]["site"] == "norm/native_layer_norm"
-    assert found.about["kept"] == {"reference": "tensors", "candidate": "stats"}
+    assert found.culprits(1)[0].site == "norm/native_layer_norm"
+    assert found.about.kept == {"reference": "tensors", "candidate": "stats"}
 
 
 def test_without_tensors_says_the_same_from_less(compared):
     """Asked not to look at tensors that are there."""
     found = compared({}, {"eps": 0.3}, tensors=False)
     assert found.table["max_abs"].is_null().all()
-    assert found.culprits(1)[0]["site"] == "norm/native_layer_norm"
+    assert found.culprits(1)[0].site == "norm/native_layer_norm"
 
 
 # Repeats beside a run: noise floors and what does not repeat itself.
@@ -286,9 +282,7 @@ def test_a_noise_floor_raises_tolerances(recorded):
     without = roundoff.compare(reference=plain, candidate=candidate).table
     run = beside(recorded, "ours", cancelling, noise=(1, 2))
     found = roundoff.compare(reference=run, candidate=candidate)
-    assert any(
-        "2 more runs of the reference" in note for note in found.about["repeats"]
-    )
+    assert any("2 more runs of the reference" in note for note in found.about.repeats)
     known = without["tolerance"].is_not_null()
     raised = (found.table["tolerance"] > without["tolerance"]).filter(known)
     assert {*found.table.filter(known).filter(raised)["operator"]} >= {"sub", "pow"}
@@ -306,15 +300,15 @@ def test_what_is_not_reproducible_is_not_called_wrong(recorded):
     ]  # the candidate draws further off than the repeats: beyond three times the floor
     run = beside(recorded, "ours", noisy, repeat=(None,))
     found = roundoff.compare(reference=run, candidate=recorded(noisy, Net()))
-    assert [row["operator"] for row in found.about["unstable"]] == ["uniform_"]
-    assert found.about["unstable"][0]["side"] == "reference"
+    assert [row.operator for row in found.about.unstable] == ["uniform_"]
+    assert found.about.unstable[0].side == "reference"
     named = found.culprits(1)[0]
-    assert (named["operator"], named["looks_like"]) == ("uniform_", LABEL)
-    assert "draws random numbers" in named["evidence"]
-    assert "seed it" in named["try"]
+    assert (named.operator, named.looks_like) == ("uniform_", LABEL)
+    assert "draws random numbers" in named.evidence
+    assert "seed it" in named.advice
     assert any(
         note.startswith("The reference does not repeat itself: /uniform_")
-        for note in found.about["repeats"]
+        for note in found.about.repeats
     )
 
 
@@ -324,13 +318,11 @@ def test_two_runs_of_one_command(recorded):
     found = roundoff.compare(reference=runs[0], candidate=runs[1])
     assert any(
         note.startswith("Both runs are of one command in one environment")
-        for note in found.about["repeats"]
+        for note in found.about.repeats
     )
-    assert found.culprits(1)[0]["looks_like"] == LABEL
+    assert found.culprits(1)[0].looks_like == LABEL
     equal = [recorded(train, Net(), command=command) for _ in range(2)]
-    assert (
-        roundoff.compare(reference=equal[0], candidate=equal[1]).about["repeats"] == []
-    )
+    assert roundoff.compare(reference=equal[0], candidate=equal[1]).about.repeats == []
 
 
 def test_a_page(compared, tmp_path):

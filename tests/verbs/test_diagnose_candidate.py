@@ -96,7 +96,7 @@ def test_a_wrong_constant_is_named_and_a_bug(write, more):
     found = diagnose(workload, candidate=write("wrong.py", eps=0.1))
     named = found.comparison.divergence
     assert named is not None
-    assert named["site"].startswith("norm/")
+    assert named.site.startswith("norm/")
     assert found.higher_precision.verdict == "bug"
     # the same wrong constant makes the same error in either format, up to rounding
     assert found.higher_precision.error_fp64 == pytest.approx(
@@ -220,7 +220,7 @@ def test_a_program_that_cannot_run_in_fp64_is_undecided(write):
         Workload.load(write("good.py", more=more)),
         candidate=write("wrong.py", eps=0.1, more=more),
     )
-    assert found.comparison.divergence["site"].startswith("norm/")
+    assert found.comparison.divergence.site.startswith("norm/")
     assert found.higher_precision.verdict == "undecided"
     assert found.higher_precision.reason.startswith("not run in fp64: ")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import roundoff
+from roundoff.compare.element_differences import AxisShare
 from roundoff.errors import RunError
-from roundoff.verbs.diff import diff
 
 
 class Net(torch.nn.Module):
@@ -46,70 +46,70 @@ def runs(tmp_path_factory):
 
 
 def test_numbers(runs):
-    found = diff(runs["good"], runs["bad"], "/add", limit=2)
+    found = roundoff.diff(runs["good"], runs["bad"], "/add", limit=2)
     want, got = (runs[n].tensor("/add").double().numpy() for n in ("good", "bad"))
     error = np.abs(want - got)
     # one pass in fp32 over 12 elements: 12 roundings of 2**-24, and those of the square roots
-    assert found["metrics"]["rel_l2"] == pytest.approx(
+    assert found.metrics.rel_l2 == pytest.approx(
         np.linalg.norm(error) / np.linalg.norm(want), rel=16 * 2.0**-24
     )
-    assert found["error"] == found["metrics"]["rel_l2"]
-    assert found["elements"]["differing"] == (error > 0).sum() == 4
+    assert found.error == found.metrics.rel_l2
+    assert found.elements.differing == (error > 0).sum() == 4
     # all four are 0.5 off as far as fp32 adds: the first are those of the first rows
-    assert [e["index"] for e in found["elements"]["first"]] == [[0, 1], [1, 1]]
-    assert found["elements"]["axes"][1] == {"axis": 1, "index": 1, "share": 1.0}
-    by_name = {s["name"]: s for s in found["statistics"]}
-    assert by_name["mean"]["difference"] == pytest.approx(
+    assert [e.index for e in found.elements.first] == [[0, 1], [1, 1]]
+    assert found.elements.axes[1] == AxisShare(axis=1, index=1, share=1.0)
+    by_name = {s.name: s for s in found.statistics}
+    assert by_name["mean"].difference == pytest.approx(
         got.mean() - want.mean(), abs=1e-6
     )  # means of numbers below 1
-    assert [i["same"] for i in found["inputs"]] == [True, True]
-    assert found["inputs"][0]["error"] == 0.0
-    assert found["arguments"] == []
-    assert found["note"] is None
+    assert [i.same for i in found.inputs] == [True, True]
+    assert found.inputs[0].error == 0.0
+    assert found.arguments == ()
+    assert found.note is None
 
 
 def test_names_that_differ_are_found_by_alignment(runs):
-    here = diff(runs["good"], runs["renamed"], "dense/addmm")
-    there = diff(runs["good"], runs["renamed"], "layer/addmm")
-    assert here["sides"] == there["sides"]
-    assert (here["sides"]["reference"]["site"], here["sides"]["candidate"]["site"]) == (
+    here = roundoff.diff(runs["good"], runs["renamed"], "dense/addmm")
+    there = roundoff.diff(runs["good"], runs["renamed"], "layer/addmm")
+    assert here.sides == there.sides
+    assert (here.sides.reference.site, here.sides.candidate.site) == (
         "layer/addmm",
         "dense/addmm",
     )
     assert (
-        diff(runs["good"], runs["renamed"], "dense.weight", modules={"layer": "dense"})[
-            "error"
-        ]
+        roundoff.diff(
+            runs["good"], runs["renamed"], "dense.weight", modules={"layer": "dense"}
+        ).error
         == 0.0
     )
 
 
 def test_a_parameter_by_name(runs):
-    found = diff(runs["good"], runs["bad"], "layer.weight")
-    assert (found["error"], found["elements"]["differing"]) == (0.0, 0)
-    assert found["inputs"] == []
+    found = roundoff.diff(runs["good"], runs["bad"], "layer.weight")
+    assert (found.error, found.elements.differing) == (0.0, 0)
+    assert found.inputs == []
 
 
 def test_statistics_alone(runs):
-    found = diff(runs["stats"], runs["bad"], "/add")
-    assert (found["metrics"], found["elements"]) == (None, None)
-    assert found["error"] > 0
-    assert found["note"].startswith("the reference did not keep tensors")
+    found = roundoff.diff(runs["stats"], runs["bad"], "/add")
+    assert (found.metrics, found.elements) == (None, None)
+    assert found.error > 0
+    assert found.note.startswith("the reference did not keep tensors")
 
 
 def test_two_formats(runs):
-    found = diff(runs["good"], runs["half"], "/_softmax")
+    found = roundoff.diff(runs["good"], runs["half"], "/_softmax")
     want, got = (runs[n].tensor("/_softmax").double().numpy() for n in ("good", "half"))
     # both sums in fp32, 12 elements
-    assert found["metrics"]["rel_l2"] == pytest.approx(
+    assert found.metrics.rel_l2 == pytest.approx(
         np.linalg.norm(want - got) / np.linalg.norm(want), rel=16 * 2.0**-24
     )
-    assert 2.0**-8 <= found["tolerance"] < 0.1  # at least one rounding to bfloat16
+    assert 2.0**-8 <= found.tolerance < 0.1  # at least one rounding to bfloat16
 
 
 def test_runs_are_given_by_path_too(runs):
-    by_path = diff(str(runs["good"].path), runs["bad"].path, "/add")
-    assert by_path == diff(runs["good"], runs["bad"], "/add")
+    by_path = roundoff.diff(str(runs["good"].path), runs["bad"].path, "/add")
+    assert by_path == roundoff.diff(runs["good"], runs["bad"], "/add")
 
 
 @pytest.mark.parametrize(
@@ -137,5 +137,5 @@ def test_runs_are_given_by_path_too(runs):
 )
 def test_what_is_not_there(runs, site, options, words):
     with pytest.raises(RunError) as caught:
-        diff(runs["good"], runs["bad"], site, **options)
+        roundoff.diff(runs["good"], runs["bad"], site, **options)
     assert [word for word in words if word not in str(caught.value)] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +16,23 @@ if TYPE_CHECKING:
     from roundoff.verbs.compare import Comparison
 
 Advance = Callable[[int, int], None]
+
+#: What ``--json`` prints of ``Comparison.to_dict``.
+JSON_KEYS = (
+    "reference",
+    "candidate",
+    "answer",
+    "agrees",
+    "verdicts",
+    "limits",
+    "margin",
+    "divergence",
+    "culprits",
+    "coverage",
+    "damage",
+    "notes",
+    "rows",
+)
 
 
 def command(
@@ -86,85 +103,64 @@ def command(
     The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input, damaged files among it. In place of the
     two runs, the folder of a comparison that --save wrote is judged again without computing it again.
     """
+    if candidate is None:
+        unused = {
+            "--map": modules,
+            "--rank": rank,
+            "--step": step,
+            "--stats": stats or None,
+        }
+        comparison = _saved(reference, unused)
+    else:
+        with _imports_not_collected():
+            from roundoff.compare import read_modules
+            from roundoff.verbs.compare import compare
+
+        with _progress(quiet=json) as progress:
+            comparison = compare(
+                reference=reference,
+                candidate=candidate,
+                modules=None if modules is None else read_modules(modules),
+                engine=engine,
+                tensors=not stats,
+                rank=rank,
+                step=step,
+                progress=progress,
+            )
+    limits = _limits(limit or [])
+    if cosine is not None:
+        limits["cosine"] = cosine
+    comparison = comparison.judge(margin=margin, **limits)
+    if save is not None:
+        comparison.save(save)
+    if html is not None:
+        comparison.report(html)
+    if json:
+        data = comparison.to_dict(rows)
+        o.print_json({key: data[key] for key in JSON_KEYS})
+    else:
+        _print(comparison, rows, {"Report": html, "Comparison": save})
+    return _exit_code(comparison)
+
+
+def _print(comparison: Comparison, rows: int, written: dict[str, str | None]) -> None:
     from roundoff.report import print_comparison
 
-    limits = _limits(limit) | ({} if cosine is None else {"cosine": cosine})
-    if candidate is None:
-        found = _saved(
-            reference,
-            given={
-                "--map": modules,
-                "--rank": rank,
-                "--step": step,
-                "--stats": stats or None,
-            },
-        )
-    else:
-        found = _compared(
-            reference, candidate, engine, modules, rank, step, stats=stats, quiet=json
-        )
-    found = found.judge(margin=margin, **limits)
-    if save is not None:
-        found.save(save)
-    if html is not None:
-        found.report(html)
-    data = found.to_dict(rows)
-    if json:
-        keys = (
-            "reference",
-            "candidate",
-            "answer",
-            "agrees",
-            "verdicts",
-            "limits",
-            "margin",
-            "divergence",
-            "culprits",
-            "coverage",
-            "damage",
-            "notes",
-            "rows",
-        )
-        o.print_json({key: data.get(key) for key in keys})
-    else:
-        console = o.console(False)
-        print_comparison(data, console, rows)
-        for what, place in (("Report", html), ("Comparison", save)):
-            if place is not None:
-                console.print(f"{what} written to {o.said(place)}", markup=False)
-    return 1 if not found.agrees else 2 if found.about.get("damage") else 0
+    console = o.console(False)
+    print_comparison(comparison.summary(rows), console, rows)
+    for kind, place in written.items():
+        if place is not None:
+            console.print(f"{kind} written to {o.said(place)}", markup=False)
 
 
-def _compared(
-    reference: str,
-    candidate: str,
-    engine: str,
-    modules: str | None,
-    rank: int | None,
-    step: int | None,
-    *,
-    stats: bool,
-    quiet: bool,
-) -> Comparison:
-    with _not_collected():
-        from roundoff.compare import read_modules
-        from roundoff.verbs.compare import compare
-
-    renamed = None if modules is None else read_modules(modules)
-    with _progress(quiet) as progress:
-        return compare(
-            reference=reference,
-            candidate=candidate,
-            modules=renamed,
-            engine=engine,
-            tensors=not stats,
-            rank=rank,
-            step=step,
-            progress=progress,
-        )
+def _exit_code(comparison: Comparison) -> int:
+    if not comparison.agrees:
+        return 1
+    return 2 if comparison.about.damage else 0
 
 
-def _saved(path: str, given: dict[str, object]) -> Comparison:
+def _saved(path: str, unused: Mapping[str, object]) -> Comparison:
+    """The comparison that --save wrote. Raises ``RunError`` for options it cannot take."""
     from roundoff.verbs.compare import Comparison, is_saved
 
     if not is_saved(path):
@@ -174,7 +170,8 @@ def _saved(path: str, given: dict[str, object]) -> Comparison:
             expected="REF and CAND, or a folder that --save wrote",
             got="no candidate, and no saved comparison",
         )
-    if wrong := [name for name, value in given.items() if value is not None]:
+    wrong = [name for name, value in unused.items() if value is not None]
+    if wrong:
         raise RunError(
             "a saved comparison is only judged again",
             where=", ".join(wrong),
@@ -183,13 +180,16 @@ def _saved(path: str, given: dict[str, object]) -> Comparison:
     return Comparison.load(path)
 
 
-def _limits(options: list[str] | None) -> dict[str, float]:
-    """``METRIC=VALUE`` options. Raises ``RunError`` for what is no number; the metrics are checked by ``judge``."""
-    found = {}
-    for option in options or []:
+def _limits(options: list[str]) -> dict[str, float]:
+    """``METRIC=VALUE`` options; ``judge`` checks the metrics.
+
+    Raises ``RunError`` for what is no number.
+    """
+    limits = {}
+    for option in options:
         name, _, value = option.partition("=")
         try:
-            found[name.strip()] = float(value)
+            limits[name.strip()] = float(value)
         except ValueError:
             raise RunError(
                 "a limit needs a metric and a number",
@@ -197,12 +197,16 @@ def _limits(options: list[str] | None) -> dict[str, float]:
                 expected="METRIC=VALUE, such as max_abs=1e-3",
                 got=repr(option),
             ) from None
-    return found
+    return limits
 
 
 @contextmanager
-def _not_collected() -> Iterator[None]:
-    """Imports: walking through what torch's leaves, while it grows and ever after, takes longer than comparing a step."""
+def _imports_not_collected() -> Iterator[None]:
+    """Import without garbage collection.
+
+    Going through what torch's imports leave, while it grows and ever after, takes
+    longer than comparing a step.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -217,8 +221,9 @@ def _not_collected() -> Iterator[None]:
 def _progress(quiet: bool) -> Iterator[Advance | None]:
     """A bar on standard error over the ranks, where there are several."""
     with o.progress(quiet) as shown:
-        yield (
-            None
-            if shown is None
-            else lambda done, every: shown("ranks", done, every) if every > 1 else None
-        )
+
+        def advance(done: int, every: int) -> None:
+            if shown is not None and every > 1:
+                shown("ranks", done, every)
+
+        yield None if shown is None else advance

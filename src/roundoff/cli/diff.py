@@ -54,8 +54,7 @@ def command(
     from roundoff.report import print_diff
     from roundoff.verbs.diff import diff
 
-    renamed = None if modules is None else read_modules(modules)
-    found = diff(
+    difference = diff(
         reference,
         candidate,
         site,
@@ -64,10 +63,10 @@ def command(
         rank=rank,
         step=step,
         limit=limit,
-        modules=renamed,
+        modules=None if modules is None else read_modules(modules),
     )
     if json:
-        o.print_json(found)
+        o.print_json(difference)
     else:
-        print_diff(found, o.console(False))
+        print_diff(difference, o.console(False))
     return 0

@@ -1,198 +1,256 @@
-"""Which call of one run is which call of the other: the best-scoring pairs of two sequences of calls."""
+"""Which call of one run is which call of the other: best-scoring pairs of sequences."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
 from roundoff.compare.distance import of_statistics
+from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.ops import operators_that
 
-Row = Mapping[str, Any]
-
-#: Hand the values on, maybe in another format: an extra one of them is no difference in the program.
+#: Hand the values on, maybe in another format: an extra one of them is no difference
+#: in the program.
 TRANSPARENT = operators_that("change no value")
-#: Two results whose statistics are this near speak for the same call; the nearer, the more.
-ALIKE, SAME = 0.03, 1e-3
-#: Above this many pairs of calls, a module's sequences are matched by their longest common blocks instead.
+#: Two results whose statistics are this near speak for the same call.
+ALIKE = 0.03
+#: Statistics this near speak for it even more.
+SAME = 1e-3
+#: Above this many pairs of calls, a module's sequences are matched by their longest
+#: common blocks instead.
 LARGEST = 250_000
+#: Why a call of a checkpoint stands beside one of the forward pass.
+RECOMPUTED = "computed again in the backward pass"
+
+Shapes = tuple[tuple[int, ...], ...]
+#: Phase and module.
+Group = tuple[str, str]
+#: Places in two sequences of calls.
+Places = list[tuple[int, int]]
 
 
-@dataclass
-class Call:
-    """The rows that one operator call made."""
+@dataclass(eq=False, slots=True)
+class RecordedCall:
+    """The rows that one operator call made.
 
-    rows: list[Row]
-    names: frozenset[str] = frozenset()
-    phase: str = field(init=False)
-    module: str = field(init=False)
-    operator: str = field(init=False)
-    shapes: tuple[Any, ...] = field(init=False)
+    Attributes:
+        rows: its results, in their order.
+        names: the parameters and buffers that it reads or writes.
+        phase: of the rows; ``recomputed`` for what a checkpoint computes again, which
+            stands among the backward calls.
+        module: under the name that the candidate uses.
+        operator: without the mark of its in-place form: ``add_`` writes what ``add``
+            makes.
+        shapes: of the rows.
+    """
 
-    def __post_init__(self) -> None:
-        first = self.rows[0]
-        self.phase = (
-            "recomputed" if first["recomputed"] else first["phase"]
-        )  # which stand among the backward calls
-        self.module = first["module"]
-        self.operator = (
-            first["operator"].rstrip("_") or first["operator"]
-        )  # add_ writes what add makes
-        self.shapes = tuple(tuple(row["shape"] or ()) for row in self.rows)
+    rows: list[RecordedRow]
+    names: frozenset[str]
+    phase: str
+    module: str
+    operator: str
+    shapes: Shapes
 
     @property
-    def read(self) -> int:
+    def inputs_read(self) -> int:
         """How many tensors the call reads."""
-        return sum(len(row["inputs"] or ()) for row in self.rows)
+        return sum(len(row.inputs) for row in self.rows)
 
     @property
     def record(self) -> int:
         """The first row's: calls are in the order of these."""
-        return int(self.rows[0]["record"])
+        return self.rows[0].record
 
 
-Matched = tuple[Call, Call, str | None]
+@dataclass(frozen=True, slots=True)
+class CallPair:
+    """A call of each run that do the same; ``reason`` where that is not plain."""
+
+    reference: RecordedCall
+    candidate: RecordedCall
+    reason: str | None = None
 
 
-def calls_of(rows: Sequence[Row], rename: Callable[[str], str]) -> list[Call]:
-    grouped: dict[int, list[Row]] = defaultdict(list)
-    named = {
-        row["record"]: row["name"] for row in rows if row["call"] < 0 and row["name"]
-    }
-    source: dict[int, str] = {}
+def calls_of(
+    rows: Sequence[RecordedRow], rename: Callable[[str], str]
+) -> list[RecordedCall]:
+    """Gather the rows of one step into calls, in the order of execution.
+
+    ``rename`` gives names of modules and parameters their name in the candidate.
+    """
+    parameters = _parameters_shown(rows, rename)
+    grouped: dict[int, list[RecordedRow]] = defaultdict(list)
     for row in rows:
-        inputs = list(row["inputs"] or [])
-        if row["record"] in named:
-            source[row["record"]] = rename(named[row["record"]])
-        elif (
-            row["operator"] in TRANSPARENT and len(inputs) == 1 and inputs[0] in source
-        ):
-            source[row["record"]] = source[inputs[0]]  # a view or a cast of a parameter
-        if row["call"] >= 0 and row["role"] in (None, "output"):
-            grouped[row["call"]].append(row)
-    found = []
-    for group in grouped.values():
-        names = {source[i] for row in group for i in row["inputs"] or () if i in source}
-        call = Call(
-            group,
-            frozenset(names | {rename(row["name"]) for row in group if row["name"]}),
-        )
-        call.module = rename(call.module)
-        found.append(call)
-    return sorted(found, key=lambda call: call.record)
+        if row.is_call and row.role in (None, "output"):
+            grouped[row.call].append(row)
+    calls = [_call(group, parameters, rename) for group in grouped.values()]
+    return sorted(calls, key=lambda call: call.record)
 
 
-def match_calls(ours: list[Call], theirs: list[Call]) -> list[Matched]:
-    found: list[Matched] = []
-    left, right = _grouped(ours), _grouped(theirs)
-    spare_left: list[Call] = []
-    spare_right: list[Call] = [
-        c for key in right.keys() - left.keys() for c in right[key]
-    ]
-    for key, calls in left.items():
-        others = right.get(key)
-        if others is None:
-            spare_left += calls
-            continue
-        taken = _sequence(calls, others)
-        found += [(calls[i], others[j], None) for i, j in taken]
-        some, same = {i for i, _ in taken}, {j for _, j in taken}
-        spare_left += [c for i, c in enumerate(calls) if i not in some]
-        spare_right += [c for j, c in enumerate(others) if j not in same]
+def _parameters_shown(
+    rows: Sequence[RecordedRow], rename: Callable[[str], str]
+) -> dict[int, str]:
+    """Records that hold a parameter, or a view or a cast of one: its name."""
+    names: dict[int, str] = {}
+    for row in rows:
+        if row.name and not row.is_call:
+            names[row.record] = rename(row.name)
+        elif row.operator in TRANSPARENT and len(row.inputs) == 1:
+            shown = names.get(row.inputs[0])
+            if shown is not None:
+                names[row.record] = shown
+    return names
+
+
+def _call(
+    rows: list[RecordedRow],
+    parameters: Mapping[int, str],
+    rename: Callable[[str], str],
+) -> RecordedCall:
+    first = rows[0]
+    names = {rename(row.name) for row in rows if row.name}
+    for row in rows:
+        names.update(parameters[i] for i in row.inputs if i in parameters)
+    return RecordedCall(
+        rows=rows,
+        names=frozenset(names),
+        phase="recomputed" if first.recomputed else first.phase,
+        module=rename(first.module),
+        operator=first.operator.rstrip("_") or first.operator,
+        shapes=tuple(tuple(row.shape or ()) for row in rows),
+    )
+
+
+def match_calls(
+    reference: list[RecordedCall], candidate: list[RecordedCall]
+) -> list[CallPair]:
+    """Pair the calls of two runs: by module, then whatever is left by structure."""
+    left = _grouped(reference)
+    right = _grouped(candidate)
+    pairs: list[CallPair] = []
+    for group, calls in left.items():
+        others = right.get(group, [])
+        pairs += [CallPair(calls[i], others[j]) for i, j in _sequence(calls, others)]
+    spare = _Spare(reference, candidate)
+    spare.take(pairs)
     for match in (_renamed, _moved, _reordered):
-        if spare_left and spare_right:
-            spare_left.sort(key=lambda c: c.record)
-            spare_right.sort(key=lambda c: c.record)
-            more = match(spare_left, spare_right)
-            found += more
-            taken_left, taken_right = (
-                {id(a) for a, _, _ in more},
-                {id(b) for _, b, _ in more},
-            )
-            spare_left = [c for c in spare_left if id(c) not in taken_left]
-            spare_right = [c for c in spare_right if id(c) not in taken_right]
-    return found + _again(left, spare_right)
+        if spare.reference and spare.candidate:
+            found = match(spare.reference, spare.candidate)
+            spare.take(found)
+            pairs += found
+    return pairs + _recomputed(left, spare.candidate)
 
 
-def _again(
-    forward: Mapping[tuple[str, str], list[Call]], spare: Sequence[Call]
-) -> list[Matched]:
-    """Calls that a checkpoint of the candidate makes once more, with those of the reference's forward pass."""
-    found: list[Matched] = []
-    for (_, module), calls in _grouped(
-        c for c in spare if c.phase == "recomputed"
-    ).items():
-        ours = forward.get(("forward", module), [])
-        found += [
-            (ours[i], calls[j], "computed again in the backward pass")
-            for i, j in _sequence(ours, calls)
-        ]
-    return found
+class _Spare:
+    """The calls of both runs that have no counterpart yet, in order of execution."""
+
+    def __init__(
+        self, reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+    ) -> None:
+        self.reference = list(reference)
+        self.candidate = list(candidate)
+
+    def take(self, pairs: Sequence[CallPair]) -> None:
+        """Leave out the calls of these pairs."""
+        taken = {id(pair.reference) for pair in pairs}
+        taken |= {id(pair.candidate) for pair in pairs}
+        self.reference = [call for call in self.reference if id(call) not in taken]
+        self.candidate = [call for call in self.candidate if id(call) not in taken]
 
 
-def _grouped(calls: Iterable[Call]) -> dict[tuple[str, str], list[Call]]:
-    found: dict[tuple[str, str], list[Call]] = defaultdict(list)
+def _recomputed(
+    forward: Mapping[Group, list[RecordedCall]], spare: Sequence[RecordedCall]
+) -> list[CallPair]:
+    """Pair what a checkpoint of the candidate computes again with the forward pass."""
+    pairs: list[CallPair] = []
+    again = [call for call in spare if call.phase == "recomputed"]
+    for (_, module), calls in _grouped(again).items():
+        once = forward.get(("forward", module), [])
+        for i, j in _sequence(once, calls):
+            pairs.append(CallPair(once[i], calls[j], RECOMPUTED))
+    return pairs
+
+
+def _grouped(calls: Iterable[RecordedCall]) -> dict[Group, list[RecordedCall]]:
+    groups: dict[Group, list[RecordedCall]] = defaultdict(list)
     for call in calls:
-        found[call.phase, call.module].append(call)
-    return found
+        groups[call.phase, call.module].append(call)
+    return groups
 
 
-def _sequence(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int]]:
-    """The pairs of two sequences of one module that keep their order and score best."""
-    same = len(ours) == len(theirs)
-    if same and all(
-        a.operator == b.operator and a.names == b.names
-        for a, b in zip(ours, theirs, strict=True)
-    ):
-        return [(i, i) for i in range(len(ours))]
+def _sequence(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> Places:
+    """The best-scoring places of two sequences of one module that keep their order."""
+    if _same_program(reference, candidate):
+        return [(i, i) for i in range(len(reference))]
+    shortest = min(len(reference), len(candidate))
     start = 0
-    while start < min(len(ours), len(theirs)) and _twins(ours[start], theirs[start]):
+    while start < shortest and _twins(reference[start], candidate[start]):
         start += 1
     end = 0
-    while end < min(len(ours), len(theirs)) - start and _twins(
-        ours[-1 - end], theirs[-1 - end]
-    ):
+    while end < shortest - start and _twins(reference[-1 - end], candidate[-1 - end]):
         end += 1
-    a, b = ours[start : len(ours) - end], theirs[start : len(theirs) - end]
-    middle = (
-        _by_value(a, b, _best(a, b)) if len(a) * len(b) <= LARGEST else _blocks(a, b)
+    middle = _middle(
+        reference[start : len(reference) - end],
+        candidate[start : len(candidate) - end],
     )
-    pairs = [(i, i) for i in range(start)] + [(start + i, start + j) for i, j in middle]
-    return pairs + [(len(ours) - end + i, len(theirs) - end + i) for i in range(end)]
+    pairs = [(i, i) for i in range(start)]
+    pairs += [(start + i, start + j) for i, j in middle]
+    left = len(reference) - end
+    right = len(candidate) - end
+    return pairs + [(left + i, right + i) for i in range(end)]
 
 
-def _twins(one: Call, other: Call) -> bool:
-    same = (
+def _same_program(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> bool:
+    """Return True where all calls agree in operator and parameters, one by one."""
+    if len(reference) != len(candidate):
+        return False
+    return all(
+        one.operator == other.operator and one.names == other.names
+        for one, other in zip(reference, candidate, strict=True)
+    )
+
+
+def _middle(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> Places:
+    if len(reference) * len(candidate) > LARGEST:
+        return _common_blocks(reference, candidate)
+    in_order = _needleman_wunsch(reference, candidate)
+    return _by_value(reference, candidate, in_order)
+
+
+def _twins(one: RecordedCall, other: RecordedCall) -> bool:
+    """Return True for the same operator, shapes, parameters and values."""
+    return (
         one.operator == other.operator
         and one.shapes == other.shapes
         and one.names == other.names
+        and _distance(one, other) < SAME
     )
-    return same and _apart(one, other) < SAME
 
 
-def _best(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int]]:
-    """Needleman-Wunsch without a cost for gaps."""
-    width = len(theirs) + 1
-    table = [[0.0] * width for _ in range(len(ours) + 1)]
-    for i in range(len(ours) - 1, -1, -1):
-        row, below, mine = table[i], table[i + 1], ours[i]
-        for j in range(len(theirs) - 1, -1, -1):
-            best = below[j] if below[j] > row[j + 1] else row[j + 1]
-            score = _score(mine, theirs[j])
-            if score and below[j + 1] + score > best:
-                best = below[j + 1] + score
-            row[j] = best
+def _needleman_wunsch(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> Places:
+    """The order-keeping pairs with the best total score; a gap costs nothing."""
+    table = _best_scores(reference, candidate)
     pairs = []
-    i = j = 0
-    while i < len(ours) and j < len(theirs):
-        score = _score(ours[i], theirs[j])
+    i = 0
+    j = 0
+    while i < len(reference) and j < len(candidate):
+        score = _score(reference[i], candidate[j])
         if score and table[i][j] == table[i + 1][j + 1] + score:
             pairs.append((i, j))
-            i, j = i + 1, j + 1
+            i += 1
+            j += 1
         elif table[i][j] == table[i + 1][j]:
             i += 1
         else:
@@ -200,134 +258,187 @@ def _best(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int]]
     return pairs
 
 
+def _best_scores(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> list[list[float]]:
+    """``[i][j]``: the best score of the calls from ``i`` and from ``j`` on."""
+    width = len(candidate) + 1
+    table = [[0.0] * width for _ in range(len(reference) + 1)]
+    for i in range(len(reference) - 1, -1, -1):
+        row = table[i]
+        below = table[i + 1]
+        call = reference[i]
+        for j in range(len(candidate) - 1, -1, -1):
+            best = below[j] if below[j] > row[j + 1] else row[j + 1]
+            score = _score(call, candidate[j])
+            if score and below[j + 1] + score > best:
+                best = below[j + 1] + score
+            row[j] = best
+    return table
+
+
 def _by_value(
-    ours: Sequence[Call], theirs: Sequence[Call], pairs: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """The pairs, where calls of one operator stand in another order and only their values tell which is which."""
-    unlike = [(i, j) for i, j in pairs if not _alike(ours[i], theirs[j])]
+    reference: Sequence[RecordedCall],
+    candidate: Sequence[RecordedCall],
+    in_order: Places,
+) -> Places:
+    """Mend pairs of calls that stand in another order, which only values tell."""
+    unlike = [(i, j) for i, j in in_order if not _alike(reference[i], candidate[j])]
     if not unlike:
-        return list(pairs)
-    kept = dict(set(pairs) - set(unlike))
-    left = [i for i in range(len(ours)) if i not in kept]
-    right = [j for j in range(len(theirs)) if j not in set(kept.values())]
-    for i in left:
-        mine = ours[i]
-        fits = [
-            j
-            for j in right
-            if mine.shapes == theirs[j].shapes and _score(mine, theirs[j])
-        ]
-        same = [j for j in fits if _alike(mine, theirs[j])]
+        return in_order
+    pairs = dict(set(in_order) - set(unlike))
+    paired = set(pairs.values())
+    free = [j for j in range(len(candidate)) if j not in paired]
+    for i, call in enumerate(reference):
+        if i in pairs:
+            continue
+        same = [j for j in free if _interchangeable(call, candidate[j])]
         if len(same) == 1:
-            kept[i] = same[0]
-            right.remove(same[0])
-    kept |= {i: j for i, j in unlike if i not in kept and j in right}
-    return sorted(kept.items())
+            pairs[i] = same[0]
+            free.remove(same[0])
+    for i, j in unlike:
+        if i not in pairs and j in free:
+            pairs[i] = j
+    return sorted(pairs.items())
 
 
-def _score(one: Call, other: Call) -> float:
+def _interchangeable(one: RecordedCall, other: RecordedCall) -> bool:
+    if one.shapes != other.shapes or not _score(one, other):
+        return False
+    return _alike(one, other)
+
+
+def _score(one: RecordedCall, other: RecordedCall) -> float:
     """How well two calls go together; 0 where they must not."""
     if one.operator != other.operator:
         return 0.0
-    if one.operator in TRANSPARENT and (
-        one.shapes != other.shapes or one.names != other.names or not _alike(one, other)
-    ):
-        return 0.0  # which one of many views it is shows in what reads it
-    if one.shapes != other.shapes and (
-        one.names != other.names or one.read != other.read
+    same_shapes = one.shapes == other.shapes
+    same_names = one.names == other.names
+    # which one of many views it is shows in what reads it
+    if one.operator in TRANSPARENT and not (
+        same_shapes and same_names and _alike(one, other)
     ):
         return 0.0
-    score = 4.0 + 2.0 * (one.shapes == other.shapes)
+    same_inputs = same_names and one.inputs_read == other.inputs_read
+    if not same_shapes and not same_inputs:
+        return 0.0
+    score = 6.0 if same_shapes else 4.0
     if one.names or other.names:
-        score += 4.0 if one.names == other.names else -3.0
-    apart = _apart(one, other)
-    return score + 3.0 * (apart < ALIKE) + 2.0 * (apart < SAME)
+        score += 4.0 if same_names else -3.0
+    distance = _distance(one, other)
+    if distance < ALIKE:
+        score += 3.0
+    if distance < SAME:
+        score += 2.0
+    return score
 
 
-def _alike(one: Call, other: Call) -> bool:
-    """Whether the first rows hold about the same values, as far as statistics tell."""
-    return _apart(one, other) < ALIKE
+def _alike(one: RecordedCall, other: RecordedCall) -> bool:
+    """Return True where the first rows hold about the same values, by statistics."""
+    return _distance(one, other) < ALIKE
 
 
-def _apart(one: Call, other: Call) -> float:
+def _distance(one: RecordedCall, other: RecordedCall) -> float:
     error = of_statistics(one.rows[0], other.rows[0]).error
     return math.inf if error is None else error
 
 
-def _blocks(ours: Sequence[Call], theirs: Sequence[Call]) -> list[tuple[int, int]]:
-    matcher = SequenceMatcher(
-        None,
-        [(c.operator, c.shapes) for c in ours],
-        [(c.operator, c.shapes) for c in theirs],
-        False,
-    )
-    return [
-        (m.a + i, m.b + i) for m in matcher.get_matching_blocks() for i in range(m.size)
-    ]
+def _common_blocks(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> Places:
+    """The places of the longest common runs of operators and shapes."""
+    ours = [(call.operator, call.shapes) for call in reference]
+    theirs = [(call.operator, call.shapes) for call in candidate]
+    return _equal_places(SequenceMatcher(None, ours, theirs, autojunk=False))
 
 
-def _renamed(ours: list[Call], theirs: list[Call]) -> list[Matched]:
-    """Modules that only one side has, in order, where operators and shapes of their calls agree."""
-    left, right = _grouped(ours), _grouped(theirs)
-    mine = [key for key in left if key not in right]
-    other = [key for key in right if key not in left]
-
-    def shape(calls: Sequence[Call]) -> tuple[Any, ...]:
-        return tuple(
-            (c.operator, c.shapes) for c in calls if c.operator not in TRANSPARENT
-        )
-
-    matcher = SequenceMatcher(
-        None,
-        [(k[0], shape(left[k])) for k in mine],
-        [(k[0], shape(right[k])) for k in other],
-        False,
-    )
-    found: list[Matched] = []
+def _equal_places(matcher: SequenceMatcher[Any]) -> Places:
+    places: Places = []
     for block in matcher.get_matching_blocks():
-        for i in range(block.size):
-            a, b = left[mine[block.a + i]], right[other[block.b + i]]
-            if not shape(a):
+        places += [(block.a + i, block.b + i) for i in range(block.size)]
+    return places
+
+
+def _renamed(
+    reference: list[RecordedCall], candidate: list[RecordedCall]
+) -> list[CallPair]:
+    """Pair modules that only one side has, in order, where their calls agree."""
+    left = _grouped(reference)
+    right = _grouped(candidate)
+    ours = [group for group in left if group not in right]
+    theirs = [group for group in right if group not in left]
+    matcher = SequenceMatcher(
+        None,
+        [(phase, _computed(left[phase, module])) for phase, module in ours],
+        [(phase, _computed(right[phase, module])) for phase, module in theirs],
+        autojunk=False,
+    )
+    pairs: list[CallPair] = []
+    for i, j in _equal_places(matcher):
+        calls = left[ours[i]]
+        others = right[theirs[j]]
+        if not _computed(calls):
+            continue
+        old_name = ours[i][1] or "(root)"
+        new_name = theirs[j][1] or "(root)"
+        reason = f"module {old_name} is called {new_name}"
+        for k, m in _sequence(calls, others):
+            pairs.append(CallPair(calls[k], others[m], reason))
+    return pairs
+
+
+def _computed(calls: Sequence[RecordedCall]) -> tuple[tuple[str, Shapes], ...]:
+    """Operators and shapes of the calls that do more than hand values on."""
+    return tuple(
+        (call.operator, call.shapes)
+        for call in calls
+        if call.operator not in TRANSPARENT
+    )
+
+
+def _moved(
+    reference: list[RecordedCall], candidate: list[RecordedCall]
+) -> list[CallPair]:
+    """Pair calls in order, whatever module they are in."""
+    pairs: list[CallPair] = []
+    for phase in dict.fromkeys(call.phase for call in reference):
+        ours = _computing(reference, phase)
+        theirs = _computing(candidate, phase)
+        if len(ours) * len(theirs) <= LARGEST:
+            places = _needleman_wunsch(ours, theirs)
+        else:
+            places = _common_blocks(ours, theirs)
+        for i, j in places:
+            one = ours[i]
+            other = theirs[j]
+            if one.shapes != other.shapes:
                 continue
-            reason = f"module {mine[block.a + i][1] or '(root)'} is called {other[block.b + i][1] or '(root)'}"
-            found += [(a[i], b[j], reason) for i, j in _sequence(a, b)]
-    return found
+            same_module = one.module == other.module
+            reason = None if same_module else f"in module {other.module or '(root)'}"
+            pairs.append(CallPair(one, other, reason))
+    return pairs
 
 
-def _moved(ours: list[Call], theirs: list[Call]) -> list[Matched]:
-    found: list[Matched] = []
-    for phase in dict.fromkeys(c.phase for c in ours):
-        a = [c for c in ours if c.phase == phase and c.operator not in TRANSPARENT]
-        b = [c for c in theirs if c.phase == phase and c.operator not in TRANSPARENT]
-        pairs = _best(a, b) if len(a) * len(b) <= LARGEST else _blocks(a, b)
-        found += [
-            (
-                a[i],
-                b[j],
-                None
-                if a[i].module == b[j].module
-                else f"in module {b[j].module or '(root)'}",
-            )
-            for i, j in pairs
-            if a[i].shapes == b[j].shapes
-        ]
-    return found
+def _computing(calls: Sequence[RecordedCall], phase: str) -> list[RecordedCall]:
+    return [c for c in calls if c.phase == phase and c.operator not in TRANSPARENT]
 
 
-def _reordered(ours: list[Call], theirs: list[Call]) -> list[Matched]:
-    there: dict[tuple[Any, ...], list[Call]] = defaultdict(list)
-    for call in theirs:
+def _reordered(
+    reference: list[RecordedCall], candidate: list[RecordedCall]
+) -> list[CallPair]:
+    """Pair calls of one module that do the same, at another place in the order."""
+    waiting: dict[object, list[RecordedCall]] = defaultdict(list)
+    for call in candidate:
         if call.operator not in TRANSPARENT or call.names:
-            there[
-                call.phase, call.module, call.operator, call.shapes, call.names
-            ].append(call)
-    found: list[Matched] = []
-    for call in ours:
-        others = there.get(
-            (call.phase, call.module, call.operator, call.shapes, call.names)
-        )
+            waiting[_kind(call)].append(call)
+    pairs: list[CallPair] = []
+    for call in reference:
+        others = waiting.get(_kind(call))
         if others:
-            found.append(
-                (call, others.pop(0), "at another place in the order of calls")
-            )
-    return found
+            reason = "at another place in the order of calls"
+            pairs.append(CallPair(call, others.pop(0), reason))
+    return pairs
+
+
+def _kind(call: RecordedCall) -> tuple[object, ...]:
+    return call.phase, call.module, call.operator, call.shapes, call.names

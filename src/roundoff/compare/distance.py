@@ -1,186 +1,237 @@
-"""How far a row of the candidate is from one of the reference: from tensors where both kept them, else statistics."""
+"""How far a candidate's row is from a reference's: by tensors, else by statistics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from roundoff.compare.findings import Distance
 from roundoff.compare.metrics import Metrics, measure
+from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.record import StepTensors
 
-Row = Mapping[str, Any]
-
-_COUNTS = ("nan", "posinf", "neginf")
+#: Statistics over the finite elements.
 VALUES = ("min", "max", "mean", "l2", "std")
+#: Counts of the elements that are not finite.
+COUNTS = ("nan", "posinf", "neginf")
+
+EQUAL = Distance(0.0, equal=True)
+UNKNOWN = Distance(None)
+INFINITE = Distance(math.inf)
+MASKED = Distance(0.0, masked=True)
 
 
 class Distances:
-    """The distances of one step; every pair of tensors is read and measured once, whatever views of it there are."""
+    """The distances of one step; calling it gives the one of two records.
+
+    Every pair of tensors is read and measured once, whatever views of it there are.
+    Without tensors of both sides, statistics decide.
+    """
 
     def __init__(
         self,
-        ours: Mapping[int, Row],
-        theirs: Mapping[int, Row],
-        mine: StepTensors | None,
-        other: StepTensors | None,
+        reference: Rows,
+        candidate: Rows,
+        reference_tensors: StepTensors | None,
+        candidate_tensors: StepTensors | None,
     ) -> None:
-        self._ours, self._theirs = ours, theirs
-        self._mine, self._other = mine, other
+        self._reference = reference
+        self._candidate = candidate
+        self._reference_tensors = reference_tensors
+        self._candidate_tensors = candidate_tensors
         self._metrics: dict[Any, Metrics] = {}
-        self._found: dict[tuple[int, int], tuple[Distance, Metrics | None]] = {}
+        self._measured: dict[tuple[int, int], tuple[Distance, Metrics | None]] = {}
 
-    def __call__(self, ours: int, theirs: int) -> Distance:
-        return self.full(ours, theirs)[0]
+    def __call__(self, reference: int, candidate: int) -> Distance:
+        return self.full(reference, candidate)[0]
 
-    def full(self, ours: int, theirs: int) -> tuple[Distance, Metrics | None]:
-        """The distance, and where tensors were kept all metrics."""
-        found = self._found.get((ours, theirs))
-        if found is None:
-            found = self._found[ours, theirs] = self._measure(ours, theirs)
-        return found
+    def full(self, reference: int, candidate: int) -> tuple[Distance, Metrics | None]:
+        """The distance of two records, and all metrics where tensors were kept."""
+        measured = self._measured.get((reference, candidate))
+        if measured is None:
+            measured = self._measure(reference, candidate)
+            self._measured[reference, candidate] = measured
+        return measured
 
-    def _measure(self, ours: int, theirs: int) -> tuple[Distance, Metrics | None]:
-        one, other = self._ours[ours], self._theirs[theirs]
-        if (
-            self._mine is None
-            or self._other is None
-            or ours not in self._mine
-            or theirs not in self._other
-        ):
-            return of_statistics(one, other), None
-        metrics = self._of_tensors(self._mine, self._other, ours, theirs)
-        if one["shape"] != other["shape"]:
-            return Distance(math.inf), metrics
-        return Distance(0.0, masked=True) if masked(one, other) else of_metrics(
-            metrics
-        ), metrics
+    def _measure(
+        self, reference: int, candidate: int
+    ) -> tuple[Distance, Metrics | None]:
+        twin = self._reference[reference]
+        row = self._candidate[candidate]
+        ours = self._reference_tensors
+        theirs = self._candidate_tensors
+        if ours is None or theirs is None:
+            return of_statistics(twin, row), None
+        if reference not in ours or candidate not in theirs:
+            return of_statistics(twin, row), None
+        metrics = self._of_tensors(ours, theirs, reference, candidate)
+        if twin.shape != row.shape:
+            return INFINITE, metrics
+        if differently_masked(twin, row):
+            return MASKED, metrics
+        return of_metrics(metrics), metrics
 
     def _of_tensors(
-        self, mine: StepTensors, other: StepTensors, ours: int, theirs: int
+        self, ours: StepTensors, theirs: StepTensors, reference: int, candidate: int
     ) -> Metrics:
-        """The metrics; of tensors that lie in memory in the same way those of the memory, for all views of it at once."""
-        dense = mine.dense(ours)
-        alike = dense is not None and dense == other.dense(theirs)
-        key = (
-            (mine.key(ours), other.key(theirs))
-            if not alike
-            else (self._ours[ours]["blob"], self._theirs[theirs]["blob"])
-        )
-        metrics = self._metrics.get(key)
-        if metrics is None:
-            one, two = (
-                (mine[ours], other[theirs])
-                if not alike
-                else (mine.blob(ours).view(-1), other.blob(theirs).view(-1))
-            )
-            metrics = self._metrics[key] = measure(one, two)
-        if dense is None or not alike or metrics.worst_index is None:
+        """The metrics; tensors that lie alike in memory share those of the memory."""
+        layout = ours.dense(reference)
+        if layout is None or layout != theirs.dense(candidate):
+            key = (ours.key(reference), theirs.key(candidate))
+            metrics = self._metrics.get(key)
+            if metrics is None:
+                metrics = measure(ours[reference], theirs[candidate])
+                self._metrics[key] = metrics
             return metrics
-        return metrics._replace(worst_index=_place(metrics.worst_index[0], *dense))
+        blobs = (self._reference[reference].blob, self._candidate[candidate].blob)
+        metrics = self._metrics.get(blobs)
+        if metrics is None:
+            ours_flat = ours.blob(reference).view(-1)
+            theirs_flat = theirs.blob(candidate).view(-1)
+            metrics = measure(ours_flat, theirs_flat)
+            self._metrics[blobs] = metrics
+        if metrics.worst_index is None:
+            return metrics
+        worst = _index_of(metrics.worst_index[0], *layout)
+        return replace(metrics, worst_index=worst)
 
 
-def _place(flat: int, shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+def _index_of(flat: int, shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     """The index of an element from its place in memory."""
+    strided = [(stride[axis], axis) for axis, size in enumerate(shape) if size > 1]
     index = [0] * len(shape)
-    for step, axis in sorted(
-        ((s, a) for a, s in enumerate(stride) if shape[a] > 1), reverse=True
-    ):
+    for step, axis in sorted(strided, reverse=True):
         index[axis], flat = divmod(flat, step)
     return index
 
 
 def of_metrics(metrics: Metrics) -> Distance:
-    """One number of the metrics: the relative l2 distance; infinite where NaN or Inf disagree, or only one is zero."""
+    """The relative l2 distance; infinite where NaN, Inf or zeros disagree."""
     if metrics.numel == 0:
-        return Distance(0.0, True)
-    special = (
-        metrics.nan_reference,
-        metrics.nan_candidate,
-        metrics.inf_reference,
-        metrics.inf_candidate,
-    )
-    if any(special):
-        return Distance(math.inf)
+        return EQUAL
+    if (
+        metrics.nan_reference
+        or metrics.nan_candidate
+        or metrics.inf_reference
+        or metrics.inf_candidate
+    ):
+        return INFINITE
     if metrics.equal == 1.0:
-        return Distance(0.0, True)
-    if metrics.rel_l2 is None:
-        return Distance(None if metrics.max_abs is None else math.inf)
-    return Distance(metrics.rel_l2)
+        return EQUAL
+    if metrics.rel_l2 is not None:
+        return Distance(metrics.rel_l2)
+    return UNKNOWN if metrics.max_abs is None else INFINITE
 
 
-def of_statistics(one: Row, other: Row) -> Distance:
-    """The largest difference of the statistics of two rows: l2 and standard deviation relative to the reference's l2 per
-    element, mean relative to that too, smallest and largest relative to the largest magnitude.
+def of_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:
+    """The largest relative difference of the statistics of two rows.
 
-    Equal statistics are taken for equal tensors. Infinite where NaN or Inf counts or shapes differ, unknown without
-    statistics.
+    l2 is relative to the reference's, mean and standard deviation to its root mean
+    square, smallest and largest to its largest magnitude. Equal statistics are taken
+    for equal tensors, unless hashes say otherwise. Infinite where counts of NaN or
+    Inf, or the shapes, differ; unknown without statistics.
 
-    >>> row = {"shape": [4], "numel": 4, "min": 1.0, "max": 2.0, "mean": 1.5, "l2": 3.2, "std": 0.5, "hash": None,
-    ...        "dtype": "float32", "nan": 0, "posinf": 0, "neginf": 0}
-    >>> of_statistics(row, row).equal, round(of_statistics(row, row | {"max": 2.2}).error, 3)
+    >>> stats = dict(min=1.0, max=2.0, mean=1.5, l2=3.2, std=0.5, nan=0, posinf=0)
+    >>> stats |= dict(shape=[4], numel=4, neginf=0, dtype="float32")
+    >>> row = RecordedRow(record=0, call=0, operator="add", **stats)
+    >>> other = RecordedRow(record=0, call=0, operator="add", **stats | {"max": 2.2})
+    >>> of_statistics(row, row).equal, round(of_statistics(row, other).error, 3)
     (True, 0.1)
     """
-    if one["hash"] is not None and one["hash"] == other["hash"]:
-        return Distance(0.0, True)
-    if (
-        one["shape"] != other["shape"]
-        and one["shape"] is not None
-        and other["shape"] is not None
-    ):
-        return Distance(math.inf)
-    if one["nan"] is None or other["nan"] is None:
-        return Distance(None)
-    if masked(one, other):
-        return Distance(0.0, masked=True)
-    if any(one[c] != other[c] for c in _COUNTS):
-        return Distance(math.inf)
-    if all(one[c] == other[c] for c in VALUES):
-        known = one["hash"] is None or other["hash"] is None
-        return Distance(0.0, known)
-    if one["l2"] is None or other["l2"] is None:
-        return Distance(None if one["l2"] is other["l2"] else math.inf)
-    if not one["l2"]:
-        return Distance(math.inf)
-    return Distance(relative(one, other, max))
+    if reference.hash is not None and reference.hash == candidate.hash:
+        return EQUAL
+    if _shapes_differ(reference, candidate):
+        return INFINITE
+    if reference.nan is None or candidate.nan is None:
+        return UNKNOWN
+    if differently_masked(reference, candidate):
+        return MASKED
+    if any(getattr(reference, c) != getattr(candidate, c) for c in COUNTS):
+        return INFINITE
+    ours = [getattr(reference, name) for name in VALUES]
+    if ours == [getattr(candidate, name) for name in VALUES]:
+        return Distance(0.0, equal=reference.hash is None or candidate.hash is None)
+    return _of_finite_statistics(reference, candidate)
 
 
-def masked(one: Row, other: Row) -> bool:
-    """Whether both hold an additive mask, of different size: -Inf, or the lowest number of one format or the other. What it
-    leaves of the values shows in what reads them."""
-    if one["nan"] or other["nan"] or one["posinf"] or other["posinf"]:
+def _of_finite_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:
+    if reference.l2 is None and candidate.l2 is None:
+        return UNKNOWN
+    if not reference.l2 or candidate.l2 is None:
+        return INFINITE
+    return Distance(largest_difference(reference, candidate, max))
+
+
+def _shapes_differ(reference: RecordedRow, candidate: RecordedRow) -> bool:
+    if reference.shape is None or candidate.shape is None:
         return False
-    ends = [_lowest(row) for row in (one, other)]
-    return None not in ends and ends[0] != ends[1]
+    return reference.shape != candidate.shape
 
 
-def _lowest(row: Row) -> float | None:
-    """The end of the format that the row reaches, -Inf or its lowest number; None where it reaches neither."""
-    dtype = getattr(torch, row["dtype"] or "", None)
+def differently_masked(reference: RecordedRow, candidate: RecordedRow) -> bool:
+    """Return True where both hold an additive mask, of different size.
+
+    A mask reaches -Inf, or the lowest number of its format. What it leaves of the
+    values shows in what reads them.
+    """
+    if reference.nan or candidate.nan or reference.posinf or candidate.posinf:
+        return False
+    lowest = _lowest_reached(reference)
+    other_lowest = _lowest_reached(candidate)
+    if lowest is None or other_lowest is None:
+        return False
+    return lowest != other_lowest
+
+
+def _lowest_reached(row: RecordedRow) -> float | None:
+    """-Inf, or the lowest number of the format; None where the row reaches neither."""
+    dtype = getattr(torch, row.dtype or "", None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None
-    if row["neginf"]:
+    if row.neginf:
         return -math.inf
-    return (
-        float(row["min"])
-        if row["min"] is not None and row["min"] <= 0.99 * torch.finfo(dtype).min
-        else None
-    )
+    if row.min is None or row.min > 0.99 * torch.finfo(dtype).min:
+        return None
+    return float(row.min)
 
 
-def relative(
-    one: Mapping[str, Any], other: Mapping[str, Any], largest: Callable[..., Any]
+@dataclass(frozen=True, slots=True)
+class StatisticColumns:
+    """The statistics of many rows: each field a numpy array or a polars expression."""
+
+    numel: Any
+    min: Any
+    max: Any
+    mean: Any
+    l2: Any
+    std: Any
+    nan: Any
+    posinf: Any
+    neginf: Any
+
+
+def largest_difference(
+    reference: RecordedRow | StatisticColumns,
+    candidate: RecordedRow | StatisticColumns,
+    maximum: Callable[..., Any],
 ) -> Any:
-    """The largest relative difference of the statistics; of numbers with ``max``, of arrays with what does it for them."""
-    rms = one["l2"] / (one["numel"] - one["nan"] - one["posinf"] - one["neginf"]) ** 0.5
-    amax = largest(abs(one["min"]), abs(one["max"]))
-    return largest(
-        abs(one["l2"] - other["l2"]) / one["l2"],
-        abs(one["mean"] - other["mean"]) / rms,
-        abs(one["std"] - other["std"]) / rms,
-        abs(one["min"] - other["min"]) / amax,
-        abs(one["max"] - other["max"]) / amax,
+    """The largest relative difference of statistics, as of ``of_statistics``.
+
+    ``maximum`` is ``max`` for rows, for columns the maximum element by element.
+    """
+    # of any type: rows have numbers here, columns have arrays
+    one: Any = reference
+    other: Any = candidate
+    rms = one.l2 / (one.numel - one.nan - one.posinf - one.neginf) ** 0.5
+    amax = maximum(abs(one.min), abs(one.max))
+    return maximum(
+        abs(one.l2 - other.l2) / one.l2,
+        abs(one.mean - other.mean) / rms,
+        abs(one.std - other.std) / rms,
+        abs(one.min - other.min) / amax,
+        abs(one.max - other.max) / amax,
     )

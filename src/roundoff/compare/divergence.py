@@ -1,345 +1,445 @@
-"""Where two runs part: for every pair of rows, whether the error was made there or came with the inputs.
+"""Where two runs part: for every pair of rows, was the error made there or inherited?
 
-A row *diverges* where its distance from the reference is more than rounding explains (its tolerance). A divergent row
-whose inputs agree made the error itself; one whose inputs differ may only hand it on, so the call is run again (where
-tensors were kept, see ``replayed``) on the inputs it really had. Rows are taken in the order of execution; each hands the
-site at fault on to those that read it.
+A row *diverges* where its distance from the reference is more than rounding explains
+(its tolerance). A divergent row whose inputs agree made the error itself; one whose
+inputs differ may only hand it on, so the call is run again (where tensors were kept,
+see ``replay``) on the inputs it really had. Rows are taken in the order of execution;
+each hands the site at fault on to those that read it.
 
-What reads something else than its counterpart does (an operator that was left out, a stale buffer) is found by its
-inputs: they agree with *their* counterparts, and not with what the reference reads in this place.
+A call that reads something else than its counterpart does (an operator that was left
+out, a stale buffer) is found by its inputs: they agree with *their* counterparts, and
+not with what the reference reads in this place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 from roundoff.compare.findings import INHERITED, OWN, Bound, Distance, Finding
-from roundoff.compare.replayed import Replayed
-from roundoff.ops import base, operators_that, values_read
+from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.replay import CallReplay
+from roundoff.ops import operators_that
 
-Row = Mapping[str, Any]
-
-#: Error may grow this much through an operator before it is run again to see (with tensors), or taken for the
-#: operator's own (from statistics alone, where a difference of two near values is told from nothing else).
-GAIN_REPLAYED, GAIN = 1.25, 32.0
-#: Of operators with equal inputs only their own rounding is left: this part of the tolerance.
+#: Growth of an error through an operator above which it is run again.
+GAIN_REPLAYED = 1.25
+#: The same from statistics alone, where a difference of two near values looks like
+#: nothing else: above it the error is taken for the operator's own.
+GAIN = 32.0
+#: Of operators with equal inputs only their own rounding is left: this part of the
+#: tolerance.
 EQUAL_INPUTS = 0.25
 #: A value that is this far off tells nothing any more about what is computed from it.
 NOISE = 0.3
+#: An error up to this many times that of an earlier step is carried over from it.
+CARRIED = 4.0
+#: A value that is this many times nearer to its own counterpart than to what the
+#: reference reads is the wrong value, not a wrong one.
+NEARER = 8.0
+#: Operators whose result holds the values of their inputs: they add no error of size.
+EXACT = operators_that("add no error")
+#: These give all elements of their input, in their order.
+HANDS_ON = operators_that("hand on in order")
+#: Their further results may be a workspace of bytes.
+WORKSPACE = operators_that("return a workspace")
+#: Memory that nothing was written to yet.
+UNWRITTEN = operators_that("leave memory unwritten")
 
 
-@dataclass
+class StepMeasures(Protocol):
+    """What a divergence asks about one step of two runs, by record or row.
+
+    Reference first, candidate second.
+    """
+
+    @property
+    def can_replay(self) -> bool:
+        """True where tensors were kept, so that calls can be run again."""
+
+    @property
+    def hidden_error(self) -> float:
+        """The error that a value may have although its statistics are equal."""
+
+    def distance(self, reference: int, candidate: int) -> Distance:
+        """How far two values are apart."""
+
+    def distance_within(self, one: int, other: int) -> Distance:
+        """How far two of the candidate's own values are apart."""
+
+    def bound(self, twin: RecordedRow, row: RecordedRow) -> Bound:
+        """The error that rounding explains."""
+
+    def operands(
+        self, twin: RecordedRow, row: RecordedRow
+    ) -> Sequence[tuple[int, int]]:
+        """The records that two aligned rows read in the same places."""
+
+    def changed_arguments(self, twin: RecordedRow, row: RecordedRow) -> tuple[str, ...]:
+        """The arguments that differ between two calls, a text each."""
+
+    def replay(
+        self, twin: RecordedRow, row: RecordedRow, *, same_inputs: bool
+    ) -> CallReplay:
+        """Run a call again on the inputs it had."""
+
+    def carried(self, row: RecordedRow) -> tuple[float, bool]:
+        """The error of a value from before this step, and whether it is a fault."""
+
+
+@dataclass(slots=True)
 class Divergence:
-    """One step of both runs. ``counterpart`` is the reference record of a candidate record, ``exact`` those of calls that
-    were aligned by name or structure; ``distance(reference record, candidate record)`` measures; ``tolerance(reference
-    row, candidate row)`` is what rounding explains; ``replay(reference row, candidate row)`` runs a call again;
-    ``slots`` gives the records that two aligned rows read in the same places. ``least`` is the error that a value has where
-    statistics differ at all: they average it away; ``apart`` is the distance of two of the candidate's own values."""
+    """One step of both runs, and what is found of its rows.
 
-    ours: Mapping[int, Row]
-    theirs: Mapping[int, Row]
+    Attributes:
+        reference: rows by record.
+        candidate: rows by record.
+        counterpart: the reference record of a candidate record.
+        exact: candidate records of calls that were aligned by name or structure.
+        measures: distances, bounds and replays of this step.
+        findings: by candidate record, in the order of execution.
+    """
+
+    reference: Rows
+    candidate: Rows
     counterpart: Mapping[int, int]
     exact: frozenset[int]
-    distance: Callable[[int, int], Distance]
-    tolerance: Callable[[Row, Row], Bound]
-    slots: Callable[[Row, Row], Sequence[tuple[int, int]]]
-    changed: Callable[[Row, Row], tuple[str, ...]] = lambda _a, _b: ()
-    replay: Callable[[Row, Row, bool, bool], Replayed] | None = None
-    least: float = 0.0
-    carried: Callable[[Row], tuple[float, bool]] = lambda _: (0.0, False)
-    apart: Callable[[int, int], Distance] = lambda _a, _b: Distance(None)
+    measures: StepMeasures
     findings: dict[int, Finding] = field(default_factory=dict)
 
     def run(self) -> dict[int, Finding]:
-        """The findings by candidate record, in the order of execution."""
+        """Judge every row that has a counterpart, in the order of execution."""
         for record in sorted(self.counterpart):
-            self.findings[record] = self._row(record)
-        self._heal()
+            self.findings[record] = self._finding(record)
+        self._forgive_sums_in_another_order()
         return self.findings
 
-    def _heal(self) -> None:
-        """Gradients of several uses of a value that are added in another order differ in between, and agree again where the
-        last of them has come: what is read or inserted there and changes nothing after it is no fault."""
-        readers: dict[int, list[int]] = {}
-        for row in self.theirs.values():
-            for record in row["inputs"] or ():
-                readers.setdefault(record, []).append(row["record"])
-        gone = {
-            r
-            for r, f in self.findings.items()
-            if f.cause == OWN
-            and self.theirs[r]["phase"] == "backward"
-            and (f.read is not None or r not in self.exact)
-            and self._ends(r, readers)
-        }
-        for finding in self.findings.values():
-            if (
-                finding.record in gone
-                or finding.cause == INHERITED
-                and finding.origin in gone
-            ):
-                finding.cause = finding.origin = None
+    def twin(self, record: int) -> RecordedRow:
+        """The reference's row of a candidate record."""
+        return self.reference[self.counterpart[record]]
 
-    def _ends(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
-        """Whether every value that is made of this one agrees after some operators as well as their other inputs do."""
-        tainted, waiting = {record}, sorted(readers.get(record, ()))
-        while waiting:
-            reader = waiting.pop(0)
-            finding = self.findings.get(reader)
-            if finding is not None and finding.error is not None and reader > record:
-                fair = [
-                    e
-                    for r, e in finding.sources
-                    if r not in tainted and self.findings[r].cause is None
-                ]
-                others = max(fair, default=0.0)
-                if finding.error <= max(2 * others, EQUAL_INPUTS * finding.tolerance):
-                    continue
-            if reader not in tainted and reader > record:
-                tainted.add(reader)
-                waiting = sorted({*waiting, *readers.get(reader, ())})
-        return all(r in readers for r in tainted)
+    # -- one row -----------------------------------------------------------------
 
-    def _row(self, record: int) -> Finding:
-        row, twin = self.theirs[record], self.ours[self.counterpart[record]]
-        found = self.distance(twin["record"], record)
-        bound = self.tolerance(twin, row)
-        measured = self.replay is not None and row["call"] >= 0
-        tolerance = bound.tolerance if measured else bound.tolerance * bound.condition
-        finding = Finding(record, found.error, tolerance=tolerance, gain=bound.gain)
-        if (
-            found.error is None
-            or found.equal
-            or base(row["operator"]) in operators_that("leave memory unwritten")
-            or opaque(row)
-        ):
-            finding.own = None if found.error is None else 0.0
+    def _finding(self, record: int) -> Finding:
+        row = self.candidate[record]
+        twin = self.twin(record)
+        distance = self.measures.distance(twin.record, record)
+        bound = self.measures.bound(twin, row)
+        tolerance = bound.tolerance
+        if not (self.measures.can_replay and row.is_call):
+            tolerance *= bound.condition
+        finding = Finding(record, distance.error, tolerance=tolerance, gain=bound.gain)
+        if distance.error is None:
             return finding
-        read, region = self._read(row, twin)
-        finding.region = region
-        # a gradient that was there, without a counterpart: of a compiled backward pass, whose calls nobody sees
-        sources = (self.theirs[r] for r in region)
-        finding.unknown |= any(
-            r["phase"] == "backward" and r["call"] < 0 and not r["inputs"]
-            for r in sources
-        )
-        wrong = None
-        for ours, theirs in read:
-            there = self.distance(ours, theirs)
-            if there.error is None or there.equal or there.masked:
-                finding.unknown |= not there.equal
-                continue
-            if self._wrong_input(ours, theirs, there, finding.tolerance):
-                wrong = wrong or (ours, theirs)
-                continue
-            finding.inputs = max(finding.inputs, there.error)
-            if theirs in self.findings:
-                finding.sources.append((theirs, there.error))
-        if not finding.inputs and not finding.unknown and row["inputs"]:
-            finding.tolerance *= EQUAL_INPUTS
-        finding.own = _difference(found.error, finding.inputs)
-        if record in self.exact and row["call"] >= 0:
-            finding.arguments = self.changed(twin, row)
-        if row["call"] < 0 and not row["inputs"]:
-            finding.inputs, finding.carried = self.carried(row)  # from an earlier step
-            finding.own = _difference(found.error, finding.inputs)
-        if found.error <= 4 * finding.inputs and finding.carried:
-            finding.cause = INHERITED if found.error > finding.tolerance else None
-        elif wrong is not None and found.error > finding.tolerance:
-            self._blame(finding, wrong)
-        elif self._suspect(finding, row, found.error):
-            self._judge(finding, row, twin)
+        if distance.equal or row.base_operator in UNWRITTEN or is_workspace(row):
+            finding.own = 0.0
+            return finding
+        wrong_input = self._look_at_inputs(finding, row, twin)
+        self._decide(finding, row, twin, distance.error, wrong_input)
         if finding.cause is None:
             self._inherit(finding)
         return finding
 
-    def _read(self, row: Row, twin: Row) -> tuple[list[tuple[int, int]], list[int]]:
-        """What the row's call read, with what the reference has for it, and the rows without counterpart in between."""
-        found: list[tuple[int, int]] = []
-        region: list[int] = []
-        aligned = (
-            self.slots(twin, row)
-            if row["record"] in self.exact and row["call"] >= 0
-            else ()
-        )
-        if aligned:
-            waiting = []
-            for ours, theirs in aligned:
-                if theirs in self.counterpart:
-                    found.append((ours, theirs))
-                else:
-                    waiting.append(theirs)
-        else:
-            waiting = list(
-                values_read(row["operator"], row["overload"], row["inputs"])
-                if row["call"] >= 0
-                else row["inputs"] or ()
-            )
-        seen: set[int] = set()
+    def _decide(
+        self,
+        finding: Finding,
+        row: RecordedRow,
+        twin: RecordedRow,
+        error: float,
+        wrong_input: tuple[int, int] | None,
+    ) -> None:
+        """Say whether the row made its error itself."""
+        finding.own = _part_made_here(error, finding.inputs)
+        if row.record in self.exact and row.is_call:
+            finding.arguments = self.measures.changed_arguments(twin, row)
+        if row.is_leaf:
+            finding.inputs, finding.carried = self.measures.carried(row)
+            finding.own = _part_made_here(error, finding.inputs)
+        if finding.carried and error <= CARRIED * finding.inputs:
+            finding.cause = INHERITED if error > finding.tolerance else None
+        elif wrong_input is not None and error > finding.tolerance:
+            self._blame_input(finding, wrong_input)
+        elif self._is_suspect(finding, row, error):
+            self._judge(finding, row, twin, error)
+
+    # -- what the row reads ------------------------------------------------------
+
+    def _look_at_inputs(
+        self, finding: Finding, row: RecordedRow, twin: RecordedRow
+    ) -> tuple[int, int] | None:
+        """Note how far the inputs are off; return a pair that should be one value."""
+        read, finding.region = self._values_read(row, twin)
+        finding.unknown |= any(self._is_unseen_gradient(r) for r in finding.region)
+        wrong_input = None
+        for ours, theirs in read:
+            distance = self.measures.distance(ours, theirs)
+            if distance.error is None or distance.equal or distance.masked:
+                finding.unknown |= not distance.equal
+            elif self._is_wrong_input(ours, theirs, distance.error, finding.tolerance):
+                wrong_input = wrong_input or (ours, theirs)
+            else:
+                finding.inputs = max(finding.inputs, distance.error)
+                if theirs in self.findings:
+                    finding.sources.append((theirs, distance.error))
+        if row.inputs and not finding.inputs and not finding.unknown:
+            finding.tolerance *= EQUAL_INPUTS
+        return wrong_input
+
+    def _is_unseen_gradient(self, record: int) -> bool:
+        """True for a gradient of a compiled backward pass, whose calls nobody sees."""
+        row = self.candidate[record]
+        return row.phase == "backward" and row.is_leaf
+
+    def _values_read(
+        self, row: RecordedRow, twin: RecordedRow
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """The values behind a row, each with what the reference has for it.
+
+        Rows without counterpart in between are looked through; they are the second
+        of the result.
+        """
+        aligned = row.record in self.exact and row.is_call
+        operands = self.measures.operands(twin, row) if aligned else ()
+        read = [pair for pair in operands if pair[1] in self.counterpart]
+        waiting = [theirs for _, theirs in operands if theirs not in self.counterpart]
+        if not operands:
+            waiting = row.values_read()
+        region: set[int] = set()
+        visited: set[int] = set()
         while waiting:
             record = waiting.pop()
-            if record in seen or record not in self.theirs:
+            if record in visited or record not in self.candidate:
                 continue
-            seen.add(record)
+            visited.add(record)
             if record in self.counterpart:
-                found.append((self.counterpart[record], record))
+                read.append((self.counterpart[record], record))
             else:
-                region.append(record)
-                waiting += self.theirs[record]["inputs"] or ()
-        return found, sorted(region)
+                region.add(record)
+                waiting += self.candidate[record].inputs
+        return read, sorted(region)
 
-    def _wrong_input(
-        self, ours: int, theirs: int, there: Distance, tolerance: float
+    def _is_wrong_input(
+        self, ours: int, theirs: int, error: float, tolerance: float
     ) -> bool:
-        """Whether the candidate reads a value that is right in itself, and not the one the reference reads here."""
+        """True for a value that is right in itself, and not the one to read here."""
         proper = self.counterpart.get(theirs)
-        if (
-            proper is None
-            or proper == ours
-            or there.error is None
-            or there.error <= tolerance
-        ):
+        if proper is None or proper == ours or error <= tolerance:
             return False
-        itself = self.distance(proper, theirs)
-        return itself.error is not None and (
-            itself.equal or itself.error * 8 < there.error
-        )
+        itself = self.measures.distance(proper, theirs)
+        if itself.error is None:
+            return False
+        return itself.equal or itself.error * NEARER < error
 
-    def _blame(self, finding: Finding, wrong: tuple[int, int]) -> None:
-        """Something else is read: an operator was left out before it, or it is another tensor."""
-        finding.cause, finding.own, finding.origin = OWN, finding.error, finding.record
-        finding.read = wrong
-        record = wrong[0]
-        held = set(self.counterpart.values())
-        while record in self.ours and record not in held:
-            row = self.ours[record]
-            if row["call"] >= 0 and base(row["operator"]) not in operators_that(
-                "add no error"
-            ):
-                finding.missing = record
-                return
-            if not row["inputs"]:
+    def _blame_input(self, finding: Finding, wrong_input: tuple[int, int]) -> None:
+        """Something else is read: an operator was left out, or another tensor taken."""
+        _make_own(finding, finding.error)
+        finding.read = wrong_input
+        expected = wrong_input[0]
+        finding.missing = self._left_out(expected)
+
+    def _left_out(self, expected: int) -> int | None:
+        """The reference's call without counterpart that made an expected value."""
+        paired = set(self.counterpart.values())
+        record = expected
+        while record in self.reference and record not in paired:
+            row = self.reference[record]
+            if row.is_call and row.base_operator not in EXACT:
+                return record
+            if not row.inputs:
                 break
-            record = row["inputs"][0]
-        if wrong[0] not in held:
-            finding.missing = wrong[0]
+            record = row.inputs[0]
+        return None if expected in paired else expected
 
-    def _suspect(self, finding: Finding, row: Row, error: float) -> bool:
+    # -- judging -----------------------------------------------------------------
+
+    def _is_suspect(self, finding: Finding, row: RecordedRow, error: float) -> bool:
+        """True where an error may have been made here, so that it has to be judged."""
+        can_replay = self.measures.can_replay
         if finding.arguments:
             return True
-        if error <= finding.tolerance / (4 if self.replay else 1):
+        if error <= finding.tolerance / (4 if can_replay else 1):
             return False
-        if row["record"] not in self.exact and row["call"] >= 0:
+        if row.record not in self.exact and row.is_call:
             return True
-        if base(row["operator"]) in operators_that("add no error") and math.isfinite(
-            error
-        ):
-            return self._alone(finding)
+        if row.base_operator in EXACT and math.isfinite(error):
+            return self._inputs_agree(finding)
         if math.isinf(error):
             return not math.isinf(finding.inputs)
-        if self.replay is not None:
+        if can_replay:
             return error > GAIN_REPLAYED * finding.inputs + finding.tolerance / 4
-        return self._alone(finding) or self._beyond(finding, error)
+        return self._inputs_agree(finding) or self._exceeds_inputs(finding, error)
 
-    def _alone(self, finding: Finding) -> bool:
-        """Whether the inputs agree: exactly, where only statistics tell, since those of noise agree nearly."""
-        return not finding.unknown and finding.inputs <= (
-            finding.tolerance / 8 if self.replay else 0.0
-        )
+    def _inputs_agree(self, finding: Finding) -> bool:
+        """True where the inputs agree: by statistics exactly, for noise agrees nearly."""
+        allowed = finding.tolerance / 8 if self.measures.can_replay else 0.0
+        return not finding.unknown and finding.inputs <= allowed
 
-    def _beyond(self, finding: Finding, error: float) -> bool:
-        """Whether an error is more than what the inputs bring; of inputs that are all noise nothing can be said."""
-        inputs = (
-            max(finding.inputs, self.least) if self.replay is None else finding.inputs
-        )
+    def _exceeds_inputs(self, finding: Finding, error: float) -> bool:
+        """True for an error larger than the inputs bring; unknown for inputs of noise."""
+        inputs = finding.inputs
+        if not self.measures.can_replay:
+            inputs = max(inputs, self.measures.hidden_error)
+        allowed = GAIN * finding.gain * inputs + finding.tolerance
+        return finding.inputs < NOISE and error > allowed
+
+    def _judge(
+        self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
+    ) -> None:
+        """Run the call again where possible; else decide by the inputs."""
+        if self.measures.can_replay and row.is_call:
+            same_inputs = not finding.inputs and not finding.unknown
+            replay = self.measures.replay(twin, row, same_inputs=same_inputs)
+            finding.replayed = replay
+            if replay.reason is None:
+                if replay.at_fault:
+                    _make_own(finding, replay.own)
+                    return
+                finding.own = replay.own
+                if _is_cleared(replay, finding):
+                    return
+        if error > finding.tolerance and self._stands_out(finding, row, twin, error):
+            _make_own(finding, error)
+
+    def _stands_out(
+        self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
+    ) -> bool:
+        """True where an error cannot have come in with the inputs."""
+        if row.is_leaf:
+            alone = error > CARRIED * finding.inputs + finding.tolerance
+        else:
+            alone = self._inputs_agree(finding)
         return (
-            finding.inputs < NOISE
-            and error > GAIN * finding.gain * inputs + finding.tolerance
+            alone
+            or self._exceeds_inputs(finding, error)
+            or self._is_inserted(finding, row, twin)
         )
 
-    def _judge(self, finding: Finding, row: Row, twin: Row) -> None:
-        error = finding.error or 0.0
-        again = None
-        if self.replay is not None and row["call"] >= 0:
-            again = finding.replayed = self.replay(
-                twin,
-                row,
-                row["record"] in self.exact,
-                not finding.inputs and not finding.unknown,
-            )
-        if again is not None and again.reason is None:
-            finding.own = again.own
-            if again.at_fault:
-                finding.cause, finding.origin = OWN, finding.record
-                return
-            if (
-                again.region_excess is not None
-                or again.semantic is not None
-                and not finding.region
-            ):
-                return  # the same call on the same inputs does give this: what differs came in with them
-        alone = self._alone(finding)
-        if row["call"] < 0 and not row["inputs"]:
-            alone = error > 4 * finding.inputs + finding.tolerance
-        if error > finding.tolerance and (
-            alone or self._beyond(finding, error) or self._inserted(finding, row, twin)
-        ):
-            finding.cause, finding.own, finding.origin = OWN, error, finding.record
+    def _is_inserted(
+        self, finding: Finding, row: RecordedRow, twin: RecordedRow
+    ) -> bool:
+        """True for an operator that the reference lacks, which changes a value.
 
-    def _inserted(self, finding: Finding, row: Row, twin: Row) -> bool:
-        """Whether an operator that the reference lacks changes a value which the reference hands on as it is."""
-        if row["record"] in self.exact or row["call"] < 0:
+        The reference hands the value on as it is.
+        """
+        if row.record in self.exact or not row.is_call:
             return False
-        same = [
-            s
-            for s, _ in finding.sources
-            if self._root(self.counterpart[s]) == self._root(twin["record"])
-        ]
-        moved = [self.apart(source, row["record"]).error for source in same]
-        return any(
-            m is not None and m > EQUAL_INPUTS * finding.tolerance for m in moved
-        )
+        made_of = self._maker(twin.record)
+        for source, _ in finding.sources:
+            if self._maker(self.counterpart[source]) != made_of:
+                continue
+            moved = self.measures.distance_within(source, row.record).error
+            if moved is not None and moved > EQUAL_INPUTS * finding.tolerance:
+                return True
+        return False
 
-    def _root(self, record: int) -> int:
-        row = self.ours[record]
-        while (
-            base(row["operator"]) in operators_that("hand on in order")
-            and len(row["inputs"] or ()) == 1
-            and row["inputs"][0] in self.ours
-        ):
-            row = self.ours[row["inputs"][0]]
-        return int(row["record"])
+    def _maker(self, record: int) -> int:
+        """The reference record whose values a record holds, behind views and casts."""
+        row = self.reference[record]
+        while row.base_operator in HANDS_ON and len(row.inputs) == 1:
+            source = self.reference.get(row.inputs[0])
+            if source is None:
+                break
+            row = source
+        return row.record
 
     def _inherit(self, finding: Finding) -> None:
-        """The fault that the largest divergent input comes from."""
-        origins = [
+        """Take over the fault that the largest divergent input comes from."""
+        divergent = [
             (error, self.findings[record].origin)
             for record, error in finding.sources
             if self.findings[record].cause is not None
         ]
-        if origins and finding.error is not None and finding.error > finding.tolerance:
+        beyond = finding.error is not None and finding.error > finding.tolerance
+        if divergent and beyond:
             finding.cause = INHERITED
-            finding.origin = max(origins, key=lambda o: o[0])[1]
+            finding.origin = max(divergent, key=lambda source: source[0])[1]
+
+    # -- sums in another order ---------------------------------------------------
+
+    def _forgive_sums_in_another_order(self) -> None:
+        """Clear partial sums of gradients whose total agrees again.
+
+        Gradients of several uses of a value that are added in another order differ in
+        between. What is read or inserted there and changes nothing after it is no
+        fault.
+        """
+        readers: dict[int, list[int]] = {}
+        for row in self.candidate.values():
+            for record in row.inputs:
+                readers.setdefault(record, []).append(row.record)
+        forgiven = {
+            record
+            for record, finding in self.findings.items()
+            if self._may_be_partial_sum(finding) and self._agrees_later(record, readers)
+        }
+        for finding in self.findings.values():
+            inherited = finding.cause == INHERITED and finding.origin in forgiven
+            if finding.record in forgiven or inherited:
+                finding.cause = None
+                finding.origin = None
+
+    def _may_be_partial_sum(self, finding: Finding) -> bool:
+        if finding.cause != OWN:
+            return False
+        if self.candidate[finding.record].phase != "backward":
+            return False
+        return finding.read is not None or finding.record not in self.exact
+
+    def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
+        """True where every value made of this one soon agrees with its counterpart."""
+        tainted = {record}
+        waiting = sorted(readers.get(record, ()))
+        while waiting:
+            reader = waiting.pop(0)
+            if reader <= record or reader in tainted:
+                continue
+            if self._agrees_despite(reader, tainted):
+                continue
+            tainted.add(reader)
+            waiting = sorted({*waiting, *readers.get(reader, ())})
+        return all(r in readers for r in tainted)
+
+    def _agrees_despite(self, record: int, tainted: set[int]) -> bool:
+        """True where a row agrees as well as its inputs outside ``tainted`` do."""
+        finding = self.findings.get(record)
+        if finding is None or finding.error is None:
+            return False
+        sound = [
+            error
+            for source, error in finding.sources
+            if source not in tainted and self.findings[source].cause is None
+        ]
+        allowed = EQUAL_INPUTS * finding.tolerance
+        return finding.error <= max(2 * max(sound, default=0.0), allowed)
 
 
-def opaque(row: Row) -> bool:
-    """Whether this is memory that a kernel leaves for its backward kernel, bytes without a meaning of their own."""
-    return (
-        row["dtype"] == "uint8"
-        and row["place"] > 0
-        and row["operator"] in operators_that("return a workspace")
-    )
+def is_workspace(row: RecordedRow) -> bool:
+    """True for bytes that a kernel leaves for its backward kernel."""
+    further_result = (row.place or 0) > 0
+    return row.dtype == "uint8" and further_result and row.operator in WORKSPACE
 
 
-def _difference(error: float, inputs: float) -> float:
-    """What of an error cannot have come in, where errors add like independent ones: sqrt(error^2 - inputs^2)."""
+def _make_own(finding: Finding, own: float | None) -> None:
+    finding.cause = OWN
+    finding.own = own
+    finding.origin = finding.record
+
+
+def _is_cleared(replay: CallReplay, finding: Finding) -> bool:
+    """True where the same call gives the same: the difference came in with the inputs."""
+    if replay.region_excess is not None:
+        return True
+    return replay.semantic is not None and not finding.region
+
+
+def _part_made_here(error: float, inputs: float) -> float:
+    """The part of an error that cannot have come in: sqrt(error² - inputs²).
+
+    Errors are taken to add like independent ones.
+    """
     if math.isinf(error):
         return 0.0 if math.isinf(inputs) else math.inf
-    return (
-        math.sqrt(max(0.0, error * error - inputs * inputs))
-        if math.isfinite(inputs)
-        else 0.0
-    )
+    if math.isinf(inputs):
+        return 0.0
+    return math.sqrt(max(0.0, error * error - inputs * inputs))

@@ -1,170 +1,212 @@
-"""What is said of a row that made an error itself: the operator to name, what it looks like, and what to try."""
+"""The explanation of a row that made an error itself: the operator to name, and why."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.divergence import Divergence
 from roundoff.compare.findings import Finding
-from roundoff.compare.symptoms import ADVICE, looks_like
+from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.symptoms import ADVICE, Fault, symptom
 from roundoff.record import StepTensors
 
-Row = Mapping[str, Any]
 
-
-@dataclass
+@dataclass(slots=True)
 class Memory:
-    """What the earlier steps of a rank leave to later ones: how far tensors had parted, and whether by a fault."""
+    """What the earlier steps of a rank leave to later ones; written step by step."""
 
+    #: By name of a parameter or buffer: its error, and True where a fault made it.
     names: dict[str, tuple[float, bool]] = field(default_factory=dict)
-    unwritten: dict[str, Row] = field(
-        default_factory=dict
-    )  # the reference's last write that the candidate lacks
+    #: The reference's last write to a name that the candidate lacks.
+    unwritten: dict[str, RecordedRow] = field(default_factory=dict)
+    #: The largest error of any value.
     worst: float = 0.0
+    #: True once a fault was found.
     parted: bool = False
 
+    def carried(self, row: RecordedRow) -> tuple[float, bool]:
+        """The error of a value from before the step, and True for that of a fault."""
+        return self.names.get(row.name or "", (self.worst, self.parted))
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One step of one run: its rows, and its tensors where they were kept."""
+
+    rows: Rows
+    tensors: StepTensors | None = None
+
+    def tensor(self, record: int) -> Tensor | None:
+        """The tensor of a record; None where it was not kept."""
+        if self.tensors is None or record not in self.tensors:
+            return None
+        return self.tensors[record]
+
+
+@dataclass(frozen=True, slots=True)
 class Sides:
-    """The rows of one step of both runs, and their tensors where they were kept."""
+    """One step of both runs."""
 
-    ours: Mapping[int, Row]
-    theirs: Mapping[int, Row]
-    mine: StepTensors | None
-    other: StepTensors | None
+    reference: RecordedStep
+    candidate: RecordedStep
 
 
-def explained(sides: Sides, divergence: Divergence, finding: Finding) -> dict[str, Any]:
-    """What a row that made an error itself looks like, and the operator to name: of several that have no counterpart, the
-    one where NaN or Inf came up, or the last that computes."""
-    theirs, ours = sides.theirs, sides.ours
-    row, twin = theirs[finding.record], ours[divergence.counterpart[finding.record]]
-    blamed = _blamed(theirs, finding, row)
-    missing = None if finding.missing is None else ours[finding.missing]
-    if (
-        missing is not None and missing["phase"] == "backward"
-    ):  # named for the forward operator that it belongs to
-        matched = set(divergence.counterpart.values())
-        forward = [
-            r
-            for r in ours.values()
-            if r["phase"] == "forward"
-            and r["record"] not in matched
-            and r["call"] >= 0
-            and (r["module"], r["line"]) == (missing["module"], missing["line"])
-            and r["operator"] == missing["operator"]
-        ]
-        missing = forward[0] if forward else missing
-    cut = (
-        _cut(divergence, row)
-        if missing is not None or twin["operator"] != row["operator"]
-        else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The columns of a ``ComparedRow`` that an explanation fills."""
+
+    blamed: str | None
+    blamed_line: str | None
+    blamed_phase: str | None
+    blamed_reference: str | None
+    blamed_reference_line: str | None
+    looks_like: str
+    evidence: str
+    advice: str
+    semantic: float | None = None
+    kernel_excess: float | None = None
+
+
+def explain(sides: Sides, divergence: Divergence, finding: Finding) -> Explanation:
+    """Name the operator behind a finding, and say what its error looks like."""
+    row = sides.candidate.rows[finding.record]
+    twin = divergence.twin(finding.record)
+    blamed = _operator_at_fault(sides.candidate.rows, finding, row)
+    missing = None
+    if finding.missing is not None:
+        missing = _as_forward(sides.reference.rows[finding.missing], divergence)
+    detach = None
+    if missing is not None or twin.operator != row.operator:
+        detach = _lone_detach(divergence, row)
+    if detach is not None and detach is sides.candidate.rows.get(detach.record):
+        blamed = detach
+        missing = None
+    elif detach is not None:
+        missing = detach
+    if row.operator == twin.operator and row.is_call and not finding.arguments:
+        finding.arguments = divergence.measures.changed_arguments(twin, row)
+    actual = sides.candidate.tensor(finding.record)
+    looks_like = symptom(
+        Fault(
+            finding=finding,
+            row=row,
+            twin=twin,
+            reference=sides.reference.rows,
+            candidate=sides.candidate.rows,
+            counterpart=divergence.counterpart,
+            expected=_expected(sides.reference, finding, twin, actual),
+            actual=actual,
+            missing=missing,
+            detach=detach,
+        )
     )
-    again = finding.replayed
-    expected = None if again is None else again.expected
-    actual = (
-        sides.other[finding.record]
-        if sides.other is not None and finding.record in sides.other
-        else None
+    replay = finding.replayed
+    in_reference = missing or twin
+    return Explanation(
+        blamed=blamed.site,
+        blamed_line=blamed.line,
+        blamed_phase=(missing or blamed).phase,
+        blamed_reference=in_reference.site,
+        blamed_reference_line=in_reference.line,
+        looks_like=looks_like.label,
+        evidence=looks_like.evidence,
+        advice=looks_like.advice,
+        semantic=None if replay is None else _without_nan(replay.semantic),
+        kernel_excess=None if replay is None else _without_nan(replay.excess),
     )
-    if (
-        expected is None
-        and sides.mine is not None
-        and finding.inputs == 0
-        and twin["record"] in sides.mine
-    ):
-        expected = sides.mine[twin["record"]]
-    if actual is not None and expected is not None and actual.shape != expected.shape:
-        expected = None
-    if cut is not None:
-        there = cut in theirs.values()
-        blamed, missing = (cut, None) if there else (blamed, cut)
-    if (
-        row["operator"] == twin["operator"]
-        and row["call"] >= 0
-        and not finding.arguments
-    ):
-        finding.arguments = divergence.changed(twin, row)
-    looks = looks_like(
-        finding,
-        row,
-        twin,
-        expected=expected,
-        actual=actual,
-        missing=missing,
-        ours=ours,
-        theirs=theirs,
-        cut=cut,
-        counterpart=divergence.counterpart,
-    )
-    return {
-        "blamed": blamed["site"],
-        "blamed_line": blamed["line"],
-        "blamed_phase": (missing or blamed)["phase"],
-        "blamed_reference": (missing or twin)["site"],
-        "blamed_reference_line": (missing or twin)["line"],
-        "looks_like": looks.label,
-        "evidence": looks.evidence,
-        "advice": looks.advice,
-        "semantic": None if again is None else _finite(again.semantic),
-        "kernel_excess": None if again is None else _finite(again.excess),
-    }
 
 
-def _cut(divergence: Divergence, row: Row) -> Row | None:
-    """A detach that only one side has: the values agree, and in the backward pass a branch is missing or is too much."""
-    if row["phase"] != "backward":
+def explain_unwritten(
+    memory: Memory, row: RecordedRow, explanation: Explanation
+) -> Explanation:
+    """Blame the step before, where its write to this tensor is in the reference only."""
+    missing = None if row.is_call else memory.unwritten.get(row.name or "")
+    if missing is None:
+        return explanation
+    line = f" ({missing.line})" if missing.line else ""
+    where = f"{missing.site}{line} of the step before"
+    return replace(
+        explanation,
+        blamed_reference=missing.site,
+        blamed_reference_line=missing.line,
+        blamed_phase=missing.phase,
+        looks_like="missing operator",
+        advice=ADVICE["missing operator"],
+        evidence=f"{where} is in the reference only, and wrote this",
+    )
+
+
+def _operator_at_fault(rows: Rows, finding: Finding, row: RecordedRow) -> RecordedRow:
+    """Of several calls without counterpart, the one to name.
+
+    The one where NaN or Inf came up, or the last that computes.
+    """
+    region = [rows[record] for record in finding.region]
+    if math.isinf(finding.error or 0.0):
+        for inner in region:
+            if inner.nonfinite:
+                return inner
+    if row.is_call and row.operator not in TRANSPARENT:
+        return row
+    computing = [r for r in region if r.is_call and r.operator not in TRANSPARENT]
+    return computing[-1] if computing else row
+
+
+def _as_forward(missing: RecordedRow, divergence: Divergence) -> RecordedRow:
+    """The forward call without counterpart that a backward call belongs to."""
+    if missing.phase != "backward":
+        return missing
+    paired = set(divergence.counterpart.values())
+    for row in divergence.reference.values():
+        if row.phase != "forward" or not row.is_call or row.record in paired:
+            continue
+        same_code = (row.module, row.line) == (missing.module, missing.line)
+        if same_code and row.operator == missing.operator:
+            return row
+    return missing
+
+
+def _lone_detach(divergence: Divergence, row: RecordedRow) -> RecordedRow | None:
+    """A forward detach that only one side has, the candidate's first.
+
+    The values agree, and in the backward pass a branch is missing or is too much.
+    """
+    if row.phase != "backward":
         return None
-    matched = set(divergence.counterpart.values())
-    here = [
-        r for r in divergence.theirs.values() if r["record"] not in divergence.exact
-    ]
-    there = [r for r in divergence.ours.values() if r["record"] not in matched]
-    for rows in (here, there):
-        found = [
-            r
-            for r in rows
-            if r["operator"] == "detach" and r["phase"] == "forward" and r["call"] >= 0
-        ]
-        if found:
-            return found[0]
+    for candidate in divergence.candidate.values():
+        if candidate.record not in divergence.exact and _is_forward_detach(candidate):
+            return candidate
+    paired = set(divergence.counterpart.values())
+    for reference in divergence.reference.values():
+        if reference.record not in paired and _is_forward_detach(reference):
+            return reference
     return None
 
 
-def unwritten(memory: Memory, row: Row) -> dict[str, Any]:
-    """Where a tensor differs because the step before did not write it: the operator that the candidate lacks."""
-    missing = memory.unwritten.get(row["name"] or "") if row["call"] < 0 else None
-    if missing is None:
-        return {}
-    line = f" ({missing['line']})" if missing["line"] else ""
-    return {
-        "blamed_reference": missing["site"],
-        "blamed_reference_line": missing["line"],
-        "blamed_phase": missing["phase"],
-        "looks_like": "missing operator",
-        "advice": ADVICE["missing operator"],
-        "evidence": f"{missing['site']}{line} of the step before is in the reference only, and wrote this",
-    }
+def _is_forward_detach(row: RecordedRow) -> bool:
+    return row.operator == "detach" and row.phase == "forward" and row.is_call
 
 
-def _finite(value: float | None) -> float | None:
-    return None if value is None else value if math.isfinite(value) else math.inf
+def _expected(
+    reference: RecordedStep, finding: Finding, twin: RecordedRow, actual: Tensor | None
+) -> Tensor | None:
+    """What the row should hold, given its inputs; None where that is not known."""
+    expected = None
+    if finding.replayed is not None:
+        expected = finding.replayed.expected
+    if expected is None and finding.inputs == 0:
+        expected = reference.tensor(twin.record)
+    if expected is None or actual is None or actual.shape == expected.shape:
+        return expected
+    return None
 
 
-def _blamed(theirs: Mapping[int, Row], finding: Finding, row: Row) -> Row:
-    region = [theirs[r] for r in finding.region]
-    broken = [
-        r for r in region if (r["nan"] or 0) + (r["posinf"] or 0) + (r["neginf"] or 0)
-    ]
-    if broken and math.isinf(finding.error or 0.0):
-        return broken[0]
-    if row["call"] < 0 or row["operator"] in TRANSPARENT:
-        computing = [
-            r for r in region if r["call"] >= 0 and r["operator"] not in TRANSPARENT
-        ]
-        return computing[-1] if computing else row
-    return row
+def _without_nan(value: float | None) -> float | None:
+    """The value; infinity for NaN."""
+    if value is None or math.isfinite(value):
+        return value
+    return math.inf

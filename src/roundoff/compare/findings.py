@@ -1,106 +1,139 @@
-"""What is known of one value of two runs that part, and its share in the error at the end of the step."""
+"""What is known of one value that differs, and its share in the error of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from roundoff.compare.replayed import Replayed
+from roundoff.compare.replay import CallReplay
 
-Row = Mapping[str, Any]
+OWN = "own"
+INHERITED = "inherited"
 
-OWN, INHERITED = "own", "inherited"
+#: Relative errors above this weigh the same: they are all wrong.
+_LARGEST_WEIGHED = 1e3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Distance:
-    """How far a candidate's value is from the reference's: relative, infinite where NaN or Inf disagree, None unknown."""
+    """How far a candidate's value is from the reference's.
+
+    ``error`` is relative, infinite where NaN or Inf disagree, None where unknown.
+    ``masked`` marks additive masks of different size, whose distance means nothing.
+    """
 
     error: float | None
     equal: bool = False
-    masked: bool = (
-        False  # additive masks of different size, whose distance means nothing
-    )
+    masked: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Bound:
-    """The relative error that rounding explains: ``tolerance``, and ``condition`` times as much where terms cancel; ``gain``
-    is how much the operator amplifies the relative errors of its inputs."""
+    """The relative error that rounding explains in one operator.
+
+    ``tolerance`` holds for equal inputs, ``condition`` times as much where terms
+    cancel; ``gain`` is how much the operator amplifies errors of its inputs.
+    """
 
     tolerance: float
     condition: float = 1.0
     gain: float = 1.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Finding:
-    """What is known of one candidate row.
+    """What is known of one candidate row; filled while the step is gone through."""
 
-    ``inputs`` is the largest error of what its call read, ``own`` what of the error was made here, ``origin`` the candidate
-    record at fault; ``region`` the records without counterpart that it was made of; ``missing`` a call that only the
-    reference has, ``read`` the two records that differ where both should read the same; ``carried`` over from an earlier
-    step; ``unknown`` where an input could not be compared; ``sources`` the inputs that differ, each with its error.
-    """
-
+    #: The candidate's record.
     record: int
+    #: Relative distance from its counterpart; None where unknown.
     error: float | None
+    #: The largest error among the values that its call read.
     inputs: float = 0.0
+    #: The relative error that rounding explains.
     tolerance: float = 0.0
+    #: How much the operator amplifies errors of its inputs.
     gain: float = 1.0
+    #: The part of the error that was made by this call.
     own: float | None = None
+    #: ``OWN``, ``INHERITED``, or None where rounding explains the error.
     cause: str | None = None
+    #: The candidate record at fault.
     origin: int | None = None
-    replayed: Replayed | None = None
+    replayed: CallReplay | None = None
+    #: The arguments that differ between the two calls, a text each.
     arguments: tuple[str, ...] = ()
+    #: The records without counterpart that it was made of.
     region: list[int] = field(default_factory=list)
+    #: The reference record of a call that only the reference has.
     missing: int | None = None
+    #: Reference and candidate record that should be one value, and are not.
     read: tuple[int, int] | None = None
+    #: True where the error comes from an earlier step.
     carried: bool = False
+    #: True where an input could not be compared.
     unknown: bool = False
+    #: The inputs that differ, each with its error.
     sources: list[tuple[int, float]] = field(default_factory=list)
 
 
 def contributions(
     findings: Mapping[int, Finding], read: Mapping[int, Sequence[int]]
 ) -> dict[int, float]:
-    """The share of each row's own error in the error of what the step ends with (rows that nothing reads).
+    """Share of each row's own error in the error that the step ends with.
 
-    ``read`` are the candidate records that each record's call reads. From the last row back, the weight of a row stays
-    with it in the proportion of its own squared error, and goes to its inputs in the proportion of theirs: errors that
-    are independent add by their squares. The shares add up to 1, or are all 0 where nothing at the end differs.
+    The step ends with the rows that nothing reads. From the last row back, the
+    weight of a row stays with it in the proportion of its own squared error, and
+    goes to its inputs in the proportion of theirs: independent errors add by their
+    squares. The shares add up to 1, or are all 0 where nothing at the end differs.
+
+    Args:
+        findings: by candidate record.
+        read: the records that each record's call reads.
     """
-    used = {i for inputs in read.values() for i in inputs}
-    ends = [r for r, f in findings.items() if r not in used and f.error]
-    weight = dict.fromkeys(findings, 0.0)
-    for record in ends:
-        weight[record] = 1.0 / len(ends)
+    weight = _weight_at_the_end(findings, read)
     share = dict.fromkeys(findings, 0.0)
     for record in sorted(findings, reverse=True):
-        mine = weight[record]
-        if not mine:
+        passing = weight[record]
+        if not passing:
             continue
         finding = findings[record]
-        own = _square(finding.own)
-        sources = [
-            (source, _square(error))
-            for source, error in finding.sources
-            if source in weight
-        ]
-        total = sum(size for _, size in sources)
-        kept = (
-            1.0
-            if finding.cause == OWN or not total
-            else own / (own + total)
-            if own
-            else 0.0
-        )
-        share[record] += mine * kept * (finding.own != 0)
-        for source, size in sources:
-            weight[source] += mine * (1.0 - kept) * size / total if total else 0.0
+        sources = _squared_sources(finding, weight)
+        total = sum(square for _, square in sources)
+        kept = _part_kept(finding, total)
+        if finding.own != 0:
+            share[record] += passing * kept
+        for source, square in sources:
+            if total:
+                weight[source] += passing * (1.0 - kept) * square / total
     return share
 
 
+def _weight_at_the_end(
+    findings: Mapping[int, Finding], read: Mapping[int, Sequence[int]]
+) -> dict[int, float]:
+    """Spread the weight 1 evenly over the differing rows that nothing reads."""
+    inputs = {record for records in read.values() for record in records}
+    ends = [r for r, finding in findings.items() if r not in inputs and finding.error]
+    weight = dict.fromkeys(findings, 0.0)
+    for record in ends:
+        weight[record] = 1.0 / len(ends)
+    return weight
+
+
+def _squared_sources(
+    finding: Finding, weight: Mapping[int, float]
+) -> list[tuple[int, float]]:
+    return [(s, _square(error)) for s, error in finding.sources if s in weight]
+
+
+def _part_kept(finding: Finding, sources: float) -> float:
+    """The part of a row's weight that its own error explains, from 0 to 1."""
+    if finding.cause == OWN or not sources:
+        return 1.0
+    own = _square(finding.own)
+    return own / (own + sources) if own else 0.0
+
+
 def _square(error: float | None) -> float:
-    return min(error or 0.0, 1e3) ** 2
+    return min(error or 0.0, _LARGEST_WEIGHED) ** 2

@@ -1,15 +1,18 @@
-"""How far honest runs of one program lie apart: the floor under a comparison, and what does not even repeat itself.
+"""How far honest runs of one program lie apart: the floor under a comparison.
 
-Rows of two runs are the same when ``rank, step, phase, module, operator, index, place, role`` are. Their distance is
+Rows of two runs are the same when ``rank, step, phase, module, operator, index, place,
+role`` are. Their distance is
 
-- where both kept the tensor, all of it or the same sample: ``|x - y| / |x|``, l2 norms in fp64 over the elements that are
-  finite; equal NaN and infinities at the same places are no difference;
-- otherwise from statistics, the largest of: the difference of the l2 norms relative to the reference's, those of mean and
-  standard deviation relative to its root mean square, those of minimum and maximum relative to its largest magnitude. It
-  says less: values that change places have none.
+- where both kept the tensor, all of it or the same sample: ``|x - y| / |x|``, l2 norms
+  in fp64 over the elements that are finite; equal NaN and infinities at the same places
+  are no difference;
+- otherwise from statistics, the largest of: the difference of the l2 norms relative to
+  the reference's, those of mean and standard deviation relative to its root mean
+  square, those of minimum and maximum relative to its largest magnitude. It says less:
+  values that change places have none.
 
-Where it cannot be computed the number is null and ``reason`` says why: the reference is zero and the other is not, NaN or
-Inf in other places, another shape, no such row.
+Where it cannot be computed the number is null and ``reason`` says why: the reference is
+zero and the other is not, NaN or Inf in other places, another shape, no such row.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from roundoff.compare.distance import VALUES
-from roundoff.compare.distance import relative as of_columns
+from roundoff.compare.distance import (
+    COUNTS,
+    VALUES,
+    StatisticColumns,
+    largest_difference,
+)
 from roundoff.errors import RunError
 from roundoff.ops import operators_that
 from roundoff.record import Run, StoredTensor, complete, own_error
 
 KEY = ("rank", "step", "phase", "module", "operator", "index", "place", "role")
-_COUNTS = ("nan", "posinf", "neginf")
 _NEEDED = (
     "record",
     "call",
@@ -44,12 +50,8 @@ _NEEDED = (
     "offset",
     "device",
     "numel",
-    "min",
-    "max",
-    "mean",
-    "l2",
-    "std",
-    *_COUNTS,
+    *VALUES,
+    *COUNTS,
     "zero",
     "subnormal",
     "exponent",
@@ -58,20 +60,32 @@ _NEEDED = (
     "blob",
     "reason",
 )
-ZERO, SPECIALS = "the reference is zero, the other is not", "NaN or Inf in other places"
-SHAPE, ABSENT, GARBAGE = "another shape", "not in the other run", "uninitialised memory"
+ZERO = "the reference is zero, the other is not"
+SPECIALS = "NaN or Inf in other places"
+SHAPE = "another shape"
+ABSENT = "not in the other run"
+GARBAGE = "uninitialised memory"
 
 
 def noise_floor(reference: Run, others: Sequence[Run]) -> pl.DataFrame:
-    """The floor of each row of ``reference``, a row each: the key, ``site``, ``record``, and
+    """The floor of each row of ``reference``.
 
-    - ``floor``, the largest distance to one of ``others`` (runs of the same program with ``noise``, or repeated), and
-      ``rms``, the root of the mean of their squares; both relative, without unit;
-    - ``runs``, how many of ``others`` they are from;
-    - ``measure``: ``tensors``, ``sample`` or ``statistics``; the same for all of ``others`` in a row;
-    - ``reason``: why a distance to one of them, or to all, is missing.
+    Args:
+        reference: a run.
+        others: runs of the same program with ``noise``, or repeated.
 
-    Raises ``RunError`` without ``others``, and for a damaged table; a damaged tensor is a reason.
+    Returns:
+        A row each: the key, ``site``, ``record``, and
+
+        - ``floor``, the largest distance to one of ``others``, and ``rms``, the root of
+          the mean of their squares; both relative, without unit;
+        - ``runs``, how many of ``others`` they are from;
+        - ``measure``: ``tensors``, ``sample`` or ``statistics``; the same for all of
+          ``others`` in a row;
+        - ``reason``: why a distance to one of them, or to all, is missing.
+
+    Raises ``RunError`` without ``others``, and for a damaged table; a damaged tensor is
+    a reason.
     """
     if not others:
         raise RunError(
@@ -80,13 +94,17 @@ def noise_floor(reference: Run, others: Sequence[Run]) -> pl.DataFrame:
             expected="runs with noise, or repeated",
             do="roundoff capture -o runs/a --noise 3 --repeats 2 -- train.py",
         )
-    rows = rows_of(reference)
-    found = distances(reference, others, rows, [pair(rows, other) for other in others])
+    rows = measurable_rows(reference)
+    pairs = [paired(rows, other) for other in others]
+    found = distances(reference, others, rows, pairs)
     return pl.concat([rows.select(*KEY, "site", "record"), found], how="horizontal")
 
 
-def rows_of(run: Run) -> pl.DataFrame:
-    """What finds and measures a row, in order of rank, step and record; ``garbage``: memory that nothing was written to."""
+def measurable_rows(run: Run) -> pl.DataFrame:
+    """The columns that find and measure a row, in order of rank, step and record.
+
+    ``garbage`` marks memory that nothing was written to, and views of it.
+    """
     rows = (
         complete(run.ops)
         .select(*KEY, "site", *_NEEDED)
@@ -104,18 +122,17 @@ def rows_of(run: Run) -> pl.DataFrame:
     rows = rows.join(
         views, on=["rank", "step", "view_of"], how="left", maintain_order="left"
     )
-    return rows.with_columns(
-        (empty | pl.col("shows").fill_null(False)).alias("garbage")
-    ).drop("shows")
+    garbage = empty | pl.col("shows").fill_null(False)
+    return rows.with_columns(garbage.alias("garbage")).drop("shows")
 
 
-def pair(rows: pl.DataFrame, other: Run) -> pl.DataFrame:
-    """``rows`` with the columns of the same row of ``other``, which end in ``_other`` and are null where it has none."""
-    theirs = (
-        rows_of(other)
-        .unique(KEY, keep="first", maintain_order=True)
-        .drop("site", "garbage")
-    )
+def paired(rows: pl.DataFrame, other: Run) -> pl.DataFrame:
+    """``rows`` beside the same rows of ``other``, whose columns end in ``_other``.
+
+    They are null where ``other`` has no such row.
+    """
+    theirs = measurable_rows(other).unique(KEY, keep="first", maintain_order=True)
+    theirs = theirs.drop("site", "garbage")
     return rows.join(theirs, on=KEY, how="left", suffix="_other", maintain_order="left")
 
 
@@ -125,104 +142,108 @@ def distances(
     rows: pl.DataFrame,
     pairs: Sequence[pl.DataFrame],
 ) -> pl.DataFrame:
-    """``floor``, ``rms``, ``runs``, ``measure`` and ``reason`` of each row, from its pairs in ``others``."""
-    kept = [comparable(reference, other) for other in others]
-    whole = rows["blob"].is_not_null() & ~rows["garbage"]
-    for couples, what in zip(
-        pairs, kept, strict=True
-    ):  # one that lacks the row does not decide how it is measured
-        here = couples["blob_other"].is_not_null() & (what is not None)
-        whole &= here | couples["record_other"].is_null()
-    columns: dict[str, pl.Series] = {}
+    """``floor``, ``rms``, ``runs``, ``measure`` and ``reason`` of each row.
+
+    ``pairs`` are the rows beside those of each of ``others``.
+    """
+    kept = [kept_by_both(reference, other) for other in others]
+    by_tensor = rows["blob"].is_not_null() & ~rows["garbage"]
+    for couples, what in zip(pairs, kept, strict=True):
+        # a run that lacks the row does not decide how it is measured
+        measurable = couples["blob_other"].is_not_null() & (what is not None)
+        by_tensor &= measurable | couples["record_other"].is_null()
+    columns: dict[str, pl.Series] = {"by_tensor": by_tensor}
     for number, (other, couples) in enumerate(zip(others, pairs, strict=True)):
-        found = _statistics(couples)
-        number_of, why = found["distance"].to_list(), found["reason"].to_list()
-        for place in (whole & couples["record_other"].is_not_null()).arg_true():
-            number_of[place], why[place] = _tensors(
-                reference, other, couples.row(place, named=True)
-            )
-        columns[f"d{number}"] = pl.Series(number_of, dtype=pl.Float64)
-        columns[f"r{number}"] = pl.Series(why, dtype=pl.Utf8)
-    d, r = ([f"{letter}{i}" for i in range(len(others))] for letter in "dr")
-    runs = pl.sum_horizontal(pl.col(c).is_not_null() for c in d)
-    measure = (
-        pl.when(pl.col("whole")).then(pl.lit(kept[0])).otherwise(pl.lit("statistics"))
-    )
-    return pl.DataFrame({"whole": whole, **columns}).select(
-        pl.max_horizontal(d).alias("floor"),
-        pl.when(runs > 0)
-        .then((pl.sum_horizontal(pl.col(c) ** 2 for c in d) / runs).sqrt())
-        .alias("rms"),
+        found = _statistics_distance(couples)
+        distance = found["distance"].to_list()
+        reason = found["reason"].to_list()
+        for place in (by_tensor & couples["record_other"].is_not_null()).arg_true():
+            couple = couples.row(place, named=True)
+            distance[place], reason[place] = _tensor_distance(reference, other, couple)
+        columns[f"distance{number}"] = pl.Series(distance, dtype=pl.Float64)
+        columns[f"reason{number}"] = pl.Series(reason, dtype=pl.Utf8)
+    return _floors(pl.DataFrame(columns), len(others), kept[0])
+
+
+def _floors(columns: pl.DataFrame, count: int, kept: str | None) -> pl.DataFrame:
+    """Put the distances to ``count`` runs together."""
+    distance = [f"distance{number}" for number in range(count)]
+    reason = [f"reason{number}" for number in range(count)]
+    runs = pl.sum_horizontal(pl.col(name).is_not_null() for name in distance)
+    squares = pl.sum_horizontal(pl.col(name) ** 2 for name in distance)
+    measure = pl.when("by_tensor").then(pl.lit(kept)).otherwise(pl.lit("statistics"))
+    return columns.select(
+        pl.max_horizontal(distance).alias("floor"),
+        pl.when(runs > 0).then((squares / runs).sqrt()).alias("rms"),
         runs.cast(pl.Int64).alias("runs"),
         pl.when(runs > 0).then(measure).alias("measure"),
-        pl.coalesce(r).alias("reason"),
+        pl.coalesce(reason).alias("reason"),
     )
 
 
-def comparable(one: Run, other: Run) -> str | None:
+def kept_by_both(one: Run, other: Run) -> str | None:
     """What both keep of a tensor: ``tensors``, ``sample`` at the same places, or None."""
     keep = one.about.keep
     if keep != other.about.keep or keep not in ("tensors", "sample"):
         return None
-    return (
-        None if keep == "sample" and one.about.seed != other.about.seed else str(keep)
-    )
+    if keep == "sample" and one.about.seed != other.about.seed:
+        return None
+    return str(keep)
 
 
-def relative(x: Tensor, y: Tensor) -> tuple[float | None, str | None]:
-    """``|x - y| / |x|``, or None and why not. Zero for equal tensors, also for zeros and empty ones.
+def relative_distance(x: Tensor, y: Tensor) -> tuple[float | None, str | None]:
+    """``|x - y| / |x|``, or None and why not.
+
+    Zero for equal tensors, also for zeros and empty ones.
 
     >>> import torch
-    >>> relative(torch.tensor([3.0, 4.0, torch.inf]), torch.tensor([3.0, 3.5, torch.inf]))
+    >>> x = torch.tensor([3.0, 4.0, torch.inf])
+    >>> relative_distance(x, torch.tensor([3.0, 3.5, torch.inf]))
     (0.1, None)
-    >>> relative(torch.zeros(2), torch.ones(2))
+    >>> relative_distance(torch.zeros(2), torch.ones(2))
     (None, 'the reference is zero, the other is not')
     """
     if x.shape != y.shape:
         return None, SHAPE
     wide = torch.complex128 if x.is_complex() else torch.float64
-    (found,) = own_error(y, x.to(wide))
-    if found is None:
+    [error] = own_error(y, x.to(wide))
+    if error is None:
         return None, "values that cannot be read"
-    if math.isinf(found.l2):
+    if math.isinf(error.l2):
         return None, SPECIALS
-    if not found.l2:
+    if not error.l2:
         return 0.0, None
-    return (found.l2 / found.reference, None) if found.reference else (None, ZERO)
+    if not error.reference:
+        return None, ZERO
+    return error.l2 / error.reference, None
 
 
-def _tensors(
+def _tensor_distance(
     one: Run, other: Run, couple: dict[str, Any]
 ) -> tuple[float | None, str | None]:
     try:
-        return relative(
-            one.kept(StoredTensor.of_row(couple)),
-            other.kept(StoredTensor.of_row(theirs(couple))),
-        )
+        x = one.kept(StoredTensor.of_row(couple))
+        y = other.kept(other_tensor(couple))
     except RunError as error:  # a damaged file
         return None, str(error).splitlines()[0]
+    return relative_distance(x, y)
 
 
-def theirs(couple: dict[str, Any]) -> dict[str, Any]:
-    """The other run's row of a pair."""
-    return {
-        name: couple.get(f"{name}_other", couple[name]) for name in (*KEY, *_NEEDED)
-    }
+def other_tensor(couple: dict[str, Any]) -> StoredTensor:
+    """Where the tensor of the other run's row of a pair is."""
+    columns = (*KEY, *_NEEDED)
+    row = {name: couple.get(f"{name}_other", couple[name]) for name in columns}
+    return StoredTensor.of_row(row)
 
 
-def _statistics(p: pl.DataFrame) -> pl.DataFrame:
+def _statistics_distance(pairs: pl.DataFrame) -> pl.DataFrame:
     """``distance`` and ``reason`` of each pair, from statistics."""
-
-    def differ(*names: str) -> pl.Expr:
-        return pl.any_horizontal(
-            pl.col(n).ne_missing(pl.col(f"{n}_other")) for n in names
-        )
-
-    one, other = (
-        {n: pl.col(n + suffix) for n in (*VALUES, "numel", *_COUNTS)}
-        for suffix in ("", "_other")
+    names = (*VALUES, *COUNTS, "numel")
+    distance = largest_difference(
+        StatisticColumns(**{name: pl.col(name) for name in names}),
+        StatisticColumns(**{name: pl.col(f"{name}_other") for name in names}),
+        pl.max_horizontal,
     )
-    distance = of_columns(one, other, pl.max_horizontal)
     same = pl.col("hash").is_not_null() & (pl.col("hash") == pl.col("hash_other"))
     reason = (
         pl.when("garbage")
@@ -233,16 +254,11 @@ def _statistics(p: pl.DataFrame) -> pl.DataFrame:
         .then(None)
         .when(pl.col("dtype").is_null())
         .then(pl.col("reason").fill_null("no tensor"))
-        .when(
-            pl.any_horizontal(
-                pl.col("numel").ne_missing(pl.col("numel_other")),
-                pl.col("shape").ne_missing(pl.col("shape_other")),
-            )
-        )
+        .when(_differ("numel", "shape"))
         .then(pl.lit(SHAPE))
         .when(pl.col("nan").is_null() | pl.col("nan_other").is_null())
         .then(pl.coalesce("reason", "reason_other", pl.lit("no statistics")))
-        .when(differ(*_COUNTS))
+        .when(_differ(*COUNTS))
         .then(pl.lit(SPECIALS))
         .when((pl.col("l2") == 0) & (pl.col("l2_other") != 0))
         .then(pl.lit(ZERO))
@@ -250,7 +266,13 @@ def _statistics(p: pl.DataFrame) -> pl.DataFrame:
     # without finite elements, or all of them zero: nothing that could differ is left
     nothing = pl.col("l2").is_null() | (pl.col("l2") == 0)
     value = pl.when(same | nothing).then(0.0).otherwise(distance)
-    return p.select(
+    return pairs.select(
         pl.when(reason.is_null()).then(value).cast(pl.Float64).alias("distance"),
         reason.cast(pl.Utf8).alias("reason"),
+    )
+
+
+def _differ(*names: str) -> pl.Expr:
+    return pl.any_horizontal(
+        pl.col(name).ne_missing(pl.col(f"{name}_other")) for name in names
     )

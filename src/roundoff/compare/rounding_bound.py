@@ -1,210 +1,277 @@
-"""What rounding explains: a bound for the distance of two honest runs at one row, relative, from formats and operator.
+"""What rounding explains: a relative bound for the distance of two honest runs at a row.
 
-A correctly rounded result is within the unit roundoff u of its format (Higham, Accuracy and Stability of Numerical
-Algorithms, 2002, eq. 2.4); a sum of n products in any order within about sqrt(n) u in the root mean square (ibid. section
-2.8: rounding errors are like independent ones), relative to the sum where it does not cancel. Kernels accumulate formats
-below fp32 in fp32. ``MARGIN`` covers the cancellation that norms and matrix products show in practice; a row beyond it
-whose tensors were kept is run again, which measures its cancellation (``attribute.replayed``).
+A correctly rounded result is within the unit roundoff u of its format (Higham, Accuracy
+and Stability of Numerical Algorithms, 2002, eq. 2.4); a sum of n products in any order
+within about sqrt(n) u in the root mean square (ibid. section 2.8: rounding errors are
+like independent ones), relative to the sum where it does not cancel. Kernels accumulate
+formats below fp32 in fp32. ``MARGIN`` covers the cancellation that norms and matrix
+products show in practice; a row beyond it whose tensors were kept is run again, which
+measures its cancellation (``replay``).
 
-The format is the wider of the two, unless the candidate as a whole works in a narrower one than the reference does: an
-isolated narrow format is a finding, autocast is not.
+The format is the wider of the two, unless the candidate as a whole works in a narrower
+one than the reference does: an isolated narrow format is a finding, autocast is not.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from roundoff.ops import base, facts, operators_that
-
-Row = Mapping[str, Any]
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.ops import facts, operators_that
 
 MARGIN = 16.0
-#: A format is one that a run works in where this share of its matrix products and convolutions has it.
+#: A run works in a format where this share of its matrix products and convolutions has
+#: it.
 SHARE = 0.2
-#: What one run has calls for and the other only a result of, a compiled region, may be any number of operators deep: this
-#: many times one rounding, and at most a tenth.
+#: A compiled region may be any number of operators deep: this many times one rounding,
+#: and at most a tenth.
 REGION = 1024.0
+REGION_LIMIT = 0.1
+#: Differences of products, by which a backward kernel may amplify.
+BACKWARD_GAIN = 4.0
+
+#: Operators by what an error goes through.
+SUMS = operators_that("sum")
+DIFFERENCES = operators_that("add or subtract")
+NORMALISATIONS = operators_that("normalize")
+PRODUCTS = operators_that("scale elements")
+DIVISIONS = operators_that("divide") | {"log", "pow"}
+EXPONENTIALS = operators_that("grow with their argument")
 
 
 @lru_cache
 def unit(dtype: str | None) -> float:
-    """Unit roundoff of a torch format by name: half the distance of 1 to the next number; 0 for integers and booleans.
+    """Unit roundoff of a torch format by name; 0 for integers and booleans.
+
+    It is half the distance of 1 to the next number.
 
     >>> unit("bfloat16") == 2**-8, unit("float32") == 2**-24, unit("int64")
     (True, True, 0.0)
     """
-    found = getattr(torch, dtype or "", None)
-    if not isinstance(found, torch.dtype) or not (
-        found.is_floating_point or found.is_complex
-    ):
-        return 0.0
-    return _spacing(found) / 2
+    return _spacing(dtype) / 2
 
 
 @lru_cache
 def smallest(dtype: str | None) -> float:
-    """The smallest positive number of a format, 0 for integers."""
-    found = getattr(torch, dtype or "", None)
-    if not isinstance(found, torch.dtype) or not (
-        found.is_floating_point or found.is_complex
-    ):
+    """The smallest positive number of a format by name; 0 for integers and booleans."""
+    spacing = _spacing(dtype)
+    if not spacing:
         return 0.0
-    return float(torch.finfo(found).tiny) * _spacing(found)
+    return float(torch.finfo(getattr(torch, dtype or "")).tiny) * spacing
 
 
-def _spacing(dtype: torch.dtype) -> float:
-    """Of 1 to the next number."""
-    # torch 2.13 says 0.125 of e5m2fnuz, but its fraction has two bits
-    return 0.25 if dtype is torch.float8_e5m2fnuz else float(torch.finfo(dtype).eps)
+def _spacing(name: str | None) -> float:
+    """The distance of 1 to the next number; 0 for what is no floating-point format."""
+    dtype = getattr(torch, name or "", None)
+    if not isinstance(dtype, torch.dtype):
+        return 0.0
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    if dtype is torch.float8_e5m2fnuz:
+        return 0.25  # torch 2.13 says 0.125, but its fraction has two bits
+    return float(torch.finfo(dtype).eps)
 
 
-def working(rows: Iterable[Row]) -> frozenset[str]:
-    """The floating-point formats that a run works in: those of at least a fifth of its matrix products and convolutions
-    (of all its results, where it has none)."""
-    kept = [
-        row
-        for row in rows
-        if row["call"] >= 0 and unit(row["dtype"]) and row["view_of"] is None
-    ]
-    counted = Counter(row["dtype"] for row in kept if facts(row["operator"]).multiplies)
-    counted = counted or Counter(row["dtype"] for row in kept)
-    total = sum(counted.values())
-    return frozenset(
-        dtype for dtype, count in counted.items() if count >= SHARE * total
-    )
+def working_formats(rows: Iterable[RecordedRow]) -> frozenset[str]:
+    """The floating-point formats that a run works in.
+
+    They are those of at least a fifth of its matrix products and convolutions; of all
+    its results, where it has none of these.
+    """
+    results = [r for r in rows if r.is_call and unit(r.dtype) and r.view_of is None]
+    contractions = [row for row in results if facts(row.operator).multiplies]
+    counted = Counter(row.dtype for row in contractions or results if row.dtype)
+    enough = SHARE * sum(counted.values())
+    return frozenset(dtype for dtype, count in counted.items() if count >= enough)
 
 
-def format_of(twin: Row, row: Row, adopted: frozenset[str]) -> str | None:
-    """The format by which a row is judged: ``adopted`` are those that the candidate works in and the reference does not."""
-    ours, theirs = twin["dtype"], row["dtype"]
-    if unit(theirs) <= unit(ours):
-        return str(ours) if ours else None
-    return str(theirs) if theirs in adopted or not unit(ours) else str(ours)
+def format_of(
+    reference: RecordedRow, candidate: RecordedRow, adopted: frozenset[str]
+) -> str | None:
+    """The format by which a row is judged: the wider one, unless the other is adopted.
+
+    ``adopted`` are the formats that the candidate works in and the reference does not.
+    """
+    ours = reference.dtype
+    theirs = candidate.dtype
+    if theirs is None or unit(theirs) <= unit(ours):
+        return ours
+    return theirs if theirs in adopted or not unit(ours) else ours
 
 
 def tolerance(
-    twin: Row, row: Row, adopted: frozenset[str], inputs: Sequence[Row] = ()
+    reference: RecordedRow,
+    candidate: RecordedRow,
+    adopted: frozenset[str],
+    inputs: Sequence[RecordedRow] = (),
 ) -> float:
-    """The largest relative distance that rounding alone explains where both calls get the same inputs."""
-    dtype = format_of(twin, row, adopted)
-    u = unit(dtype)
+    """The largest relative distance that rounding explains, for equal inputs.
+
+    ``inputs`` are what the candidate's call read.
+    """
+    u = unit(format_of(reference, candidate, adopted))
     if not u:
         return 0.0
-    leaf = any(
-        a["call"] < 0 <= b["call"] and not a["inputs"]
-        for a, b in ((row, twin), (twin, row))
+    made_by_a_region = (
+        _is_only_a_result(candidate, reference)
+        or _is_only_a_result(reference, candidate)
+        or "compiled" in (candidate.operator, reference.operator)
     )
-    if leaf or "compiled" in (row["operator"], twin["operator"]):
-        return min(REGION * u, 0.1)
-    accumulated = unit("float32") if u > unit("float32") else u
-    return MARGIN * (
-        u + accumulated * math.sqrt(terms(row, [i["shape"] or () for i in inputs]))
-    )
+    if made_by_a_region:
+        return min(REGION * u, REGION_LIMIT)
+    accumulated = min(u, unit("float32"))
+    added = terms(candidate, inputs)
+    return MARGIN * (u + accumulated * math.sqrt(added))
 
 
-def terms(row: Row, shapes: Sequence[Sequence[int]]) -> float:
-    """How many products or elements are added for one element of a result, at most; 1 where none are."""
-    operator = base(row["operator"])
+def _is_only_a_result(row: RecordedRow, other: RecordedRow) -> bool:
+    """True where one run only has the result of calls that the other one has."""
+    return row.is_leaf and other.is_call
+
+
+def terms(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
+    """How many products or elements are added for one element of a result, at most.
+
+    1 where none are.
+    """
+    operator = row.base_operator
+    shapes = [i.shape or () for i in inputs]
     if facts(operator).multiplies:
-        return max((_terms(shape) for shape in shapes), default=1.0)
-    if operator in operators_that("sum"):
+        return max((_products(shape) for shape in shapes), default=1.0)
+    if operator in SUMS:
         size = max((math.prod(shape) for shape in shapes), default=1)
-        return max(1.0, size / max(1, math.prod(row["shape"] or ())))
+        return max(1.0, size / max(1, math.prod(row.shape or ())))
     return 1.0
 
 
-def condition(row: Row, inputs: Sequence[Row]) -> float:
-    """How many times larger the relative error of a result may be than that of the inputs, from their statistics; 1 or
-    more, 1 where it is not known.
+def _products(shape: Sequence[int]) -> float:
+    """The number of products in one element of a matrix product, at most."""
+    if not shape:
+        return 1.0
+    if len(shape) == 1:
+        return float(shape[0])
+    return float(max(math.prod(shape[1:]), shape[0]))
 
-    Of sums and products of matrices: the size that the result would have if its terms were independent (the root of their
-    number, times their size) over the size it has, so the gradient of a bias in front of a normalisation, which is zero
-    but for rounding, is no fault. Of normalisations: the size of the input over its spread. Of exponentials: the largest
-    magnitude of the input (their relative error is the absolute one of the input).
+
+class _Operand:
+    """A floating-point input whose statistics are known."""
+
+    __slots__ = ("largest", "rms", "row", "smallest")
+
+    def __init__(self, row: RecordedRow, rms: float) -> None:
+        low = row.min or 0.0
+        high = row.max or 0.0
+        self.row = row
+        self.rms = rms
+        self.largest = float(max(abs(low), abs(high)))
+        #: The smallest magnitude; 0 where both signs occur.
+        self.smallest = min(abs(low), abs(high)) if low * high > 0 else 0.0
+
+
+def _operands(inputs: Sequence[RecordedRow]) -> list[_Operand]:
+    operands = []
+    for row in inputs:
+        rms = _rms(row)
+        if rms is not None and unit(row.dtype):
+            operands.append(_Operand(row, rms))
+    return operands
+
+
+def condition(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
+    """How many times larger than the inputs' a relative error of the result may be.
+
+    From statistics; 1 or more, 1 where nothing is known.
+
+    - Sums and products of matrices: the size that the result would have if its terms
+      were independent (the root of their number, times their size) over the size it
+      has. So the gradient of a bias in front of a normalisation, which is zero but for
+      rounding, is no fault.
+    - Normalisations: the size of the input over its spread.
+    - Exponentials: the largest magnitude of the input, whose absolute error is their
+      relative one.
     """
     size = _rms(row)
-    known = [
-        (i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None
-    ]
-    operator = base(row["operator"])
-    if not known or size is None:
+    operands = _operands(inputs)
+    if not operands or size is None:
         return 1.0
-    if operator in operators_that("grow with their argument"):
-        return max(1.0, *(float(max(abs(i["min"]), abs(i["max"]))) for i, _ in known))
-    if operator in operators_that("normalize") and row["place"] != 1:
-        first, rms = known[0]
-        return max(1.0, float(rms / first["std"])) if first["std"] else math.inf
-    count = math.sqrt(terms(row, [i["shape"] or () for i, _ in known]))
-    sizes = sorted((rms for _, rms in known), reverse=True)
+    operator = row.base_operator
+    if operator in EXPONENTIALS:
+        return max(1.0, *(operand.largest for operand in operands))
+    if operator in NORMALISATIONS and row.place != 1:
+        spread = operands[0].row.std
+        return max(1.0, operands[0].rms / spread) if spread else math.inf
+    independent = _size_of_independent_terms(row, operands)
+    if independent is None:
+        return 1.0
+    return max(1.0, independent / size) if size else math.inf
+
+
+def _size_of_independent_terms(
+    row: RecordedRow, operands: Sequence[_Operand]
+) -> float | None:
+    """The size of a sum whose terms are independent; None for other operators."""
+    operator = row.base_operator
+    root = math.sqrt(terms(row, [operand.row for operand in operands]))
+    sizes = sorted((operand.rms for operand in operands), reverse=True)
     if facts(operator).multiplies:
-        least = sizes[0] * count * (sizes[1] if len(sizes) > 1 else 1.0)
-        if (
-            row["place"] == 2
-        ):  # of a convolution's backward pass: the sum of the gradient
-            least = known[0][1] * count
-    elif operator in operators_that("sum") | operators_that("add or subtract"):
-        least = sizes[0] * (count if operator != "mean" else 1 / count)
-    else:
-        return 1.0
-    return max(1.0, least / size) if size else math.inf
+        # of a convolution's backward pass: the sum of the gradient
+        if row.place == 2:
+            return operands[0].rms * root
+        second = sizes[1] if len(sizes) > 1 else 1.0
+        return sizes[0] * root * second
+    if operator == "mean":
+        return sizes[0] / root
+    if operator in SUMS or operator in DIFFERENCES:
+        return sizes[0] * root
+    return None
 
 
-def amplification(row: Row, inputs: Sequence[Row]) -> float:
-    """How many times larger than its inputs' the relative error of a result may be, whatever the errors are; 1 or more.
+def amplification(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
+    """How many times larger than the inputs' a relative error may be, at the worst.
 
-    From norms: a sum has at most the number of its terms times their size, a product of elements the largest of one factor
-    times the size of the other; a quotient the size of the denominator (the last input) over its smallest magnitude.
+    From norms, whatever the errors are; 1 or more. A sum has at most the number of its
+    terms times their size, a product of elements the largest of one factor times the
+    size of the other; a quotient the size of the denominator (the last input) over its
+    smallest magnitude.
     """
     size = _rms(row)
-    known = [
-        (i, rms) for i in inputs if unit(i["dtype"]) and (rms := _rms(i)) is not None
-    ]
-    operator = base(row["operator"])
-    if not known or size is None:
+    operands = _operands(inputs)
+    if not operands or size is None:
         return 1.0
-    largest = [max(abs(i["min"]), abs(i["max"])) for i, _ in known]
-    if operator in operators_that("divide") or operator in ("log", "pow"):
-        last, rms = known[-1]
-        low = (
-            min(abs(last["min"]), abs(last["max"]))
-            if last["min"] * last["max"] > 0
-            else 0.0
-        )
-        return max(1.0, rms / low) if low else math.inf
-    if operator in operators_that("scale elements") and len(known) > 1:
-        bound = max(largest[0] * known[1][1], largest[1] * known[0][1])
-    elif (
-        operator in ("mean", "nll_loss_forward")
-        or row["place"] == 1
-        and operator in operators_that("normalize")
-    ):
-        bound = known[0][1]
-    elif operator in operators_that("sum"):
-        bound = known[0][1] * terms(row, [i["shape"] or () for i, _ in known])
-    else:
-        return 4.0 if operator.endswith("backward") else 1.0  # differences of products
-    return max(1.0, bound / size) if size else math.inf
+    operator = row.base_operator
+    if operator in DIVISIONS:
+        divisor = operands[-1]
+        smallest = divisor.smallest
+        return max(1.0, divisor.rms / smallest) if smallest else math.inf
+    largest = _largest_size(row, operator, operands)
+    if largest is None:
+        return BACKWARD_GAIN if operator.endswith("backward") else 1.0
+    return max(1.0, largest / size) if size else math.inf
 
 
-def _rms(row: Row) -> float | None:
-    return (
-        None
-        if row["l2"] is None or not row["numel"]
-        else float(row["l2"] / math.sqrt(row["numel"]))
-    )
+def _largest_size(
+    row: RecordedRow, operator: str, operands: Sequence[_Operand]
+) -> float | None:
+    """The largest size of a sum or product by norms; None for other operators."""
+    first = operands[0]
+    if operator in PRODUCTS and len(operands) > 1:
+        second = operands[1]
+        return max(first.largest * second.rms, second.largest * first.rms)
+    statistic_of_norm = row.place == 1 and operator in NORMALISATIONS
+    if operator in ("mean", "nll_loss_forward") or statistic_of_norm:
+        return first.rms
+    if operator in SUMS:
+        return first.rms * terms(row, [operand.row for operand in operands])
+    return None
 
 
-def _terms(shape: Iterable[int]) -> float:
-    """The number of products in one element of a matrix product or convolution, at most."""
-    dims = list(shape)
-    return (
-        float(max(math.prod(dims[1:]), dims[0]))
-        if len(dims) > 1
-        else float(dims[0] if dims else 1)
-    )
+def _rms(row: RecordedRow) -> float | None:
+    """The root mean square of a value; None where nothing is known."""
+    if row.l2 is None or not row.numel:
+        return None
+    return row.l2 / math.sqrt(row.numel)

@@ -1,134 +1,199 @@
-"""The structure of the difference of two tensors: an end that was not written, an exchanged axis, a factor, a constant...
+"""The structure of a difference: an unwritten end, an exchanged axis, a factor...
 
-Each classifier is a few lines over the expected and the actual values; the first that fits gives a label and the evidence.
+Each classifier is a few lines over the expected and the actual values; the first that
+fits gives a label and the evidence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
-Found = tuple[str, str]
-
-#: A fit is one that leaves this share of the squared difference.
+#: A fit leaves at most this share of the squared difference.
 FIT = 1e-4
 #: More wrong elements than this share are no part of a result.
 MOST = 0.75
-#: Differences below this share of the largest one are not looked at: the kernel's own rounding.
+#: An end or a slice is wrong where at least this share of it is.
+WHOLE = 0.8
+#: Differences below this share of the largest one are not looked at: the kernel's own
+#: rounding.
 SMALL = 2.0**-10
-#: Wrong elements stand out where they are this many times as far off as the worst of the others.
+#: Wrong elements stand out where they are this many times as far off as the worst of
+#: the others.
 APART = 8.0
 #: Of larger tensors every k-th slice of the longest axis is looked at.
 LOOKED_AT = 2**20
-#: Slices of an axis that are compared with all others; factors that are named as fractions, up to this denominator.
-SLICES, DENOMINATOR = 256, 16
+#: Slices of an axis that are compared with all others.
+SLICES = 256
+#: Factors are named as fractions up to this denominator.
+DENOMINATOR = 16
+#: Values that were moved agree to this share of the largest.
+MOVED = 1e-3
+#: The finest of the formats in which a single value's factor says nothing.
+_COARSE = 2.0**-12
+
+PARTLY_WRITTEN = "partly written output"
+WRONG_AXIS = "wrong axis or layout"
 
 
-def structure(expected: Tensor, actual: Tensor, unit: float) -> Found | None:
-    """The first description that fits, or None; neither tensor is changed.
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A label of ``symptoms.ADVICE``, and the evidence for it."""
+
+    label: str
+    evidence: str
+
+
+def structure(expected: Tensor, actual: Tensor, unit: float) -> Structure | None:
+    """The first description that fits; neither tensor is changed.
 
     Args:
         expected: what it should be, of the shape of ``actual``, any format.
         actual: what it is.
-        unit: unit roundoff of the actual's format, 0 for integers: what is below a few roundings is no difference.
+        unit: unit roundoff of the actual's format, 0 for integers: what is below a few
+            roundings is no difference.
 
-    Elements that are not finite on both sides are left out. None for empty tensors, for those that agree, and for formats
-    without arithmetic.
+    Returns:
+        None where nothing fits, for empty tensors, for those that agree, and for
+        formats without arithmetic. Elements that are not finite on both sides are left
+        out.
     """
-    seen = _seen(expected, actual, unit)
-    if seen is None or not seen.count:
+    difference = _difference(expected, actual, unit)
+    if difference is None or not difference.count:
         return None
-    for classify in (_partly, _clipped, _few, _permuted, _scaled, _by_axis, _slices):
-        found = classify(seen)
+    for classify in _CLASSIFIERS:
+        found = classify(difference)
         if found is not None:
             return found
     return None
 
 
 def usual_error(expected: Tensor, actual: Tensor) -> float | None:
-    """The median of the relative errors of the elements that differ; None where there are none.
+    """The median relative error of the elements that differ; None without any.
 
     >>> usual_error(torch.tensor([2.0, 4.0, 8.0]), torch.tensor([2.0, 5.0, 10.0]))
     0.25
     """
-    seen = _seen(expected, actual, 0.0)
-    if seen is None or not seen.count:
+    difference = _difference(expected, actual, 0.0)
+    if difference is None:
         return None
-    known = seen.differ & (seen.want != 0)
-    return (
-        float((seen.off[known] / seen.want[known]).abs().median())
-        if bool(known.any())
-        else None
-    )
+    measurable = difference.differ & (difference.expected != 0)
+    if not bool(measurable.any()):
+        return None
+    relative = difference.error[measurable] / difference.expected[measurable]
+    return float(relative.abs().median())
 
 
 def fewer_digits(expected: Tensor, actual: Tensor, unit: float) -> str | None:
-    """The format whose numbers all values are, where those expected are not: ``bfloat16``, ``float16``."""
-    want, got = _flat(expected), _flat(actual)
+    """The format whose numbers all values are, where those expected are not.
+
+    ``bfloat16`` or ``float16``; None for others.
+    """
+    wanted = _fp64(expected)
+    values = _fp64(actual)
+    if wanted is None or values is None or not bool(values.any()):
+        return None
     for dtype in (torch.bfloat16, torch.float16):
-        if (
-            want is None
-            or got is None
-            or unit >= torch.finfo(dtype).eps / 2
-            or not bool(got.any())
-        ):
-            continue
-        if _among(got, dtype) and not _among(want, dtype):
+        narrower = unit < torch.finfo(dtype).eps / 2
+        if narrower and _are_all(values, dtype) and not _are_all(wanted, dtype):
             return str(dtype).removeprefix("torch.")
     return None
 
 
-def _among(values: Tensor, dtype: torch.dtype) -> bool:
-    fine = values[values.isfinite()]
-    return torch.equal(fine.to(dtype).to(torch.float64), fine)
+def _are_all(values: Tensor, dtype: torch.dtype) -> bool:
+    """Return True where all finite values are numbers of a format."""
+    finite = values[values.isfinite()]
+    return torch.equal(finite.to(dtype).to(torch.float64), finite)
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """Both tensors in fp64, zero where one is not finite, their axes in the order of the actual's memory."""
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """One axis of a difference: its values with one row for each index."""
 
-    want: Tensor
-    got: Tensor
-    off: Tensor
+    number: int
+    expected: Tensor
+    actual: Tensor
+    differ: Tensor
+    #: Only every k-th index was looked at.
+    step: int
+
+    @property
+    def length(self) -> int:
+        return len(self.expected)
+
+    @property
+    def wrong(self) -> Tensor:
+        """The indexes with an element that differs."""
+        return self.differ.any(1).nonzero()[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """Both tensors in fp64, zero where one is not finite.
+
+    Attributes:
+        expected: axes in the order of the actual's memory, as of all tensors here.
+        actual: of the same shape.
+        error: actual - expected.
+        differ: elements that are further off than a few roundings.
+        count: how many those are.
+        unit: unit roundoff of the actual's format.
+        order: the tensor's axes in the order of memory.
+        steps: the axis of which only every k-th index was looked at, and k.
+    """
+
+    expected: Tensor
+    actual: Tensor
+    error: Tensor
     differ: Tensor
     count: int
     unit: float
     order: tuple[int, ...]
-    step: dict[int, int]
-    part: bool
+    steps: Mapping[int, int]
+
+    @property
+    def is_part(self) -> bool:
+        """True where only a part of a large tensor was looked at."""
+        return bool(self.steps)
 
     def index(self, flat: int) -> str:
         """The place of an element, as the tensor is indexed."""
-        if self.want.dim() == 0:
+        if self.expected.dim() == 0:
             return "[]"
-        place = [
-            int(i) for i in torch.unravel_index(torch.tensor(flat), self.want.shape)
-        ]
-        found = {
-            axis: i * self.step.get(axis, 1)
+        place = torch.unravel_index(torch.tensor(flat), self.expected.shape)
+        by_axis = {
+            axis: int(i) * self.steps.get(axis, 1)
             for axis, i in zip(self.order, place, strict=False)
         }
-        return "[" + ", ".join(str(found[axis]) for axis in sorted(found)) + "]"
+        return "[" + ", ".join(str(by_axis[axis]) for axis in sorted(by_axis)) + "]"
 
-    def axes(self) -> list[tuple[int, Tensor, Tensor, Tensor]]:
-        """Of each axis of more than one index, with several elements for each: its number, wanted, actual and differing
-        values, one row for each index."""
-        found = []
+    def axes(self) -> Iterator[_Axis]:
+        """The axes of several indexes, with several elements for each."""
         for place, axis in enumerate(self.order):
-            length = self.want.shape[place]
-            if 1 < length <= self.want.numel() // 4:
-                rows = [
+            length = self.expected.shape[place]
+            if 1 < length <= self.expected.numel() // 4:
+                expected, actual, differ = (
                     t.movedim(place, 0).reshape(length, -1)
-                    for t in (self.want, self.got, self.differ)
-                ]
-                found.append((axis, rows[0], rows[1], rows[2]))
-        return found
+                    for t in (self.expected, self.actual, self.differ)
+                )
+                yield _Axis(axis, expected, actual, differ, self.steps.get(axis, 1))
+
+    def stands_out(self) -> bool:
+        """Return True where what differs is far beyond the error of the others."""
+        size = self.error.abs()
+        others = size[~self.differ]
+        if not len(others):
+            return True
+        return float(size[self.differ].max()) > APART * float(others.max())
 
 
-def _flat(tensor: Tensor) -> Tensor | None:
+def _fp64(tensor: Tensor) -> Tensor | None:
+    """The values in fp64; None for formats without arithmetic."""
     try:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.detach().resolve_conj())
@@ -137,242 +202,251 @@ def _flat(tensor: Tensor) -> Tensor | None:
         return None
 
 
-def _seen(expected: Tensor, actual: Tensor, unit: float) -> _Seen | None:
+def _difference(expected: Tensor, actual: Tensor, unit: float) -> _Difference | None:
     if expected.shape != actual.shape or not actual.numel():
         return None
-    step: dict[int, int] = {}
-    if actual.numel() > LOOKED_AT:
-        axis = max(range(actual.dim()), key=lambda a: actual.shape[a])
-        step[axis] = -(-actual.numel() // LOOKED_AT)
-        cut = tuple(slice(None, None, step.get(a, 1)) for a in range(actual.dim()))
-        expected, actual = expected[cut], actual[cut]
-    want, got = _flat(expected), _flat(actual)
-    if want is None or got is None:
+    dimensions = actual.dim()
+    steps = _steps(actual)
+    if steps:
+        part = tuple(slice(None, None, steps.get(a, 1)) for a in range(dimensions))
+        expected = expected[part]
+        actual = actual[part]
+    wanted = _fp64(expected)
+    values = _fp64(actual)
+    if wanted is None or values is None:
         return None
-    strides = got.stride()
-    order = tuple(sorted(range(got.dim()), key=lambda a: (-strides[a], a)))
-    want, got = want.permute(order), got.permute(order)
-    fine = want.isfinite() & got.isfinite()
-    want, got = (
-        torch.where(fine, want, 0.0).contiguous(),
-        torch.where(fine, got, 0.0).contiguous(),
-    )
-    off = got - want
-    size = off.abs()
-    rounding = 4 * unit * want.abs() + unit * float(want.abs().max()) / 16
+    strides = values.stride()
+    order = tuple(sorted(range(values.dim()), key=lambda a: (-strides[a], a)))
+    wanted = wanted.permute(order)
+    values = values.permute(order)
+    finite = wanted.isfinite() & values.isfinite()
+    wanted = torch.where(finite, wanted, 0.0).contiguous()
+    values = torch.where(finite, values, 0.0).contiguous()
+    error = values - wanted
+    size = error.abs()
+    rounding = 4 * unit * wanted.abs() + unit * float(wanted.abs().max()) / 16
     differ = size > rounding.clamp(min=SMALL * float(size.max()))
-    return _Seen(
-        want,
-        got,
-        off,
-        differ,
-        int(differ.sum()),
-        unit,
-        order[: actual.dim()],
-        step,
-        bool(step),
+    count = int(differ.sum())
+    return _Difference(
+        wanted, values, error, differ, count, unit, order[:dimensions], steps
     )
 
 
-def _partly(seen: _Seen) -> Found | None:
-    """One block at the end of the memory (or the last indices of an axis) is wrong, and all before it is right."""
-    size = seen.got.numel()
-    if not bool(seen.got.any()) and seen.count > 1:
-        return "partly written output", "every element is zero"
-    if seen.count < 2 or seen.count > MOST * size or not _stands_out(seen):
+def _steps(tensor: Tensor) -> dict[int, int]:
+    """Of a large tensor the longest axis, and of how many of its indexes one is enough."""
+    if tensor.numel() <= LOOKED_AT:
+        return {}
+    longest = max(range(tensor.dim()), key=lambda axis: tensor.shape[axis])
+    return {longest: -(-tensor.numel() // LOOKED_AT)}
+
+
+def _partly_written(d: _Difference) -> Structure | None:
+    """One block at the end of the memory, or of an axis, is wrong, all before is right."""
+    size = d.actual.numel()
+    if not bool(d.actual.any()) and d.count > 1:
+        return Structure(PARTLY_WRITTEN, "every element is zero")
+    if d.count < 2 or d.count > MOST * size or not d.stands_out():
         return None
-    places = seen.differ.reshape(-1).nonzero()[:, 0]
-    first, values = int(places[0]), seen.got.reshape(-1)[places]
-    held = "not right"
-    if float(values.max()) == float(values.min()):
-        held = "one constant" if bool(values.any()) else "zero"
-    if first and seen.count >= 0.8 * (size - first):
-        return (
-            "partly written output",
-            f"{seen.count:,} of {size:,} elements are {held}, from {seen.index(first)} on",
-        )
-    for axis, _, _, differ in seen.axes():
-        hit, length = differ.any(1).nonzero()[:, 0], len(differ)
-        last = int(hit[-1]) == length - 1 and len(hit) == length - int(hit[0])
-        if (
-            last
-            and len(hit) <= length // 2
-            and seen.count >= 0.8 * len(hit) * differ.shape[1]
-        ):
-            step = seen.step.get(axis, 1)
-            start = int(hit[0]) * step
-            return (
-                "partly written output",
-                f"elements are {held} from {start} of axis {axis} ({length * step} long) on",
-            )
+    places = d.differ.reshape(-1).nonzero()[:, 0]
+    first = int(places[0])
+    held = _held(d.actual.reshape(-1)[places])
+    if first and d.count >= WHOLE * (size - first):
+        wrong = f"{d.count:,} of {size:,} elements are {held}"
+        return Structure(PARTLY_WRITTEN, f"{wrong}, from {d.index(first)} on")
+    for axis in d.axes():
+        if _wrong_at_the_end(axis, d.count):
+            start = int(axis.wrong[0]) * axis.step
+            whole = f"axis {axis.number} ({axis.length * axis.step} long)"
+            evidence = f"elements are {held} from {start} of {whole} on"
+            return Structure(PARTLY_WRITTEN, evidence)
     return None
 
 
-def _stands_out(seen: _Seen) -> bool:
-    """Whether what differs is far beyond what the other elements are off by."""
-    size = seen.off.abs()
-    others = size[~seen.differ]
-    return not len(others) or float(size[seen.differ].max()) > APART * float(
-        others.max()
-    )
+def _held(values: Tensor) -> str:
+    if float(values.max()) != float(values.min()):
+        return "not right"
+    return "one constant" if bool(values.any()) else "zero"
 
 
-def _clipped(seen: _Seen) -> Found | None:
-    """What differs stands at one magnitude, and should be larger."""
-    size = seen.got[seen.differ].abs()
-    if len(size) < 2 or float(size.max()) != float(size.min()) or not float(size.max()):
+def _wrong_at_the_end(axis: _Axis, count: int) -> bool:
+    """Return True where the last indexes of an axis are wrong, and no others."""
+    wrong = axis.wrong
+    is_last = int(wrong[-1]) == axis.length - 1
+    in_one_block = len(wrong) == axis.length - int(wrong[0])
+    if not is_last or not in_one_block or len(wrong) > axis.length // 2:
+        return False
+    return count >= WHOLE * len(wrong) * axis.differ.shape[1]
+
+
+def _clipped(d: _Difference) -> Structure | None:
+    """The wrong elements stand at one magnitude, and should be larger."""
+    size = d.actual[d.differ].abs()
+    if len(size) < 2:
         return None
-    if bool((seen.want[seen.differ].abs() < size).any()):
+    level = float(size.max())
+    if not level or level != float(size.min()):
         return None
-    return (
-        "overflow",
-        f"{len(size):,} values stand at ±{float(size.max()):.6g} and should be larger: saturated",
-    )
-
-
-def _few(seen: _Seen) -> Found | None:
-    size = seen.got.numel()
-    if (
-        seen.part
-        or seen.count > max(4, size // 1000)
-        or size < 16
-        or not _stands_out(seen)
-    ):
+    if bool((d.expected[d.differ].abs() < size).any()):
         return None
-    first = int(seen.differ.reshape(-1).nonzero()[0, 0])
-    want, got = (float(t.reshape(-1)[first]) for t in (seen.want, seen.got))
-    there = f"the first at {seen.index(first)}: {got:.6g}, should be {want:.6g}"
-    return "corrupted elements", f"{seen.count:,} of {size:,} elements differ, {there}"
+    stand = f"{len(size):,} values stand at ±{level:.6g}"
+    return Structure("overflow", f"{stand} and should be larger: saturated")
 
 
-def _permuted(seen: _Seen) -> Found | None:
+def _few(d: _Difference) -> Structure | None:
+    """A few elements are far off."""
+    size = d.actual.numel()
+    if d.is_part or size < 16 or d.count > max(4, size // 1000) or not d.stands_out():
+        return None
+    first = int(d.differ.reshape(-1).nonzero()[0, 0])
+    wanted = float(d.expected.reshape(-1)[first])
+    value = float(d.actual.reshape(-1)[first])
+    where = f"the first at {d.index(first)}: {value:.6g}, should be {wanted:.6g}"
+    evidence = f"{d.count:,} of {size:,} elements differ, {where}"
+    return Structure("corrupted elements", evidence)
+
+
+def _permuted(d: _Difference) -> Structure | None:
     """The same values in other places."""
-    if seen.part or seen.want.numel() < 4:
+    if d.is_part or d.expected.numel() < 4:
         return None
-    a, b = seen.want.reshape(-1).sort().values, seen.got.reshape(-1).sort().values
-    scale = float(a.abs().max())
-    most, moved = float((a - b).abs().max()), float(seen.off.abs().max())
-    if (
-        not scale
-        or most > 1e-3 * scale
-        or moved < 0.05 * scale
-        or float((a - b).norm()) > 0.02 * float(seen.off.norm())
-    ):
+    wanted = d.expected.reshape(-1).sort().values
+    values = d.actual.reshape(-1).sort().values
+    scale = float(wanted.abs().max())
+    changed = wanted - values
+    if not scale or float(changed.abs().max()) > MOVED * scale:
         return None
-    if len(seen.order) == seen.want.dim():
-        return "wrong axis or layout", _turned(seen, scale) or _reordered(
-            seen, scale
-        ) or "the same values in other places"
-    return "wrong axis or layout", "the same values in other places"
+    if float(d.error.abs().max()) < 0.05 * scale:
+        return None
+    if float(changed.norm()) > 0.02 * float(d.error.norm()):
+        return None
+    evidence = None
+    if len(d.order) == d.expected.dim():
+        evidence = _exchanged_axes(d, scale) or _reordered_axis(d, scale)
+    return Structure(WRONG_AXIS, evidence or "the same values in other places")
 
 
-def _turned(seen: _Seen, scale: float) -> str | None:
-    back = sorted(range(seen.want.dim()), key=lambda place: seen.order[place])
-    want, got = seen.want.permute(back), seen.got.permute(back)
-    for first in range(want.dim()):
-        for second in range(first + 1, want.dim()):
-            if torch.allclose(
-                want.transpose(first, second).reshape(got.shape),
-                got,
-                rtol=1e-3,
-                atol=1e-3 * scale,
-            ):
-                return f"axes {first} and {second} of {list(got.shape)} are exchanged"
+def _exchanged_axes(d: _Difference, scale: float) -> str | None:
+    back = sorted(range(d.expected.dim()), key=lambda place: d.order[place])
+    wanted = d.expected.permute(back)
+    values = d.actual.permute(back)
+    shape = list(values.shape)
+    for first, second in combinations(range(len(shape)), 2):
+        turned = wanted.transpose(first, second).reshape(shape)
+        if torch.allclose(turned, values, rtol=MOVED, atol=MOVED * scale):
+            return f"axes {first} and {second} of {shape} are exchanged"
     return None
 
 
-def _reordered(seen: _Seen, scale: float) -> str | None:
-    for axis, want, got, _ in seen.axes():
-        one, other = want.norm(dim=1).argsort(), got.norm(dim=1).argsort()
-        if torch.allclose(want[one], got[other], rtol=1e-3, atol=1e-3 * scale):
-            return f"axis {axis} of {len(want)} is in another order"
+def _reordered_axis(d: _Difference, scale: float) -> str | None:
+    for axis in d.axes():
+        wanted = axis.expected[axis.expected.norm(dim=1).argsort()]
+        values = axis.actual[axis.actual.norm(dim=1).argsort()]
+        if torch.allclose(wanted, values, rtol=MOVED, atol=MOVED * scale):
+            return f"axis {axis.number} of {axis.length} is in another order"
     return None
 
 
-def _scaled(seen: _Seen) -> Found | None:
-    want, got, off = seen.want.reshape(-1), seen.got.reshape(-1), seen.off.reshape(-1)
-    square, total = float(want @ want), float(off @ off)
+def _scaled(d: _Difference) -> Structure | None:
+    """All elements have one factor, or one constant too much."""
+    wanted = d.expected.reshape(-1)
+    values = d.actual.reshape(-1)
+    error = d.error.reshape(-1)
+    square = float(wanted @ wanted)
+    total = float(error @ error)
     if not square or not total:
         return None
-    factor = float(want @ got) / square
-    ratio = _fraction(factor, max(seen.unit, 2.0**-24))
-    rest = got - factor * want
-    # of a single value everything is a factor: only a ratio of small numbers says something
-    if (
-        factor
-        and float(rest @ rest) < FIT * total
-        and (len(want) > 1 or (ratio and seen.unit < 2.0**-12))
-    ):
-        return "constant factor", f"{factor:.6g}{ratio} times what it should be"
-    shift = float(off.mean())
-    rest = off - shift
-    if len(off) > 1 and float(rest @ rest) < FIT * total:
-        return "constant offset", f"{shift:+.4g} everywhere"
+    factor = float(wanted @ values) / square
+    fraction = _fraction(factor, max(d.unit, 2.0**-24))
+    # of a single value everything is a factor: only a ratio of small numbers says
+    # something
+    telling = len(wanted) > 1 or (fraction and d.unit < _COARSE)
+    if factor and telling and _square(values - factor * wanted) < FIT * total:
+        evidence = f"{factor:.6g}{fraction} times what it should be"
+        return Structure("constant factor", evidence)
+    shift = float(error.mean())
+    if len(error) > 1 and _square(error - shift) < FIT * total:
+        return Structure("constant offset", f"{shift:+.4g} everywhere")
     return None
+
+
+def _square(values: Tensor) -> float:
+    return float((values * values).sum())
 
 
 def _fraction(factor: float, unit: float) -> str:
+    """`` (1/3)`` for a factor near a ratio of small numbers; empty for others."""
     near = Fraction(factor).limit_denominator(DENOMINATOR)
-    if (
-        near.denominator == 1
-        or abs(near.numerator) > DENOMINATOR
-        or abs(float(near) - factor) > 8 * unit * abs(factor)
-    ):
+    off = abs(float(near) - factor)
+    if near.denominator == 1 or abs(near.numerator) > DENOMINATOR:
         return ""
-    return f" ({near})"
+    return f" ({near})" if off <= 8 * unit * abs(factor) else ""
 
 
-def _by_axis(seen: _Seen) -> Found | None:
+def _scaled_along_an_axis(d: _Difference) -> Structure | None:
     """Each index of an axis has a factor or a constant of its own."""
-    total = float((seen.off**2).sum())
-    for axis, want, got, _ in seen.axes():
-        if want.shape[1] < 4:
+    total = _square(d.error)
+    for axis in d.axes():
+        wanted = axis.expected
+        values = axis.actual
+        if wanted.shape[1] < 4:
             continue
-        square = (want * want).sum(1)
-        factor = torch.where(square > 0, (want * got).sum(1) / square, 1.0)
-        if float(((got - factor[:, None] * want) ** 2).sum()) < FIT * total and bool(
-            factor.all()
-        ):
+        each = f"each index of axis {axis.number} by its own"
+        square = (wanted * wanted).sum(1)
+        factor = torch.where(square > 0, (wanted * values).sum(1) / square, 1.0)
+        left = _square(values - factor[:, None] * wanted)
+        if left < FIT * total and bool(factor.all()):
             ends = f"{float(factor.min()):.6g} to {float(factor.max()):.6g}"
-            return (
-                "constant factor",
-                f"each index of axis {axis} by its own: {ends} times what it should be",
-            )
-        shift = (got - want).mean(1)
-        if float(((got - want - shift[:, None]) ** 2).sum()) < FIT * total:
+            evidence = f"{each}: {ends} times what it should be"
+            return Structure("constant factor", evidence)
+        shift = (values - wanted).mean(1)
+        if _square(values - wanted - shift[:, None]) < FIT * total:
             ends = f"{float(shift.min()):+.4g} to {float(shift.max()):+.4g}"
-            return "constant offset", f"each index of axis {axis} by its own: {ends}"
+            return Structure("constant offset", f"{each}: {ends}")
     return None
 
 
-def _slices(seen: _Seen) -> Found | None:
-    """Some indices of an axis are wrong, the others right: what they hold may be what others should."""
-    for axis, want, got, differ in seen.axes():
-        hit = differ.any(1).nonzero()[:, 0]
-        if (
-            len(hit) > len(want) / 2
-            or seen.count < MOST * len(hit) * want.shape[1]
-            or len(hit) > SLICES
-        ):
+def _wrong_slices(d: _Difference) -> Structure | None:
+    """Some indexes of an axis are wrong; they may hold what others should."""
+    for axis in d.axes():
+        wrong = axis.wrong
+        most_of_them = d.count >= MOST * len(wrong) * axis.expected.shape[1]
+        if len(wrong) > min(axis.length / 2, SLICES) or not most_of_them:
             continue
-        step = seen.step.get(axis, 1)
-        near = torch.full((len(hit),), torch.inf)
-        if len(hit) * len(want) <= LOOKED_AT:
-            apart = torch.cdist(got[hit], want)
-            apart[torch.arange(len(hit)), hit] = torch.inf
-            near, place = apart.min(1)
-        if bool((near <= 1e-3 * got[hit].norm(dim=1)).all()) and bool(got[hit].any()):
-            one, other = int(hit[0]) * step, int(place[0]) * step
-            more = f", and {len(hit) - 1} more like it" if len(hit) > 1 else ""
-            return (
-                "stale or shared buffer",
-                f"index {one} of axis {axis} holds what index {other} should{more}",
-            )
-        named = ", ".join(str(int(h) * step) for h in hit[:4]) + (
-            ", ..." if len(hit) > 4 else ""
-        )
-        return (
-            "corrupted elements",
-            f"{len(hit)} of {len(want) * step} indices of axis {axis} are wrong: {named}",
-        )
+        other = _holds_another_index(axis, wrong)
+        if other is not None:
+            first = int(wrong[0]) * axis.step
+            more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
+            held = f"index {first} of axis {axis.number} holds what index {other}"
+            return Structure("stale or shared buffer", f"{held} should{more}")
+        named = ", ".join(str(int(index) * axis.step) for index in wrong[:4])
+        if len(wrong) > 4:
+            named += ", ..."
+        whole = f"{axis.length * axis.step} indices of axis {axis.number}"
+        evidence = f"{len(wrong)} of {whole} are wrong: {named}"
+        return Structure("corrupted elements", evidence)
     return None
+
+
+def _holds_another_index(axis: _Axis, wrong: Tensor) -> int | None:
+    """The index whose values the first wrong index holds, where all hold another's."""
+    held = axis.actual[wrong]
+    if len(wrong) * axis.length > LOOKED_AT or not bool(held.any()):
+        return None
+    distance = torch.cdist(held, axis.expected)
+    distance[torch.arange(len(wrong)), wrong] = torch.inf
+    nearest, place = distance.min(1)
+    if not bool((nearest <= MOVED * held.norm(dim=1)).all()):
+        return None
+    return int(place[0]) * axis.step
+
+
+#: In this order: the first that fits describes the difference.
+_CLASSIFIERS = (
+    _partly_written,
+    _clipped,
+    _few,
+    _permuted,
+    _scaled,
+    _scaled_along_an_axis,
+    _wrong_slices,
+)

@@ -1,26 +1,26 @@
-"""What a fault looks like: rounding, a constant, an axis, a buffer, a kernel that stopped early...
+"""What a fault looks like: a constant, an axis, a buffer, a kernel that stopped early...
 
-The first description that fits gives the label: of the calls, of what they read, and of the values (``structure``).
+The first description that fits gives the label: of the calls, of what they read, and of
+the values (``structure``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from roundoff.compare.divergence import HANDS_ON
 from roundoff.compare.findings import Finding
-from roundoff.compare.replayed import SAME
+from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.rounding_bound import unit
 from roundoff.compare.structure import fewer_digits, structure, usual_error
 from roundoff.errors import RunError
-from roundoff.ops import operators_that, overload_of
+from roundoff.ops import overload_of
 
-Row = Mapping[str, Any]
-
-#: What says how a value that was there before anything ran was loaded or made.
+#: Labels that say how a value from before the step was loaded or made.
 OF_VALUES = (
     "wrong axis or layout",
     "constant factor",
@@ -28,314 +28,403 @@ OF_VALUES = (
     "corrupted elements",
 )
 
-
-@dataclass(frozen=True)
-class Looks:
-    """``label`` is one of a short list, ``evidence`` what was seen, ``advice`` what to try."""
-
-    label: str
-    evidence: str
-    advice: str
-
-
 ADVICE = {
-    "rounding": "keep this operator in a wider format (roundoff diagnose finds the cheapest plan that does)",
+    "rounding": (
+        "keep this operator in a wider format (roundoff diagnose finds the "
+        "cheapest plan that does)"
+    ),
     "wrong constant": "compare this argument in the two programs",
     "other operator": "compare the code of the two programs at these lines",
     "other input": "compare what the two programs hand to this operator",
     "other shape": "compare what is sliced, padded or reshaped before it",
-    "missing operator": "the reference computes this before; look for the line that the candidate lacks",
+    "missing operator": (
+        "the reference computes this before; look for the line that the candidate lacks"
+    ),
     "gradient cut": "look for detach(), no_grad() or .data in one of the two programs",
-    "extra operator": "the reference has no such operator here; look for what inserts it (a mode, a hook, dropout left on)",
-    "wrong axis or layout": "compare dim, view and transpose arguments, and the layout the weights were saved in",
-    "stale or shared buffer": "look for a buffer that is written before it is read, reused, or was not updated or loaded",
+    "extra operator": (
+        "the reference has no such operator here; look for what inserts it (a "
+        "mode, a hook, dropout left on)"
+    ),
+    "wrong axis or layout": (
+        "compare dim, view and transpose arguments, and the layout the weights "
+        "were saved in"
+    ),
+    "stale or shared buffer": (
+        "look for a buffer that is written before it is read, reused, or was not "
+        "updated or loaded"
+    ),
     "other values": "check how it was loaded or made: checkpoint, seed, preprocessing",
-    "overflow": "keep it in a format with more range, or scale it; 'roundoff overflow' shows where it comes from",
+    "overflow": (
+        "keep it in a format with more range, or scale it; 'roundoff overflow' "
+        "shows where it comes from"
+    ),
     "NaN": "'roundoff overflow' shows where it is born",
-    "narrower format": "cast it up, or keep it out of autocast: the reference computes this in a wider format",
-    "partly written output": "suspect the kernel: its tail is not written; try another shape, backend or library version",
-    "corrupted elements": "run the step again: if it moves, suspect memory or a race; if not, the kernel's indexing",
-    "constant offset": "look for a bias, a mean or a zero point that is missing or counted twice",
-    "constant factor": "look for a missing or doubled scale: mean against sum, 1/sqrt(d), gradient averaging",
-    "noise": "run both again: if this changes from run to run it is a race or an unseeded random operator",
-    "wrong kernel": "run the operator alone on another backend or device: 'roundoff replay' does on the recorded inputs",
+    "narrower format": (
+        "cast it up, or keep it out of autocast: the reference computes this in a "
+        "wider format"
+    ),
+    "partly written output": (
+        "suspect the kernel: its tail is not written; try another shape, backend "
+        "or library version"
+    ),
+    "corrupted elements": (
+        "run the step again: if it moves, suspect memory or a race; if not, the "
+        "kernel's indexing"
+    ),
+    "constant offset": (
+        "look for a bias, a mean or a zero point that is missing or counted twice"
+    ),
+    "constant factor": (
+        "look for a missing or doubled scale: mean against sum, 1/sqrt(d), "
+        "gradient averaging"
+    ),
+    "noise": (
+        "run both again: if this changes from run to run it is a race or an "
+        "unseeded random operator"
+    ),
+    "wrong kernel": (
+        "run the operator alone on another backend or device: 'roundoff replay' "
+        "does on the recorded inputs"
+    ),
     "difference": "run both with --keep tensors to see what it looks like",
 }
 
 
-def looks_like(
-    finding: Finding,
-    row: Row,
-    twin: Row,
-    *,
-    expected: Tensor | None,
-    actual: Tensor | None,
-    missing: Row | None,
-    cut: Row | None,
-    ours: Mapping[int, Row],
-    theirs: Mapping[int, Row],
-    counterpart: Mapping[int, int],
-) -> Looks:
-    """The first description that fits a row which made an error itself.
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """What a fault looks like: ``label`` is a key of ``ADVICE``, ``evidence`` a text."""
 
-    ``expected`` and ``actual`` are what it should have given on its inputs, and what it gave; None where nothing was kept.
-    ``counterpart`` has the reference record of each candidate record. Unknown statistics (None) count as no NaN and no Inf.
+    label: str
+    evidence: str
+
+    @property
+    def advice(self) -> str:
+        """What to try."""
+        return ADVICE[self.label]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A row that made an error itself, and what a description of it may look at.
+
+    Attributes:
+        finding: of the row.
+        row: the candidate's.
+        twin: the reference's.
+        reference: the rows of the step by record.
+        candidate: the rows of the step by record.
+        counterpart: the reference record of each candidate record.
+        expected: what the row should hold, given its inputs; None where nothing was
+            kept.
+        actual: what it holds; None where nothing was kept.
+        missing: a call that only the reference has.
+        detach: a ``detach`` that only one side has; ``missing`` where that is the
+            reference.
     """
-    if cut is not None:
-        here = (
-            "only the reference detaches"
-            if cut is missing
-            else "the reference does not detach"
-        )
-        return Looks(
-            "gradient cut", f"{here} at {cut['site']}{_at(cut)}", ADVICE["gradient cut"]
-        )
-    label, evidence = _label(
-        finding, row, twin, expected, actual, missing, ours, theirs, counterpart
-    )
-    return Looks(label, evidence, ADVICE[label])
+
+    finding: Finding
+    row: RecordedRow
+    twin: RecordedRow
+    reference: Rows
+    candidate: Rows
+    counterpart: Mapping[int, int]
+    expected: Tensor | None = None
+    actual: Tensor | None = None
+    missing: RecordedRow | None = None
+    detach: RecordedRow | None = None
+
+    @property
+    def other_operator(self) -> bool:
+        return self.row.operator != self.twin.operator
+
+    @property
+    def replaced(self) -> bool:
+        """True where other calls than the reference's lead to the value."""
+        return self.other_operator or bool(self.finding.region)
+
+    @property
+    def differing_operators(self) -> str:
+        return f"{self.row.operator} where the reference has {self.twin.operator}"
 
 
-def _label(
-    finding: Finding,
-    row: Row,
-    twin: Row,
-    expected: Tensor | None,
-    actual: Tensor | None,
-    missing: Row | None,
-    ours: Mapping[int, Row],
-    theirs: Mapping[int, Row],
-    counterpart: Mapping[int, int],
-) -> tuple[str, str]:
-    again = finding.replayed
-    if missing is not None:
-        what = f"{missing['site']}{_at(missing)} is in the reference only, and its result is not read here"
-        return "missing operator", what
-    if finding.read is not None:
-        there, here = ours[finding.read[0]], theirs[finding.read[1]]
-        what = f"reads {here['site']}{_at(here)} where the reference reads {there['site']}{_at(there)}"
-        return (
-            "stale or shared buffer"
-            if _overwritten(finding.read, theirs, counterpart)
-            else "other input"
-        ), what
-    if finding.arguments and (
-        again is None or again.semantic is None or again.semantic > SAME
-    ):
-        return "wrong constant", "; ".join(finding.arguments)
-    if (
-        again is not None
-        and (again.semantic or 0.0) > SAME
-        and row["operator"] != twin["operator"]
-    ):
-        return (
-            "other operator",
-            f"{row['operator']} where the reference has {twin['operator']}",
-        )
-    specials = _specials(row, twin)
-    if specials is not None:
-        return specials
-    if row["call"] < 0 and not row["inputs"]:
-        found = (
-            None
-            if actual is None or expected is None
-            else structure(expected, actual, _unit(row["dtype"]))
-        )
-        if found is not None and found[0] in OF_VALUES:
-            return found
-        return _narrow(row, twin) or _before(
-            row, twin, "" if found is None else f": {found[1]}"
-        )
-    if row["shape"] != twin["shape"] and row["operator"] == twin["operator"]:
-        return "other shape", f"{row['shape']} where the reference has {twin['shape']}"
-    if row["operator"] == twin["operator"] and _draws(row):
-        return (
-            "noise",
-            f"{row['operator']} draws random numbers: other ones than in the reference",
-        )
-    narrow = _narrow(row, twin) or _narrow_region(finding, row, twin, theirs)
-    other = row["operator"] != twin["operator"] or bool(finding.region)
-    if other and row["numel"] == 1:  # one value has no structure
-        return narrow or _other(finding, row, twin, ours, theirs, counterpart)
-    if actual is not None and expected is not None:
-        found = structure(expected, actual, _unit(row["dtype"]))
-        if (
-            found is None
-            and (few := fewer_digits(expected, actual, _unit(row["dtype"]))) is not None
-        ):
-            found = "narrower format", f"every value is one of {few}, in {row['dtype']}"
-        if found is not None:
-            return found
-    if narrow is not None:
-        return narrow
-    if other:
-        return _other(finding, row, twin, ours, theirs, counterpart)
-    if again is not None and (again.excess or 0.0) > 1.0:
-        far = f"{again.excess:.3g} times what rounding explains on the inputs it had"
-        return "wrong kernel", far + _usual(expected, actual)
-    if actual is not None and expected is not None:
-        return "noise", f"no structure in the difference{_usual(expected, actual)}"
-    return "difference", "its inputs agree with the reference's, its result does not"
+def symptom(fault: Fault) -> Symptom:
+    """The first description that fits a row which made an error itself."""
+    for describe in _DESCRIPTIONS:
+        described = describe(fault)
+        if described is not None:
+            return described
+    inputs_agree = "its inputs agree with the reference's, its result does not"
+    return Symptom("difference", inputs_agree)
 
 
-def _at(row: Row) -> str:
-    return f" ({row['line']})" if row["line"] else ""
+# -- of the calls ----------------------------------------------------------------------
 
 
-def _usual(expected: Tensor | None, actual: Tensor | None) -> str:
-    usual = (
-        None if expected is None or actual is None else usual_error(expected, actual)
-    )
-    return (
-        ""
-        if usual is None
-        else f"; half of the values that differ are off by more than {100 * usual:.2g} %"
-    )
+def _gradient_cut(fault: Fault) -> Symptom | None:
+    detach = fault.detach
+    if detach is None:
+        return None
+    who = "the reference does not detach"
+    if detach is fault.missing:
+        who = "only the reference detaches"
+    return Symptom("gradient cut", f"{who} at {_site_and_line(detach)}")
 
 
-def _overwritten(
-    read: tuple[int, int], theirs: Mapping[int, Row], counterpart: Mapping[int, int]
-) -> bool:
-    """Whether what is read was written in place over what the reference reads, or is from before the step."""
-    proper, record = read
-    seen: set[int] = set()
-    while record in theirs and record not in seen:
-        seen.add(record)
-        row = theirs[record]
-        if row["call"] < 0 or counterpart.get(record) == proper:
+def _missing_operator(fault: Fault) -> Symptom | None:
+    if fault.missing is None:
+        return None
+    where = _site_and_line(fault.missing)
+    evidence = f"{where} is in the reference only, and its result is not read here"
+    return Symptom("missing operator", evidence)
+
+
+def _another_input(fault: Fault) -> Symptom | None:
+    if fault.finding.read is None:
+        return None
+    reference, candidate = fault.finding.read
+    theirs = _site_and_line(fault.candidate[candidate])
+    ours = _site_and_line(fault.reference[reference])
+    evidence = f"reads {theirs} where the reference reads {ours}"
+    stale = _is_overwritten(fault, reference, candidate)
+    return Symptom("stale or shared buffer" if stale else "other input", evidence)
+
+
+def _is_overwritten(fault: Fault, proper: int, record: int) -> bool:
+    """True where a record was written in place over the proper one, or is older."""
+    visited: set[int] = set()
+    while record in fault.candidate and record not in visited:
+        visited.add(record)
+        row = fault.candidate[record]
+        if not row.is_call or fault.counterpart.get(record) == proper:
             return True
-        if not row["inplace"] or not row["inputs"]:
+        if not row.inplace or not row.inputs:
             return False
-        record = row["inputs"][0]
+        record = row.inputs[0]
     return False
 
 
-def _draws(row: Row) -> bool:
-    try:
-        return (
-            torch.Tag.nondeterministic_seeded in overload_of(row["overload"] or "").tags
-        )
-    except RunError:
-        return False
+def _wrong_constant(fault: Fault) -> Symptom | None:
+    finding = fault.finding
+    replay = finding.replayed
+    differs = replay is None or replay.semantic is None or replay.another_program
+    if not finding.arguments or not differs:
+        return None
+    return Symptom("wrong constant", "; ".join(finding.arguments))
 
 
-def _before(row: Row, twin: Row, seen: str) -> tuple[str, str]:
-    """A value that was there before anything ran."""
-    if twin["call"] >= 0:
-        return (
-            "stale or shared buffer",
-            f"left from before, where the reference makes it by {twin['site']}{_at(twin)}",
-        )
-    if row["operator"] == "buffer":
-        return (
-            "stale or shared buffer",
-            f"a buffer that differs before anything ran{seen}",
-        )
-    return "other values", f"it differs before anything ran{seen}"
+def _other_program(fault: Fault) -> Symptom | None:
+    replay = fault.finding.replayed
+    if replay is None or not replay.another_program or not fault.other_operator:
+        return None
+    return Symptom("other operator", fault.differing_operators)
 
 
-def _other(
-    finding: Finding,
-    row: Row,
-    twin: Row,
-    ours: Mapping[int, Row],
-    theirs: Mapping[int, Row],
-    counterpart: Mapping[int, int],
-) -> tuple[str, str]:
-    """An operator in the place of another one, or one that works on what the reference hands on as it is."""
-    if twin["call"] < 0:
-        name = twin["name"] or twin["site"]
-        return (
-            "extra operator",
-            f"{row['operator']} changes {name}, which the reference leaves as it is",
-        )
-    same, made = {twin["record"]}, twin
-    while (
-        made["operator"] in operators_that("hand on in order")
-        and len(made["inputs"] or ()) == 1
-        and made["inputs"][0] in ours
-    ):
-        made = ours[made["inputs"][0]]
-        same.add(made["record"])
-    for record in [row["record"], *finding.region]:
-        if any(
-            counterpart.get(read) in same for read in theirs[record]["inputs"] or ()
-        ):
-            what = f"{row['operator']} works on what the reference's {twin['operator']} hands on as it is"
-            return "extra operator", what
-    return (
-        "other operator",
-        f"{row['operator']} where the reference has {twin['operator']}",
-    )
-
-
-def _narrow_region(
-    finding: Finding, row: Row, twin: Row, theirs: Mapping[int, Row]
-) -> tuple[str, str] | None:
-    """What leads here was computed in fewer digits than the result has."""
-    for record in finding.region:
-        inner = theirs[record]
-        if _unit(inner["dtype"]) > max(_unit(row["dtype"]), _unit(twin["dtype"])) > 0:
-            return (
-                "narrower format",
-                f"{inner['site']}{_at(inner)} is in {inner['dtype']}, the result in {row['dtype']}",
-            )
-    return None
-
-
-def _specials(row: Row, twin: Row) -> tuple[str, str] | None:
-    """NaN or Inf that the reference does not have."""
-    kinds = (("NaN", "nan"), ("+Inf", "posinf"), ("-Inf", "neginf"))
-    counts = {name: ((twin[key] or 0), (row[key] or 0)) for name, key in kinds}
-    more = {name: (a, b) for name, (a, b) in counts.items() if a != b}
-    if not more:
+def _special_values(fault: Fault) -> Symptom | None:
+    """NaN or Inf that the reference does not have. Unknown counts are none."""
+    counts = {
+        "NaN": (fault.twin.nan or 0, fault.row.nan or 0),
+        "+Inf": (fault.twin.posinf or 0, fault.row.posinf or 0),
+        "-Inf": (fault.twin.neginf or 0, fault.row.neginf or 0),
+    }
+    differing = {kind: pair for kind, pair in counts.items() if pair[0] != pair[1]}
+    if not differing:
         return None
     text = ", ".join(
-        f"{b:,} {name} where the reference has {a:,}" for name, (a, b) in more.items()
+        f"{candidate:,} {kind} where the reference has {reference:,}"
+        for kind, (reference, candidate) in differing.items()
     )
-    if any(b > a for name, (a, b) in more.items() if name != "NaN"):
-        return "overflow", f"{text}, in {row['dtype']}"
-    if more.get("NaN", (0, 0))[1] > more.get("NaN", (0, 0))[0]:
-        return "NaN", text
-    if row["operator"] != twin["operator"]:
-        return (
-            "other operator",
-            f"{row['operator']} where the reference has {twin['operator']}: {text}",
-        )
-    return "wrong constant", text
+    more = [kind for kind, (ours, theirs) in differing.items() if theirs > ours]
+    if more and more != ["NaN"]:
+        return Symptom("overflow", f"{text}, in {fault.row.dtype}")
+    if more:
+        return Symptom("NaN", text)
+    if fault.other_operator:
+        return Symptom("other operator", f"{fault.differing_operators}: {text}")
+    return Symptom("wrong constant", text)
 
 
-def _narrow(row: Row, twin: Row) -> tuple[str, str] | None:
-    one, other = (
-        getattr(torch, twin["dtype"] or "", None),
-        getattr(torch, row["dtype"] or "", None),
-    )
-    if (
-        not isinstance(one, torch.dtype)
-        or not isinstance(other, torch.dtype)
-        or one == other
-    ):
+def _from_before_the_step(fault: Fault) -> Symptom | None:
+    """A parameter, a buffer or an input that differs before anything ran."""
+    if not fault.row.is_leaf:
         return None
-    if (
-        one.is_floating_point
-        and other.is_floating_point
-        and torch.finfo(other).eps > torch.finfo(one).eps
-    ):
-        return (
-            "narrower format",
-            f"{row['dtype']} where the reference has {twin['dtype']}",
-        )
-    if (
-        other.itemsize < one.itemsize
-        and not one.is_floating_point
-        and not other.is_floating_point
-    ):
-        return "overflow", f"{row['dtype']} where the reference has {twin['dtype']}"
+    structured = _structure(fault)
+    if structured is not None and structured.label in OF_VALUES:
+        return structured
+    narrower = _narrower_than_twin(fault)
+    if narrower is not None:
+        return narrower
+    if fault.twin.is_call:
+        maker = _site_and_line(fault.twin)
+        evidence = f"left from before, where the reference makes it by {maker}"
+        return Symptom("stale or shared buffer", evidence)
+    detail = f": {structured.evidence}" if structured else ""
+    if fault.row.operator == "buffer":
+        evidence = f"a buffer that differs before anything ran{detail}"
+        return Symptom("stale or shared buffer", evidence)
+    return Symptom("other values", f"it differs before anything ran{detail}")
+
+
+def _other_shape(fault: Fault) -> Symptom | None:
+    if fault.other_operator or fault.row.shape == fault.twin.shape:
+        return None
+    evidence = f"{fault.row.shape} where the reference has {fault.twin.shape}"
+    return Symptom("other shape", evidence)
+
+
+def _random(fault: Fault) -> Symptom | None:
+    if fault.other_operator or not _draws(fault.row):
+        return None
+    drawn = f"{fault.row.operator} draws random numbers"
+    return Symptom("noise", f"{drawn}: other ones than in the reference")
+
+
+def _draws(row: RecordedRow) -> bool:
+    try:
+        tags = overload_of(row.overload or "").tags
+    except RunError:
+        return False
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+# -- of the values ---------------------------------------------------------------------
+
+
+def _single_value(fault: Fault) -> Symptom | None:
+    """One value has no structure."""
+    if fault.row.numel != 1 or not fault.replaced:
+        return None
+    return _narrower(fault) or _replaced(fault)
+
+
+def _structure(fault: Fault) -> Symptom | None:
+    if fault.expected is None or fault.actual is None:
+        return None
+    structured = structure(fault.expected, fault.actual, unit(fault.row.dtype))
+    if structured is None:
+        return None
+    return Symptom(structured.label, structured.evidence)
+
+
+def _fewer_digits(fault: Fault) -> Symptom | None:
+    if fault.expected is None or fault.actual is None:
+        return None
+    few = fewer_digits(fault.expected, fault.actual, unit(fault.row.dtype))
+    if few is None:
+        return None
+    evidence = f"every value is one of {few}, in {fault.row.dtype}"
+    return Symptom("narrower format", evidence)
+
+
+def _narrower(fault: Fault) -> Symptom | None:
+    return _narrower_than_twin(fault) or _narrower_on_the_way(fault)
+
+
+def _narrower_than_twin(fault: Fault) -> Symptom | None:
+    ours = getattr(torch, fault.twin.dtype or "", None)
+    theirs = getattr(torch, fault.row.dtype or "", None)
+    if not isinstance(ours, torch.dtype) or not isinstance(theirs, torch.dtype):
+        return None
+    evidence = f"{fault.row.dtype} where the reference has {fault.twin.dtype}"
+    if ours.is_floating_point != theirs.is_floating_point:
+        return None
+    if ours.is_floating_point:
+        fewer = torch.finfo(theirs).eps > torch.finfo(ours).eps
+        return Symptom("narrower format", evidence) if fewer else None
+    shorter = theirs.itemsize < ours.itemsize
+    return Symptom("overflow", evidence) if shorter else None
+
+
+def _narrower_on_the_way(fault: Fault) -> Symptom | None:
+    """A call that leads here was computed in fewer digits than the result has."""
+    digits = max(unit(fault.row.dtype), unit(fault.twin.dtype))
+    for record in fault.finding.region:
+        inner = fault.candidate[record]
+        if unit(inner.dtype) > digits > 0:
+            where = _site_and_line(inner)
+            evidence = f"{where} is in {inner.dtype}, the result in {fault.row.dtype}"
+            return Symptom("narrower format", evidence)
     return None
 
 
-def _unit(dtype: str | None) -> float:
-    found = getattr(torch, dtype or "", None)
-    if isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex):
-        return float(torch.finfo(found).eps) / 2
-    return 0.0
+def _replaced(fault: Fault) -> Symptom | None:
+    """An operator in the place of another one, or one too many."""
+    if not fault.replaced:
+        return None
+    if not fault.twin.is_call:
+        name = fault.twin.name or fault.twin.site
+        evidence = (
+            f"{fault.row.operator} changes {name}, which the reference leaves as it is"
+        )
+        return Symptom("extra operator", evidence)
+    if _works_on_result(fault):
+        works = f"{fault.row.operator} works on what the reference's"
+        evidence = f"{works} {fault.twin.operator} hands on as it is"
+        return Symptom("extra operator", evidence)
+    return Symptom("other operator", fault.differing_operators)
+
+
+def _works_on_result(fault: Fault) -> bool:
+    """True where the candidate reads what already is the reference's result."""
+    same_values = {fault.twin.record}
+    maker = fault.twin
+    while maker.operator in HANDS_ON and len(maker.inputs) == 1:
+        source = fault.reference.get(maker.inputs[0])
+        if source is None:
+            break
+        maker = source
+        same_values.add(maker.record)
+    for record in (fault.row.record, *fault.finding.region):
+        read = fault.candidate[record].inputs
+        if any(fault.counterpart.get(each) in same_values for each in read):
+            return True
+    return False
+
+
+def _wrong_kernel(fault: Fault) -> Symptom | None:
+    replay = fault.finding.replayed
+    excess = None if replay is None else replay.excess
+    if excess is None or excess <= 1.0:
+        return None
+    evidence = f"{excess:.3g} times what rounding explains on the inputs it had"
+    return Symptom("wrong kernel", evidence + _usual_error(fault))
+
+
+def _noise(fault: Fault) -> Symptom | None:
+    if fault.expected is None or fault.actual is None:
+        return None
+    return Symptom("noise", "no structure in the difference" + _usual_error(fault))
+
+
+def _usual_error(fault: Fault) -> str:
+    if fault.expected is None or fault.actual is None:
+        return ""
+    usual = usual_error(fault.expected, fault.actual)
+    if usual is None:
+        return ""
+    percent = f"{100 * usual:.2g} %"
+    return f"; half of the values that differ are off by more than {percent}"
+
+
+def _site_and_line(row: RecordedRow) -> str:
+    return f"{row.site} ({row.line})" if row.line else row.site
+
+
+#: In this order: the first that fits is the symptom.
+_DESCRIPTIONS: tuple[Callable[[Fault], Symptom | None], ...] = (
+    _gradient_cut,
+    _missing_operator,
+    _another_input,
+    _wrong_constant,
+    _other_program,
+    _special_values,
+    _from_before_the_step,
+    _other_shape,
+    _random,
+    _single_value,
+    _structure,
+    _fewer_digits,
+    _narrower,
+    _replaced,
+    _wrong_kernel,
+    _noise,
+)

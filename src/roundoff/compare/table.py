@@ -1,8 +1,9 @@
-"""The table of a comparison: one row for each value of either run, and the verdicts on it."""
+"""The table of a comparison: one row for each value of either run, and the verdicts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import polars as pl
@@ -10,106 +11,131 @@ import polars as pl
 from roundoff.compare.findings import INHERITED, OWN
 from roundoff.errors import RunError
 
-PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
+PASS = "pass"
+FAIL = "fail"
+UNDECIDED = "undecided"
+#: Status of a step that could not be read.
+DAMAGED = "damaged"
 
-TABLE: dict[str, Any] = {
-    "rank": pl.Int32,
-    "step": pl.Int64,
-    "phase": pl.Utf8,
-    "site": pl.Utf8,
-    "reference_site": pl.Utf8,
-    "operator": pl.Utf8,
-    "reference_operator": pl.Utf8,
-    "place": pl.Int64,
-    "role": pl.Utf8,
-    "name": pl.Utf8,
-    "line": pl.Utf8,
-    "reference_line": pl.Utf8,
-    "record": pl.Int64,
-    "reference_record": pl.Int64,
-    "call": pl.Int64,
-    "view": pl.Boolean,
-    "status": pl.Utf8,  # matched | by use | only in reference | only in candidate | damaged
-    "reason": pl.Utf8,  # why it has no counterpart, or no metrics
-    "dtype": pl.Utf8,
-    "reference_dtype": pl.Utf8,
-    "shape": pl.List(pl.Int64),
-    "reference_shape": pl.List(pl.Int64),
-    "numel": pl.Int64,
-    "error": pl.Float64,  # relative l2 distance, or largest difference of statistics; inf where NaN or Inf disagree
-    "equal": pl.Boolean,  # bitwise (all statistics equal, where no tensors were kept)
-    # of tensors
-    "cosine": pl.Float64,
-    "rel_l2": pl.Float64,
-    "sqnr_db": pl.Float64,
-    "max_abs": pl.Float64,
-    "mean_abs": pl.Float64,
-    "max_rel": pl.Float64,
-    "mean_rel": pl.Float64,
-    "rel_undefined": pl.Int64,
-    "ulp_max": pl.Float64,
-    "ulp_mean": pl.Float64,
-    "ulp_share": pl.Float64,
-    "share_equal": pl.Float64,
-    "l2_reference": pl.Float64,
-    "l2_candidate": pl.Float64,
-    "l2_error": pl.Float64,
-    "compared": pl.Int64,
-    "nan_both": pl.Int64,
-    "nan_reference": pl.Int64,
-    "nan_candidate": pl.Int64,
-    "inf_both": pl.Int64,
-    "inf_reference": pl.Int64,
-    "inf_candidate": pl.Int64,
-    "worst_index": pl.List(pl.Int64),
-    "worst_reference": pl.Float64,
-    "worst_candidate": pl.Float64,
-    # what was found: relative errors
-    "tolerance": pl.Float64,  # what rounding explains
-    "inputs_error": pl.Float64,  # the largest distance of what the call read
-    "own": pl.Float64,  # of the error, what was made here
-    "cause": pl.Utf8,  # own | inherited; null: explained by rounding
-    "origin": pl.Utf8,  # the site that an inherited error comes from
-    "contribution": pl.Float64,  # share of the error at the end of the step
-    "semantic": pl.Float64,  # that stays when both calls run in fp64 on the same inputs
-    "kernel_excess": pl.Float64,  # the rest, in units of what rounding explains
-    "blamed": pl.Utf8,
-    "blamed_reference": pl.Utf8,
-    "blamed_phase": pl.Utf8,
-    "blamed_line": pl.Utf8,
-    "blamed_reference_line": pl.Utf8,
-    "looks_like": pl.Utf8,
-    "evidence": pl.Utf8,
-    "advice": pl.Utf8,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRow:
+    """One value of either run, its distance from the counterpart, and what made it.
+
+    Without a prefix the candidate's; where only the reference has the value,
+    the columns of both runs are the reference's. None where nothing is known.
+    """
+
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    site: str | None = None
+    reference_site: str | None = None
+    operator: str | None = None
+    reference_operator: str | None = None
+    place: int | None = None
+    role: str | None = None
+    name: str | None = None
+    line: str | None = None
+    reference_line: str | None = None
+    record: int | None = None
+    reference_record: int | None = None
+    call: int | None = None
+    #: True for a view of another value's memory.
+    view: bool | None = None
+    #: matched, by use, only in reference, only in candidate, damaged
+    status: str
+    #: Why it has no counterpart, or no metrics.
+    reason: str | None = None
+    dtype: str | None = None
+    reference_dtype: str | None = None
+    shape: Sequence[int] | None = None
+    reference_shape: Sequence[int] | None = None
+    numel: int | None = None
+    #: Relative l2 distance, or largest difference of statistics; inf where NaN or Inf
+    #: disagree.
+    error: float | None = None
+    #: Bitwise; all statistics equal, where no tensors were kept.
+    equal: bool | None = None
+
+    # of tensors, as in ``Metrics``
+    cosine: float | None = None
+    rel_l2: float | None = None
+    sqnr_db: float | None = None
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    max_rel: float | None = None
+    mean_rel: float | None = None
+    rel_undefined: int | None = None
+    ulp_max: float | None = None
+    ulp_mean: float | None = None
+    ulp_share: float | None = None
+    share_equal: float | None = None
+    l2_reference: float | None = None
+    l2_candidate: float | None = None
+    l2_error: float | None = None
+    compared: int | None = None
+    nan_both: int | None = None
+    nan_reference: int | None = None
+    nan_candidate: int | None = None
+    inf_both: int | None = None
+    inf_reference: int | None = None
+    inf_candidate: int | None = None
+    worst_index: Sequence[int] | None = None
+    worst_reference: float | None = None
+    worst_candidate: float | None = None
+
+    # findings: errors are relative
+    #: What rounding explains.
+    tolerance: float | None = None
+    #: The largest distance of what the call read.
+    inputs_error: float | None = None
+    #: The part of the error that was made here.
+    own: float | None = None
+    #: own or inherited; None: explained by rounding.
+    cause: str | None = None
+    #: The site that an inherited error comes from.
+    origin: str | None = None
+    #: Share of the error at the end of the step.
+    contribution: float | None = None
+    #: The distance that stays when both calls run in fp64 on the same inputs.
+    semantic: float | None = None
+    #: The other part, in units of what rounding explains.
+    kernel_excess: float | None = None
+    blamed: str | None = None
+    blamed_reference: str | None = None
+    blamed_phase: str | None = None
+    blamed_line: str | None = None
+    blamed_reference_line: str | None = None
+    #: A key of ``symptoms.ADVICE``.
+    looks_like: str | None = None
+    evidence: str | None = None
+    advice: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRow(ComparedRow):
+    """A compared row with its verdict: pass, fail or undecided."""
+
+    verdict: str
+
+
+_DTYPES: dict[str, Any] = {
+    "int": pl.Int64,
+    "float": pl.Float64,
+    "str": pl.Utf8,
+    "bool": pl.Boolean,
+    "Sequence[int]": pl.List(pl.Int64),
 }
 
+#: The columns and their types, one for each field of ``ComparedRow``.
+TABLE: dict[str, Any] = {
+    field.name: _DTYPES[str(field.type).removesuffix(" | None")]
+    for field in fields(ComparedRow)
+} | {"rank": pl.Int32}
 
-def received(table: pl.DataFrame) -> pl.DataFrame:
-    """The table in which a collective is not blamed for what another rank has put into it: an operator there made an error
-    of its own in this step or before."""
-    own = pl.col("cause") == OWN
-    made = (
-        table.filter(own & (pl.col("phase") != "collective"))
-        .select("rank", "step", "blamed")
-        .sort("step", "rank")
-    )
-    if not made.height or made["rank"].n_unique() == table["rank"].n_unique() == 1:
-        return table
-    step, rank, site = made["step"][0], made["rank"][0], made["blamed"][0]
-    passed = (
-        own
-        & (pl.col("phase") == "collective")
-        & (pl.col("step") >= step)
-        & (pl.col("rank") != rank)
-    ).fill_null(False)
-    return table.with_columns(
-        cause=pl.when(passed).then(pl.lit(INHERITED)).otherwise("cause"),
-        origin=pl.when(passed).then(pl.lit(site)).otherwise("origin"),
-    )
-
-
-#: What a threshold can be set on: column -> whether larger is better.
-LIMITS = {
+#: The metrics that a limit can be set on, and if a larger value is better.
+LARGER_IS_BETTER = {
     "cosine": True,
     "sqnr_db": True,
     "share_equal": True,
@@ -125,20 +151,21 @@ LIMITS = {
 }
 
 
-def frame_of(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
+def frame_of(rows: Sequence[ComparedRow]) -> pl.DataFrame:
     """The rows as a frame; columns without a value are left out (see ``whole``)."""
-    names = {name for row in rows for name, value in row.items() if value is not None}
-    return pl.DataFrame(
-        {
-            n: pl.Series(n, [row.get(n) for row in rows], dtype=TABLE[n], strict=False)
-            for n in TABLE
-            if n in names
-        }
-    )
+    columns = {}
+    for name, dtype in TABLE.items():
+        values = [getattr(row, name) for row in rows]
+        if any(value is not None for value in values):
+            columns[name] = pl.Series(name, values, dtype=dtype, strict=False)
+    return pl.DataFrame(columns)
 
 
 def whole(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """The frames, one below the other, with all columns; one that none of them has takes no memory."""
+    """The frames, one below the other, with all columns.
+
+    A column that none of them has takes no memory.
+    """
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
     missing = [
         pl.lit(None, dtype).alias(name)
@@ -148,39 +175,79 @@ def whole(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     return table.with_columns(missing).select(*TABLE)
 
 
+def rows_in(table: pl.DataFrame) -> list[JudgedRow]:
+    """The rows of a judged table."""
+    return [JudgedRow(**row) for row in table.iter_rows(named=True)]
+
+
+def received(table: pl.DataFrame) -> pl.DataFrame:
+    """Blame no collective for an error that another rank has put into it.
+
+    An operator of another rank made an error of its own in this step or before: then
+    the collective has inherited its error.
+    """
+    own = pl.col("cause") == OWN
+    faults = (
+        table.filter(own & (pl.col("phase") != "collective"))
+        .select("rank", "step", "blamed")
+        .sort("step", "rank")
+    )
+    if not faults.height or faults["rank"].n_unique() == table["rank"].n_unique() == 1:
+        return table
+    first = faults.row(0, named=True)
+    passed_on = (
+        own
+        & (pl.col("phase") == "collective")
+        & (pl.col("step") >= first["step"])
+        & (pl.col("rank") != first["rank"])
+    ).fill_null(False)
+    site = pl.lit(first["blamed"])
+    return table.with_columns(
+        cause=pl.when(passed_on).then(pl.lit(INHERITED)).otherwise("cause"),
+        origin=pl.when(passed_on).then(site).otherwise("origin"),
+    )
+
+
 def judged(
     table: pl.DataFrame, limits: Mapping[str, float], margin: float = 1.0
 ) -> pl.DataFrame:
     """The table with the column ``verdict``: ``pass``, ``fail`` or ``undecided``.
 
-    Without ``limits`` a row fails where an operator made an error that rounding does not explain, or inherited one, and
-    the distance is above ``margin`` times its tolerance; with limits, where one of them is not kept. What has no
-    counterpart, or could not be measured, is undecided. Raises ``RunError`` for a limit on something that is no metric.
+    Without ``limits`` a row fails where an operator made an error that rounding does
+    not explain, or inherited one, and the distance is above ``margin`` times its
+    tolerance; with limits, where one of them is not kept. A row without counterpart, or
+    that could not be measured, is undecided. Raises ``RunError`` for a limit on
+    something that is no metric.
     """
     for name in limits:
-        if name not in LIMITS:
-            raise RunError(
-                "there is no such metric", where=name, expected=", ".join(LIMITS)
-            )
-    if limits:
-        broken = pl.any_horizontal(
-            (pl.col(n) < v) if LIMITS[n] else (pl.col(n) > v) for n, v in limits.items()
-        )
-        known = pl.all_horizontal(pl.col(n).is_not_null() for n in limits) | pl.col(
-            "equal"
-        )
-    else:
-        beyond = pl.col("error") > margin * pl.col("tolerance")
-        # an operator that does something else is a finding however little comes of it
-        broken = pl.col("cause").is_not_null() & (
-            beyond | (pl.col("cause") == OWN) & (margin <= 1)
-        )
-        known = pl.col("error").is_not_null()
+        if name not in LARGER_IS_BETTER:
+            metrics = ", ".join(LARGER_IS_BETTER)
+            raise RunError("there is no such metric", where=name, expected=metrics)
+    broken, decidable = _by_limits(limits) if limits else _by_rounding(margin)
     verdict = (
         pl.when(broken.fill_null(False))
         .then(pl.lit(FAIL))
-        .when(known.fill_null(False))
+        .when(decidable.fill_null(False))
         .then(pl.lit(PASS))
         .otherwise(pl.lit(UNDECIDED))
     )
     return table.with_columns(verdict.alias("verdict"))
+
+
+def _by_limits(limits: Mapping[str, float]) -> tuple[pl.Expr, pl.Expr]:
+    """Which rows break one of the limits, and which can be decided."""
+    broken = [
+        pl.col(name) < limit if LARGER_IS_BETTER[name] else pl.col(name) > limit
+        for name, limit in limits.items()
+    ]
+    measured = pl.all_horizontal(pl.col(name).is_not_null() for name in limits)
+    return pl.any_horizontal(broken), measured | pl.col("equal")
+
+
+def _by_rounding(margin: float) -> tuple[pl.Expr, pl.Expr]:
+    """Which rows have an error beyond rounding, and which can be decided."""
+    broken = pl.col("error") > margin * pl.col("tolerance")
+    if margin <= 1:
+        # an operator that does something else is a finding however little comes of it
+        broken = broken | (pl.col("cause") == OWN)
+    return pl.col("cause").is_not_null() & broken, pl.col("error").is_not_null()

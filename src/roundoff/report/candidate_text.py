@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 
 from roundoff.report.comparison_text import print_comparison
@@ -11,6 +13,9 @@ from roundoff.report.diagnosis import (
     HigherPrecision,
 )
 from roundoff.report.figures import db, percent
+
+if TYPE_CHECKING:
+    from roundoff.compare import ComparisonSummary
 
 
 def candidate_sentences(
@@ -48,14 +53,19 @@ def _verdict_sentence(higher: HigherPrecision) -> str:
     return f"{reason[0].upper()}{reason[1:]}."
 
 
-def print_candidate(summary: CandidateSummary, console: Console, top: int = 20) -> None:
+def print_candidate(
+    summary: CandidateSummary,
+    comparison: ComparisonSummary,
+    console: Console,
+    top: int = 20,
+) -> None:
     """Print the comparison with at most ``top`` rows of each table.
 
     Where nothing is at fault the sites that cost most follow.
     """
-    print_comparison(summary.comparison, console, top)
+    print_comparison(comparison, console, top)
     rows = [row for row in summary.rounding if row.share is not None]
-    if rows and not summary.comparison["culprits"]:
+    if rows and not comparison.culprits:
         console.print(
             "\nWhat the rounding of each site costs the output:", markup=False
         )

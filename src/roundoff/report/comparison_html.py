@@ -4,45 +4,50 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from roundoff.report import comparison_answer, comparison_text, figures, run_text
 from roundoff.report.comparison_chart import error_chart
 from roundoff.report.page import Mark, Page
 
-Row = Mapping[str, Any]
+if TYPE_CHECKING:
+    from roundoff.compare import ComparisonSummary
 
 
-def write_comparison(data: Row, path: str | os.PathLike[str]) -> None:
+def write_comparison(summary: ComparisonSummary, path: str | os.PathLike[str]) -> None:
     """Write the page to a path or URL, whole or not at all.
 
-    ``data`` is ``Comparison.to_dict(limit)``; its ``points``, where it has them, are
-    drawn. Every name is escaped. Raises ``OutputError`` when it cannot be written.
+    The summary's ``points``, where it has them, are drawn. Every name is escaped.
+    Raises ``OutputError`` when it cannot be written.
     """
-    page(data).write(path)
+    page(summary).write(path)
 
 
-def page(data: Row) -> Page:
+def page(summary: ComparisonSummary) -> Page:
     """Return the page of a comparison."""
-    headline, *sentences = comparison_answer.answer(data)
+    headline, *sentences = comparison_answer.answer_comparison(summary)
+    about = summary.about
     return Page(
         template="comparison.html",
-        title=f"{data['candidate']} against {data['reference']}",
+        title=f"{about.candidate} against {about.reference}",
         headline=headline,
         sentences=sentences,
-        mark=_mark(data),
+        mark=_mark(summary),
         styles=["comparison.css"],
         script="report.js",
         values={
-            "d": data,
-            "chart": error_chart(data.get("points") or [], data.get("divergence")),
-            "environment": environment(data.get("environment") or {}),
+            "d": summary,
+            "about": about,
+            "chart": error_chart(summary.points, summary.divergence),
+            "environment": environment(about.environment),
             "bounds": comparison_answer.bounds,
             "called": comparison_answer.called,
             "size": comparison_answer.size,
             "times": comparison_answer.times,
             "label": comparison_text.label,
+            "row_label": comparison_text.row_label,
             "source": comparison_text.source,
             "cosine": comparison_text.cosine,
             "number": run_text.number,
@@ -55,46 +60,54 @@ def page(data: Row) -> Page:
     )
 
 
-def _mark(data: Row) -> Mark:
+def _mark(summary: ComparisonSummary) -> Mark:
     """Return ``doubt`` for sides that agree although an operator is at fault."""
-    if not data["agrees"]:
+    if not summary.agrees:
         return "missed"
-    return "doubt" if data["culprits"] else "met"
+    return "doubt" if summary.culprits else "met"
 
 
-def environment(both: Row) -> list[dict[str, Any]]:
-    """What is known of the environments, a row each, those that differ first.
+@dataclass(frozen=True, slots=True)
+class SettingOfBoth:
+    """One setting of both environments; None where a run does not say."""
 
-    >>> environment({"reference": [{"name": "threads", "value": "2", "note": ""}], "candidate": []})
-    [{'name': 'threads', 'reference': '2', 'candidate': None, 'note': '', 'differs': True}]
+    name: str
+    reference: str | None
+    candidate: str | None
+    #: Why it matters.
+    note: str
+
+    @property
+    def differs(self) -> bool:
+        return self.reference != self.candidate
+
+
+def environment(
+    sides: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> list[SettingOfBoth]:
+    """The settings of both runs, those that differ first.
+
+    >>> environment({"reference": [{"name": "threads", "value": "2", "note": ""}]})
+    [SettingOfBoth(name='threads', reference='2', candidate=None, note='')]
     """
-    sides = {
-        side: {e["name"]: e for e in both.get(side) or ()}
-        for side in ("reference", "candidate")
-    }
-    ours, theirs = sides["reference"], sides["candidate"]
-    rows = [
-        {
-            "name": name,
-            "reference": ours.get(name, {}).get("value"),
-            "candidate": theirs.get(name, {}).get("value"),
-            "note": (theirs.get(name) or ours[name]).get("note") or "",
-        }
+    ours = {entry["name"]: entry for entry in sides.get("reference", ())}
+    theirs = {entry["name"]: entry for entry in sides.get("candidate", ())}
+    settings = [
+        SettingOfBoth(
+            name=name,
+            reference=ours.get(name, {}).get("value"),
+            candidate=theirs.get(name, {}).get("value"),
+            note=(theirs.get(name) or ours[name]).get("note") or "",
+        )
         for name in dict.fromkeys([*ours, *theirs])
     ]
-    for row in rows:
-        row["differs"] = row["reference"] != row["candidate"]
-    return sorted(rows, key=lambda row: not row["differs"])
+    return sorted(settings, key=lambda setting: not setting.differs)
 
 
 def value(number: float | None) -> str:
-    """What a cell is sorted by: empty where nothing is known."""
+    """The text by which a cell is sorted: empty where nothing is known."""
     if number is None or math.isnan(number):
         return ""
-    return (
-        "Infinity"
-        if number == math.inf
-        else "-Infinity"
-        if number == -math.inf
-        else repr(float(number))
-    )
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return repr(float(number))

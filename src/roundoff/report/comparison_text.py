@@ -1,191 +1,211 @@
-"""A comparison in the terminal: the answer, the culprits, the rows, coverage. Names are cut in the middle, numbers never."""
+"""A comparison in the terminal: the answer, the culprits, the rows, coverage.
+
+Names are cut in the middle, numbers never.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from roundoff.report.comparison_answer import UNKNOWN, answer, called, size, times
+from roundoff.report.comparison_answer import (
+    UNKNOWN,
+    Labelled,
+    answer_comparison,
+    called,
+    size,
+    times,
+)
 from roundoff.report.figures import NONE, count, db, percent
 from roundoff.report.run_text import Columns, number, print_fitting
 from roundoff.report.terminal import heading as _heading
 from roundoff.report.terminal import print_text as _print
 from roundoff.report.terminal import say as _say
 
-Row = Mapping[str, Any]
-STYLES = {"fail": "red", "undecided": "yellow"}
-
-
-def print_comparison(data: Row, console: Console, limit: int = 20) -> None:
-    """What ``roundoff compare`` prints of ``Comparison.to_dict()``, with at most ``limit`` culprits and rows.
-
-    A column for which the console is too narrow is left out, and a line says so. ``own`` is the relative error that the
-    operator made itself, ``times`` the same in units of what rounding explains.
-
-    >>> print_comparison({"reference": "a", "candidate": "b", "verdicts": {"pass": 2}, "agrees": True, "culprits": [],
-    ...                   "rows": [], "coverage": {"rows": 2, "measured": 2, "equal": 2, "status": {"matched": 2}}},
-    ...                  Console(width=80))
-    a against b
-    <BLANKLINE>
-    The runs agree: all 2 values are equal, bit for bit. All 2 values have a
-    counterpart.
-    """
-    _say(console, f"{data['reference']} against {data['candidate']}", style="dim")
-    console.print()
-    verdict, *rest = answer(data)
-    colour = (
-        "green"
-        if data["agrees"] and not data["culprits"]
-        else "red"
-        if not data["agrees"]
-        else "yellow"
+if TYPE_CHECKING:
+    from roundoff.compare import (
+        ComparisonCoverage,
+        ComparisonSummary,
+        Culprit,
+        JudgedRow,
     )
-    _print(console, Text.assemble((verdict, f"bold {colour}"), " ", " ".join(rest)))
-    if data["culprits"]:
-        _print_culprits(data["culprits"], console, limit)
-    if data["rows"]:
-        _print_rows(data, console, limit)
-    _print_coverage(data.get("coverage") or {}, console)
+
+STYLES = {"fail": "red", "undecided": "yellow"}
+#: Columns that a narrow console leaves out, the first first.
+_CULPRIT_COLUMNS = ("times", "rank", "step", "phase", "share", "looks like", "line")
+_ROW_COLUMNS = (
+    "ulp max",
+    "status",
+    "SQNR",
+    "cosine",
+    "from",
+    "phase",
+    "tolerance",
+    "rank",
+    "step",
+)
 
 
-def _print_culprits(named: Sequence[Row], console: Console, limit: int) -> None:
-    shown = named[:limit]
+def print_comparison(
+    summary: ComparisonSummary, console: Console, limit: int = 20
+) -> None:
+    """Print the comparison with at most ``limit`` culprits and rows.
+
+    A column for which the console is too narrow is left out, and a line says so.
+    ``own error`` is the relative error that the operator made itself, ``times`` the
+    same in units of what rounding explains.
+    """
+    about = summary.about
+    _say(console, f"{about.reference} against {about.candidate}", style="dim")
+    console.print()
+    verdict, *sentences = answer_comparison(summary)
+    style = f"bold {_colour(summary)}"
+    _print(console, Text.assemble((verdict, style), " ", " ".join(sentences)))
+    if summary.culprits:
+        _print_culprits(summary.culprits, console, limit)
+    if summary.rows:
+        _print_rows(summary, console, limit)
+    _print_reasons(summary.coverage, console)
+
+
+def _colour(summary: ComparisonSummary) -> str:
+    if not summary.agrees:
+        return "red"
+    return "yellow" if summary.culprits else "green"
+
+
+def _print_culprits(culprits: Sequence[Culprit], console: Console, limit: int) -> None:
+    shown = culprits[:limit]
     _heading(console, "Operators that made an error of their own, likeliest first")
     columns: Columns = {
-        "#": [str(i + 1) for i in range(len(shown))],
+        "#": [str(place) for place in range(1, len(shown) + 1)],
         "site": [called(c, line=False) for c in shown],
-        "phase": [str(c["phase"]) for c in shown],
-        "line": [c["line"] or "" for c in shown],
-        "step": [str(c["step"]) for c in shown],
-        "rank": [str(c["rank"]) for c in shown],
-        "own error": [size(c["own"]) for c in shown],
-        "times": [times(c["own"], c["tolerance"]) or NONE for c in shown],
-        "share": [
-            percent(c["contribution"]) if c["contribution"] else NONE for c in shown
-        ],
-        "looks like": [c["looks_like"] or "" for c in shown],
+        "phase": [str(c.phase) for c in shown],
+        "line": [c.line or "" for c in shown],
+        "step": [str(c.step) for c in shown],
+        "rank": [str(c.rank) for c in shown],
+        "own error": [size(c.own) for c in shown],
+        "times": [times(c.own, c.tolerance) or NONE for c in shown],
+        "share": [_share(c) for c in shown],
+        "looks like": [c.looks_like or "" for c in shown],
     }
-    for key in ("step", "rank"):
-        if len({c[key] for c in shown}) == 1:
-            del columns[key]
-    print_fitting(
-        columns,
-        console,
-        ("times", "rank", "step", "phase", "share", "looks like", "line"),
-    )
-    for place, entry in enumerate(shown, 1):
-        other = entry.get("reference_site")
-        where = (
-            f" In the reference: {other}" if other and other != entry["site"] else ""
-        )
-        where += (
-            f" ({entry['reference_line']})"
-            if where and entry.get("reference_line")
-            else ""
-        )
-        said = (
-            f"{entry['evidence']}."
-            if entry.get("evidence") and entry.get("looks_like") != UNKNOWN
-            else ""
-        )
-        if said or where:
-            _say(console, f"{place}: {said}{where}".rstrip(), style="dim")
-    _more(console, len(named) - len(shown), "more of them", len(named))
+    for name in ("step", "rank"):
+        if len(set(columns[name])) == 1:
+            del columns[name]
+    print_fitting(columns, console, _CULPRIT_COLUMNS)
+    for place, culprit in enumerate(shown, 1):
+        detail = _detail(culprit)
+        if detail:
+            _say(console, f"{place}: {detail}", style="dim")
+    left = len(culprits) - len(shown)
+    _print_more(console, left, f"{left:,} more of them", len(culprits))
 
 
-def _print_rows(data: Row, console: Console, limit: int) -> None:
-    rows = data["rows"][:limit]
-    verdicts = data.get("verdicts") or {}
-    said = ", ".join(
-        f"{verdicts[v]:,} {v}" for v in ("pass", "fail", "undecided") if verdicts.get(v)
+def _share(culprit: Culprit) -> str:
+    return percent(culprit.contribution) if culprit.contribution else NONE
+
+
+def _detail(culprit: Culprit) -> str:
+    """The evidence, and the operator's name in the reference where it differs."""
+    parts = []
+    if culprit.evidence and culprit.looks_like != UNKNOWN:
+        parts.append(f"{culprit.evidence}.")
+    other = culprit.reference_site
+    if other and other != culprit.site:
+        line = f" ({culprit.reference_line})" if culprit.reference_line else ""
+        parts.append(f"In the reference: {other}{line}")
+    return " ".join(parts)
+
+
+def _print_rows(summary: ComparisonSummary, console: Console, limit: int) -> None:
+    rows = summary.rows[:limit]
+    counts = ", ".join(
+        f"{summary.verdicts[verdict]:,} {verdict}"
+        for verdict in ("pass", "fail", "undecided")
+        if summary.verdicts.get(verdict)
     )
-    _heading(console, f"Values, those that fail and weigh most first ({said})")
+    _heading(console, f"Values, those that fail and weigh most first ({counts})")
+    styles = [STYLES.get(row.verdict, "") for row in rows]
+    print_fitting(_row_columns(summary, rows), console, _ROW_COLUMNS, styles)
+    every = max(summary.rows_total, len(summary.rows))
+    left = every - len(rows)
+    _print_more(console, left, count(left, "more value"), every)
+
+
+def _row_columns(summary: ComparisonSummary, rows: Sequence[JudgedRow]) -> Columns:
+    """The columns that say something: not those with one value, or none."""
     columns: Columns = {
-        "verdict": [r["verdict"] for r in rows],
-        "site": [label(r) for r in rows],
-        "phase": [r["phase"] or NONE for r in rows],
-        "step": [NONE if r["step"] is None else str(r["step"]) for r in rows],
-        "rank": [NONE if r["rank"] is None else str(r["rank"]) for r in rows],
-        "error": [size(r["error"]) for r in rows],
-        "tolerance": [size(r["tolerance"]) for r in rows],
-        "cosine": [cosine(r["cosine"]) for r in rows],
-        "SQNR": [db(r["sqnr_db"]) for r in rows],
-        "ulp max": [number(r["ulp_max"]) for r in rows],
-        "status": [r["status"] for r in rows],
-        "from": [source(r) for r in rows],
+        "verdict": [row.verdict for row in rows],
+        "site": [row_label(row) for row in rows],
+        "phase": [row.phase or NONE for row in rows],
     }
-    for name, values in (("step", data.get("steps")), ("rank", data.get("ranks"))):
-        if values is not None and len(values) < 2:
-            del columns[name]
-    for name, key in (
-        ("cosine", "cosine"),
-        ("SQNR", "sqnr_db"),
-        ("ulp max", "ulp_max"),
-    ):
-        if all(r[key] is None for r in rows):
-            del columns[name]
-    if all(r["status"] == "matched" for r in rows):
-        del columns["status"]
-    styles = [STYLES.get(r["verdict"], "") for r in rows]
-    print_fitting(
-        columns,
-        console,
-        (
-            "ulp max",
-            "status",
-            "SQNR",
-            "cosine",
-            "from",
-            "phase",
-            "tolerance",
-            "rank",
-            "step",
-        ),
-        styles,
-    )
-    every = max(data.get("rows_total", 0), len(data["rows"]))
-    _more(console, every - len(rows), "more value", every)
+    if len(summary.steps) > 1:
+        columns["step"] = [_or_none(row.step) for row in rows]
+    if len(summary.ranks) > 1:
+        columns["rank"] = [_or_none(row.rank) for row in rows]
+    columns["error"] = [size(row.error) for row in rows]
+    columns["tolerance"] = [size(row.tolerance) for row in rows]
+    if any(row.cosine is not None for row in rows):
+        columns["cosine"] = [cosine(row.cosine) for row in rows]
+    if any(row.sqnr_db is not None for row in rows):
+        columns["SQNR"] = [db(row.sqnr_db) for row in rows]
+    if any(row.ulp_max is not None for row in rows):
+        columns["ulp max"] = [number(row.ulp_max) for row in rows]
+    if any(row.status != "matched" for row in rows):
+        columns["status"] = [row.status for row in rows]
+    columns["from"] = [source(row) for row in rows]
+    return columns
 
 
-def _print_coverage(covered: Row, console: Console) -> None:
-    reasons = covered.get("reasons") or []
-    if reasons:
-        _heading(
-            console, f"Not measured: {count(sum(r['count'] for r in reasons), 'value')}"
-        )
-        for entry in reasons:
-            _say(console, f"{entry['count']:,}: {entry['reason']}")
+def _or_none(value: int | None) -> str:
+    return NONE if value is None else str(value)
 
 
-def _more(console: Console, left: int, what: str, every: int) -> None:
+def _print_reasons(coverage: ComparisonCoverage, console: Console) -> None:
+    """Print why values were not measured."""
+    if not coverage.reasons:
+        return
+    unmeasured = sum(reason.count for reason in coverage.reasons)
+    _heading(console, f"Not measured: {count(unmeasured, 'value')}")
+    for reason in coverage.reasons:
+        _say(console, f"{reason.count:,}: {reason.reason}")
+
+
+def _print_more(console: Console, left: int, text: str, every: int) -> None:
     if left > 0:
-        text = f"{left:,} {what}{'s' if left > 1 and what.endswith('value') else ''}"
         _say(console, f"{text} below: -l {every}.", style="dim")
 
 
-def label(row: Row) -> str:
-    """A row by its name: a parameter by its own, an output after the first with its place; one side's site where the other
-    has none.
+def label(value: Labelled) -> str:
+    """A value by its name: a parameter by its own, an operator by its site."""
+    return value_name(value.site or value.reference_site or "", value.name, value.call)
 
-    >>> label({"site": "a/max", "place": 1, "name": None}), label({"site": "a/parameter", "name": "a.w", "call": -1})
+
+def row_label(row: JudgedRow) -> str:
+    """A row by its name; its status where it stands for a whole rank or step."""
+    site = row.site or row.reference_site or f"({row.status})"
+    return value_name(site, row.name, row.call, row.place)
+
+
+def value_name(
+    site: str, name: str | None, call: int | None, place: int | None = None
+) -> str:
+    """A value in a table: an output after the first with its place.
+
+    >>> value_name("a/max", None, 3, 1), value_name("a/parameter", "a.w", -1)
     ('a/max[1]', 'a.w')
     """
-    site = row["site"] or row.get("reference_site") or f"({row.get('status')})"
-    if row.get("name"):
-        return (
-            str(row["name"]) if (row.get("call") or 0) < 0 else f"{site} {row['name']}"
-        )
-    return f"{site}[{row['place']}]" if row.get("place") else str(site)
+    if name:
+        return name if (call or 0) < 0 else f"{site} {name}"
+    return f"{site}[{place}]" if place else site
 
 
-def source(row: Row) -> str:
-    """Where a row's error comes from: its own, or the site that it is inherited from."""
-    if row.get("cause") == "own":
-        return "its own"
-    return str(row.get("origin") or "")
+def source(row: JudgedRow) -> str:
+    """Where a row's error comes from: its own, or the site it is inherited from."""
+    return "its own" if row.cause == "own" else row.origin or ""
 
 
 def cosine(value: float | None) -> str:

@@ -1,11 +1,11 @@
-"""Comparison: a reference run against a candidate run, aligned, measured, explained and judged."""
+"""Comparison: a reference run against a candidate run, aligned, measured and judged."""
 
 from __future__ import annotations
 
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,260 +14,171 @@ import polars as pl
 
 from roundoff.compare import (
     FAIL,
-    INHERITED,
     MATCHED,
-    OWN,
     TABLE,
-    UNDECIDED,
+    About,
+    ComparedRow,
+    ComparisonCoverage,
+    ComparisonSummary,
+    Culprit,
+    RoundingContribution,
     Settings,
-    beside,
+    blamed_for_changing,
+    chart_points,
     check_modules,
     compare_rank,
-    culprits,
+    coverage_of,
+    culprits_in,
+    first_of,
     floor_of,
     frame_of,
     judged,
-    mark,
     not_reproducible,
     received,
+    recorded_beside,
+    repeat_notes,
+    rounding_in,
+    rows_to_show,
     same_program,
-    sentences,
+    summarise,
+    verdicts_of,
     whole,
 )
 from roundoff.engine import run_tasks
 from roundoff.errors import RunError
 from roundoff.files import is_url, local_path, masked, open_output, write_text
-from roundoff.record import Run, load
-from roundoff.report import comparison_answer, span
+from roundoff.record import Run, as_run
+from roundoff.report import answer_comparison, plain, span, write_comparison
+
+VERSION = 1
+ABOUT_FILE = "comparison.json"
+TABLE_FILE = "comparison.parquet"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` gives; a saved one is the same again.
+    """The result of :func:`compare`; a saved one is the same again.
 
     Attributes:
-        table: a row for each value of either run, in the order of execution; columns as in ``compare.table.TABLE``, and
-            ``verdict``.
-        about: what was compared: ``reference``, ``candidate``, ``damage``, ``notes``, ``limits``.
+        table: a row for each value of either run, in the order of execution; columns
+            are the fields of ``compare.JudgedRow``.
+        about: what was compared, and by which limits.
     """
 
     table: pl.DataFrame
-    about: dict[str, Any] = field(default_factory=dict)
+    about: About
 
     @cached_property
-    def _named(self) -> list[dict[str, Any]]:
-        return culprits(self.table.filter(pl.col("cause") == OWN).to_dicts())
+    def _named(self) -> list[Culprit]:
+        return culprits_in(self.table)
 
-    def culprits(self, n: int | None = None) -> list[dict[str, Any]]:
-        """The operators that made an error which rounding does not explain, the likeliest first; at most ``n``.
+    def culprits(self, n: int | None = None) -> list[Culprit]:
+        """The operators that made an error which rounding does not explain.
 
-        Each has ``site`` and ``reference_site``, ``phase``, ``line``, ``rank``, ``step``, ``error``, ``own`` (relative),
-        ``contribution`` (share of the error at the end of the step), ``looks_like``, ``evidence`` and ``try``.
+        The likeliest first; at most ``n``.
         """
         return self._named[:n]
 
-    def rounding(self, n: int = 5) -> list[dict[str, Any]]:
-        """The operators whose rounding makes most of the error at the end of the first step that differs, with the
-        ``contribution`` (share) of each; those that make errors beyond rounding are not among them."""
-        made = (
-            pl.col("cause").is_null()
-            & (pl.col("contribution") > 0)
-            & ~pl.col("view")
-            & (pl.col("call") >= 0)
-        )
-        rows = self.table.lazy().filter(made)
-        first = rows.filter(pl.col("step") == pl.col("step").min())
-        by = first.group_by("phase", "site", "reference_site", maintain_order=True).agg(
-            pl.col("contribution").sum() / pl.col("rank").n_unique(),
-            pl.col("line", "step", "rank", "dtype", "record").first(),
-            pl.col("own", "error").max(),
-        )
-        return (
-            by.top_k(n, by="contribution")
-            .sort("contribution", descending=True)
-            .collect()
-            .to_dicts()
-        )
+    def rounding(self, n: int = 5) -> list[RoundingContribution]:
+        """The operators whose rounding makes most of the error at the end of a step.
+
+        Of the first step that differs; operators that make errors beyond rounding are
+        left out.
+        """
+        return rounding_in(self.table, n)
 
     @property
-    def divergence(self) -> dict[str, Any] | None:
-        """The first culprit in the order of execution: its inputs agree, its output does not. None where there is none."""
-        return min(self._named, key=lambda c: (c["step"], c["record"]), default=None)
+    def divergence(self) -> Culprit | None:
+        """The first culprit in the order of execution; None without any.
+
+        Its inputs agree, its output does not.
+        """
+        return first_of(self._named)
 
     @cached_property
-    def coverage(self) -> dict[str, Any]:
-        """How many rows have a counterpart, by ``status``, how many were measured, and why others were not."""
-        counted = dict(self.table.group_by("status").len().iter_rows())
-        unknown = self.table.select("reason", "error").filter(pl.col("error").is_null())
-        reasons = unknown.group_by(pl.col("reason").fill_null("unknown")).len("count")
-        reasons = reasons.sort("count", "reason", descending=[True, False])
-        return {
-            "rows": self.table.height,
-            "status": counted,
-            "measured": self.table.height - unknown.height,
-            "equal": int(self.table["equal"].sum() or 0),
-            "reasons": reasons.to_dicts(),
-        }
+    def coverage(self) -> ComparisonCoverage:
+        """How many rows have a counterpart and were measured, and why others were not."""
+        return coverage_of(self.table)
 
     @property
     def verdicts(self) -> dict[str, int]:
         """How many rows pass, fail and are undecided."""
-        return dict(self.table.group_by("verdict").len().sort("verdict").iter_rows())
+        return verdicts_of(self.table)
 
     @property
     def agrees(self) -> bool:
-        """Whether no row fails."""
+        """True where no row fails."""
         return FAIL not in self.verdicts
 
     def judge(self, *, margin: float = 1.0, **limits: float) -> Comparison:
         """The same measurements under other thresholds; nothing is computed again.
 
-        ``margin`` scales the derived tolerance. ``limits`` replace it: ``cosine=0.98`` fails what is below, ``max_abs=1e-3``
-        what is above. Raises ``RunError`` for what is no metric.
+        Args:
+            margin: factor of the derived tolerance.
+            limits: replace it: ``cosine=0.98`` fails what is below, ``max_abs=1e-3``
+                what is above.
+
+        Raises ``RunError`` for what is no metric.
         """
         table = judged(self.table.drop("verdict", strict=False), limits, margin)
-        return replace(
-            self, table=table, about={**self.about, "limits": limits, "margin": margin}
-        )
+        return Comparison(table, replace(self.about, limits=limits, margin=margin))
+
+    def summary(self, limit: int | None = None) -> ComparisonSummary:
+        """The comparison without its table.
+
+        Args:
+            limit: how many culprits, and rows to look at: those that fail, then the
+                largest contributions. None for all culprits and no rows.
+        """
+        summary = summarise(self.table, self.about, self._named, self.coverage, limit)
+        if limit is None:
+            return summary
+        return replace(summary, rows=rows_to_show(self.table, limit))
 
     def to_dict(self, limit: int = 20) -> dict[str, Any]:
-        """The comparison as plain data, with the first ``limit`` rows to look at: those that fail, then the largest
-        contributions."""
-        order = pl.col("verdict").replace_strict(
-            {FAIL: 0, UNDECIDED: 2}, default=1, return_dtype=pl.Int8
-        )
-        keys = (
-            self.table.lazy()
-            .select(  # of millions of rows with many columns only these are sorted
-                order.alias("order"),
-                "step",
-                pl.col("contribution").fill_null(0),
-                "rank",
-                "record",
-                "error",
-            )
-            .with_row_index("at")
-            .filter(pl.col("error").is_not_null())
-        )
-        falling = [False, False, True, False, False]
-        first = (
-            keys.sort(
-                "order", "step", "contribution", "rank", "record", descending=falling
-            )
-            .head(limit)
-            .collect()
-        )
-        return {
-            "answer": self.answer,
-            **self._summary(limit),
-            "rows": self.table[first["at"]].to_dicts(),
-        }
-
-    def _summary(self, limit: int | None) -> dict[str, Any]:
-        """All but the rows: what the sentences are made from."""
-        labels = self.table.lazy().select(*LABEL, "record", "verdict", "cause")
-        failing = labels.filter(pl.col("verdict") == FAIL)
-        apart = labels.filter(pl.col("error").is_finite() & (pl.col("error") > 0))
-        inherited = (
-            failing.filter(pl.col("cause") == INHERITED)
-            .select(pl.len())
-            .collect()
-            .item()
-        )
-        return {
-            **self.about,
-            "agrees": self.agrees,
-            "verdicts": self.verdicts,
-            "divergence": self.divergence,
-            "culprits": self.culprits(limit),
-            "rounding": self.rounding(limit or 5),
-            "coverage": self.coverage,
-            "inherited": inherited,
-            "largest": next(
-                iter(apart.top_k(1, by="error").select(LABEL).collect().to_dicts()),
-                None,
-            ),
-            "first": next(
-                iter(
-                    failing.bottom_k(1, by=["step", "record"])
-                    .select(LABEL)
-                    .collect()
-                    .to_dicts()
-                ),
-                None,
-            ),
-            "tensors": bool(self.table["max_abs"].is_not_null().any()),
-            "rows_total": self.table.height,
-            "steps": self.table["step"].drop_nulls().unique().sort().to_list(),
-            "ranks": self.table["rank"].drop_nulls().unique().sort().to_list(),
-        }
+        """The comparison as plain data, with the culprits and rows of ``summary``."""
+        summary = plain(self.summary(limit))
+        del summary["about"]
+        del summary["points"]
+        return {"answer": self.answer, **_plain_about(self.about), **summary}
 
     @cached_property
     def answer(self) -> str:
         """The first paragraph of the report."""
-        return " ".join(comparison_answer.answer(self._summary(None)))
+        return " ".join(answer_comparison(self.summary()))
 
     def report(self, path: str | Path, *, limit: int = 2000) -> None:
-        """Write one self-contained HTML page, with the first ``limit`` rows of ``to_dict``, to a path or URL.
+        """Write one self-contained HTML page to a path or URL.
 
-        Raises ``OutputError`` when it cannot be written.
+        It shows the culprits and rows of ``summary``. Raises ``OutputError`` when it
+        cannot be written.
         """
-        from roundoff.report import write_comparison
-
-        write_comparison({**self.to_dict(limit), "points": self._points()}, path)
-
-    def _points(self, most: int = 900) -> list[dict[str, Any]]:
-        """The rows in the order of execution for a chart, of the rank where the runs part; where there are more than
-        ``most``, of each stretch the row that failed worst."""
-        rank = (self.divergence or {}).get(
-            "rank", self.table["rank"].drop_nulls().min()
-        )
-        rows = self.table.select(
-            "record", "view", "tolerance", "cause", "verdict", *LABEL
-        )
-        rows = rows.filter(
-            (pl.col("rank") == rank)
-            & pl.col("error").is_not_null()
-            & pl.col("view").not_()
-        )
-        rows = rows.sort("step", "record").with_row_index("at")
-        rows = rows.with_columns(stretch=pl.col("at") * most // max(rows.height, most))
-        worst = (
-            (pl.col("cause") == OWN).fill_null(False),
-            pl.col("verdict") == FAIL,
-            pl.col("error"),
-        )
-        rows = rows.sort(*worst, descending=True).unique(
-            "stretch", keep="first", maintain_order=True
-        )
-        return (
-            rows.sort("at")
-            .select("at", "tolerance", "cause", "verdict", *LABEL)
-            .to_dicts()
-        )
+        points = chart_points(self.table, self.divergence)
+        write_comparison(replace(self.summary(limit), points=points), path)
 
     def save(self, path: str | Path) -> None:
-        """Write ``comparison.parquet`` and ``comparison.json`` into a folder or under a URL, each whole or not at all.
+        """Write ``comparison.parquet`` and ``comparison.json`` into a folder or URL.
 
-        Raises ``OutputError`` when they cannot be written.
+        Each is written whole or not at all. Raises ``OutputError`` when they cannot be.
         """
         with open_output(_within(path, TABLE_FILE)) as temporary:
             self.table.write_parquet(temporary)
-        text = json.dumps({**self.about, "comparison": VERSION})
-        write_text(
-            _within(path, ABOUT_FILE), text
-        )  # last: a folder with it is a whole comparison
+        text = json.dumps({**_plain_about(self.about), "comparison": VERSION})
+        # last: a folder with it is a whole comparison
+        write_text(_within(path, ABOUT_FILE), text)
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
-        """What :meth:`save` wrote, to be judged again. Raises ``RunError`` where none is, or it is damaged or newer."""
+        """Read what :meth:`save` wrote, to be judged again.
+
+        Raises ``RunError`` where none is, or it is damaged or newer.
+        """
         where = masked(str(path))
         try:
             about = json.loads(_bytes(_within(path, ABOUT_FILE)))
             place = _within(path, TABLE_FILE)
-            table = pl.read_parquet(
-                io.BytesIO(_bytes(place)) if is_url(path) else place
-            )
+            source = io.BytesIO(_bytes(place)) if is_url(path) else place
+            table = pl.read_parquet(source)
         except FileNotFoundError as error:
             raise RunError(
                 "no comparison is saved here",
@@ -291,39 +202,28 @@ class Comparison:
                 got=f"version {version}",
                 do="compare the two runs again",
             )
-        return cls(table, about)
+        return cls(table, About.of_plain(about))
 
 
-VERSION = 1
-ABOUT_FILE, TABLE_FILE = "comparison.json", "comparison.parquet"
-#: What a row is called by.
-LABEL = (
-    "site",
-    "reference_site",
-    "name",
-    "call",
-    "phase",
-    "line",
-    "rank",
-    "step",
-    "error",
-)
+def _plain_about(about: About) -> dict[str, Any]:
+    data: dict[str, Any] = plain(about)
+    if not data["verified"]:
+        del data["verified"]
+    return data
 
 
 def is_saved(path: str | Path) -> bool:
-    """Whether a comparison, rather than a run, is here."""
+    """Return True where a comparison, rather than a run, is saved."""
     try:
         return bool(_bytes(_within(path, ABOUT_FILE)))
-    except Exception:  # noqa: BLE001 - whatever is wrong is said when the run is loaded
+    except Exception:  # noqa: BLE001 - loading the run says what is wrong
         return False
 
 
 def _within(folder: str | Path, name: str) -> str | Path:
-    return (
-        f"{str(folder).rstrip('/')}/{name}"
-        if is_url(folder)
-        else local_path(folder) / name
-    )
+    if is_url(folder):
+        return f"{str(folder).rstrip('/')}/{name}"
+    return local_path(folder) / name
 
 
 def _bytes(place: str | Path) -> bytes:
@@ -349,132 +249,159 @@ def compare(
 ) -> Comparison:
     """Compare two recorded runs and name the operator at fault.
 
+    Ranks and steps that only one run has are a row each.
+
     Args:
         reference: the run to trust: its folder, its URL, or what ``load`` gave.
         candidate: the run to judge.
-        modules: module of the reference -> its name in the candidate, where they differ; prefixes of names.
+        modules: module of the reference -> its name in the candidate, where they
+            differ; prefixes of names.
         engine: where the ranks are compared, as of ``engine.run_tasks``.
-        tensors: use the tensors that both runs kept; without, statistics alone, which is faster.
+        tensors: use the tensors that both runs kept; without, statistics alone, which
+            is faster.
         rank: only this one; all when None.
         step: only this one; all when None.
         progress: called with (ranks done, ranks) after each.
         limits: as of :meth:`Comparison.judge`.
 
-    Ranks and steps that only one run has are a row each. Raises ``RunError`` when a run cannot be read, when the two have
-    no rank and step in common, and when ``modules`` names a module that its run does not have.
+    Raises ``RunError`` when a run cannot be read, when the two have no rank and step in
+    common, and when ``modules`` names a module that its run does not have.
     """
-    ours, theirs = (
-        run if isinstance(run, Run) else load(str(run))
-        for run in (reference, candidate)
-    )
-    near = {"reference": beside(ours), "candidate": beside(theirs)}
-    floors = [
-        floor_of(run, near[side]["noise"], near[side]["repeat"])
-        for side, run in (("reference", ours), ("candidate", theirs))
-    ]
-    settings = Settings(dict(modules or {}), tensors, floors[0], floors[1])
+    ours = as_run(reference)
+    theirs = as_run(candidate)
     ranks = common("rank", ours.ranks, theirs.ranks, rank)
     steps = common("step", ours.steps, theirs.steps, step)
-    levels = [run.about.level for run in (ours, theirs)]
-    if levels[0] != levels[1] and None not in levels:
-        raise RunError(
-            "the two runs were not recorded at the same level",
-            got=f"{levels[0]} and {levels[1]}",
-            do="record both with the same --level: op sees every operator",
-        )
+    _check_levels(ours, theirs)
     if modules:
         check_modules(ours, theirs, ranks[0], steps[0], modules)
-    given: Sequence[Any] = (ours, theirs)
+    near_ours = recorded_beside(ours)
+    near_theirs = recorded_beside(theirs)
+    settings = Settings(
+        modules=dict(modules or {}),
+        tensors=tensors,
+        floor=floor_of(ours, near_ours),
+        candidate_floor=floor_of(theirs, near_theirs),
+    )
+    sides: tuple[Any, Any] = (ours, theirs)
     if engine != "local":
-        given = tuple(
-            str(run.path if isinstance(run, Run) else run)
-            for run in (reference, candidate)
-        )
-    found = run_tasks(
+        sides = (_place(reference), _place(candidate))
+    parts = run_tasks(
         compare_rank,
-        [(*given, rank, steps, settings) for rank in ranks],
+        [(*sides, rank, steps, settings) for rank in ranks],
         engine=engine,
         progress=progress,
     )
-    lonely, notes = [], []
-    for noun, mine, other, asked in (
-        ("rank", ours.ranks, theirs.ranks, rank),
-        ("step", ours.steps, theirs.steps, step),
-    ):
-        for side, here, there in (
-            ("reference", mine, other),
-            ("candidate", other, mine),
-        ):
-            extra = [n for n in here if n not in there and asked is None]
-            lonely += [
-                {
-                    noun: n,
-                    "status": f"only in {side}",
-                    "reason": f"the other run has no {noun} {n}",
-                }
-                for n in extra
-            ]
-            notes += [f"Only the {side} has {span(noun, extra)}"] if extra else []
-    table = received(whole([*(frame for frame, _ in found), frame_of(lonely)]))
-    calls = table["status"].filter(table["call"] >= 0)
-    if len(calls) and not calls.is_in([MATCHED]).any():
-        raise RunError(
-            "the two runs have no operator in common",
-            where=theirs.location,
-            got=f"{len(calls):,} calls that only one of them has",
-            expected="two runs of one model",
-            do="where modules have other names, say so with --map",
-        )
-    same = same_program(ours, theirs)
-    random = not_reproducible(
-        "reference", ours, near["reference"]["repeat"] or ([theirs] if same else [])
+    extras = _extras(ours, theirs, rank, step)
+    frames = [frame for frame, _ in parts]
+    table = received(
+        whole([*frames, frame_of([row for e in extras for row in e.rows])])
     )
-    random += not_reproducible("candidate", theirs, near["candidate"]["repeat"])
-    table = mark(table, random)
+    _check_common_operators(table, theirs)
+    unchanged = same_program(ours, theirs)
+    repeats_of_ours = near_ours.repeat or ([theirs] if unchanged else [])
+    unstable = [
+        *not_reproducible("reference", ours, repeats_of_ours),
+        *not_reproducible("candidate", theirs, near_theirs.repeat),
+    ]
     differs = bool(table.select((pl.col("error") > 0).any()).item())
-    more = {side: sum(map(len, runs.values())) for side, runs in near.items()}
-    runs = {"reference": ours, "candidate": theirs}
-    about = {
-        **{side: run.location for side, run in runs.items()},
-        "damage": [line for _, lines in found for line in lines],
-        "notes": notes,
-        "unstable": random,
-        "repeats": sentences(random, more, same and differs),
-        "kept": {side: run.about.keep or "tensors" for side, run in runs.items()},
-        "environment": {
-            side: run.about.environment or [] for side, run in runs.items()
+    more_runs = {"reference": len(near_ours), "candidate": len(near_theirs)}
+    about = About(
+        reference=ours.location,
+        candidate=theirs.location,
+        damage=[line for _, lines in parts for line in lines],
+        notes=[extra.note for extra in extras],
+        unstable=unstable,
+        repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
+        kept={
+            side: run.about.keep or "tensors"
+            for side, run in (("reference", ours), ("candidate", theirs))
         },
-    }
-    return Comparison(table, about).judge(**limits)
+        environment={
+            side: run.about.environment or []
+            for side, run in (("reference", ours), ("candidate", theirs))
+        },
+    )
+    return Comparison(blamed_for_changing(table, unstable), about).judge(**limits)
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """Ranks or steps that only one run has: a note, and a row for each."""
+
+    note: str
+    rows: Sequence[ComparedRow]
+
+
+def _extras(ours: Run, theirs: Run, rank: int | None, step: int | None) -> list[_Extra]:
+    """What only one run has, unless one rank or step was asked for."""
+    extras = []
+    for noun, asked, in_ours, in_theirs in (
+        ("rank", rank, ours.ranks, theirs.ranks),
+        ("step", step, ours.steps, theirs.steps),
+    ):
+        if asked is not None:
+            continue
+        only_ours = [n for n in in_ours if n not in in_theirs]
+        only_theirs = [n for n in in_theirs if n not in in_ours]
+        if only_ours:
+            extras.append(_extra("reference", noun, only_ours))
+        if only_theirs:
+            extras.append(_extra("candidate", noun, only_theirs))
+    return extras
+
+
+def _extra(side: str, noun: str, numbers: Sequence[int]) -> _Extra:
+    rows = []
+    for number in numbers:
+        at: dict[str, Any] = {noun: number}
+        reason = f"the other run has no {noun} {number}"
+        rows.append(ComparedRow(status=f"only in {side}", reason=reason, **at))
+    return _Extra(f"Only the {side} has {span(noun, numbers)}", rows)
+
+
+def _check_levels(reference: Run, candidate: Run) -> None:
+    ours = reference.about.level
+    theirs = candidate.about.level
+    if ours is None or theirs is None or ours == theirs:
+        return
+    raise RunError(
+        "the two runs were not recorded at the same level",
+        got=f"{ours} and {theirs}",
+        do="record both with the same --level: op sees every operator",
+    )
+
+
+def _check_common_operators(table: pl.DataFrame, candidate: Run) -> None:
+    calls = table["status"].filter(table["call"] >= 0)
+    if not len(calls) or calls.is_in([MATCHED]).any():
+        return
+    raise RunError(
+        "the two runs have no operator in common",
+        where=candidate.location,
+        got=f"{len(calls):,} calls that only one of them has",
+        expected="two runs of one model",
+        do="where modules have other names, say so with --map",
+    )
+
+
+def _place(run: str | Path | Run) -> str:
+    return str(run.path if isinstance(run, Run) else run)
 
 
 def common(
     noun: str, ours: Sequence[int], theirs: Sequence[int], asked: int | None
 ) -> list[int]:
-    """What both runs have; of it only what was asked for."""
+    """The ranks or steps that both runs have; only the one that was asked for.
+
+    Raises ``RunError`` without any. ``noun`` is ``rank`` or ``step``.
+    """
     both = [n for n in ours if n in theirs and asked in (None, n)]
-    if not both:
-        got = f"{span(noun, ours)} in the reference, {span(noun, theirs)} in the candidate"
-        what = "the two runs have" + (
-            f" no {noun} in common" if asked is None else f" not both {noun} {asked}"
-        )
-        raise RunError(
-            what,
-            where=f"--{noun}" if asked is not None else None,
-            got=got,
-            do=f"record the same {noun}s of both",
-        )
-    return both
-
-
-def without_tensors(reference: Run, candidate: Run) -> str | None:
-    """Why tensors cannot be compared, None where both runs kept them."""
-    lacking = [
-        side
-        for side, run in (("reference", reference), ("candidate", candidate))
-        if run.about.keep not in ("tensors", None)
-    ]
-    if not lacking:
-        return None
-    who = "neither run kept" if len(lacking) == 2 else f"the {lacking[0]} did not keep"
-    return f"{who} tensors, so there are statistics alone: record with --keep tensors"
+    if both:
+        return both
+    lacking = f" no {noun} in common" if asked is None else f" not both {noun} {asked}"
+    raise RunError(
+        f"the two runs have{lacking}",
+        where=None if asked is None else f"--{noun}",
+        got=f"{span(noun, ours)} in the reference, {span(noun, theirs)} in the candidate",
+        do=f"record the same {noun}s of both",
+    )

@@ -126,7 +126,8 @@ def diagnose_candidate(
         diagnosis, reason = _planned(workload, other, goal, sampling, progress)
         plan = diagnosis.summary if diagnosis else None
         sentences = candidate_sentences(higher, plan)
-        compared = replace(compared, about={**compared.about, "verified": sentences})
+        about = replace(compared.about, verified=sentences)
+        compared = replace(compared, about=about)
         compared.save(folder / "comparison")
     ranking = diagnosis.summary.ranking if diagnosis else ()
     summary = CandidateSummary(

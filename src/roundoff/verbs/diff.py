@@ -1,57 +1,31 @@
-"""One value of two runs side by side: what made it, its statistics, every metric, and the elements that differ."""
+"""One value of two runs side by side: makers, statistics, metrics, elements."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from roundoff.compare import (
-    EQUAL_INPUTS,
-    Distances,
     Pair,
+    RecordedRow,
+    RecordedStep,
+    Sides,
+    ValueDifference,
+    ValueSides,
     align,
-    differences,
-    elements,
-    measure,
+    label_of,
     rows_of,
-    tolerance,
-    working,
+    side_of,
+    with_measures,
 )
 from roundoff.errors import RunError, examples
-from roundoff.ops import values_read
-from roundoff.record import Run, StepTensors, load
-from roundoff.verbs.compare import common, without_tensors
+from roundoff.record import Run, StepTensors, as_run
+from roundoff.verbs.compare import common
 
-Row = Mapping[str, Any]
-
-STATISTICS = (
-    "min",
-    "max",
-    "mean",
-    "l2",
-    "std",
-    "nan",
-    "posinf",
-    "neginf",
-    "zero",
-    "subnormal",
-)
-_SIDE = (
-    "site",
-    "name",
-    "line",
-    "phase",
-    "place",
-    "operator",
-    "overload",
-    "dtype",
-    "shape",
-    "numel",
-    "record",
-    "call",
-    "reason",
-)
+#: Other values of the same name that are listed.
+_OTHERS = 20
+#: Phases and places that an error lists.
+_PLACES = 8
 
 
 def diff(
@@ -65,230 +39,168 @@ def diff(
     place: int | None = None,
     limit: int = 10,
     modules: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """One value of both runs, as plain data.
+) -> ValueDifference:
+    """Compare one value of two recorded runs.
+
+    Where both kept tensors, ``metrics`` and ``elements`` are there; else ``note`` says
+    why not.
 
     Args:
         reference: the run to trust: its folder, its URL, or what ``load`` gave.
         candidate: the run to judge.
-        site: as in the tables of either run, ``encoder.0/matmul#1``, or the name of a parameter or buffer; its counterpart
-            is found as ``compare`` finds it.
-        phase: ``forward``, ``backward``, ``optimizer``, ``collective``; the first that has the site when None.
+        site: as in the tables of either run, ``encoder.0/matmul#1``, or the name of a
+            parameter or buffer; its counterpart is found as ``compare`` finds it.
+        phase: ``forward``, ``backward``, ``optimizer``, ``collective``; the first that
+            has the site when None.
         rank: the first that both runs have when None.
         step: the first that both runs have when None.
         place: which output of the site; its first when None.
         limit: how many elements of each list.
         modules: as of ``compare``.
 
-    The keys: ``sides`` (``reference`` and ``candidate``: label, line, format and shape; None where it has no counterpart),
-    ``status`` and ``reason``, ``arguments`` (that differ), ``inputs`` (relative error of each), ``statistics`` (both, and
-    their difference), ``error`` and ``tolerance`` (relative), ``others`` (more values of that name). Where both kept
-    tensors, ``metrics`` (as of ``Metrics``) and ``elements``; else these are None and ``note`` says why.
-
-    Raises ``RunError`` when neither run has the site; the message has the nearest names.
+    Raises ``RunError`` when neither run has the site; the message has the nearest
+    names.
     """
-    ours, theirs = (
-        run if isinstance(run, Run) else load(str(run))
-        for run in (reference, candidate)
+    ours = as_run(reference)
+    theirs = as_run(candidate)
+    rank = common("rank", ours.ranks, theirs.ranks, rank)[0]
+    step = common("step", ours.steps, theirs.steps, step)[0]
+    search = _Search(
+        sides=Sides(_recorded(ours, rank, step), _recorded(theirs, rank, step)),
+        site=site,
+        where=f"{theirs.location}: rank {rank}, step {step}",
+        modules=modules,
     )
-    rank, step = (
-        common("rank", ours.ranks, theirs.ranks, rank)[0],
-        common("step", ours.steps, theirs.steps, step)[0],
+    pair = search.pair(phase, place)
+    twin, row = search.rows(pair)
+    named = ValueDifference(
+        reference=ours.location,
+        candidate=theirs.location,
+        asked=site,
+        rank=rank,
+        step=step,
+        status=pair.status,
+        reason=pair.reason,
+        sides=ValueSides(side_of(twin), side_of(row)),
+        others=[label_of(search.row(p)) for p in search.matching if p != pair][
+            :_OTHERS
+        ],
     )
-    one, other = rows_of(ours, rank, step), rows_of(theirs, rank, step)
-    pairs = align(list(one.values()), list(other.values()), modules)
-    found = _matching(pairs, one, other, site)
-    chosen = [p for p in found if _fits(p, one, other, phase, place)]
-    if not chosen:
-        raise _no_such(
-            found,
-            one,
-            other,
-            site,
-            phase,
-            place,
-            f"{theirs.location}: rank {rank}, step {step}",
-        )
-    pair = min(
-        chosen,
-        key=lambda p: (
-            _some(p, one, other)["call"] < 0,
-            _some(p, one, other)["place"] or 0,
-        ),
-    )
-    twin = None if pair.reference is None else one[pair.reference]
-    row = None if pair.candidate is None else other[pair.candidate]
-    about: dict[str, Any] = {
-        "reference": ours.location,
-        "candidate": theirs.location,
-        "asked": site,
-        "rank": rank,
-        "step": step,
-        "status": pair.status,
-        "reason": pair.reason,
-        "sides": {"reference": _side(twin), "candidate": _side(row)},
-        "others": [_label(_some(p, one, other)) for p in found if p != pair][:20],
-        "arguments": [],
-        "inputs": [],
-        "statistics": [],
-        "error": None,
-        "tolerance": None,
-        "metrics": None,
-        "elements": None,
-        "note": None,
-    }
     if twin is None or row is None:
-        return about
-    kept = without_tensors(ours, theirs)
-    mine, their = (
-        StepTensors(ours, rank, step),
-        StepTensors(theirs, rank, step),
+        return named
+    return with_measures(
+        named,
+        search.sides,
+        search.pairs,
+        (twin, row),
+        limit=limit,
+        without_tensors=without_tensors(ours, theirs),
     )
-    distance = Distances(one, other, *((None, None) if kept else (mine, their)))
-    adopted = working(other.values()) - working(one.values())
-    counterpart = {p.candidate: p.reference for p in pairs if p.candidate is not None}
-    about |= {
-        "arguments": list(differences(_first(one, twin), _first(other, row))),
-        "inputs": _inputs(twin, row, one, other, counterpart, distance),
-        "statistics": [_beside(name, twin[name], row[name]) for name in STATISTICS],
-        "error": distance(twin["record"], row["record"]).error,
-        "tolerance": tolerance(
-            twin, row, adopted, [other[i] for i in row["inputs"] or () if i in other]
-        ),
-    }
-    if about["inputs"] and not any(i["error"] != 0 for i in about["inputs"]):
-        about["tolerance"] *= EQUAL_INPUTS
+
+
+def without_tensors(reference: Run, candidate: Run) -> str | None:
+    """Why tensors cannot be compared; None where both runs kept them."""
     lacking = [
         side
-        for side, tensors, r in (("reference", mine, twin), ("candidate", their, row))
-        if r["record"] not in tensors
+        for side, run in (("reference", reference), ("candidate", candidate))
+        if run.about.keep not in ("tensors", None)
     ]
-    if kept or lacking:
-        about["note"] = (
-            kept
-            or f"the {' and the '.join(lacking)} kept no tensor of it: {twin['reason'] or row['reason'] or 'unknown why'}"
-        )
-        return about
-    a, b = mine[twin["record"]], their[row["record"]]
-    return about | {
-        "metrics": measure(a, b)._asdict(),
-        "elements": elements(a, b, limit),
-    }
+    if not lacking:
+        return None
+    who = "neither run kept" if len(lacking) == 2 else f"the {lacking[0]} did not keep"
+    return f"{who} tensors, so there are statistics alone: record with --keep tensors"
 
 
-def _matching(
-    pairs: Sequence[Pair], one: Mapping[int, Row], other: Mapping[int, Row], site: str
-) -> list[Pair]:
-    """The pairs of which a side is called so; those of the candidate's names where both runs use the name."""
-
-    def called(rows: Mapping[int, Row], record: int | None) -> bool:
-        return record is not None and site in (
-            rows[record]["site"],
-            rows[record]["name"],
-        )
-
-    here = [p for p in pairs if called(other, p.candidate)]
-    return here or [p for p in pairs if called(one, p.reference)]
+def _recorded(run: Run, rank: int, step: int) -> RecordedStep:
+    return RecordedStep(rows_of(run, rank, step), StepTensors(run, rank, step))
 
 
-def _some(pair: Pair, one: Mapping[int, Row], other: Mapping[int, Row]) -> Row:
-    if pair.candidate is not None:
-        return other[pair.candidate]
-    assert pair.reference is not None  # noqa: S101 - a pair has a side
-    return one[pair.reference]
+class _Search:
+    """The pairs of one step of which a side has the name that was asked for."""
 
+    def __init__(
+        self,
+        sides: Sides,
+        site: str,
+        where: str,
+        modules: Mapping[str, str] | None,
+    ) -> None:
+        self.sides = sides
+        self.site = site
+        self.where = where
+        self.pairs = align(sides.reference.rows, sides.candidate.rows, modules)
+        #: Those of the candidate's names where both runs use the name.
+        self.matching = [p for p in self.pairs if self._has_name(self.rows(p)[1])]
+        if not self.matching:
+            self.matching = [p for p in self.pairs if self._has_name(self.rows(p)[0])]
 
-def _fits(
-    pair: Pair,
-    one: Mapping[int, Row],
-    other: Mapping[int, Row],
-    phase: str | None,
-    place: int | None,
-) -> bool:
-    row = _some(pair, one, other)
-    return phase in (None, row["phase"]) and place in (None, row["place"] or 0)
+    def rows(self, pair: Pair) -> tuple[RecordedRow | None, RecordedRow | None]:
+        """Both rows of a pair, reference first."""
+        twin = row = None
+        if pair.reference is not None:
+            twin = self.sides.reference.rows[pair.reference]
+        if pair.candidate is not None:
+            row = self.sides.candidate.rows[pair.candidate]
+        return twin, row
 
+    def row(self, pair: Pair) -> RecordedRow:
+        """The candidate's row of a pair, or the reference's where it has none."""
+        twin, row = self.rows(pair)
+        one = row or twin
+        if one is None:
+            raise ValueError("a pair without a side")
+        return one
 
-def _label(row: Row) -> dict[str, Any]:
-    return {key: row[key] for key in ("site", "name", "phase", "place", "call")}
+    def _has_name(self, row: RecordedRow | None) -> bool:
+        return row is not None and self.site in (row.site, row.name)
 
+    def pair(self, phase: str | None, place: int | None) -> Pair:
+        """The first pair of a phase and place; calls before what was there already.
 
-def _side(row: Row | None) -> dict[str, Any] | None:
-    return None if row is None else {key: row[key] for key in _SIDE}
+        Raises ``RunError`` without any.
+        """
 
+        def fits(row: RecordedRow) -> bool:
+            return phase in (None, row.phase) and place in (None, row.place or 0)
 
-def _first(rows: Mapping[int, Row], row: Row) -> Row:
-    """The first row of the call: it holds the arguments."""
-    return (
-        row
-        if row["call"] < 0
-        else next(r for r in rows.values() if r["call"] == row["call"])
-    )
+        chosen = [p for p in self.matching if fits(self.row(p))]
+        if chosen:
+            return min(chosen, key=self._calls_first)
+        if self.matching:
+            raise self._no_such_value(phase, place)
+        raise self._no_such_site()
 
+    def _calls_first(self, pair: Pair) -> tuple[bool, int]:
+        row = self.row(pair)
+        return not row.is_call, row.place or 0
 
-def _inputs(
-    twin: Row,
-    row: Row,
-    one: Mapping[int, Row],
-    other: Mapping[int, Row],
-    counterpart: Mapping[int, int | None],
-    distance: Distances,
-) -> list[dict[str, Any]]:
-    """What the call read, and how far each is from what the reference's read there; ``same`` for its counterpart."""
-    if row["call"] < 0 or twin["call"] < 0:
-        return []
-    return [
-        {
-            "site": other[b]["site"],
-            "name": other[b]["name"],
-            "call": other[b]["call"],
-            "reference_site": one[a]["site"],
-            "error": distance(a, b).error,
-            "same": counterpart.get(b) == a,
-        }
-        for a, b in zip(
-            values_read(twin["operator"], twin["overload"], twin["inputs"]),
-            values_read(row["operator"], row["overload"], row["inputs"]),
-            strict=False,
-        )
-        if a in one and b in other
-    ]
-
-
-def _beside(name: str, one: float | None, other: float | None) -> dict[str, Any]:
-    gap = None if one is None or other is None else other - one
-    return {"name": name, "reference": one, "candidate": other, "difference": gap}
-
-
-def _no_such(
-    found: Sequence[Pair],
-    one: Mapping[int, Row],
-    other: Mapping[int, Row],
-    site: str,
-    phase: str | None,
-    place: int | None,
-    where: str,
-) -> RunError:
-    if found:
-        rows = [_some(p, one, other) for p in found]
-        there = dict.fromkeys(f"{r['phase']}, place {r['place'] or 0}" for r in rows)
+    def _no_such_value(self, phase: str | None, place: int | None) -> RunError:
+        rows = [self.row(pair) for pair in self.matching]
+        places = [f"{row.phase}, place {row.place or 0}" for row in rows]
+        asked_place = "any" if place is None else place
         return RunError(
-            f"{site!r} has no such value",
-            where=where,
-            expected="; ".join([*there][:8]),
-            got=f"phase {phase or 'any'}, place {'any' if place is None else place}",
+            f"{self.site!r} has no such value",
+            where=self.where,
+            expected="; ".join([*dict.fromkeys(places)][:_PLACES]),
+            got=f"phase {phase or 'any'}, place {asked_place}",
         )
-    names = [
-        n
-        for rows in (other, one)
-        for r in rows.values()
-        for n in (r["site"], r["name"])
-        if n
-    ]
-    return RunError(
-        "neither run has this site",
-        where=where,
-        expected="such as " + examples(site, dict.fromkeys(names)),
-        got=repr(site),
-        do="roundoff show RUN lists them",
-    )
+
+    def _no_such_site(self) -> RunError:
+        names = [
+            *_names(self.sides.candidate.rows.values()),
+            *_names(self.sides.reference.rows.values()),
+        ]
+        return RunError(
+            "neither run has this site",
+            where=self.where,
+            expected="such as " + examples(self.site, dict.fromkeys(names)),
+            got=repr(self.site),
+            do="roundoff show RUN lists them",
+        )
+
+
+def _names(rows: Iterable[RecordedRow]) -> list[str]:
+    names = []
+    for row in rows:
+        names += [name for name in (row.site, row.name) if name]
+    return names

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import polars as pl
 import torch
 from torch import Tensor
 
-from roundoff.compare import relative
+from roundoff.compare import Culprit, relative_distance
 from roundoff.report import HigherPrecision, Verdict
 from roundoff.verbs.compare import Comparison
 
@@ -65,7 +64,7 @@ def decided(
         unit: unit roundoff of the candidate's format.
     """
     named = low.divergence
-    site: str | None = named["site"] if named else None
+    site: str | None = named.site if named else None
     error = (site_error(low, named) if named else None) or outputs
     stays: float | None = None
     if isinstance(high, str):
@@ -96,7 +95,7 @@ def _judged(
     error: float | None,
     stays: float | None,
     unit: float,
-    named: Mapping[str, Any] | None,
+    named: Culprit | None,
 ) -> tuple[Verdict, str]:
     """Return the verdict and its reason; ``named`` is the operator that is blamed."""
     if error is None or stays is None:
@@ -111,8 +110,8 @@ def _judged(
     if judged == "undecided":
         less = "less than before, more than rounding leaves"
         return judged, f"{difference} is {error:.1e}, and {stays:.1e} in fp64: {less}"
-    if named and named["call"] < 0:
-        before = f"the two differ at {named['site']} before anything runs"
+    if named and named.call < 0:
+        before = f"the two differ at {named.site} before anything runs"
         return "undecided", f"{before}: weights or data, not arithmetic"
     return (
         judged,
@@ -120,16 +119,16 @@ def _judged(
     )
 
 
-def site_error(comparison: Comparison, named: Mapping[str, Any]) -> float | None:
+def site_error(comparison: Comparison, named: Culprit) -> float | None:
     """Return the error of a named operator's result.
 
     The largest of all its values where its first one is not measured; None without any.
     """
     rows = comparison.table.filter(
-        (pl.col("site") == named["site"])
-        & (pl.col("phase") == named["phase"])
-        & (pl.col("step") == named["step"])
-        & (pl.col("rank") == named["rank"])
+        (pl.col("site") == named.site)
+        & (pl.col("phase") == named.phase)
+        & (pl.col("step") == named.step)
+        & (pl.col("rank") == named.rank)
         & pl.col("error").is_not_null()
     )
     first = rows.filter(pl.col("place") == 0)
@@ -155,5 +154,5 @@ def outputs_error(
 
 def _distance(reference: Tensor, candidate: Tensor) -> float:
     wide = torch.complex128 if reference.is_complex() else torch.float64
-    distance, _ = relative(reference.to(wide), candidate.to(wide))
+    distance, _ = relative_distance(reference.to(wide), candidate.to(wide))
     return math.inf if distance is None else distance

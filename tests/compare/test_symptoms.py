@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from roundoff.compare.findings import Finding
-from roundoff.compare.replayed import Replayed
-from roundoff.compare.symptoms import ADVICE, looks_like
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.replay import CallReplay
+from roundoff.compare.symptoms import ADVICE, Fault, symptom
 
 
 def row(record, operator="mul", inputs=(), **columns):
@@ -28,7 +29,7 @@ def row(record, operator="mul", inputs=(), **columns):
         "overload": f"aten.{operator}.default",
         "phase": "forward",
     }
-    return usual | columns
+    return RecordedRow(**usual | columns)
 
 
 def random(*shape, seed=0):
@@ -51,20 +52,22 @@ def looks(
     twin = twin or row(1)
     expected, actual = values or (None, None)
     rows = (
-        {r["record"]: r for r in (*ours, twin)},
-        {r["record"]: r for r in (*theirs, mine)},
+        {r.record: r for r in (*ours, twin)},
+        {r.record: r for r in (*theirs, mine)},
     )
-    found = looks_like(
-        Finding(mine["record"], 1.0, **finding),
-        mine,
-        twin,
-        expected=expected,
-        actual=actual,
-        missing=missing,
-        cut=cut,
-        ours=rows[0],
-        theirs=rows[1],
-        counterpart={mine["record"]: twin["record"]} | (counterpart or {}),
+    found = symptom(
+        Fault(
+            finding=Finding(mine.record, 1.0, **finding),
+            row=mine,
+            twin=twin,
+            reference=rows[0],
+            candidate=rows[1],
+            counterpart={mine.record: twin.record} | (counterpart or {}),
+            expected=expected,
+            actual=actual,
+            missing=missing,
+            detach=cut,
+        )
     )
     assert found.advice == ADVICE[found.label]
     return found.label, found.evidence
@@ -72,7 +75,7 @@ def looks(
 
 RIGHT = random(6, 10).double()
 NOISY = RIGHT.float() * (1 + 0.01 * random(6, 10, seed=1))
-SAME_PROGRAM = Replayed(semantic=0.0, kernel=0.1, excess=40.0)
+SAME_PROGRAM = CallReplay(semantic=0.0, kernel=0.1, excess=40.0)
 
 
 def test_a_missing_operator():
@@ -110,7 +113,7 @@ def test_a_changed_argument_is_a_wrong_constant_unless_it_changes_nothing():
     text = ("eps: 1e-05, here 0.001",)
     assert looks(row(1), arguments=text) == ("wrong constant", text[0])
     assert (
-        looks(row(1), arguments=text, replayed=Replayed(semantic=1e-3))[0]
+        looks(row(1), arguments=text, replayed=CallReplay(semantic=1e-3))[0]
         == "wrong constant"
     )
     assert (
@@ -120,7 +123,7 @@ def test_a_changed_argument_is_a_wrong_constant_unless_it_changes_nothing():
 
 
 def test_another_operator():
-    again = Replayed(semantic=0.1, kernel=0.0, excess=0.0)
+    again = CallReplay(semantic=0.1, kernel=0.0, excess=0.0)
     assert looks(row(1, "gelu"), row(1, "silu"), replayed=again) == (
         "other operator",
         "gelu where the reference has silu",

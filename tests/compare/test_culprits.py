@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from roundoff.compare.blame import culprits
+from roundoff.compare.culprits import culprits
+from roundoff.compare.table import ComparedRow
 
 
 def row(record, blamed="net/mm", **columns):
@@ -34,11 +35,11 @@ def row(record, blamed="net/mm", **columns):
         "semantic": None,
         "kernel_excess": None,
     }
-    return usual | columns
+    return ComparedRow(status="matched", **usual | columns)
 
 
 def named(rows):
-    return [entry["site"] for entry in culprits(rows)]
+    return [entry.site for entry in culprits(rows)]
 
 
 def test_nothing_is_nobodys_fault():
@@ -57,7 +58,7 @@ def test_an_entry_names_the_operator_the_place_and_what_it_looks_like():
         ]
     )
     assert {
-        k: entry[k]
+        k: getattr(entry, k)
         for k in (
             "site",
             "reference_site",
@@ -77,16 +78,16 @@ def test_an_entry_names_the_operator_the_place_and_what_it_looks_like():
         "reference_line": "train.py:9",
     }
     assert (
-        entry["looks_like"],
-        entry["evidence"],
-        entry["try"],
-        entry["semantic"],
+        entry.looks_like,
+        entry.evidence,
+        entry.advice,
+        entry.semantic,
     ) == ("noise", "none", "look", 0.1)
-    assert (entry["calls"], entry["ranks"], entry["steps"]) == (1, [0], [0])
+    assert (entry.calls, entry.ranks, entry.steps) == (1, [0], [0])
 
 
 def test_an_unknown_own_error_is_as_large_as_can_be():
-    assert culprits([row(1, own=None)])[0]["own"] == math.inf
+    assert culprits([row(1, own=None)])[0].own == math.inf
 
 
 def test_the_first_step_comes_before_what_follows_from_it():
@@ -128,8 +129,8 @@ def test_calls_ranks_and_steps_are_counted_and_shares_of_the_first_step_added():
     [entry] = culprits(
         [row(1, contribution=0.1), row(2, contribution=0.3), later, elsewhere]
     )
-    assert (entry["calls"], entry["ranks"], entry["steps"]) == (4, [0, 3], [0, 1])
-    assert entry["contribution"] == pytest.approx(0.4)
+    assert (entry.calls, entry.ranks, entry.steps) == (4, [0, 3], [0, 1])
+    assert entry.contribution == pytest.approx(0.4)
 
 
 def test_of_several_results_of_a_call_the_worst_says_what_it_looks_like():
@@ -139,7 +140,7 @@ def test_of_several_results_of_a_call_the_worst_says_what_it_looks_like():
         row(3, own=0.9, call=5, looks_like="NaN"),
     ]
     [entry] = culprits(rows)
-    assert (entry["looks_like"], entry["evidence"], entry["try"], entry["own"]) == (
+    assert (entry.looks_like, entry.evidence, entry.advice, entry.own) == (
         "overflow",
         "Inf",
         "scale",
@@ -235,7 +236,7 @@ def test_the_order_of_the_rows_does_not_matter_and_they_stay_as_they_are():
         )
         for i in range(20)
     ]
-    before = [dict(r) for r in rows]
+    before = list(rows)
     expected = culprits(rows)
     assert rows == before
     draw = random.Random(0)
@@ -246,4 +247,4 @@ def test_the_order_of_the_rows_does_not_matter_and_they_stay_as_they_are():
 
 def test_a_row_that_names_nothing():
     [entry] = culprits([row(1, None, blamed_line=None)])
-    assert (entry["site"], entry["module"], entry["operator"]) == (None, "", "")
+    assert (entry.site, entry.module, entry.operator) == (None, "", "")

@@ -46,15 +46,13 @@ def test_swapped_operands(compared, operator):
         lambda: torch.sub(x.sin(), x.exp()).sum(),
         lambda: torch.sub(x.exp(), x.sin()).sum(),
     )
-    assert found.culprits(1)[0]["operator"] == "sub"
+    assert found.culprits(1)[0].operator == "sub"
     # and a fault of a sum whose operands are swapped is its own: what it reads is equal
     found = compared(
         lambda: torch.add(x.sin(), x.exp()).sum(),
         lambda: torch.add(x.exp(), x.sin(), alpha=1.01).sum(),
     )
-    assert [(c["operator"], c["inputs_error"]) for c in found.culprits(1)] == [
-        ("add", 0)
-    ]
+    assert [(c.operator, c.inputs_error) for c in found.culprits(1)] == [("add", 0)]
 
 
 def test_gradients_accumulated_in_another_order(compared):
@@ -107,10 +105,10 @@ def test_the_workspace_of_a_recurrent_layer(compared):
         assert found.culprits() == []
     found = compared(work, work, (layer(), layer(1.001)))
     assert (
-        found.culprits(1)[0]["site"] == "/parameter"
-        or found.culprits(1)[0]["name"] == "weight_hh_l0"
+        found.culprits(1)[0].site == "/parameter"
+        or found.culprits(1)[0].name == "weight_hh_l0"
     )
-    assert "uint8" not in {c["dtype"] for c in found.culprits()}
+    assert "uint8" not in {c.dtype for c in found.culprits()}
 
 
 def test_memory_that_nothing_was_written_to(compared):
@@ -132,7 +130,7 @@ def test_memory_that_nothing_was_written_to(compared):
     assert rows["error"].is_null().all()
     assert set(rows["reason"]) == {"memory that nothing was written to yet"}
     assert set(rows["verdict"]) == {"undecided"}
-    assert {c["operator"] for c in found.culprits()} <= {"full"}
+    assert {c.operator for c in found.culprits()} <= {"full"}
 
 
 def test_batch_norm_that_was_left_in_eval_mode(compared):
@@ -154,8 +152,8 @@ def test_batch_norm_that_was_left_in_eval_mode(compared):
     for pair in ((model(), evaluated), (evaluated, model())):
         found = compared(work, work, pair)
         named = found.culprits(1)[0]
-        assert (named["module"], named["phase"]) == ("1", "forward")
-        assert "batch_norm" in named["operator"]
+        assert (named.module, named.phase) == ("1", "forward")
+        assert "batch_norm" in named.operator
 
 
 def test_other_shapes_everywhere(compared):
@@ -222,18 +220,18 @@ def test_tensors_that_hold_others(compared, kind):
 
     found = compared(work(1.0), work(1.0))
     assert failing(found) == []
-    assert "damaged" not in found.coverage["status"]
+    assert "damaged" not in found.coverage.status
     assert found.table["error"].max() == 0
     found = compared(work(1.0), work(1.5))
-    assert "damaged" not in found.coverage["status"]
-    assert found.culprits(1)[0]["operator"] == "mul"
+    assert "damaged" not in found.coverage.status
+    assert found.culprits(1)[0].operator == "mul"
     assert (
         found.table.filter(pl.col("operator").str.contains("sparse|nested|embedding"))[
             "error"
         ].max()
         > 0.1
     )
-    assert {c["operator"] for c in found.culprits()} == {"mul"}
+    assert {c.operator for c in found.culprits()} == {"mul"}
 
 
 def test_a_later_step_inherits(recorded):
@@ -253,8 +251,8 @@ def test_a_later_step_inherits(recorded):
 
     runs = [recorded(work, model(eps), steps=3) for eps in (1e-5, 0.5)]
     found = roundoff.compare(reference=runs[0], candidate=runs[1])
-    assert found.culprits(1)[0]["site"] == "1/native_layer_norm"
-    assert found.culprits(1)[0]["steps"] == [0]
+    assert found.culprits(1)[0].site == "1/native_layer_norm"
+    assert found.culprits(1)[0].steps == [0]
     later = found.table.filter(
         step=2, phase="forward", operator="native_layer_norm", place=0
     ).row(0, named=True)

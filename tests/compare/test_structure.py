@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundoff.compare import structure as module
-from roundoff.compare.structure import fewer_digits, structure, usual_error
+from roundoff.compare.structure import Structure, fewer_digits, structure, usual_error
 
 U = 2.0**-24
 
@@ -127,8 +127,8 @@ def test_each_description(right, harm, label, evidence):
     kept = right.clone(), actual.clone()
     found = structure(right.double(), actual, U)
     assert found is not None
-    assert found[0] == label
-    assert evidence in found[1]
+    assert found.label == label
+    assert evidence in found.evidence
     assert torch.equal(kept[0], right)
     assert torch.equal(kept[1], actual)
 
@@ -156,14 +156,16 @@ def test_each_description(right, harm, label, evidence):
 )
 def test_near_misses(right, harm, label):
     found = structure(right, changed(right, harm), U)
-    assert (found and found[0]) == label, found
+    assert (found and found.label) == label, found
 
 
 def test_the_end_of_the_memory_is_not_the_end_of_the_indices():
     right = random(4, 6, 9, 9).to(memory_format=torch.channels_last)
     actual = right.clone(memory_format=torch.preserve_format)
     actual.as_strided((actual.numel(),), (1,))[-243:] = 0
-    label, evidence = structure(right.contiguous(), actual, U)
+    described = structure(right.contiguous(), actual, U)
+    label = described.label
+    evidence = described.evidence
     assert label == "partly written output"
     assert (
         "of 1,944 elements are zero, from [3, 3, 4, 4] on" in evidence
@@ -175,12 +177,12 @@ def test_the_index_of_a_transposed_tensor_is_its_own():
     actual = right.clone()
     assert actual.stride() == (1, 30)
     actual[7, 33] = 99
-    assert "first at [7, 33]: 99," in structure(right, actual, U)[1]
+    assert "first at [7, 33]: 99," in structure(right, actual, U).evidence
 
 
 def test_one_value_has_a_factor_only_where_it_is_a_simple_ratio():
     two_thirds = "0.666667 (2/3) times what it should be"
-    assert structure(torch.tensor(3.0), torch.tensor(2.0), U) == (
+    assert structure(torch.tensor(3.0), torch.tensor(2.0), U) == Structure(
         "constant factor",
         two_thirds,
     )
@@ -201,7 +203,7 @@ def test_few_that_are_hardly_beyond_the_others_are_rounding():
 def test_infinities_and_nan_are_left_out(right):
     actual = (right * 2).clone()
     actual[0, 0, 0], actual[1, 1, 1] = torch.nan, torch.inf
-    assert structure(right, actual, U)[0] == "constant factor"
+    assert structure(right, actual, U).label == "constant factor"
     assert structure(torch.full((4, 4), torch.nan), right[0, :4, :4], U) is None
 
 
@@ -223,35 +225,37 @@ def test_nothing_to_describe(expected, actual):
 
 def test_integers_booleans_and_complex_numbers():
     whole = torch.arange(1, 61).reshape(6, 10)
-    assert structure(whole, whole * 3, 0.0) == (
+    assert structure(whole, whole * 3, 0.0) == Structure(
         "constant factor",
         "3 times what it should be",
     )
-    assert structure(whole, whole + 2, 0.0)[0] == "constant offset"
+    assert structure(whole, whole + 2, 0.0).label == "constant offset"
     flags = random(30, 30) > 0
     broken = flags.clone()
     broken[4, 5] ^= True
-    assert structure(flags, broken, 0.0)[0] == "corrupted elements"
+    assert structure(flags, broken, 0.0).label == "corrupted elements"
     turning = torch.complex(random(6, 10), random(6, 10, seed=1))
-    assert structure(turning, turning * 2, U)[0] == "constant factor"
+    assert structure(turning, turning * 2, U).label == "constant factor"
     broken = turning.clone()
     broken[2, 3] = 50j
-    assert "first at [2, 3]" in structure(turning, broken, U)[1]
-    assert structure(turning, broken.conj().conj(), U)[0] == "corrupted elements"
+    assert "first at [2, 3]" in structure(turning, broken, U).evidence
+    assert structure(turning, broken.conj().conj(), U).label == "corrupted elements"
 
 
 @pytest.mark.parametrize("shape", [(3000, 7), (7, 3000), (3, 2100, 3)])
 def test_large_tensors_are_looked_at_in_part(monkeypatch, shape):
     monkeypatch.setattr(module, "LOOKED_AT", 2048)
     right = random(*shape)
-    assert structure(right, right * 1.5, U) == (
+    assert structure(right, right * 1.5, U) == Structure(
         "constant factor",
         "1.5 (3/2) times what it should be",
     )
     axis = shape.index(max(shape))
     actual = right.clone()
     actual.narrow(axis, shape[axis] // 2, shape[axis] - shape[axis] // 2).zero_()
-    label, evidence = structure(right, actual, U)
+    described = structure(right, actual, U)
+    label = described.label
+    evidence = described.evidence
     assert label == "partly written output"
     assert str(shape[axis] // 2)[:2] in evidence  # to the slice that was looked at
     turned = right.flatten().flip(0).reshape(shape)
@@ -263,7 +267,7 @@ def test_many_thin_slices_are_not_compared_with_each_other():
     right = random(60_000, 4)
     actual = right.clone()
     actual[1000:1100] = random(100, 4, seed=5)
-    assert structure(right, actual, U)[0] == "corrupted elements"
+    assert structure(right, actual, U).label == "corrupted elements"
 
 
 @settings(max_examples=60, deadline=None)
@@ -282,7 +286,7 @@ def test_never_fails_and_never_changes_what_it_is_given(shape, seed, factor, kin
     ][kind]
     kept = actual.clone()
     found = structure(right, actual, U)
-    assert found is None or all(found)
+    assert found is None or (found.label and found.evidence)
     assert torch.equal(actual, kept)
 
 

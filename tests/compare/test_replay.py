@@ -8,11 +8,13 @@ as large as the result's root mean square, in both cases hundreds of units of ro
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from roundoff.compare.replayed import SAME, differences
+from roundoff.compare.call_arguments import argument_differences
+from roundoff.compare.replay import SAME
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -158,14 +160,14 @@ def values(dtype, make, seed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_honest_kernels_are_within_what_rounding_explains(
-    recorded, judged, name, dtype
+    recorded_call, replayed, name, dtype
 ):
     for seed in range(4):
         for make in (well, ill):
-            rows, tensors = recorded(*CALLS[name](values(dtype, make, seed)))
+            rows, tensors = recorded_call(*CALLS[name](values(dtype, make, seed)))
             for place in range(len(rows)):
-                found = judged(rows, tensors, place)
-                if rows[place]["dtype"] == "float32" and found.reason is not None:
+                found = replayed(rows, tensors, place)
+                if rows[place].dtype == "float32" and found.reason is not None:
                     assert place > 0, found  # a workspace
                     continue
                 assert found.reason is None
@@ -208,39 +210,39 @@ DAMAGE = (one_element, tail, drift, not_a_number)
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", [n for n in CALLS if n not in ("zeros", "exp")])
-def test_damage_is_more_than_rounding(recorded, judged, name, damage):
+def test_damage_is_more_than_rounding(recorded_call, replayed, name, damage):
     """5e-2 in bf16 is 13 units of roundoff, 1e-3 in fp32 some 17,000; both beyond four fp32 errors scaled and 2 u."""
     for dtype in (torch.float32, torch.bfloat16):
-        rows, tensors = recorded(*CALLS[name](values(dtype, well, 1)))
-        broken = tensors[rows[0]["record"]].contiguous()
+        rows, tensors = recorded_call(*CALLS[name](values(dtype, well, 1)))
+        broken = tensors[rows[0].record].contiguous()
         if damage is tail and broken.numel() < 2:
             continue
         (drift_of_long_sums if damage is drift and name in LONG else damage)(broken)
-        tensors[rows[0]["record"]] = broken
-        found = judged(rows, tensors)
+        tensors[rows[0].record] = broken
+        found = replayed(rows, tensors)
         assert found.excess is not None
         assert found.excess > 1, dtype
         assert found.at_fault
         assert math.isinf(found.excess) or damage is not not_a_number
 
 
-def test_integers_booleans_and_complex_numbers(recorded, judged):
+def test_integers_booleans_and_complex_numbers(recorded_call, replayed):
     whole = torch.arange(12).reshape(3, 4)
-    rows, tensors = recorded(aten.add.Tensor, whole, whole)
-    assert judged(rows, tensors).excess == 0
+    rows, tensors = recorded_call(aten.add.Tensor, whole, whole)
+    assert replayed(rows, tensors).excess == 0
     tensors[1 + 0] = whole + (whole == 5)
-    assert judged(rows, tensors).excess == math.inf, "integers have no rounding"
+    assert replayed(rows, tensors).excess == math.inf, "integers have no rounding"
 
-    rows, tensors = recorded(aten.lt.Scalar, well((30,), 0), 0.5)
-    assert judged(rows, tensors).excess == 0
+    rows, tensors = recorded_call(aten.lt.Scalar, well((30,), 0), 0.5)
+    assert replayed(rows, tensors).excess == 0
     tensors[1] = ~tensors[1]
-    assert judged(rows, tensors).at_fault
+    assert replayed(rows, tensors).at_fault
 
     turning = torch.complex(well((8, 5), 0), well((8, 5), 1))
-    rows, tensors = recorded(aten.mul.Tensor, turning, turning.flip(0))
-    assert judged(rows, tensors).excess <= 1
+    rows, tensors = recorded_call(aten.mul.Tensor, turning, turning.flip(0))
+    assert replayed(rows, tensors).excess <= 1
     tensors[2] = tensors[2].conj().resolve_conj()
-    assert judged(rows, tensors).at_fault
+    assert replayed(rows, tensors).at_fault
 
 
 @pytest.mark.parametrize(
@@ -265,57 +267,64 @@ def test_integers_booleans_and_complex_numbers(recorded, judged):
     ],
     ids=str,
 )
-def test_another_constant_is_another_program(recorded, judged, func, args, other, text):
+def test_another_constant_is_another_program(
+    recorded_call, replayed, func, args, other, text
+):
     """In fp64 it stays: rounding would be gone."""
     by_name = other if isinstance(other, dict) else {}
     for dtype in DTYPES:
         x = well((20, 20), 0).to(dtype)
-        ours, _ = recorded(func, x, *args)
-        theirs, tensors = recorded(
+        ours, _ = recorded_call(func, x, *args)
+        theirs, tensors = recorded_call(
             func, x.clone(), *(() if by_name else other), **by_name
         )
-        found = judged(theirs, tensors, twin=ours[0])
+        found = replayed(theirs, tensors, twin=ours[0])
         assert found.semantic > SAME
-        assert differences(ours[0], theirs[0]) == (text,)
+        assert argument_differences(ours[0], theirs[0]) == (text,)
         assert found.at_fault
         assert found.excess is None or found.excess <= 1, (
             "the kernel does what it is told"
         )
 
 
-def test_a_constant_that_changes_nothing_is_no_fault(recorded, judged):
+def test_a_constant_that_changes_nothing_is_no_fault(recorded_call, replayed):
     x = well((20, 20), 0).abs() + 1
-    ours, _ = recorded(aten.leaky_relu.default, x, 0.01)
-    theirs, tensors = recorded(aten.leaky_relu.default, x, 0.2)
-    found = judged(theirs, tensors, twin=ours[0])
+    ours, _ = recorded_call(aten.leaky_relu.default, x, 0.01)
+    theirs, tensors = recorded_call(aten.leaky_relu.default, x, 0.2)
+    found = replayed(theirs, tensors, twin=ours[0])
     assert (found.semantic, found.at_fault) == (0, False)
 
 
-def test_differences_leaves_formats_devices_and_tensors_alone(recorded):
+def test_differences_leaves_formats_devices_and_tensors_alone(recorded_call):
     x = well((4,), 0)
-    one, _ = recorded(aten._to_copy.default, x, dtype=torch.float32)
-    other, _ = recorded(aten._to_copy.default, x, dtype=torch.bfloat16)
-    assert differences(one[0], other[0]) == ()
-    assert differences(one[0], other[0] | {"arguments": None}) == ()
-    assert differences(one[0], other[0] | {"overload": "gone.operator.default"}) == ()
+    one, _ = recorded_call(aten._to_copy.default, x, dtype=torch.float32)
+    other, _ = recorded_call(aten._to_copy.default, x, dtype=torch.bfloat16)
+    assert argument_differences(one[0], other[0]) == ()
+    assert argument_differences(one[0], replace(other[0], arguments=None)) == ()
+    assert (
+        argument_differences(
+            one[0], replace(other[0], overload="gone.operator.default")
+        )
+        == ()
+    )
 
 
-def test_differences_take_the_lowest_numbers_of_formats_for_one_another(recorded):
+def test_differences_take_the_lowest_numbers_of_formats_for_one_another(recorded_call):
     x, mask = well((4,), 0), torch.tensor([True, False, True, False])
     least, half, four = (
-        recorded(aten.masked_fill.Scalar, x, mask, v)[0][0]
+        recorded_call(aten.masked_fill.Scalar, x, mask, v)[0][0]
         for v in (torch.finfo(torch.float32).min, torch.finfo(torch.float16).min, -1e4)
     )
-    assert differences(least, half) == ()
-    assert differences(least, four) == (
+    assert argument_differences(least, half) == ()
+    assert argument_differences(least, four) == (
         "value: -3.4028234663852886e+38, here -10000.0",
     )
 
 
-def test_long_arguments_are_cut(recorded):
+def test_long_arguments_are_cut(recorded_call):
     x = well((4, 40), 0)
-    one, _ = recorded(aten.split_with_sizes.default, x, [1] * 40, 1)
-    other, _ = recorded(aten.split_with_sizes.default, x, [2] + [1] * 38, 1)
-    [text] = differences(one[0], other[0])
+    one, _ = recorded_call(aten.split_with_sizes.default, x, [1] * 40, 1)
+    other, _ = recorded_call(aten.split_with_sizes.default, x, [2] + [1] * 38, 1)
+    [text] = argument_differences(one[0], other[0])
     assert text.startswith("split_sizes: [1, 1,")
     assert len(text) < 150

@@ -21,7 +21,8 @@ from roundoff.compare.findings import (
     Finding,
     contributions,
 )
-from roundoff.compare.replayed import Replayed
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.replay import CallReplay
 
 TOLERANCE = 1e-3
 LEAF = "input"
@@ -31,21 +32,47 @@ def rows(graph, **columns):
     """Rows of a graph. Leaves have no call."""
     found = {}
     for record, (operator, inputs) in graph.items():
-        found[record] = {
-            "record": record,
-            "call": -1 if operator == LEAF else record,
-            "operator": operator,
-            "overload": f"aten.{operator}.default",
-            "inputs": list(inputs),
-            "phase": "forward",
-            "place": 0,
-            "dtype": "float32",
-            "name": None,
-        }
-        found[record] |= {
-            key: value[record] for key, value in columns.items() if record in value
-        }
+        changed = {k: value[record] for k, value in columns.items() if record in value}
+        usual = {"overload": f"aten.{operator}.default", "dtype": "float32"}
+        found[record] = RecordedRow(
+            record=record,
+            call=-1 if operator == LEAF else record,
+            operator=operator,
+            inputs=list(inputs),
+            **usual | changed,
+        )
     return found
+
+
+class Measures:
+    """What a graph says of itself; every answer can be given by the test."""
+
+    def __init__(self, distance, replays=None, **answers):
+        self.distance = distance
+        self.can_replay = replays is not None
+        self.hidden_error = answers.pop("hidden_error", 0.0)
+        self._replays = replays
+        self.__dict__.update(answers)
+
+    def distance_within(self, one, other):
+        return Distance(None)
+
+    def bound(self, twin, row):
+        return Bound(TOLERANCE)
+
+    def operands(self, twin, row):
+        if len(twin.inputs) != len(row.inputs):
+            return []
+        return list(zip(twin.inputs, row.inputs, strict=True))
+
+    def changed_arguments(self, twin, row):
+        return ()
+
+    def replay(self, twin, row, *, same_inputs):
+        return self._replays[row.record]
+
+    def carried(self, row):
+        return 0.0, False
 
 
 def run(
@@ -75,15 +102,7 @@ def run(
         theirs,
         pairs,
         frozenset(pairs if exact is None else exact),
-        distance,
-        options.pop("bound", lambda _a, _b: Bound(TOLERANCE)),
-        lambda a, b: (
-            list(zip(a["inputs"], b["inputs"], strict=True))
-            if len(a["inputs"]) == len(b["inputs"])
-            else []
-        ),
-        replay=None if replays is None else lambda _a, b, *_: replays[b["record"]],
-        **options,
+        Measures(distance, replays, **options),
     ).run()
 
 
@@ -94,9 +113,9 @@ CHAIN = {
     3: ("mm", [2]),
     4: ("sum", [3]),
 }
-HONEST = Replayed(semantic=0.0, kernel=1e-7, excess=0.1)
-BROKEN = Replayed(semantic=0.0, kernel=0.1, excess=90.0)
-WRONG = Replayed(semantic=0.2, kernel=1e-7, excess=0.1)
+HONEST = CallReplay(semantic=0.0, kernel=1e-7, excess=0.1)
+BROKEN = CallReplay(semantic=0.0, kernel=0.1, excess=90.0)
+WRONG = CallReplay(semantic=0.2, kernel=1e-7, excess=0.1)
 
 
 def causes(findings):
@@ -146,7 +165,7 @@ def test_of_equal_inputs_only_a_part_of_the_tolerance_is_explained():
 
 def test_a_cancelling_sum_amplifies_from_statistics_alone():
     def bound(_one, row):
-        return Bound(TOLERANCE, 1.0, 1000.0 if row["record"] == 3 else 1.0)
+        return Bound(TOLERANCE, 1.0, 1000.0 if row.record == 3 else 1.0)
 
     errors = {1: 4e-5, 2: 4e-5, 3: 0.02, 4: 0.02}
     assert causes(run(CHAIN, errors, bound=bound)) == {}
@@ -162,7 +181,8 @@ def test_an_operator_that_only_moves_values_is_not_at_fault_for_what_it_moves():
 
 
 @pytest.mark.parametrize(
-    "replays", [None, dict.fromkeys(range(5), Replayed(reason="draws random numbers"))]
+    "replays",
+    [None, dict.fromkeys(range(5), CallReplay(reason="draws random numbers"))],
 )
 def test_infinite_errors_begin_where_the_inputs_are_finite(replays):
     found = run(CHAIN, {1: 1e-4, 2: 1e-4, 3: math.inf, 4: math.inf}, replays=replays)
@@ -175,8 +195,11 @@ def test_unknown_inputs_do_not_agree():
     """Nothing was kept of the input: it may well be what is wrong. Only an error that no operator makes of the least
     difference that statistics show (32 times it) is the operator's own."""
     errors = {1: 0.1, 2: 0.1}
-    assert causes(run(CHAIN, errors, least=0.01)) == {1: (OWN, 1), 2: (INHERITED, 1)}
-    unknown = run(CHAIN, {0: Distance(None), **errors}, least=0.01)
+    assert causes(run(CHAIN, errors, hidden_error=0.01)) == {
+        1: (OWN, 1),
+        2: (INHERITED, 1),
+    }
+    unknown = run(CHAIN, {0: Distance(None), **errors}, hidden_error=0.01)
     assert causes(unknown) == {}
     assert unknown[1].unknown
     assert unknown[0].own is None
@@ -196,7 +219,7 @@ def test_masks_of_different_size_say_nothing():
     found = run(
         graph,
         {1: Distance(0.0, masked=True), 2: Distance(0.0, masked=True), 3: 0.1},
-        least=0.01,
+        hidden_error=0.01,
     )
     assert causes(found) == {}
     assert found[3].unknown
@@ -255,7 +278,7 @@ def test_a_replaced_region_is_judged_as_a_whole():
     found = run(graph, {9: 0.02, 10: 0.02}, reference=reference, exact=[0, 10])
     assert causes(found) == {9: (OWN, 9), 10: (INHERITED, 9)}
     assert found[9].region == [1, 2]
-    fused = Replayed(kernel=1e-7, region_excess=0.2)
+    fused = CallReplay(kernel=1e-7, region_excess=0.2)
     assert (
         causes(
             run(
@@ -268,7 +291,7 @@ def test_a_replaced_region_is_judged_as_a_whole():
         )
         == {}
     )
-    other = Replayed(kernel=0.02, region_excess=50.0)
+    other = CallReplay(kernel=0.02, region_excess=50.0)
     found = run(
         graph,
         {9: 2e-3, 10: 2e-3},
@@ -297,12 +320,12 @@ def test_what_an_earlier_step_left_is_inherited():
 
 
 def test_a_changed_argument_is_asked_about_however_small_its_effect():
-    replays = {1: Replayed(semantic=1e-6, kernel=1e-8, excess=0.1)}
+    replays = {1: CallReplay(semantic=1e-6, kernel=1e-8, excess=0.1)}
     found = run(
         CHAIN,
         {1: 1e-6},
         replays=replays,
-        changed=lambda _a, b: ("eps: 1, here 2",) if b["call"] == 1 else (),
+        changed_arguments=lambda _a, b: ("eps: 1, here 2",) if b.call == 1 else (),
     )
     assert causes(found) == {1: (OWN, 1)}
     assert found[1].arguments == ("eps: 1, here 2",)

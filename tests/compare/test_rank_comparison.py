@@ -19,7 +19,7 @@ from polars.testing import assert_frame_equal
 from torch import nn
 
 import roundoff
-from roundoff.compare import shard
+from roundoff.compare import rank_comparison
 from roundoff.compare.table import TABLE, whole
 from roundoff.errors import RunError
 
@@ -106,7 +106,9 @@ def runs(tmp_path_factory):
 
 
 def slowly(monkeypatch):
-    monkeypatch.setattr(shard, "_quick", lambda *_: {})
+    monkeypatch.setattr(
+        rank_comparison._RankComparison, "agreeing_steps", lambda *_: {}
+    )
 
 
 @pytest.mark.parametrize("candidate", ["same", "noisy", "wrong"])
@@ -122,11 +124,11 @@ def test_columns_and_rows_say_the_same(runs, candidate, monkeypatch):
     assert max(e for e in errors[0] if e is not None) > 0 or candidate == "same"
     assert quick.agrees == full.agrees == (candidate != "wrong")
     for key in ("status", "rows", "measured", "equal"):
-        assert quick.coverage[key] == full.coverage[key]
-    assert [c["site"] for c in quick.culprits()] == [c["site"] for c in full.culprits()]
+        assert getattr(quick.coverage, key) == getattr(full.coverage, key)
+    assert [c.site for c in quick.culprits()] == [c.site for c in full.culprits()]
     if candidate == "wrong":
         first = quick.divergence
-        assert (first["site"], first["rank"], first["step"]) == (
+        assert (first.site, first.rank, first.step) == (
             "1/native_layer_norm",
             1,
             1,
@@ -139,19 +141,19 @@ def test_columns_and_rows_say_the_same(runs, candidate, monkeypatch):
 def test_columns_are_used_where_steps_agree(runs, monkeypatch, candidate, expected):
     """Rounding noise is no reason to go row by row; a fault is, from its step on, on its rank."""
     seen = []
-    explain = shard.compare_step
+    explain = rank_comparison.compare_step
 
     def watched(sides, *arguments, **options):
-        seen.append({(row["rank"], row["step"]) for row in sides.theirs.values()})
+        seen.append({(row.rank, row.step) for row in sides.candidate.rows.values()})
         return explain(sides, *arguments, **options)
 
-    monkeypatch.setattr(shard, "compare_step", watched)
+    monkeypatch.setattr(rank_comparison, "compare_step", watched)
     roundoff.compare(reference=runs / "good", candidate=runs / candidate)
     assert seen == expected
 
 
 def table_of(*arguments):
-    frame, damage = shard.compare_rank(*arguments)
+    frame, damage = rank_comparison.compare_rank(*arguments)
     return whole([frame]), damage
 
 
@@ -166,7 +168,7 @@ def test_a_rank_by_itself(runs):
             str(runs / "kept_wrong"),
             rank,
             range(STEPS),
-            shard.Settings(),
+            rank_comparison.Settings(),
         )
         assert damage == []
         assert dict(mine.schema) == TABLE
@@ -190,15 +192,15 @@ def test_a_damaged_step_is_a_row_and_the_rest_is_compared(runs, tmp_path, keep, 
     rows = found.table.filter(status="damaged")
     assert rows.select("rank", "step", "verdict").rows() == [(0, 1, "undecided")]
     assert rows["reason"][0]
-    (line,) = found.about["damage"]
+    (line,) = found.about.damage
     assert "step000001" in line
-    assert found.divergence["site"] == "1/native_layer_norm"
+    assert found.divergence.site == "1/native_layer_norm"
     sound = roundoff.compare(reference=reference, candidate=runs / f"{keep}wrong")
     others = (pl.col("rank") == 1) | (pl.col("step") != 1)
     assert_frame_equal(
         found.table.filter(others).select(SAME), sound.table.filter(others).select(SAME)
     )
-    assert found.coverage["status"]["damaged"] == 1
+    assert found.coverage.status["damaged"] == 1
 
 
 def test_of_a_damaged_tensor_statistics_are_compared(runs, tmp_path):
@@ -209,10 +211,10 @@ def test_of_a_damaged_tensor_statistics_are_compared(runs, tmp_path):
     content[-1] ^= 255  # of the last tensor
     path.write_bytes(content)
     found = roundoff.compare(reference=runs / "kept", candidate=broken)
-    (line,) = found.about["damage"]
+    (line,) = found.about.damage
     assert "step000001" in line
     assert "are not those that were written" in line
-    assert found.divergence["site"] == "1/native_layer_norm"
+    assert found.divergence.site == "1/native_layer_norm"
     sound = roundoff.compare(reference=runs / "kept", candidate=runs / "kept_wrong")
     assert found.table.height == sound.table.height
     here = (
@@ -252,7 +254,7 @@ def test_other_steps_and_ranks(runs):
             (2, f"only in {side}", "the other run has no step 2", "undecided")
         ]
         assert found.table["step"].drop_nulls().unique().sort().to_list() == [0, 1, 2]
-        assert f"Only the {side} has step 2" in found.about["notes"]
+        assert f"Only the {side} has step 2" in found.about.notes
     found = roundoff.compare(reference=runs / "good", candidate=runs / "one")
     assert found.table.filter(rank=1).select("status", "reason").rows() == [
         ("only in reference", "the other run has no rank 1")
@@ -288,9 +290,9 @@ def test_runs_at_urls(runs, name):
             )
             assert_frame_equal(far.table, local.table)
             assert far.culprits() == local.culprits()
-            assert far.about["reference"] == place.format(
-                reference
-            ) or place.startswith("file")
+            assert far.about.reference == place.format(reference) or place.startswith(
+                "file"
+            )
     finally:
         memory.rm("/compared", recursive=True)
 

@@ -1,0 +1,171 @@
+"""From the rows that made an error themselves to the operators to name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from roundoff.compare.table import ComparedRow
+
+#: Numbers of which no share can be told: they choose what runs.
+_CHOOSING = ("int", "uint", "bool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """An operator that made an error which rounding does not explain.
+
+    Numbers are those of its first row, except ``contribution``, which is the sum over
+    its rows of that step and rank. Errors are relative.
+    """
+
+    site: str | None
+    reference_site: str | None
+    module: str
+    operator: str
+    phase: str | None
+    line: str | None
+    reference_line: str | None
+    rank: int
+    step: int
+    record: int
+    #: Below 0 for a value from before the step.
+    call: int
+    dtype: str | None
+    #: The parameter or buffer that it makes.
+    name: str | None
+    error: float | None
+    #: The part of the error that was made here; inf where unknown.
+    own: float
+    #: The largest distance of what it read.
+    inputs_error: float
+    #: What rounding explains.
+    tolerance: float
+    #: Share of the error at the end of the step.
+    contribution: float
+    #: A key of ``symptoms.ADVICE``.
+    looks_like: str | None
+    evidence: str | None
+    #: What to try.
+    advice: str | None = field(metadata={"json": "try"})
+    #: The distance that stays when both calls run in fp64 on the same inputs.
+    semantic: float | None
+    #: The other part, in units of what rounding explains.
+    kernel_excess: float | None
+    #: How many rows it made.
+    calls: int = 1
+    ranks: Sequence[int] = ()
+    steps: Sequence[int] = ()
+
+
+def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:
+    """The operators behind rows that made an error themselves, the likeliest first.
+
+    First come those of the first step that has any, those whose inputs agreed exactly
+    before others, then by their contribution to the error at the end of the step. The
+    backward kernel of an operator that is named for its forward pass is the same fault.
+    """
+    found: dict[tuple[Any, ...], Culprit] = {}
+    for row in sorted(rows, key=_execution_order):
+        key: tuple[Any, ...] = (row.blamed_phase, row.blamed, row.blamed_reference)
+        if key not in found:
+            key = _key_of_forward(row, found) or key
+        culprit = found.get(key)
+        found[key] = _culprit(row) if culprit is None else _with_row(culprit, row)
+    return sorted(found.values(), key=_likeliest_first)
+
+
+def _execution_order(row: ComparedRow) -> tuple[int, int]:
+    return row.step or 0, row.record or 0
+
+
+def _likeliest_first(culprit: Culprit) -> tuple[Any, ...]:
+    return (
+        culprit.step,
+        culprit.inputs_error > 0,
+        not (culprit.dtype or "").startswith(_CHOOSING),
+        -culprit.contribution,
+        culprit.record,
+    )
+
+
+def _culprit(row: ComparedRow) -> Culprit:
+    blamed: Any = row  # every column of a blamed row has a value
+    module, operator = _module_and_operator(row)
+    return Culprit(
+        site=row.blamed,
+        reference_site=row.blamed_reference,
+        module=module,
+        operator=operator.partition("#")[0],
+        phase=row.blamed_phase,
+        line=row.blamed_line,
+        reference_line=row.blamed_reference_line,
+        rank=blamed.rank,
+        step=blamed.step,
+        record=blamed.record,
+        call=blamed.call,
+        dtype=row.dtype,
+        name=row.name,
+        error=row.error,
+        own=math.inf if row.own is None else row.own,
+        inputs_error=blamed.inputs_error,
+        tolerance=blamed.tolerance,
+        contribution=row.contribution or 0.0,
+        looks_like=row.looks_like,
+        evidence=row.evidence,
+        advice=row.advice,
+        semantic=row.semantic,
+        kernel_excess=row.kernel_excess,
+        ranks=[blamed.rank],
+        steps=[blamed.step],
+    )
+
+
+def _with_row(culprit: Culprit, row: ComparedRow) -> Culprit:
+    """The culprit with one more of its rows; a later output of its call may say more."""
+    blamed: Any = row
+    culprit = replace(
+        culprit,
+        calls=culprit.calls + 1,
+        ranks=sorted({*culprit.ranks, blamed.rank}),
+        steps=sorted({*culprit.steps, blamed.step}),
+    )
+    if row.step != culprit.step or row.rank != culprit.rank:
+        return culprit
+    contribution = culprit.contribution + (row.contribution or 0.0)
+    culprit = replace(culprit, contribution=contribution)
+    other_output = row.call == culprit.call and row.record != culprit.record
+    if not other_output or row.own is None or row.own <= culprit.own:
+        return culprit
+    return replace(
+        culprit,
+        own=row.own,
+        looks_like=row.looks_like,
+        evidence=row.evidence,
+        advice=row.advice,
+    )
+
+
+def _module_and_operator(row: ComparedRow) -> tuple[str, str]:
+    module, _, operator = (row.blamed or "").rpartition("/")
+    return module, operator
+
+
+def _key_of_forward(
+    row: ComparedRow, found: dict[tuple[Any, ...], Culprit]
+) -> tuple[Any, ...] | None:
+    """The key of the forward operator that a backward row belongs to."""
+    if row.blamed_phase != "backward":
+        return None
+    module, operator = _module_and_operator(row)
+    for key, culprit in found.items():
+        if culprit.phase != "forward":
+            continue
+        if culprit.rank != row.rank or culprit.module != module:
+            continue
+        same_line = culprit.line is not None and culprit.line == row.blamed_line
+        if same_line or operator.startswith(culprit.operator):
+            return key
+    return None

@@ -1,0 +1,271 @@
+"""One rank of both runs, all steps: the work of one machine of many."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import polars as pl
+import torch
+
+from roundoff.compare.alignment import MATCHED
+from roundoff.compare.distance import (
+    COUNTS,
+    VALUES,
+    StatisticColumns,
+    largest_difference,
+)
+from roundoff.compare.exact import Array
+from roundoff.compare.explain import Memory, RecordedStep, Sides
+from roundoff.compare.recorded_rows import rows_of
+from roundoff.compare.rounding_bound import MARGIN, unit
+from roundoff.compare.step_comparison import NoiseFloors, compare_step
+from roundoff.compare.table import DAMAGED, ComparedRow, frame_of
+from roundoff.errors import RunError
+from roundoff.record import Run, StepTensors, as_run, site_name
+
+#: Two rows are at the same place of the program where these agree.
+_PLACE = (
+    "step",
+    "phase",
+    "module",
+    "operator",
+    "index",
+    "place",
+    "role",
+    "name",
+    "shape",
+)
+#: What aligned rows of steps that agree need; the others are read only where something
+#: is to be explained.
+_NEEDED = (
+    *_PLACE,
+    "rank",
+    "record",
+    "call",
+    "line",
+    "dtype",
+    "numel",
+    "view_of",
+    "hash",
+    "reason",
+    *VALUES,
+    *COUNTS,
+)
+
+#: By rank and step: how far honest runs lie apart, by record.
+Floors = Mapping[tuple[int, int], Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How two runs are compared; plain data, so that it can go to another machine.
+
+    Attributes:
+        modules: module of the reference -> its name in the candidate.
+        tensors: use kept tensors.
+        floor: of the reference.
+        candidate_floor: of the candidate.
+        threads: torch's; others would add in another order.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict)
+    tensors: bool = True
+    floor: Floors = field(default_factory=dict)
+    candidate_floor: Floors = field(default_factory=dict)
+    threads: int = field(default_factory=torch.get_num_threads)
+
+
+def compare_rank(
+    reference: str | Run,
+    candidate: str | Run,
+    rank: int,
+    steps: Sequence[int],
+    settings: Settings,
+) -> tuple[pl.DataFrame, list[str]]:
+    """The table of these steps of one rank, and what was damaged in them, a line each.
+
+    Steps in which every row of one run has its counterpart at the same place, and no
+    distance is above the least that rounding explains, are compared as columns; the
+    others are aligned and explained row by row.
+    """
+    if torch.get_num_threads() != settings.threads:
+        torch.set_num_threads(settings.threads)
+    comparison = _RankComparison(as_run(reference), as_run(candidate), rank, settings)
+    agreeing = comparison.agreeing_steps(steps)
+    frames = [comparison.compare(step, agreeing.get(step)) for step in steps]
+    table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
+    return table, comparison.damage
+
+
+class _RankComparison:
+    """The steps of one rank, compared one after the other."""
+
+    def __init__(
+        self, reference: Run, candidate: Run, rank: int, settings: Settings
+    ) -> None:
+        self._reference = reference
+        self._candidate = candidate
+        self._rank = rank
+        self._settings = settings
+        self._tensors = settings.tensors and all(
+            run.about.keep in ("tensors", None) for run in (reference, candidate)
+        )
+        self._memory = Memory()
+        self.damage: list[str] = []
+
+    def compare(self, step: int, agreeing: pl.DataFrame | None) -> pl.DataFrame:
+        """The table of a step; ``agreeing`` is it where both sides seem to agree."""
+        if agreeing is not None and not self._memory.parted:
+            largest = agreeing.select(pl.col("error").max()).item()
+            self._memory.worst = max(self._memory.worst, largest or 0.0)
+            return agreeing
+        try:
+            return frame_of(self._row_by_row(step))
+        except RunError as error:
+            self.damage.append(str(error).replace("\n", ";"))
+            damaged = ComparedRow(
+                rank=self._rank, step=step, status=DAMAGED, reason=error.what
+            )
+            return frame_of([damaged])
+
+    def _row_by_row(self, step: int) -> list[ComparedRow]:
+        at = (self._rank, step)
+        sides = Sides(
+            self._recorded(self._reference, step), self._recorded(self._candidate, step)
+        )
+        floors = NoiseFloors(
+            self._settings.floor.get(at, {}),
+            self._settings.candidate_floor.get(at, {}),
+        )
+        rows = compare_step(
+            sides, self._memory, modules=self._settings.modules, floors=floors
+        )
+        for side in (sides.reference, sides.candidate):
+            if side.tensors is not None:
+                self.damage += dict.fromkeys(side.tensors.damage.values())
+        return rows
+
+    def _recorded(self, run: Run, step: int) -> RecordedStep:
+        rows = rows_of(run, self._rank, step)
+        if not self._tensors:
+            return RecordedStep(rows)
+        return RecordedStep(rows, StepTensors(run, self._rank, step))
+
+    def agreeing_steps(self, steps: Sequence[int]) -> dict[int, pl.DataFrame]:
+        """The tables of the steps that agree by their statistics, by number."""
+        if self._tensors or self._settings.modules:
+            return {}
+        try:
+            ours = self._columns(self._reference, steps)
+            theirs = self._columns(self._candidate, steps)
+        except RunError:
+            return {}  # step by step, so that the sound ones are compared
+        heights = ours.group_by("step", maintain_order=True).len().rows()
+        if heights != theirs.group_by("step", maintain_order=True).len().rows():
+            return {}
+        table, agrees = _compared_as_columns(ours, theirs)
+        agreeing: dict[int, pl.DataFrame] = {}
+        start = 0
+        for step, height in heights:
+            if agrees[start : start + height].all():
+                agreeing[int(step)] = table.slice(start, height)
+            start += height
+        return agreeing
+
+    def _columns(self, run: Run, steps: Sequence[int]) -> pl.DataFrame:
+        return (
+            run.part(self._rank)
+            .filter(pl.col("step").is_in(list(steps)))
+            .select(*_NEEDED, site_name())
+            .sort("step", "record")
+            .collect()
+        )
+
+
+def _compared_as_columns(
+    ours: pl.DataFrame, theirs: pl.DataFrame
+) -> tuple[pl.DataFrame, Array]:
+    """The rows of both runs side by side, and which of them agree.
+
+    Statistics agree where their difference is within the least that rounding explains
+    in the format.
+    """
+    same_place = ours.select(_PLACE).hash_rows() == theirs.select(_PLACE).hash_rows()
+    same_format = ours["dtype"].eq_missing(theirs["dtype"])
+    same_counts = functools.reduce(
+        pl.Series.__and__, (ours[c].eq_missing(theirs[c]) for c in COUNTS)
+    )
+    measured = ours["nan"].is_not_null()
+    error, equal = _statistics_error(ours, theirs)
+    dtypes = ours["dtype"].drop_nulls().unique()
+    bounds = {dtype: MARGIN * 2 * unit(dtype) for dtype in dtypes}
+    bound = ours["dtype"].replace_strict(bounds, default=0.0, return_dtype=pl.Float64)
+    unmeasured = ~measured.to_numpy()
+    agrees = ((same_place & same_format & same_counts).to_numpy()) & (
+        (error <= bound.to_numpy()) | unmeasured
+    )
+    table = _side_by_side(ours, theirs).with_columns(
+        reason=pl.when(measured.not_()).then(
+            pl.coalesce("reason", pl.lit("no statistics on both sides"))
+        ),
+        error=pl.when(measured).then(pl.Series(error).fill_nan(None)),
+        equal=pl.Series(equal) & measured,
+        tolerance=bound,
+    )
+    return table, agrees
+
+
+def _statistics_error(ours: pl.DataFrame, theirs: pl.DataFrame) -> tuple[Array, Array]:
+    """The relative difference of the statistics of each row, and where it is none."""
+    one = _statistic_columns(ours)
+    other = _statistic_columns(theirs)
+
+    def maximum(*values: Array) -> Array:
+        return functools.reduce(np.fmax, values)
+
+    with np.errstate(all="ignore"):
+        error = largest_difference(one, other, maximum)
+    equal = np.ones(ours.height, dtype=bool)
+    for name in VALUES:
+        x = getattr(one, name)
+        y = getattr(other, name)
+        equal &= (x == y) | (np.isnan(x) & np.isnan(y))
+    error = np.where(np.isfinite(error), error, np.inf)
+    return np.where(equal, 0.0, error), equal
+
+
+def _statistic_columns(rows: pl.DataFrame) -> StatisticColumns:
+    names = (*VALUES, *COUNTS, "numel")
+    return StatisticColumns(**{name: rows[name].to_numpy() for name in names})
+
+
+def _side_by_side(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
+    """The names of both sides of rows at the same places."""
+    return ours.select(
+        "rank",
+        "step",
+        "phase",
+        "site",
+        "operator",
+        "place",
+        "role",
+        "name",
+        "dtype",
+        "shape",
+        "numel",
+        "reason",
+        pl.col("view_of").is_not_null().alias("view"),
+        pl.lit(MATCHED).alias("status"),
+        theirs["record"],
+        theirs["line"],
+        theirs["call"],
+        pl.col("site").alias("reference_site"),
+        pl.col("operator").alias("reference_operator"),
+        pl.col("dtype").alias("reference_dtype"),
+        pl.col("shape").alias("reference_shape"),
+        pl.col("line").alias("reference_line"),
+        pl.col("record").alias("reference_record"),
+    )

@@ -1,0 +1,187 @@
+"""Recorded calls run again: one call, or all of the reference's that lead to a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.call_arguments import Fits
+from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.errors import RunError
+from roundoff.ops import (
+    Reason,
+    outside_of_modes,
+    overload_of,
+    restore,
+    run_again,
+    tensors_made,
+)
+
+#: Begins the reasons of ``run_again`` for calls that round nothing: they run as they
+#: are.
+_EXACT = (
+    "a view rounds nothing",
+    "a cast that rounds nothing",
+    "already runs in",
+    "makes ",
+)
+#: How many calls of the reference run one after the other to say what the candidate's
+#: operators should have given together.
+DEEPEST = 12
+#: Calls whose results are kept: a call and its counterpart, each in two formats.
+KEPT = 4
+
+#: What the reference's calls together give, in a format.
+RunRegion = Callable[[torch.dtype], Tensor]
+
+
+class Tensors(Protocol):
+    """The tensors of a step by record."""
+
+    def __getitem__(self, record: int, /) -> Tensor: ...
+    def __contains__(self, record: int, /) -> bool: ...
+
+
+class CannotRun(Exception):  # noqa: N818 - becomes a reason
+    """Why a call cannot be run again."""
+
+
+class RecentResults:
+    """The results of the last few calls that were run again.
+
+    A call on lists has a row for each of hundreds of tensors, and is run once.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[str, str, torch.dtype], list[Tensor | None]] = {}
+
+    def of(
+        self, overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype
+    ) -> list[Tensor | None]:
+        """The results of a call in a format. Raises ``CannotRun``."""
+        key = overload, arguments, dtype
+        results = self._results.get(key)
+        if results is None:
+            results = run_call(
+                overload, arguments, lambda record: copy_of(tensors, record), dtype
+            )
+            while len(self._results) >= KEPT:
+                self._results.pop(next(iter(self._results)))
+            self._results[key] = results
+        return results
+
+
+def run_call(
+    overload: str, arguments: str, value: Callable[[int], Tensor], dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Run a recorded call in a format; an operator that rounds nothing as it is.
+
+    Raises ``CannotRun``. ``value`` gives the tensor of a record.
+    """
+    try:
+        func = overload_of(overload)
+        args, kwargs = restore(arguments, value)
+    except RunError as error:
+        raise CannotRun(error.what) from error
+    results = run_again(func, args, kwargs, dtype=dtype)
+    if not isinstance(results, Reason):
+        return results
+    if not results.text.startswith(_EXACT):
+        raise CannotRun(results.text)
+    with outside_of_modes(func):
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            first_line = str(error).splitlines()[0]
+            raise CannotRun(f"{type(error).__name__}: {first_line}"[:200]) from error
+    return list(tensors_made(func, args, kwargs, result))
+
+
+def copy_of(tensors: Tensors, record: int) -> Tensor:
+    """A copy of a kept tensor. Raises ``CannotRun`` where it was not kept."""
+    if record not in tensors:
+        raise CannotRun("one of its inputs was not stored")
+    return tensors[record].clone()
+
+
+def result_at(results: list[Tensor | None], place: int | None) -> Tensor:
+    """One result of a call. Raises ``CannotRun`` where it has none at this place."""
+    index = place or 0
+    result = results[index] if index < len(results) else None
+    if result is None:
+        raise CannotRun("this result has no counterpart in fp64")
+    return result
+
+
+class ReferenceCalls:
+    """The reference's calls, run on the candidate's values.
+
+    Args:
+        rows: the reference's by record.
+        first: the first row of each of its calls.
+        holders: the candidate's record for each of the reference's that an aligned
+            call has made.
+        tensors: the candidate's.
+        fits: ``fits(reference record, candidate record)`` says if the second may stand
+            for the first in a call.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        first: Mapping[int, RecordedRow],
+        holders: Mapping[int, int],
+        tensors: Tensors,
+        fits: Fits,
+    ) -> None:
+        self._rows = rows
+        self._first = first
+        self._holders = holders
+        self._tensors = tensors
+        self._fits = fits
+
+    def leading_to(self, record: int, judged: int) -> RunRegion:
+        """Return a function that runs the calls up to ``record`` in a format.
+
+        ``judged`` is the candidate's record in question, which is not believed. The
+        function raises ``CannotRun``.
+        """
+
+        def run(dtype: torch.dtype) -> Tensor:
+            holder = self._holders.get(record)
+            if holder is not None and holder != judged:
+                return copy_of(self._tensors, holder).to(dtype)
+            return self._run(record, dtype, judged, DEEPEST)
+
+        return run
+
+    def _run(self, record: int, dtype: torch.dtype, judged: int, depth: int) -> Tensor:
+        row = self._rows[record]
+        first = self._first.get(row.call)
+        if not depth or first is None:
+            raise CannotRun("what it is made of was not recorded")
+        if first.arguments is None or first.overload is None:
+            raise CannotRun("what it is made of was not recorded")
+
+        def value(of: int) -> Tensor:
+            kept = self._kept(of, judged)
+            if kept is not None:
+                return kept
+            if of not in self._rows:
+                raise CannotRun("one of its inputs was not recorded")
+            return self._run(of, dtype, judged, depth - 1)
+
+        results = run_call(first.overload, first.arguments, value, dtype)
+        return result_at(results, row.place)
+
+    def _kept(self, record: int, judged: int) -> Tensor | None:
+        """The candidate's tensor for a reference record, where it may be believed."""
+        holder = self._holders.get(record)
+        if holder is None or holder == judged or holder not in self._tensors:
+            return None
+        if not self._fits(record, holder):
+            raise CannotRun("one of its inputs has another shape")
+        return self._tensors[holder].clone()

@@ -1,0 +1,116 @@
+"""The rows of one recorded step, as a comparison reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import polars as pl
+
+from roundoff.ops import base, values_read
+from roundoff.record import Run, site_name
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRow:
+    """One value that a run recorded: the columns of ``Record`` that a comparison reads.
+
+    And its ``site``. None stands for what the recording does not say. A ``call`` below 0
+    marks a value that was there before anything ran: a parameter, a buffer, an input.
+    """
+
+    record: int
+    call: int
+    operator: str
+    rank: int = 0
+    step: int = 0
+    phase: str = "forward"
+    module: str = ""
+    index: int = 0
+    place: int | None = 0
+    role: str | None = None
+    overload: str | None = None
+    name: str | None = None
+    line: str | None = None
+    inputs: Sequence[int] = ()
+    arguments: str | None = None
+    view_of: int | None = None
+    inplace: bool | None = None
+    recomputed: bool | None = None
+    dtype: str | None = None
+    shape: Sequence[int] | None = None
+    stride: Sequence[int] | None = None
+    offset: int | None = None
+    numel: int | None = None
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    l2: float | None = None
+    std: float | None = None
+    nan: int | None = None
+    posinf: int | None = None
+    neginf: int | None = None
+    zero: int | None = None
+    subnormal: int | None = None
+    hash: str | None = None
+    blob: str | None = None
+    reason: str | None = None
+    site: str = ""
+
+    @property
+    def is_call(self) -> bool:
+        """True for the result of a call, False for a value from before the step."""
+        return self.call >= 0
+
+    @property
+    def is_leaf(self) -> bool:
+        """True for a value from before the step that nothing recorded led to."""
+        return self.call < 0 and not self.inputs
+
+    @property
+    def base_operator(self) -> str:
+        """The operator without what says that it works in place, or on lists."""
+        return base(self.operator)
+
+    @property
+    def nonfinite(self) -> int:
+        """How many elements are NaN or Inf; 0 where nobody counted."""
+        return (self.nan or 0) + (self.posinf or 0) + (self.neginf or 0)
+
+    def values_read(self) -> list[int]:
+        """The records whose values the row depends on: not memory that it overwrites."""
+        if not self.is_call:
+            return list(self.inputs)
+        return values_read(self.operator, self.overload, self.inputs)
+
+
+Rows = Mapping[int, RecordedRow]
+
+_COLUMNS = tuple(field.name for field in fields(RecordedRow))
+
+
+def rows_of(run: Run, rank: int, step: int) -> dict[int, RecordedRow]:
+    """The rows of one step by record, in the order of execution."""
+    no_inputs = pl.lit([], pl.List(pl.Int64))
+    table = (
+        run.part(rank, step)
+        .with_columns(site_name(), pl.col("inputs").fill_null(no_inputs))
+        .sort("record")
+        .select(_COLUMNS)
+        .collect()
+    )
+    return {values[0]: RecordedRow(*values) for values in table.iter_rows()}
+
+
+def first_rows(rows: Rows) -> dict[int, RecordedRow]:
+    """The first row of each call: it holds the arguments."""
+    first: dict[int, RecordedRow] = {}
+    for row in rows.values():
+        if row.is_call:
+            first.setdefault(row.call, row)
+    return first
+
+
+def last_named(rows: Rows) -> dict[str, RecordedRow]:
+    """The last row of each parameter, buffer and gradient by its name."""
+    return {row.name: row for row in rows.values() if row.name}

@@ -1,0 +1,405 @@
+"""One step of one rank of both runs: aligned, measured and explained, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY, Pair, align
+from roundoff.compare.call_arguments import argument_differences
+from roundoff.compare.call_pairs import TRANSPARENT
+from roundoff.compare.distance import Distances, of_statistics
+from roundoff.compare.divergence import Divergence
+from roundoff.compare.explain import (
+    Memory,
+    RecordedStep,
+    Sides,
+    explain,
+    explain_unwritten,
+)
+from roundoff.compare.findings import OWN, Bound, Distance, Finding, contributions
+from roundoff.compare.metrics import Metrics
+from roundoff.compare.recorded_calls import RecentResults, ReferenceCalls, RunRegion
+from roundoff.compare.recorded_rows import RecordedRow, Rows, first_rows, last_named
+from roundoff.compare.replay import (
+    CallReplay,
+    ReferenceSide,
+    WorkingFormat,
+    replay_call,
+)
+from roundoff.compare.rounding_bound import (
+    SUMS,
+    amplification,
+    condition,
+    format_of,
+    smallest,
+    terms,
+    tolerance,
+    unit,
+    working_formats,
+)
+from roundoff.compare.table import ComparedRow
+from roundoff.ops import operators_that
+
+#: Why new memory is not measured.
+UNWRITTEN = "memory that nothing was written to yet"
+#: Their two operands may be exchanged.
+COMMUTATIVE = frozenset(("add", "mul"))
+#: A tolerance is at least this many times the noise floor.
+ABOVE_NOISE = 3.0
+
+#: The metrics that are columns of the same name; ``equal`` is ``share_equal`` there.
+_METRICS = tuple(
+    field.name
+    for field in fields(Metrics)
+    if field.name not in ("equal", "numel", "reason")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseFloors:
+    """How far honest runs of each side lie apart, relative, by record."""
+
+    reference: Mapping[int, float]
+    candidate: Mapping[int, float]
+
+
+def compare_step(
+    sides: Sides,
+    memory: Memory,
+    *,
+    modules: Mapping[str, str],
+    floors: NoiseFloors | None = None,
+) -> list[ComparedRow]:
+    """The rows of the table for one step; ``memory`` is changed.
+
+    Those of the candidate come first, in its order of execution.
+
+    Args:
+        sides: the step.
+        memory: what the steps before left.
+        modules: module of the reference -> its name in the candidate.
+        floors: of records that do not repeat themselves.
+    """
+    reference = sides.reference.rows
+    candidate = sides.candidate.rows
+    pairs = align(reference, candidate, modules)
+    measures = _Measures(sides, pairs, memory, floors or NoiseFloors({}, {}))
+    divergence = Divergence(
+        reference, candidate, measures.counterpart, measures.exact, measures
+    )
+    findings = divergence.run()
+    read = {record: candidate[record].values_read() for record in findings}
+    shares = contributions(findings, read)
+    rows = []
+    for pair in pairs:
+        finding = findings.get(pair.candidate) if pair.candidate is not None else None
+        row = _measured_row(sides, pair, measures.distances)
+        if finding is not None:
+            share = shares[finding.record]
+            row = _explained_row(row, sides, divergence, finding, share, memory)
+        rows.append(row)
+    _remember(memory, candidate, findings)
+    _remember_unwritten(memory, reference, pairs)
+    return rows
+
+
+class _Measures:
+    """Distances, bounds and replays of one step: see ``divergence.StepMeasures``."""
+
+    def __init__(
+        self,
+        sides: Sides,
+        pairs: Sequence[Pair],
+        memory: Memory,
+        floors: NoiseFloors,
+    ) -> None:
+        self._reference = sides.reference.rows
+        self._candidate = sides.candidate.rows
+        self._memory = memory
+        self._floors = floors
+        self.distances = Distances(
+            self._reference,
+            self._candidate,
+            sides.reference.tensors,
+            sides.candidate.tensors,
+        )
+        self.counterpart = {
+            pair.candidate: pair.reference
+            for pair in pairs
+            if pair.candidate is not None and pair.reference is not None
+        }
+        self.exact = frozenset(
+            pair.candidate
+            for pair in pairs
+            if pair.candidate is not None and pair.status == MATCHED
+        )
+        self._first = first_rows(self._candidate)
+        self._first_of_reference = first_rows(self._reference)
+        ours = working_formats(self._reference.values())
+        theirs = working_formats(self._candidate.values())
+        self._adopted = theirs - ours
+        self._hidden_error = 2 * max((unit(d) for d in ours | theirs), default=0.0)
+        self._reference_tensors = _whole(sides.reference)
+        self._candidate_tensors = _whole(sides.candidate)
+        self._results = RecentResults()
+
+    @property
+    def can_replay(self) -> bool:
+        return self._candidate_tensors.tensors is not None
+
+    @property
+    def hidden_error(self) -> float:
+        return self._hidden_error
+
+    def distance(self, reference: int, candidate: int) -> Distance:
+        return self.distances(reference, candidate)
+
+    def distance_within(self, one: int, other: int) -> Distance:
+        row = self._candidate[other]
+        reshaped = replace(self._candidate[one], shape=row.shape)
+        return of_statistics(reshaped, row)
+
+    def bound(self, twin: RecordedRow, row: RecordedRow) -> Bound:
+        inputs = _inputs(self._candidate, row)
+        explained = tolerance(twin, row, self._adopted, inputs)
+        floor = max(
+            self._floors.reference.get(twin.record, 0.0),
+            self._floors.candidate.get(row.record, 0.0),
+        )
+        maker = _maker(self._reference, twin)
+        maker_inputs = _inputs(self._reference, maker)
+        conditioned = condition(maker, maker_inputs)
+        gain = max(conditioned, amplification(maker, maker_inputs))
+        return Bound(max(explained, ABOVE_NOISE * floor), conditioned, gain)
+
+    def operands(self, twin: RecordedRow, row: RecordedRow) -> list[tuple[int, int]]:
+        """Not the memory that is overwritten; operands of a sum may be exchanged."""
+        ours = twin.values_read()
+        theirs = row.values_read()
+        if len(ours) != len(theirs):
+            return []
+        if len(ours) == 2 and row.base_operator in COMMUTATIVE:
+            straight = self._counterparts(ours, theirs)
+            if self._counterparts(ours[::-1], theirs) > straight:
+                ours = ours[::-1]
+        return list(zip(ours, theirs, strict=True))
+
+    def _counterparts(self, ours: Sequence[int], theirs: Sequence[int]) -> int:
+        pairs = zip(ours, theirs, strict=True)
+        return sum(self.counterpart.get(b) == a for a, b in pairs)
+
+    def changed_arguments(self, twin: RecordedRow, row: RecordedRow) -> tuple[str, ...]:
+        ours = self._first_of_reference.get(twin.call)
+        theirs = self._first.get(row.call)
+        if ours is None or theirs is None:
+            return ()
+        return argument_differences(ours, theirs)
+
+    def carried(self, row: RecordedRow) -> tuple[float, bool]:
+        return self._memory.carried(row)
+
+    def replay(
+        self, twin: RecordedRow, row: RecordedRow, *, same_inputs: bool
+    ) -> CallReplay:
+        tensors = self._candidate_tensors.tensors
+        if tensors is None:
+            return CallReplay(reason="no tensors were kept")
+        aligned = row.record in self.exact and twin.is_call
+        result = None
+        if same_inputs and twin.shape == row.shape:
+            result = self._reference_tensors.tensor(twin.record)
+        reference = ReferenceSide(
+            first=self._first_of_reference.get(twin.call, twin) if aligned else None,
+            result=result,
+            region=self._region(twin, row),
+            fits=self._fits,
+        )
+        return replay_call(
+            row,
+            self._first[row.call],
+            tensors,
+            self._working_format(twin, row),
+            reference,
+            self._results,
+        )
+
+    def _working_format(self, twin: RecordedRow, row: RecordedRow) -> WorkingFormat:
+        dtype = format_of(twin, row, self._adopted)
+        inputs = _inputs(self._candidate, row)
+        adopted = [unit(i.dtype) for i in inputs if i.dtype in self._adopted]
+        added = terms(row, inputs) if row.base_operator in SUMS else 1.0
+        return WorkingFormat(max([unit(dtype), *adopted]), smallest(dtype), added)
+
+    def _region(self, twin: RecordedRow, row: RecordedRow) -> RunRegion | None:
+        calls = self._reference_calls
+        if calls is None or row.operator in operators_that("cast"):
+            return None
+        return calls.leading_to(twin.record, row.record)
+
+    @cached_property
+    def _reference_calls(self) -> ReferenceCalls | None:
+        tensors = self._candidate_tensors.tensors
+        if tensors is None:
+            return None
+        # of several records that one reference record was paired with, the first
+        ordered = sorted(self.exact, reverse=True)
+        holders = {self.counterpart[record]: record for record in ordered}
+        return ReferenceCalls(
+            self._reference, self._first_of_reference, holders, tensors, self._fits
+        )
+
+    def _fits(self, reference: int, candidate: int) -> bool:
+        twin = self._reference.get(reference)
+        row = self._candidate.get(candidate)
+        if twin is None or row is None:
+            return False
+        return twin.shape == row.shape
+
+
+def _whole(step: RecordedStep) -> RecordedStep:
+    """The step with the tensors alone on which an operator can run again."""
+    if step.tensors is None:
+        return step
+    return RecordedStep(step.rows, step.tensors.whole())
+
+
+def _inputs(rows: Rows, row: RecordedRow) -> list[RecordedRow]:
+    return [rows[record] for record in row.inputs if record in rows]
+
+
+def _maker(rows: Rows, row: RecordedRow) -> RecordedRow:
+    """The row of the operator that made these values, behind views and casts."""
+    while row.operator in TRANSPARENT and len(row.inputs) == 1:
+        source = rows.get(row.inputs[0])
+        if source is None:
+            break
+        row = source
+    return row
+
+
+def _remember(memory: Memory, rows: Rows, findings: Mapping[int, Finding]) -> None:
+    """Leave the errors of this step to later ones."""
+    for record, finding in findings.items():
+        error = finding.error or 0.0
+        parted = finding.cause is not None
+        memory.parted |= parted
+        memory.worst = max(memory.worst, error)
+        name = rows[record].name
+        if name:
+            memory.names[name] = (error, parted)
+
+
+def _remember_unwritten(memory: Memory, rows: Rows, pairs: Sequence[Pair]) -> None:
+    """Leave the last writes of the reference that the candidate lacks to later steps."""
+    lonely = {pair.reference for pair in pairs if pair.status == REFERENCE_ONLY}
+    for name, row in last_named(rows).items():
+        if row.is_call and row.record in lonely:
+            memory.unwritten[name] = row
+
+
+def _explained_row(
+    row: ComparedRow,
+    sides: Sides,
+    divergence: Divergence,
+    finding: Finding,
+    share: float,
+    memory: Memory,
+) -> ComparedRow:
+    """The row with what was found of it."""
+    columns: dict[str, Any] = {"contribution": share}
+    if row.reason != UNWRITTEN:
+        columns["tolerance"] = finding.tolerance
+        columns["inputs_error"] = finding.inputs
+        columns["own"] = finding.own
+        columns["cause"] = finding.cause
+    if finding.cause == OWN:
+        explanation = explain(sides, divergence, finding)
+        recorded = sides.candidate.rows[finding.record]
+        columns |= asdict(explain_unwritten(memory, recorded, explanation))
+    elif finding.origin is not None:
+        columns["origin"] = sides.candidate.rows[finding.origin].site
+    return replace(row, **columns)
+
+
+def _measured_row(sides: Sides, pair: Pair, distances: Distances) -> ComparedRow:
+    """Names of both sides, and their distance with all metrics."""
+    row = None
+    twin = None
+    if pair.candidate is not None:
+        row = sides.candidate.rows[pair.candidate]
+    if pair.reference is not None:
+        twin = sides.reference.rows[pair.reference]
+    columns = _names(pair, twin, row)
+    if twin is not None and row is not None:
+        columns |= _distance_columns(twin, row, distances, pair.reason)
+    return ComparedRow(**columns)
+
+
+def _names(
+    pair: Pair, twin: RecordedRow | None, row: RecordedRow | None
+) -> dict[str, Any]:
+    some = row or twin
+    columns: dict[str, Any] = {"status": pair.status, "reason": pair.reason}
+    if some is not None:
+        columns |= {
+            "rank": some.rank,
+            "step": some.step,
+            "phase": some.phase,
+            "place": some.place,
+            "role": some.role,
+            "name": some.name,
+            "numel": some.numel,
+            "view": some.view_of is not None,
+            "call": some.call,
+        }
+    if row is not None:
+        columns |= {
+            "site": row.site,
+            "operator": row.operator,
+            "line": row.line,
+            "dtype": row.dtype,
+            "shape": row.shape,
+            "record": row.record,
+        }
+    if twin is not None:
+        columns |= {
+            "reference_site": twin.site,
+            "reference_operator": twin.operator,
+            "reference_line": twin.line,
+            "reference_dtype": twin.dtype,
+            "reference_shape": twin.shape,
+            "reference_record": twin.record,
+        }
+    return columns
+
+
+def _distance_columns(
+    twin: RecordedRow, row: RecordedRow, distances: Distances, reason: str | None
+) -> dict[str, Any]:
+    unwritten = operators_that("leave memory unwritten")
+    if row.base_operator in unwritten and twin.base_operator in unwritten:
+        return {"reason": UNWRITTEN}  # any values stood there
+    distance, metrics = distances.full(twin.record, row.record)
+    columns: dict[str, Any] = {"error": distance.error, "equal": distance.equal}
+    if metrics is not None:
+        columns |= _metric_columns(metrics)
+        columns["reason"] = reason or metrics.reason
+    elif distance.error is None:
+        why = row.reason or twin.reason or _why_unknown(twin, row)
+        columns["reason"] = reason or why
+    return columns
+
+
+def _metric_columns(metrics: Metrics) -> dict[str, Any]:
+    columns = {name: getattr(metrics, name) for name in _METRICS}
+    columns["share_equal"] = metrics.equal
+    return columns
+
+
+def _why_unknown(twin: RecordedRow, row: RecordedRow) -> str:
+    if twin.shape != row.shape:
+        return f"shapes differ: {twin.shape} in the reference, {row.shape} here"
+    return "no statistics on both sides"

@@ -1,0 +1,312 @@
+"""The summary of a comparison: what its report, its JSON and its answer are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import polars as pl
+
+from roundoff.compare.culprits import Culprit, culprits
+from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.reproducibility import UnstableRow
+from roundoff.compare.table import (
+    FAIL,
+    LARGER_IS_BETTER,
+    UNDECIDED,
+    JudgedRow,
+    rows_in,
+)
+
+#: Most dots of a chart.
+_POINTS = 900
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What was compared, and by which limits; the file ``comparison.json``."""
+
+    #: Where the two runs are.
+    reference: str
+    candidate: str
+    #: What could not be read, a line each.
+    damage: Sequence[str] = ()
+    #: What only one of the runs has, a sentence each.
+    notes: Sequence[str] = ()
+    #: The values that do not repeat themselves.
+    unstable: Sequence[UnstableRow] = ()
+    #: What the repeats beside the runs say, a sentence each.
+    repeats: Sequence[str] = ()
+    #: By side, what the run kept of its tensors.
+    kept: Mapping[str, str] = field(default_factory=dict)
+    #: By side, the settings that can change numbers: ``name``, ``value``, ``note``.
+    environment: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    #: The user's limits by metric, in place of what rounding explains.
+    limits: Mapping[str, float] = field(default_factory=dict)
+    #: The factor of what rounding explains.
+    margin: float = 1.0
+    #: What else was tried, a sentence each.
+    verified: Sequence[str] = ()
+
+    def is_lower_limit(self, metric: str) -> bool:
+        """Return True for a metric of which a larger value is better."""
+        return LARGER_IS_BETTER[metric]
+
+    @classmethod
+    def of_plain(cls, data: Mapping[str, Any]) -> About:
+        """The object from its plain data; unknown keys are left out."""
+        names = {each.name for each in fields(cls)}
+        known = {name: value for name, value in data.items() if name in names}
+        unstable = [UnstableRow(**row) for row in data.get("unstable", ())]
+        return cls(**known | {"unstable": unstable})
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """How many values could not be measured for one reason."""
+
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonCoverage:
+    """How many values have a counterpart, and how many were measured."""
+
+    rows: int = 0
+    #: By ``status`` of the row.
+    status: Mapping[str, int] = field(default_factory=dict)
+    measured: int = 0
+    equal: int = 0
+    #: Why the others were not measured, the commonest first.
+    reasons: Sequence[Reason] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingContribution:
+    """An operator whose rounding is a part of the error at the end of a step."""
+
+    phase: str | None
+    site: str | None
+    reference_site: str | None
+    #: The part, from 0 to 1.
+    contribution: float
+    line: str | None
+    step: int
+    rank: int
+    dtype: str | None
+    record: int
+    #: Relative errors, the largest of its calls.
+    own: float | None
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledValue:
+    """One value by its names, and its relative error."""
+
+    site: str | None
+    reference_site: str | None
+    name: str | None
+    #: Below 0 for a value from before the step.
+    call: int
+    phase: str | None
+    line: str | None
+    rank: int
+    step: int
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartPoint(LabelledValue):
+    """A value at its place in the order of execution."""
+
+    at: int
+    tolerance: float | None
+    cause: str | None
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSummary:
+    """A comparison without its table: what is printed, drawn and said."""
+
+    about: About
+    #: True where no row fails.
+    agrees: bool
+    #: How many rows pass, fail and are undecided.
+    verdicts: Mapping[str, int]
+    #: The first culprit in the order of execution.
+    divergence: Culprit | None = None
+    #: The likeliest first.
+    culprits: Sequence[Culprit] = ()
+    #: The operators whose rounding contributes most.
+    rounding: Sequence[RoundingContribution] = ()
+    coverage: ComparisonCoverage = field(default_factory=ComparisonCoverage)
+    #: How many failing rows only inherit their error.
+    inherited: int = 0
+    #: The value with the largest finite error.
+    largest: LabelledValue | None = None
+    #: The first value that fails.
+    first: LabelledValue | None = None
+    #: True where tensors were compared.
+    tensors: bool = True
+    rows_total: int = 0
+    steps: Sequence[int] = ()
+    ranks: Sequence[int] = ()
+    #: Those that fail, then the largest contributions.
+    rows: Sequence[JudgedRow] = ()
+    #: For a chart, in the order of execution.
+    points: Sequence[ChartPoint] = ()
+
+
+_LABEL = tuple(each.name for each in fields(LabelledValue))
+
+
+def culprits_in(table: pl.DataFrame) -> list[Culprit]:
+    """The operators that made an error which rounding does not explain."""
+    return culprits(rows_in(table.filter(pl.col("cause") == OWN)))
+
+
+def first_of(named: Sequence[Culprit]) -> Culprit | None:
+    """The first culprit in the order of execution; None without any."""
+    return min(named, key=lambda c: (c.step, c.record), default=None)
+
+
+def rounding_in(table: pl.DataFrame, n: int) -> list[RoundingContribution]:
+    """The ``n`` operators whose rounding makes most of the error at the step's end.
+
+    Of the first step that differs; those that make errors beyond rounding are left out.
+    """
+    rounds = (
+        pl.col("cause").is_null()
+        & (pl.col("contribution") > 0)
+        & ~pl.col("view")
+        & (pl.col("call") >= 0)
+    )
+    rows = table.lazy().filter(rounds)
+    first_step = rows.filter(pl.col("step") == pl.col("step").min())
+    sites = first_step.group_by("phase", "site", "reference_site", maintain_order=True)
+    shares = (
+        sites.agg(
+            pl.col("contribution").sum() / pl.col("rank").n_unique(),
+            pl.col("line", "step", "rank", "dtype", "record").first(),
+            pl.col("own", "error").max(),
+        )
+        .top_k(n, by="contribution")
+        .sort("contribution", descending=True)
+        .collect()
+    )
+    return [RoundingContribution(**row) for row in shares.iter_rows(named=True)]
+
+
+def coverage_of(table: pl.DataFrame) -> ComparisonCoverage:
+    """How many rows have a counterpart, were measured, and why others were not."""
+    unmeasured = table.select("reason", "error").filter(pl.col("error").is_null())
+    reason = pl.col("reason").fill_null("unknown")
+    reasons = unmeasured.group_by(reason).len("count")
+    reasons = reasons.sort("count", "reason", descending=[True, False])
+    return ComparisonCoverage(
+        rows=table.height,
+        status=dict(table.group_by("status").len().iter_rows()),
+        measured=table.height - unmeasured.height,
+        equal=int(table["equal"].sum() or 0),
+        reasons=[Reason(why, count) for why, count in reasons.iter_rows()],
+    )
+
+
+def verdicts_of(table: pl.DataFrame) -> dict[str, int]:
+    """How many rows pass, fail and are undecided."""
+    return dict(table.group_by("verdict").len().sort("verdict").iter_rows())
+
+
+def summarise(
+    table: pl.DataFrame,
+    about: About,
+    named: Sequence[Culprit],
+    coverage: ComparisonCoverage,
+    limit: int | None,
+) -> ComparisonSummary:
+    """The summary of a judged table, without rows and points.
+
+    Args:
+        table: with the column ``verdict``.
+        about: what was compared.
+        named: as of ``culprits_in``.
+        coverage: as of ``coverage_of``.
+        limit: how many culprits and roundings; None for all culprits and 5 roundings.
+    """
+    verdicts = verdicts_of(table)
+    labels = table.lazy().select(*_LABEL, "record", "verdict", "cause")
+    failing = labels.filter(pl.col("verdict") == FAIL)
+    inherited = failing.filter(pl.col("cause") == INHERITED).select(pl.len())
+    differing = labels.filter(pl.col("error").is_finite() & (pl.col("error") > 0))
+    return ComparisonSummary(
+        about=about,
+        agrees=FAIL not in verdicts,
+        verdicts=verdicts,
+        divergence=first_of(named),
+        culprits=named[:limit],
+        rounding=rounding_in(table, limit or 5),
+        coverage=coverage,
+        inherited=inherited.collect().item(),
+        largest=_labelled(differing.top_k(1, by="error")),
+        first=_labelled(failing.bottom_k(1, by=["step", "record"])),
+        tensors=bool(table["max_abs"].is_not_null().any()),
+        rows_total=table.height,
+        steps=table["step"].drop_nulls().unique().sort().to_list(),
+        ranks=table["rank"].drop_nulls().unique().sort().to_list(),
+    )
+
+
+def _labelled(rows: pl.LazyFrame) -> LabelledValue | None:
+    found = rows.select(_LABEL).collect().to_dicts()
+    return LabelledValue(**found[0]) if found else None
+
+
+def rows_to_show(table: pl.DataFrame, limit: int) -> list[JudgedRow]:
+    """The first ``limit`` rows: those that fail, then the largest contributions."""
+    verdict_order = pl.col("verdict").replace_strict(
+        {FAIL: 0, UNDECIDED: 2}, default=1, return_dtype=pl.Int8
+    )
+    keys = (  # of millions of rows with many columns only these are sorted
+        table.lazy()
+        .select(
+            verdict_order.alias("order"),
+            "step",
+            pl.col("contribution").fill_null(0),
+            "rank",
+            "record",
+            "error",
+        )
+        .with_row_index("at")
+        .filter(pl.col("error").is_not_null())
+    )
+    by = ("order", "step", "contribution", "rank", "record")
+    falling = [name == "contribution" for name in by]
+    first = keys.sort(by, descending=falling).head(limit).collect()
+    return rows_in(table[first["at"]])
+
+
+def chart_points(table: pl.DataFrame, first: Culprit | None) -> list[ChartPoint]:
+    """The rows in the order of execution, of the rank where the runs part.
+
+    Where there are more than a chart can show, the row of each stretch that failed
+    worst.
+    """
+    rank = table["rank"].drop_nulls().min() if first is None else first.rank
+    rows = table.select("record", "view", "tolerance", "cause", "verdict", *_LABEL)
+    drawn = pl.col("error").is_not_null() & ~pl.col("view")
+    rows = rows.filter((pl.col("rank") == rank) & drawn)
+    rows = rows.sort("step", "record").with_row_index("at")
+    stretch = pl.col("at") * _POINTS // max(rows.height, _POINTS)
+    worst_first = rows.with_columns(stretch=stretch).sort(
+        (pl.col("cause") == OWN).fill_null(False),
+        pl.col("verdict") == FAIL,
+        pl.col("error"),
+        descending=True,
+    )
+    kept = worst_first.unique("stretch", keep="first", maintain_order=True)
+    points = kept.sort("at").select("at", "tolerance", "cause", "verdict", *_LABEL)
+    return [ChartPoint(**row) for row in points.iter_rows(named=True)]

@@ -150,12 +150,15 @@ def of_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:
         return UNKNOWN
     if differently_masked(reference, candidate):
         return MASKED
-    if any(getattr(reference, c) != getattr(candidate, c) for c in COUNTS):
+    if not _same(COUNTS, reference, candidate):
         return INFINITE
-    ours = [getattr(reference, name) for name in VALUES]
-    if ours == [getattr(candidate, name) for name in VALUES]:
+    if _same(VALUES, reference, candidate):
         return Distance(0.0, equal=reference.hash is None or candidate.hash is None)
     return _of_finite_statistics(reference, candidate)
+
+
+def _same(names: Sequence[str], one: RecordedRow, other: RecordedRow) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _of_finite_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:

@@ -17,10 +17,10 @@ from roundoff.report.comparison_answer import size, times
 from roundoff.report.comparison_text import label
 from roundoff.report.figures import finite
 from roundoff.report.svg import Scale
-from roundoff.report.svg import circle as _circle
-from roundoff.report.svg import line as _line
-from roundoff.report.svg import svg as _svg
-from roundoff.report.svg import text as _text
+from roundoff.report.svg import draw_circle as _circle
+from roundoff.report.svg import draw_line as _line
+from roundoff.report.svg import draw_text as _text
+from roundoff.report.svg import picture as _svg
 
 if TYPE_CHECKING:
     from roundoff.compare import ChartPoint, Culprit

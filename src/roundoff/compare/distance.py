@@ -150,15 +150,19 @@ def of_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:
         return UNKNOWN
     if differently_masked(reference, candidate):
         return MASKED
-    if not _same(COUNTS, reference, candidate):
+    if _counts(reference) != _counts(candidate):
         return INFINITE
-    if _same(VALUES, reference, candidate):
+    if _values(reference) == _values(candidate):
         return Distance(0.0, equal=reference.hash is None or candidate.hash is None)
     return _of_finite_statistics(reference, candidate)
 
 
-def _same(names: Sequence[str], one: RecordedRow, other: RecordedRow) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+def _values(row: RecordedRow) -> tuple[float | None, ...]:
+    return row.min, row.max, row.mean, row.l2, row.std
+
+
+def _counts(row: RecordedRow) -> tuple[int | None, ...]:
+    return row.nan, row.posinf, row.neginf
 
 
 def _of_finite_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from roundoff.errors import QuantizationError
 from roundoff.files import atomic_path
 from roundoff.quantize import QuantizedModel
-from roundoff.workload import execute
+from roundoff.workload import execute_module
 
 #: How modules are named that ``Workload.load`` makes of files.
 _FILES = "roundoff_workload_"
@@ -50,11 +51,11 @@ def load_model(path: str | Path, source: str | Path | None = None) -> QuantizedM
     """
     if source is None:
         return _load(path, {})
-    with execute(source) as (namespace, _):
-        return _load(path, namespace)
+    with execute_module(source) as module:
+        return _load(path, module.namespace)
 
 
-def _load(path: str | Path, namespace: dict[str, Any]) -> QuantizedModel:
+def _load(path: str | Path, namespace: Mapping[str, Any]) -> QuantizedModel:
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             if module.startswith(_FILES) and namespace:

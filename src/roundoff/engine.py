@@ -1,4 +1,4 @@
-"""Where tasks run: in this process, or on a Ray cluster. The results are the same, and in the order of the tasks."""
+"""Run tasks in this process or on a Ray cluster: the same results, in the order of the tasks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from roundoff.errors import RunError
 
 _T = TypeVar("_T")
 
-#: Seconds until an address is given up: to open a connection, and for the cluster behind it to answer.
-CONNECT, ANSWER = 5.0, 15.0
+#: Seconds until an address is given up: to open a connection.
+CONNECT = 5.0
+#: Seconds until an address is given up: for the cluster behind it to answer.
+ANSWER = 15.0
 _ENGINES = "local, ray, ray://host:port or ray:host:port"
-# A process of its own finds out whether a cluster answers: ray.init waits for minutes where none does, cannot be
-# interrupted, and ends its process on some faults.
-_PROBE = "import sys, ray; ray.init(sys.argv[1], include_dashboard=False, log_to_driver=False, logging_level='critical')"
+# A process of its own asks if a cluster answers: ray.init waits for minutes where none does, cannot
+# be interrupted, and ends its process on some faults.
+_PROBE = (
+    "import sys, ray; ray.init(sys.argv[1], include_dashboard=False, "
+    "log_to_driver=False, logging_level='critical')"
+)
 
 
 def run_tasks(
@@ -31,21 +36,25 @@ def run_tasks(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[_T]:
-    """``[function(*task) for task in tasks]``, also on many machines.
+    """Return ``[function(*task) for task in tasks]``, computed here or on many machines.
 
     Args:
         function: for ``ray`` one that pickle finds by its name, at the top of an importable module.
-        tasks: the positional arguments of each call. Empty: the result is empty, and no cluster is asked for.
-        engine: ``local``: this process. ``ray``: the cluster this process is connected to, that of the environment
-            variable ``RAY_ADDRESS``, or one started on this machine and ended with the work. ``ray://host:port``: a
-            cluster through its client server. ``ray:host:port``: one that this machine is part of.
-        workers: threads of ``local`` (None: the tasks run one after another in this thread), CPUs of a cluster
-            that is started here (None: all). At least 1. A running cluster has its own.
+        tasks: the positional arguments of each call. Empty: the result is empty, and no cluster is
+            asked for.
+        engine: ``local``: this process. ``ray``: the cluster this process is connected to, that of
+            the environment variable ``RAY_ADDRESS``, or one started on this machine and ended with
+            the work. ``ray://host:port``: a cluster through its client server. ``ray:host:port``:
+            one that this machine is part of.
+        workers: threads of ``local`` (None: the tasks run one after another in this thread), CPUs
+            of a cluster that is started here (None: all). At least 1. A running cluster has its
+            own.
         progress: called with (tasks done, tasks) after each.
 
-    The error raised is that of the first task, in their order, that fails; tasks not begun by then never run. It has
-    the class and the message it had where it was raised. Raises ``RunError`` for an unknown engine, where ray is missing,
-    for a cluster that doesn't answer (within 20 s), and for one that loses a task, as when its process is killed.
+    The error raised is that of the first task, in their order, that fails; tasks not begun by then
+    never run. It has the class and the message it had where it was raised. Raises ``RunError`` for
+    an unknown engine, where ray is missing, for a cluster that doesn't answer (within 20 s), and
+    for one that loses a task, as when its process is killed.
 
     >>> run_tasks(divmod, [(7, 2), (9, 4)])
     [(3, 1), (2, 1)]
@@ -92,28 +101,27 @@ def _call(function: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
 
 
 def _address(engine: str) -> str | None:
-    """What ``ray.init`` takes: the address in ``engine`` or ``RAY_ADDRESS``, None where neither gives one."""
+    """The address in ``engine`` or ``RAY_ADDRESS``, as ``ray.init`` takes it; None without one."""
     if engine == "ray":
         return os.environ.get("RAY_ADDRESS") or None
-    rest = engine.removeprefix("ray:")
-    if rest == engine or not rest.removeprefix("//"):
+    address = engine.removeprefix("ray:")
+    if address == engine or not address.removeprefix("//"):
         raise RunError("unknown engine", where="engine", expected=_ENGINES, got=engine)
-    return engine if rest.startswith("//") else rest
+    return engine if address.startswith("//") else address
 
 
 def _on_ray(
     ray: Any, function: Callable[..., _T], calls: list[tuple[Any, ...]]
 ) -> Iterator[_T]:
-    there = ray.put(function)  # once, not with each call
-    waiting = [ray.remote(_call).remote(there, call) for call in calls]
+    shared = ray.put(function)  # once, not with each call
+    waiting = [ray.remote(_call).remote(shared, call) for call in calls]
     try:
         while waiting:
             yield ray.get(waiting[0])
             del waiting[0]  # the cluster may forget the result
     except ray.exceptions.RayTaskError as error:
-        if isinstance(
-            error.cause, ray.exceptions.RayError
-        ):  # of its own: the task's could not be pickled
+        if isinstance(error.cause, ray.exceptions.RayError):
+            # ray's own: the task's could not be pickled
             raise _lost(error.cause) from error
         raise error.cause from error
     except (ray.exceptions.RayError, ConnectionError) as error:
@@ -146,12 +154,12 @@ def _cluster(address: str | None, workers: int | None) -> Iterator[Any]:
             do="pip install 'roundoff[ray]', or take engine='local'",
         ) from error
     if ray.is_initialized():
-        here = ray.get_runtime_context().gcs_address
-        if address not in (None, "auto", here, os.environ.get("RAY_ADDRESS")):
+        connected = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", connected, os.environ.get("RAY_ADDRESS")):
             raise RunError(
                 "this process is connected to another Ray cluster already",
                 where="engine",
-                expected=here,
+                expected=connected,
                 got=address,
                 do="engine='ray' takes the one it is connected to",
             )
@@ -176,7 +184,7 @@ def _cluster(address: str | None, workers: int | None) -> Iterator[Any]:
 
 @contextmanager
 def _no_reports() -> Iterator[None]:
-    """A cluster that is started meanwhile doesn't report its use to Ray's makers, unless the user has said that it may."""
+    """Keep a cluster that is started meanwhile from reporting its use, unless the user allows it."""
     name = "RAY_USAGE_STATS_ENABLED"
     if name in os.environ:
         yield
@@ -189,37 +197,8 @@ def _no_reports() -> Iterator[None]:
 
 
 def _check(address: str) -> None:
-    """``RunError`` unless a cluster that this ray can speak to answers at the address."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        if host and port.isdigit():
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE, address],
-            capture_output=True,
-            text=True,
-            timeout=ANSWER,
-            check=False,
-        )
-        fault = (
-            None
-            if done.returncode == 0
-            else _last_line(done.stderr) or f"exit code {done.returncode}"
-        )
-    except subprocess.TimeoutExpired as error:
-        said = (
-            error.stderr.decode(errors="replace")
-            if isinstance(error.stderr, bytes)
-            else error.stderr
-        )
-        fault = f"no answer within {ANSWER:.0f} s. {_last_line(said or '')}".rstrip(
-            ". "
-        )
-    except (
-        OSError,
-        OverflowError,
-    ) as error:  # refused, no such host; a port above 65535
-        fault = f"{type(error).__name__}: {error}"
+    """Raise ``RunError`` unless a cluster that this ray can speak to answers at the address."""
+    fault = _fault_of(address)
     if fault is not None:
         raise RunError(
             "no Ray cluster can be reached here",
@@ -228,6 +207,36 @@ def _check(address: str) -> None:
             got=fault,
             do="start one there (ray start --head), or take engine='ray', which starts one on this machine",
         )
+
+
+def _fault_of(address: str) -> str | None:
+    """What keeps the cluster at an address from answering; None where it answers."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if host and port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT).close()
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE, address],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        line = _last_line(_text(error.stderr))
+        return f"no answer within {ANSWER:.0f} s. {line}".rstrip(". ")
+    except (OSError, OverflowError) as error:
+        # refused, no such host; a port above 65535
+        return f"{type(error).__name__}: {error}"
+    if probe.returncode == 0:
+        return None
+    return _last_line(probe.stderr) or f"exit code {probe.returncode}"
+
+
+def _text(output: str | bytes | None) -> str:
+    return (
+        output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    )
 
 
 def _last_line(text: str) -> str:

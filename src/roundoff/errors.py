@@ -1,7 +1,7 @@
-"""Every error this package raises on purpose: where, what was expected, what came, what to do.
+"""The errors that roundoff raises on purpose, and the words that they share.
 
-Catch :class:`RoundoffError` for all of them. Anything else that escapes is a bug in roundoff or in
-torch.
+Each says where, what was expected, what came, and what to do. Catch :class:`RoundoffError` for all
+of them. Anything else that escapes is a bug in roundoff or in torch.
 """
 
 from __future__ import annotations
@@ -137,11 +137,17 @@ class OutputError(RoundoffError):
 
 
 class QuantizationError(RoundoffError):
-    """A model, a tensor or a record cannot be quantized, pruned or exported as asked. The model is as before."""
+    """A model, a tensor or a record cannot be quantized, pruned or exported as asked.
+
+    The model is as before.
+    """
 
 
 class RunError(RoundoffError):
-    """A recorded run cannot be read: not a run, from a later version, damaged, or without what was asked for."""
+    """A recorded run cannot be read.
+
+    It is none, is from a later version or damaged, or lacks what was asked for.
+    """
 
 
 class GradientPathError(WorkloadError):
@@ -157,19 +163,24 @@ class OptimizerError(RoundoffError):
 
 
 class ScalerError(RoundoffError):
-    """A loss scaler was used in a wrong order or on what it cannot scale. Weights, gradients and scale are as before."""
+    """A loss scaler was used in a wrong order, or on what it cannot scale.
+
+    Weights, gradients and scale are as before.
+    """
 
 
 class StuckError(NonFiniteError):
-    """Step after step was skipped although the loss scale cannot help any more. The weights are those of before."""
+    """Step after step was skipped although the loss scale cannot help any more.
+
+    The weights are those of before.
+    """
 
 
 def warn(text: str) -> None:
-    """A ``RuntimeWarning`` that never raises, also where the user has made warnings errors: then a line on stderr."""
+    """Warn with a ``RuntimeWarning``; where the user has made warnings errors, with a line on stderr."""
     try:
-        warnings.warn(
-            text, RuntimeWarning, stacklevel=5
-        )  # whoever called what stopped: of store.Writer, its caller
+        # at the caller of what stopped: of a run's writer, its caller
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
     except Warning:
         sys.stderr.write(f"RuntimeWarning: {text}\n")
 

@@ -19,9 +19,10 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:::[^/]+)?://")
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside ``path``, renamed to it when the block ends and removed when it raises.
+    """Yield a temporary path beside ``path``, renamed to it at the end and removed on an exception.
 
-    The folder is made if missing. Raises ``OutputError`` when the folder cannot be made or written to.
+    The folder is made if missing. Raises ``OutputError`` when the folder cannot be made or written
+    to.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +54,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def check_folder(folder: str | Path) -> Path:
-    """The folder, made if missing, proven writable before hours of work are spent.
+    """Make the folder if it is missing, and prove it writable before hours of work are spent.
 
     Raises ``OutputError`` when it is read-only, or a file stands in its place.
     """
@@ -69,10 +70,10 @@ def check_folder(folder: str | Path) -> Path:
 
 @contextmanager
 def open_output(place: str | os.PathLike[str]) -> Iterator[Path]:
-    """:func:`atomic_path`, also for a URL that fsspec knows, where the file goes when the block ends.
+    """Yield an :func:`atomic_path`; for a URL that fsspec knows, one whose file is sent at the end.
 
-    Nothing is sent when the block raises. Raises ``OutputError`` naming the URL, without what is secret in it, when its
-    protocol is unknown or the file cannot be sent.
+    Nothing is sent when the block raises. Raises ``OutputError`` naming the URL, without what is
+    secret in it, when its protocol is unknown or the file cannot be sent.
     """
     if not is_url(place):
         with atomic_path(local_path(place)) as temporary:
@@ -112,7 +113,7 @@ def write_text(place: str | os.PathLike[str], text: str) -> None:
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether this names something that is not a file of this machine: ``s3://bucket/run``, not ``file:///runs/a``.
+    """Return True for the address of something that is no file of this machine.
 
     >>> is_url("s3://bucket/run"), is_url("file:///runs/a"), is_url("runs/a"), is_url(Path("s3://bucket/run"))
     (True, False, False, False)
@@ -122,7 +123,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 
 def local_path(place: str | os.PathLike[str]) -> Path:
-    """The path that a local URL or a path means.
+    """Return the path that a local URL or a path means.
 
     >>> local_path("file:///runs/a"), local_path("runs/a") == Path("runs/a")
     (...Path('/runs/a'), True)
@@ -132,36 +133,28 @@ def local_path(place: str | os.PathLike[str]) -> Path:
 
 
 def masked(url: str | os.PathLike[str]) -> str:
-    """The text without what may be secret in URLs in it: user and password, and the values after ``?``.
+    """Mask what may be secret in the URLs of a text: user and password, and the values after ``?``.
 
     >>> masked("ftp://me:secret@host/run?token=abc&x=1")
     'ftp://***@host/run?token=***&x=***'
     """
-    return re.sub(
-        r"([?&][^=&\s]+=)[^&\s'\"]*",
-        r"\1***",
-        re.sub(r"://[^/\s]*@", "://***@", os.fspath(url)),
-    )
+    without_user = re.sub(r"://[^/\s]*@", "://***@", os.fspath(url))
+    return re.sub(r"([?&][^=&\s]+=)[^&\s'\"]*", r"\1***", without_user)
 
 
 def toml_value(value: Any) -> str:
-    """A TOML value of strings, numbers, booleans, lists and mappings (inline tables); it is read back exactly.
+    """Write strings, numbers, booleans, lists and mappings as a TOML value that reads back exactly.
 
-    TOML has no null: what a mapping holds as ``None`` is left out; anywhere else it raises ``TypeError``.
+    Mappings are inline tables. TOML has no null: what a mapping holds as ``None`` is left out;
+    anywhere else it raises ``TypeError``.
 
     >>> toml_value({"a": [1, 0.1, True], "b c": float("inf")})
     '{ "a" = [1, 0.1, true], "b c" = inf }'
     """
     if isinstance(value, Mapping):
-        return (
-            "{ "
-            + ", ".join(
-                f"{toml_string(str(k))} = {toml_value(v)}"
-                for k, v in value.items()
-                if v is not None
-            )
-            + " }"
-        )
+        present = {key: item for key, item in value.items() if item is not None}
+        items = [f"{toml_string(str(k))} = {toml_value(v)}" for k, v in present.items()]
+        return "{ " + ", ".join(items) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, float):
@@ -172,7 +165,7 @@ def toml_value(value: Any) -> str:
 
 
 def toml_string(value: Any) -> str:
-    """As JSON writes it; TOML allows no bare delete character, and no surrogates."""
+    """Write a string as JSON does; TOML allows no bare delete character, and no surrogates."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -46,7 +46,7 @@ def call_forwards_to(package: str, verb: str) -> None:
 
 
 def installed_version() -> str:
-    """The version of this package; ``"0"`` where it runs without being installed."""
+    """Return the version of this package; ``"0"`` where it runs without being installed."""
     from importlib import metadata
 
     try:

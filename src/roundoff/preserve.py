@@ -1,4 +1,4 @@
-"""preserve: whatever happens inside the block, model and process are as before afterwards."""
+"""Keep a model and the process as they are, whatever happens inside a block."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ def preserve(model: nn.Module) -> Iterator[None]:
         >>> model.training, model.running_mean
         (True, tensor([0., 0.]))
     """
-    with (
-        ExitStack() as stack
-    ):  # one callback per part: each is run even if another one raises
+    # one callback per part: each is run even if another one raises
+    with ExitStack() as stack:
         _preserve_flags(stack)
         _preserve_random_states(stack)
         for module in model.modules():
@@ -72,7 +71,7 @@ def preserve(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Restore what ``preserve`` restores of the process at the end of the block: settings and random states."""
+    """Restore the settings and random states of the process at the end of the block."""
     with ExitStack() as stack:
         _preserve_flags(stack)
         _preserve_random_states(stack)
@@ -85,9 +84,8 @@ def _preserve_module(stack: ExitStack, module: nn.Module) -> None:
     # A hook's handle points at the very dict it was put in, so these are restored in place, not
     # replaced.
     for name, value in attributes.items():
-        if isinstance(value, (dict, set)) and (
-            name in _REGISTRIES or name.endswith("_hooks")
-        ):
+        is_registry = name in _REGISTRIES or name.endswith("_hooks")
+        if isinstance(value, (dict, set)) and is_registry:
             stack.callback(_restore_container, value, value.copy())
     # Not in the attributes: the flag of a scripted module, and the class (parametrizing swaps it).
     stack.callback(_restore_attribute, module, "training", module.training)
@@ -96,11 +94,8 @@ def _preserve_module(stack: ExitStack, module: nn.Module) -> None:
 
 def _preserve_global_hooks(stack: ExitStack) -> None:
     for name, value in vars(torch.nn.modules.module).items():
-        if (
-            isinstance(value, dict)
-            and name.startswith("_global_")
-            and name.endswith("_hooks")
-        ):
+        is_registry = name.startswith("_global_") and name.endswith("_hooks")
+        if isinstance(value, dict) and is_registry:
             stack.callback(_restore_container, value, value.copy())
 
 
@@ -110,17 +105,19 @@ def _restore_attribute(module: nn.Module, name: str, value: object) -> None:
 
 
 def _restore_container(container: Any, saved: Any) -> None:
-    if isinstance(container, dict):
-        # By identity and in order: values may be tensors, and the order of hooks and submodules is
-        # the order of running.
-        same = list(container) == list(saved) and all(
-            container[key] is saved[key] for key in saved
-        )
-    else:
-        same = container == saved
-    if not same:
-        container.clear()
-        container.update(saved)
+    is_dict = isinstance(container, dict)
+    if _same_items(container, saved) if is_dict else container == saved:
+        return
+    container.clear()
+    container.update(saved)
+
+
+def _same_items(container: dict[Any, Any], saved: dict[Any, Any]) -> bool:
+    # By identity and in order: values may be tensors, and the order of hooks and submodules is the
+    # order of running.
+    if list(container) != list(saved):
+        return False
+    return all(container[key] is saved[key] for key in saved)
 
 
 def _preserve_tensor(stack: ExitStack, tensor: Tensor) -> None:
@@ -138,11 +135,9 @@ def _restore_tensor(tensor: Tensor, alias: Tensor, requires_grad: bool) -> None:
 
 
 def _same_storage(tensor: Tensor, alias: Tensor) -> bool:
-    if (tensor.dtype, tensor.device, tensor.layout) != (
-        alias.dtype,
-        alias.device,
-        alias.layout,
-    ):
+    if tensor.dtype != alias.dtype or tensor.device != alias.device:
+        return False
+    if tensor.layout != alias.layout:
         return False
     return tensor.layout is not torch.strided or tensor.is_set_to(alias)
 
@@ -159,20 +154,18 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.layout is not torch.strided:
         return False
     # As bytes, because as numbers NaN differs from itself and -0 does not differ from 0.
-    return torch.equal(
-        left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
-    )
+    return torch.equal(_bytes(left), _bytes(right))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _preserve_gradient(stack: ExitStack, parameter: nn.Parameter) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, name, None)
-        stack.callback(
-            _restore_tensor_hooks,
-            parameter,
-            name,
-            None if hooks is None else hooks.copy(),
-        )
+        saved = None if hooks is None else hooks.copy()
+        stack.callback(_restore_tensor_hooks, parameter, name, saved)
     stack.callback(setattr, parameter, "grad", parameter.grad)
     parameter.grad = None
 
@@ -190,16 +183,16 @@ def _preserve_random_states(stack: ExitStack) -> None:
     stack.callback(np.random.set_state, np.random.get_state(legacy=False))
     stack.callback(torch.set_rng_state, torch.get_rng_state())
     cuda: Any = torch.cuda  # is_initialized is not annotated
-    if (
-        cuda.is_available() and cuda.is_initialized()
-    ):  # asking for the state would initialise it
+    # asking for the state would initialise it
+    if cuda.is_available() and cuda.is_initialized():
         stack.callback(cuda.set_rng_state_all, cuda.get_rng_state_all())
 
 
 def _preserve_flags(stack: ExitStack) -> None:
     # Callbacks run last in, first out, so push in reverse: the order of _flags() is the order of
     # restoring.
-    for (read, write), value in reversed([(flag, _read(flag[0])) for flag in _flags()]):
+    flags = [(read, write, _read(read)) for read, write in _flags()]
+    for read, write, value in reversed(flags):
         stack.callback(_restore_flag, read, write, value)
 
 
@@ -222,6 +215,12 @@ def _restore_flag(
 
 def _flags() -> Iterator[_Flag]:
     """(read, write) of every setting that changes numbers; general and legacy ones first."""
+    yield from _general_flags()
+    yield from _kernel_flags()
+    yield from _precision_flags()
+
+
+def _general_flags() -> Iterator[_Flag]:
     yield torch.is_grad_enabled, torch.set_grad_enabled
     yield torch.get_default_dtype, torch.set_default_dtype
     yield torch.get_num_threads, torch.set_num_threads
@@ -237,43 +236,50 @@ def _flags() -> Iterator[_Flag]:
             partial(torch.set_autocast_dtype, device),
         )
 
+
+def _kernel_flags() -> Iterator[_Flag]:
     backends: Any = torch.backends
-    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    cuda = backends.cuda
     yield backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled
     yield torch._C._get_nnpack_enabled, backends.nnpack.set_flags
     for kernel in ("flash", "mem_efficient", "math", "cudnn"):
-        yield (
-            getattr(cuda, f"{kernel}_sdp_enabled"),
-            getattr(cuda, f"enable_{kernel}_sdp"),
-        )
+        read = getattr(cuda, f"{kernel}_sdp_enabled")
+        yield read, getattr(cuda, f"enable_{kernel}_sdp")
     yield (
         cuda.fp16_bf16_reduction_math_sdp_allowed,
         cuda.allow_fp16_bf16_reduction_math_sdp,
     )
+
+
+def _precision_flags() -> Iterator[_Flag]:
+    backends: Any = torch.backends
     yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    for name in (
-        "allow_tf32",
-        "allow_fp16_reduced_precision_reduction",
-        "allow_bf16_reduced_precision_reduction",
-        "allow_fp16_accumulation",
+    for owner, names in (
+        (
+            backends.cuda.matmul,
+            (
+                "allow_tf32",
+                "allow_fp16_reduced_precision_reduction",
+                "allow_bf16_reduced_precision_reduction",
+                "allow_fp16_accumulation",
+            ),
+        ),
+        (backends.cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
+        (backends.mkldnn, ("enabled", "deterministic", "allow_tf32")),
+        (backends.opt_einsum, ("enabled", "strategy")),
     ):
-        yield _attribute(cuda.matmul, name)
-    for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
-        yield _attribute(cudnn, name)
-    for name in ("enabled", "deterministic", "allow_tf32"):
-        yield _attribute(mkldnn, name)
-    for name in ("enabled", "strategy"):
-        yield _attribute(backends.opt_einsum, name)
+        for name in names:
+            yield _attribute(owner, name)
     if hasattr(backends, "fp32_precision"):  # torch >= 2.9
         # Not mkldnn.fp32_precision itself: its setter writes the generic flag (torch 2.13).
         for owner in (
             backends,
-            cudnn,
-            cuda.matmul,
-            cudnn.conv,
-            mkldnn.matmul,
-            mkldnn.conv,
-            mkldnn.rnn,
+            backends.cudnn,
+            backends.cuda.matmul,
+            backends.cudnn.conv,
+            backends.mkldnn.matmul,
+            backends.mkldnn.conv,
+            backends.mkldnn.rnn,
         ):
             yield _attribute(owner, "fp32_precision")
 

@@ -1,9 +1,9 @@
 """Site: the identity of one observed call or parameter, and the patterns that name sites.
 
-A call is named by the path of the module whose ``forward`` made it, the operator, and which call of that
-operator in that module it is: ``encoder.layer.0.attention.self/matmul#1`` is the second ``matmul``. ``#0`` is
-left out. Calls outside any submodule have an empty path: ``/mean``. A parameter is a site too, named by its
-fully qualified name, which never contains a slash.
+A call is named by the path of the module whose ``forward`` made it, the operator, and which call
+of that operator in that module it is: ``encoder.layer.0.attention.self/matmul#1`` is the second
+``matmul``. ``#0`` is left out. Calls outside any submodule have an empty path: ``/mean``. A
+parameter is a site too, named by its fully qualified name, which never contains a slash.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Site:
 
     @classmethod
     def parse(cls, text: str) -> Site:
-        """The site that ``text`` names. Raises ``PatternError`` when it has no slash or a bad call index."""
+        """Return the site that ``text`` names.
+
+        Raises ``PatternError`` when it has no slash or a bad call index.
+        """
         module, slash, rest = text.rpartition("/")
         operator, mark, call = rest.partition("#")
         if not slash or not operator or (mark and not call.isdecimal()):
@@ -48,7 +51,7 @@ class Site:
 
 
 def select(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a glob pattern matches, in their order (``*`` also crosses dots and slashes).
+    """Return the names that a glob pattern matches, in their order (``*`` crosses dots and slashes).
 
     Raises ``PatternError`` with the nearest names when nothing matches.
 
@@ -56,22 +59,23 @@ def select(pattern: str, names: Iterable[str]) -> list[str]:
     ['a/softmax', 'b/softmax']
     """
     names = list(names)
-    found = [name for name in names if matches(pattern, name)]
-    if not found:
+    matching = [name for name in names if matches(pattern, name)]
+    if not matching:
+        near = examples(pattern, names)
         raise PatternError(
             f"the pattern {pattern!r} matches no site",
-            expected=f"a glob over {len(names)} site names, such as "
-            + examples(pattern, names),
+            expected=f"a glob over {len(names)} site names, such as {near}",
             got=repr(pattern),
             do="copy a name from the ranked table; * stands for any characters",
         )
-    return found
+    return matching
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a glob pattern, or an exact name, names this site (exact names win over glob characters).
+    """Return True if a glob pattern, or an exact name, names this site.
 
-    ``op:NAME`` names every call of an operator, wherever it is.
+    Exact names win over glob characters. ``op:NAME`` names every call of an operator, wherever it
+    is.
 
     >>> matches("*/softmax", "a/softmax"), matches("*/softmax", "a/softmax#1"), matches("op:softmax", "a/softmax#1")
     (True, False, True)
@@ -82,5 +86,5 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def first_match(rules: Sequence[tuple[str, str]], name: str) -> str | None:
-    """The value of the first ``(pattern, value)`` rule that names ``name``, or None."""
+    """Return the value of the first ``(pattern, value)`` rule that names ``name``, or None."""
     return next((value for pattern, value in rules if matches(pattern, name)), None)

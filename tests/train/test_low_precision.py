@@ -238,7 +238,7 @@ def test_a_warning_once_when_updates_vanish(watch):
     assert str(warning.message) == (
         "roundoff: 100.0% of the weights that should have changed did not, in the last of 3 such steps: parameter group 1, "
         "bfloat16, lr 0.0001. Updates below half the distance between neighbouring values are lost. Round them "
-        "stochastically or by Kahan's summation (roundoff.train.low_precision.round_updates_), or keep the weights in "
+        "stochastically or by Kahan's summation (roundoff.train.round_updates_), or keep the weights in "
         "float32 and compute under autocast"
     )
     step(), step(), step()  # warnings are errors here

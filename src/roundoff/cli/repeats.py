@@ -64,9 +64,8 @@ class Repeats:
         shown. Raises ``RunError`` for the first that fails; those before it stay.
         """
         for number, repeat in enumerate(self.all, 1):
-            seed = (
-                "again" if repeat.noise is None else f"with noise, seed {repeat.noise},"
-            )
+            unchanged = repeat.noise is None
+            manner = "again" if unchanged else f"with noise, seed {repeat.noise},"
             print(
                 f"roundoff: recording {manner} in {repeat.path} "
                 f"({number} of {len(self.all)})",

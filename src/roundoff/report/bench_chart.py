@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from roundoff.report.figures import finite
-from roundoff.report.svg import COLOURS, Scale, nice_ticks
-from roundoff.report.svg import axes as _axes
-from roundoff.report.svg import line as _line
-from roundoff.report.svg import svg as _svg
+from roundoff.report.svg import (
+    COLOURS,
+    Scale,
+    draw_axes,
+    draw_line,
+    nice_ticks,
+    picture,
+)
 
 if TYPE_CHECKING:
     from roundoff.train import BenchSummary
@@ -159,9 +163,9 @@ def _chart(
     x = Scale(0, last, LEFT, WIDTH - RIGHT)
     y = Scale(yticks[0], yticks[-1], HEIGHT - BOTTOM, TOP)
     every = max(1, math.ceil(summary.steps / DRAWN))
-    body = [_axes(x, y, xticks, yticks, "step", ylabel), _band(band, x, y, every)]
+    body = [draw_axes(x, y, xticks, yticks, "step", ylabel), _band(band, x, y, every)]
     if zero:
-        body.append(_line("diagonal", x.start, y(0.0), x.stop, y(0.0)))
+        body.append(draw_line("diagonal", x.start, y(0.0), x.stop, y(0.0)))
     names = list(summary.curves)
     for name, points in means.items():
         colour = f"c{names.index(name) % COLOURS}"
@@ -171,7 +175,7 @@ def _chart(
             body.append(
                 f'<polyline class="run {colour}" points="{line}">{title}</polyline>'
             )
-    return _svg("training", WIDTH, HEIGHT, label, "".join(body))
+    return picture("training", WIDTH, HEIGHT, label, "".join(body))
 
 
 def _limits(means: Mapping[str, Points], band: Band) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -10,10 +11,7 @@ from rich.text import Text
 
 from roundoff.report import bench_answer as texts
 from roundoff.report.figures import NONE, count
-from roundoff.report.terminal import heading as _heading
-from roundoff.report.terminal import print_table as _print_table
-from roundoff.report.terminal import print_text as _print
-from roundoff.report.terminal import say as _say
+from roundoff.report.terminal import heading, print_table, print_text, say
 
 if TYPE_CHECKING:
     from roundoff.train import BenchRow, BenchSummary
@@ -29,49 +27,47 @@ def print_bench(summary: BenchSummary, console: Console) -> None:
     columns = _columns(summary)
     left_out = _fit(columns, console.width)
     styles = [_style(row) for row in summary.rows]
-    _print_table(console, columns, prose=("verdict",), styles=styles)
+    print_table(console, columns, prose=("verdict",), styles=styles)
     if left_out:
         text = f"Left out at {console.width} columns: {', '.join(left_out)}."
-        _say(console, text, style="dim")
+        say(console, text, style="dim")
     for row in summary.rows:
         lines = details(row)
         if lines:
-            _heading(console, row.config)
+            heading(console, row.config)
         for line in lines:
-            _say(console, f"  {line}")
+            say(console, f"  {line}")
     console.print()
     text = f"Weights: {summary.weights}. Memory is {summary.memory_is}."
-    _say(console, text, style="dim")
+    say(console, text, style="dim")
 
 
 def _print_header(summary: BenchSummary, console: Console) -> None:
     length = f"{count(summary.steps, 'step')}, {count(len(summary.seeds), 'seed')}"
     machine = f"{summary.device}, {count(summary.threads, 'thread')}"
-    _say(console, f"{summary.workload}: {length}, {machine}", "dim")
+    say(console, f"{summary.workload}: {length}, {machine}", "dim")
     console.print()
     verdict, *sentences = texts.answer(summary)
     style = "bold green" if summary.agrees else "bold red"
-    _print(console, Text.assemble((verdict, style), " ", " ".join(sentences)))
+    print_text(console, Text.assemble((verdict, style), " ", " ".join(sentences)))
     console.print()
 
 
 def _columns(summary: BenchSummary) -> dict[str, list[str]]:
-    rows = summary.rows
-    columns = {
-        "configuration": [row.config for row in rows],
-        "speed": [texts.median_ratio(row.speed) for row in rows],
-        "quartiles": [texts.quartiles(row.speed) for row in rows],
-        "by CPU time": [texts.median_ratio(row.cpu) for row in rows],
-        "memory": [_memory(row) for row in rows],
-        "final loss": [texts.mean(row.loss) for row in rows],
+    columns: dict[str, Callable[[BenchRow], str]] = {
+        "configuration": lambda row: row.config,
+        "speed": lambda row: texts.median_ratio(row.speed),
+        "quartiles": lambda row: texts.quartiles(row.speed),
+        "by CPU time": lambda row: texts.median_ratio(row.cpu),
+        "memory": _memory,
+        "final loss": lambda row: texts.mean(row.loss),
     }
     if summary.metric is not None:
-        name = summary.metric or "metric"
-        columns[name] = [texts.mean(row.metric) for row in rows]
-    if any(row.scaled for row in rows):
-        columns["skips"] = [_skips(row) for row in rows]
-    columns["verdict"] = [_verdict(row) for row in rows]
-    return columns
+        columns[summary.metric or "metric"] = lambda row: texts.mean(row.metric)
+    if any(row.scaled for row in summary.rows):
+        columns["skips"] = _skips
+    columns["verdict"] = _verdict
+    return {name: list(map(text, summary.rows)) for name, text in columns.items()}
 
 
 def _memory(row: BenchRow) -> str:
@@ -96,14 +92,14 @@ def _fit(columns: dict[str, list[str]], width: int) -> list[str]:
     """Delete dispensable columns until the others fit; return their names."""
     left_out = []
     for name in DISPENSABLE:
-        if _width(columns) <= width:
+        if table_width(columns) <= width:
             break
         del columns[name]
         left_out.append(name)
     return left_out
 
 
-def _width(columns: dict[str, list[str]]) -> int:
+def table_width(columns: dict[str, list[str]]) -> int:
     return sum(max(map(len, [name, *cells])) + 2 for name, cells in columns.items())
 
 

@@ -20,13 +20,13 @@ from roundoff.report.names import elide
 from roundoff.report.svg import (
     COLOURS,
     Scale,
-    axes,
-    circle,
-    line,
+    draw_axes,
+    draw_bar,
+    draw_circle,
+    draw_line,
+    draw_text,
     nice_ticks,
-    rectangle,
-    svg,
-    text,
+    picture,
 )
 
 #: Bars: width of the picture, room for names and for numbers, height of a bar.
@@ -63,7 +63,7 @@ def share_bars(
     ]
     kind = f"bars {colour(formats, total.format)}"
     label = f"Share of the noise of {total.format} by site, largest first"
-    return svg(kind, BAR_WIDTH, len(rows) * BAR_STEP + 6, label, "".join(bars))
+    return picture(kind, BAR_WIDTH, len(rows) * BAR_STEP + 6, label, "".join(bars))
 
 
 def _bar(row: RankingRow, name: str, y: float, length: Scale) -> str:
@@ -76,24 +76,24 @@ def _bar(row: RankingRow, name: str, y: float, length: Scale) -> str:
     left = NAME_ROOM
     return (
         f'<g class="bar"><title>{escape(title)}</title>'
-        f"{text('name', left - 8, y + 12, name, 'end')}"
+        f"{draw_text('name', left - 8, y + 12, name, 'end')}"
         f"{_pieces(row, left, y, end)}"
-        f"{text('value', left + end + 6, y + 12, value, 'start')}</g>"
+        f"{draw_text('value', left + end + 6, y + 12, value, 'start')}</g>"
     )
 
 
 def _pieces(row: RankingRow, x: float, y: float, length: float) -> str:
     """Return the parts of a bar."""
     if row.is_lost:
-        return rectangle("lost", x, y, length)
+        return draw_bar("lost", x, y, length)
     powers = {part: 10 ** (-value_db / 10) for part, value_db in row.parts.items()}
     whole = sum(powers.values())
     if whole <= 0:
-        return rectangle("whole", x, y, length)
+        return draw_bar("whole", x, y, length)
     pieces = []
     for part, power in powers.items():
         width = length * power / whole
-        pieces.append(rectangle(part, x, y, width))
+        pieces.append(draw_bar(part, x, y, width))
         x += width
     return "".join(pieces)
 
@@ -130,7 +130,7 @@ def scatter(
     ]
     outline = " ".join(f"{x(a):.2f},{y(b):.2f}" for a, b in corners)
     circles = [
-        circle(
+        draw_circle(
             f"dot {colour(formats, point.format)}",
             x(predicted),
             y(measured),
@@ -141,12 +141,12 @@ def scatter(
     ]
     body = [
         f'<polygon class="band" points="{outline}"/>',
-        axes(x, y, ticks, ticks, "predicted SQNR, dB", "measured SQNR, dB"),
-        line("diagonal", x(low), y(low), x(high), y(high)),
+        draw_axes(x, y, ticks, ticks, "predicted SQNR, dB", "measured SQNR, dB"),
+        draw_line("diagonal", x(low), y(low), x(high), y(high)),
         *circles,
     ]
     label = "Predicted against measured SQNR of single sites"
-    return svg("scatter", 560, 480, label, "".join(body))
+    return picture("scatter", 560, 480, label, "".join(body))
 
 
 def pareto(summary: DiagnosisSummary) -> Markup:
@@ -181,14 +181,14 @@ def pareto(summary: DiagnosisSummary) -> Markup:
     labels = ("predicted SQNR, dB", "cost, share of all-fp32")
     least = ratio(cost.lowest, cost.fp32)
     body = [
-        axes(x, y, xticks, yticks, *labels, percents=True),
+        draw_axes(x, y, xticks, yticks, *labels, percents=True),
         _least_cost(x, y, least) if finite(least) else "",
         _target_line(x, y, target) if finite(target) else "",
         _curve(x, y, points, cost.unit),
         _plan_mark(x, y, reached, cost),
     ]
     label = "Cost of the cheapest plan for each SQNR"
-    return svg("pareto", 560, 360, label, "".join(body))
+    return picture("pareto", 560, 360, label, "".join(body))
 
 
 def _least_cost(x: Scale, y: Scale, least: float) -> str:
@@ -196,8 +196,8 @@ def _least_cost(x: Scale, y: Scale, least: float) -> str:
     label = "every site in its cheapest format"
     return "".join(
         [
-            line("least", x.start, y(least), x.stop, y(least)),
-            text("note", x.stop - 4, y(least) + 14, label, "end"),
+            draw_line("least", x.start, y(least), x.stop, y(least)),
+            draw_text("note", x.stop - 4, y(least) + 14, label, "end"),
         ]
     )
 
@@ -208,10 +208,10 @@ def _target_line(x: Scale, y: Scale, target: float) -> str:
     label = f"target {db(target)} dB"
     is_right = place > (x.start + x.stop) / 2
     if is_right:
-        words = text("note", place - 6, y.stop + 12, label, "end")
+        words = draw_text("note", place - 6, y.stop + 12, label, "end")
     else:
-        words = text("note", place + 6, y.stop + 12, label, "start")
-    return line("target", place, y.start, place, y.stop) + words
+        words = draw_text("note", place + 6, y.stop + 12, label, "start")
+    return draw_line("target", place, y.start, place, y.stop) + words
 
 
 def _curve(x: Scale, y: Scale, points: Sequence[TradeoffPoint], unit: str) -> str:
@@ -219,7 +219,7 @@ def _curve(x: Scale, y: Scale, points: Sequence[TradeoffPoint], unit: str) -> st
     spots = sorted((point.predicted_db, point.relative_cost) for point in points)
     outline = " ".join(f"{x(at):.2f},{y(up):.2f}" for at, up in spots)
     knots = [
-        circle(
+        draw_circle(
             "knot",
             x(point.predicted_db),
             y(point.relative_cost),
@@ -243,7 +243,7 @@ def _plan_mark(x: Scale, y: Scale, reached: float | None, cost: PlanCost) -> str
     )
     return "".join(
         [
-            circle("chosen", x(reached), y(paid), 8, title),
-            text("note strong", x(reached), y(paid) - 14, "the plan", "middle"),
+            draw_circle("chosen", x(reached), y(paid), 8, title),
+            draw_text("note strong", x(reached), y(paid) - 14, "the plan", "middle"),
         ]
     )

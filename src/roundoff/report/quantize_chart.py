@@ -11,11 +11,14 @@ from markupsafe import Markup
 
 from roundoff.export import Summary
 from roundoff.report.figures import db, finite, metric, percent, ratio
-from roundoff.report.svg import Scale, nice_ticks
-from roundoff.report.svg import axes as _axes
-from roundoff.report.svg import circle as _circle
-from roundoff.report.svg import svg as _svg
-from roundoff.report.svg import text as _text
+from roundoff.report.svg import (
+    Scale,
+    draw_axes,
+    draw_circle,
+    draw_text,
+    nice_ticks,
+    picture,
+)
 
 #: Left, upper, right and lower edge.
 Box = tuple[float, float, float, float]
@@ -74,7 +77,7 @@ def tradeoff(summary: Summary, cost: Literal["bytes", "work"]) -> Markup:
     y = Scale(yticks[0], yticks[-1], HEIGHT - 60, 22)
     xticks = [100 / 2**n for n in range(halvings, -1, -1)]
     name = summary.result.metric_name or "SQNR of the output, dB"
-    body = [_axes(x, y, xticks, yticks, _LABELS[cost], name)]
+    body = [draw_axes(x, y, xticks, yticks, _LABELS[cost], name)]
     front = pareto(points, floor)
     if len(front) > 1:
         line = " ".join(f"{x(100 * p.at):.2f},{y(p.up):.2f}" for p in front)
@@ -89,8 +92,8 @@ def tradeoff(summary: Summary, cost: Literal["bytes", "work"]) -> Markup:
         text = p.name if p.up >= floor else f"{p.name} ↓ {metric(p.up)}"
         kind = "note strong" if p.name == "chosen" else "note"
         left, base = _place(px, py, text, boxes)
-        body.append(_text(kind, left, base, text, "start"))
-    return _svg("pareto", WIDTH, HEIGHT, _TITLES[cost], "".join(body))
+        body.append(draw_text(kind, left, base, text, "start"))
+    return picture("pareto", WIDTH, HEIGHT, _TITLES[cost], "".join(body))
 
 
 def _points(summary: Summary, cost: Literal["bytes", "work"]) -> list[Point]:
@@ -120,8 +123,8 @@ def _floor(points: Sequence[Point], *, has_metric: bool) -> float:
 
 def _mark(point: Point, px: float, py: float) -> str:
     if point.name == "chosen":
-        return _circle("chosen", px, py, 9.0, point.title)
-    return _circle("dot format", px, py, 4.5, point.title)
+        return draw_circle("chosen", px, py, 9.0, point.title)
+    return draw_circle("dot format", px, py, 4.5, point.title)
 
 
 def pareto(points: Sequence[Point], floor: float) -> list[Point]:

@@ -8,10 +8,7 @@ from rich.text import Text
 from roundoff.export import Summary
 from roundoff.report import quantize_answer
 from roundoff.report.figures import NONE, count, db, metric, percent
-from roundoff.report.terminal import heading as _heading
-from roundoff.report.terminal import print_table as _print_table
-from roundoff.report.terminal import print_text as _print
-from roundoff.report.terminal import say as _say
+from roundoff.report.terminal import heading, print_table, print_text, say
 
 EXAMPLES = 3
 
@@ -19,7 +16,7 @@ EXAMPLES = 3
 def print_quantize(summary: Summary, console: Console, *, top: int = 10) -> None:
     """Print a summary; ``top`` is the number of sites shown, worst first."""
     samples = count(summary.calibration.samples, "sample")
-    _say(
+    say(
         console,
         f"roundoff {summary.version}: {summary.workload}, calibrated on {samples}",
         "dim",
@@ -27,7 +24,7 @@ def print_quantize(summary: Summary, console: Console, *, top: int = 10) -> None
     console.print()
     headline, *sentences = quantize_answer.answer(summary)
     style = _verdict_style(summary)
-    _print(console, Text.assemble((headline, style), " ", " ".join(sentences)))
+    print_text(console, Text.assemble((headline, style), " ", " ".join(sentences)))
     _print_steps(summary, console)
     _print_trials(summary, console)
     _print_weakest(summary, console, top)
@@ -36,13 +33,13 @@ def print_quantize(summary: Summary, console: Console, *, top: int = 10) -> None
     _print_notes(summary, console)
     console.print()
     spent = [f"{name} {value:.1f}" for name, value in summary.seconds.items()]
-    _say(console, f"Seconds: {', '.join(spent)}", style="dim")
+    say(console, f"Seconds: {', '.join(spent)}", style="dim")
 
 
 def print_files(summary: Summary, folder: str, console: Console) -> None:
     """Print what was written, and what could not be."""
-    _heading(console, f"Written to {folder}")
-    _print_table(
+    heading(console, f"Written to {folder}")
+    print_table(
         console,
         {
             "file": [file.name for file in summary.files],
@@ -62,8 +59,8 @@ def _verdict_style(summary: Summary) -> str:
 def _print_steps(summary: Summary, console: Console) -> None:
     if not summary.steps:
         return
-    _heading(console, "Steps: SQNR of the output (dB)")
-    _print_table(
+    heading(console, "Steps: SQNR of the output (dB)")
+    print_table(
         console,
         {
             "step": [step.name for step in summary.steps],
@@ -80,8 +77,8 @@ def _print_trials(summary: Summary, console: Console) -> None:
     if not lines:
         return
     evaluations = count(len(lines), "evaluation")
-    _heading(console, f"Search for the target: {evaluations} of the model")
-    _print_table(
+    heading(console, f"Search for the target: {evaluations} of the model")
+    print_table(
         console,
         {
             "trial": [line.trial for line in lines],
@@ -104,7 +101,7 @@ def _print_weakest(summary: Summary, console: Console, top: int) -> None:
     if ranked:
         title = "What costs the output most, as the budget predicts"
     against = quantize_answer.AGAINST
-    _heading(console, f"{title}; {against}, and of rounding it alone (dB)")
+    heading(console, f"{title}; {against}, and of rounding it alone (dB)")
     columns = {
         "site": [row.site for row in rows],
         "format": [row.format for row in rows],
@@ -121,19 +118,19 @@ def _print_weakest(summary: Summary, console: Console, top: int) -> None:
             row.site: row.differing for row in quantize_answer.proved_sites(summary)
         }
         columns["codes off"] = [percent(differing.get(row.site)) for row in rows]
-    _print_table(console, columns)
+    print_table(console, columns)
 
 
 def _print_coverage(summary: Summary, console: Console) -> None:
     coverage = summary.coverage
-    _heading(
+    heading(
         console,
         f"Coverage: {count(coverage.sites, 'site')}, {coverage.quantized} quantized, "
         f"{coverage.codes} on codes, {coverage.fp32} in fp32",
     )
     groups = quantize_answer.sites_in_fp32(summary)
     if groups:
-        _print_table(
+        print_table(
             console,
             {
                 "sites": [f"{len(sites):,}" for _, sites in groups],
@@ -143,7 +140,7 @@ def _print_coverage(summary: Summary, console: Console) -> None:
             prose={"reason", "for example"},
         )
     for row in quantize_answer.without_integer_kernel(summary)[:EXAMPLES]:
-        _say(
+        say(
             console,
             f"! {row.site} has no integer kernel in ONNX Runtime: {row.kernel_reason}",
             style="yellow",
@@ -154,7 +151,7 @@ def _print_tradeoff(summary: Summary, console: Console) -> None:
     rows = summary.tradeoff
     if not rows:
         return
-    _heading(console, "Each format alone, simulated, beside what was chosen")
+    heading(console, "Each format alone, simulated, beside what was chosen")
     columns = {
         "format": [row.name for row in rows],
         "weights": [quantize_answer.size(row.bytes) for row in rows],
@@ -165,8 +162,8 @@ def _print_tradeoff(summary: Summary, console: Console) -> None:
         columns[summary.result.metric_name] = [metric(row.metric) for row in rows]
     if any(row.reason for row in rows):
         columns["reason"] = [row.reason for row in rows]
-    _print_table(console, columns, prose={"reason"})
-    _say(
+    print_table(console, columns, prose={"reason"})
+    say(
         console,
         "Work: bit operations of fp32's, a cost model; speed is measured for model.onnx alone.",
         style="dim",
@@ -176,7 +173,7 @@ def _print_tradeoff(summary: Summary, console: Console) -> None:
 def _print_notes(summary: Summary, console: Console) -> None:
     lost = [f"record.txt leaves out {line}" for line in summary.lost]
     for line in (*summary.notes, *lost[:EXAMPLES]):
-        _say(console, f"! {line}", style="yellow")
+        say(console, f"! {line}", style="yellow")
     if len(lost) > EXAMPLES:
         more = len(lost) - EXAMPLES
-        _say(console, f"  and {more} more, in the report", style="dim")
+        say(console, f"  and {more} more, in the report", style="dim")

@@ -66,7 +66,7 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     return [round(number * step, digits) for number in range(first, last + 1)]
 
 
-def axes(
+def draw_axes(
     x: Axis,
     y: Axis,
     xticks: Sequence[float],
@@ -79,13 +79,15 @@ def axes(
     """Return a grid with ticks and labels; with ``percents`` y is a share."""
     parts = []
     for tick in xticks:
-        parts.append(line("grid", x(tick), y.start, x(tick), y.stop))
-        parts.append(text("tick x", x(tick), y.start + 18, f"{tick:g}", "middle"))
+        parts.append(draw_line("grid", x(tick), y.start, x(tick), y.stop))
+        parts.append(draw_text("tick x", x(tick), y.start + 18, f"{tick:g}", "middle"))
     for tick in yticks:
         label = f"{100 * tick:g}%" if percents else f"{tick:g}"
-        parts.append(line("grid", x.start, y(tick), x.stop, y(tick)))
-        parts.append(text("tick y", x.start - 8, y(tick) + 4, label, "end"))
-    parts.append(text("label", (x.start + x.stop) / 2, y.start + 40, xlabel, "middle"))
+        parts.append(draw_line("grid", x.start, y(tick), x.stop, y(tick)))
+        parts.append(draw_text("tick y", x.start - 8, y(tick) + 4, label, "end"))
+    parts.append(
+        draw_text("label", (x.start + x.stop) / 2, y.start + 40, xlabel, "middle")
+    )
     turned = f'transform="translate(14 {(y.start + y.stop) / 2:.2f}) rotate(-90)"'
     parts.append(
         f'<text class="label" {turned} text-anchor="middle">{escape(ylabel)}</text>'
@@ -93,27 +95,27 @@ def axes(
     return "".join(parts)
 
 
-def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+def draw_line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
     """Return a line of a style class."""
     return f'<line class="{kind}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"/>'
 
 
-def text(kind: str, x: float, y: float, words: str, anchor: str) -> str:
+def draw_text(kind: str, x: float, y: float, words: str, anchor: str) -> str:
     """Return words; ``anchor`` is which part of them stands at x."""
     return f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def circle(kind: str, x: float, y: float, radius: float, title: str) -> str:
+def draw_circle(kind: str, x: float, y: float, radius: float, title: str) -> str:
     """Return a circle with a tooltip."""
     return f'<circle class="{kind}" cx="{x:.2f}" cy="{y:.2f}" r="{radius:g}"><title>{escape(title)}</title></circle>'
 
 
-def rectangle(kind: str, x: float, y: float, width: float) -> str:
+def draw_bar(kind: str, x: float, y: float, width: float) -> str:
     """Return a bar."""
     return f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="16"/>'
 
 
-def svg(kind: str, width: int, height: int, label: str, body: str) -> Markup:
+def picture(kind: str, width: int, height: int, label: str, body: str) -> Markup:
     """Return a picture; every text in ``body`` has been escaped.
 
     ``label`` is for those who do not see it. It is no title element: browsers show a

@@ -16,10 +16,7 @@ from roundoff.report.figures import (
     percent,
     ratio,
 )
-from roundoff.report.terminal import PROSE_LEAST
-from roundoff.report.terminal import heading as _heading
-from roundoff.report.terminal import print_table as _print_table
-from roundoff.report.terminal import say as _say
+from roundoff.report.terminal import PROSE_LEAST, heading, print_table, say
 
 if TYPE_CHECKING:
     from roundoff.train import TunedRun, Tuning
@@ -35,29 +32,29 @@ def print_tuning(tuning: Tuning, console: Console, *, top: int = 20) -> None:
     _print_pareto(tuning, console)
     _print_ranking(tuning, console, top)
     for note in tuning.notes:
-        _say(console, f"Note: {note}")
+        say(console, f"Note: {note}")
     for row in tuning.excluded:
         if "derivative" in row.reason:
             text = f"! {listing(row.examples)}: {row.reason}"
-            _say(console, text, style="yellow")
+            say(console, text, style="yellow")
 
 
 def _print_answer(tuning: Tuning, console: Console) -> None:
     batches = "batch" if tuning.batches == 1 else "batches"
     work = f"{tuning.target}; {count(tuning.probes, 'probe')}, {tuning.batches:,} {batches}"
     subject = f"{tuning.workload}, training in {listing(tuning.formats)}"
-    _say(console, f"roundoff {tuning.version}: {subject} ({work})")
+    say(console, f"roundoff {tuning.version}: {subject} ({work})")
     console.print()
     verdict = "is better" if tuning.met else "is not better"
     style = "bold green" if tuning.met else "bold red"
     text = f"The plan {verdict} than built-in autocast: {tuning.reason}."
-    _say(console, text, style=style)
+    say(console, text, style=style)
 
 
 def _print_runs(tuning: Tuning, console: Console) -> None:
     runs = tuning.runs
     steps = count(tuning.steps, "step")
-    _heading(console, f"Runs: {steps} each, SQNR of the gradients in dB")
+    heading(console, f"Runs: {steps} each, SQNR of the gradients in dB")
     columns = {
         "plan": [_run_name(tuning, run) for run in runs],
         "cost": [amount(run.cost, tuning.unit) for run in runs],
@@ -70,8 +67,8 @@ def _print_runs(tuning: Tuning, console: Console) -> None:
         "loss error": [percent(run.loss_error) for run in runs],
         "last loss": [metric(run.losses[-1]) for run in runs],
     }
-    _print_table(console, columns)
-    _say(
+    print_table(console, columns)
+    say(
         console,
         f"'in fp32' counts operators, of {tuning.operators:,}; 'then' is later in training, at the weights of "
         "the fp32 run.",
@@ -98,7 +95,7 @@ def _print_pareto(tuning: Tuning, console: Console) -> None:
     points = tuning.pareto
     if not points:
         return
-    _heading(console, "Pareto curve: the most exact plan at each cost, predicted")
+    heading(console, "Pareto curve: the most exact plan at each cost, predicted")
     costs = [run.cost for run in tuning.runs if run.name == "autocast"]
     autocast = costs[0] if costs else None
     columns = {
@@ -108,14 +105,14 @@ def _print_pareto(tuning: Tuning, console: Console) -> None:
         "SQNR": [_predicted(point.predicted_db) for point in points],
         "in fp32": [f"{point.fp32_operators:,}" for point in points],
     }
-    _print_table(console, columns)
+    print_table(console, columns)
 
 
 def _print_ranking(tuning: Tuning, console: Console, top: int) -> None:
     sites = tuning.ranking[:top]
     if not sites:
         return
-    _heading(console, f"What {tuning.half} costs the {tuning.target}, worst first (dB)")
+    heading(console, f"What {tuning.half} costs the {tuning.target}, worst first (dB)")
     columns = {
         "site": [site.site for site in sites],
         "SQNR": [db(site.sqnr_db) for site in sites],
@@ -126,7 +123,7 @@ def _print_ranking(tuning: Tuning, console: Console, top: int) -> None:
         "grad.": [db(site.gradient_db) for site in sites],
     }
     is_narrow = console.width < RANKING_WIDTH + PROSE_LEAST
-    _print_table(console, columns, prose={"site"} if is_narrow else set())
+    print_table(console, columns, prose={"site"} if is_narrow else set())
     left = len(tuning.ranking) - len(sites)
     if left:
-        _say(console, f"{count(left, 'more row')} below.", style="dim")
+        say(console, f"{count(left, 'more row')} below.", style="dim")

@@ -61,36 +61,38 @@ def user_code(
 
 
 def _blame(error: BaseException, path: Path | None) -> tuple[str | None, str]:
-    """The user's file and line, if any frame is the user's, and the exception with that line."""
+    """Return the user's file and line, if any frame is theirs, and the exception with that line."""
     if isinstance(error, SyntaxError) and error.filename:
-        return (
-            f"{error.filename}:{error.lineno}",
-            f"{error.msg}, at `{(error.text or '').strip()}`",
-        )
-    message = (
-        "".join(traceback.format_exception_only(error)).strip().replace("\n", "\n    ")
-    )
+        place = f"{error.filename}:{error.lineno}"
+        return place, f"{error.msg}, at `{(error.text or '').strip()}`"
+    text = "".join(traceback.format_exception_only(error)).strip()
+    message = text.replace("\n", "\n    ")
     frames = traceback.extract_tb(error.__traceback__)
-    users = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<frozen"))]
-    own = (
-        [f for f in users if path is not None and f.filename == str(path)]
-        or [f for f in users if f"{os.sep}site-packages{os.sep}" not in f.filename]
-        or users
-    )
     raised_at = f"raised at {frames[-1].filename}:{frames[-1].lineno}"
-    if not own:
+    frame = _users_frame(frames, path)
+    if frame is None:
         return None, f"{message}, {raised_at}"
-    place = f"{own[-1].filename}:{own[-1].lineno}"
-    return place, f"{message}, at `{own[-1].line}`" + (
-        "" if own[-1] is frames[-1] else f", {raised_at}"
-    )
+    got = f"{message}, at `{frame.line}`"
+    if frame is not frames[-1]:
+        got = f"{got}, {raised_at}"
+    return f"{frame.filename}:{frame.lineno}", got
+
+
+def _users_frame(
+    frames: Sequence[traceback.FrameSummary], path: Path | None
+) -> traceback.FrameSummary | None:
+    """The innermost frame of the workload's file, else of the user's code, else outside torch."""
+    users = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<frozen"))]
+    in_file = [f for f in users if f.filename == str(path)]
+    installed = f"{os.sep}site-packages{os.sep}"
+    written = [f for f in users if installed not in f.filename]
+    return next(reversed(in_file or written or users), None)
 
 
 def _advice(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError):
-        return (
-            f"install the package that provides {error.name!r}, or correct the import"
-        )
+        package = repr(error.name)
+        return f"install the package that provides {package}, or correct the import"
     if isinstance(error, SystemExit):
         return 'put code that is meant for the command line under `if __name__ == "__main__":`'
     return None
@@ -114,11 +116,8 @@ def check_call(
         )
     try:
         signature = inspect.signature(function)
-    except (
-        TypeError,
-        ValueError,
-    ):  # some builtins have none; the call itself will tell
-        return
+    except (TypeError, ValueError):
+        return  # some builtins have none; the call itself will tell
     try:
         signature.bind(*parameters)
     except TypeError as error:
@@ -131,7 +130,10 @@ def check_call(
 
 
 def metric_arguments(metric: object, where: str) -> list[str]:
-    """Which of outputs, batches and reference the metric takes."""
+    """Return which of outputs, batches and reference the metric takes.
+
+    Raises ``WorkloadError`` where it cannot be called with them alone.
+    """
     expected = f"parameters among {', '.join(METRIC_ARGUMENTS)}"
     if not callable(metric):
         raise WorkloadError(
@@ -153,25 +155,26 @@ def metric_arguments(metric: object, where: str) -> list[str]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return list(METRIC_ARGUMENTS)
     for parameter in parameters:
-        optional = (
-            parameter.default is not parameter.empty
-            or parameter.kind is parameter.VAR_POSITIONAL
-        )
-        known = (
-            parameter.name in METRIC_ARGUMENTS
-            and parameter.kind is not parameter.POSITIONAL_ONLY
-        )
-        if not known and not optional:
+        if not _is_offered(parameter) and not _is_optional(parameter):
             near = nearest(parameter.name, METRIC_ARGUMENTS, at_most=1)
+            do = "take the targets from `batches`"
+            if near:
+                do = f"rename {parameter.name!r} to {near[0]!r}"
             raise WorkloadError(
                 f"the metric {name_of(metric)} has an unknown parameter",
                 where=where,
                 expected=expected,
                 got=f"{name_of(metric)}{inspect.signature(metric)}",
-                do=f"rename {parameter.name!r} to {near[0]!r}"
-                if near
-                else "take the targets from `batches`",
+                do=do,
             )
-    return [
-        parameter.name for parameter in parameters if parameter.name in METRIC_ARGUMENTS
-    ]
+    return [p.name for p in parameters if p.name in METRIC_ARGUMENTS]
+
+
+def _is_offered(parameter: inspect.Parameter) -> bool:
+    by_name = parameter.kind is not parameter.POSITIONAL_ONLY
+    return by_name and parameter.name in METRIC_ARGUMENTS
+
+
+def _is_optional(parameter: inspect.Parameter) -> bool:
+    has_default = parameter.default is not parameter.empty
+    return has_default or parameter.kind is parameter.VAR_POSITIONAL

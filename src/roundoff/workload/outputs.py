@@ -12,59 +12,60 @@ from roundoff.errors import WorkloadError
 
 
 def named_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The floating-point tensors in an output, by the path that leads to each.
+    """Return the floating-point tensors in an output, by the path that leads to each.
 
-    Looks into mappings, sequences, dataclasses and Hugging Face outputs (which are mappings); a single tensor
-    has the path ``output``. Tensors without elements are left out.
+    Looks into mappings, sequences, dataclasses and Hugging Face outputs (which are mappings); a
+    single tensor has the path ``output``. Tensors without elements are left out.
 
     >>> import torch
     >>> list(named_tensors({"logits": torch.ones(2), "hidden": (torch.ones(1), torch.arange(3))}))
     ['logits', 'hidden.0']
     """
-    found: dict[str, Tensor] = {}
     if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel():
-            found[prefix or "output"] = value
-        return found
-    items: list[tuple[str, Any]] = []
+        is_named = value.is_floating_point() and value.numel()
+        return {prefix or "output": value} if is_named else {}
+    tensors: dict[str, Tensor] = {}
+    for key, item in _items(value):
+        tensors |= named_tensors(item, f"{prefix}.{key}" if prefix else key)
+    return tensors
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """The parts of a container by key; none of any other value."""
     if isinstance(value, Mapping):
-        items = [(str(key), item) for key, item in value.items()]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        items = [(str(index), item) for index, item in enumerate(value)]
-    for key, item in items:
-        found |= named_tensors(item, f"{prefix}.{key}" if prefix else key)
-    return found
+        return [(str(key), item) for key, item in value.items()]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name)) for name in names]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [(str(index), item) for index, item in enumerate(value)]
+    return []
 
 
 def target_tensors(output: Any, target: str | None) -> dict[str, Tensor]:
-    """The part of ``output`` that ``target`` names, all of it when None.
+    """Return the part of ``output`` that ``target`` names, all of it when None.
 
     Raises ``WorkloadError`` when there is no floating-point tensor, or none of that name.
     """
-    found = named_tensors(output)
-    if not found:
+    tensors = named_tensors(output)
+    if not tensors:
+        dtype = f" of {output.dtype}" if isinstance(output, Tensor) else ""
         raise WorkloadError(
             "the model's output has no floating-point tensor, so rounding cannot be measured in it",
             where="forward",
             expected="a tensor, or a tuple, dict or dataclass that holds one",
-            got=type(output).__name__
-            + (f" of {output.dtype}" if isinstance(output, Tensor) else ""),
+            got=f"{type(output).__name__}{dtype}",
             do="return the scores before argmax or rounding (define forward(model, batch) in the workload)",
         )
     if target is None:
-        return found
-    chosen = {
-        name: t
-        for name, t in found.items()
-        if name == target or name.startswith(target + ".")
-    }
+        return tensors
+    inside = f"{target}."
+    chosen = {n: t for n, t in tensors.items() if n == target or n.startswith(inside)}
     if not chosen:
         raise WorkloadError(
             f"the output has no part named {target!r}",
             where="target",
-            expected="one of " + ", ".join(found) + ", 'loss', or the name of a site",
+            expected="one of " + ", ".join(tensors) + ", 'loss', or the name of a site",
             got=repr(target),
         )
     return chosen

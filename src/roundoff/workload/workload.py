@@ -17,9 +17,12 @@ from torch.utils._pytree import tree_map
 from roundoff.errors import WorkloadError
 from roundoff.preserve import preserve
 from roundoff.workload.code import check_call, metric_arguments, name_of, user_code
-from roundoff.workload.file import check_defined, execute
+from roundoff.workload.file import check_defined, execute_module
 
 __all__ = ["Workload", "describe", "preserve"]
+
+#: What a workload's file may define.
+_PARTS = ("model", "batches", "forward", "loss", "metric", "optimizer", "held_out")
 
 
 class Workload:
@@ -116,18 +119,10 @@ class Workload:
             ...     Workload.load(Path(folder, "tiny.py"))
             Workload(name='tiny', model=Linear, batches=1, metric=None)
         """
-        with execute(source) as (namespace, path):
-            check_defined(namespace, str(path or source))
-            names = (
-                "model",
-                "batches",
-                "forward",
-                "loss",
-                "metric",
-                "optimizer",
-                "held_out",
-            )
-            parts: dict[str, Any] = {name: namespace.get(name) for name in names}
+        with execute_module(source) as module:
+            path = module.path
+            check_defined(module.namespace, str(path or source))
+            parts: dict[str, Any] = {n: module.namespace.get(n) for n in _PARTS}
             return cls(**parts, name=path.stem if path else str(source), path=path)
 
     def __repr__(self) -> str:
@@ -165,39 +160,30 @@ class Workload:
             WorkloadError: the forward pass raised; names the batch by number and shapes, and the
                 user's line.
         """
-        call, do = (
-            "forward(model, batch)",
-            "call it by itself on this batch to debug it",
-        )
-        if self.forward is None:
-            call = f"model({_stars(batch)}batch)"
-            do = "if the model is called in another way, define forward(model, batch)"
+        call = f"model({_stars(batch)}batch)"
+        do = "if the model is called in another way, define forward(model, batch)"
+        if self.forward is not None:
+            call = "forward(model, batch)"
+            do = "call it by itself on this batch to debug it"
+        with torch._C.DisableTorchFunction():  # the copy is no operator of the model
+            copied = tree_map(_copied, batch)
 
         def what() -> str:
-            number = next(
-                (str(i) for i, own in enumerate(self.batches) if own is batch), None
-            )
-            which = (
-                "a batch that is not the workload's own"
-                if number is None
-                else f"batch {number}"
-            )
-            return f"{call} on {which}, {describe(batch)},"
+            return f"{call} on {self._number_of(batch)}, {describe(batch)},"
 
-        with torch._C.DisableTorchFunction():  # the copy is no operator of the model
-            own = tree_map(
-                lambda leaf: (
-                    leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-                ),
-                batch,
-            )
         with user_code(what, self._where, path=self.path, do=do):
             if self.forward is not None:
-                return self.forward(self.model, own)
-            stars = _stars(own)
+                return self.forward(self.model, copied)
+            stars = _stars(copied)
             if stars == "**":
-                return self.model(**own)
-            return self.model(*own) if stars == "*" else self.model(own)
+                return self.model(**copied)
+            return self.model(*copied) if stars == "*" else self.model(copied)
+
+    def _number_of(self, batch: Any) -> str:
+        for number, other in enumerate(self.batches):
+            if other is batch:
+                return f"batch {number}"
+        return "a batch that is not the workload's own"
 
     def evaluate(
         self, outputs: Sequence[Any], reference: Sequence[Any]
@@ -210,32 +196,32 @@ class Workload:
         """
         if self.metric is None:
             return None
-        for label, given in (("outputs", outputs), ("reference", reference)):
-            if len(given) != len(self.batches):
-                raise WorkloadError(
-                    f"the metric needs one of {label} for every batch",
-                    where=self._where,
-                    expected=f"{len(self.batches)} elements",
-                    got=f"{len(given)}",
-                )
+        self._check_length(outputs, "outputs")
+        self._check_length(reference, "reference")
         offered = {"outputs": outputs, "batches": self.batches, "reference": reference}
+        arguments = {name: offered[name] for name in self._metric_arguments}
         with user_code("the metric", self._where, path=self.path):
-            value = self.metric(
-                **{name: offered[name] for name in self._metric_arguments}
-            )
-        number = value
-        if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
-            number = value.item()
+            value = self.metric(**arguments)
+        is_scalar = isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0
+        number = value.item() if is_scalar else value
         if not isinstance(number, (Real, np.bool_)) or not math.isfinite(number):
+            got = describe(value) + _forgotten_return(value)
             raise WorkloadError(
                 f"the metric {self.metric_name} returned no finite number",
                 where=self._where,
                 expected="one finite number, higher is better",
-                got=f"{number}"
-                if isinstance(number, Real)
-                else describe(value) + _forgotten_return(value),
+                got=str(number) if isinstance(number, Real) else got,
             )
         return float(number)
+
+    def _check_length(self, per_batch: Sequence[Any], label: str) -> None:
+        if len(per_batch) != len(self.batches):
+            raise WorkloadError(
+                f"the metric needs one of {label} for every batch",
+                where=self._where,
+                expected=f"{len(self.batches)} elements",
+                got=f"{len(per_batch)}",
+            )
 
     def _build_model(self, model: object) -> nn.Module:
         if not isinstance(model, nn.Module) and callable(model):
@@ -243,51 +229,40 @@ class Workload:
             with user_code("model()", self._where, path=self.path):
                 model = model()
         if not isinstance(model, nn.Module):
+            is_state = isinstance(model, Mapping)
+            do = "load a state_dict into its module" if is_state else None
             raise WorkloadError(
                 "model is not a module",
                 where=self._where,
                 expected="a torch.nn.Module, or a function without arguments that returns one",
                 got=describe(model) + _forgotten_return(model),
-                do="load a state_dict into its module"
-                if isinstance(model, Mapping)
-                else None,
+                do=do,
             )
+        self._check_values(model)
+        return model
+
+    def _check_values(self, model: nn.Module) -> None:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            lazy = nn.parameter.is_lazy(tensor)
-            if lazy or tensor.is_meta:
+            is_lazy = nn.parameter.is_lazy(tensor)
+            if is_lazy or tensor.is_meta:
                 raise WorkloadError(
                     f"{name} of the model has no values yet",
                     where=self._where,
                     expected="a model that is ready to run",
-                    got="a lazy parameter" if lazy else "a tensor on the meta device",
+                    got="a lazy parameter"
+                    if is_lazy
+                    else "a tensor on the meta device",
                     do="run one batch or load the weights inside model()",
                 )
-        return model
 
     def _collect_batches(self, batches: object, label: str) -> list[Any]:
         if callable(batches) and not isinstance(batches, (Iterable, nn.Module)):
             check_call(batches, label, (), self._where)
             with user_code(f"{label}()", self._where, path=self.path):
                 batches = batches()
-        single = isinstance(batches, (Tensor, np.ndarray, Mapping))
-        if (
-            single
-            or not isinstance(batches, Iterable)
-            or isinstance(batches, (str, bytes))
-        ):
-            raise WorkloadError(
-                f"{label} is one batch"
-                if single
-                else f"{label} is not a collection of batches",
-                where=self._where,
-                expected="a list, a DataLoader or another iterable, or a function that returns one",
-                got=describe(batches) + _forgotten_return(batches),
-                do="put it in a list"
-                if single
-                else "wrap a Dataset in torch.utils.data.DataLoader",
-            )
+        self._check_collection(batches, label)
         with user_code(f"iterating over {label}", self._where, path=self.path):
-            collected = list(batches)
+            collected: list[Any] = list(batches)  # type: ignore[call-overload]
         if not collected:
             raise WorkloadError(
                 f"{label} is empty",
@@ -297,15 +272,33 @@ class Workload:
             )
         for number, batch in enumerate(collected):
             if _is_empty(batch):
+                place = "" if label == "batches" else f" in {label}"
                 raise WorkloadError(
-                    f"batch {number} of {len(collected)} is empty"
-                    + ("" if label == "batches" else f" in {label}"),
+                    f"batch {number} of {len(collected)} is empty{place}",
                     where=self._where,
                     expected="one or more samples in every batch",
                     got=describe(batch),
                     do="leave it out; with a DataLoader, check its dataset",
                 )
         return collected
+
+    def _check_collection(self, batches: object, label: str) -> None:
+        is_one_batch = isinstance(batches, (Tensor, np.ndarray, Mapping))
+        is_text = isinstance(batches, (str, bytes))
+        if isinstance(batches, Iterable) and not is_one_batch and not is_text:
+            return
+        what = f"{label} is not a collection of batches"
+        do = "wrap a Dataset in torch.utils.data.DataLoader"
+        if is_one_batch:
+            what = f"{label} is one batch"
+            do = "put it in a list"
+        raise WorkloadError(
+            what,
+            where=self._where,
+            expected="a list, a DataLoader or another iterable, or a function that returns one",
+            got=describe(batches) + _forgotten_return(batches),
+            do=do,
+        )
 
 
 def describe(value: object) -> str:
@@ -320,17 +313,19 @@ def describe(value: object) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return (
-            "{"
-            + ", ".join(f"{key}: {describe(item)}" for key, item in value.items())
-            + "}"
-        )
+        items = [f"{key}: {describe(item)}" for key, item in value.items()]
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, (tuple, list)):
-        shown = ", ".join(
-            [describe(item) for item in value[:8]] + ["..."] * (len(value) > 8)
-        )
+        parts = [describe(item) for item in value[:8]]
+        if len(value) > 8:
+            parts.append("...")
+        shown = ", ".join(parts)
         return f"({shown})" if isinstance(value, tuple) else f"[{shown}]"
     return type(value).__qualname__
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _forgotten_return(value: object) -> str:
@@ -344,12 +339,11 @@ def _stars(batch: object) -> str:
 
 
 def _is_empty(value: object) -> bool:
-    """Whether no part of a batch has an element: an empty tensor beside a full one is fine."""
+    """Return True if no part of a batch has an element: an empty tensor beside a full one is fine."""
     if isinstance(value, (Tensor, np.ndarray)):
         return math.prod(value.shape) == 0
-    if isinstance(value, (Mapping, tuple, list)):
-        return all(
-            _is_empty(item)
-            for item in (value.values() if isinstance(value, Mapping) else value)
-        )
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_empty, value))
     return value is None or (isinstance(value, Sized) and len(value) == 0)

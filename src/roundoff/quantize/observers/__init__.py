@@ -56,22 +56,22 @@ def make_observer(
         >>> make_observer("percentile", percentile=0.999).percentile
         0.999
     """
-    made = OBSERVERS.get(name)
-    if made is None:
+    observer = OBSERVERS.get(name)
+    if observer is None:
         raise QuantizationError(
             "unknown observer",
             expected=", ".join(OBSERVERS),
             got=name,
             do=did_you_mean(nearest(name, OBSERVERS, at_most=1)),
         )
-    known = [p for p in inspect.signature(made).parameters if p != "granularity"]
+    accepted = [p for p in inspect.signature(observer).parameters if p != "granularity"]
     for parameter in parameters:
-        if parameter not in known:
+        if parameter not in accepted:
             raise QuantizationError(
                 "unknown parameter",
                 where=f"observer {name}",
-                expected=", ".join(known) or "no parameters",
+                expected=", ".join(accepted) or "no parameters",
                 got=parameter,
-                do=did_you_mean(nearest(parameter, known, at_most=1)),
+                do=did_you_mean(nearest(parameter, accepted, at_most=1)),
             )
-    return made(granularity, **parameters)
+    return observer(granularity, **parameters)

@@ -60,12 +60,11 @@ class Ifmr(HistogramObserver):
                 expected="two numbers, 0 < low < high <= 100",
                 got=repr(search_range),
             )
-        self.search_range, self.search_step, self.both_ends = (
-            search_range,
-            search_step,
-            both_ends,
-        )
-        self.max_percentile, self.min_percentile = max_percentile, min_percentile
+        self.search_range = search_range
+        self.search_step = search_step
+        self.both_ends = both_ends
+        self.max_percentile = max_percentile
+        self.min_percentile = min_percentile
 
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:
         low, high = self._start(histogram)
@@ -78,7 +77,8 @@ class Ifmr(HistogramObserver):
             bound = torch.maximum(high, -low)[:, None] * factors
             (high,) = pick(losses(bins, -bound, bound, fmt, self.dtype), bound)
             return -high, high
-        start_low, start_high = low[:, None] * factors, high[:, None] * factors
+        start_low = low[:, None] * factors
+        start_high = high[:, None] * factors
         for end in ("high", "low", "high") if self.both_ends else ("high",):
             lows = start_low if end == "low" else low[:, None].expand_as(start_low)
             highs = start_high if end == "high" else high[:, None].expand_as(start_high)
@@ -88,7 +88,8 @@ class Ifmr(HistogramObserver):
     def _start(self, histogram: Histogram) -> tuple[Tensor, Tensor]:
         count = histogram.counts()
         n = count.sum(1)
-        above, below = count[:, self.side + 1 :].sum(1), count[:, : self.side].sum(1)
+        above = count[:, self.side + 1 :].sum(1)
+        below = count[:, : self.side].sum(1)
         ranks = [
             torch.minimum(n - (share * n).floor(), there).clamp_(min=1.0)
             for share, there in (
@@ -130,7 +131,8 @@ class Hfmg(HistogramObserver):
         super().__init__(granularity, bins=num_of_bins)
 
     def _choose(self, histogram: Histogram, fmt: Format) -> tuple[Tensor, Tensor]:
-        bins, counts = histogram.bins(), histogram.counts().tolist()
+        bins = histogram.bins()
+        counts = histogram.counts().tolist()
         chosen = []
         for row, width in enumerate(histogram.width.tolist()):
             path = (
@@ -144,10 +146,8 @@ class Hfmg(HistogramObserver):
                 bins.weight[row, None], bins.mean[row, None], bins.half[row, None]
             )
             stride = max(len(path) // 64, 1)
-            near, last = (
-                _least(part, path[::stride], fmt, self.dtype) * stride,
-                len(path),
-            )
+            near = _least(part, path[::stride], fmt, self.dtype) * stride
+            last = len(path)
             near, last = max(near - stride, 0), min(near + stride + 1, last)
             chosen.append(path[near + _least(part, path[near:last], fmt, self.dtype)])
         low, high = torch.stack(chosen).unbind(1)
@@ -163,19 +163,20 @@ def greedy_path(counts: list[float], side: int) -> list[tuple[float, float]]:
     total = up_to[-1]
     if total == 0:
         return [(0.0, 0.0)]
-    left, right = bisect_right(up_to, 0.0) - 1, bisect_left(up_to, total) - 1
-    step, fewest = max(-(-total // 100_000), 1.0), -(-(right - left + 1) // 4)
+    left = bisect_right(up_to, 0.0) - 1
+    right = bisect_left(up_to, total) - 1
+    step = max(-(-total // 100_000), 1.0)
+    fewest = -(-(right - left + 1) // 4)
     path = []
     while True:
-        low, high = left - side, right - side
+        low = left - side
+        high = right - side
         path.append((float(low - (low > 0)), float(high + (high < 0))))
         if right - left + 1 <= fewest:
             return path
         # The first bins that stay when at least `step` is cut on that side.
-        inner_left, inner_right = (
-            bisect_left(up_to, up_to[left] + step),
-            bisect_right(up_to, up_to[right + 1] - step) - 2,
-        )
+        inner_left = bisect_left(up_to, up_to[left] + step)
+        inner_right = bisect_right(up_to, up_to[right + 1] - step) - 2
         if inner_left > right or inner_right < left:
             return path
         if inner_left - left > right - inner_right:

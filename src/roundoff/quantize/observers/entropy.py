@@ -86,15 +86,17 @@ def divergences(counts: Tensor, levels: int) -> dict[int, float]:
     )
     total = mass[-1]
     edges = torch.arange(levels + 1) * tried[:, None] // levels
-    inside, filled = mass[edges].diff(dim=1), full[edges].diff(dim=1)
-    tail, last = total - mass[tried], counts[tried - 1]
+    inside = mass[edges].diff(dim=1)
+    filled = full[edges].diff(dim=1)
+    tail = total - mass[tried]
+    last = counts[tried - 1]
     filled[:, -1] += (last == 0) & (tail > 0)
     wanted = inside.clone()
     wanted[:, -1] += tail
     spread = torch.xlogy(wanted, inside / filled.clamp(min=1.0)).sum(1)
-    own = entropy[tried - 1] + torch.xlogy(last + tail, last + tail)
+    observed = entropy[tried - 1] + torch.xlogy(last + tail, last + tail)
     divergence = (
-        (own - spread) / total - math.log(float(total)) + torch.log(mass[tried])
+        (observed - spread) / total - math.log(float(total)) + torch.log(mass[tried])
     )
     return dict(
         zip(

@@ -87,10 +87,8 @@ class Histogram:
         self, x: Tensor, low: Tensor, high: Tensor, weight: Tensor | None = None
     ) -> None:
         """``x``: (sets, elements), finite; ``low``, ``high``: its extremes, (sets,); ``weight``: like ``x``, >= 0."""
-        self.low, self.high = (
-            torch.minimum(self.low, low),
-            torch.maximum(self.high, high),
-        )
+        self.low = torch.minimum(self.low, low)
+        self.high = torch.maximum(self.high, high)
         amax = torch.maximum(-low, high).double()
         fraction, exponent = torch.frexp(
             amax
@@ -131,11 +129,14 @@ class Histogram:
 
     def bins(self) -> Bins:
         """The occupied bins without the zeros, which cost nothing in any format that has 0."""
-        sets, zero = len(self.parts), self.side * FINE
+        sets = len(self.parts)
+        zero = self.side * FINE
         sides = self.parts[:, :zero], self.parts[:, zero + 1 :]
         n = torch.cat(sides, 1).reshape(sets, -1, FINE)
         centre = torch.arange(FINE, dtype=n.dtype, device=n.device) - (FINE - 1) / 2
-        weight, first, second = n.sum(2), n @ centre, n @ centre.square()
+        weight = n.sum(2)
+        first = n @ centre
+        second = n @ centre.square()
         occupied = weight > 0
         order = (
             (~occupied)
@@ -174,7 +175,8 @@ class Histogram:
         rank = rank.to(count.dtype)[:, None]
         up_to = count.cumsum(1)
         at = torch.searchsorted(up_to, rank).clamp_(max=count.shape[1] - 1)
-        n, edge = count.gather(1, at), (zero - at).to(count.dtype)
+        n = count.gather(1, at)
+        edge = (zero - at).to(count.dtype)
         upper = torch.where(
             edge < 0, edge + 1, edge
         )  # what lies below 0 begins at its edge

@@ -34,8 +34,10 @@ class MinMax(RangeObserver):
 
     def _add(self, x: Tensor, low: Tensor, high: Tensor, power: Tensor | None) -> None:  # noqa: ARG002
         if self.count and not isinstance(self.granularity, PerToken):
-            low, high = torch.minimum(self.low, low), torch.maximum(self.high, high)
-        self.low, self.high = low, high
+            low = torch.minimum(self.low, low)
+            high = torch.maximum(self.high, high)
+        self.low = low
+        self.high = high
 
     def _range(self, fmt: Format) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return self.low, self.high
@@ -68,7 +70,8 @@ class MovingAverage(MinMax):
         if self.count:
             low = self.low + self.averaging_constant * (low - self.low)
             high = self.high + self.averaging_constant * (high - self.high)
-        self.low, self.high = low, high
+        self.low = low
+        self.high = high
 
 
 class Arq(MinMax):

@@ -87,14 +87,15 @@ class RangeObserver(ABC):
             )
         if x.numel() == 0:
             return
-        given = x.shape
+        whole_shape = x.shape
         x = x.detach().to(working_dtype(x))
         view, dims = self.granularity.split(x.shape)
         x = x.reshape(view)
         if len(dims) == x.ndim:
             low, high = (bound.reshape([1] * x.ndim) for bound in torch.aminmax(x))
         else:
-            low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+            low = x.amin(dims, keepdim=True)
+            high = x.amax(dims, keepdim=True)
         if not bool((low.isfinite() & high.isfinite()).all()):
             bad = x.numel() - int(x.isfinite().sum())
             raise QuantizationError(
@@ -104,7 +105,7 @@ class RangeObserver(ABC):
                 do="find where they arise (roundoff watch), or leave it out",
             )
         shape = self._agreed(tuple(low.shape))
-        power = self._power(power, given)
+        power = self._power(power, whole_shape)
         order = [i for i in range(x.ndim) if i not in dims] + list(dims)
         sets = low.numel()
         self._add(
@@ -115,7 +116,8 @@ class RangeObserver(ABC):
             if power is None
             else power.reshape(view).permute(order).reshape(sets, -1),
         )
-        self.shape, self.dtype = shape, torch.promote_types(self.dtype, x.dtype)
+        self.shape = shape
+        self.dtype = torch.promote_types(self.dtype, x.dtype)
         self.count += x.numel()
 
     def qparams(self, fmt: Format) -> QParams:
@@ -163,7 +165,8 @@ class RangeObserver(ABC):
 
     def _finish(self, low: Tensor, high: Tensor, fmt: Format) -> QParams:
         """``low`` and ``high``, (sets,), as qparams of the granularity."""
-        low, high = low.to(self.dtype), high.to(self.dtype)
+        low = low.to(self.dtype)
+        high = high.to(self.dtype)
         chosen = choose_qparams(torch.stack([low, high], -1), fmt, PerAxis(0))
         self._report(low, high, fmt)
         return self._shaped(chosen.scale, chosen.zero_point)
@@ -178,7 +181,8 @@ class RangeObserver(ABC):
 
     def _report(self, low: Tensor, high: Tensor, fmt: Format) -> None:
         """Sets ``degenerate``: what ``choose_qparams`` replaced, from the same range in fp64."""
-        low, high = low.double().clamp(max=0.0), high.double().clamp(min=0.0)
+        low = low.double().clamp(max=0.0)
+        high = high.double().clamp(min=0.0)
         levels = (
             (fmt.scale_target or fmt.max_finite)
             if fmt.symmetric
@@ -186,7 +190,8 @@ class RangeObserver(ABC):
         )
         scale = (torch.maximum(high, -low) if fmt.symmetric else high - low) / levels
         tiny = torch.finfo(self.dtype).tiny
-        zero, small = int((scale == 0).sum()), int(((scale > 0) & (scale < tiny)).sum())
+        zero = int((scale == 0).sum())
+        small = int(((scale > 0) & (scale < tiny)).sum())
         of = f"of {scale.numel()} range{'s' if scale.numel() > 1 else ''}"
         self.degenerate = "; ".join(
             ([f"{zero} {of} zero: scale 1"] if zero else [])

@@ -62,12 +62,15 @@ def losses(
 
 
 def _uniform(bins: Bins, scale: Tensor, zero_point: Tensor, fmt: Format) -> Tensor:
-    lowest, highest = fmt.min_finite - zero_point, fmt.max_finite - zero_point
+    lowest = fmt.min_finite - zero_point
+    highest = fmt.max_finite - zero_point
     mean = bins.mean.unsqueeze(1) / scale
     # No narrower than what the difference below can resolve; adds less than 1e-12 scale².
     half = (bins.half.unsqueeze(1) / scale).clamp_(min=1e-6)
-    upper, lower = mean + half, mean.sub_(half)
-    n, m = upper.round().clamp_(lowest, highest), lower.round().clamp_(lowest, highest)
+    upper = mean + half
+    lower = mean.sub_(half)
+    n = upper.round().clamp_(lowest, highest)
+    m = lower.round().clamp_(lowest, highest)
     upper.sub_(n)
     lower.sub_(m)
     crossed = n.sub_(m)  # how many integers lie between
@@ -108,11 +111,11 @@ def search(
     with the closer look at the four best places. Where nothing has weight, the extremes.
     """
     if fmt.symmetric:
-        found = _symmetric(bins, torch.maximum(-low, high), fmt, dtype)
+        ends = _symmetric(bins, torch.maximum(-low, high), fmt, dtype)
     else:
-        found = _two_sided(bins, low.clamp(max=0.0), high.clamp(min=0.0), fmt, dtype)
+        ends = _two_sided(bins, low.clamp(max=0.0), high.clamp(min=0.0), fmt, dtype)
     some = bins.weight.sum(1) > 0
-    return torch.where(some, found[0], low), torch.where(some, found[1], high)
+    return torch.where(some, ends[0], low), torch.where(some, ends[1], high)
 
 
 def _octaves(first: float, last: float, count: int, like: Tensor) -> Tensor:
@@ -150,9 +153,11 @@ def _two_sided(
     for octaves in (2.0, 0.25, 0.05):
         factors = _octaves(-octaves, octaves, 21, low)
         if bool(high.any()):
-            highs, lows = high[:, None] * factors, low[:, None].expand(-1, 21)
+            highs = high[:, None] * factors
+            lows = low[:, None].expand(-1, 21)
             (high,) = pick(losses(bins, lows, highs, fmt, dtype), highs)
         if bool(low.any()):
-            highs, lows = high[:, None].expand(-1, 21), low[:, None] * factors
+            highs = high[:, None].expand(-1, 21)
+            lows = low[:, None] * factors
             (low,) = pick(losses(bins, lows, highs, fmt, dtype), lows)
     return low, high

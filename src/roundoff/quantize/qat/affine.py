@@ -60,7 +60,8 @@ class Ste(Affine):
         role: Role = "weight",
         momentum: float = 0.01,
     ) -> None:
-        self.observes, self.momentum = qparams is None, momentum
+        self.observes = qparams is None
+        self.momentum = momentum
         super().__init__(fmt, granularity, qparams, role=role)
 
     def check(self) -> None:
@@ -85,8 +86,8 @@ class Ste(Affine):
 
     def averaged(self) -> QParams:
         """The qparams of the averaged range."""
-        found = range_qparams(self.low, self.high, self.fmt)
-        return QParams(found.scale, found.zero_point, self.granularity)
+        qparams = range_qparams(self.low, self.high, self.fmt)
+        return QParams(qparams.scale, qparams.zero_point, self.granularity)
 
     def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
         """See ``Learner``."""
@@ -121,18 +122,16 @@ class Ste(Affine):
     def _observe(self, x: Tensor) -> None:
         if self.averages:
             low, high = extremes(*self.split(x))
-            self.low, self.high = (
-                torch.lerp(self.low, low, self.momentum),
-                torch.lerp(self.high, high, self.momentum),
-            )
-        found = (
+            self.low = torch.lerp(self.low, low, self.momentum)
+            self.high = torch.lerp(self.high, high, self.momentum)
+        qparams = (
             self.averaged()
             if self.averages
             else choose_qparams(x, self.fmt, self.granularity)
         )
-        self.scale = found.scale
-        if found.zero_point is not None:
-            self.zero_point = found.zero_point
+        self.scale = qparams.scale
+        if qparams.zero_point is not None:
+            self.zero_point = qparams.zero_point
 
 
 class Lsq(Affine):
@@ -168,13 +167,16 @@ class Lsq(Affine):
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
-        found, (view, dims) = super().first(x), self.split(x)
+        qparams = super().first(x)
+        (view, dims) = self.split(x)
         scale = (
             2
             * mean_magnitude(view, dims)
-            / torch.as_tensor(self.largest(found.zero_point)).sqrt()
+            / torch.as_tensor(self.largest(qparams.zero_point)).sqrt()
         )
-        return QParams(torch.where(scale >= TINY, scale, found.scale), found.zero_point)
+        return QParams(
+            torch.where(scale >= TINY, scale, qparams.scale), qparams.zero_point
+        )
 
     def valid(self) -> Tensor:
         """See ``Learner``."""
@@ -250,12 +252,10 @@ class LsqPlus(Lsq):
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""
-        found, (view, dims) = (
-            choose_qparams(x, self.fmt, self.granularity),
-            self.split(x),
-        )
+        qparams = choose_qparams(x, self.fmt, self.granularity)
+        (view, dims) = self.split(x)
         if not self.fmt.symmetric:
-            return found
+            return qparams
         spread = 3 * view.std(dims, correction=0, keepdim=True)
         mean = view.mean(dims, keepdim=True)
         end = torch.maximum((mean - spread).abs(), (mean + spread).abs())
@@ -265,7 +265,7 @@ class LsqPlus(Lsq):
             else self.fmt.max_finite
         )
         return QParams(
-            torch.where(scale.isfinite() & (scale >= TINY), scale, found.scale)
+            torch.where(scale.isfinite() & (scale >= TINY), scale, qparams.scale)
         )
 
     def valid(self) -> Tensor:

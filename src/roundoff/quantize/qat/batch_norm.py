@@ -89,7 +89,9 @@ class FoldedNorm(nn.Module):
                 expected=f"{layer.weight.shape[0]} channels, affine, with running statistics",
                 got=str(norm),
             )
-        self.layer, self.norm, self.quantizer = layer, norm, quantizer
+        self.layer = layer
+        self.norm = norm
+        self.quantizer = quantizer
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's normalised result."""
@@ -103,10 +105,8 @@ class FoldedNorm(nn.Module):
         """A copy of the layer with the running statistics folded in, its weight not quantized."""
         layer = copy.deepcopy(self.layer)
         weight, bias = self._folded(*self._running())
-        layer.weight, layer.bias = (
-            nn.Parameter(weight.detach().clone()),
-            nn.Parameter(bias.detach().clone()),
-        )
+        layer.weight = nn.Parameter(weight.detach().clone())
+        layer.bias = nn.Parameter(bias.detach().clone())
         return layer
 
     def _folded(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,8 @@ class FoldedNorm(nn.Module):
         return result
 
     def _running(self) -> tuple[Tensor, Tensor]:
-        mean, variance = self.norm.running_mean, self.norm.running_var
+        mean = self.norm.running_mean
+        variance = self.norm.running_var
         if mean is None or variance is None:
             raise QuantizationError(
                 "the BatchNorm lost its running statistics", where=str(self.norm)

@@ -77,7 +77,8 @@ class Ulq(Affine):
 
     def valid(self) -> Tensor:
         """See ``Learner``."""
-        high, low = self.clip_max, self.clip_min
+        high = self.clip_max
+        low = self.clip_min
         return (
             (high - low).isfinite()
             & (high >= 0)
@@ -99,16 +100,17 @@ class Ulq(Affine):
         """See ``Learner``."""
         if not self.ready:
             raise self.not_ready()
-        found = range_qparams(self.clip_min.detach(), self.clip_max.detach(), self.fmt)
-        return QParams(found.scale, found.zero_point, self.granularity)
+        qparams = range_qparams(
+            self.clip_min.detach(), self.clip_max.detach(), self.fmt
+        )
+        return QParams(qparams.scale, qparams.zero_point, self.granularity)
 
     def slopes(self, at: At) -> tuple[Tensor, ...]:
         """See ``Affine``."""
-        high, low = (
-            self.clip_max.detach().to(at.x.dtype),
-            self.clip_min.detach().to(at.x.dtype),
-        )
-        above, below = at.x > high, at.x < low
+        high = self.clip_max.detach().to(at.x.dtype)
+        low = self.clip_min.detach().to(at.x.dtype)
+        above = at.x > high
+        below = at.x < low
         steps = torch.minimum(torch.maximum(at.x, low), high) / at.scale
         error = (steps.round() - steps) / self.levels
         return (
@@ -127,7 +129,8 @@ class Pact(Affine):
     starts at the largest value of the first tensor.
     """
 
-    kind, decays = "pact", True
+    kind = "pact"
+    decays = True
     learned: tuple[str, ...] = ("alpha",)
     alpha: Tensor
 
@@ -174,8 +177,8 @@ class Pact(Affine):
         if not self.ready:
             raise self.not_ready()
         alpha = self.alpha.detach()
-        found = range_qparams(torch.zeros_like(alpha), alpha, self.fmt)
-        return QParams(found.scale, found.zero_point, self.granularity)
+        qparams = range_qparams(torch.zeros_like(alpha), alpha, self.fmt)
+        return QParams(qparams.scale, qparams.zero_point, self.granularity)
 
     def slopes(self, at: At) -> tuple[Tensor, ...]:
         """See ``Affine``."""

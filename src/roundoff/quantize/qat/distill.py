@@ -54,7 +54,8 @@ def distillation_loss(
             got=f"kind {kind}, temperature {temperature}",
         )
     with torch.autocast(student.device.type, enabled=False):
-        student, teacher = student.float(), teacher.detach().float()
+        student = student.float()
+        teacher = teacher.detach().float()
         if kind == "mse":
             return functional.mse_loss(student, teacher)
         log_student = functional.log_softmax(student / temperature, axis)

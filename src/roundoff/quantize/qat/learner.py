@@ -76,13 +76,18 @@ class Learner(nn.Module):
         role: Role = "weight",
     ) -> None:
         super().__init__()
-        self.fmt, self.role, self.name = parse_format(fmt), role, ""
+        self.fmt = parse_format(fmt)
+        self.role = role
+        self.name = ""
         self.granularity: Granularity = (
             granularity or (qparams and qparams.granularity) or PerTensor()
         )
         self.sites: tuple[str, ...] = ()
         self.operand: Any = None
-        self.ready, self.is_frozen, self.reverted, self._warned = False, False, 0, False
+        self.ready = False
+        self.is_frozen = False
+        self.reverted = 0
+        self._warned = False
         self._check()
         self.check()
         for name in self.learned:
@@ -314,10 +319,10 @@ class Learner(nn.Module):
 
 def range_qparams(low: Tensor, high: Tensor, fmt: Format) -> QParams:
     """The qparams of ranges ``[low, high]``, of the shape of both, by the rule of ``choose_qparams``."""
-    found = choose_qparams(
+    chosen = choose_qparams(
         torch.stack([low.flatten(), high.flatten()], 1), fmt, PerAxis(0)
     )
     zero_point = (
-        None if found.zero_point is None else found.zero_point.reshape(low.shape)
+        None if chosen.zero_point is None else chosen.zero_point.reshape(low.shape)
     )
-    return QParams(found.scale.reshape(low.shape), zero_point)
+    return QParams(chosen.scale.reshape(low.shape), zero_point)

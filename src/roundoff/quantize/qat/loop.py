@@ -100,72 +100,113 @@ def train(
             batch, as the second one of an iterator that is used up.
         NonFiniteError: a loss is NaN or Inf; the weights are those of the step before.
     """
-    forward = forward or _forward
-    region = nullcontext() if region is None else region
     distillation = Distillation(teacher) if isinstance(teacher, nn.Module) else teacher
-    _check_known(model, optimizer)
+    trainer = _Trainer(
+        model,
+        loss,
+        optimizer,
+        forward or _forward,
+        distillation,
+        schedule,
+        freezing,
+        nullcontext() if region is None else region,
+        scaler,
+    )
+    _check_optimizer(model, optimizer)
     before = {path: learner.reverted for path, learner in learners(model).items()}
-    losses, steps = [], 0
     with _flags(model):
         model.train()
-        for epoch in range(epochs):
-            total, count = 0.0, 0
-            for batch in batches() if callable(batches) else batches:
-                optimizer.zero_grad(set_to_none=True)
-                soft = (
-                    None
-                    if distillation is None
-                    else distillation.outputs(forward, batch)
-                )
-                with region:
-                    output = forward(model, batch)
-                    value = loss(output, batch)
-                if distillation is not None and soft is not None:
-                    value = distillation.loss(value, output, soft)
-                if not bool(value.isfinite()):
-                    raise NonFiniteError(
-                        f"the loss of step {steps} is {value.item()}",
-                        where=f"epoch {epoch}",
-                        do="lower the learning rates, or look at the batch",
-                    )
-                if scaler is None:
-                    value.backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-                else:
-                    scaler.scale(value).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-                if isinstance(model, QuantizedModel):
-                    clip_binary_(model)
-                if schedule is not None:
-                    schedule.step()
-                if freezing is not None:
-                    freezing.step()
-                total, count, steps = total + value.item(), count + 1, steps + 1
-            if not count:
-                raise QuantizationError(
-                    "there is nothing to train on",
-                    where=f"epoch {epoch}",
-                    got="no batch",
-                    expected="one or more",
-                    do="give a list, or a function that returns the batches",
-                )
-            losses.append(total / count)
-    counts = {
-        q.name or path: q.reverted - before.get(path, 0)
-        for path, q in learners(model).items()
-    }
-    return Trained(
-        losses, steps, {name: count for name, count in counts.items() if count}
-    )
-
-
-def _check_known(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise QuantizationError where a learner's parameters would not be trained, and nobody froze them."""
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        losses = [
+            trainer.epoch(number, batches() if callable(batches) else batches)
+            for number in range(epochs)
+        ]
+    reverted = {}
     for path, learner in learners(model).items():
-        own = [getattr(learner, name) for name in learner.learned]
-        if any(p is None or (p.requires_grad and id(p) not in known) for p in own):
+        count = learner.reverted - before.get(path, 0)
+        if count:
+            reverted[learner.name or path] = count
+    return Trained(losses, trainer.steps, reverted)
+
+
+@dataclass
+class _Trainer:
+    """What one step needs, and how many steps there were."""
+
+    model: nn.Module
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: torch.optim.Optimizer
+    forward: Callable[[nn.Module, Any], Any]
+    distillation: Distillation | None
+    schedule: Any
+    freezing: Freezing | None
+    region: AbstractContextManager[Any]
+    scaler: Any
+    steps: int = 0
+
+    def epoch(self, number: int, batches: Iterable[Any]) -> float:
+        """Train on all batches; the mean loss."""
+        total = 0.0
+        count = 0
+        for batch in batches:
+            total += self.step(number, batch)
+            count += 1
+        if not count:
+            raise QuantizationError(
+                "there is nothing to train on",
+                where=f"epoch {number}",
+                got="no batch",
+                expected="one or more",
+                do="give a list, or a function that returns the batches",
+            )
+        return total / count
+
+    def step(self, epoch: int, batch: Any) -> float:
+        """One step; its loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        value = self._loss(batch)
+        if not bool(value.isfinite()):
+            raise NonFiniteError(
+                f"the loss of step {self.steps} is {value.item()}",
+                where=f"epoch {epoch}",
+                do="lower the learning rates, or look at the batch",
+            )
+        self._update(value)
+        if isinstance(self.model, QuantizedModel):
+            clip_binary_(self.model)
+        if self.schedule is not None:
+            self.schedule.step()
+        if self.freezing is not None:
+            self.freezing.step()
+        self.steps += 1
+        return value.item()
+
+    def _loss(self, batch: Any) -> Tensor:
+        soft = None
+        if self.distillation is not None:
+            soft = self.distillation.outputs(self.forward, batch)
+        with self.region:
+            output = self.forward(self.model, batch)
+            value = self.loss(output, batch)
+        if self.distillation is not None and soft is not None:
+            value = self.distillation.loss(value, output, soft)
+        return value
+
+    def _update(self, value: Tensor) -> None:
+        if self.scaler is None:
+            value.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        else:
+            self.scaler.scale(value).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise QuantizationError where a learner's parameters would not be trained, and nobody froze them."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for path, learner in learners(model).items():
+        parameters = [getattr(learner, name) for name in learner.learned]
+        if not all(_is_trained_or_frozen(p, trained) for p in parameters):
             raise QuantizationError(
                 "the optimizer does not know this learner's parameters",
                 where=learner.name or path,
@@ -202,3 +243,9 @@ def _flags(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags:
             module.training = training
+
+
+def _is_trained_or_frozen(parameter: Tensor | None, trained: set[int]) -> bool:
+    if parameter is None:
+        return False
+    return not parameter.requires_grad or id(parameter) in trained

@@ -129,10 +129,10 @@ class Dorefa(Transformed):
         """See ``Learner``."""
         if self.role == "weight":
             return super().first(x)
-        one = torch.ones([1] * self.split(x)[0].ndim, dtype=x.dtype, device=x.device)
+        ones = torch.ones([1] * self.split(x)[0].ndim, dtype=x.dtype, device=x.device)
         return QParams(
-            one / (self.fmt.max_finite - self.fmt.min_finite),
-            one * self.fmt.min_finite,
+            ones / (self.fmt.max_finite - self.fmt.min_finite),
+            ones * self.fmt.min_finite,
             self.granularity,
         )
 
@@ -151,11 +151,11 @@ class Dorefa(Transformed):
 
     def qparams(self) -> QParams:
         """See ``Learner``."""
-        found = super().qparams()
+        trained = super().qparams()
         return (
-            found
+            trained
             if self.role == "weight"
-            else QParams(found.scale, self.get_buffer("zero_point"), self.granularity)
+            else QParams(trained.scale, self.get_buffer("zero_point"), self.granularity)
         )
 
     def codes(self, view: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -320,7 +320,8 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         bits, generator = ctx.how
         with torch._C.DisableTorchFunction():
-            gradient, steps = gradients[0].float(), 2.0**bits - 1
+            gradient = gradients[0].float()
+            steps = 2.0**bits - 1
             dims = tuple(range(1, gradient.ndim)) or (0,)
             largest = gradient.abs().amax(dims, keepdim=True)
             noise = (

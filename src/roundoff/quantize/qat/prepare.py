@@ -55,28 +55,24 @@ def prepare_qat(
         PatternError: a pattern of ``only`` matches no quantizer.
     """
     _check(model, "prepare_qat")
-    unused = set(only or {})
-    kept, made = {}, {}
+    patterns = only or {}
+    used: set[str] = set()
+    kept = {}
+    learners = {}
     for name, quantizer in model.named():
         chosen = weights if quantizer.weight else activations
-        for pattern, other in (only or {}).items():
-            if fnmatchcase(name, pattern):
-                unused.discard(pattern)
-                chosen = other
-                break
+        pattern = next((p for p in patterns if fnmatchcase(name, p)), None)
+        if pattern is not None:
+            used.add(pattern)
+            chosen = patterns[pattern]
         if not chosen:
             kept[name] = "left as it is by `only`"
         elif quantizer.dynamic:
             kept[name] = "dynamic: its scale is chosen from each tensor"
         else:
-            made[name] = _learner(
-                model,
-                name,
-                quantizer,
-                chosen,
-                start,
-                (parameters or {}).get(chosen, {}),
-            )
+            settings = (parameters or {}).get(chosen, {})
+            learners[name] = _learner(model, name, quantizer, chosen, start, settings)
+    unused = set(patterns) - used
     if unused:
         raise PatternError(
             "a pattern matches no quantizer",
@@ -84,14 +80,14 @@ def prepare_qat(
             got=", ".join(sorted(unused)),
             expected=f"names such as {next((n for n, _ in model.named()), 'conv.weight')}",
         )
-    if not made:
+    if not learners:
         raise QuantizationError(
             "there is nothing to learn",
             where="prepare_qat",
             expected="a quantizer with a scale",
             got="; ".join(sorted(set(kept.values()))) or "a model without quantizers",
         )
-    for name, learner in made.items():
+    for name, learner in learners.items():
         model.put_(name, learner)
     model.train()
     return kept
@@ -125,10 +121,10 @@ def _learner(
             got=quantizer.kind,
             do="convert the model first",
         )
-    granularity, role = (
-        quantizer.granularity,
-        "weight" if quantizer.weight else "activation",
-    )
+    granularity = quantizer.granularity
+    role: Literal["weight", "activation"] = "activation"
+    if quantizer.weight:
+        role = "weight"
     calibrated = quantizer.scale is not None and start == "calibrated"
     try:
         learner = make_learner(
@@ -136,7 +132,7 @@ def _learner(
             quantizer.fmt,
             granularity,
             quantizer.qparams() if calibrated else None,
-            role="weight" if quantizer.weight else "activation",
+            role=role,
             **parameters,
         )
     except QuantizationError as error:
@@ -147,25 +143,28 @@ def _learner(
             expected=error.expected,
             do=error.do,
         ) from error
-    learner.name, learner.sites, learner.operand = (
-        name,
-        quantizer.sites,
-        quantizer.operand,
-    )
-    weight = _parameter(model, name)
-    if quantizer.weight and weight is not None:
-        learner.to(weight.device)
-        if not learner.ready:
-            learner.start_from(weight.detach())
-    elif quantizer.weight and not isinstance(learner, Affine):
+    learner.name = name
+    learner.sites = quantizer.sites
+    learner.operand = quantizer.operand
+    if quantizer.weight:
+        _start(learner, _parameter(model, name), chosen)
+    return learner
+
+
+def _start(learner: Learner, weight: nn.Parameter | None, chosen: str) -> None:
+    """Start a learner of weights from its parameter."""
+    if weight is None and not isinstance(learner, Affine):
         raise QuantizationError(
             f"{chosen} transforms a weight, and this one is no parameter",
-            where=name,
+            where=learner.name,
             expected="a parameter of the model",
             got="a value computed in the forward pass",
             do="use lsq or ste here, with `only`",
         )
-    return learner
+    if weight is not None:
+        learner.to(weight.device)
+        if not learner.ready:
+            learner.start_from(weight.detach())
 
 
 def _parameter(model: QuantizedModel, name: str) -> nn.Parameter | None:
@@ -188,19 +187,22 @@ def convert(model: QuantizedModel) -> QuantizedModel:
     """
     _check(model, "convert")
     model.eval()
-    found: list[tuple[str, Quantizer, nn.Parameter | None, torch.Tensor | None]] = []
+    converted: list[
+        tuple[str, Quantizer, nn.Parameter | None, torch.Tensor | None]
+    ] = []
     for name, learner in all_learners(model):
         quantizer = Quantizer(
             name, learner.grid, learner.operand, learner.granularity, learner.sites
         )
-        parameter, weight = _parameter(model, name) if learner.weight else None, None
+        parameter = _parameter(model, name) if learner.weight else None
+        weight = None
         if parameter is not None:
             weight, qparams = learner.frozen(parameter)
         else:
             qparams = learner.qparams()
         quantizer.set_(qparams, learner.kind)
-        found.append((name, quantizer, parameter, weight))
-    for name, quantizer, parameter, weight in found:
+        converted.append((name, quantizer, parameter, weight))
+    for name, quantizer, parameter, weight in converted:
         model.put_(name, quantizer.eval())
         if parameter is not None and weight is not None:
             with torch.no_grad():

@@ -26,10 +26,10 @@ class At:
 
     def on_grid(self, fmt: Format) -> Tensor:
         """``steps`` rounded and saturated: the result over the scale."""
-        one = QParams(
+        identity = QParams(
             torch.ones((), dtype=self.x.dtype, device=self.x.device), self.zero_point
         )
-        return fake_quantize(self.steps, one, fmt)
+        return fake_quantize(self.steps, identity, fmt)
 
 
 class Affine(Learner):
@@ -61,7 +61,8 @@ class _Estimate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, learner: Affine, *parameters: Tensor) -> Tensor:
         qparams = learner.qparams()
-        ctx.learner, ctx.zero_point = learner, qparams.zero_point
+        ctx.learner = learner
+        ctx.zero_point = qparams.zero_point
         ctx.save_for_backward(x, qparams.scale, *parameters)
         return fake_quantize(x, qparams, learner.fmt)
 
@@ -69,19 +70,18 @@ class _Estimate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         with torch._C.DisableTorchFunction():
             x, scale, *parameters = ctx.saved_tensors
-            learner, zero_point = ctx.learner, ctx.zero_point
+            learner = ctx.learner
+            zero_point = ctx.zero_point
             view, dims = learner.split(x)
-            scale, zero_point = (
-                scale.to(x.dtype),
-                None if zero_point is None else zero_point.to(x.dtype),
-            )
+            scale = scale.to(x.dtype)
+            zero_point = None if zero_point is None else zero_point.to(x.dtype)
             by_x, *rest = learner.slopes(
                 At(view, view / scale, scale, zero_point, dims)
             )
             gradient = gradients[0].to(x.dtype).reshape(view.shape)
             needed = zip(rest, parameters, ctx.needs_input_grad[2:], strict=True)
-            found = [
+            by_parameters = [
                 (gradient * d).sum(dims).to(p.dtype).reshape(p.shape) if need else None
                 for d, p, need in needed
             ]
-            return (gradient * by_x).reshape(x.shape), None, *found
+            return (gradient * by_x).reshape(x.shape), None, *by_parameters

@@ -98,10 +98,8 @@ class Ttq(Learner):
 
     def valid(self) -> Tensor:
         """See ``Learner``."""
-        smallest, largest = (
-            torch.minimum(self.positive, self.negative),
-            torch.maximum(self.positive, self.negative),
-        )
+        smallest = torch.minimum(self.positive, self.negative)
+        largest = torch.maximum(self.positive, self.negative)
         return (smallest > 0) & largest.isfinite() & (largest >= 127 * TINY)
 
     @property
@@ -136,7 +134,8 @@ class _Ternary(torch.autograd.Function):
         scale = learner.qparams().scale.to(x.dtype)
         values = [(v.to(x.dtype) / scale).round() * scale for v in (positive, negative)]
         threshold = _threshold(view, dims)
-        above, below = view > threshold, view < -threshold
+        above = view > threshold
+        below = view < -threshold
         ctx.learner = learner
         ctx.save_for_backward(above, below, positive, negative)
         zero_or_nan = torch.where(view.isnan(), view, 0.0)

@@ -43,7 +43,8 @@ def parameter_groups(
         >>> [(g["name"], len(g["params"]), g["lr"], g["weight_decay"]) for g in groups]
         [('model', 2, 0.1, 0.0001), ('scales', 1, 0.01, 0.0)]
     """
-    own: dict[str, list[Tensor]] = {"scales": [], "clips": []}
+    scales: list[Tensor] = []
+    clips: list[Tensor] = []
     for path, learner in learners(model).items():
         if not learner.ready:
             raise QuantizationError(
@@ -53,35 +54,31 @@ def parameter_groups(
                 got="neither",
                 do="run one batch before the optimizer is made",
             )
-        own["clips" if learner.decays else "scales"] += [
-            getattr(learner, name) for name in learner.learned
-        ]
-    taken = {id(p) for group in own.values() for p in group}
-    rest = [p for p in model.parameters() if id(p) not in taken]
-    groups = [
-        {"name": "model", "params": rest, "lr": lr, "weight_decay": weight_decay},
-        {
-            "name": "scales",
-            "params": own["scales"],
-            "lr": scale_lr,
-            "weight_decay": 0.0,
-        },
-        {
-            "name": "clips",
-            "params": own["clips"],
-            "lr": scale_lr,
-            "weight_decay": weight_decay,
-        },
-    ]
-    return [group for group in groups if group["params"]]
+        learned = [getattr(learner, name) for name in learner.learned]
+        if learner.decays:
+            clips += learned
+        else:
+            scales += learned
+    taken = {id(parameter) for parameter in (*scales, *clips)}
+    others = [p for p in model.parameters() if id(p) not in taken]
+    groups: list[dict[str, Any]] = []
+    for name, parameters, rate, decay in (
+        ("model", others, lr, weight_decay),
+        ("scales", scales, scale_lr, 0.0),
+        ("clips", clips, scale_lr, weight_decay),
+    ):
+        if parameters:
+            group = {"name": name, "params": parameters}
+            groups.append(group | {"lr": rate, "weight_decay": decay})
+    return groups
 
 
 def freeze(model: nn.Module, frozen: bool = True) -> int:
     """Keep all learned and observed scales as they are, or let them go on; returns how many learners there are."""
-    found = learners(model)
-    for learner in found.values():
+    all_learners = learners(model)
+    for learner in all_learners.values():
         learner.freeze(frozen)
-    return len(found)
+    return len(all_learners)
 
 
 @dataclass

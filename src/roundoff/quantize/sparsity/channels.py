@@ -23,6 +23,7 @@ from roundoff.quantize.channels.rescale import grouped_view
 from roundoff.quantize.sparsity.importance import Importance, score
 from roundoff.quantize.sparsity.model_cost import model_cost
 from roundoff.quantize.sparsity.shrink import shrink_
+from roundoff.site import matches
 from roundoff.workload import Workload
 
 
@@ -92,11 +93,10 @@ def prune_channels_(
     }
     groups = _tried(workload, groups, scores)
     scores = {i: s for i, s in scores.items() if groups[i].pinned is None}
-    share = (
-        ratio
-        if ratio is not None
-        else _search(workload, groups, scores, float(macs or 0.0), scope, multiple)
-    )
+    if ratio is not None:
+        share = ratio
+    else:
+        share = _search(workload, groups, scores, float(macs or 0.0), scope, multiple)
     chosen = choose(groups, scores, share, scope, multiple)
     if chosen:
         work = _shrunk(workload, groups, chosen)
@@ -107,25 +107,19 @@ def prune_channels_(
             depth=len(labels.spaces) + 1,
         )
         take_over_(model, work.model)
-    none = torch.zeros(0, dtype=torch.int64)
-    rows = [
-        PrunedChannels(
-            g.name,
-            g.size,
-            g.size - len(chosen.get(i, none)),
-            chosen.get(i, none),
-            g.pinned or "",
-        )
-        for i, g in enumerate(groups)
-    ]
-    seen = {space.name for space in labels.spaces} | set(labels.whole)
-    lost = [n for n, p in model.named_parameters() if n not in seen and p.ndim > 1]
-    return rows + [
-        PrunedChannels(
-            name, 0, 0, none, "no batch reached it, or its input has no channels"
-        )
-        for name in lost
-    ]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    rows = []
+    for i, group in enumerate(groups):
+        removed = chosen.get(i, nothing)
+        left = group.size - len(removed)
+        reason = group.pinned or ""
+        rows.append(PrunedChannels(group.name, group.size, left, removed, reason))
+    reached = {space.name for space in labels.spaces} | set(labels.whole)
+    reason = "no batch reached it, or its input has no channels"
+    for name, parameter in model.named_parameters():
+        if name not in reached and parameter.ndim > 1:
+            rows.append(PrunedChannels(name, 0, 0, nothing, reason))
+    return rows
 
 
 def choose(
@@ -135,22 +129,25 @@ def choose(
     scope: str,
     multiple: int,
 ) -> dict[int, Tensor]:
-    """Which channels of which group go: the lowest scores, ``round(n * share)`` of n; what is left of a group is at least
-    one channel and rounded up to a multiple. Of equal scores the first go."""
+    """Choose the channels of each group that go: those with the lowest scores, ``round(n * share)`` of n.
+
+    What is left of a group is at least one channel and rounded up to a multiple. Of equal
+    scores the first go.
+    """
     count = {i: round(groups[i].size * share) for i in scores}
     if scope == "global" and scores:
         owner = torch.cat([torch.full((len(s),), i) for i, s in scores.items()])
-        lowest = torch.cat(list(scores.values())).argsort(stable=True)[
-            : round(len(owner) * share)
-        ]
+        ranked = torch.cat(list(scores.values())).argsort(stable=True)
+        lowest = ranked[: round(len(owner) * share)]
         count = {i: int((owner[lowest] == i).sum()) for i in scores}
-    found = {}
+    removed = {}
     for i, values in scores.items():
         size = groups[i].size
-        left = min(size, -(-max(size - count[i], 1) // multiple) * multiple)
+        multiples = -(-max(size - count[i], 1) // multiple)
+        left = min(size, multiples * multiple)
         if left < size:
-            found[i] = values.argsort(stable=True)[: size - left].sort().values
-    return found
+            removed[i] = values.argsort(stable=True)[: size - left].sort().values
+    return removed
 
 
 def _search(
@@ -164,25 +161,19 @@ def _search(
     """The smallest share of channels whose removal leaves at most ``target`` of the MACs, by bisection."""
     batch = workload.batches[0]
     whole = model_cost(workload.model, batch, forward=workload.forward).macs
-    known: dict[tuple[tuple[int, int], ...], float] = {}
+    shares_left: dict[tuple[tuple[int, int], ...], float] = {(): 1.0}
 
     def left(share: float) -> float:
         chosen = choose(groups, scores, share, scope, multiple)
-        key = tuple((i, len(c)) for i, c in chosen.items())
-        if key not in known:
-            found = (
-                model_cost(
-                    _shrunk(workload, groups, chosen).model,
-                    batch,
-                    forward=workload.forward,
-                )
-                if chosen
-                else None
-            )
-            known[key] = found.macs / whole if found is not None else 1.0
-        return known[key]
+        key = tuple((i, len(channels)) for i, channels in chosen.items())
+        if key not in shares_left:
+            smaller = _shrunk(workload, groups, chosen).model
+            cost = model_cost(smaller, batch, forward=workload.forward)
+            shares_left[key] = cost.macs / whole
+        return shares_left[key]
 
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     if left(high) > target:
         pinned = sum(g.pinned is not None for g in groups)
         raise QuantizationError(
@@ -193,7 +184,10 @@ def _search(
         )
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (low, middle) if left(middle) <= target else (middle, high)
+        if left(middle) <= target:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -201,18 +195,14 @@ def _tried(
     workload: Workload, groups: list[ChannelGroup], scores: dict[int, Tensor]
 ) -> list[ChannelGroup]:
     """The groups, pinned where the code breaks when one channel is missing; all are tried at once first."""
-    able = [i for i in scores if groups[i].size > 1]
-    if (
-        not able
-        or _fails(workload, groups, {i: scores[i].argsort()[:1] for i in able}) is None
-    ):
+    lowest = {i: s.argsort()[:1] for i, s in scores.items() if groups[i].size > 1}
+    if not lowest or _fails(workload, groups, lowest) is None:
         return groups
-    for i in able:
-        reason = _fails(workload, groups, {i: scores[i].argsort()[:1]})
+    for i, channel in lowest.items():
+        reason = _fails(workload, groups, {i: channel})
         if reason is not None:
-            groups[i] = replace(
-                groups[i], pinned=f"the code depends on its size: {reason}"
-            )
+            pinned = f"the code depends on its size: {reason}"
+            groups[i] = replace(groups[i], pinned=pinned)
     return groups
 
 
@@ -252,28 +242,21 @@ def _masked(
                 places = binding.index[removed].flatten()
                 if binding.groups > 1:
                     length = view.shape[axis]
-                    for group, place in zip(
-                        (places // length).tolist(),
-                        (places % length).tolist(),
-                        strict=True,
-                    ):
-                        view[group].select(axis - 1, place).zero_()
+                    for place in places.tolist():
+                        group = view[place // length]
+                        group.select(axis - 1, place % length).zero_()
                 else:
                     view.index_fill_(axis, places.to(view.device), 0.0)
     return Workload(work, workload.batches, forward=workload.forward)
 
 
 def _kept_whole(group: ChannelGroup, ignored: Sequence[str]) -> ChannelGroup:
-    from roundoff.site import matches
-
-    hit = next(
-        (p for p in ignored for b in group.producers if matches(p, b.name)), None
-    )
-    return (
-        group
-        if hit is None or group.pinned
-        else replace(group, pinned=f"ignored by {hit}")
-    )
+    if group.pinned:
+        return group
+    for pattern in ignored:
+        if any(matches(pattern, binding.name) for binding in group.producers):
+            return replace(group, pinned=f"ignored by {pattern}")
+    return group
 
 
 def _check_arguments(

@@ -28,32 +28,19 @@ def score(model: nn.Module, group: ChannelGroup, importance: Importance) -> Tens
         QuantizationError: unknown, no BatchNorm to ask, another shape, NaN or Inf.
     """
     if callable(importance):
-        found = importance(group).detach().double().cpu()
-        if found.shape != (group.size,) or not bool(torch.isfinite(found).all()):
+        values = importance(group).detach().double().cpu()
+        if values.shape != (group.size,) or not bool(torch.isfinite(values).all()):
             raise QuantizationError(
                 "not an importance for this group",
                 where=group.name,
-                got=f"{tuple(found.shape)}",
+                got=f"{tuple(values.shape)}",
                 expected=f"({group.size},), finite",
             )
-        return found
+        return values
     if importance == "l2":
         return _l2(model, group)
     if importance == "batch_norm":
-        parameters = dict(model.named_parameters())
-        gammas = [
-            b
-            for b in group.passers
-            if b.part == "batch_norm" and b.name.endswith("weight")
-        ]
-        if not gammas:
-            raise QuantizationError(
-                "no BatchNorm scales this group's channels",
-                where=group.name,
-                do='importance="l2", or leave the group out with ignored=',
-            )
-        each = [_per_channel(parameters[b.name].detach().abs(), b) for b in gammas]
-        return torch.stack(each).sum(0)
+        return _batch_norm(model, group)
     raise QuantizationError(
         "unknown importance",
         expected="l2, batch_norm or a function",
@@ -61,12 +48,27 @@ def score(model: nn.Module, group: ChannelGroup, importance: Importance) -> Tens
     )
 
 
+def _batch_norm(model: nn.Module, group: ChannelGroup) -> Tensor:
+    parameters = dict(model.named_parameters())
+    norms = [binding for binding in group.passers if binding.part == "batch_norm"]
+    gammas = [binding for binding in norms if binding.name.endswith("weight")]
+    if not gammas:
+        raise QuantizationError(
+            "no BatchNorm scales this group's channels",
+            where=group.name,
+            do='importance="l2", or leave the group out with ignored=',
+        )
+    each = [_per_channel(parameters[b.name].detach().abs(), b) for b in gammas]
+    return torch.stack(each).sum(0)
+
+
 def _l2(model: nn.Module, group: ChannelGroup) -> Tensor:
     parameters = dict(model.named_parameters())
     total = torch.zeros(group.size, dtype=torch.float64)
     for binding in group.producers:
         norm = _per_channel(parameters[binding.name].detach().square(), binding).sqrt()
-        low, high = norm.amin(), norm.amax()
+        low = norm.amin()
+        high = norm.amax()
         total += (norm - low) / (high - low) if high > low else 0.0
     return total
 
@@ -92,12 +94,12 @@ def taylor_importance(
     scores = taylor_scores(model, batches, loss, forward=forward)
 
     def of(group: ChannelGroup) -> Tensor:
-        known = [b for b in (*group.producers, *group.consumers) if b.name in scores]
-        if not known:
+        scored = [b for b in (*group.producers, *group.consumers) if b.name in scores]
+        if not scored:
             raise QuantizationError(
                 "no linear layer or convolution makes or reads this group's channels",
                 where=group.name,
             )
-        return torch.stack([_per_channel(scores[b.name], b) for b in known]).sum(0)
+        return torch.stack([_per_channel(scores[b.name], b) for b in scored]).sum(0)
 
     return of

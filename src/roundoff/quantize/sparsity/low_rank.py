@@ -15,7 +15,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -85,22 +85,16 @@ def decompose_(
         >>> first.macs, last.reason, [tuple(p.shape) for p in net[0].parameters()]
         (0.25, 'no rank was given for it', [(8, 64), (64, 8), (64,)])
     """
-    if isinstance(rank, (int, float)) and not 0.0 < rank <= 1.0:
-        raise QuantizationError(
-            "not a share of the norm",
-            expected="0 < rank <= 1, evbmf, or ranks by layer",
-            got=repr(rank),
-        )
-    if scheme not in ("spatial", "channel"):
-        raise QuantizationError(
-            "unknown scheme", expected="spatial or channel", got=repr(scheme)
-        )
+    _check_arguments(rank, scheme)
     workload = Workload(model, batches, forward=forward)
     work = copy.deepcopy(model)
     inputs = _inputs(work, workload)
-    if isinstance(rank, Mapping) and (
-        lost := [path for path in rank if path not in inputs]
-    ):
+    lost = (
+        [path for path in rank if path not in inputs]
+        if isinstance(rank, Mapping)
+        else []
+    )
+    if lost:
         raise QuantizationError(
             "no linear layer or convolution that ran",
             where=lost[0],
@@ -122,6 +116,19 @@ def decompose_(
             setattr(work.get_submodule(parent), name, new.train(layer.training))
     take_over_(model, work)
     return rows
+
+
+def _check_arguments(rank: float | str | Mapping[str, int], scheme: str) -> None:
+    if isinstance(rank, (int, float)) and not 0.0 < rank <= 1.0:
+        raise QuantizationError(
+            "not a share of the norm",
+            expected="0 < rank <= 1, evbmf, or ranks by layer",
+            got=repr(rank),
+        )
+    if scheme not in ("spatial", "channel"):
+        raise QuantizationError(
+            "unknown scheme", expected="spatial or channel", got=repr(scheme)
+        )
 
 
 def _inputs(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
@@ -154,57 +161,51 @@ def _decompose(
     rank: float | str | Mapping[str, int],
     scheme: Scheme,
 ) -> tuple[Decomposed, nn.Module | None]:
-    kind = "linear" if isinstance(layer, nn.Linear) else scheme
-    if kind == "spatial" and not isinstance(layer, nn.Conv2d):
+    kind: str = scheme
+    if isinstance(layer, nn.Linear):
+        kind = "linear"
+    elif not isinstance(layer, nn.Conv2d):
         kind = "channel"
-    reason = ""
-    if isinstance(rank, Mapping) and path not in rank:
-        reason = "no rank was given for it"
-    elif kind != "linear" and (
-        layer.groups > 1
-        or layer.padding_mode != "zeros"
-        or isinstance(layer.padding, str)
-    ):
-        reason = "it has groups, or padding other than a number of zeros"
-    elif (
-        kind == "spatial"
-        and min(layer.kernel_size) == 1
-        or kind == "channel"
-        and max(layer.kernel_size) == 1
-    ):
-        reason = f"a kernel of {tuple(layer.kernel_size)} has no {kind} parts"
-    elif not bool(torch.isfinite(layer.weight).all()):
-        reason = "its weight holds NaN or Inf"
+    reason = _reason(path, layer, kind, rank)
     if reason:
         return Decomposed(path, kind, 0, 0, math.nan, 1.0, reason), None
     matrix = as_matrix(layer.weight.detach(), kind)
     left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
     r = _rank(path, singular, matrix, rank)
     squares = singular.square()
-    energy = (
-        float(squares[:r].sum() / squares.sum()) if float(squares.sum()) > 0.0 else 1.0
-    )
+    norm = float(squares.sum())
+    energy = float(squares[:r].sum() / squares.sum()) if norm > 0.0 else 1.0
+    full = len(singular)
     if r < 1:
-        return Decomposed(
-            path,
-            kind,
-            0,
-            len(singular),
-            energy,
-            1.0,
-            "every singular value is taken for noise",
-        ), None
+        reason = "every singular value is taken for noise"
+        return Decomposed(path, kind, 0, full, energy, 1.0, reason), None
     root = singular[:r].sqrt()
-    new = _layers(layer, left[:, :r] * root, root[:, None] * right[:r], kind)
-    before, after = (model_cost(m, (example,)).macs for m in (layer, new))
-    row = Decomposed(
-        path, kind, r, len(singular), energy, after / before if before else 1.0
-    )
+    factors = _layers(layer, left[:, :r] * root, root[:, None] * right[:r], kind)
+    before = model_cost(layer, (example,)).macs
+    after = model_cost(factors, (example,)).macs
+    row = Decomposed(path, kind, r, full, energy, after / before if before else 1.0)
     if after >= before:
-        return Decomposed(
-            **{**vars(row), "reason": f"rank {r} takes no fewer multiply-accumulates"}
-        ), None
-    return row, new
+        reason = f"rank {r} takes no fewer multiply-accumulates"
+        return replace(row, reason=reason), None
+    return row, factors
+
+
+def _reason(
+    path: str, layer: Any, kind: str, rank: float | str | Mapping[str, int]
+) -> str:
+    """Why a layer stays whole; empty if it does not."""
+    if isinstance(rank, Mapping) and path not in rank:
+        return "no rank was given for it"
+    if kind != "linear":
+        padded = layer.padding_mode != "zeros" or isinstance(layer.padding, str)
+        if layer.groups > 1 or padded:
+            return "it has groups, or padding other than a number of zeros"
+        side = min if kind == "spatial" else max
+        if side(layer.kernel_size) == 1:
+            return f"a kernel of {tuple(layer.kernel_size)} has no {kind} parts"
+    if not bool(torch.isfinite(layer.weight).all()):
+        return "its weight holds NaN or Inf"
+    return ""
 
 
 def as_matrix(weight: Tensor, scheme: str) -> Tensor:
@@ -240,31 +241,26 @@ def _rank(
         )
     shares = np.cumsum(values**2)
     # the last share is 1 up to rounding, so a share of 1 is the whole rank
-    return min(
-        int(np.searchsorted(shares, rank * shares[-1] * (1 - 1e-15))) + 1, len(values)
-    )
+    asked = rank * shares[-1] * (1 - 1e-15)
+    return min(int(np.searchsorted(shares, asked)) + 1, len(values))
 
 
 @torch.no_grad()
 def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequential:
-    r, has_bias, made = (
-        left.shape[1],
-        layer.bias is not None,
-        {"device": layer.weight.device, "dtype": layer.weight.dtype},
-    )
+    r = left.shape[1]
+    has_bias = layer.bias is not None
+    place = {"device": layer.weight.device, "dtype": layer.weight.dtype}
     first: Any
     second: Any
     if scheme == "linear":
-        first = nn.Linear(layer.in_features, r, bias=False, **made)
-        second = nn.Linear(r, layer.out_features, bias=has_bias, **made)
+        first = nn.Linear(layer.in_features, r, bias=False, **place)
+        second = nn.Linear(r, layer.out_features, bias=has_bias, **place)
         first.weight.copy_(left.T)
         second.weight.copy_(right.T)
     else:
-        inputs, outputs, kernel = (
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,
-        )
+        inputs = layer.in_channels
+        outputs = layer.out_channels
+        kernel = layer.kernel_size
         if scheme == "spatial":
             ways = [
                 (v[0], v[1])
@@ -279,7 +275,7 @@ def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequenti
                 (p[0], 0),
                 (d[0], 1),
                 bias=False,
-                **made,
+                **place,
             )
             second = nn.Conv2d(
                 r,
@@ -289,7 +285,7 @@ def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequenti
                 (0, p[1]),
                 (1, d[1]),
                 bias=has_bias,
-                **made,
+                **place,
             )
             first.weight.copy_(
                 left.view(inputs, k[0], r).permute(2, 0, 1).unsqueeze(-1)
@@ -299,7 +295,7 @@ def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequenti
             )
         else:
             kind = type(layer)
-            first = kind(inputs, r, 1, bias=False, **made)
+            first = kind(inputs, r, 1, bias=False, **place)
             second = kind(
                 r,
                 outputs,
@@ -308,7 +304,7 @@ def _layers(layer: Any, left: Tensor, right: Tensor, scheme: str) -> nn.Sequenti
                 layer.padding,
                 layer.dilation,
                 bias=has_bias,
-                **made,
+                **place,
             )
             first.weight.copy_(left.T.reshape(first.weight.shape))
             second.weight.copy_(right.view(r, outputs, *kernel).transpose(0, 1))

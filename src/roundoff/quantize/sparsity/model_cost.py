@@ -42,8 +42,8 @@ def model_cost(
     Zeros count: a mask saves nothing here, removed channels do.
 
     Example:
-        >>> found = model_cost(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(1, 1, 4, 4))
-        >>> found.macs, found.bytes  # 4·9 for each of 4 pixels, and 16·2; 4 bytes for each parameter
+        >>> counted = model_cost(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(1, 1, 4, 4))
+        >>> counted.macs, counted.bytes  # 4·9 for each of 4 pixels, and 16·2; 4 bytes for each parameter
         (176, 296)
     """
     workload = Workload(model, [batch], forward=forward)

@@ -101,7 +101,8 @@ def _noise(values: Values, large: int, alpha: float, tau: float) -> float:
     # Ω has kinks where a singular value crosses the threshold: the best of a grid, refined between its neighbours
     grid = np.linspace(math.log(lower), math.log(upper), 200)
     at = int(np.argmin([omega(g) for g in grid]))
-    left, right = grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)]
+    left = grid[max(at - 1, 0)]
+    right = grid[min(at + 1, len(grid) - 1)]
     return math.exp(
         float(minimize_scalar(omega, bounds=(left, right), method="bounded").x)
     )

@@ -24,28 +24,35 @@ def shrink_(model: nn.Module, removals: Sequence[tuple[ChannelGroup, Tensor]]) -
                 lost = lost % (model.get_parameter(binding.name).shape[binding.axis])
             gone[binding.name, binding.axis].update(lost.tolist())
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    new: dict[int, Tensor] = {}
+    smaller: dict[int, Tensor] = {}
     for (name, axis), places in gone.items():
-        tensor = new.get(id(named[name]), named[name])
-        keep = torch.tensor(
-            [i for i in range(tensor.shape[axis]) if i not in places], dtype=torch.int64
-        )
-        kept = tensor.detach().index_select(axis, keep.to(tensor.device))
-        new[id(named[name])] = (
-            nn.Parameter(kept, tensor.requires_grad)
-            if isinstance(tensor, nn.Parameter)
-            else kept
-        )
+        tensor = smaller.get(id(named[name]), named[name])
+        smaller[id(named[name])] = _without(tensor, axis, places)
     for module in model.modules():
-        changed = False
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for registry in registries:
-            for name, tensor in registry.items():
-                if id(tensor) in new:
-                    registry[name] = new[id(tensor)]
-                    changed = True
-        if changed:
-            _attributes_(module)
+        _replace_tensors_(module, smaller)
+
+
+def _without(tensor: Tensor, axis: int, places: set[int]) -> Tensor:
+    """The tensor without some places along an axis; a parameter stays one."""
+    kept = [i for i in range(tensor.shape[axis]) if i not in places]
+    index = torch.tensor(kept, dtype=torch.int64, device=tensor.device)
+    values = tensor.detach().index_select(axis, index)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(values, tensor.requires_grad)
+    return values
+
+
+def _replace_tensors_(module: nn.Module, new: dict[int, Tensor]) -> None:
+    """Put new tensors, by the ``id`` of the old ones, where a module holds them itself."""
+    changed = False
+    registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for registry in registries:
+        for name, tensor in registry.items():
+            if id(tensor) in new:
+                registry[name] = new[id(tensor)]
+                changed = True
+    if changed:
+        _attributes_(module)
 
 
 def _attributes_(module: Any) -> None:
@@ -54,19 +61,19 @@ def _attributes_(module: Any) -> None:
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, CONVOLUTIONS):
         rows, columns = module.weight.shape[:2]
-        if (
-            1 < module.groups == module.in_channels
-        ):  # depthwise: the groups are the channels
+        if _is_depthwise(module):
             module.groups = rows * module.groups // module.out_channels
-        module.out_channels, module.in_channels = rows, columns * module.groups
+        module.out_channels = rows
+        module.in_channels = columns * module.groups
     elif isinstance(module, TRANSPOSED):
         rows, columns = module.weight.shape[:2]
-        if 1 < module.groups == module.in_channels:
+        if _is_depthwise(module):
             module.groups = rows
-        module.in_channels, module.out_channels = rows, columns * module.groups
+        module.in_channels = rows
+        module.out_channels = columns * module.groups
     elif isinstance(module, _NormBase):
-        one: Any = module.weight if module.affine else module.running_mean
-        module.num_features = len(one)
+        per_channel: Any = module.weight if module.affine else module.running_mean
+        module.num_features = len(per_channel)
     elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         module.normalized_shape = tuple(module.weight.shape)
     elif isinstance(module, nn.GroupNorm):
@@ -75,3 +82,8 @@ def _attributes_(module: Any) -> None:
         module.num_parameters = len(module.weight)
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         module.num_embeddings, module.embedding_dim = module.weight.shape
+
+
+def _is_depthwise(module: Any) -> bool:
+    """Return True where the groups are the channels."""
+    return bool(1 < module.groups == module.in_channels)

@@ -36,6 +36,8 @@ TrainingStep = Callable[[nn.Module, torch.optim.Optimizer, Any], Tensor]
 FORMATS = ("fp32", "bf16", "fp16", "tf32", "fp64")
 WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZER_FLAGS = ("foreach", "fused", "capturable")
+#: Flags that exclude each other.
+EXCLUSIVE = ("foreach", "fused")
 SCALE_RULES = ("dynamic", "static", "off")
 #: Examples of every word but the formats, for messages.
 WORDS = (
@@ -288,18 +290,17 @@ def rebuilt(
             expected=f"one that takes {missing[0]}, such as Adam or SGD",
         )
     replaced = set(flags)
-    if "fused" in flags or "foreach" in flags:  # the two exclude each other
-        replaced |= {"foreach", "fused"}
+    if replaced & set(EXCLUSIVE):
+        replaced |= set(EXCLUSIVE)
     kept = [key for key in accepted if key not in replaced]
-    defaults = {
-        key: optimizer.defaults[key] for key in kept if key in optimizer.defaults
-    }
-    groups = [
-        {key: group[key] for key in ("params", *kept) if key in group}
-        for group in optimizer.param_groups
-    ]
+    defaults = _chosen(optimizer.defaults, kept)
+    groups = [_chosen(group, ["params", *kept]) for group in optimizer.param_groups]
     copy: torch.optim.Optimizer = kind(groups, **defaults, **flags)
     return copy
+
+
+def _chosen(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: values[key] for key in keys if key in values}
 
 
 def checkpointed(workload: Workload) -> Workload:

@@ -102,33 +102,36 @@ def _run_again(model: nn.Module, call: ModelCall) -> Birth | None:
     gradients = _gradients_from_outside(model, call)
     parameters = [p for p in model.parameters() if p.requires_grad]
     order: list[Tensor] = []
+    with _noted_order(parameters, order), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "skip")
+        with Capture(path, model, eager=True) as run:
+            leaves, inputs = _forward(model, call)
+            bad_leaves = filter(_is_nonfinite_output, leaves)
+            outputs = [run.recorder.recorded(leaf) for leaf in bad_leaves]
+            input_gradients = _backward(leaves, gradients, parameters, inputs)
+            names = {id(p): run.paths.name_of(p) for p in parameters}
+            run.step()
+        bad = [p for p in order if p.grad is not None and not _is_finite(p.grad)]
+        if not bad and all(map(_is_finite, input_gradients)):
+            return None
+        rows = load(path).ops.collect()
+    return read_birth(rows, names[id(bad[0])] if bad else None, outputs)
+
+
+@contextmanager
+def _noted_order(parameters: Sequence[Tensor], order: list[Tensor]) -> Iterator[None]:
+    """Add each parameter to ``order`` when its gradient is complete; forget the gradients afterwards."""
     handles = []
     for parameter in parameters:
         register: Any = parameter.register_hook
         handles.append(register(partial(_note_order, order, parameter)))
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "skip")
-            with Capture(path, model, eager=True) as run:
-                leaves, inputs = _forward(model, call)
-                outputs = [
-                    run.recorder.recorded(leaf)
-                    for leaf in leaves
-                    if _is_nonfinite_output(leaf)
-                ]
-                input_gradients = _backward(leaves, gradients, parameters, inputs)
-                names = {id(p): run.paths.name_of(p) for p in parameters}
-                run.step()
-            bad = [p for p in order if p.grad is not None and not _is_finite(p.grad)]
-            if not bad and all(map(_is_finite, input_gradients)):
-                return None
-            rows = load(path).ops.collect()
+        yield
     finally:
         for handle in handles:
             handle.remove()
         for parameter in parameters:
             parameter.grad = None
-    return read_birth(rows, names[id(bad[0])] if bad else None, outputs)
 
 
 def _note_order(order: list[Tensor], parameter: Tensor, _: Tensor) -> None:
@@ -205,14 +208,17 @@ def _origin(
     if born.kind != "arrived" or born.phase != "backward":
         return born
     # what came back into the model went out of it first
-    forward = []
-    for output in outputs:
-        passed = None if output is None else by_record.get(output)
-        if passed is None or passed.allowed or passed.origin is None:
-            continue
-        if passed.origin in by_record:
-            forward.append(by_record[passed.origin])
+    forward = _births_of_outputs(by_record, outputs)
     return min(forward, key=lambda e: e.record, default=born)
+
+
+def _births_of_outputs(
+    by_record: dict[int, NonfiniteEvent], outputs: Sequence[int | None]
+) -> list[NonfiniteEvent]:
+    """Return where the NaN or Inf in outputs of the model was born."""
+    passed = [by_record[o] for o in outputs if o is not None and o in by_record]
+    origins = [event.origin for event in passed if not event.allowed]
+    return [by_record[o] for o in origins if o is not None and o in by_record]
 
 
 def _maker_of_gradient(rows: pl.DataFrame, gradient: str | None) -> RecordedRow | None:

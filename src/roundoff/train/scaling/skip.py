@@ -55,8 +55,8 @@ class Birth:
 
     def updated(self, newer: Birth) -> Birth:
         """Take over what ``newer`` knows."""
-        known = {k: v for k, v in asdict(newer).items() if v is not None}
-        return replace(self, **known)
+        fields = {k: v for k, v in asdict(newer).items() if v is not None}
+        return replace(self, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from roundoff.errors import WorkloadError
 from roundoff.formats import Format, parse_format
-from roundoff.ops import Call, listed, runs, watch
+from roundoff.ops import Call, Operand, listed, runs, watch
 from roundoff.plan import Plain
 from roundoff.preserve import preserve
 from roundoff.train.autocast.simulate import simulated
@@ -81,10 +81,11 @@ class SimulatedAutocast(SimulatedFormats):
             activations = [o for o in activations if o.leaf == 0]
         elif call.kind != "normalization" and len(activations) < len(call.operands):
             return False
-        return bool(activations) and all(
-            o.sources and all(source in self.chosen for source in o.sources)
-            for o in activations
-        )
+        return bool(activations) and all(map(self._is_lower, activations))
+
+    def _is_lower(self, operand: Operand) -> bool:
+        """Return True if an operand was made by sites that ran in the format alone."""
+        return bool(operand.sources) and operand.sources <= self.chosen.keys()
 
 
 @dataclass(frozen=True)

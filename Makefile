@@ -12,12 +12,13 @@ export NO_MKDOCS_2_WARNING := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install format check fast test test-optional demo docs bench clean
+.PHONY: help install format check fast test times test-optional demo docs bench clean
 
 help:
 	@echo "make fast    ruff and the tests that are not slow: under a minute"
 	@echo "make test    ruff, mypy, the documentation site and all tests"
 	@echo "make test-optional   the tests that need Lightning, accelerate, Ray, Triton, ONNX, Paddle or TensorFlow"
+	@echo "make times   measure all tests, and list those that make fast leaves out"
 	@echo "make format  lay out the code and mend what ruff can mend"
 	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
 	@echo "make docs    the documentation site in out/site; a warning is an error"
@@ -47,6 +48,10 @@ fast: check
 test: check docs
 	$(RUN)/mypy
 	$(TEST)
+
+# Which tests are slow, measured anew: writes tests/slow_tests.txt.
+times: $(STAMP)
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q --times
 
 test-optional: $(STAMP)
 	$(RUN)/python -m pip install --quiet -c constraints.txt accelerate lightning 'ray[client]' triton \

@@ -128,6 +128,27 @@ def test_the_check_allows_what_is_above(tmp_path):
     assert list(breaches(tmp_path / "roundoff")) == []
 
 
+def test_the_map_lists_the_rooms_in_their_order():
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| room | what is there |")[2].partition("\n\n")[0]
+    cells = [
+        line.split("|")[1] for line in table.splitlines() if line.startswith("| `")
+    ]
+    rooms = re.findall(r"`(\w+)`", " ".join(cells))
+    assert rooms == [name for name in ORDER if name in rooms]
+    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert folders <= set(rooms)
+
+
+def test_the_map_names_files_that_exist():
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| change | where |")[2].partition("\n\n")[0]
+    places = re.findall(r"`([\w/]+(?:\.py|/))`", table)
+    assert len(places) >= 28
+    missing = [p for p in places if "VERB" not in p and not (SOURCE / p).exists()]
+    assert not missing
+
+
 def behind_a_face(imports: Iterator[tuple[int, str]], room: str | None) -> list[str]:
     """The imports of modules that lie behind the face of another room."""
     found = []

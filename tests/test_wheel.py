@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.slow
 
 WORKLOAD = """
 import torch

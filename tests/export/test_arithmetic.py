@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from roundoff.export.onnx.arithmetic import plainly, rounded
-from roundoff.export.onnx.stored import expresses
-from roundoff.export.onnx.sums import Power, code_steps
+from roundoff.export.onnx.codes import why_not_expressed
+from roundoff.export.onnx.differences import Power, code_steps
 from roundoff.formats import (
     PerAxis,
     PerGroup,
@@ -130,4 +130,4 @@ def test_dynamic_granularities_in_plain_arithmetic_are_the_quantizers(
     )
     assert torch.equal(plainly(x, quantizer), quantizer(x))
     deployable = name == "int8_asym" and granularity == PerTensor()
-    assert (expresses(quantizer) is None) == deployable
+    assert (why_not_expressed(quantizer) is None) == deployable

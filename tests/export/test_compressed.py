@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from roundoff.errors import QuantizationError
 from roundoff.export.checkpoint.packing import pack, unpack
+from roundoff.export.checkpoint.read import read_compressed
 from roundoff.export.checkpoint.shards import read_tensors, write_tensors
-from roundoff.export.checkpoint.write import read_compressed, write_compressed
+from roundoff.export.checkpoint.write import write_compressed
 from roundoff.formats import (
     PerAxis,
     PerBlock,

@@ -95,7 +95,7 @@ def describe(
     sites: dict[str, SiteInfo],
     formats: Sequence[Format],
 ) -> SiteInfo:
-    """Return what ``sites`` keeps of the site of a call, with this call's sizes added."""
+    """Return what ``sites`` keeps of a call's site, with this call's sizes added."""
     name = str(call.site)
     info = sites.get(name)
     if info is None:
@@ -215,7 +215,7 @@ class Probe:
         self.largest = max(self.largest, *written)
 
     def _keep(self, value: Any) -> Any:
-        """Return a tensor as it is kept until the backward pass, another value as is."""
+        """Return a tensor as it is kept for the backward pass, other values as is."""
         if not isinstance(value, Tensor):
             return value
         kept = _KeptTensor(value)

@@ -104,7 +104,7 @@ class Problem:
             stored |= first_read
 
     def cost_of(self, formats: Mapping[str, str]) -> float:
-        """Return the cost of a choice of formats (site to format), all sites counted."""
+        """Return the cost of a choice of formats, site to format, over all sites."""
         return sum(self._cost(site, formats.get(site, "fp32")) for site in self.work)
 
     def _cost(self, site: str, fmt: str) -> float:
@@ -227,7 +227,7 @@ class Problem:
         return self.sites(last)
 
     def lowest(self) -> tuple[dict[str, str], str]:
-        """Return every decision in its cheapest format, and the most frequent format."""
+        """Return every decision in its cheapest format, and the most frequent one."""
         chosen: dict[str, str] = {}
         for decision in self.decisions:
             fmt = _cheapest_format(decision)
@@ -308,7 +308,7 @@ def _moved(limit: float, bound: float, noise: float) -> float:
 
 
 def _cheapest_format(decision: Decision) -> str:
-    """Return the cheapest format that a decision may take, one of finite noise first."""
+    """Return the cheapest format of a decision; those of finite noise come first."""
     open_to = [c for c in decision.choices if decision.pinned in (None, c.format)]
     finite = [choice for choice in open_to if math.isfinite(choice.noise)]
     return min(finite or open_to, key=lambda choice: choice.cost).format

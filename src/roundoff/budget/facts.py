@@ -1,4 +1,4 @@
-"""The facts of a budget: its sites, and how it was measured. Stored as JSON in its file."""
+"""The facts of a budget: its sites and how it was measured, JSON in its file."""
 
 from __future__ import annotations
 

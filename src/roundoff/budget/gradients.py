@@ -181,7 +181,7 @@ class Edges:
         return result
 
     def _tie(self, call: Call, info: SiteInfo) -> None:
-        """Keep an operator that writes in place in the format of what it writes into."""
+        """Tie an operator that writes in place to the format of what it writes into."""
         if not call.operator.inplace or info.tied:
             return
         info.tied = _written_sites(call)

@@ -21,7 +21,7 @@ DB_PER_SHARE = 10 / math.log(10)
 
 
 def decibels(noise: float) -> float | None:
-    """SQNR of a relative noise power in dB; None for no noise and for infinite noise."""
+    """SQNR of a relative noise power in dB; None for no and for infinite noise."""
     return sqnr_db(noise) if 0 < noise < math.inf else None
 
 

@@ -41,7 +41,7 @@ class _HandOver(torch.autograd.Function):
 
 
 def hand_over(gradient: Tensor, callback: Callback) -> None:
-    """Call ``callback`` with the K gradients behind ``gradient``, shape ``(K, *shape)``.
+    """Call ``callback`` with the K gradients behind ``gradient``: ``(K, *shape)``.
 
     K = 1 outside vmap.
     """
@@ -58,7 +58,7 @@ def on_output(tensor: Tensor, hook: Callback, *, written: bool) -> None:
     if base is None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return
-    # where each element of the view lies in the flattened gradient of the tensor that is viewed
+    # where each element of the view lies in the flattened gradient of what is viewed
     places = torch.empty_strided(
         base.shape, base.stride(), dtype=torch.int64, device=base.device
     )

@@ -194,7 +194,7 @@ class Budget:
 
     @cached_property
     def parameters(self) -> pl.DataFrame:
-        """One row per parameter and format: SQNR when it alone is rounded, in all uses."""
+        """A row per parameter and format: SQNR when it alone is rounded, in all uses."""
         terms: dict[tuple[str, str], list[Term]] = defaultdict(list)
         for (_, fmt), parts in self._terms.items():
             for term in parts:

@@ -35,7 +35,7 @@ class _Slice(NamedTuple):
 
 @dataclass
 class Terms:
-    """What a batch's backward passes find: ``v . J e`` of each term, probe and sample."""
+    """What the backward passes of a batch find: ``v . J e`` per probe and sample."""
 
     _overflow: dict[TermKey, dict[int, int]] = field(default_factory=dict)
     _passes: dict[TermKey, dict[int, list[_Slice]]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Terms:
             counts[place] = max(overflow, counts.get(place, 0))
 
     def overflow(self, key: TermKey) -> int:
-        """Return how many elements of an error are not finite and seen by the output."""
+        """Return how many elements of an error are not finite and reach the output."""
         return sum(self._overflow.get(key, {}).values())
 
     def projections(self) -> dict[TermKey, np.ndarray]:

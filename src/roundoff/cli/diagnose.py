@@ -67,12 +67,15 @@ def command(
     top: o.Top = 20,
     json: o.Json = False,
 ) -> int:
-    """Say which operators' rounding costs the output most, write the cheapest plan that meets the target, and prove it.
+    """Say which operators' rounding costs the output most, write the cheapest plan that
+    meets the target, and prove it.
 
-    Writes report.html, budget.parquet, plan.toml and summary.json into the output folder.
+    Writes report.html, budget.parquet, plan.toml and summary.json into the output
+    folder.
 
-    With --candidate: record the workload as it is and as the candidate, and name the operator that makes them differ, bug
-    or rounding. Writes the runs reference and candidate, comparison, report.html and summary.json, and for a number format
+    With --candidate: record the workload as it is and as the candidate, and name the
+    operator that makes them differ, bug or rounding. Writes the runs reference and
+    candidate, comparison, report.html and summary.json, and for a number format
     budget.parquet, plan.toml and their page, plan.html.
     """
     import roundoff

@@ -1,4 +1,4 @@
-"""``roundoff plan``: the cheapest plan that meets a target, from a budget file; the model is not needed."""
+"""``roundoff plan``: the cheapest plan that meets a target, from a budget file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def command(
     ] = Path("plan.toml"),
     json: o.Json = False,
 ) -> int:
-    """Choose a format for each site: the cheapest plan whose predicted SQNR meets the target."""
+    """Choose a format for each site: the cheapest plan whose predicted SQNR meets the
+    target."""
     from roundoff.budget import Budget, choose
     from roundoff.report import plain, print_plan
     from roundoff.verbs.diagnose import plan_summary

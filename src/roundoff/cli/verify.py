@@ -37,7 +37,8 @@ def command(
     ] = None,
     json: o.Json = False,
 ) -> int:
-    """Run a plan by simulated rounding, measure SQNR and metric, and say whether the target is met."""
+    """Run a plan by simulated rounding, measure SQNR and metric, and say whether the
+    target is met."""
     import roundoff
     from roundoff.budget import parse_drop, parse_target
     from roundoff.report import print_verify

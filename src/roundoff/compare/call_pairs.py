@@ -139,9 +139,9 @@ def match_calls(
     spare.take(pairs)
     for match in (_renamed, _moved, _reordered):
         if spare.reference and spare.candidate:
-            found = match(spare.reference, spare.candidate)
-            spare.take(found)
-            pairs += found
+            matched = match(spare.reference, spare.candidate)
+            spare.take(matched)
+            pairs += matched
     return pairs + _recomputed(left, spare.candidate)
 
 
@@ -210,12 +210,8 @@ def _same_program(
     reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
 ) -> bool:
     """Return True where all calls agree in operator and parameters, one by one."""
-    if len(reference) != len(candidate):
-        return False
-    return all(
-        one.operator == other.operator and one.names == other.names
-        for one, other in zip(reference, candidate, strict=True)
-    )
+    ours = [(call.operator, call.names) for call in reference]
+    return ours == [(call.operator, call.names) for call in candidate]
 
 
 def _middle(
@@ -287,12 +283,9 @@ def _by_value(
     if not unlike:
         return in_order
     pairs = dict(set(in_order) - set(unlike))
-    paired = set(pairs.values())
-    free = [j for j in range(len(candidate)) if j not in paired]
-    for i, call in enumerate(reference):
-        if i in pairs:
-            continue
-        same = [j for j in free if _interchangeable(call, candidate[j])]
+    free = sorted(set(range(len(candidate))) - set(pairs.values()))
+    for i in sorted(set(range(len(reference))) - pairs.keys()):
+        same = [j for j in free if _interchangeable(reference[i], candidate[j])]
         if len(same) == 1:
             pairs[i] = same[0]
             free.remove(same[0])
@@ -308,29 +301,33 @@ def _interchangeable(one: RecordedCall, other: RecordedCall) -> bool:
     return _alike(one, other)
 
 
-def _score(one: RecordedCall, other: RecordedCall) -> float:
+def _score(reference: RecordedCall, candidate: RecordedCall) -> float:
     """How well two calls go together; 0 where they must not."""
-    if one.operator != other.operator:
+    if not _may_pair(reference, candidate):
         return 0.0
-    same_shapes = one.shapes == other.shapes
-    same_names = one.names == other.names
-    # which one of many views it is shows in what reads it
-    if one.operator in TRANSPARENT and not (
-        same_shapes and same_names and _alike(one, other)
-    ):
-        return 0.0
-    same_inputs = same_names and one.inputs_read == other.inputs_read
-    if not same_shapes and not same_inputs:
-        return 0.0
-    score = 6.0 if same_shapes else 4.0
-    if one.names or other.names:
-        score += 4.0 if same_names else -3.0
-    distance = _distance(one, other)
+    score = 6.0 if reference.shapes == candidate.shapes else 4.0
+    if reference.names or candidate.names:
+        score += 4.0 if reference.names == candidate.names else -3.0
+    distance = _distance(reference, candidate)
     if distance < ALIKE:
         score += 3.0
     if distance < SAME:
         score += 2.0
     return score
+
+
+def _may_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
+    """Return True for one operator on equal shapes, or on the same parameters."""
+    if reference.operator != candidate.operator:
+        return False
+    same_shapes = reference.shapes == candidate.shapes
+    same_names = reference.names == candidate.names
+    if reference.operator in TRANSPARENT:
+        # which one of many views it is shows in what reads it
+        return same_shapes and same_names and _alike(reference, candidate)
+    if same_shapes:
+        return True
+    return same_names and reference.inputs_read == candidate.inputs_read
 
 
 def _alike(one: RecordedCall, other: RecordedCall) -> bool:

@@ -67,14 +67,14 @@ def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:
     before others, then by their contribution to the error at the end of the step. The
     backward kernel of an operator that is named for its forward pass is the same fault.
     """
-    found: dict[tuple[Any, ...], Culprit] = {}
+    by_key: dict[tuple[Any, ...], Culprit] = {}
     for row in sorted(rows, key=_execution_order):
         key: tuple[Any, ...] = (row.blamed_phase, row.blamed, row.blamed_reference)
-        if key not in found:
-            key = _key_of_forward(row, found) or key
-        culprit = found.get(key)
-        found[key] = _culprit(row) if culprit is None else _with_row(culprit, row)
-    return sorted(found.values(), key=_likeliest_first)
+        if key not in by_key:
+            key = _key_of_forward(row, by_key) or key
+        culprit = by_key.get(key)
+        by_key[key] = _culprit(row) if culprit is None else _with_row(culprit, row)
+    return sorted(by_key.values(), key=_likeliest_first)
 
 
 def _execution_order(row: ComparedRow) -> tuple[int, int]:
@@ -154,13 +154,13 @@ def _module_and_operator(row: ComparedRow) -> tuple[str, str]:
 
 
 def _key_of_forward(
-    row: ComparedRow, found: dict[tuple[Any, ...], Culprit]
+    row: ComparedRow, by_key: dict[tuple[Any, ...], Culprit]
 ) -> tuple[Any, ...] | None:
     """The key of the forward operator that a backward row belongs to."""
     if row.blamed_phase != "backward":
         return None
     module, operator = _module_and_operator(row)
-    for key, culprit in found.items():
+    for key, culprit in by_key.items():
         if culprit.phase != "forward":
             continue
         if culprit.rank != row.rank or culprit.module != module:

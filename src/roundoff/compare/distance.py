@@ -150,12 +150,19 @@ def of_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:
         return UNKNOWN
     if differently_masked(reference, candidate):
         return MASKED
-    if any(getattr(reference, c) != getattr(candidate, c) for c in COUNTS):
+    if _counts(reference) != _counts(candidate):
         return INFINITE
-    ours = [getattr(reference, name) for name in VALUES]
-    if ours == [getattr(candidate, name) for name in VALUES]:
+    if _values(reference) == _values(candidate):
         return Distance(0.0, equal=reference.hash is None or candidate.hash is None)
     return _of_finite_statistics(reference, candidate)
+
+
+def _values(row: RecordedRow) -> tuple[float | None, ...]:
+    return row.min, row.max, row.mean, row.l2, row.std
+
+
+def _counts(row: RecordedRow) -> tuple[int | None, ...]:
+    return row.nan, row.posinf, row.neginf
 
 
 def _of_finite_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:

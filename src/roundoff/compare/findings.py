@@ -131,8 +131,8 @@ def _part_kept(finding: Finding, sources: float) -> float:
     """The part of a row's weight that its own error explains, from 0 to 1."""
     if finding.cause == OWN or not sources:
         return 1.0
-    own = _square(finding.own)
-    return own / (own + sources) if own else 0.0
+    made_here = _square(finding.own)
+    return made_here / (made_here + sources) if made_here else 0.0
 
 
 def _square(error: float | None) -> float:

@@ -96,8 +96,9 @@ def noise_floor(reference: Run, others: Sequence[Run]) -> pl.DataFrame:
         )
     rows = measurable_rows(reference)
     pairs = [paired(rows, other) for other in others]
-    found = distances(reference, others, rows, pairs)
-    return pl.concat([rows.select(*KEY, "site", "record"), found], how="horizontal")
+    floors = distances(reference, others, rows, pairs)
+    names = rows.select(*KEY, "site", "record")
+    return pl.concat([names, floors], how="horizontal")
 
 
 def measurable_rows(run: Run) -> pl.DataFrame:
@@ -154,9 +155,9 @@ def distances(
         by_tensor &= measurable | couples["record_other"].is_null()
     columns: dict[str, pl.Series] = {"by_tensor": by_tensor}
     for number, (other, couples) in enumerate(zip(others, pairs, strict=True)):
-        found = _statistics_distance(couples)
-        distance = found["distance"].to_list()
-        reason = found["reason"].to_list()
+        by_statistics = _statistics_distance(couples)
+        distance = by_statistics["distance"].to_list()
+        reason = by_statistics["reason"].to_list()
         for place in (by_tensor & couples["record_other"].is_not_null()).arg_true():
             couple = couples.row(place, named=True)
             distance[place], reason[place] = _tensor_distance(reference, other, couple)

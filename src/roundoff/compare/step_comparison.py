@@ -96,11 +96,13 @@ def compare_step(
     rows = []
     for pair in pairs:
         finding = findings.get(pair.candidate) if pair.candidate is not None else None
-        row = _measured_row(sides, pair, measures.distances)
+        columns = _measured_columns(sides, pair, measures.distances)
         if finding is not None:
-            share = shares[finding.record]
-            row = _explained_row(row, sides, divergence, finding, share, memory)
-        rows.append(row)
+            columns["contribution"] = shares[finding.record]
+            if columns["reason"] != UNWRITTEN:
+                columns |= _finding_columns(finding)
+            columns |= _explanation_columns(sides, divergence, finding, memory)
+        rows.append(ComparedRow(**columns))
     _remember(memory, candidate, findings)
     _remember_unwritten(memory, reference, pairs)
     return rows
@@ -300,31 +302,29 @@ def _remember_unwritten(memory: Memory, rows: Rows, pairs: Sequence[Pair]) -> No
             memory.unwritten[name] = row
 
 
-def _explained_row(
-    row: ComparedRow,
-    sides: Sides,
-    divergence: Divergence,
-    finding: Finding,
-    share: float,
-    memory: Memory,
-) -> ComparedRow:
-    """The row with what was found of it."""
-    columns: dict[str, Any] = {"contribution": share}
-    if row.reason != UNWRITTEN:
-        columns["tolerance"] = finding.tolerance
-        columns["inputs_error"] = finding.inputs
-        columns["own"] = finding.own
-        columns["cause"] = finding.cause
+def _finding_columns(finding: Finding) -> dict[str, Any]:
+    return {
+        "tolerance": finding.tolerance,
+        "inputs_error": finding.inputs,
+        "own": finding.own,
+        "cause": finding.cause,
+    }
+
+
+def _explanation_columns(
+    sides: Sides, divergence: Divergence, finding: Finding, memory: Memory
+) -> dict[str, Any]:
+    """Where the error comes from: nothing for a row that rounding explains."""
     if finding.cause == OWN:
         explanation = explain(sides, divergence, finding)
-        recorded = sides.candidate.rows[finding.record]
-        columns |= asdict(explain_unwritten(memory, recorded, explanation))
-    elif finding.origin is not None:
-        columns["origin"] = sides.candidate.rows[finding.origin].site
-    return replace(row, **columns)
+        row = sides.candidate.rows[finding.record]
+        return asdict(explain_unwritten(memory, row, explanation))
+    if finding.origin is not None:
+        return {"origin": sides.candidate.rows[finding.origin].site}
+    return {}
 
 
-def _measured_row(sides: Sides, pair: Pair, distances: Distances) -> ComparedRow:
+def _measured_columns(sides: Sides, pair: Pair, distances: Distances) -> dict[str, Any]:
     """Names of both sides, and their distance with all metrics."""
     row = None
     twin = None
@@ -335,7 +335,7 @@ def _measured_row(sides: Sides, pair: Pair, distances: Distances) -> ComparedRow
     columns = _names(pair, twin, row)
     if twin is not None and row is not None:
         columns |= _distance_columns(twin, row, distances, pair.reason)
-    return ComparedRow(**columns)
+    return columns
 
 
 def _names(

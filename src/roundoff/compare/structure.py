@@ -67,9 +67,9 @@ def structure(expected: Tensor, actual: Tensor, unit: float) -> Structure | None
     if difference is None or not difference.count:
         return None
     for classify in _CLASSIFIERS:
-        found = classify(difference)
-        if found is not None:
-            return found
+        described = classify(difference)
+        if described is not None:
+            return described
     return None
 
 

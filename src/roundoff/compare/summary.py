@@ -57,9 +57,9 @@ class About:
     def of_plain(cls, data: Mapping[str, Any]) -> About:
         """The object from its plain data; unknown keys are left out."""
         names = {each.name for each in fields(cls)}
-        known = {name: value for name, value in data.items() if name in names}
+        values = {name: value for name, value in data.items() if name in names}
         unstable = [UnstableRow(**row) for row in data.get("unstable", ())]
-        return cls(**known | {"unstable": unstable})
+        return cls(**values | {"unstable": unstable})
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +261,8 @@ def summarise(
 
 
 def _labelled(rows: pl.LazyFrame) -> LabelledValue | None:
-    found = rows.select(_LABEL).collect().to_dicts()
-    return LabelledValue(**found[0]) if found else None
+    values = rows.select(_LABEL).collect().to_dicts()
+    return LabelledValue(**values[0]) if values else None
 
 
 def rows_to_show(table: pl.DataFrame, limit: int) -> list[JudgedRow]:

@@ -221,23 +221,23 @@ def _other_program(fault: Fault) -> Symptom | None:
 
 def _special_values(fault: Fault) -> Symptom | None:
     """NaN or Inf that the reference does not have. Unknown counts are none."""
-    counts = {
-        "NaN": (fault.twin.nan or 0, fault.row.nan or 0),
-        "+Inf": (fault.twin.posinf or 0, fault.row.posinf or 0),
-        "-Inf": (fault.twin.neginf or 0, fault.row.neginf or 0),
-    }
-    differing = {kind: pair for kind, pair in counts.items() if pair[0] != pair[1]}
+    counts = (
+        ("NaN", fault.twin.nan or 0, fault.row.nan or 0),
+        ("+Inf", fault.twin.posinf or 0, fault.row.posinf or 0),
+        ("-Inf", fault.twin.neginf or 0, fault.row.neginf or 0),
+    )
+    differing = [count for count in counts if count[1] != count[2]]
     if not differing:
         return None
     text = ", ".join(
-        f"{candidate:,} {kind} where the reference has {reference:,}"
-        for kind, (reference, candidate) in differing.items()
+        f"{theirs:,} {kind} where the reference has {ours:,}"
+        for kind, ours, theirs in differing
     )
-    more = [kind for kind, (ours, theirs) in differing.items() if theirs > ours]
-    if more and more != ["NaN"]:
-        return Symptom("overflow", f"{text}, in {fault.row.dtype}")
-    if more:
+    more = [kind for kind, ours, theirs in differing if theirs > ours]
+    if more == ["NaN"]:
         return Symptom("NaN", text)
+    if more:
+        return Symptom("overflow", f"{text}, in {fault.row.dtype}")
     if fault.other_operator:
         return Symptom("other operator", f"{fault.differing_operators}: {text}")
     return Symptom("wrong constant", text)

@@ -186,9 +186,9 @@ def received(table: pl.DataFrame) -> pl.DataFrame:
     An operator of another rank made an error of its own in this step or before: then
     the collective has inherited its error.
     """
-    own = pl.col("cause") == OWN
+    made_here = pl.col("cause") == OWN
     faults = (
-        table.filter(own & (pl.col("phase") != "collective"))
+        table.filter(made_here & (pl.col("phase") != "collective"))
         .select("rank", "step", "blamed")
         .sort("step", "rank")
     )
@@ -196,7 +196,7 @@ def received(table: pl.DataFrame) -> pl.DataFrame:
         return table
     first = faults.row(0, named=True)
     passed_on = (
-        own
+        made_here
         & (pl.col("phase") == "collective")
         & (pl.col("step") >= first["step"])
         & (pl.col("rank") != first["rank"])

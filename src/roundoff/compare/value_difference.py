@@ -254,5 +254,6 @@ def _input_differences(
 def _statistic(name: str, twin: RecordedRow, row: RecordedRow) -> StatisticDifference:
     ours = getattr(twin, name)
     theirs = getattr(row, name)
-    known = ours is not None and theirs is not None
-    return StatisticDifference(name, ours, theirs, theirs - ours if known else None)
+    if ours is None or theirs is None:
+        return StatisticDifference(name, ours, theirs, None)
+    return StatisticDifference(name, ours, theirs, theirs - ours)

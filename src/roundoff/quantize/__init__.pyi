@@ -1,7 +1,6 @@
 from .channels.absorb import absorb_bias_ as absorb_bias_
 from .channels.awq import awq as awq
 from .channels.awq import clip_search as clip_search
-from .channels.divide import divide_ as divide_
 from .channels.equalise import equalise_ as equalise_
 from .channels.fold_batch_norm import fold_batch_norm_ as fold_batch_norm_
 from .channels.groups import channel_groups as channel_groups

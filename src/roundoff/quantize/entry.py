@@ -98,6 +98,10 @@ class Entry:
                 expected="finite scales above 0",
                 got=str(bad[0]),
             )
+        self._check_count(fmt, granularity)
+
+    def _check_count(self, fmt: Format, granularity: Granularity) -> None:
+        """Raise where there are scales that should not be, or none that should."""
         scaled_at_run_time = self.dynamic or isinstance(fmt, BlockFormat)
         if not self.scale and not scaled_at_run_time:
             raise QuantizationError(

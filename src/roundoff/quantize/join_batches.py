@@ -29,17 +29,26 @@ def stack(batches: Sequence[Any]) -> Any | None:
     lengths = [samples(leaves_of_batch) for leaves_of_batch in leaves]
     joined = []
     for parts in zip(*leaves, strict=True):
-        if _is_shared(parts, lengths):
-            if not all(p is parts[0] or np.array_equal(p, parts[0]) for p in parts):
-                return None
-            joined.append(parts[0])
-        elif any(p.shape[1:] != parts[0].shape[1:] for p in parts):
+        shared = _is_shared(parts, lengths)
+        if not (_all_equal(parts) if shared else _fit_together(parts)):
             return None
-        elif isinstance(parts[0], Tensor):
-            joined.append(torch.cat(list(parts)))
-        else:
-            joined.append(np.concatenate(parts))
+        joined.append(parts[0] if shared else _concatenate(parts))
     return tree_unflatten(joined, layout)
+
+
+def _all_equal(parts: Sequence[Any]) -> bool:
+    return all(p is parts[0] or np.array_equal(p, parts[0]) for p in parts)
+
+
+def _fit_together(parts: Sequence[Any]) -> bool:
+    """Return True for tensors that differ in their first axis alone."""
+    return all(p.shape[1:] == parts[0].shape[1:] for p in parts)
+
+
+def _concatenate(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts))
+    return np.concatenate(parts)
 
 
 def _is_shared(parts: Sequence[Any], lengths: Sequence[int]) -> bool:

@@ -95,18 +95,24 @@ class QuantizerLayout:
         if rule is None or _runs_whole(fmt):
             route.executes = fmt
             return
-        sums_are_integers = rule.activation is not None and is_integer(fmt)
+        quantizes = {
+            "weight": rule.weight is not None,
+            "activation": rule.activation is not None,
+            "bias": self.options.bias and rule.activation is not None,
+        }
         for use in node.uses:
-            role = use.operand.role
-            if role == "weight" and rule.weight is not None:
-                self.read(route, use, fmt, self._weight_granularity(node, use, fmt))
-            elif role == "activation" and rule.activation is not None:
-                values = self._value_format(node, fmt)
-                self.read(
-                    route, use, values, self._value_granularity(node, use, values)
-                )
-            elif role == "bias" and self.options.bias and sums_are_integers:
-                route.bias = use.operand.leaf
+            if quantizes.get(use.operand.role):
+                self._route_operand(route, node, use, fmt)
+
+    def _route_operand(self, route: Route, node: Node, use: Use, fmt: Format) -> None:
+        """Let a call read one operand in a format."""
+        if use.operand.role == "weight":
+            self.read(route, use, fmt, self._weight_granularity(node, use, fmt))
+        elif use.operand.role == "activation":
+            values = self._value_format(node, fmt)
+            self.read(route, use, values, self._value_granularity(node, use, values))
+        elif is_integer(fmt):
+            route.bias = use.operand.leaf
 
     def _weight_granularity(
         self, node: Node, use: Use, fmt: Format

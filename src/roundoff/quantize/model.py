@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.ops import MATRIX_KINDS, Call, execute, float_tensors, watch
 from roundoff.quantize.entry import Entry
-from roundoff.quantize.graph import Graph, Node
+from roundoff.quantize.graph import Graph, Node, Use
 from roundoff.quantize.layout import Route
 from roundoff.quantize.quantizer import Quantizer, round_bias
 from roundoff.quantize.record import PipelineStep, Record, fingerprint
@@ -442,19 +442,22 @@ def average_bits(model: QuantizedModel) -> tuple[float, float]:
     weights: dict[str, tuple[int, float]] = {}
     activations: list[tuple[int, float]] = []
     multiplying = [n for n in model.graph.nodes.values() if n.kind in MATRIX_KINDS]
-    # a weight that some call reads as it is stays quantized for the others: those first
-    for node in sorted(multiplying, key=lambda node: node.site not in model.routes):
-        route = model.routes.get(node.site)
+    # a weight that some call reads as it is stays quantized for the others: those last
+    for node in sorted(multiplying, key=lambda node: node.site in model.routes):
         for use in node.uses:
-            name = None if route is None else route.uses.get(use.operand.leaf)
-            bits = 32.0 if name is None else float(model.quantizer(name).fmt.bits)
-            if use.weight and route is None:
-                weights.setdefault(use.value, (math.prod(use.shape), bits))
-            elif use.weight:
+            bits = _operand_bits(model, node, use)
+            if use.weight:
                 weights[use.value] = (math.prod(use.shape), bits)
             elif use.operand.role == "activation":
                 activations.append((math.prod(use.shape[1:]), bits))
     return _mean_bits(list(weights.values())), _mean_bits(activations)
+
+
+def _operand_bits(model: QuantizedModel, node: Node, use: Use) -> float:
+    """Return the bits that a call reads an operand in; 32 without a quantizer."""
+    route = model.routes.get(node.site)
+    name = None if route is None else route.uses.get(use.operand.leaf)
+    return 32.0 if name is None else float(model.quantizer(name).fmt.bits)
 
 
 def _mean_bits(pairs: Sequence[tuple[int, float]]) -> float:

@@ -273,7 +273,7 @@ def _rescale_(
 ) -> _Rescaled:
     """Rescale channels by what the output loses, as far as that is asked for."""
     values = [q for _, q in calibration.model.named() if not q.weight]
-    static = any(not q.dynamic for q in values)
+    static = _has_static_values(calibration)
     spread = spread and static
     divide = divide and bool(values)
     weighs = static and any(r.observer == "adjoint" for r in rounding.every)
@@ -292,7 +292,19 @@ def _rescale_(
     ]
     if all(math.isnan(gain.after_db) for gain in gains):
         return _Rescaled(steps, before)
+    return _Rescaled(steps, _importance_after(calibration, before))
 
+
+def _has_static_values(calibration: Calibration) -> bool:
+    quantizers = calibration.model.named()
+    return any(not q.weight and not q.dynamic for _, q in quantizers)
+
+
+def _importance_after(calibration: Calibration, before: Importance) -> Importance:
+    """Return what errors cost the output of a rescaled model.
+
+    Raises ``_FunctionChangedError`` where it is another function.
+    """
     # extremes over all batches were for the rescaling alone
     after = importance(calibration.on(calibration.batches[:GRADIENT_BATCHES]))
     if abs(after.output - before.output) > SAME_POWER * before.output:
@@ -301,15 +313,14 @@ def _rescale_(
             where=calibration.workload.name,
             do="leave Options(divide=True) out for this model",
         )
-    return _Rescaled(steps, after)
+    return after
 
 
 def _round_(
     calibration: Calibration, rounding: Rounding, weights: Importance | None
 ) -> PipelineStep:
     """Choose scales and codes from front to back."""
-    static = any(not q.weight and not q.dynamic for _, q in calibration.model.named())
-    if weights is None or not static:
+    if weights is None or not _has_static_values(calibration):
         layers = {p: _without_importance(r) for p, r in rounding.layers.items()}
         rounding = replace(_without_importance(rounding), layers=layers)
     gains = round_model_(calibration, rounding, weights)

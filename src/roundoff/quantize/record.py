@@ -130,16 +130,16 @@ class Record:
     def _parameters_differ(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Say which parameters of the record the model has not, or otherwise."""
         recorded = {name: tuple(shape) for name, shape in self.model.shapes.items()}
-        missing = [
-            f"{name} {shape}: the model has none; nearest: {examples(name, shapes) or 'none'}"
-            for name, shape in recorded.items()
-            if name not in shapes
-        ]
-        changed = [
-            f"{name}: {shape} in the record, {shapes[name]} in the model"
-            for name, shape in recorded.items()
-            if name in shapes and shape != shapes[name]
-        ]
+        missing = []
+        changed = []
+        for name, shape in recorded.items():
+            if name not in shapes:
+                near = examples(name, shapes) or "none"
+                missing.append(f"{name} {shape}: the model has none; nearest: {near}")
+            elif shape != shapes[name]:
+                changed.append(
+                    f"{name}: {shape} in the record, {shapes[name]} in the model"
+                )
         added = [
             f"{name} {shape}: only in the model"
             for name, shape in shapes.items()

@@ -115,14 +115,9 @@ class CallRounding:
         uses = self.first.route.uses
         weights = {p: n for p, n in uses.items() if self.model.quantizer(n).weight}
         matrix = _weight_matrix(self.first, weights)
-        bias = None if matrix is None else _bias(self.first.call)
         wanted = [r for r in exact_results if isinstance(r, Tensor)]
-        takes_mean = (
-            bias is not None
-            and len(wanted) == len(self.quantized)
-            and self._may_correct(bias, wanted[0])
-        )
-        if takes_mean:
+        bias = None if matrix is None else self._bias_to_correct(wanted)
+        if bias is not None:
             self.progress.corrected.add(id(bias))
         for place, name in weights.items():
             quantizer = self.model.quantizer(name)
@@ -131,25 +126,27 @@ class CallRounding:
             self.progress.decided.add(name)
             weight = self.first.leaves[place]
             with name_errors(name):
-                if matrix is not None and self.rounding.weights == "gptq":
-                    self._round_by_output_(quantizer, weight, matrix, takes_mean)
-                else:
+                if matrix is None or self.rounding.weights != "gptq":
                     self._round_to_nearest_(quantizer, weight)
-        if bias is None or not takes_mean:
+                else:
+                    self._round_by_output_(quantizer, weight, matrix, bias is not None)
+        if bias is None:
             return [run_quantized(self.model, routed) for routed in self.quantized]
         return self._correct_bias_(bias, wanted)
 
-    def _may_correct(self, bias: Tensor, result: Tensor) -> bool:
-        """Return True for a bias that can take up the mean error.
+    def _bias_to_correct(self, wanted: Sequence[Tensor]) -> Tensor | None:
+        """Return a bias that can take up the mean error, or None.
 
-        It has to be a parameter, one number a channel, and not corrected before.
+        It has to be a parameter, one number a channel, and not corrected before; and all
+        runs need partners in full precision.
         """
-        return (
-            self.rounding.bias
-            and isinstance(bias, nn.Parameter)
-            and id(bias) not in self.progress.corrected
-            and bias.shape == (result.shape[_channel_axis(self.first.call)],)
-        )
+        bias = _bias(self.first.call)
+        if len(wanted) < len(self.quantized) or not self.rounding.bias:
+            return None
+        if not isinstance(bias, nn.Parameter) or id(bias) in self.progress.corrected:
+            return None
+        channels = wanted[0].shape[_channel_axis(self.first.call)]
+        return bias if bias.shape == (channels,) else None
 
     def _correct_bias_(self, bias: Tensor, wanted: Sequence[Tensor]) -> list[Any]:
         """Add the mean error to a bias; return the results of the quantized runs."""
@@ -243,12 +240,7 @@ class CallRounding:
         for exact_piece, piece in _pieces(exact, inputs, sampler.bytes_in_pieces()):
             rows = sampler.rows(piece)
             exact_rows = None if exact_piece is None else sampler.rows(exact_piece)
-            middle = rows.shape[-2] // 2
-            spans = slice(0, middle), slice(middle, None)
-            for half, span in zip(halves, spans, strict=True):
-                if rows[:, span].numel():
-                    reference = None if exact_rows is None else exact_rows[:, span]
-                    half.add(rows[:, span], reference=reference)
+            _add_halves_(halves, rows, exact_rows)
         return halves
 
 
@@ -289,6 +281,18 @@ class _RowSampler:
         if self.ndim <= 1 or not splits:
             return 0.0
         return self.share * math.prod(self.kernel) * self.elements * 4
+
+
+def _add_halves_(
+    halves: tuple[Hessian, Hessian], rows: Tensor, exact: Tensor | None
+) -> None:
+    """Add the first and the second half of rows ``[groups, n, in]`` to sums of their own."""
+    middle = rows.shape[-2] // 2
+    spans = slice(0, middle), slice(middle, None)
+    for half, span in zip(halves, spans, strict=True):
+        if rows[:, span].numel():
+            reference = None if exact is None else exact[:, span]
+            half.add(rows[:, span], reference=reference)
 
 
 def _pieces(

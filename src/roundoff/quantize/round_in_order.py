@@ -276,15 +276,11 @@ class _Order:
 
     def _round(self, requests: list[Request]) -> None:
         """Round the weights of a call; answer each run with the call's result."""
-        exact: dict[int, Request] = {}
-        quantized: list[Request] = []
-        for request in requests:
-            reached: _ReachedCall = request.subject
-            if reached.exact:
-                exact[reached.group] = request
-                request.answer = reached.routed.call.run(reached.routed.leaves)
-            else:
-                quantized.append(request)
+        quantized = [r for r in requests if not r.subject.exact]
+        exact = {r.subject.group: r for r in requests if r.subject.exact}
+        for request in exact.values():
+            routed: RoutedCall = request.subject.routed
+            request.answer = routed.call.run(routed.leaves)
         if not quantized:
             return
         partners = [exact.get(request.subject.group) for request in quantized]

@@ -16,11 +16,7 @@ from markupsafe import Markup
 from roundoff.report.comparison_answer import size, times
 from roundoff.report.comparison_text import label
 from roundoff.report.figures import finite
-from roundoff.report.svg import Scale
-from roundoff.report.svg import draw_circle as _circle
-from roundoff.report.svg import draw_line as _line
-from roundoff.report.svg import draw_text as _text
-from roundoff.report.svg import picture as _svg
+from roundoff.report.svg import Scale, draw_circle, draw_line, draw_text, picture
 
 if TYPE_CHECKING:
     from roundoff.compare import ChartPoint, Culprit
@@ -57,10 +53,12 @@ def error_chart(points: Sequence[ChartPoint], first: Culprit | None = None) -> M
         *_tolerance_line(points, axes),
         *_dots(points, axes),
         *_name_of_first(points, first, axes),
-        _text("label", (LEFT + WIDTH) / 2, HEIGHT - 2, "order of execution", "middle"),
+        draw_text(
+            "label", (LEFT + WIDTH) / 2, HEIGHT - 2, "order of execution", "middle"
+        ),
     ]
     title = "Relative error of each value in the order of execution"
-    return _svg("errors", WIDTH, HEIGHT, title, "".join(body))
+    return picture("errors", WIDTH, HEIGHT, title, "".join(body))
 
 
 @dataclass(frozen=True)
@@ -102,14 +100,14 @@ class _Axes:
 
 def _grid(axes: _Axes, points: Sequence[ChartPoint]) -> list[str]:
     """A line for each decade, and what the top and the bottom line mean."""
-    marks = [_text("tick y", LEFT - 8, BOTTOM + 4, "equal", "end")]
+    marks = [draw_text("tick y", LEFT - 8, BOTTOM + 4, "equal", "end")]
     if any(point.error is not None and math.isinf(point.error) for point in points):
-        marks.append(_text("tick y", LEFT - 8, TOP + 8, "NaN, Inf", "end"))
+        marks.append(draw_text("tick y", LEFT - 8, TOP + 8, "NaN, Inf", "end"))
     step = max(1, math.ceil((axes.high - axes.low) / GRID_LINES))
     for power in range(axes.low, axes.high + 1, step):
         y = axes.y(power)
-        marks.append(_line("grid", LEFT, y, WIDTH - 6, y))
-        marks.append(_text("tick y", LEFT - 8, y + 4, f"1e{power:d}", "end"))
+        marks.append(draw_line("grid", LEFT, y, WIDTH - 6, y))
+        marks.append(draw_text("tick y", LEFT - 8, y + 4, f"1e{power:d}", "end"))
     return marks
 
 
@@ -123,8 +121,8 @@ def _passes(points: Sequence[ChartPoint], axes: _Axes) -> list[str]:
         if x < free:
             continue
         text = f"step {step}, {phase}" if several_steps else str(phase)
-        marks.append(_line("pass", x - 3, TOP - 8, x - 3, BOTTOM + 6))
-        marks.append(_text("note", x + 2, TOP - 14, text, "start"))
+        marks.append(draw_line("pass", x - 3, TOP - 8, x - 3, BOTTOM + 6))
+        marks.append(draw_text("note", x + 2, TOP - 14, text, "start"))
         free = x + 7 * len(text) + 10
     return marks
 
@@ -146,7 +144,9 @@ def _dots(points: Sequence[ChartPoint], axes: _Axes) -> list[str]:
         kind = _kind(point)
         radius = 5.5 if kind == "own" else 2.6
         x = axes.x(point.at)
-        dots.append(_circle(kind, x, axes.height(point.error), radius, _title(point)))
+        dots.append(
+            draw_circle(kind, x, axes.height(point.error), radius, _title(point))
+        )
     return dots
 
 
@@ -161,8 +161,8 @@ def _name_of_first(
             x = axes.x(point.at)
             y = axes.height(point.error) + 4
             if x < WIDTH * 0.6:
-                return [_text("note strong", x + 11, y, label(point), "start")]
-            return [_text("note strong", x - 11, y, label(point), "end")]
+                return [draw_text("note strong", x + 11, y, label(point), "start")]
+            return [draw_text("note strong", x - 11, y, label(point), "end")]
     return []
 
 

@@ -80,28 +80,32 @@ def _colour(summary: ComparisonSummary) -> str:
 def _print_culprits(culprits: Sequence[Culprit], console: Console, limit: int) -> None:
     shown = culprits[:limit]
     _heading(console, "Operators that made an error of their own, likeliest first")
-    columns: Columns = {
-        "#": [str(place) for place in range(1, len(shown) + 1)],
-        "site": [called(c, line=False) for c in shown],
-        "phase": [str(c.phase) for c in shown],
-        "line": [c.line or "" for c in shown],
-        "step": [str(c.step) for c in shown],
-        "rank": [str(c.rank) for c in shown],
-        "own error": [size(c.own) for c in shown],
-        "times": [times(c.own, c.tolerance) or NONE for c in shown],
-        "share": [_share(c) for c in shown],
-        "looks like": [c.looks_like or "" for c in shown],
-    }
-    for name in ("step", "rank"):
-        if len(set(columns[name])) == 1:
-            del columns[name]
-    print_fitting(columns, console, _CULPRIT_COLUMNS)
+    print_fitting(_culprit_columns(shown), console, _CULPRIT_COLUMNS)
     for place, culprit in enumerate(shown, 1):
         detail = _detail(culprit)
         if detail:
             _say(console, f"{place}: {detail}", style="dim")
     left = len(culprits) - len(shown)
     _print_more(console, left, f"{left:,} more of them", len(culprits))
+
+
+def _culprit_columns(culprits: Sequence[Culprit]) -> Columns:
+    columns: Columns = {
+        "#": [str(place) for place in range(1, len(culprits) + 1)],
+        "site": [called(c, line=False) for c in culprits],
+        "phase": [str(c.phase) for c in culprits],
+        "line": [c.line or "" for c in culprits],
+        "step": [str(c.step) for c in culprits],
+        "rank": [str(c.rank) for c in culprits],
+        "own error": [size(c.own) for c in culprits],
+        "times": [times(c.own, c.tolerance) or NONE for c in culprits],
+        "share": [_share(c) for c in culprits],
+        "looks like": [c.looks_like or "" for c in culprits],
+    }
+    for name in ("step", "rank"):
+        if len(set(columns[name])) == 1:
+            del columns[name]
+    return columns
 
 
 def _share(culprit: Culprit) -> str:
@@ -141,23 +145,33 @@ def _row_columns(summary: ComparisonSummary, rows: Sequence[JudgedRow]) -> Colum
         "verdict": [row.verdict for row in rows],
         "site": [row_label(row) for row in rows],
         "phase": [row.phase or NONE for row in rows],
+        "step": [_or_none(row.step) for row in rows],
+        "rank": [_or_none(row.rank) for row in rows],
+        "error": [size(row.error) for row in rows],
+        "tolerance": [size(row.tolerance) for row in rows],
+        "cosine": [cosine(row.cosine) for row in rows],
+        "SQNR": [db(row.sqnr_db) for row in rows],
+        "ulp max": [number(row.ulp_max) for row in rows],
+        "status": [row.status for row in rows],
+        "from": [source(row) for row in rows],
     }
-    if len(summary.steps) > 1:
-        columns["step"] = [_or_none(row.step) for row in rows]
-    if len(summary.ranks) > 1:
-        columns["rank"] = [_or_none(row.rank) for row in rows]
-    columns["error"] = [size(row.error) for row in rows]
-    columns["tolerance"] = [size(row.tolerance) for row in rows]
-    if any(row.cosine is not None for row in rows):
-        columns["cosine"] = [cosine(row.cosine) for row in rows]
-    if any(row.sqnr_db is not None for row in rows):
-        columns["SQNR"] = [db(row.sqnr_db) for row in rows]
-    if any(row.ulp_max is not None for row in rows):
-        columns["ulp max"] = [number(row.ulp_max) for row in rows]
-    if any(row.status != "matched" for row in rows):
-        columns["status"] = [row.status for row in rows]
-    columns["from"] = [source(row) for row in rows]
+    for name in _silent_columns(summary, columns):
+        del columns[name]
     return columns
+
+
+def _silent_columns(summary: ComparisonSummary, columns: Columns) -> list[str]:
+    """The columns that say the same of every row."""
+    silent = [
+        name for name in ("cosine", "SQNR", "ulp max") if set(columns[name]) == {NONE}
+    ]
+    if len(summary.steps) < 2:
+        silent.append("step")
+    if len(summary.ranks) < 2:
+        silent.append("rank")
+    if set(columns["status"]) == {"matched"}:
+        silent.append("status")
+    return silent
 
 
 def _or_none(value: int | None) -> str:

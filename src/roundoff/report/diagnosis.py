@@ -95,7 +95,7 @@ class RankingRow:
 
     @property
     def is_lost(self) -> bool:
-        """True if it has no SQNR because its noise is infinite, not because it is exact."""
+        """True if it has no SQNR because its noise is infinite, not for being exact."""
         return self.sqnr_db is None and self.share > 0
 
     @property

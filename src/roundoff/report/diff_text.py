@@ -12,9 +12,7 @@ from roundoff.report.comparison_answer import call_name, size, times
 from roundoff.report.comparison_text import cosine, value_name
 from roundoff.report.figures import NONE, db, percent
 from roundoff.report.run_text import BAR, Columns, number, print_fitting, shape, whole
-from roundoff.report.terminal import heading as _heading
-from roundoff.report.terminal import print_table as _print_table
-from roundoff.report.terminal import say as _say
+from roundoff.report.terminal import heading, print_table, say
 
 if TYPE_CHECKING:
     from roundoff.compare import (
@@ -42,17 +40,17 @@ def print_diff(difference: ValueDifference, console: Console) -> None:
     sides = difference.sides
     runs = f"{difference.reference} against {difference.candidate}"
     where = f"step {difference.step}, rank {difference.rank}"
-    _say(console, f"{runs}, {where}", style="dim")
+    say(console, f"{runs}, {where}", style="dim")
     console.print()
     beyond = (difference.error or 0) > (difference.tolerance or 0)
-    _say(console, sentence(difference), style="bold red" if beyond else "bold")
+    say(console, sentence(difference), style="bold red" if beyond else "bold")
     _print_side("reference", sides.reference, console)
     _print_side("candidate", sides.candidate, console)
     for line in difference.arguments:
-        _say(console, f"Argument {line}", style="bold red")
+        say(console, f"Argument {line}", style="bold red")
     if difference.note:
         note = difference.note
-        _say(console, f"{note[0].upper()}{note[1:]}.", style="yellow")
+        say(console, f"{note[0].upper()}{note[1:]}.", style="yellow")
     _print_inputs(difference.inputs, console)
     _print_statistics(difference.statistics, console)
     if difference.metrics is not None:
@@ -101,13 +99,13 @@ def _print_side(name: str, side: ValueSide | None, console: Console) -> None:
     value = f"{side.dtype or NONE} {shape(side.shape)}"
     operator = side.overload or side.operator
     line = side.line or "no source line"
-    _say(console, f"{name}: {label} ({side.phase}), {value}, {operator}, {line}")
+    say(console, f"{name}: {label} ({side.phase}), {value}, {operator}, {line}")
 
 
 def _print_inputs(inputs: Sequence[InputDifference], console: Console) -> None:
     if not inputs:
         return
-    _heading(console, "Inputs")
+    heading(console, "Inputs")
     columns: Columns = {
         "site": [value_name(each.site, each.name, each.call) for each in inputs],
         "error": [size(each.error) for each in inputs],
@@ -127,14 +125,14 @@ def _print_statistics(
 ) -> None:
     if not statistics:
         return
-    _heading(console, "Statistics")
+    heading(console, "Statistics")
     columns: Columns = {
         "": [each.name for each in statistics],
         "reference": [_statistic(each.reference) for each in statistics],
         "candidate": [_statistic(each.candidate) for each in statistics],
         "difference": [_statistic(each.difference) for each in statistics],
     }
-    _print_table(console, columns)
+    print_table(console, columns)
 
 
 def _statistic(value: float | None) -> str:
@@ -144,9 +142,9 @@ def _statistic(value: float | None) -> str:
 
 
 def _print_metrics(metrics: Metrics, console: Console) -> None:
-    _heading(console, "Metrics")
+    heading(console, "Metrics")
     if metrics.reason:
-        _say(console, f"{metrics.reason}.")
+        say(console, f"{metrics.reason}.")
     if metrics.numel is None:
         return
     texts = {
@@ -163,10 +161,10 @@ def _print_metrics(metrics: Metrics, console: Console) -> None:
         "equal bits": percent(metrics.equal),
     }
     defined = [f"{k} {text}" for k, text in texts.items() if not text.startswith(NONE)]
-    _say(console, ", ".join(defined))
+    say(console, ", ".join(defined))
     specials = _specials(metrics)
     if specials:
-        _say(console, ", ".join(specials), style="red")
+        say(console, ", ".join(specials), style="red")
 
 
 def _specials(metrics: Metrics) -> list[str]:
@@ -183,17 +181,17 @@ def _print_elements(
     elements: ElementDifferences, console: Console, sizes: Sequence[int]
 ) -> None:
     every = math.prod(sizes)
-    _heading(console, f"Elements: {elements.differing:,} of {every:,} differ")
+    heading(console, f"Elements: {elements.differing:,} of {every:,} differ")
     most = max((decade.count for decade in elements.errors), default=1)
     for decade in reversed(elements.errors):
         bar = "█" * max(1, round(BAR * decade.count / most))
-        _say(console, f"|error| 1e{decade.low:+03d} {bar} {decade.count:,}")
+        say(console, f"|error| 1e{decade.low:+03d} {bar} {decade.count:,}")
     for axis in elements.axes:
         length = sizes[axis.axis]
         if axis.share * length >= UNEVEN:
             where = f"index {axis.index} of {length} along axis {axis.axis}"
             share = percent(axis.share)
-            _say(console, f"{share} of the squared error lies at {where}")
+            say(console, f"{share} of the squared error lies at {where}")
     _print_element_list("First that differ", elements.first, console)
     _print_element_list("Worst", elements.worst, console)
 
@@ -203,7 +201,7 @@ def _print_element_list(
 ) -> None:
     if not pairs:
         return
-    _heading(console, title)
+    heading(console, title)
     columns: Columns = {
         "index": [str(pair.index) for pair in pairs],
         "reference": [_element(pair.reference) for pair in pairs],
@@ -211,7 +209,7 @@ def _print_element_list(
         "error": [size(pair.error) for pair in pairs],
         "ulp": [number(pair.ulp) for pair in pairs],
     }
-    _print_table(console, columns)
+    print_table(console, columns)
 
 
 def _element(value: float | None) -> str:
@@ -227,4 +225,4 @@ def _print_others(others: Sequence[ValueLabel], console: Console) -> None:
         for o in others[:OTHERS]
     ]
     choose = "Choose with --phase and --place."
-    _say(console, f"Also of that name: {', '.join(names)}. {choose}", style="dim")
+    say(console, f"Also of that name: {', '.join(names)}. {choose}", style="dim")

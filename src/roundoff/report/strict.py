@@ -106,7 +106,7 @@ def strict(data: Any) -> Any:
 
 
 def _finite(value: Any, place: str, not_finite: dict[str, str]) -> Any:
-    """Return a copy of plain data; numbers that are not finite go into ``not_finite``."""
+    """Return a copy of plain data; what is not finite goes into ``not_finite``."""
     if isinstance(value, float) and not math.isfinite(value):
         not_finite[place] = str(float(value))
         return None

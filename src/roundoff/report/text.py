@@ -94,9 +94,9 @@ def print_ranking(
 
     SQNR in dB with standard error, share of the noise with every site in that format,
     own parts. A part shown as ``–`` does not apply or makes no error; SQNR is ``exact``
-    where rounding changes nothing and ``lost`` where the result is not finite. Where the
-    console is too narrow, own parts and then the plan's format are left out, and a line
-    says so.
+    where rounding changes nothing and ``lost`` where the result is not finite. Where
+    the console is too narrow, own parts and then the plan's format are left out, and a
+    line says so.
 
     >>> from roundoff.report import RankingRow
     >>> row = RankingRow(rank=1, site="head/linear", format="int8", sqnr_db=31.26,

@@ -292,10 +292,7 @@ def compare(
         progress=progress,
     )
     extras = _extras(ours, theirs, rank, step)
-    frames = [frame for frame, _ in parts]
-    table = received(
-        whole([*frames, frame_of([row for e in extras for row in e.rows])])
-    )
+    table = _joined([frame for frame, _ in parts], extras)
     _check_common_operators(table, theirs)
     unchanged = same_program(ours, theirs)
     repeats_of_ours = near_ours.repeat or ([theirs] if unchanged else [])
@@ -305,23 +302,31 @@ def compare(
     ]
     differs = bool(table.select((pl.col("error") > 0).any()).item())
     more_runs = {"reference": len(near_ours), "candidate": len(near_theirs)}
-    about = About(
-        reference=ours.location,
-        candidate=theirs.location,
+    about = replace(
+        _about(ours, theirs),
         damage=[line for _, lines in parts for line in lines],
         notes=[extra.note for extra in extras],
         unstable=unstable,
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
-        kept={
-            side: run.about.keep or "tensors"
-            for side, run in (("reference", ours), ("candidate", theirs))
-        },
-        environment={
-            side: run.about.environment or []
-            for side, run in (("reference", ours), ("candidate", theirs))
-        },
     )
     return Comparison(blamed_for_changing(table, unstable), about).judge(**limits)
+
+
+def _about(reference: Run, candidate: Run) -> About:
+    """What the two runs say of themselves."""
+    sides = {"reference": reference, "candidate": candidate}
+    return About(
+        reference=reference.location,
+        candidate=candidate.location,
+        kept={side: run.about.keep or "tensors" for side, run in sides.items()},
+        environment={side: run.about.environment or [] for side, run in sides.items()},
+    )
+
+
+def _joined(frames: Sequence[pl.DataFrame], extras: Sequence[_Extra]) -> pl.DataFrame:
+    """The table of all ranks, and a row for what only one run has."""
+    lonely = [row for extra in extras for row in extra.rows]
+    return received(whole([*frames, frame_of(lonely)]))
 
 
 @dataclass(frozen=True)

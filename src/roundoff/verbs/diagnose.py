@@ -129,7 +129,7 @@ def diagnose(
         formats: names of the number formats.
         target: least SQNR in dB; 40 where neither it nor ``metric_drop`` is given.
         metric_drop: most the metric may lose.
-        cost: what to save; ``cost_table``, ``pin`` and ``allow`` as in ``roundoff.plan``.
+        cost: what to save, as in ``roundoff.plan``.
         cost_table: seconds per operation, for the cost ``seconds``.
         pin: format of sites, by pattern.
         allow: formats that sites may take, by pattern.
@@ -284,8 +284,8 @@ def scatter(
 ) -> list[ScatterPoint]:
     """Round each of up to 48 sites alone on the first batch: predicted and measured.
 
-    The sites are spread over the ranking. The format is the plan's for that site, or the
-    first one measured where the plan leaves the site alone.
+    The sites are spread over the ranking. The format is the plan's for that site, or
+    the first one measured where the plan leaves the site alone.
     """
     costs = _as_planned(measured, plan)
     step = max(1, math.ceil(len(costs) / SCATTER_SITES))

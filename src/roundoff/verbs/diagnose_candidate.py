@@ -57,7 +57,7 @@ class CandidateDiagnosis:
         unstable: rows of either side that differ when it is recorded again, with the
             column ``side``; empty where all is reproducible.
         higher_precision: bug or rounding; None where the two sides are equal.
-        diagnosis: budget, plan and proof for a number format; None for other candidates.
+        diagnosis: budget, plan and proof for a number format; None for others.
         summary: all of it, as reports show it.
     """
 

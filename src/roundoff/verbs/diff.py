@@ -146,10 +146,10 @@ class _Search:
     def row(self, pair: Pair) -> RecordedRow:
         """The candidate's row of a pair, or the reference's where it has none."""
         twin, row = self.rows(pair)
-        one = row or twin
-        if one is None:
+        existing = row or twin
+        if existing is None:
             raise ValueError("a pair without a side")
-        return one
+        return existing
 
     def _has_name(self, row: RecordedRow | None) -> bool:
         return row is not None and self.site in (row.site, row.name)

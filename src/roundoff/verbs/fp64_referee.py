@@ -2,8 +2,9 @@
 
 What stays there is no rounding; what shrinks with the format is. An error of rounding
 is proportional to the unit roundoff u of the format: from a format with u to fp64 it
-shrinks by 2**-53 / u. An error of the program does not depend on the format. Between the
-two the geometric mean decides, with a factor of 16 to both sides that stays undecided.
+shrinks by 2**-53 / u. An error of the program does not depend on the format. Between
+the two the geometric mean decides, with a factor of 16 to both sides that stays
+undecided.
 """
 
 from __future__ import annotations

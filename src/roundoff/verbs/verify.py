@@ -1,4 +1,4 @@
-"""``roundoff.verify``: run a plan, and mend it where prediction and measurement part."""
+"""``roundoff.verify``: run a plan, and mend it where its prediction fails."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class _Candidate:
 
 @dataclass
 class _Trial:
-    """One plan, run; ``good`` says that it meets the target, ``agrees`` its prediction."""
+    """One plan, run: ``good`` if it meets the target, ``agrees`` if as predicted."""
 
     number: int
     candidate: _Candidate
@@ -304,7 +304,7 @@ class _Verifier:
     def _solved_again(
         self, trial: _Trial, budget: Budget, target: float, shift: float
     ) -> _Candidate | None:
-        """Return the cheapest plan for the target; predictions are ``shift`` too good."""
+        """Return the cheapest plan for the target; predictions are ``shift`` too high."""
         is_accurate = trial.measured_db >= target
         asked = target + (EXTRA_DB if is_accurate and not trial.good else 0.0)
         problem = Problem(budget, self.goal)

@@ -1,9 +1,9 @@
-"""Our ``Record`` as AMCT's ``record.txt``, with a line for whatever that format has no words for."""
+"""Our ``Record`` as AMCT's ``record.txt``, with a line for all that it cannot say."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,22 @@ from roundoff.site import Site
 
 
 def write_record(record: Record, path: str | Path) -> list[str]:
-    """Write what AMCT's format can say of a record; returns what it can't, one line each (empty: nothing was lost).
+    """Write what AMCT's format can say of a record; return a line for all it cannot.
 
-    A layer is written when its weight has a static integer format of 4, 6, 7 or 8 bits with zero point 0, one scale or
-    (convolutions) one for each output channel, and its input a static integer format of 4, 8 or 16 bits per tensor.
-    Operands of other operators (the two of an addition, say), floating-point formats, groups and dynamic scales have no
-    words there. Fingerprint, steps and reasons of skipped sites are not part of AMCT's record.
+    A layer is written when its weight has a static integer format of 4, 6, 7 or 8 bits
+    with zero point 0, one scale or (convolutions) one for each output channel, and its
+    input a static integer format of 4, 8 or 16 bits per tensor. Operands of other
+    operators (the two of an addition, say), floating-point formats, groups and dynamic
+    scales have no words there. Fingerprint, steps and reasons of skipped sites are not
+    part of AMCT's record.
     """
     from google.protobuf import text_format
 
     lost: list[str] = []
     rows = message_class("record")()
-    kept: Mapping[str, Mapping[str, Any]] = record.about.get("amct", {})
     readers = _readers(record)
     used: set[tuple[str, str]] = set()
-    narrow = 0
+    written: list[Entry] = []
     for layer, weight, site in _layers(record, lost):
         entry = readers.get(site)
         if entry is not None:
@@ -40,92 +41,117 @@ def write_record(record: Record, path: str | Path) -> list[str]:
             continue
         row = rows.record.add(key=layer)
         if entry is not None:
-            narrow += entry.format == "int8"
-            row.value.scale_d = entry.scale[0]
-            row.value.offset_d = (entry.zero_point or (0,))[0]
-            row.value.act_type = f"INT{format_named(entry.format).width}"
+            written.append(entry)
+            _fill_input(row.value, entry)
         if weight is not None:
-            scales = (
-                weight.scale[:1]
-                if len(set(weight.scale)) == 1 and site.endswith("/linear")
-                else weight.scale
-            )
-            row.value.scale_w.extend(scales)
-            row.value.offset_w.extend([0] * len(scales))
-            row.value.wts_type = f"INT{format_named(weight.format).width}"
-            factors = record.balance.get(weight.name, ())
-            if all(SMALLEST_FACTOR <= f <= 1 / SMALLEST_FACTOR for f in factors):
-                row.value.tensor_balance_factor.extend(factors)
-            else:
-                lost.append(
-                    f"{weight.name}: balance factors outside AMCT's [2^-23, 2^23]"
-                )
+            lost += _fill_weight(row.value, weight, site, record)
     _add_caches(record, rows, lost)
-    for entry in record.entries:
-        if entry.kind == "activation":
-            others = [
-                s
-                for s in _sites(entry)
-                if (entry.name, s) not in used and readers.get(s, entry) is entry
-            ]
-            by = f", read by {', '.join(others)}" if others else ""
-            if others or not _sites(entry):
-                lost.append(
-                    f"{entry.name}{by}: AMCT quantizes only inputs of layers with weights"
-                )
+    lost += _unread_lines(record, readers, used)
+    narrow = sum(entry.format == "int8" for entry in written)
     if narrow:
         lost.append(
             f"{narrow} inputs are int8 with codes from -127: AMCT clips them one code lower, at -128"
         )
-    for name in record.balance:
-        if not any(e.name == name for e in record.entries):
-            lost.append(f"{name}: balance factors of a weight without an entry")
-    _put_back(rows, kept)
+    names = {entry.name for entry in record.entries}
+    lost += [
+        f"{name}: balance factors of a weight without an entry"
+        for name in record.balance
+        if name not in names
+    ]
+    _put_back(rows, record.about.get("amct", {}))
     for text in record.about.get("amct_prune_record", ()):
         text_format.Parse(text, rows.prune_record.add())
     write_message(rows, path)
     return lost
 
 
+def _fill_input(value: Any, entry: Entry) -> None:
+    value.scale_d = entry.scale[0]
+    value.offset_d = (entry.zero_point or (0,))[0]
+    value.act_type = f"INT{format_named(entry.format).width}"
+
+
+def _fill_weight(value: Any, weight: Entry, site: str, record: Record) -> list[str]:
+    """Write a weight's scales and balance factors; return a line for what is lost."""
+    scales = weight.scale
+    if site.endswith("/linear") and len(set(scales)) == 1:
+        scales = scales[:1]
+    value.scale_w.extend(scales)
+    value.offset_w.extend([0] * len(scales))
+    value.wts_type = f"INT{format_named(weight.format).width}"
+    factors = record.balance.get(weight.name, ())
+    if not all(SMALLEST_FACTOR <= f <= 1 / SMALLEST_FACTOR for f in factors):
+        return [f"{weight.name}: balance factors outside AMCT's [2^-23, 2^23]"]
+    value.tensor_balance_factor.extend(factors)
+    return []
+
+
+def _unread_lines(
+    record: Record, readers: Mapping[str, Entry], used: set[tuple[str, str]]
+) -> Iterator[str]:
+    """Yield a line for each activation that no layer of AMCT reads, or another reads too."""
+    for entry in record.entries:
+        if entry.kind != "activation":
+            continue
+        sites = _sites(entry)
+        others = [
+            site
+            for site in sites
+            if (entry.name, site) not in used and readers.get(site, entry) is entry
+        ]
+        if others or not sites:
+            by = f", read by {', '.join(others)}" if others else ""
+            yield f"{entry.name}{by}: AMCT quantizes only inputs of layers with weights"
+
+
 def _readers(record: Record) -> dict[str, Entry]:
-    """The entry that each site reads as its first operand: one made for this operand goes before one of its source."""
-    found: dict[str, Entry] = {}
-    for entry in record.entries:
-        if entry.kind == "activation" and ":" not in entry.name:
-            found.update(dict.fromkeys(entry.sites, entry))
-    for entry in record.entries:
+    """Return the entry that each site reads as its first operand.
+
+    One made for this operand goes before one of its source.
+    """
+    readers: dict[str, Entry] = {}
+    activations = [entry for entry in record.entries if entry.kind == "activation"]
+    for entry in activations:
+        if ":" not in entry.name:
+            readers.update(dict.fromkeys(entry.sites, entry))
+    for entry in activations:
         site, colon, operand = entry.name.rpartition(":")
-        if entry.kind == "activation" and colon and operand == "0":
-            found[site] = entry
-    return found
+        if colon and operand == "0":
+            readers[site] = entry
+    return readers
 
 
 def _layers(record: Record, lost: list[str]) -> list[tuple[str, Entry | None, str]]:
-    """(layer, weight, site) of each layer that AMCT may know, in the record's order; pooling has no weight."""
-    found: list[tuple[str, Entry | None, str]] = []
+    """Return (layer, weight, site) of each layer that AMCT may know, in order.
+
+    Pooling layers have no weight, and come last. Weights that belong to no layer go to
+    ``lost``.
+    """
+    layers: list[tuple[str, Entry | None, str]] = []
     for entry in record.entries:
-        if entry.kind == "weight":
-            for site in entry.sites or (f"{entry.name.rpartition('.')[0]}/{ANY}",):
-                layer = Site.parse(site).module
-                if entry.name != f"{layer}.weight" or "#" in site:
-                    lost.append(
-                        f"{site}: {entry.name} is not the weight of a module called once, as AMCT's layers are"
-                    )
-                else:
-                    found.append((layer, entry, site))
-    weights = {site for _, _, site in found}
-    pools = [
-        site
-        for entry in record.entries
-        if entry.kind == "activation"
-        for site in _sites(entry)
-        if site.endswith("/avg_pool2d")
-        and not site.startswith("/")
-        and site not in weights
-    ]
-    return found + [
-        (Site.parse(site).module, None, site) for site in dict.fromkeys(pools)
-    ]
+        if entry.kind != "weight":
+            continue
+        for site in entry.sites or (f"{entry.name.rpartition('.')[0]}/{ANY}",):
+            layer = Site.parse(site).module
+            if entry.name == f"{layer}.weight" and "#" not in site:
+                layers.append((layer, entry, site))
+            else:
+                lost.append(
+                    f"{site}: {entry.name} is not the weight of a module called once, as AMCT's layers are"
+                )
+    weighted = {site for _, _, site in layers}
+    pools = [site for site in _pooling_sites(record) if site not in weighted]
+    return layers + [(Site.parse(site).module, None, site) for site in pools]
+
+
+def _pooling_sites(record: Record) -> list[str]:
+    """Return the sites of poolings in modules whose input has an entry."""
+    sites: list[str] = []
+    for entry in record.entries:
+        if entry.kind == "activation":
+            sites += _sites(entry)
+    pools = [s for s in sites if s.endswith("/avg_pool2d") and not s.startswith("/")]
+    return list(dict.fromkeys(pools))
 
 
 def _sites(entry: Entry) -> tuple[str, ...]:

@@ -154,11 +154,14 @@ def _group(module: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(
-    own: Mapping[str, Tensor], group: Mapping[str, Any], whole: str, where: str
+    stored: Mapping[str, Tensor], group: Mapping[str, Any], whole: str, where: str
 ) -> tuple[Tensor, QParams, Format]:
-    said = group.get("weights") or {}
+    """Return the codes, qparams and format of one weight, from its tensors by suffix."""
+    arguments = group.get("weights") or {}
     kind = str(group.get("format") or whole)
-    bits, symmetric = int(said.get("num_bits", 8)), bool(said.get("symmetric", True))
+    bits = int(arguments.get("num_bits", 8))
+    symmetric = bool(arguments.get("symmetric", True))
+    packed = kind == "pack-quantized"
     if kind not in FORMATS or bits not in BITS:
         raise QuantizationError(
             "a way of storing that is not read here",
@@ -166,40 +169,18 @@ def _read(
             got=f"{kind}, {bits} bits",
             expected=f"{', '.join(FORMATS)} with 2, 4 or 8 bits",
         )
-    fmt = (
-        parse_format("fp8_e4m3fn")
-        if said.get("type") == "float"
-        else integer(
-            bits, symmetric=symmetric, narrow_range=False if symmetric else None
-        )
-    )
-    packed = kind == "pack-quantized"
-    needed = {
-        "weight_scale",
-        *(("weight_packed", "weight_shape") if packed else ("weight",)),
-        *(() if symmetric else ("weight_zero_point",)),
-    }
-    missing = sorted(needed - set(own))
-    if missing:
-        raise QuantizationError(
-            "a tensor is missing",
-            where=where,
-            expected=", ".join(missing),
-            got=", ".join(sorted(own)),
-        )
-    strategy = str(
-        said.get("strategy") or ("group" if said.get("group_size") else "tensor")
-    )
-    granularity = _granularity(strategy, said, where)
-    codes = (
-        unpack(own["weight_packed"], bits, own["weight_shape"].tolist(), where=where)
-        if packed
-        else own["weight"]
-    )
-    _check_order(own.get("weight_g_idx"), granularity, where)
+    _check_tensors(stored, packed, symmetric, where)
+    if packed:
+        shape = stored["weight_shape"].tolist()
+        codes = unpack(stored["weight_packed"], bits, shape, where=where)
+    else:
+        codes = stored["weight"]
+    strategy = _strategy(arguments)
+    granularity = _granularity(strategy, arguments, where)
+    _check_order(stored.get("weight_g_idx"), granularity, where)
     view, axes = granularity.split(codes.shape)
     per_set = torch.Size(1 if i in axes else n for i, n in enumerate(view))
-    scale = own["weight_scale"]
+    scale = stored["weight_scale"]
     if scale.numel() != per_set.numel():
         raise QuantizationError(
             "the scales do not fit the weight",
@@ -209,21 +190,45 @@ def _read(
         )
     zero_point = None
     if not symmetric:
-        points = own["weight_zero_point"]
+        points = stored["weight_zero_point"]
         if packed and isinstance(granularity, PerAxis | PerGroup):
-            points = unpack(
-                points,
-                bits,
-                (codes.shape[0], scale.numel() // max(codes.shape[0], 1)),
-                axis=0,
-                where=where,
-            )
+            rows = codes.shape[0]
+            points_shape = (rows, scale.numel() // max(rows, 1))
+            points = unpack(points, bits, points_shape, axis=0, where=where)
         zero_point = points.reshape(per_set).to(torch.float32)
-    return (
-        codes,
-        QParams(scale.to(torch.float32).reshape(per_set), zero_point, granularity),
-        fmt,
-    )
+    scale = scale.to(torch.float32).reshape(per_set)
+    fmt = _weight_format(arguments, bits, symmetric)
+    return codes, QParams(scale, zero_point, granularity), fmt
+
+
+def _check_tensors(
+    stored: Mapping[str, Tensor], packed: bool, symmetric: bool, where: str
+) -> None:
+    needed = {"weight_scale"}
+    needed |= {"weight_packed", "weight_shape"} if packed else {"weight"}
+    if not symmetric:
+        needed.add("weight_zero_point")
+    missing = sorted(needed - set(stored))
+    if missing:
+        raise QuantizationError(
+            "a tensor is missing",
+            where=where,
+            expected=", ".join(missing),
+            got=", ".join(sorted(stored)),
+        )
+
+
+def _weight_format(arguments: Mapping[str, Any], bits: int, symmetric: bool) -> Format:
+    if arguments.get("type") == "float":
+        return parse_format("fp8_e4m3fn")
+    if symmetric:
+        return integer(bits, symmetric=True, narrow_range=False)
+    return integer(bits, symmetric=False)
+
+
+def _strategy(arguments: Mapping[str, Any]) -> str:
+    by_size = "group" if arguments.get("group_size") else "tensor"
+    return str(arguments.get("strategy") or by_size)
 
 
 def _granularity(strategy: str, said: Mapping[str, Any], where: str) -> Granularity:
@@ -261,40 +266,32 @@ def _check_order(index: Tensor | None, granularity: Any, where: str) -> None:
 
 
 def _read_input(
-    module: str, own: Mapping[str, Tensor], said: Mapping[str, Any], where: str
+    module: str, stored: Mapping[str, Tensor], arguments: Mapping[str, Any], where: str
 ) -> Entry:
-    fmt = (
-        "fp8_e4m3fn"
-        if said.get("type") == "float"
-        else f"int{said.get('num_bits', 8)}"
-        + ("_full" if said.get("symmetric", True) else "_asym")
-    )
-    granularity = "per_token" if said.get("strategy") == "token" else "per_tensor"
-    dynamic = bool(said.get("dynamic"))
-    site = (f"{module}/linear",)
-    if dynamic:
-        return Entry(
-            f"{module}/linear:0",
-            "activation",
-            fmt,
-            granularity,
-            sites=site,
-            dynamic=True,
-        )
-    if "input_scale" not in own:
+    """Return how the input of a layer is quantized."""
+    fmt = _input_format(arguments)
+    granularity = "per_token" if arguments.get("strategy") == "token" else "per_tensor"
+    name = f"{module}/linear:0"
+    sites = (f"{module}/linear",)
+    if arguments.get("dynamic"):
+        return Entry(name, "activation", fmt, granularity, sites=sites, dynamic=True)
+    if "input_scale" not in stored:
         raise QuantizationError(
             "a tensor is missing",
             where=where,
             expected="input_scale",
-            got=", ".join(sorted(own)),
+            got=", ".join(sorted(stored)),
         )
-    scale = tuple(own["input_scale"].float().flatten().tolist())
-    points = own.get("input_zero_point")
-    zero_point = (
-        tuple(int(z) for z in points.flatten().tolist())
-        if points is not None and fmt.endswith("asym")
-        else None
-    )
-    return Entry(
-        f"{module}/linear:0", "activation", fmt, granularity, scale, zero_point, site
-    )
+    scale = tuple(stored["input_scale"].float().flatten().tolist())
+    points = stored.get("input_zero_point")
+    zero_point = None
+    if points is not None and fmt.endswith("asym"):
+        zero_point = tuple(int(point) for point in points.flatten().tolist())
+    return Entry(name, "activation", fmt, granularity, scale, zero_point, sites)
+
+
+def _input_format(arguments: Mapping[str, Any]) -> str:
+    if arguments.get("type") == "float":
+        return "fp8_e4m3fn"
+    ending = "full" if arguments.get("symmetric", True) else "asym"
+    return f"int{arguments.get('num_bits', 8)}_{ending}"

@@ -59,22 +59,17 @@ def write_checkpoint(
         )
     tensors: dict[str, tuple[Tensor, QParams, Format]] = {}
     inputs: dict[str, Entry] = {}
-    turned = []
-    held = dict(model.model.named_parameters())
+    turned: list[str] = []
+    parameters = dict(model.model.named_parameters())
     for name, quantizer in model.named():
         if not quantizer.weight:
             continue
-        if name not in held or quantizer.dynamic:
-            raise QuantizationError(
-                "a weight that has no codes of its own",
-                where=name,
-                expected="a parameter with scales",
-                got=f"{quantizer.fmt.name}, its scales chosen inside the format",
-            )
-        weight, qparams = held[name].detach(), quantizer.qparams()
+        weight = _weight(name, quantizer, parameters)
+        qparams = quantizer.qparams()
         codes = quantize(weight, qparams, quantizer.fmt)
         if weight.ndim == 2 and quantizer.operand.reduce % 2 == 0:
-            codes, qparams = codes.T.contiguous(), _turned(qparams)
+            codes = codes.T.contiguous()
+            qparams = _turned(qparams)
             turned.append(name)
         tensors[name] = codes, qparams, _stored_format(quantizer.fmt)
         entry = _input(model, quantizer)
@@ -89,14 +84,35 @@ def write_checkpoint(
     whole = dict(config) if config is not None else _config(model.model)
     if turned:
         whole = {**(whole or {}), TURNED: turned}
-    others = {name: p.detach() for name, p in held.items() if name not in tensors}
-    known = {id(b) for b in model.model.buffers()}
-    others |= {
-        n: t
-        for n, t in model.model.state_dict().items()
-        if id(_buffer(model.model, n)) in known and n not in others
-    }
+    others = _other_tensors(model.model, tensors)
     return write_compressed(tensors, others, folder, inputs=inputs, config=whole)
+
+
+def _weight(
+    name: str, quantizer: Quantizer, parameters: Mapping[str, nn.Parameter]
+) -> Tensor:
+    if name not in parameters or quantizer.dynamic:
+        raise QuantizationError(
+            "a weight that has no codes of its own",
+            where=name,
+            expected="a parameter with scales",
+            got=f"{quantizer.fmt.name}, its scales chosen inside the format",
+        )
+    return parameters[name].detach()
+
+
+def _other_tensors(model: nn.Module, quantized: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the parameters that are not quantized, and the buffers of the state dict."""
+    others = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name not in quantized
+    }
+    buffers = {id(buffer) for buffer in model.buffers()}
+    for name, tensor in model.state_dict().items():
+        if name not in others and id(_buffer(model, name)) in buffers:
+            others[name] = tensor
+    return others
 
 
 def load_checkpoint_(model: nn.Module, folder: str | Path) -> Compressed:
@@ -106,19 +122,16 @@ def load_checkpoint_(model: nn.Module, folder: str | Path) -> Compressed:
     """
     read = read_compressed(folder)
     turned = set(read.config.get(TURNED, ()))
-    found = {
-        name: dequantize(codes, qparams)
-        for name, (codes, qparams, _) in read.tensors.items()
-    }
-    found = {
-        name: tensor.T if name in turned else tensor for name, tensor in found.items()
-    } | read.others
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    missing = sorted(set(dict(model.named_parameters())) - set(found))
+    stored = dict(read.others)
+    for name, (codes, qparams, _) in read.tensors.items():
+        values = dequantize(codes, qparams)
+        stored[name] = values.T if name in turned else values
+    places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing = sorted(set(dict(model.named_parameters())) - set(stored))
     foreign = sorted(
         name
-        for name, tensor in found.items()
-        if name not in own or own[name].shape != tensor.shape
+        for name, tensor in stored.items()
+        if name not in places or places[name].shape != tensor.shape
     )
     if missing or foreign:
         what = (
@@ -130,29 +143,28 @@ def load_checkpoint_(model: nn.Module, folder: str | Path) -> Compressed:
             "a checkpoint of another model",
             where=str(folder),
             got=what,
-            expected=f"the {len(own)} parameters and buffers of {type(model).__name__}",
+            expected=f"the {len(places)} parameters and buffers of {type(model).__name__}",
         )
     with torch.no_grad():
-        for name, tensor in found.items():
-            own[name].copy_(tensor)
+        for name, tensor in stored.items():
+            places[name].copy_(tensor)
     return read
 
 
 def _turned(qparams: QParams) -> QParams:
-    """Of a weight (in, out), for the same as (out, in)."""
-    own, turned, move = qparams.granularity, qparams.granularity, (0, 1)
-    if isinstance(
-        own, PerGroup
-    ):  # the view is (sets, size, out): one axis more than the weight has
-        turned, move = PerGroup(own.group_size, 1), (-1, 0)
-    elif isinstance(own, PerAxis):
-        turned = PerAxis(1 - own.axis % 2)
-    zero_point = qparams.zero_point
-    return QParams(
-        qparams.scale.movedim(*move),
-        None if zero_point is None else zero_point.movedim(*move),
-        turned,
-    )
+    """Return the qparams of a weight (in, out) for the same as (out, in)."""
+    granularity = qparams.granularity
+    move = (0, 1)
+    if isinstance(granularity, PerGroup):
+        # the view is (sets, size, out): one axis more than the weight has
+        granularity = PerGroup(granularity.group_size, 1)
+        move = (-1, 0)
+    elif isinstance(granularity, PerAxis):
+        granularity = PerAxis(1 - granularity.axis % 2)
+    scale = qparams.scale.movedim(*move)
+    if qparams.zero_point is None:
+        return QParams(scale, None, granularity)
+    return QParams(scale, qparams.zero_point.movedim(*move), granularity)
 
 
 def _stored_format(fmt: Format) -> Format:

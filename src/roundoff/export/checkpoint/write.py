@@ -27,8 +27,6 @@ from torch import Tensor
 from roundoff.errors import QuantizationError
 from roundoff.export.checkpoint.packing import pack
 from roundoff.export.checkpoint.read import BITS, FORMATS, model_config
-from roundoff.export.checkpoint.read import Compressed as Compressed
-from roundoff.export.checkpoint.read import read_compressed as read_compressed
 from roundoff.export.checkpoint.shards import write_tensors
 from roundoff.files import check_folder, write_text
 from roundoff.formats import (
@@ -81,35 +79,60 @@ def write_compressed(
     inputs = inputs or {}
     stored: dict[str, Tensor] = {}
     groups: dict[str, dict[str, Any]] = {}
-    sizes = [0, 0]
     for name, (codes, qparams, fmt) in tensors.items():
-        module, dot, last = name.rpartition(".")
-        if last != "weight" or not dot:
-            raise QuantizationError(
-                "not the name of a layer's weight", where=name, expected="NAME.weight"
-            )
+        module = _module_of(name)
         entry = inputs.get(name)
         kind = format or _format(fmt, entry)
         _check(name, codes, qparams, fmt, kind)
-        made = _stored(codes, qparams, fmt, kind)
+        parts = _stored(codes, qparams, fmt, kind)
         if entry is not None:
-            made |= _stored_input(entry, name)
-        sizes[0] += sum(
-            _bytes(t) for k, t in made.items() if k in ("weight", "weight_packed")
-        )
-        sizes[1] += sum(
-            _bytes(t) for k, t in made.items() if k not in ("weight", "weight_packed")
-        )
-        stored |= {f"{module}.{suffix}": tensor for suffix, tensor in made.items()}
+            parts |= _stored_input(entry, name)
+        stored |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
         scheme = {
             "weights": _weight_arguments(fmt, qparams),
             "input_activations": _input_arguments(entry),
             "output_activations": None,
             "format": kind,
         }
-        groups.setdefault(json.dumps(scheme), {**scheme, "targets": []})[
-            "targets"
-        ].append(module)
+        group = groups.setdefault(json.dumps(scheme), {**scheme, "targets": []})
+        group["targets"].append(module)
+    _check_names(inputs, tensors, stored, others)
+    place = check_folder(folder)
+    whole = dict(config) if config is not None else model_config(place, missing_ok=True)
+    whole["quantization_config"] = _quantization_config(list(groups.values()))
+    write_tensors({**stored, **others}, place)
+    write_text(place / "config.json", json.dumps(whole, indent=2) + "\n")
+    codes_bytes = sum(
+        _bytes(tensor)
+        for name, tensor in stored.items()
+        if name.endswith((".weight", ".weight_packed"))
+    )
+    other_bytes = sum(map(_bytes, others.values()))
+    in_bf16 = 2 * sum(codes.numel() for codes, _, _ in tensors.values())
+    return Sizes(
+        weights=codes_bytes,
+        qparams=sum(map(_bytes, stored.values())) - codes_bytes,
+        others=other_bytes,
+        as_bf16=other_bytes + in_bf16,
+    )
+
+
+def _module_of(name: str) -> str:
+    """Return ``NAME`` of ``NAME.weight``."""
+    module, dot, last = name.rpartition(".")
+    if last != "weight" or not dot:
+        raise QuantizationError(
+            "not the name of a layer's weight", where=name, expected="NAME.weight"
+        )
+    return module
+
+
+def _check_names(
+    inputs: Mapping[str, Entry],
+    tensors: Mapping[str, Any],
+    stored: Mapping[str, Tensor],
+    others: Mapping[str, Tensor],
+) -> None:
     foreign = [name for name in inputs if name not in tensors]
     if foreign:
         raise QuantizationError(
@@ -124,29 +147,19 @@ def write_compressed(
             where=clash[0],
             do="take it out of others",
         )
-    place = check_folder(folder)
-    whole = dict(config) if config is not None else model_config(place, missing_ok=True)
-    used = {group["format"] for group in groups.values()}
-    whole["quantization_config"] = {
+
+
+def _quantization_config(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    formats = {group["format"] for group in groups}
+    return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": next(iter(used)) if len(used) == 1 else "mixed-precision",
-        "config_groups": {
-            f"group_{i}": group for i, group in enumerate(groups.values())
-        },
+        "format": next(iter(formats)) if len(formats) == 1 else "mixed-precision",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": [],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
-    write_tensors({**stored, **others}, place)
-    write_text(place / "config.json", json.dumps(whole, indent=2) + "\n")
-    rest = sum(map(_bytes, others.values()))
-    return Sizes(
-        sizes[0],
-        sizes[1],
-        rest,
-        rest + 2 * sum(codes.numel() for codes, _, _ in tensors.values()),
-    )
 
 
 def _format(fmt: Format, entry: Entry | None) -> str:
@@ -157,55 +170,57 @@ def _format(fmt: Format, entry: Entry | None) -> str:
 
 
 def _check(name: str, codes: Tensor, qparams: QParams, fmt: Format, kind: str) -> None:
+    """Raise ``QuantizationError`` for a weight that has no place."""
+    problem = _problem(codes, qparams, fmt, kind)
+    if problem is not None:
+        what, expected, got = problem
+        raise QuantizationError(what, where=name, expected=expected, got=got)
+
+
+def _problem(
+    codes: Tensor, qparams: QParams, fmt: Format, kind: str
+) -> tuple[str, str, str] | None:
+    """Return what is wrong, what is expected and what was given; None where all fits."""
     granularity = qparams.granularity or PerTensor()
     whole = fmt.one_quantum == 1.0
-    problem = None
     if kind not in FORMATS:
-        problem = ("no such way of storing", ", ".join(FORMATS), kind)
-    elif codes.ndim != 2:
-        problem = (
+        return "no such way of storing", ", ".join(FORMATS), kind
+    if codes.ndim != 2:
+        return (
             "weights of linear layers alone have a place",
             "codes of shape (out, in)",
             f"shape {tuple(codes.shape)}",
         )
-    elif (
-        (fmt.width not in BITS or codes.is_floating_point())
-        if whole
-        else codes.dtype != torch.float8_e4m3fn
-    ):
-        problem = (
+    if not _has_place(codes, fmt):
+        return (
             "codes that have no place",
             "integers of 2, 4 or 8 bits, or fp8_e4m3fn",
             f"{fmt.name}, {codes.dtype}",
         )
-    elif not whole and kind in ("pack-quantized", "int-quantized"):
-        problem = (
-            f"{kind} holds integers",
-            "float-quantized or naive-quantized",
-            fmt.name,
-        )
-    elif not _fits(granularity):
-        problem = (
+    if not whole and kind in ("pack-quantized", "int-quantized"):
+        return f"{kind} holds integers", "float-quantized or naive-quantized", fmt.name
+    if not _fits(granularity):
+        return (
             "no words for this granularity",
             "PerTensor(), PerAxis(0), PerGroup(size) or PerBlock of two sizes",
             str(granularity),
         )
-    elif (
-        whole
-        and codes.numel()
-        and not (
-            fmt.min_finite <= int(codes.min()) and int(codes.max()) <= fmt.max_finite
-        )
-    ):
-        problem = (
-            f"codes that {fmt.name} does not have",
-            f"{fmt.min_finite:g} to {fmt.max_finite:g}",
-            f"{int(codes.min())} to {int(codes.max())}",
-        )
-    if problem is not None:
-        raise QuantizationError(
-            problem[0], where=name, expected=problem[1], got=problem[2]
-        )
+    if whole and codes.numel():
+        lowest = int(codes.min())
+        highest = int(codes.max())
+        if lowest < fmt.min_finite or highest > fmt.max_finite:
+            return (
+                f"codes that {fmt.name} does not have",
+                f"{fmt.min_finite:g} to {fmt.max_finite:g}",
+                f"{lowest} to {highest}",
+            )
+    return None
+
+
+def _has_place(codes: Tensor, fmt: Format) -> bool:
+    if fmt.one_quantum == 1.0:
+        return fmt.width in BITS and not codes.is_floating_point()
+    return codes.dtype == torch.float8_e4m3fn
 
 
 def _fits(granularity: Any) -> bool:
@@ -221,45 +236,41 @@ def _fits(granularity: Any) -> bool:
 def _stored(
     codes: Tensor, qparams: QParams, fmt: Format, kind: str
 ) -> dict[str, Tensor]:
-    """The tensors of one weight, by suffix."""
-    view, axes = (qparams.granularity or PerTensor()).split(codes.shape)
-    per_tensor = isinstance(qparams.granularity or PerTensor(), PerTensor)
-    shape = (
-        (1,) if per_tensor else tuple(n for i, n in enumerate(view) if i not in axes)
-    )
-    shape = (*shape, 1) if len(shape) == 1 and not per_tensor else shape
-    found = {"weight_scale": qparams.scale.detach().reshape(shape).contiguous()}
+    """Return the tensors of one weight, by suffix."""
+    shape = _scale_shape(codes, qparams)
     packed = kind == "pack-quantized"
+    tensors = {"weight_scale": qparams.scale.detach().reshape(shape).contiguous()}
     if packed:
-        found |= {
-            "weight_packed": pack(codes, fmt.width),
-            "weight_shape": torch.tensor(codes.shape),
-        }
+        tensors["weight_packed"] = pack(codes, fmt.width)
+        tensors["weight_shape"] = torch.tensor(codes.shape)
+    elif fmt.one_quantum == 1.0:
+        tensors["weight"] = codes.to(torch.int8).contiguous()
     else:
-        found["weight"] = (
-            codes.to(torch.int8).contiguous()
-            if fmt.one_quantum == 1.0
-            else codes.contiguous()
-        )
+        tensors["weight"] = codes.contiguous()
     if qparams.zero_point is not None or not fmt.symmetric:
-        points = (
-            torch.zeros(shape)
-            if qparams.zero_point is None
-            else qparams.zero_point.detach().reshape(shape)
-        )
+        points = torch.zeros(shape)
+        if qparams.zero_point is not None:
+            points = qparams.zero_point.detach().reshape(shape)
         points = points.to(torch.int8).contiguous()
-        by_row = isinstance(qparams.granularity, PerAxis | PerGroup)
-        found["weight_zero_point"] = (
-            pack(points, fmt.width, axis=0) if packed and by_row else points
-        )
-    return found
+        if packed and isinstance(qparams.granularity, PerAxis | PerGroup):
+            points = pack(points, fmt.width, axis=0)
+        tensors["weight_zero_point"] = points
+    return tensors
+
+
+def _scale_shape(codes: Tensor, qparams: QParams) -> tuple[int, ...]:
+    """Return the shape of the scales in the file: at least two axes but for one scale."""
+    granularity = qparams.granularity or PerTensor()
+    if isinstance(granularity, PerTensor):
+        return (1,)
+    view, axes = granularity.split(codes.shape)
+    shape = tuple(n for i, n in enumerate(view) if i not in axes)
+    return (*shape, 1) if len(shape) == 1 else shape
 
 
 def _stored_input(entry: Entry, name: str) -> dict[str, Tensor]:
-    granularity, fmt = (
-        granularity_named(entry.granularity, name),
-        format_named(entry.format, name),
-    )
+    granularity = granularity_named(entry.granularity, name)
+    fmt = format_named(entry.format, name)
     if fmt.width != 8 or not isinstance(granularity, PerTensor | PerToken):
         raise QuantizationError(
             "no words for this input",
@@ -269,10 +280,11 @@ def _stored_input(entry: Entry, name: str) -> dict[str, Tensor]:
         )
     if entry.dynamic:
         return {}
-    found = {"input_scale": torch.tensor(entry.scale[:1])}
+    tensors = {"input_scale": torch.tensor(entry.scale[:1])}
     if entry.zero_point is not None:
-        found["input_zero_point"] = torch.tensor(entry.zero_point[:1], dtype=torch.int8)
-    return found
+        points = torch.tensor(entry.zero_point[:1], dtype=torch.int8)
+        tensors["input_zero_point"] = points
+    return tensors
 
 
 def _weight_arguments(fmt: Format, qparams: QParams) -> dict[str, Any]:

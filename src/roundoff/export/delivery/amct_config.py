@@ -1,8 +1,8 @@
-"""AMCT's configuration files as an ``Ask``: what they say of each layer, and what of it has no counterpart."""
+"""AMCT's configuration files as an ``Ask``, with notes on what has no counterpart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +17,16 @@ from roundoff.quantize import Options, Rounding
 
 
 def with_config(ask: Ask, path: str | Path, model: nn.Module) -> Ask:
-    """The same ask with what an AMCT file (``.cfg`` or ``.json``) says of each layer.
+    """Return the request with what an AMCT file (``.cfg``, ``.json``) says of each layer.
 
-    Its plan names every layer that AMCT would quantize. Each of these has the file's bits, observer and its parameters,
-    symmetry, granularity and rounding of weights, and balancing, for its input and its weight; as many batches are
-    calibrated on as it says, unless the ask has another number of samples. A note for what is done in another way.
+    Its plan names every layer that AMCT would quantize. Each of these has the file's
+    bits, observer and its parameters, symmetry, granularity and rounding of weights, and
+    balancing, for its input and its weight; as many batches are calibrated on as it says,
+    unless the request has a number of samples. A note for what is done in another way.
 
     Raises:
-        QuantizationError: a file for automatic pruning, a target or plan beside it, layers that the model hasn't, or what
-            ``read_config`` refuses.
+        QuantizationError: a file for automatic pruning, a target or plan beside it,
+            layers that the model lacks, or what ``read_config`` refuses.
     """
     if ask.target is not None or ask.plan is not None:
         raise QuantizationError(
@@ -42,46 +43,47 @@ def with_config(ask: Ask, path: str | Path, model: nn.Module) -> Ask:
             do="use --prune channel:0.3",
         )
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    layers = {
-        name: layer
-        for name, layer in config.for_layers(kinds).items()
-        if not layer.skip
-    }
-    layers = {
-        name: layer for name, layer in layers.items() if "Pool" not in kinds[name]
-    }
+    layers = _quantized_layers(config, kinds)
     if not layers:
         raise QuantizationError(
             "the configuration skips every layer",
             where=str(path),
             expected="a layer to quantize",
         )
-    by: dict[str, list[str]] = {}
-    for name, layer in layers.items():
-        by.setdefault(_format(layer), []).append(f"{name}/*")
-    plan = Plan(
-        tuple(Rule(fmt, tuple(sites)) for fmt, sites in by.items()),
-        about={"source": Path(path).name},
-    )
+    prunes = bool(config.pruning(kinds))
+    notes = _notes(config, list(layers.values()), ask.samples, prunes)
     common = _rounding(replace(config.quantize.common or LayerConfig(), dmq_alpha=None))
-    own = {f"{name}/*": _rounding(layer) for name, layer in layers.items()}
-    how = {f"{name}/*": _options(layer) for name, layer in layers.items()}
-    notes = (
-        *ask.notes,
-        *_notes(
-            config, list(layers.values()), ask.samples, bool(config.pruning(kinds))
-        ),
-    )
+    roundings = {f"{name}/*": _rounding(layer) for name, layer in layers.items()}
+    options = {f"{name}/*": _options(layer) for name, layer in layers.items()}
     return replace(
         ask,
         formats=(),
-        plan=plan,
-        rounding=replace(common, layers=own),
+        plan=_plan(layers, Path(path).name),
+        rounding=replace(common, layers=roundings),
         fold=config.fold,
-        notes=notes,
-        options=replace(ask.options, symmetric=config.symmetric, layers=how),
+        notes=(*ask.notes, *notes),
+        options=replace(ask.options, symmetric=config.symmetric, layers=options),
         batches=config.batch_num if ask.samples is None else None,
     )
+
+
+def _quantized_layers(
+    config: QuantizeConfig, kinds: Mapping[str, str]
+) -> dict[str, LayerConfig]:
+    """Return the layers with weights that AMCT would quantize."""
+    return {
+        name: layer
+        for name, layer in config.for_layers(kinds).items()
+        if not layer.skip and "Pool" not in kinds[name]
+    }
+
+
+def _plan(layers: Mapping[str, LayerConfig], source: str) -> Plan:
+    sites_of: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        sites_of.setdefault(_format(layer), []).append(f"{name}/*")
+    rules = [Rule(fmt, tuple(sites)) for fmt, sites in sites_of.items()]
+    return Plan(tuple(rules), about={"source": source})
 
 
 def _format(layer: LayerConfig) -> str:
@@ -91,23 +93,17 @@ def _format(layer: LayerConfig) -> str:
 
 
 def _rounding(layer: LayerConfig) -> Rounding:
-    """How a layer's input and weight choose their scales and codes."""
-    name, parameters = layer.observer, dict(layer.observer_parameters)
-    if name == "ulq":
-        name, parameters = "minmax", {}
-    weights = "gptq" if layer.weight_algorithm == "adaround" else "nearest"
-    balance = (
-        {}
-        if layer.dmq_alpha is None
-        else {"balance": "dmq", "strength": layer.dmq_alpha}
-    )
-    return Rounding(
-        observer=name,
-        parameters=parameters,
-        weights=weights,
+    """Return how a layer's input and weight choose their scales and codes."""
+    trained = layer.observer == "ulq"
+    rounding = Rounding(
+        observer="minmax" if trained else layer.observer,
+        parameters={} if trained else dict(layer.observer_parameters),
+        weights="gptq" if layer.weight_algorithm == "adaround" else "nearest",
         scales="minmax",
-        **balance,  # type: ignore[arg-type]
     )
+    if layer.dmq_alpha is None:
+        return rounding
+    return replace(rounding, balance="dmq", strength=layer.dmq_alpha)
 
 
 def _options(layer: LayerConfig) -> Options:
@@ -120,17 +116,12 @@ def _options(layer: LayerConfig) -> Options:
 def _notes(
     config: QuantizeConfig, layers: list[LayerConfig], samples: int | None, prunes: bool
 ) -> Iterator[str]:
-    """What of a file is done in another way, or not at all, and what of it is easily overlooked."""
+    """Yield what of a file is done in another way, or is easily overlooked."""
     if samples is not None:
         yield f"batch_num {config.batch_num} of the file is not used: --samples {samples} was given"
     else:
         yield f"calibrated on the first {config.batch_num} of the batches, as batch_num says; --samples for more"
-    if any(c.weight_algorithm == "adaround" for c in layers):
-        yield "AMCT's adaround: weights are rounded by gptq, which learns from the same data"
-    if any(c.observer == "ulq" for c in layers):
-        yield "AMCT's ulq learns ranges in training: they are calibrated by minmax, and --qat trains them"
-    if any(c.weight_algorithm == "ulq" for c in layers):
-        yield "AMCT's ulq_retrain learns scales of weights in training: they are minmax's, and --qat trains them"
+    yield from _algorithm_notes(layers)
     if prunes:
         yield "the file also prunes: use --prune 2:4 or --prune channel:SHARE for that"
     if config.fp16_scales:
@@ -139,3 +130,13 @@ def _notes(
         yield f"skip_fusion_layers: BatchNorm behind {', '.join(config.skip_fold)} is folded too, the function is the same"
     if config.kind == "kv_cache":
         yield "the layers' inputs and weights are quantized; for a cache of keys and values use Options(kv_cache=...)"
+
+
+def _algorithm_notes(layers: list[LayerConfig]) -> Iterator[str]:
+    algorithms = {layer.weight_algorithm for layer in layers}
+    if "adaround" in algorithms:
+        yield "AMCT's adaround: weights are rounded by gptq, which learns from the same data"
+    if any(layer.observer == "ulq" for layer in layers):
+        yield "AMCT's ulq learns ranges in training: they are calibrated by minmax, and --qat trains them"
+    if "ulq" in algorithms:
+        yield "AMCT's ulq_retrain learns scales of weights in training: they are minmax's, and --qat trains them"

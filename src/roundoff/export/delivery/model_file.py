@@ -15,7 +15,7 @@ from roundoff.files import atomic_path
 from roundoff.quantize import QuantizedModel
 from roundoff.workload import execute_module
 
-#: How modules are named that ``Workload.load`` makes of files.
+#: Prefix of the modules that ``Workload.load`` makes of files.
 _FILES = "roundoff_workload_"
 
 
@@ -42,8 +42,8 @@ def load_model(path: str | Path, source: str | Path | None = None) -> QuantizedM
 
     Args:
         path: of ``model.pt``.
-        source: the workload file that defines the model's classes; its ``model()`` is not called. Not needed where they
-            come from an installed module.
+        source: the workload file that defines the model's classes; its ``model()`` is not
+            called. Not needed where they come from an installed module.
 
     Raises:
         QuantizationError: no such file, not a quantized model, or its classes are not found.
@@ -59,17 +59,17 @@ def _load(path: str | Path, namespace: Mapping[str, Any]) -> QuantizedModel:
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             if module.startswith(_FILES) and namespace:
-                found: Any = types.SimpleNamespace(**namespace)
+                defined: Any = types.SimpleNamespace(**namespace)
                 for part in name.split("."):
-                    found = getattr(found, part)
-                return found
+                    defined = getattr(defined, part)
+                return defined
             return super().find_class(module, name)
 
     try:
-        how = types.SimpleNamespace(
+        pickle_module = types.SimpleNamespace(
             __name__="pickle", Unpickler=Unpickler, load=pickle.load
         )
-        made = torch.load(path, weights_only=False, pickle_module=how)
+        model = torch.load(path, weights_only=False, pickle_module=pickle_module)
     except FileNotFoundError as error:
         raise QuantizationError(
             "no such file", where=str(path), expected="model.pt of roundoff quantize"
@@ -87,8 +87,8 @@ def _load(path: str | Path, namespace: Mapping[str, Any]) -> QuantizedModel:
             expected="model.pt of roundoff quantize",
             do="give the workload file that defines its classes: load_model(path, 'workload.py')",
         ) from error
-    if not isinstance(made, QuantizedModel):
+    if not isinstance(model, QuantizedModel):
         raise QuantizationError(
-            "not a quantized model", where=str(path), got=type(made).__name__
+            "not a quantized model", where=str(path), got=type(model).__name__
         )
-    return made
+    return model

@@ -23,18 +23,19 @@ from roundoff.files import atomic_path
 from roundoff.quantize import QuantizedModel
 from roundoff.workload import Workload, describe, named_tensors
 
-__all__ = ["OPSET", "Traced", "export_fake_quant", "export_onnx", "needs", "write"]
-
 #: The version of ONNX's operators that is written: the first with int4 and blocks (both in DequantizeLinear-21).
 OPSET = 21
 
 
 class Traced(nn.Module):
-    """A workload's forward pass as a function of the tensors in a batch, which returns the tensors of its output.
+    """A workload's forward pass as a function of the tensors in a batch.
+
+    It returns the tensors of the output.
 
     Attributes:
-        inputs: name of each tensor in the batch that is traced on, by its path in the batch.
-        outputs: names of what the last call returned: of the output's tensors, then of the values that are probed.
+        inputs: name of each tensor in the batch that is traced on, by its path in it.
+        outputs: names of the output's tensors in the last call.
+        probes: names of the values that are probed, which are returned behind them.
     """
 
     def __init__(self, workload: Workload, model: nn.Module, batch: Any) -> None:
@@ -43,17 +44,13 @@ class Traced(nn.Module):
         self._workload = workload.with_model(model)
         leaves, self._layout = tree_flatten_with_path(batch)
         self._fixed = [None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves]
-        names = [
-            "_".join(_words(path)) for path, leaf in leaves if isinstance(leaf, Tensor)
-        ]
-        if any(not name or name.isdigit() for name in names):
-            names = ["input" if len(names) == 1 else f"input_{name}" for name in names]
+        names = _input_names([p for p, leaf in leaves if isinstance(leaf, Tensor)])
         self.inputs = dict(zip(names, self.tensors(batch), strict=True))
         self.outputs: list[str] = []
         self.probes: list[str] = []
 
     def tensors(self, batch: Any) -> list[Tensor]:
-        """The tensors of a batch, in the order of the inputs.
+        """Return the tensors of a batch, in the order of the inputs.
 
         Raises ``QuantizationError`` for a batch of another structure, or with other numbers that are no tensors.
         """
@@ -70,13 +67,15 @@ class Traced(nn.Module):
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The output's tensors, of the batch with these ones."""
-        given = iter(tensors)
-        leaves = [next(given) if fixed is None else fixed for fixed in self._fixed]
-        found = named_tensors(self._workload.run(tree_unflatten(leaves, self._layout)))
+        """Return the output's tensors, of the batch with these tensors."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if fixed is None else fixed for fixed in self._fixed]
+        batch = tree_unflatten(leaves, self._layout)
+        outputs = named_tensors(self._workload.run(batch))
         probed = self.model.values if isinstance(self.model, Deployed) else {}
-        self.outputs, self.probes = list(found), list(probed)
-        return (*found.values(), *probed.values())
+        self.outputs = list(outputs)
+        self.probes = list(probed)
+        return (*outputs.values(), *probed.values())
 
 
 def export_onnx(
@@ -87,22 +86,25 @@ def export_onnx(
     *,
     pack: bool = True,
 ) -> Path:
-    """Write what ``model`` does in the place of the workload's own as an ONNX file of opset 21.
+    """Write a model in the place of the workload's own as an ONNX file of opset 21.
 
-    The first axis of each input may have any length, and so may each axis that differs between the workload's batches.
+    The first axis of each input may have any length, and so may each axis that differs
+    between the workload's batches.
 
     Args:
         workload: how the model is called, and the batch that it is traced on (its first).
         model: in evaluation mode: the workload's own, or ``Deployed`` for a quantized one.
         path: of the file, written whole or not at all.
         batch: another batch to trace on.
-        pack: weights of 4 bits and fewer take half a byte. Where no groups share a scale they become int8 when the file is
-            loaded, so that integer kernels run as fast as from bytes (measured in ONNX Runtime 1.31). False: a byte each,
-            for runtimes without INT4.
+        pack: weights of 4 bits and fewer take half a byte. Where no groups share a scale
+            they become int8 when the file is loaded, so that integer kernels run as fast
+            as from bytes (measured in ONNX Runtime 1.31). False: a byte each, for
+            runtimes without INT4.
 
     Raises:
-        QuantizationError: torch.export cannot follow the model (control flow that depends on data), or ONNX has not one of
-            its operators; the message has the exporter's own words. Or onnx or onnxscript is not installed.
+        QuantizationError: torch.export cannot follow the model (control flow that depends
+            on data), or ONNX lacks one of its operators; the message has the exporter's
+            own words. Or onnx or onnxscript is not installed.
     """
     write(workload, model, path, batch, pack=pack)
     return Path(path)
@@ -111,8 +113,10 @@ def export_onnx(
 def export_fake_quant(
     workload: Workload, quantized: QuantizedModel, path: str | Path, batch: Any = None
 ) -> Path:
-    """Write the simulation of a quantized model as an ONNX file of plain arithmetic in fp32 (divide, round, clip, multiply),
-    for any runtime and any format; weights are their rounded values. It is as large as the fp32 model, and slower.
+    """Write the simulation of a quantized model as an ONNX file of plain arithmetic in fp32.
+
+    It divides, rounds, clips and multiplies, in any format and for any runtime; weights
+    are their rounded values. It is as large as the fp32 model, and slower.
 
     Raises ``QuantizationError`` as ``export_onnx``.
     """
@@ -129,8 +133,11 @@ def write(
     pack: bool = True,
     probed: str | Path | None = None,
 ) -> Traced:
-    """``export_onnx``; returns what was traced, which knows the names of inputs and outputs. ``probed``: another file, with
-    the values of a ``Deployed`` that probes as further outputs, ``probe_0`` and on."""
+    """Write as ``export_onnx``; return what was traced, with names of inputs and outputs.
+
+    ``probed`` is another file, with the values of a ``Deployed`` that probes as further
+    outputs, ``probe_0`` and on.
+    """
     needs("onnx", "onnxscript")
     traced = Traced(
         workload, model, workload.batches[0] if batch is None else batch
@@ -151,7 +158,7 @@ def write(
                     *(f"probe_{i}" for i in range(len(traced.probes))),
                 ],
                 custom_translation_table=translations(),
-                dynamic_shapes={"tensors": _free(workload, traced, tensors)},
+                dynamic_shapes={"tensors": _free_axes(workload, traced, tensors)},
             )
     except torch.onnx.OnnxExporterError as error:
         raise QuantizationError(
@@ -188,74 +195,89 @@ def needs(*libraries: str) -> None:
 
 
 def _doubled(traced: Traced, tensors: list[Tensor]) -> list[Tensor]:
-    """A batch of one sample twice, since an axis of length 1 is taken for one that always has this length; the tensors as
-    they are where the model does not take that."""
+    """Return a batch of one sample twice, or the tensors where the model refuses that.
+
+    An axis of length 1 is taken for one that always has this length.
+    """
     if not tensors or any(t.ndim == 0 or t.shape[0] != 1 for t in tensors):
         return tensors
     twice = [torch.cat([t, t]) for t in tensors]
     try:
-        once, both = traced(*tensors), traced(*twice)
+        single = traced(*tensors)
+        double = traced(*twice)
     except (RoundoffError, RuntimeError, ValueError):
         return tensors
-    doubled = all(
-        b.shape[:1] == (2,) and b.shape[1:] == o.shape[1:]
-        for o, b in zip(once, both, strict=True)
-        if o.ndim
-    )
-    return twice if doubled else tensors
+    pairs = [pair for pair in zip(single, double, strict=True) if pair[0].ndim]
+    return twice if all(_is_doubled(*pair) for pair in pairs) else tensors
 
 
-def _free(workload: Workload, traced: Traced, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """For each input the axes that may have any length: the first, and those that differ between batches."""
-    seen = [[tuple(t.shape) for t in tensors]]
+def _is_doubled(single: Tensor, double: Tensor) -> bool:
+    return double.shape[:1] == (2,) and double.shape[1:] == single.shape[1:]
+
+
+def _free_axes(
+    workload: Workload, traced: Traced, tensors: list[Tensor]
+) -> tuple[Any, ...]:
+    """Return for each input the axes that may have any length, for torch's exporter.
+
+    These are the first, and those that differ between batches.
+    """
+    shapes = [[tuple(t.shape) for t in tensors]]
     for batch in [*workload.batches, *workload.held_out]:
         with contextlib.suppress(QuantizationError):
-            seen.append([tuple(t.shape) for t in traced.tensors(batch)])
-    found: list[Any] = []
-    for index, tensor in enumerate(tensors):
-        shapes = [shapes[index] for shapes in seen]
-        free = {
+            shapes.append([tuple(t.shape) for t in traced.tensors(batch)])
+    free: list[Any] = []
+    for tensor, lengths in zip(tensors, zip(*shapes, strict=True), strict=True):
+        comparable = [shape for shape in lengths if len(shape) == tensor.ndim]
+        axes = [
             axis
             for axis in range(tensor.ndim)
-            if len({s[axis] for s in shapes if len(s) == tensor.ndim}) > 1
-        }
-        free |= {0} if tensor.ndim else set()
-        found.append(
-            {
-                axis: torch.export.Dim.DYNAMIC
-                for axis in sorted(free)
-                if tensor.shape[axis] > 1
-            }
-            or None
-        )
-    return tuple(found)
+            if tensor.shape[axis] > 1 and (axis == 0 or _differs(comparable, axis))
+        ]
+        free.append(dict.fromkeys(axes, torch.export.Dim.DYNAMIC) or None)
+    return tuple(free)
 
 
-def _words(path: Any) -> list[str]:
+def _differs(shapes: list[tuple[int, ...]], axis: int) -> bool:
+    return len({shape[axis] for shape in shapes}) > 1
+
+
+def _path_words(path: Any) -> list[str]:
     return [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
 
 
+def _input_names(paths: list[Any]) -> list[str]:
+    """Name the tensors of a batch by their paths in it."""
+    names = ["_".join(_path_words(path)) for path in paths]
+    if not any(not name or name.isdigit() for name in names):
+        return names
+    return ["input"] if len(names) == 1 else [f"input_{name}" for name in names]
+
+
 def _reason(error: BaseException) -> str:
+    """Return the exporter's first line about its first cause."""
     branches = ""
     while error.__cause__ is not None:
         error = error.__cause__
         if isinstance(error, GuardOnDataDependentSymNode):
             branches = "it branches on its data. "
-    return branches + (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return branches + lines[0]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter, and what it is made of, print, log and warn of their own internals."""
-    below, nowhere = logging.root.manager.disable, io.StringIO()
+    """Silence the exporter: it prints, logs and warns of its own internals."""
+    level = logging.root.manager.disable
+    nowhere = io.StringIO()
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
         warnings.simplefilter("ignore")
-        logging.disable(max(below, logging.WARNING))
+        logging.disable(max(level, logging.WARNING))
         try:
             yield
         finally:
-            logging.disable(below)
+            logging.disable(level)

@@ -1,14 +1,13 @@
-"""Which quantized calls run as integer kernels in ONNX Runtime, and why the others do not."""
+"""Which quantized calls run as integer kernels in ONNX Runtime, and why others do not."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from roundoff.export.onnx.deployed import Deployed
 from roundoff.export.onnx.runtime import Kernels, is_integer
 from roundoff.ops import facts
-from roundoff.quantize import CLIPS, QuantizedModel, Route
+from roundoff.quantize import CLIPS, QuantizedModel, Quantizer, Route
 
 #: Kinds of calls for which ONNX Runtime's CPU has no kernel on codes.
 _NO_KERNEL = {
@@ -16,18 +15,24 @@ _NO_KERNEL = {
     "rnn": "recurrent layers stay in fp32 in ONNX",
     "embedding": "a look-up does no arithmetic: its table is stored as codes",
 }
-
+#: Operators of ONNX that only move codes.
+_MOVES = frozenset({"MaxPool", "Reshape", "Transpose", "Concat", "Gather"})
 _ROUNDS = (
     "MatMulNBits rounds its activations to 8 bits, which the simulation does not, unless the session has "
     "session.qdq_matmulnbits_accuracy_level = 1"
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One quantized call in the file: the kernel that ONNX Runtime runs for it, and why it is not one with integers.
+    """One quantized call in the file.
 
-    ``integer`` also holds for calls that went into the kernel of the call before (a ReLU), or that only move codes.
+    Attributes:
+        site: path of the call.
+        kernel: kernels that ONNX Runtime runs for it.
+        integer: they compute with integers, went into the kernel of the call before (a
+            ReLU), or only move codes.
+        reason: why they do not, or what to know.
     """
 
     site: str
@@ -37,53 +42,73 @@ class KernelRow:
 
 
 def became(
-    quantized: QuantizedModel, deployed: Deployed, found: Kernels
+    quantized: QuantizedModel, deployed: Deployed, kernels: Kernels
 ) -> tuple[KernelRow, ...]:
-    """One row for each quantized call, in the order of the model."""
-    rows = []
-    for site, route in quantized.routes.items():
-        own = [op for name, op in found.nodes if _belongs(name, site)]
-        integer = [op for op in own if is_integer(op)]
-        operator = site.rpartition("/")[2].partition("#")[0]
-        if integer:
-            said = _ROUNDS if "MatMulNBits" in integer else ""
-            rows.append(KernelRow(site, ", ".join(dict.fromkeys(integer)), True, said))
-        elif not own and operator in CLIPS:
-            rows.append(KernelRow(site, "", True, "in the kernel before it"))
-        elif (
-            own
-            and set(own) <= {"MaxPool", "Reshape", "Transpose", "Concat", "Gather"}
-            and operator != "embedding"
-        ):
-            rows.append(KernelRow(site, ", ".join(own), True, "moves codes"))
-        else:
-            why = _why(site, operator, route, quantized, deployed)
-            rows.append(KernelRow(site, ", ".join(dict.fromkeys(own)), False, why))
-    return tuple(rows)
-
-
-def _belongs(name: str, site: str) -> bool:
-    """Whether a node of the optimised graph is named after a site: ``site``, ``site:Op``, ``site_token_3`` (moved)."""
-    rest = name[len(site) :]
-    return name.startswith(site) and (
-        not rest
-        or rest[0] == ":"
-        or rest.startswith(("_token", "_nchwc", "_fused", "/"))
+    """Return one row for each quantized call, in the order of the model."""
+    return tuple(
+        _row(site, route, quantized, deployed, kernels)
+        for site, route in quantized.routes.items()
     )
 
 
-def _why(
+def _row(
     site: str,
-    operator: str,
     route: Route,
     quantized: QuantizedModel,
     deployed: Deployed,
+    kernels: Kernels,
+) -> KernelRow:
+    operators = [op for name, op in kernels.nodes if _is_named_after(name, site)]
+    integer = [op for op in operators if is_integer(op)]
+    operator = _operator(site)
+    if integer:
+        remark = _ROUNDS if "MatMulNBits" in integer else ""
+        return KernelRow(site, _listing(integer), True, remark)
+    if not operators and operator in CLIPS:
+        return KernelRow(site, "", True, "in the kernel before it")
+    if operators and _MOVES.issuperset(operators) and operator != "embedding":
+        return KernelRow(site, ", ".join(operators), True, "moves codes")
+    why = _why_not_integer(site, route, quantized, deployed)
+    return KernelRow(site, _listing(operators), False, why)
+
+
+def _listing(operators: list[str]) -> str:
+    return ", ".join(dict.fromkeys(operators))
+
+
+def _operator(site: str) -> str:
+    """Return the operator of a site: ``conv2d`` of ``a/conv2d#1``."""
+    return site.rpartition("/")[2].partition("#")[0]
+
+
+def _is_named_after(name: str, site: str) -> bool:
+    """Return True for nodes of a site: ``site``, ``site:Op``, ``site_token_3`` (moved)."""
+    if not name.startswith(site):
+        return False
+    suffix = name[len(site) :]
+    return not suffix or suffix.startswith((":", "_token", "_nchwc", "_fused", "/"))
+
+
+def _why_not_integer(
+    site: str, route: Route, quantized: QuantizedModel, deployed: Deployed
 ) -> str:
+    """Return the first reason that applies, from what a call reads to what it writes."""
     names = [*route.uses.values(), *([route.output] if route.output else [])]
     for name in names:
-        known = deployed.reasons.get(name) or deployed.slow.get(name)
-        if known is not None:
-            return known
+        reason = deployed.reasons.get(name) or deployed.slow.get(name)
+        if reason is not None:
+            return reason
+    return (
+        _no_kernel(site, route, quantized)
+        or _split_by_clip(site, route, quantized, names)
+        or _no_codes_written(site, route, quantized)
+        or "ONNX Runtime did not make one of it"
+    )
+
+
+def _no_kernel(site: str, route: Route, quantized: QuantizedModel) -> str | None:
+    """Return why there is no kernel on codes for such a call at all."""
+    operator = _operator(site)
     if route.executes is not None:
         return f"{route.executes.name} is exported as fp32: it has no codes"
     if operator.startswith("max_pool"):
@@ -94,33 +119,48 @@ def _why(
     if kind in _NO_KERNEL:
         return _NO_KERNEL[kind]
     readers = [quantized.quantizer(name) for name in route.uses.values()]
-    weights = [q for q in readers if q.weight]
-    if weights and len(weights) == len(readers):
+    if readers and all(reader.weight for reader in readers):
         return "weights alone are quantized: the product is of floating-point numbers"
-    after = (
-        _clipped_after(site, quantized)
-        if facts(operator).operands and not route.output
-        else None
-    )
-    read_or_written = [quantized.quantizer(name) for name in names]
-    for quantizer in read_or_written if after is None else [*read_or_written, after]:
+    return None
+
+
+def _split_by_clip(
+    site: str, route: Route, quantized: QuantizedModel, names: list[str]
+) -> str | None:
+    """Return why a clip of codes of few bits keeps the kernels apart."""
+    quantizers = [quantized.quantizer(name) for name in names]
+    clip = _clip_behind(site, route, quantized)
+    if clip is not None:
+        quantizers.append(clip)
+    for quantizer in quantizers:
         if quantizer.fmt.width < 8 and not quantizer.weight:
             return f"{quantizer.fmt.name} needs a clip before its codes, which keeps the kernels apart"
+    return None
+
+
+def _no_codes_written(site: str, route: Route, quantized: QuantizedModel) -> str | None:
+    """Return why the result does not reach the next quantizer as the kernel writes it."""
+    operator = _operator(site)
     if operator in ("add", "mul") and len(route.uses) < 2:
         return "one of its operands is a number, for which ONNX Runtime has no kernel on codes"
-    if facts(operator).operands and not route.output:
-        if after is not None and after.zero_point is None:
-            return "symmetric codes have a sign, which the ReLU or clip behind it never uses: the clip had to stay"
-        if after is not None:
-            return "the scale behind the ReLU6 or clip reaches beyond its bound: the clip had to stay"
+    if not facts(operator).operands or route.output:
+        return None
+    clip = _clip_behind(site, route, quantized)
+    if clip is None:
         return "its result is no code: a float reads it too, or a clip stands between"
-    return "ONNX Runtime did not make one of it"
+    if clip.zero_point is None:
+        return "symmetric codes have a sign, which the ReLU or clip behind it never uses: the clip had to stay"
+    return "the scale behind the ReLU6 or clip reaches beyond its bound: the clip had to stay"
 
 
-def _clipped_after(site: str, quantized: QuantizedModel) -> Any:
-    """The quantizer of the clip that comes next in the model, if what comes next is one."""
+def _clip_behind(
+    site: str, route: Route, quantized: QuantizedModel
+) -> Quantizer | None:
+    """Return the quantizer of the clip that comes next in the model, behind a product."""
+    if not facts(_operator(site)).operands or route.output:
+        return None
     order = [row.site for row in quantized.rows]
     following = order[order.index(site) + 1] if site in order[:-1] else ""
-    if following.rpartition("/")[2].partition("#")[0] not in CLIPS:
+    if _operator(following) not in CLIPS:
         return None
     return next((q for name, q in quantized.named() if name == following), None)

@@ -1,7 +1,8 @@
-"""Proof: what ONNX Runtime computes from the exported file, against the fp32 model and against our simulation.
+"""What ONNX Runtime computes from the exported file, against fp32 and our simulation.
 
-Both files run on the evaluation set: the candidate's metric, how often it decides as the fp32 model does, how far its output
-and each quantized value inside are from fp32 and from the simulation, which kernels it runs, how fast, how large.
+Both files run on the evaluation set: the candidate's metric, how often it decides as the
+fp32 model does, how far its output and each quantized value inside are from fp32 and from
+the simulation, which kernels it runs, how fast, how large.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.export.onnx.deployed import Deployed
+from roundoff.export.onnx.differences import Agreement, Differing, ValueDifferences
 from roundoff.export.onnx.export import Traced, write
 from roundoff.export.onnx.kernels import KernelRow, became
 from roundoff.export.onnx.runtime import (
@@ -27,29 +29,29 @@ from roundoff.export.onnx.runtime import (
     run,
     session,
 )
-from roundoff.export.onnx.sums import Agreement, Differing, Tally
 from roundoff.ops import Call, watch
 from roundoff.plan import replaced
 from roundoff.preserve import preserve
 from roundoff.quantize import Passing, QuantizedModel
 from roundoff.workload import Workload, named_tensors
 
-__all__ = ["Proof", "ValueProof", "prove"]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ValueProof:
     """One quantized value in the file, on the whole evaluation set.
 
     Attributes:
         name: the value, as the quantizer is called.
         format: of its codes.
-        fp32_db: SQNR against the fp32 run; None where that has no value of this name and shape.
+        fp32_db: SQNR against the fp32 run; None where that has no value of this name and
+            shape.
         simulation_db: SQNR against the simulation; infinite where all values are equal.
-        own: codes that differ from what the simulation makes of the file's own values before it: what this kernel alone does
-            in another way. None where the scale is chosen while the model runs.
-        carried: codes that differ between the file and the simulation, each run from the input on. One code more or less in
-            a value can move the next one by several, where its weights are large beside its scale.
+        own: codes that differ from what the simulation makes of the file's own values
+            before it: what this kernel alone does in another way. None where the scale
+            is chosen while the model runs.
+        carried: codes that differ between the file and the simulation, each run from the
+            input on. One code more or less in a value can move the next one by several,
+            where its weights are large beside its scale.
     """
 
     name: str
@@ -61,31 +63,35 @@ class ValueProof:
 
     @property
     def codes(self) -> int | None:
-        """The greatest difference of a code that the kernel makes by itself."""
+        """Greatest difference of a code that the kernel makes by itself."""
         return self.own.most if self.own else None
 
     @property
     def differing(self) -> float | None:
-        """The share of codes that the kernel makes differ."""
+        """Share of codes that the kernel makes differ."""
         return self.own.share if self.own else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Proof:
     """What was measured on the file.
 
     Attributes:
-        samples: how many rows of outputs the set has.
-        metric, metric_fp32: the workload's metric of this file and of the fp32 file; None without one.
-        agreement: share of rows of the output with the same arg-max over the last axis as in fp32; None with one column.
+        samples: number of rows of outputs in the set.
+        metric, metric_fp32: the workload's metric of this file and of the fp32 file;
+            None without one.
+        agreement: share of rows of the output with the same arg-max over the last axis
+            as in fp32; None with one column.
         sqnr_db: of the output against fp32.
         simulation_db: of the output against our simulation.
         sites: one row for each quantized value, in the order of the run.
-        became: one row for each quantized call: the kernel that runs it, or why none with integers does.
+        became: one row for each quantized call: the kernel that runs it, or why none
+            with integers does.
         kernels: the optimised graph that ONNX Runtime runs.
         latency: seconds of both files; None where not asked for.
         bytes, bytes_fp32: sizes of the files.
-        notes: quantizers that ONNX cannot express, or that are slow in ONNX Runtime, with the reason.
+        notes: quantizers that ONNX cannot express, or that are slow in ONNX Runtime, with
+            the reason.
     """
 
     samples: int
@@ -104,12 +110,15 @@ class Proof:
 
     @property
     def codes(self) -> int:
-        """The greatest difference of a code that a kernel makes by itself: 1 or 0 where file and simulation agree."""
+        """Greatest difference of a code that a kernel makes by itself.
+
+        It is 1 or 0 where file and simulation agree.
+        """
         return max((site.own.most for site in self.sites if site.own), default=0)
 
     @property
     def differing(self) -> float:
-        """The largest share of codes of a value that a kernel makes differ."""
+        """Largest share of codes of a value that a kernel makes differ."""
         return max((site.own.share for site in self.sites if site.own), default=0.0)
 
 
@@ -123,46 +132,50 @@ def prove(
     pack: bool = True,
     seconds: float = 3.0,
 ) -> Proof:
-    """Write both files, run them in ONNX Runtime on the evaluation set (``held_out``, or else the batches), and measure.
+    """Write both files, run them in ONNX Runtime on the evaluation set, and measure.
+
+    The set is ``held_out``, or else the batches.
 
     Args:
         workload: with the fp32 model, its metric and batches.
         quantized: the simulation of the quantized model.
         path_quantized: of the file to write and prove.
         path_fp32: of the file of the fp32 model, which is written too.
-        exact: the model in full precision whose values inside are those of the quantized one; by default the workload's own.
-            Give ``quantize.pipeline.unrounded(quantized, workload)`` where BatchNorm was folded or channels were divided:
-            the values inside are others then.
+        exact: the model in full precision whose values inside are those of the quantized
+            one; by default the workload's own. Give ``unrounded(quantized, workload)``
+            where BatchNorm was folded or channels were divided: the values inside are
+            others then.
         pack: as ``export_onnx`` has it.
         seconds: how long to race both files on the first batch; 0: not at all.
 
     Raises:
         QuantizationError: as ``export_onnx``, or onnxruntime is not installed.
     """
-    plain = write(workload, workload.model, path_fp32)
+    original = write(workload, workload.model, path_fp32)
     batches = workload.held_out or workload.batches
     with tempfile.TemporaryDirectory() as folder:
-        deployed, file = Deployed(quantized, probe=True), Path(folder) / "probed.onnx"
-        probed = write(workload, deployed, path_quantized, pack=pack, probed=file)
-        measured = _measure(
-            workload, quantized, exact or workload.model, batches, probed, file
+        probed_path = Path(folder) / "probed.onnx"
+        deployed = Deployed(quantized, probe=True)
+        probed = write(
+            workload, deployed, path_quantized, pack=pack, probed=probed_path
         )
-    judged = workload.with_model(workload.model)
-    judged.batches = batches
-    outputs, outputs_fp32 = _outputs(
-        batches, plain, measured, path_quantized, path_fp32
-    )
-    found = kernels(path_quantized)
+        values, simulated = _measure(
+            workload, quantized, exact or workload.model, batches, probed, probed_path
+        )
+    outputs = _outputs(batches, original, simulated, path_quantized)
+    outputs_fp32 = _outputs(batches, original, simulated, path_fp32)
     agreement = Agreement()
-    for ours, theirs, simulated in zip(
-        outputs, outputs_fp32, measured.simulated, strict=True
-    ):
+    for output, fp32, simulation in zip(outputs, outputs_fp32, simulated, strict=True):
         agreement.add(
-            named_tensors(ours), named_tensors(theirs), named_tensors(simulated)
+            named_tensors(output), named_tensors(fp32), named_tensors(simulation)
         )
+    found_kernels = kernels(path_quantized)
     raced = None
     if seconds > 0:
-        raced = latency(path_fp32, path_quantized, _feed(plain, batches[0]), seconds)
+        inputs = _feed(original, batches[0])
+        raced = latency(path_fp32, path_quantized, inputs, seconds)
+    judged = workload.with_model(workload.model)
+    judged.batches = batches
     return Proof(
         samples=agreement.samples,
         metric=judged.evaluate(outputs, outputs_fp32),
@@ -170,9 +183,9 @@ def prove(
         agreement=agreement.share,
         sqnr_db=agreement.fp32.db,
         simulation_db=agreement.simulation.db,
-        sites=tuple(measured.rows(quantized)),
-        became=became(quantized, deployed, found),
-        kernels=found,
+        sites=_value_proofs(values, quantized),
+        became=became(quantized, deployed, found_kernels),
+        kernels=found_kernels,
         latency=raced,
         bytes=Path(path_quantized).stat().st_size,
         bytes_fp32=Path(path_fp32).stat().st_size,
@@ -180,26 +193,20 @@ def prove(
     )
 
 
-class _Measured:
-    def __init__(self) -> None:
-        self.tallies: dict[str, Tally] = {}
-        self.simulated: list[Any] = []
-
-    def rows(self, quantized: QuantizedModel) -> list[ValueProof]:
-        found = []
-        for name, tally in self.tallies.items():
-            fp32 = tally.fp32.db if tally.fp32.count else None
-            found.append(
-                ValueProof(
-                    name,
-                    quantized.quantizer(name).fmt.name,
-                    fp32,
-                    tally.simulation.db,
-                    tally.own.seen(),
-                    tally.carried.seen(),
-                )
-            )
-        return found
+def _value_proofs(
+    values: Mapping[str, ValueDifferences], quantized: QuantizedModel
+) -> tuple[ValueProof, ...]:
+    return tuple(
+        ValueProof(
+            name,
+            quantized.quantizer(name).fmt.name,
+            differences.fp32.db if differences.fp32.count else None,
+            differences.simulation.db,
+            differences.own.total(),
+            differences.carried.total(),
+        )
+        for name, differences in values.items()
+    )
 
 
 def _measure(
@@ -209,48 +216,60 @@ def _measure(
     batches: list[Any],
     probed: Traced,
     path: Path,
-) -> _Measured:
-    """Run file, simulation and full precision side by side, a batch at a time: nothing is kept but sums."""
-    measured, ready = _Measured(), session(path)
+) -> tuple[dict[str, ValueDifferences], list[Any]]:
+    """Run file, simulation and full precision side by side, a batch at a time.
+
+    Returns the differences of each value, of which nothing is kept but sums, and the
+    simulation's outputs.
+    """
+    values: dict[str, ValueDifferences] = {}
+    simulated: list[Any] = []
+    ready = session(path)
     names = [output.name for output in ready.get_outputs()]
     for batch in batches:
         arrays = dict(zip(names, run(ready, _feed(probed, batch)), strict=True))
-        found = {
-            name: torch.from_numpy(arrays[f"probe_{i}"])
-            for i, name in enumerate(probed.probes)
+        in_file = {
+            name: torch.from_numpy(arrays[f"probe_{index}"])
+            for index, name in enumerate(probed.probes)
         }
-        free, led = _Seen({}), _Seen(found)
+        free = _Recorder({})
+        led = _Recorder(in_file)
         with torch.no_grad(), preserve(quantized):
-            for seen in (free, led):
-                with quantized.eval().through(seen):
-                    output = workload.with_model(quantized).run(batch)
-                if seen is free:
-                    measured.simulated.append(output)
+            with quantized.eval().through(free):
+                simulated.append(workload.with_model(quantized).run(batch))
+            with quantized.eval().through(led):
+                workload.with_model(quantized).run(batch)
         wanted = exact_values(workload, exact, quantized, batch)
-        for name, value in found.items():
-            tally = measured.tallies.setdefault(name, Tally(quantized.quantizer(name)))
-            tally.add(value, free.values[name], led.values[name], wanted.get(name))
-    return measured
+        for name, value in in_file.items():
+            if name not in values:
+                values[name] = ValueDifferences(quantized.quantizer(name))
+            values[name].add(
+                value, free.values[name], led.values[name], wanted.get(name)
+            )
+    return values, simulated
 
 
-class _Seen(Passing):
-    """What each value is behind its quantizer; of values that pass more than once, the first. Values in ``given`` are handed
-    on in their place: what comes next is made of them."""
+class _Recorder(Passing):
+    """Keep what each value is behind its quantizer; of several passes, the first.
 
-    def __init__(self, given: dict[str, Tensor]) -> None:
+    Values in ``replacements`` are handed on in their place: what comes next is made of
+    them.
+    """
+
+    def __init__(self, replacements: Mapping[str, Tensor]) -> None:
         self.values: dict[str, Tensor] = {}
-        self.given = given
+        self.replacements = replacements
 
     def value(self, name: str, quantizer: Any, value: Tensor) -> Tensor:
-        found: Tensor = quantizer(value)
+        rounded: Tensor = quantizer(value)
         if quantizer.weight or name in self.values:
-            return found
-        self.values[name] = found.detach()
-        return self.given.get(name, found)
+            return rounded
+        self.values[name] = rounded.detach()
+        return self.replacements.get(name, rounded)
 
 
-class _Exact:
-    """Calls as they are; keeps the values that have quantizers in the quantized model."""
+class _ExactValues:
+    """Run calls as they are; keep the values that have quantizers in the quantized model."""
 
     def __init__(self, quantized: QuantizedModel) -> None:
         self.quantized = quantized
@@ -263,13 +282,14 @@ class _Exact:
 
     def call(self, call: Call) -> Any:
         route = self.quantized.routes.get(str(call.site))
-        if route is not None:
-            leaves = self.quantized.divided(route, call.leaves, WeakIdKeyDictionary())
-            for place, name in route.uses.items():
-                if place < len(leaves) and isinstance(leaves[place], Tensor):
-                    self.values.setdefault(name, leaves[place])
+        if route is None:
+            return call.run()
+        leaves = self.quantized.divided(route, call.leaves, WeakIdKeyDictionary())
+        for place, name in route.uses.items():
+            if place < len(leaves) and isinstance(leaves[place], Tensor):
+                self.values.setdefault(name, leaves[place])
         result = call.run()
-        if route is not None and route.output and isinstance(result, Tensor):
+        if route.output and isinstance(result, Tensor):
             self.values.setdefault(route.output, result)
         return result
 
@@ -277,8 +297,11 @@ class _Exact:
 def exact_values(
     workload: Workload, exact: nn.Module, quantized: QuantizedModel, batch: Any
 ) -> Mapping[str, Tensor]:
-    """What a full-precision model has where the quantized one passes a quantizer, by the quantizer's name."""
-    handler = _Exact(quantized)
+    """Return a full-precision model's values where the quantized one has quantizers.
+
+    They go by the quantizer's name.
+    """
+    handler = _ExactValues(quantized)
     with preserve(exact), torch.no_grad(), watch(exact.eval(), handler) as mode:
         mode.begin()
         with mode:
@@ -287,29 +310,26 @@ def exact_values(
 
 
 def _outputs(
-    batches: list[Any], plain: Traced, measured: _Measured, *paths: str | Path
-) -> tuple[list[Any], list[Any]]:
-    """Outputs of both files, in the containers that the model returns."""
-    found: list[list[Any]] = []
-    for path in paths:
-        ready, outputs = session(path), []
-        for batch, like in zip(batches, measured.simulated, strict=True):
-            outputs.append(_filled(like, run(ready, _feed(plain, batch))))
-        found.append(outputs)
-    return found[0], found[1]
+    batches: list[Any], traced: Traced, simulated: list[Any], path: str | Path
+) -> list[Any]:
+    """Return a file's outputs, in the containers that the model returns."""
+    ready = session(path)
+    return [
+        _filled(like, run(ready, _feed(traced, batch)))
+        for batch, like in zip(batches, simulated, strict=True)
+    ]
 
 
 def _filled(like: Any, arrays: list[Any]) -> Any:
-    """An output with these arrays in the places of its tensors."""
-    given = iter(arrays)
-    return replaced(like, lambda t: torch.from_numpy(next(given)) if t.numel() else t)
+    """Return an output with these arrays in the places of its tensors."""
+    remaining = iter(arrays)
+
+    def replacement(tensor: Tensor) -> Tensor:
+        return torch.from_numpy(next(remaining)) if tensor.numel() else tensor
+
+    return replaced(like, replacement)
 
 
 def _feed(traced: Traced, batch: Any) -> dict[str, Any]:
-    return dict(
-        zip(
-            traced.inputs,
-            (t.detach().cpu().numpy() for t in traced.tensors(batch)),
-            strict=True,
-        )
-    )
+    arrays = [tensor.detach().cpu().numpy() for tensor in traced.tensors(batch)]
+    return dict(zip(traced.inputs, arrays, strict=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import numpy as np
 
 from roundoff.errors import QuantizationError
 from roundoff.export.onnx.export import needs
-
-__all__ = ["Kernels", "Latency", "kernels", "latency", "run", "session"]
 
 #: Operators whose sums are integers. ``MatMulNBits`` reads weights of 4 bits and adds in fp32 or int8.
 INTEGER = frozenset(
@@ -39,7 +36,7 @@ class Kernels:
     """What ONNX Runtime made of a file after its own optimisation.
 
     Attributes:
-        counts: how often each operator stands in the optimised graph.
+        counts: number of nodes of each operator in the optimised graph.
         nodes: name and operator of each node in it.
     """
 
@@ -48,15 +45,19 @@ class Kernels:
 
     @property
     def integer(self) -> dict[str, int]:
-        """The operators among them that compute with integers."""
+        """The operators of the graph that compute with integers."""
         return {name: count for name, count in self.counts.items() if is_integer(name)}
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of two files, run in turns on one thread: medians, and quartiles of the ratios of neighbouring runs.
+    """Seconds of two files, run in turns on one thread.
 
-    ``ratio`` is the median of reference / candidate: above 1 the candidate is faster.
+    Attributes:
+        reference, candidate: medians.
+        ratio: median of reference / candidate: above 1 the candidate is faster.
+        quartiles: lower and upper quartile of the ratios of neighbouring runs.
+        runs: number of runs of each.
     """
 
     reference: float
@@ -67,20 +68,27 @@ class Latency:
 
 
 def is_integer(operator: str) -> bool:
-    """Whether an operator of ONNX Runtime computes with integers."""
+    """Return True if an operator of ONNX Runtime computes with integers."""
     return operator.startswith("QLinear") or operator in INTEGER
 
 
 def session(path: str | Path, optimised: str | Path | None = None) -> Any:
-    """An ``InferenceSession`` on the CPU with one thread; it can write its optimised graph.
+    """Open a file in ONNX Runtime on the CPU with one thread.
 
-    Raises ``QuantizationError`` where onnxruntime is missing, or does not take the file (with its words).
+    Args:
+        path: of the file.
+        optimised: where to write the optimised graph; None: nowhere.
+
+    Raises:
+        QuantizationError: onnxruntime is missing, or does not take the file (with its
+            words).
     """
     needs("onnxruntime")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
     options.log_severity_level = 3
     # without VNNI the usual kernels clip sums of two products to 16 bits
     options.add_session_config_entry("session.x64quantprecision", "1")
@@ -101,16 +109,16 @@ def session(path: str | Path, optimised: str | Path | None = None) -> Any:
 
 
 def run(ready: Any, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """All outputs of a session; inputs that the graph does not read are left out."""
-    taken = {i.name for i in ready.get_inputs()}
-    found: list[np.ndarray] = ready.run(
-        None, {name: array for name, array in inputs.items() if name in taken}
+    """Return all outputs of a session; inputs that the graph does not read are left out."""
+    read = {value.name for value in ready.get_inputs()}
+    outputs: list[np.ndarray] = ready.run(
+        None, {name: array for name, array in inputs.items() if name in read}
     )
-    return found
+    return outputs
 
 
 def kernels(path: str | Path) -> Kernels:
-    """What ONNX Runtime makes of a file. The optimised graph is written to a temporary folder and read again."""
+    """Read what ONNX Runtime makes of a file, from the optimised graph that it writes."""
     needs("onnx")
     import onnx
 
@@ -128,18 +136,26 @@ def latency(
     seconds: float = 3.0,
     least: int = 15,
 ) -> Latency:
-    """Race two files on the same inputs, in turns, for ``seconds`` and at least ``least`` runs each, after a warm-up."""
-    both = session(reference), session(candidate)
+    """Race two files on the same inputs, in turns, after a warm-up.
+
+    Each runs at least ``least`` times, and both for ``seconds`` together.
+    """
+    sessions = (session(reference), session(candidate))
     times: tuple[list[float], list[float]] = ([], [])
-    for one in both * 2:
-        run(one, inputs)
+    for ready in sessions * 2:
+        run(ready, inputs)
     end = time.perf_counter() + seconds
     while len(times[0]) < least or time.perf_counter() < end:
-        for one, into in zip(both, times, strict=True):
+        for ready, taken in zip(sessions, times, strict=True):
             start = time.perf_counter()
-            run(one, inputs)
-            into.append(time.perf_counter() - start)
+            run(ready, inputs)
+            taken.append(time.perf_counter() - start)
     ratios = np.array(times[0]) / np.array(times[1])
     low, middle, high = (float(v) for v in np.quantile(ratios, [0.25, 0.5, 0.75]))
-    medians: Sequence[float] = [float(np.median(t)) for t in times]
-    return Latency(medians[0], medians[1], middle, (low, high), len(ratios))
+    return Latency(
+        reference=float(np.median(times[0])),
+        candidate=float(np.median(times[1])),
+        ratio=middle,
+        quartiles=(low, high),
+        runs=len(ratios),
+    )

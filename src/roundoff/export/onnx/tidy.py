@@ -1,23 +1,29 @@
-"""Tidy an exported graph: names of sites on nodes, no operator that does nothing, no number twice, nothing of this machine.
+"""Tidy an exported graph: sites as names, nothing idle, nothing twice, nothing local.
 
-The passes work on ``onnx_ir``, which torch's exporter builds. None changes a value: a clip goes only where QuantizeLinear
-saturates at the same codes, a zero point only where it is zero.
+The passes work on ``onnx_ir``, which torch's exporter builds. None changes a value: a
+clip goes only where QuantizeLinear saturates at the same codes, a zero point only where
+it is zero.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from roundoff.export.onnx.operators import DOMAIN
 
-__all__ = ["tidy"]
+#: Bounds of a Clip that has none.
+_FREE = (-np.inf, np.inf)
 
 
 def tidy(model: Any, pack: bool = True) -> None:
-    """Tidy an ``onnx_ir.Model`` in place. ``pack``: codes of 4 bits and fewer are stored two to a byte, as INT4."""
+    """Tidy an ``onnx_ir.Model`` in place.
+
+    With ``pack``, codes of 4 bits and fewer are stored two to a byte, as INT4.
+    """
     from onnx_ir.passes import common
 
     graph = model.graph
@@ -34,273 +40,287 @@ def tidy(model: Any, pack: bool = True) -> None:
     common.DeduplicateInitializersPass(size_limit=4)(model)
     _separate_zero_points(graph)
     common.RemoveUnusedNodesPass()(model)
-    for value in [
-        v for v in graph.inputs if not v.uses() and not v.is_graph_output()
-    ]:  # the labels beside the images
-        graph.inputs.remove(value)
+    _drop_unread_inputs(graph)
     model.opset_imports.pop(DOMAIN, None)
     _drop_defaults(model)
     _strip(model)
 
 
-def _name_sites(graph: Any) -> None:
-    """Nodes between the operands of a site and its mark are called as the site, with the operator if there are many."""
-    named: set[int] = set()
-    for mark in [n for n in graph if n.domain == DOMAIN]:
-        name = mark.attributes["name"].as_string()
-        found, queue = [], [mark.inputs[0].producer()]
-        while queue:
-            node = queue.pop()
-            if (
-                node is None
-                or node.domain == DOMAIN
-                or id(node) in named
-                or node.op_type.endswith("QuantizeLinear")
-            ):
-                continue
-            if node.op_type == "DequantizeLinear":
-                continue
-            named.add(id(node))
-            found.append(node)
-            queue += [v.producer() for v in node.inputs if v is not None]
-        counts: Counter[str] = Counter()
-        for node in reversed(found):
-            counts[node.op_type] += 1
-            extra = "" if counts[node.op_type] == 1 else f"_{counts[node.op_type]}"
-            node.name = name if len(found) == 1 else f"{name}:{node.op_type}{extra}"
-    for mark in [n for n in graph if n.domain == DOMAIN]:
-        _replace(graph, mark, mark.inputs[0])
+def _nodes(graph: Any, *operators: str) -> list[Any]:
+    """Return the nodes of some operators; the graph may be changed meanwhile."""
+    return [node for node in graph if node.op_type in operators]
+
+
+def _producer(value: Any, operator: str) -> Any:
+    """Return the node that makes a value, if it is of an operator."""
+    node = value.producer()
+    return node if node is not None and node.op_type == operator else None
+
+
+def _number(value: Any) -> Any:
+    """Return the array of a constant; None for another value, or none."""
+    if value is None or value.const_value is None:
+        return None
+    return value.const_value.numpy()
+
+
+def _input(node: Any, place: int) -> Any:
+    return node.inputs[place] if len(node.inputs) > place else None
+
+
+def _block(node: Any) -> int:
+    """Return how many codes share a scale, 0 where an axis or all do."""
+    block = node.attributes.get("block_size")
+    return 0 if block is None else int(block.as_int())
+
+
+def _is_zero(array: Any) -> bool:
+    return array is not None and not array.astype(np.float32).any()
+
+
+def _constant(graph: Any, array: Any, name: str) -> Any:
+    """Add a constant to the graph."""
+    import onnx_ir as ir
+
+    value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+    graph.initializers[name] = value
+    return value
 
 
 def _replace(graph: Any, node: Any, value: Any) -> None:
-    """Let every reader of what a node returns read ``value`` instead, and take the node out."""
+    """Let every reader of a node's result read ``value``, and take the node out."""
     node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
     graph.remove(node, safe=True)
 
 
-def _number(value: Any) -> Any:
-    return (
-        None
-        if value is None or value.const_value is None
-        else value.const_value.numpy()
-    )
+def _replace_by(graph: Any, node: Any, nodes: list[Any]) -> None:
+    """Put nodes in the place of one; the last has its result, by the same name."""
+    graph.insert_before(node, nodes)
+    nodes[-1].outputs[0].name = node.outputs[0].name
+    _replace(graph, node, nodes[-1].outputs[0])
+
+
+def _name_sites(graph: Any) -> None:
+    """Name the nodes between the operands of a site and its mark after the site.
+
+    Where there are many, the operator stands behind the name.
+    """
+    named: set[int] = set()
+    marks = [node for node in graph if node.domain == DOMAIN]
+    for mark in marks:
+        site = mark.attributes["name"].as_string()
+        nodes = list(_nodes_of_site(mark, named))
+        counts: Counter[str] = Counter()
+        for node in reversed(nodes):
+            counts[node.op_type] += 1
+            number = counts[node.op_type]
+            suffix = "" if number == 1 else f"_{number}"
+            node.name = f"{site}:{node.op_type}{suffix}" if len(nodes) > 1 else site
+    for mark in marks:
+        _replace(graph, mark, mark.inputs[0])
+
+
+def _nodes_of_site(mark: Any, named: set[int]) -> Iterator[Any]:
+    """Yield the nodes behind a mark up to Q/DQ and other sites, and add them to ``named``."""
+    queue = [mark.inputs[0].producer()]
+    while queue:
+        node = queue.pop()
+        if node is None or id(node) in named or _ends_site(node):
+            continue
+        named.add(id(node))
+        yield node
+        queue += [value.producer() for value in node.inputs if value is not None]
+
+
+def _ends_site(node: Any) -> bool:
+    ends = ("QuantizeLinear", "DequantizeLinear")
+    return bool(node.domain == DOMAIN or node.op_type.endswith(ends))
 
 
 def _drop_clips(graph: Any) -> None:
-    """Take out a Relu or Clip whose only reader is a QuantizeLinear that saturates at the same codes (uint8, per tensor)."""
-    for node in [n for n in graph if n.op_type in ("Relu", "Clip")]:
-        uses = list(node.outputs[0].uses())
-        if (
-            len(uses) != 1
-            or node.outputs[0].is_graph_output()
-            or uses[0].node.op_type != "QuantizeLinear"
-        ):
+    """Take out a Relu or Clip whose only reader saturates at the same codes.
+
+    The reader is a QuantizeLinear per tensor.
+    """
+    for node in _nodes(graph, "Relu", "Clip"):
+        reader = _only_reader(node.outputs[0])
+        if reader is None or reader.op_type != "QuantizeLinear":
             continue
-        scale, zero = (_number(v) for v in uses[0].node.inputs[1:3])
-        if (
-            scale is None
-            or zero is None
-            or scale.ndim
-            or zero.dtype not in (np.uint8, np.int8)
-        ):
-            continue
-        low, high = _bounds(node)
-        if low is None or high is None:
-            continue
-        kind = np.iinfo(zero.dtype)
-        with np.errstate(all="ignore"):
-            ends = [
-                np.rint(np.float32(bound) / np.float32(scale)) + np.float32(zero)
-                for bound in (low, high)
-            ]
-        if ends[0] <= kind.min and ends[1] >= kind.max:
+        bounds = _clip_bounds(node)
+        if bounds is not None and _saturates_at(reader, *bounds):
             _replace(graph, node, node.inputs[0])
 
 
-def _bounds(node: Any) -> tuple[float | None, float | None]:
+def _only_reader(value: Any) -> Any:
+    """Return the one node that reads a value; None for several, or an output."""
+    uses = list(value.uses())
+    if len(uses) != 1 or value.is_graph_output():
+        return None
+    return uses[0].node
+
+
+def _clip_bounds(node: Any) -> tuple[float, float] | None:
+    """Return the bounds of a Relu or Clip; None where they are no constants."""
     if node.op_type == "Relu":
         return 0.0, np.inf
-    bounds: list[float | None] = []
-    for place, free in ((1, -np.inf), (2, np.inf)):
-        given = node.inputs[place] if len(node.inputs) > place else None
-        constant = _number(given)
-        bounds.append(
-            free if given is None else None if constant is None else float(constant)
-        )
+    bounds = []
+    for place, free in enumerate(_FREE, start=1):
+        value = _input(node, place)
+        constant = _number(value)
+        if value is not None and constant is None:
+            return None
+        bounds.append(free if constant is None else float(constant))
     return bounds[0], bounds[1]
 
 
+def _saturates_at(quantize: Any, low: float, high: float) -> bool:
+    """Return True if the codes of a QuantizeLinear end at these bounds, or within them."""
+    scale, zero = (_number(value) for value in quantize.inputs[1:3])
+    if scale is None or zero is None or scale.ndim:
+        return False
+    if zero.dtype not in (np.uint8, np.int8):
+        return False
+    with np.errstate(all="ignore"):
+        lowest = np.rint(np.float32(low) / np.float32(scale)) + np.float32(zero)
+        highest = np.rint(np.float32(high) / np.float32(scale)) + np.float32(zero)
+    kind = np.iinfo(zero.dtype)
+    return bool(lowest <= kind.min and highest >= kind.max)
+
+
 def _pool(graph: Any) -> None:
-    """Means over both spatial axes of codes become GlobalAveragePool, for which ONNX Runtime has an integer kernel."""
+    """Turn means over both spatial axes of codes into GlobalAveragePool.
+
+    ONNX Runtime has an integer kernel for that.
+    """
     import onnx_ir as ir
 
-    for node in [n for n in graph if n.op_type == "ReduceMean"]:
-        source, producer = node.inputs[0], node.inputs[0].producer()
-        axes = _number(node.inputs[1]) if len(node.inputs) > 1 else None
-        if (
-            source.shape is None
-            or axes is None
-            or producer is None
-            or producer.op_type != "DequantizeLinear"
-        ):
+    for node in _nodes(graph, "ReduceMean"):
+        if not _is_spatial_mean(node):
             continue
-        if len(source.shape) != 4 or sorted(int(a) % 4 for a in axes.flatten()) != [
-            2,
-            3,
-        ]:
-            continue
-        kept = node.attributes.get("keepdims")
-        made = [ir.node("GlobalAveragePool", [source], name=node.name)]
-        if kept is not None and not kept.as_int():
-            made.append(
-                ir.node(
-                    "Squeeze",
-                    [made[0].outputs[0], node.inputs[1]],
-                    name=f"{node.name}:Squeeze",
-                )
-            )
-        graph.insert_before(node, made)
-        made[-1].outputs[0].name = node.outputs[0].name
-        _replace(graph, node, made[-1].outputs[0])
+        pool = ir.node("GlobalAveragePool", [node.inputs[0]], name=node.name)
+        nodes = [pool]
+        keeps = node.attributes.get("keepdims")
+        if keeps is not None and not keeps.as_int():
+            inputs = [pool.outputs[0], node.inputs[1]]
+            nodes.append(ir.node("Squeeze", inputs, name=f"{node.name}:Squeeze"))
+        _replace_by(graph, node, nodes)
+
+
+def _is_spatial_mean(node: Any) -> bool:
+    """Return True for means over the last two of four axes of dequantized codes."""
+    source = node.inputs[0]
+    axes = _number(_input(node, 1))
+    if axes is None or source.shape is None or len(source.shape) != 4:
+        return False
+    if _producer(source, "DequantizeLinear") is None:
+        return False
+    return sorted(int(axis) % 4 for axis in axes.flatten()) == [2, 3]
 
 
 def _turn_blocks(graph: Any) -> None:
-    """A weight in blocks that is transposed before its product is stored transposed: as MatMulNBits reads it."""
+    """Store a weight in blocks transposed where it is transposed before its product.
+
+    So MatMulNBits reads it.
+    """
     import onnx_ir as ir
 
-    for node in [n for n in graph if n.op_type == "Transpose"]:
-        producer = node.inputs[0].producer()
-        if (
-            producer is None
-            or producer.op_type != "DequantizeLinear"
-            or len(list(producer.outputs[0].uses())) != 1
-        ):
+    for node in _nodes(graph, "Transpose"):
+        producer = _producer(node.inputs[0], "DequantizeLinear")
+        if producer is None or len(list(producer.outputs[0].uses())) != 1:
             continue
-        block = producer.attributes.get("block_size")
-        parts = [_number(v) for v in producer.inputs]
-        if (
-            block is None
-            or not block.as_int()
-            or parts[0] is None
-            or parts[0].ndim != 2
-        ):
+        codes = _number(producer.inputs[0])
+        if not _block(producer) or codes is None or codes.ndim != 2:
             continue
-        for value, array in zip(producer.inputs, parts, strict=True):
+        for value in producer.inputs:
             if len(list(value.uses())) == 1:
-                value.const_value = ir.tensor(
-                    np.ascontiguousarray(array.T), name=value.name
-                )
+                array = np.ascontiguousarray(_number(value).T)
+                value.const_value = ir.tensor(array, name=value.name)
                 value.shape = value.const_value.shape
-        producer.attributes["axis"] = ir.AttrInt64(
-            "axis", 1 - producer.attributes["axis"].as_int() % 2
-        )
+        axis = 1 - producer.attributes["axis"].as_int() % 2
+        producer.attributes["axis"] = ir.AttrInt64("axis", axis)
         _replace(graph, node, producer.outputs[0])
 
 
 def _look_up(graph: Any) -> None:
-    """Rows of a table of codes are looked up as codes, and dequantized then: not the whole table in every run."""
+    """Look up rows of a table as codes, and dequantize these: not the whole table."""
+    for node in _nodes(graph, "Gather"):
+        table = _producer(node.inputs[0], "DequantizeLinear")
+        axis = node.attributes.get("axis")
+        if table is None or (axis is not None and axis.as_int()):
+            continue
+        scale = _number(table.inputs[1])
+        codes = table.inputs[0].const_value
+        if codes is None or scale is None or not _is_zero(_number(table.inputs[2])):
+            continue
+        if scale.ndim == 0:
+            _replace_by(graph, node, _rows_of_tensor_scale(node, table))
+        elif _has_row_scales(table, scale):
+            _replace_by(graph, node, _rows_of_row_scales(graph, node, table))
+
+
+def _has_row_scales(table: Any, scale: Any) -> bool:
+    if scale.ndim != 1 or _block(table):
+        return False
+    return bool(table.attributes["axis"].as_int() == 0)
+
+
+def _rows_of_tensor_scale(node: Any, table: Any) -> list[Any]:
     import onnx_ir as ir
 
-    for node in [n for n in graph if n.op_type == "Gather"]:
-        table, ids = node.inputs[0].producer(), node.inputs[1]
-        axis = node.attributes.get("axis")
-        if (
-            table is None
-            or table.op_type != "DequantizeLinear"
-            or (axis is not None and axis.as_int())
-        ):
-            continue
-        scale, zero, block = (
-            _number(table.inputs[1]),
-            _number(table.inputs[2]),
-            table.attributes.get("block_size"),
-        )
-        if (
-            table.inputs[0].const_value is None
-            or scale is None
-            or zero is None
-            or zero.astype(np.float32).any()
-        ):
-            continue
-        rows = ir.node("Gather", [table.inputs[0], ids], name=node.name)
-        made = [rows]
-        if scale.ndim == 0:
-            made.append(ir.node("DequantizeLinear", [rows.outputs[0], table.inputs[1]]))
-        elif (
-            scale.ndim == 1
-            and table.attributes["axis"].as_int() == 0
-            and not (block and block.as_int())
-        ):
-            last = ir.tensor(np.array([-1], dtype=np.int64), name=f"{node.name}_last")
-            graph.initializers[last.name] = ir.Value(name=last.name, const_value=last)
-            steps = ir.node("Gather", [table.inputs[1], ids], name=f"{node.name}:scale")
-            column = ir.node(
-                "Unsqueeze", [steps.outputs[0], graph.initializers[last.name]]
-            )
-            made += [
-                steps,
-                column,
-                ir.node(
-                    "Cast",
-                    [rows.outputs[0]],
-                    attributes={"to": ir.DataType.FLOAT.value},
-                ),
-            ]
-            made.append(ir.node("Mul", [made[-1].outputs[0], column.outputs[0]]))
-        else:
-            continue
-        graph.insert_before(node, made)
-        made[-1].outputs[0].name = node.outputs[0].name
-        _replace(graph, node, made[-1].outputs[0])
+    rows = ir.node("Gather", [table.inputs[0], node.inputs[1]], name=node.name)
+    return [rows, ir.node("DequantizeLinear", [rows.outputs[0], table.inputs[1]])]
+
+
+def _rows_of_row_scales(graph: Any, node: Any, table: Any) -> list[Any]:
+    import onnx_ir as ir
+
+    ids = node.inputs[1]
+    last = _constant(graph, np.array([-1], dtype=np.int64), f"{node.name}_last")
+    rows = ir.node("Gather", [table.inputs[0], ids], name=node.name)
+    steps = ir.node("Gather", [table.inputs[1], ids], name=f"{node.name}:scale")
+    column = ir.node("Unsqueeze", [steps.outputs[0], last])
+    to_float = {"to": ir.DataType.FLOAT.value}
+    cast = ir.node("Cast", [rows.outputs[0]], attributes=to_float)
+    product = ir.node("Mul", [cast.outputs[0], column.outputs[0]])
+    return [rows, steps, column, cast, product]
 
 
 def _cast_fp8(graph: Any) -> None:
-    """Stored fp8 codes go through Cast and Mul in the place of DequantizeLinear, of which ONNX Runtime would make integer
-    kernels that it has not. Codes in blocks lie in an axis of their own."""
+    """Put Cast and Mul in the place of DequantizeLinear of stored fp8 codes.
+
+    ONNX Runtime would make integer kernels of it that it has not. Codes in blocks lie in
+    an axis of their own.
+    """
     import onnx_ir as ir
 
-    def constant(array: Any, name: str) -> Any:
-        graph.initializers[name] = ir.Value(
-            name=name, const_value=ir.tensor(array, name=name)
-        )
-        return graph.initializers[name]
-
-    for node in [n for n in graph if n.op_type == "DequantizeLinear"]:
-        value, codes, scale = (
-            node.inputs[0],
-            _number(node.inputs[0]),
-            _number(node.inputs[1]),
-        )
-        if (
-            codes is None
-            or scale is None
-            or not value.const_value.dtype.name.startswith("FLOAT8")
-        ):
+    for node in _nodes(graph, "DequantizeLinear"):
+        value = node.inputs[0]
+        codes = _number(value)
+        scale = _number(node.inputs[1])
+        if codes is None or scale is None:
             continue
-        axis, size = (
-            node.attributes["axis"].as_int(),
-            node.attributes["block_size"].as_int(),
-        )
-        shape, name = codes.shape, node.inputs[1].name
+        if not value.const_value.dtype.name.startswith("FLOAT8"):
+            continue
+        axis = node.attributes["axis"].as_int()
+        name = node.inputs[1].name
+        shape = codes.shape
+        size = _block(node)
         if size:
             split = codes.reshape(*shape[:axis], -1, size, *shape[axis + 1 :])
-            value.const_value = ir.Tensor(
-                split, dtype=value.const_value.dtype, name=value.name
-            )
+            dtype = value.const_value.dtype
+            value.const_value = ir.Tensor(split, dtype=dtype, name=value.name)
             scale = np.expand_dims(scale, axis + 1)
         elif scale.ndim:
             scale = scale.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-        cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT.value})
-        made = [
-            cast,
-            ir.node("Mul", [cast.outputs[0], constant(scale, f"{name}_along")]),
-        ]
+        to_float = {"to": ir.DataType.FLOAT.value}
+        cast = ir.node("Cast", [value], attributes=to_float)
+        steps = _constant(graph, scale, f"{name}_along")
+        nodes = [cast, ir.node("Mul", [cast.outputs[0], steps])]
         if size:
-            whole = constant(np.array(shape, dtype=np.int64), f"{name}_shape")
-            made.append(ir.node("Reshape", [made[-1].outputs[0], whole]))
-        graph.insert_before(node, made)
-        made[-1].outputs[0].name = node.outputs[0].name
-        _replace(graph, node, made[-1].outputs[0])
+            whole = np.array(shape, dtype=np.int64)
+            inputs = [nodes[-1].outputs[0], _constant(graph, whole, f"{name}_shape")]
+            nodes.append(ir.node("Reshape", inputs))
+        _replace_by(graph, node, nodes)
 
 
 def _drop_zero_points(graph: Any) -> None:
@@ -310,12 +330,10 @@ def _drop_zero_points(graph: Any) -> None:
     scale where it stores int8 as uint8 (``session.x64quantprecision``, which converts
     weights with codes of more than 7 bits).
     """
-    for node in [n for n in graph if n.op_type == "DequantizeLinear"]:
+    for node in _nodes(graph, "DequantizeLinear"):
         codes = _number(node.inputs[0])
-        if len(node.inputs) < 3 or codes is None:
-            continue
-        zero = _number(node.inputs[2])
-        if zero is None or zero.astype(np.float32).any():
+        zero = _number(_input(node, 2))
+        if codes is None or not _is_zero(zero):
             continue
         converted = bool(zero.ndim) and _exceeds_seven_bits(codes)
         if zero.dtype != np.int8 or not (converted or _is_read_by_product(node)):
@@ -324,22 +342,18 @@ def _drop_zero_points(graph: Any) -> None:
 
 def _separate_zero_points(graph: Any) -> None:
     """Give each weight a zero point of its own: ONNX Runtime cannot convert one twice."""
-    import onnx_ir as ir
-
-    for node in [n for n in graph if n.op_type == "DequantizeLinear"]:
-        zero = node.inputs[2] if len(node.inputs) > 2 else None
-        if zero is None or len(list(zero.uses())) < 2 or _number(zero) is None:
+    for node in _nodes(graph, "DequantizeLinear"):
+        zero = _input(node, 2)
+        array = _number(zero)
+        if array is None or array.dtype != np.int8 or len(list(zero.uses())) < 2:
             continue
-        if _number(zero).dtype == np.int8:
-            name = f"{node.inputs[0].name}_zero_point"
-            copy = ir.tensor(_number(zero).copy(), name=name)
-            graph.initializers[name] = ir.Value(name=name, const_value=copy)
-            node.replace_input_with(2, graph.initializers[name])
+        name = f"{node.inputs[0].name}_zero_point"
+        node.replace_input_with(2, _constant(graph, array.copy(), name))
 
 
 def _is_read_by_product(node: Any) -> bool:
     readers = {use.node.op_type for use in node.outputs[0].uses()}
-    return bool(readers & {"Gemm", "MatMul"}) and not _size(node)
+    return bool(readers & {"Gemm", "MatMul"}) and not _block(node)
 
 
 def _exceeds_seven_bits(codes: Any) -> bool:
@@ -347,93 +361,97 @@ def _exceeds_seven_bits(codes: Any) -> bool:
 
 
 def _pack(graph: Any) -> None:
+    """Store codes of 4 bits and fewer as INT4.
+
+    They are cast to int8 for integer kernels; MatMulNBits reads four bits.
+    """
     import onnx_ir as ir
 
     for value in list(graph.initializers.values()):
-        codes, readers = _number(value), [use.node for use in value.uses()]
-        if (
-            codes is None
-            or codes.dtype != np.int8
-            or codes.ndim < 2
-            or any(use.idx for use in value.uses())  # zero points, not codes
-            or codes.min() < -8
-            or codes.max() > 7
-        ):
+        if not _fits_four_bits(value):
             continue
-        value.const_value = ir.Tensor(
-            codes.astype(ir.DataType.INT4.numpy()),
-            dtype=ir.DataType.INT4,
-            name=value.name,
-        )
+        packed = _number(value).astype(ir.DataType.INT4.numpy())
+        value.const_value = ir.Tensor(packed, dtype=ir.DataType.INT4, name=value.name)
         value.dtype = ir.DataType.INT4
-        if all(_size(node) and len(node.inputs) == 2 for node in readers):
-            continue  # MatMulNBits reads four bits
-        cast = ir.node(
-            "Cast",
-            [value],
-            attributes={"to": ir.DataType.INT8.value},
-            name=f"{value.name}:int8",
-        )
+        readers = [use.node for use in value.uses()]
+        if all(_block(node) and len(node.inputs) == 2 for node in readers):
+            continue
+        to_int8 = {"to": ir.DataType.INT8.value}
+        cast = ir.node("Cast", [value], attributes=to_int8, name=f"{value.name}:int8")
         graph.insert_before(next(node for node in graph if node in readers), cast)
         for node in readers:
             node.replace_input_with(0, cast.outputs[0])
 
 
-def _size(node: Any) -> int:
-    """How many codes share a scale, 0 where an axis or all do."""
-    block = node.attributes.get("block_size")
-    return 0 if block is None else int(block.as_int())
+def _fits_four_bits(value: Any) -> bool:
+    """Return True for codes of a weight, not zero points, from -8 to 7."""
+    codes = _number(value)
+    if codes is None or codes.dtype != np.int8 or codes.ndim < 2:
+        return False
+    if any(use.idx for use in value.uses()):
+        return False
+    return bool(codes.min() >= -8 and codes.max() <= 7)
+
+
+def _drop_unread_inputs(graph: Any) -> None:
+    """Drop the inputs that nothing reads: the labels beside the images."""
+    unread = [v for v in graph.inputs if not v.uses() and not v.is_graph_output()]
+    for value in unread:
+        graph.inputs.remove(value)
 
 
 def _drop_defaults(model: Any) -> None:
-    """Leave out attributes that are what their absence means: a tenth of the nodes' bytes in a small network."""
-    from onnx.defs import SchemaError, get_schema
-    from onnx.helper import get_attribute_value
+    """Leave out attributes that are what their absence means.
 
+    They are a tenth of the nodes' bytes in a small network.
+    """
+    from onnx.defs import SchemaError, get_schema
+
+    version = model.opset_imports[""]
     for node in model.graph:
         try:
-            known = get_schema(
-                node.op_type, model.opset_imports[""], node.domain
-            ).attributes
+            declared = get_schema(node.op_type, version, node.domain).attributes
         except SchemaError:  # an operator of ONNX Runtime's own
             continue
-        scale = (
-            _number(node.inputs[1])
-            if node.op_type in ("QuantizeLinear", "DequantizeLinear")
-            else None
-        )
-        if scale is not None and scale.ndim == 0:
-            node.attributes.pop("axis", None)
-        for name in [
-            n for n in node.attributes if n in known and known[n].default_value.name
-        ]:
-            default = get_attribute_value(known[name].default_value)
-            default = default.decode() if isinstance(default, bytes) else default
-            if node.attributes[name].value == default:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            scale = _number(node.inputs[1])
+            if scale is not None and scale.ndim == 0:
+                node.attributes.pop("axis", None)
+        for name in list(node.attributes):
+            if name in declared and _is_default(node.attributes[name], declared[name]):
                 del node.attributes[name]
 
 
+def _is_default(attribute: Any, declared: Any) -> bool:
+    from onnx.helper import get_attribute_value
+
+    if not declared.default_value.name:
+        return False
+    default = get_attribute_value(declared.default_value)
+    if isinstance(default, bytes):
+        default = default.decode()
+    return bool(attribute.value == default)
+
+
 def _strip(model: Any) -> None:
-    """Leave out what the exporter notes of its own work: stack traces (with paths of this machine) and inferred shapes."""
+    """Leave out what the exporter notes of its own work.
+
+    These are stack traces (with paths of this machine) and inferred shapes.
+    """
     from onnx_ir.passes import common
 
     common.ClearMetadataAndDocStringPass()(model)
-    given = {id(v) for v in [*model.graph.inputs, *model.graph.outputs]}
-    for node in model.graph:
-        for value in node.outputs:
-            if id(value) not in given:
-                value.shape = value.type = None
-    for value in model.graph.initializers.values():
-        value.shape = value.type = None
-    for value in [
-        *model.graph.inputs,
-        *model.graph.outputs,
-        *model.graph.initializers.values(),
-    ]:
+    graph = model.graph
+    ends = [*graph.inputs, *graph.outputs]
+    constants = list(graph.initializers.values())
+    declared = {id(value) for value in ends}
+    inner = [value for node in graph for value in node.outputs]
+    for value in [*(v for v in inner if id(v) not in declared), *constants]:
+        value.shape = None
+        value.type = None
+    for value in [*ends, *constants]:
         value.metadata_props.clear()
         value.doc_string = None
-    model.producer_name, model.producer_version, model.doc_string = (
-        "roundoff",
-        None,
-        None,
-    )
+    model.producer_name = "roundoff"
+    model.producer_version = None
+    model.doc_string = None

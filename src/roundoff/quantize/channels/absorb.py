@@ -1,12 +1,13 @@
 """High-bias absorption: large biases move past a ReLU into the next layer.
 
-Nagel et al., arXiv:1906.04721, section 4.1.3. After equalisation a channel can have a large
-bias and so a wide range of activations. Where a channel's input to the ReLU is above c for
-almost all data, ``relu(x) = relu(x - c) + c``: c leaves the first bias (their equation 13)
-and comes back as ``W·c`` in the next one (equation 15). They take ``c = max(0, β - 3γ)``
-(equation 14) from the BatchNorm's β and γ, the mean and deviation of the input; here both
-are measured on the batches. A value under c, about one in 740 for a normal distribution, is
-changed: so this is an approximation, and how many it changed is in the row.
+Nagel et al., arXiv:1906.04721, section 4.1.3. After equalisation a channel can have a
+large bias and so a wide range of activations. Where a channel's input to the ReLU is
+above c for almost all data, ``relu(x) = relu(x - c) + c``: c leaves the first bias
+(their equation 13) and comes back as ``W·c`` in the next one (equation 15). They take
+``c = max(0, β - 3γ)`` (equation 14) from the BatchNorm's β and γ, the mean and
+deviation of the input; here both are measured on the batches. A value under c, about
+one in 740 for a normal distribution, is changed: so this is an approximation, and how
+many it changed is in the row.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ def absorb_bias_(
 ) -> list[Absorbed]:
     """Move high biases past ReLUs, in place.
 
-    A group needs one layer that makes it, with a bias, a ReLU alone behind it, and linear
-    layers or convolutions without padding that read it (zeros that are padded behind the
-    ReLU have no c to give back).
+    A group needs one layer that makes it, with a bias, a ReLU alone behind it, and
+    linear layers or convolutions without padding that read it (zeros that are padded
+    behind the ReLU have no c to give back).
 
     Args:
         model: with BatchNorm folded.
         batches: the inputs of the ReLUs are measured on them.
-        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload` calls
-            a model.
+        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload`
+            calls a model.
         deviations: c is the mean minus so many standard deviations, and 0 at least.
 
     Returns:
@@ -161,7 +162,7 @@ def _outputs(workload: Workload, layer: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def _move_(model: nn.Module, group: ChannelGroup, shift: Tensor) -> None:
-    """Take the shift from the bias before the ReLU, and give ``W·c`` to those behind it."""
+    """Take the shift from the bias before the ReLU, and give ``W·c`` to those behind."""
     parameters = dict(model.named_parameters())
     passer = group.passers[0]
     bias = parameters[passer.name]

@@ -1,9 +1,10 @@
-"""AWQ: weights of channels with large activations are scaled up before rounding, and clipped.
+"""AWQ: weights of channels with large activations are scaled up, and clipped.
 
-Lin et al., arXiv:2306.00978: ``s = s_X^α`` with s_X the mean magnitude of each input channel
-and α from a grid over [0, 1] (equation 5), so that
+Lin et al., arXiv:2306.00978: ``s = s_X^α`` with s_X the mean magnitude of each input
+channel and α from a grid over [0, 1] (equation 5), so that
 ``L(s) = |Q(W diag(s)) diag(s)⁻¹ X - W X|`` is least (equation 4). The squared loss is
-``tr(Δ H Δᵀ)``, ``Δ = Q(W diag(s)) diag(s)⁻¹ - W``, so it needs second moments and no data.
+``tr(Δ H Δᵀ)``, ``Δ = Q(W diag(s)) diag(s)⁻¹ - W``, so it needs second moments and no
+data.
 """
 
 from __future__ import annotations
@@ -64,29 +65,32 @@ def awq(
     grid: int = 20,
     clip: Sequence[float] = (),
 ) -> Awq:
-    """The factors on a grid of α with the least output error of all readers of one activation.
+    """The factors on a grid of α with the least output error of all readers.
 
-    ``s = s_X^α / sqrt(max s · min s)``; α = 0, that is no factors, is on the grid, so the
-    loss never rises. Channels that are always zero have factor 1. With ``clip`` the ranges
-    are searched too, by ``clip_search``, after the factors.
+    ``s = s_X^α / sqrt(max s · min s)``; α = 0, that is no factors, is on the grid, so
+    the loss never rises. Channels that are always zero have factor 1. With ``clip`` the
+    ranges are searched too, by ``clip_search``, after the factors.
 
     Args:
-        readers: for each operator its matrices ``[groups, out, in]`` (``matrix_view``) and
-            the second moments of its inputs ``[groups, in, in]`` (``Hessian.matrix``).
-        activation: s_X, the mean magnitude of each channel, ``[channels]``. Operators with
-            taps have ``groups · in = channels · taps``, the taps of a channel together.
+        readers: for each operator its matrices ``[groups, out, in]`` (``matrix_view``)
+            and the second moments of its inputs ``[groups, in, in]``
+            (``Hessian.matrix``).
+        activation: s_X, the mean magnitude of each channel, ``[channels]``. Operators
+            with taps have ``groups · in = channels · taps``, the taps of a channel
+            together.
         fmt: of the weights.
-        granularity: of the matrices; by default PerToken, a scale for each output channel.
+        granularity: of the matrices; by default PerToken, a scale for each output
+            channel.
         grid: how many values of α in [0, 1).
         clip: shares of the range that are tried, as (0.95, 0.9, …); none: no clipping.
 
     Returns:
-        With the gain: SQNR in dB of the operators' outputs together, rounded to nearest in
-        their min-max ranges before.
+        With the gain: SQNR in dB of the operators' outputs together, rounded to nearest
+        in their min-max ranges before.
 
     Raises:
-        QuantizationError: NaN, Inf or negative magnitudes, no readers, or shapes that do
-            not fit.
+        QuantizationError: NaN, Inf or negative magnitudes, no readers, or shapes that
+            do not fit.
 
     Example:
         >>> from roundoff.formats import parse_format
@@ -190,10 +194,10 @@ def clip_search(
 ) -> Repaired:
     """Clip the ranges of weights where that lowers the layer's output error.
 
-    AWQ, section 3.2's weight clipping. Each set's range times each ratio is tried, and the
-    one with the least ``Δ H Δᵀ`` over the set's own inputs kept: over the whole row for one
-    scale per output channel, over the group's block of H for groups. With one scale per row
-    this is the scale search under the full Hessian.
+    AWQ, section 3.2's weight clipping. Each set's range times each ratio is tried, and
+    the one with the least ``Δ H Δᵀ`` over the set's own inputs kept: over the whole row
+    for one scale per output channel, over the group's block of H for groups. With one
+    scale per row this is the scale search under the full Hessian.
 
     Args:
         weight: ``[..., out, in]``.

@@ -14,11 +14,12 @@ from roundoff.workload import Workload
 
 
 def check_same(before: Workload, after: Workload, what: str, *, depth: int) -> None:
-    """Raise when two models that are equal in real arithmetic differ by more than rounding.
+    """Raise when two models differ by more than rounding.
 
-    They run on the first batch. Each of ``depth`` operators rounds by at most a few units
-    of the last place of its largest value; 64 of them for each operator, measured against
-    the largest output, is what a difference in the function itself exceeds by far.
+    They are equal in real arithmetic, and run on the first batch. Each of ``depth``
+    operators rounds by at most a few units of the last place of its largest value; 64
+    of them for each operator, measured against the largest output, is what a difference
+    in the function itself exceeds by far.
     """
     for reference, output in zip(_outputs(before), _outputs(after), strict=True):
         _check_same_output(reference, output, what, depth)

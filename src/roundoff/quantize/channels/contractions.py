@@ -1,7 +1,7 @@
-"""Channels through operators that contract: linear layers, convolutions, products, attention.
+"""Channels through linear layers, convolutions, matrix products and attention.
 
-They read the channels of one axis and make others, by a weight or by another activation.
-Each rule returns False where it does not know a call.
+They read the channels of one axis and make others, by a weight or by another
+activation. Each rule returns False where it does not know a call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def linear(call: FollowedCall) -> bool:
 
 
 def _contract(call: FollowedCall, x: Tensor, axis: int, weight: _Weight) -> None:
-    """A product over ``axis`` of x with the weight's inputs, whose outputs take its place."""
+    """A product over ``axis`` with a weight's inputs, whose outputs take its place."""
     labels = call.labels
     channels = labels.get(x)
     outputs = labels.along(weight.tensor, weight.outputs, "producer")
@@ -260,9 +260,10 @@ def attention(call: FollowedCall) -> bool:
 
 
 def _sum_over_products(call: FollowedCall, left: Tensor, right: Tensor) -> None:
-    """Two activations are multiplied and summed over the last axis of one, the second last of the other.
+    """Two activations are multiplied and summed: over the last axis of the left one.
 
-    The channels there go together, and none may be rescaled.
+    That is the second last of the right one. The channels there go together, and none
+    may be rescaled.
     """
     labels = call.labels
     on_left = -1 % left.ndim in varying_axes(left)

@@ -1,11 +1,11 @@
-"""Divide channels in front of the layers that read them, by factors that cost the output least.
+"""Divide channels in front of their readers by factors that cost the output least.
 
-What ``spread.py`` does where a division can be folded into what makes the channels, this
-does for all other values: behind a LayerNorm that a residual branch reads too, or a GELU.
-The division stays as a factor for each channel, which whatever writes the codes multiplies
-with; all operands of the product are integers. With the squared adjoint ``a`` of the output
-(``importance.py``) and rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization
-Noise, 2008, section 3), factors s cost::
+What ``spread.py`` does where a division can be folded into what makes the channels,
+this does for all other values: behind a LayerNorm that a residual branch reads too, or
+a GELU. The division stays as a factor for each channel, which whatever writes the codes
+multiplies with; all operands of the product are integers. With the squared adjoint
+``a`` of the output (``importance.py``) and rounding errors of variance Δ²/12 (Widrow
+and Kollár, Quantization Noise, 2008, section 3), factors s cost::
 
     values   E_t[Δ_t²]/12 Σ_c a_c s_c²
     weights  γ Σ_o a_o Δ_o²/12 Σ_c E[x_c²]/s_c²
@@ -14,8 +14,8 @@ Noise, 2008, section 3), factors s cost::
     Δ_o = max_c |W_oc| s_c / top
 
 with a Δ for each set that shares a scale: a token, a group of its channels, or all of a
-tensor. One small problem for each value, minimised by gradient descent on log s over some
-of its tokens.
+tensor. One small problem for each value, minimised by gradient descent on log s over
+some of its tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def divide_(calibration: Calibration, weights: Importance) -> Gain:
 
 @dataclass(frozen=True)
 class Reading:
-    """A weight that reads the value: ``[out, in]``, its quantizer, and a_o of its results."""
+    """A weight ``[out, in]`` that reads the value, its quantizer, and a_o of its results."""
 
     matrix: Tensor
     quantizer: Quantizer
@@ -113,7 +113,7 @@ class DivisionNoise:
         self.power = rows.square().mean(0)
 
     def __call__(self, logs: Sequence[Tensor]) -> Tensor:
-        """What the output loses with these log s."""
+        """The noise of the output with these log s."""
         s = logs[0].exp()
         total = self._values(s)
         for reading in self.readings:
@@ -150,7 +150,7 @@ class DivisionNoise:
 def _division_noise(
     model: QuantizedModel, inputs: InputStatistics, weights: Importance
 ) -> DivisionNoise | None:
-    """What is to be minimised for a value, None where it is left."""
+    """The noise to minimise for a value, None where it is left."""
     first = inputs.readers[0]
     name = model.routes[first.site].uses.get(first.place)
     statistics = None if name is None else weights.values.get(name)
@@ -182,7 +182,7 @@ def _divisible(value: Quantizer, weight: Quantizer) -> bool:
 
 
 def _grouped(x: Tensor, granularity: Granularity | None) -> Tensor:
-    """The last axis as ``[groups, size]``: one group but for a granularity of groups."""
+    """The last axis as ``[groups, size]``; one group unless scales are by group."""
     size = x.shape[-1]
     if isinstance(granularity, PerGroup):
         size = granularity.group_size
@@ -192,7 +192,10 @@ def _grouped(x: Tensor, granularity: Granularity | None) -> Tensor:
 def divide_inputs_(
     model: QuantizedModel, inputs: InputStatistics, factors: Tensor
 ) -> None:
-    """Divide a value in front of its readers, in place; their weights take the factors ``[channels]``."""
+    """Divide a value in front of its readers, in place.
+
+    Their weights take the factors ``[channels]``.
+    """
     first = inputs.readers[0]
     name = f"{first.site}:{first.place}"
     shape = [-1, *[1] * (-1 - first.axis)]
@@ -210,7 +213,7 @@ def divide_inputs_(
 def _separate_(
     model: QuantizedModel, inputs: InputStatistics, shared: str, name: str
 ) -> None:
-    """Give the divided value a quantizer of its own: others may read the value as it was."""
+    """Give the divided value its own quantizer: others may read it undivided."""
     before = model.quantizer(shared)
     divided = copy.deepcopy(before)
     divided.name = name

@@ -46,7 +46,7 @@ def one_operand(call: FollowedCall) -> bool:
 
 
 def _bounds(call: FollowedCall) -> tuple[float, float] | None:
-    """The bounds of a clip; None for other operators, and for bounds that are tensors."""
+    """The bounds of a clip; None for other operators and for bounds in tensors."""
     if call.name not in operators_that("clamp"):
         return None
     low, high = _DEFAULT_BOUNDS.get(call.name, (None, None))
@@ -61,7 +61,7 @@ def _bounds(call: FollowedCall) -> tuple[float, float] | None:
 
 
 def _law(call: FollowedCall, bounds: tuple[float, float] | None) -> str:
-    """What becomes of a factor of a channel."""
+    """The law by which a factor of a channel passes."""
     if bounds is not None:
         half_line = bounds in ((0.0, math.inf), (-math.inf, 0.0))
         return "homogeneous" if half_line else "clipped"

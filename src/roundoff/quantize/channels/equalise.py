@@ -1,16 +1,17 @@
 """Cross-layer equalisation (Nagel et al., arXiv:1906.04721), on channel groups.
 
-Their equations 10 and 11, ``s = √(r₁/r₂)`` with r₁ the largest weight that makes the channel
-and r₂ the largest that reads it, make both equal; repeated over all groups until nothing
-changes (section 4.1.2). Here all producers of a group are scaled, residuals and
-concatenations included; a depthwise convolution reads one group and makes another.
+Their equations 10 and 11, ``s = √(r₁/r₂)`` with r₁ the largest weight that makes the
+channel and r₂ the largest that reads it, make both equal; repeated over all groups
+until nothing changes (section 4.1.2). Here all producers of a group are scaled,
+residuals and concatenations included; a depthwise convolution reads one group and makes
+another.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,10 +39,11 @@ class Equalised:
         group: name of the weight that makes it.
         producers: all weights that make it.
         scale: ``[size]``, all rounds together; None when it was left.
-        before, after: largest over smallest ``r₁`` of its channels; 1 is equal. NaN when it
-            was left.
+        before, after: largest over smallest ``r₁`` of its channels; 1 is equal. NaN
+            when it was left.
         reason: why it was left, ``""`` when it was not.
-        note: what else was changed, such as a ReLU6 that now has a bound for each channel.
+        note: what else was changed, such as a ReLU6 that now has a bound for each
+            channel.
     """
 
     group: str
@@ -86,38 +88,36 @@ def equalise_(
 ) -> list[Equalised]:
     """Equalise the weight ranges of all channel groups, in place.
 
-    A channel whose weights are all zero on one side keeps its scale. Stops when no scale
-    differs from 1 by more than a thousandth (with ``powers_of_two``, when all are 1).
+    A channel whose weights are all zero on one side keeps its scale. Stops when no
+    scale differs from 1 by more than a thousandth (with ``powers_of_two``, when all are
+    1).
 
     Args:
         model: with BatchNorm folded (:func:`~roundoff.quantize.fold_batch_norm_`).
         batches: one is enough for ``clip="channel"``.
-        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload` calls
-            a model.
-        clip: a ReLU6 between becomes a :class:`ClippedReLU` with a bound for each channel;
-            ``relu``: a plain ReLU where no value of ``batches`` reaches its bound, which is
-            then a change of function for larger values (see ``note``).
-        powers_of_two: round each scale to a power of two: then no weight is rounded and the
-            outputs are equal bit by bit.
+        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload`
+            calls a model.
+        clip: a ReLU6 between becomes a :class:`ClippedReLU` with a bound for each
+            channel; ``relu``: a plain ReLU where no value of ``batches`` reaches its
+            bound, which is then a change of function for larger values (see ``note``).
+        powers_of_two: round each scale to a power of two: then no weight is rounded and
+            the outputs are equal bit by bit.
         rounds: at most so many times over all groups.
 
     Returns:
         One row for each channel group that a weight makes.
 
     Raises:
-        QuantizationError: no batches, or the outputs are not the same; the model is then as before.
+        QuantizationError: no batches, or the outputs are not the same; the model is
+            then as before.
     """
     workload = Workload(model, batches, forward=forward)
     work = Workload(copy.deepcopy(model), workload.batches, forward=forward)
     notes = _loosen_(work, clip)
     groups = groups_of(follow_channels(work), "rescale")
     reasons = [why_not_rescalable(group) for group in groups]
-    if all(reasons) and any(_passes_batch_norm(group) for group in groups):
-        raise QuantizationError(
-            "no channel group can be equalised while BatchNorm stands between its layers",
-            where=workload.name,
-            do="fold it first: fold_batch_norm_(model, batches)",
-        )
+    if all(reasons):
+        _check_folded(groups, workload.name)
     free = {i: group for i, group in enumerate(groups) if reasons[i] is None}
     before = {i: _imbalance(work.model, group) for i, group in free.items()}
     scales = _equalise_groups_(work.model, free, powers_of_two, rounds)
@@ -141,13 +141,23 @@ def equalise_(
     ]
 
 
+def _check_folded(groups: Sequence[ChannelGroup], where: str) -> None:
+    """Raise where BatchNorm keeps groups from being equalised."""
+    if any(_passes_batch_norm(group) for group in groups):
+        raise QuantizationError(
+            "no channel group can be equalised while BatchNorm stands between its layers",
+            where=where,
+            do="fold it first: fold_batch_norm_(model, batches)",
+        )
+
+
 def _equalise_groups_(
     model: nn.Module,
     groups: Mapping[int, ChannelGroup],
     powers_of_two: bool,
     rounds: int,
 ) -> dict[int, Tensor]:
-    """Rescale all groups in turn until nothing changes; the product of each group's scales."""
+    """Rescale all groups in turn until nothing changes; return all scales."""
     total = {i: torch.ones(g.size, dtype=torch.float64) for i, g in groups.items()}
     for _ in range(rounds):
         largest_change = 0.0
@@ -189,7 +199,7 @@ def _note(group: ChannelGroup, notes: Mapping[str, str]) -> str:
 
 
 def _loosen_(work: Workload, clip: str) -> dict[str, str]:
-    """Give each ReLU6 that alone keeps its group from being rescaled a bound for each channel.
+    """Replace each ReLU6 that alone keeps its group from being rescaled.
 
     Returns a note by module path.
     """
@@ -211,7 +221,7 @@ def _loosen_(work: Workload, clip: str) -> dict[str, str]:
 
 
 def _replace_clip_(work: Workload, path: str, clip: _Clip, treatment: str) -> str:
-    """Replace a ReLU6 module by a plain ReLU or one with a bound for each channel: a note."""
+    """Replace a ReLU6 module by a plain ReLU or one with a bound for each channel."""
     module = work.model.get_submodule(path)
     if treatment == "relu" and _largest_input(work, module) < clip.bound:
         loose: nn.Module = nn.ReLU()
@@ -240,7 +250,7 @@ def _passes_batch_norm(group: ChannelGroup) -> bool:
 
 @dataclass(frozen=True)
 class _Clip:
-    """Where a ReLU6 module clips: its bound, and the channel axis of a tensor of ``ndim`` axes."""
+    """The bound of a ReLU6 module, and the channel axis among ``ndim`` axes."""
 
     bound: float
     axis: int
@@ -249,7 +259,7 @@ class _Clip:
 
 
 def _clip_of(model: nn.Module, labels: Labels, operator: Passed) -> _Clip | None:
-    """The clip of a module; None for other operators, and for modules called more than once."""
+    """The clip of a module that is called once; None for other operators."""
     path, _, call = operator.site.partition("/")
     if operator.law != "clipped" or operator.bounds is None:
         return None

@@ -1,10 +1,10 @@
 """Fold BatchNorm into the layer before it, or the layer behind it.
 
-In evaluation mode BatchNorm is ``y = a·x + d`` for each channel, with ``a = γ / √(σ² + ε)``
-and ``d = β - a·μ`` (Ioffe and Szegedy, arXiv:1502.03167, algorithm 2). After a layer
-``W·x + b`` that is the layer ``a·W``, ``a·b + d``; before a layer it is the layer ``W·a``,
-``b + W·d``, where every output sees every input: not where zeros are padded behind the
-BatchNorm.
+In evaluation mode BatchNorm is ``y = a·x + d`` for each channel, with
+``a = γ / √(σ² + ε)`` and ``d = β - a·μ`` (Ioffe and Szegedy, arXiv:1502.03167,
+algorithm 2). After a layer ``W·x + b`` that is the layer ``a·W``, ``a·b + d``; before a
+layer it is the layer ``W·a``, ``b + W·d``, where every output sees every input: not
+where zeros are padded behind the BatchNorm.
 """
 
 from __future__ import annotations
@@ -60,22 +60,24 @@ def fold_batch_norm_(
 ) -> list[Folded]:
     """Fold every BatchNorm that can be folded, in place.
 
-    The layer takes its values, its module becomes ``nn.Identity``. The weights are computed
-    in float64 and rounded once to their dtype. The model's outputs on the first batch are
-    compared before and after.
+    The layer takes its values, its module becomes ``nn.Identity``. The weights are
+    computed in float64 and rounded once to their dtype. The model's outputs on the
+    first batch are compared before and after.
 
     Args:
-        model: in evaluation mode (a BatchNorm in training mode stays, with that reason).
-        batches: run to see the calls; one is enough unless the control flow depends on the
-            data.
-        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload` calls
-            a model.
+        model: in evaluation mode (a BatchNorm in training mode stays, with that
+            reason).
+        batches: run to see the calls; one is enough unless the control flow depends on
+            the data.
+        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload`
+            calls a model.
 
     Returns:
         One row for each BatchNorm call.
 
     Raises:
-        QuantizationError: no batches, or the outputs are not the same; the model is then as before.
+        QuantizationError: no batches, or the outputs are not the same; the model is
+            then as before.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()).eval()
@@ -95,8 +97,8 @@ def fold_batch_norm_(
 def fold_norms_(workload: Workload, graph: Graph, *, like: Workload) -> list[Folded]:
     """Fold the BatchNorm of a workload's model, in place, whose calls ``graph`` has.
 
-    ``like`` has the same model unfolded. Raises ``QuantizationError`` where its output on
-    the first batch is not the same; the model is then spoilt.
+    ``like`` has the same model unfolded. Raises ``QuantizationError`` where its output
+    on the first batch is not the same; the model is then spoilt.
     """
     channels = _Channels(follow_channels(like))
     nodes = [node for node in graph.nodes.values() if node.operator == "batch_norm"]
@@ -107,7 +109,7 @@ def fold_norms_(workload: Workload, graph: Graph, *, like: Workload) -> list[Fol
 
 
 class _Channels:
-    """Tells whether channel i of a BatchNorm is channel i of a layer's output or input."""
+    """Compares the channels of a BatchNorm with a layer's outputs or inputs."""
 
     def __init__(self, labels: Labels) -> None:
         self.labels = labels
@@ -150,7 +152,7 @@ class _Channels:
         return self.component[first : first + count]
 
     def _span(self, name: str, part: str) -> tuple[int, int]:
-        """The first label of an axis, and how many there are; (0, 0) unless there is one axis."""
+        """The first label of the one axis, and the count; (0, 0) unless there is one."""
         spans = [
             span
             for space, span in self.labels.spaces.items()
@@ -162,7 +164,7 @@ class _Channels:
 def _ties(
     left: Ids, right: Ids, left_span: tuple[int, int], right_span: tuple[int, int]
 ) -> Ids:
-    """The pairs whose left label is in one span and the right one in another, ``[2, pairs]``."""
+    """The pairs with labels in a left and a right span, ``[2, pairs]``."""
     kept = _within(left, left_span) & _within(right, right_span)
     return np.stack((left[kept], right[kept]))
 
@@ -349,7 +351,7 @@ def _set_parameters_(layer: Any, weight: Tensor, bias: Tensor) -> None:
 
 
 def _size(layer: nn.Module | None, side: str) -> int:
-    """How many channels a layer makes (``out``) or reads (``in``); 0 for other modules."""
+    """The channels that a layer makes (``out``) or reads (``in``); 0 for others."""
     kind = "features" if isinstance(layer, nn.Linear) else "channels"
     size: int = getattr(layer, f"{side}_{kind}", 0)
     return size

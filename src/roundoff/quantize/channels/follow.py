@@ -1,7 +1,7 @@
 """Follow the channels of a model through its calls: one rule for each kind of operator.
 
-A rule says what a call does to the channels it reads: it makes new ones, keeps them, ties
-them; channels of calls without a rule are pinned.
+A rule says what a call does to the channels it reads: it makes new ones, keeps them,
+ties them; channels of calls without a rule are pinned.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Following:
 
 
 def _leaving(call: Call, result: Any) -> tuple[str, str]:
-    """Why channels are pinned by a call without floating-point results, and for which purpose.
+    """Why a call without floating-point results pins channels, and for which purpose.
 
     The reason is ``""`` where they are not.
     """

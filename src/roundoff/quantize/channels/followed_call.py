@@ -1,4 +1,4 @@
-"""One call whose channels are followed: its arguments, and what rules say of its result."""
+"""One call whose channels are followed, and the words that rules are written in."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FollowedCall:
         return self.outputs[0]
 
     def note(self, labels: Tensor, law: str) -> None:
-        """These channels pass the call; ``law`` says what becomes of a factor of a channel."""
+        """These channels pass the call; ``law`` is that of a factor of a channel."""
         self.labels.note(labels, Passed(self.site, self.name, law))
 
     def keep_labels(
@@ -64,7 +64,7 @@ class FollowedCall:
     def bind(
         self, tensor: Tensor | None, axis: int, ndim: int, part: str, channels: Tensor
     ) -> None:
-        """Tie a vector with a value for each channel to the channels on an axis of ``ndim``."""
+        """Tie a vector of values to the channels on one of ``ndim`` axes."""
         if tensor is None or tensor.numel() == 1:
             return
         vector = None

@@ -1,4 +1,4 @@
-"""Channel groups: channels that have to change together when some are removed or rescaled."""
+"""Channel groups: channels that have to be removed or rescaled together."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class Binding:
         name: of the parameter or buffer.
         axis: of it.
         index: int64, ``[size, k]``: row i holds the k places of channel i on the axis
-            (k > 1 after a flatten, for the parts of a grouped convolution, or where several
-            channels can only leave together).
+            (k > 1 after a flatten, for the parts of a grouped convolution, or where
+            several channels can only leave together).
         groups: of the convolution; with more than one, place p on the axis of length n
-            stands for n * groups channels and the index counts them: group p // n, place
-            p % n on the axis.
+            stands for n * groups channels and the index counts them: group p // n,
+            place p % n on the axis.
         part: ``producer``, ``consumer``, ``bias`` (a value in the channel's unit),
-            ``slope`` (a value without unit) or ``batch_norm`` (weight, bias or statistics).
+            ``slope`` (a value without unit) or ``batch_norm`` (weight, bias or
+            statistics).
     """
 
     name: str
@@ -51,12 +52,13 @@ class ChannelGroup:
 
     Attributes:
         size: number of channels that can be removed or rescaled each on its own.
-        producers: weights whose output they are (weights of normalisations and scale vectors too).
+        producers: weights whose output they are (weights of normalisations and scale
+            vectors too).
         consumers: weights that read them.
         passers: biases, BatchNorm and PReLU slopes, with one value for each of them.
         operators: that they pass on their way, sorted by site.
-        pinned: why they cannot be removed (or rescaled, as the group was asked for); None
-            when they can.
+        pinned: why they cannot be removed (or rescaled, as the group was asked for);
+            None when they can.
         purpose: that the group was asked for.
     """
 
@@ -88,42 +90,42 @@ def channel_groups(
 ) -> list[ChannelGroup]:
     """The channels of a model by their ties, followed through one run on each batch.
 
-    Two purposes, since two different things tie channels. To *remove* one, everything that
-    indexes it must lose it: both sides of a product, the input and output of a depthwise
-    convolution or a normalisation's weight, the same place in every part of a grouped
-    convolution or a chunk. To *rescale* one (producers by 1/s, consumers by s), only values
-    that are added matter; a depthwise convolution or a normalisation's weight reads one
-    group and makes another.
+    Two purposes, since two different things tie channels. To *remove* one, everything
+    that indexes it must lose it: both sides of a product, the input and output of a
+    depthwise convolution or a normalisation's weight, the same place in every part of a
+    grouped convolution or a chunk. To *rescale* one (producers by 1/s, consumers by s),
+    only values that are added matter; a depthwise convolution or a normalisation's
+    weight reads one group and makes another.
 
-    A channel is pinned, with a reason, where it reaches the model's output, or an operator
-    that runs over channels or is not known, or where the code cuts the channel axis at a
-    place that it may hold as a number. Channels are free as far as the run has shown: code
-    that holds a channel count as a number is found by running the changed model
-    (:func:`~roundoff.quantize.prune_channels_` does).
+    A channel is pinned, with a reason, where it reaches the model's output, or an
+    operator that runs over channels or is not known, or where the code cuts the channel
+    axis at a place that it may hold as a number. Channels are free as far as the run
+    has shown: code that holds a channel count as a number is found by running the
+    changed model (:func:`~roundoff.quantize.prune_channels_` does).
 
     Args:
         model: any module; it runs in evaluation mode and is left as it was.
-        batches: one is enough unless the control flow depends on the data; a batch of one
-            sample is.
+        batches: one is enough unless the control flow depends on the data; a batch of
+            one sample is.
         purpose: ``remove`` or ``rescale``.
-        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload` calls
-            a model.
+        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload`
+            calls a model.
 
     Returns:
-        Groups in the order of the model's parameters. Parameters that no batch reached, and
-        channels that no weight makes (the model's input), are in none.
+        Groups in the order of the model's parameters. Parameters that no batch reached,
+        and channels that no weight makes (the model's input), are in none.
 
     Raises:
         QuantizationError: no batches.
         WorkloadError: the model raised.
 
     Example:
-        >>> net = nn.Sequential(
-        ...     nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
-        ... )
+        >>> layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        >>> net = nn.Sequential(*layers)
         >>> hidden, output = channel_groups(net, [torch.zeros(1, 1, 4, 4)])
-        >>> hidden.size, [(b.name, b.axis, tuple(b.index.shape)) for b in hidden.consumers]
-        (4, [('4.weight', 1, (4, 4))])
+        >>> reader = hidden.consumers[0]
+        >>> hidden.size, reader.name, reader.axis, reader.index.shape
+        (4, '3.weight', 1, torch.Size([4, 4]))
         >>> output.pinned
         "it is the model's output"
     """
@@ -156,7 +158,7 @@ def groups_of(labels: Labels, purpose: Purpose) -> list[ChannelGroup]:
 
 
 class _Kind(NamedTuple):
-    """What the channels of one group have in common.
+    """The places, operators and pin that the channels of one group share.
 
     Attributes:
         shape: the axes that each of them stands on, with the number of places.
@@ -237,7 +239,7 @@ def components(labels: Labels, purpose: Purpose) -> Ids:
 
 
 def _axes_read_in_parts(labels: Labels) -> list[Ids]:
-    """Pairs of labels of one index, where an axis is read in two parts: it is lost in both."""
+    """Pairs of labels of one index where an axis is read in two parts."""
     axes: dict[tuple[str, int], list[Space]] = defaultdict(list)
     for space in labels.spaces:
         axes[space.name, space.axis].append(space)

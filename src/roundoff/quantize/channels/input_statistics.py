@@ -5,7 +5,7 @@ Largest and mean magnitude of each channel, second moments, and some tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,12 @@ from roundoff.ops import Call, watch
 from roundoff.preserve import preserve
 from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.graph import Node, Use
+from roundoff.quantize.layout import Route
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.weights.hessian import Hessian
 
-#: Bytes of second moments that are kept at a time; more weights than that take more passes
-#: over the data.
+#: Bytes of second moments that are kept at a time; more weights take more passes over
+#: the data.
 MOMENTS = 2**29
 
 
@@ -75,8 +76,9 @@ def input_statistics(
     """The values that quantized weights read, in the order of the graph.
 
     Weights of linear layers, products and convolutions count; with ``moments`` those of
-    convolutions do not. Second moments are of as many values at a time as ``MOMENTS`` bytes
-    hold. ``tokens``: so many rows of each value are kept, at most, evenly from all batches.
+    convolutions do not. Second moments are of as many values at a time as ``MOMENTS``
+    bytes hold. ``tokens``: so many rows of each value are kept, at most, evenly from
+    all batches.
     """
     values: dict[tuple[str, int], InputStatistics] = {}
     for node in calibration.graph.nodes.values():
@@ -97,29 +99,37 @@ def input_statistics(
 
 
 def _reader(model: QuantizedModel, node: Node) -> Reader | None:
-    """The node as a reader of a value by a quantized parameter; None where it is not one."""
+    """The node as a reader of a value by a quantized parameter, if it is one."""
     route = model.routes.get(node.site)
     if route is None or route.executes is not None:
         return None
-    sources = [use for use in node.uses if use.operand.role == "activation"]
-    weights = [
-        use for use in node.uses if use.weight and use.operand.leaf in route.uses
-    ]
-    if len(sources) != 1 or len(weights) != 1 or weights[0].origin != "parameter":
+    source = _only(use for use in node.uses if use.operand.role == "activation")
+    weight = _only(_quantized_weights(node, route))
+    if source is None or weight is None or weight.origin != "parameter":
         return None
-    operator = _matrix_operator(node, weights[0])
+    operator = _matrix_operator(node, weight)
     if not operator:
         return None
-    source = sources[0].operand
-    axis = source.reduce
+    place = source.operand.leaf
+    axis = source.operand.reduce
     if axis >= 0:
-        axis -= len(sources[0].shape)
-    weight = weights[0].value
-    return Reader(node.site, source.leaf, axis, weight, operator, node.groups)
+        axis -= len(source.shape)
+    return Reader(node.site, place, axis, weight.value, operator, node.groups)
+
+
+def _quantized_weights(node: Node, route: Route) -> list[Use]:
+    uses = [use for use in node.uses if use.operand.leaf in route.uses]
+    return [use for use in uses if use.weight]
+
+
+def _only(uses: Iterable[Use]) -> Use | None:
+    """The one use; None where there are none or several."""
+    every = list(uses)
+    return every[0] if len(every) == 1 else None
 
 
 def _matrix_operator(node: Node, weight: Use) -> str:
-    """The name that ``matrix_view`` has for a call with a weight, ``""`` where it has none."""
+    """The name that ``matrix_view`` has for a call, ``""`` where it has none."""
     if node.kind == "conv":
         return node.operator
     if node.kind not in ("linear", "matmul") or len(weight.shape) != 2:

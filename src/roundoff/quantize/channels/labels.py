@@ -1,15 +1,15 @@
-"""Labels: which channel each element of each tensor belongs to, as integers that move with values.
+"""Labels: the channel of each element of each tensor, as integers that move with values.
 
-Every index of every axis of a parameter has an integer of its own (from 1). A tensor that
-an operator made is followed by a tensor of the same shape whose elements are such integers;
-0 is "no channel": inputs, constants, sums over channels. Elements that belong together are
-a pair of integers; connected components of all pairs are the channels. An operator that
-only moves values is run on the labels themselves, so cat, reshape, roll or pixel_shuffle
-need no rule of their own.
+Every index of every axis of a parameter has an integer of its own (from 1). A tensor
+that an operator made is followed by a tensor of the same shape whose elements are such
+integers; 0 is "no channel": inputs, constants, sums over channels. Elements that belong
+together are a pair of integers; connected components of all pairs are the channels. An
+operator that only moves values is run on the labels themselves, so cat, reshape, roll
+or pixel_shuffle need no rule of their own.
 
-Labels are float64 (every operator that moves floats moves them; integers are exact below
-2**53) and are kept expanded: an axis along which they don't change has stride 0, so a
-feature map costs as little as its channels.
+Labels are float64 (every operator that moves floats moves them; integers are exact
+below 2**53) and are kept expanded: an axis along which they don't change has stride 0,
+so a feature map costs as little as its channels.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Space(NamedTuple):
 
     Attributes:
         name: of the parameter or buffer.
-        part: ``consumer`` (read along the axis), ``producer`` (made along it), or a value
-            for each channel: ``bias`` (shares the unit of the channel), ``slope`` (has no
-            unit), ``batch_norm``.
+        part: ``consumer`` (read along the axis), ``producer`` (made along it), or a
+            value for each channel: ``bias`` (shares the unit of the channel), ``slope``
+            (has no unit), ``batch_norm``.
         axis: of the parameter.
-        groups: of the convolution; with more than one the axis stands for ``groups`` times
-            its length of channels.
+        groups: of the convolution; with more than one the axis stands for ``groups``
+            times its length of channels.
     """
 
     name: str
@@ -47,13 +47,15 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True)
 class Passed:
-    """An operator that a channel passes, and what it does to a channel smaller by a factor s > 0.
+    """An operator that a channel passes, and its law for a factor.
+
+    The law says what it makes of a channel that is smaller by a factor s > 0.
 
     Attributes:
         site: of the call.
         operator: its name.
-        law: ``homogeneous`` (the result is smaller by s too), ``clipped`` (so it is when
-            the bounds shrink as well) or ``other``.
+        law: ``homogeneous`` (the result is smaller by s too), ``clipped`` (so it is
+            when the bounds shrink as well) or ``other``.
         bounds: of a clip.
     """
 
@@ -83,8 +85,8 @@ class Pin:
     Attributes:
         ids: the labels, each once.
         reason: why.
-        purpose: ``remove`` where they cannot be removed, ``rescale`` where they cannot be
-            rescaled, ``""`` for both.
+        purpose: ``remove`` where they cannot be removed, ``rescale`` where they cannot
+            be rescaled, ``""`` for both.
     """
 
     ids: Ids
@@ -147,7 +149,7 @@ class Labels:
             self._of[tensor] = constant_expanded(labels.expand(tensor.shape))
 
     def parameter(self, tensor: Tensor) -> ParameterPart | None:
-        """The parameter that ``tensor`` is or is a moved part of; None for other tensors."""
+        """The parameter that ``tensor`` is or is a part of; None for others."""
         name = self.named.get(id(tensor))
         if name is not None:
             return ParameterPart(name)
@@ -194,7 +196,7 @@ class Labels:
         return labels[index.flatten().long()].view(shape)
 
     def tie(self, first: Tensor, second: Tensor, *, value: bool = True) -> None:
-        """Elements that meet belong to one channel (``value``), or can only be removed together."""
+        """Elements that meet are one channel (``value``), or can only leave together."""
         first, second = broadcast(varying_part(first), varying_part(second))
         differ = (first != second) & (first != 0) & (second != 0)
         if differ.any():
@@ -208,9 +210,9 @@ class Labels:
             self.pins.append(Pin(ids, reason, purpose))
 
     def pin_fixed(self, first: Tensor, second: Tensor, reason: str) -> None:
-        """Pin channels that meet a tensor of fixed size along their axis against removal.
+        """Pin channels that meet a tensor of fixed size along their axis.
 
-        That is a tensor that has a size there but no channels.
+        They cannot be removed: the tensor has a size there but no channels.
         """
         if first.ndim != second.ndim:
             first, second = broadcast(first, second)
@@ -227,7 +229,7 @@ class Labels:
             self.passed.setdefault(passed, []).append(ids)
 
     def lost_factor(self, labels: Tensor) -> bool:
-        """True if one of these channels has passed an operator that doesn't keep a factor."""
+        """True if one of these has passed an operator that doesn't keep a factor."""
         ids = channels_in(labels)
         for passed, earlier in self.passed.items():
             if passed.law == "other" and any(np.isin(ids, e).any() for e in earlier):

@@ -77,7 +77,7 @@ class Move:
         return self.kwargs.get(name, positional)
 
     def again(self, func: Callable[..., Any], replaced: dict[int, Tensor]) -> Any:
-        """``func`` with the arguments, tensors replaced by id; others on the CPU, as labels are."""
+        """Run ``func`` with tensors replaced by id, others on the CPU as labels are."""
 
         def stand_in(leaf: Any) -> Any:
             if id(leaf) in replaced:
@@ -123,7 +123,7 @@ def _is_labelled(labels: Labels, tensor: Tensor) -> bool:
 
 
 def _moves_parameter(labels: Labels, move: Move) -> bool:
-    """Keep a parameter that is moved alone known as a part of it; False for other moves."""
+    """Note the part of a parameter that is moved alone; False for other moves."""
     source = move.inputs[0]
     parameter = labels.parameter(source)
     if len(move.inputs) != 1 or parameter is None or move.name in _WRITES:
@@ -180,12 +180,7 @@ _RULES: tuple[tuple[Collection[str], Callable[[Labels, Move], None]], ...] = (
 
 def _run_on_labels(labels: Labels, move: Move) -> None:
     """Run the operator on labels, and tie the channels that it moves together."""
-    replaced = {id(tensor): labels.get(tensor) for tensor in move.inputs}
-    if move.name in ("setitem", "copy"):
-        replaced = {key: channels.clone() for key, channels in replaced.items()}
-    if move.name in _JOINS:
-        _label_parameters(labels, replaced, move.inputs)
-        _tie_joined(labels, move, [replaced[id(tensor)] for tensor in move.inputs])
+    replaced = _labels_of_inputs(labels, move)
     before = [replaced[id(tensor)] for tensor in move.inputs]
     try:
         moved = move.again(_FREE.get(move.name, move.func), replaced)
@@ -204,6 +199,17 @@ def _run_on_labels(labels: Labels, move: Move) -> None:
     for tensor, channels in zip(move.outputs, after, strict=True):
         labels.put(tensor, channels)
     _tie_parts(labels, move, before[0], after)
+
+
+def _labels_of_inputs(labels: Labels, move: Move) -> dict[int, Tensor]:
+    """The labels of the arguments by id, to run the operator on."""
+    replaced = {id(tensor): labels.get(tensor) for tensor in move.inputs}
+    if move.name in ("setitem", "copy"):
+        replaced = {key: channels.clone() for key, channels in replaced.items()}
+    if move.name in _JOINS:
+        _label_parameters(labels, replaced, move.inputs)
+        _tie_joined(labels, move, [replaced[id(tensor)] for tensor in move.inputs])
+    return replaced
 
 
 def _tie_parts(labels: Labels, move: Move, source: Tensor, parts: list[Tensor]) -> None:
@@ -257,7 +263,7 @@ def _write(labels: Labels, tensor: Tensor, after: Tensor) -> None:
 def _label_parameters(
     labels: Labels, replaced: dict[int, Tensor], inputs: list[Tensor]
 ) -> None:
-    """Parameters beside other tensors (a class token) hold values of the others' channels."""
+    """Parameters beside other tensors (a class token) hold values of their channels."""
     for tensor in inputs:
         if labels.parameter(tensor) is None:
             continue

@@ -1,7 +1,7 @@
 """Outlier channels of values kept in full precision beside the codes.
 
-LLM.int8() (Dettmers et al., arXiv:2208.07339, equation 8): ``y = x_O W_O + x̂ Ŵ``, O the
-channels whose magnitude reaches a threshold; scales are chosen without them.
+LLM.int8() (Dettmers et al., arXiv:2208.07339, equation 8): ``y = x_O W_O + x̂ Ŵ``, O
+the channels whose magnitude reaches a threshold; scales are chosen without them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def split_outliers_(
     batches: Iterable[Any] | None = None,
     measured: int = MEASURED_BATCHES,
 ) -> tuple[list[OutlierColumns], Gain]:
-    """Keep outlier channels of values, and the columns of weights that read them, exact, in place.
+    """Keep outlier channels of values, and the columns that read them, exact, in place.
 
     Args:
         model: not calibrated yet.

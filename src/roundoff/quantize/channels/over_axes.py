@@ -1,6 +1,7 @@
-"""Channels through operators that run over axes: pools, reductions, softmax, normalisations.
+"""Channels through pools, reductions, softmax and normalisations.
 
-And embeddings, which make channels. Each rule returns False where it does not know a call.
+And embeddings, which make channels. Each rule returns False where it does not know a
+call.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def batch_norm(call: FollowedCall) -> bool:
 
 
 def normalization(call: FollowedCall) -> bool:
-    """LayerNorm, RMSNorm, GroupNorm and InstanceNorm, whose weight makes new channels."""
+    """LayerNorm, RMSNorm, GroupNorm, InstanceNorm: the weight makes new channels."""
     labels = call.labels
     x = call.x
     channels = labels.get(x)
@@ -151,7 +152,7 @@ def normalization(call: FollowedCall) -> bool:
 
 
 def _scaled_by_weight(call: FollowedCall) -> Tensor | None:
-    """The channels that a normalisation's weight makes; None without a vector of weights."""
+    """The channels that a normalisation's weight makes; None without one."""
     weight = call.arguments.get("weight")
     if weight is None or weight.ndim != 1:
         return None

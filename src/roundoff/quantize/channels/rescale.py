@@ -1,8 +1,9 @@
 """Rescale the channels of a group: what makes them by 1/s, what reads them by s.
 
-A channel that is made 1/s times as large and read with weights s times as large leaves the
-network's function as it is, where everything between passes a factor on
-(``f(s·x) = s·f(x)`` for s > 0: ReLU, max pooling, additions of values of the same group).
+A channel that is made 1/s times as large and read with weights s times as large leaves
+the network's function as it is, where everything between passes a factor on
+(``f(s·x) = s·f(x)`` for s > 0: ReLU, max pooling, additions of values of the same
+group).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from roundoff.quantize.channels.groups import Binding, ChannelGroup
 
 
 def why_not_rescalable(group: ChannelGroup, *, clips: bool = False) -> str | None:
-    """The reason why a group cannot be rescaled with the function kept; None when it can.
+    """The reason why a group cannot be rescaled; None when it can.
 
-    ``clips``: the caller sees to it that the values which a ReLU6 between them clips stay
-    the same.
+    ``clips``: the caller sees to it that the values which a ReLU6 between them clips
+    stay the same.
     """
     if group.purpose != "rescale":
         return 'the group was asked for to remove channels: channel_groups(..., purpose="rescale")'
@@ -49,10 +50,11 @@ def _why_tied(group: ChannelGroup) -> str | None:
 def rescale_(
     model: nn.Module, group: ChannelGroup, scale: Tensor, *, clips: bool = False
 ) -> None:
-    """Divide the channels of a group by ``scale``: producers and biases by it, consumers times it.
+    """Divide the channels of a group by ``scale``, in place.
 
-    The function is kept up to rounding; where ``scale`` holds powers of two, bit by bit
-    (while nothing underflows).
+    Producers and biases are divided by it, consumers multiplied. The function is kept
+    up to rounding; where ``scale`` holds powers of two, bit by bit (while nothing
+    underflows).
 
     Args:
         model: the model that the group is of.
@@ -61,8 +63,9 @@ def rescale_(
         clips: see :func:`why_not_rescalable`.
 
     Raises:
-        QuantizationError: the group cannot be rescaled (see :func:`why_not_rescalable`), or
-            the scale doesn't fit; the model is as before.
+        QuantizationError: the group cannot be rescaled (see
+            :func:`why_not_rescalable`), or the scale doesn't fit; the model is as
+            before.
 
     Example:
         >>> from roundoff.quantize import channel_groups

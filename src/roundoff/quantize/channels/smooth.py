@@ -1,10 +1,10 @@
-"""Smooth outlier channels of a whole model: SmoothQuant, DMQ, AWQ, and channel scales by error.
+"""Smooth outlier channels of a whole model, by SmoothQuant, DMQ, AWQ or ``spread``.
 
-The first three divide the channels of a value by factors and multiply the weights that read
-them. Where the channels are made by weights that nothing else reads (a LayerNorm's weight
-and bias, the rows of another layer), the division is folded into those and costs nothing.
-Where it cannot be folded, since a residual branch reads the value too, say, an explicit
-division stays in front of the readers.
+The first three divide the channels of a value by factors and multiply the weights that
+read them. Where the channels are made by weights that nothing else reads (a LayerNorm's
+weight and bias, the rows of another layer), the division is folded into those and costs
+nothing. Where it cannot be folded, since a residual branch reads the value too, say, an
+explicit division stays in front of the readers.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Balanced:
     Attributes:
         value: its name in the graph.
         readers: the sites whose weights took the factors.
-        how: ``folded into NAME, …``, ``divided before it is read``, or ``left: `` with the
-            reason.
+        how: ``folded into NAME, …``, ``divided before it is read``, or ``left: `` with
+            the reason.
         strongest: the largest factor over the smallest; 1 where it was left.
     """
 
@@ -65,7 +65,7 @@ class Balanced:
 
 @dataclass(frozen=True)
 class Smoothed:
-    """What was balanced, and the SQNR of the model's output in dB before and after, as simulated."""
+    """One row for each value, and the simulated SQNR of the output before and after."""
 
     rows: list[Balanced]
     gain: Gain
@@ -93,7 +93,7 @@ def smooth_(
     batches: Iterable[Any] | None = None,
     measured: int = MEASURED_BATCHES,
 ) -> Smoothed:
-    """Balance the channels of a quantized model, in place, if that makes its output better.
+    """Balance the channels of a quantized model, in place, if its output gains.
 
     Args:
         model: not calibrated yet; the function that it computes stays the same.
@@ -102,17 +102,17 @@ def smooth_(
         importance: for ``spread`` alone.
         method: ``smoothquant`` (arXiv:2211.10438), ``dmq`` (AMCT's), ``awq``
             (arXiv:2306.00978), or ``spread`` (ours).
-        alpha: the strength of the first two; of several, the one whose output is best is
-            kept. Or the strength of each site that is balanced, and of no other.
-        explicit: divide values where the factors cannot be folded; else these are left. For
-            weights alone (``awq``) a division is never worth it.
+        alpha: the strength of the first two; of several, the one whose output is best
+            is kept. Or the strength of each site that is balanced, and of no other.
+        explicit: divide values where the factors cannot be folded; else these are left.
+            For weights alone (``awq``) a division is never worth it.
         batches: that ranges are taken from; by default the workload's.
-        measured: on so many batches the output is compared, quantized in the plainest way
-            (min-max, to nearest): the gain of better calibration comes on top.
+        measured: on so many batches the output is compared, quantized in the plainest
+            way (min-max, to nearest): the gain of better calibration comes on top.
 
     Raises:
-        QuantizationError: an unknown method, no batches, or a strength that the method does
-            not have.
+        QuantizationError: an unknown method, no batches, or a strength that the method
+            does not have.
     """
     if method not in METHODS:
         raise QuantizationError(
@@ -307,7 +307,7 @@ def _matrix_granularity(quantizer: Quantizer) -> Granularity:
 def _foldable(
     groups: Sequence[ChannelGroup], inputs: InputStatistics
 ) -> tuple[list[ChannelGroup], str]:
-    """The groups whose channels these readers read, all of them and nobody else; or none, and why."""
+    """The groups that these readers read wholly and alone; or none, and why."""
     names = {reader.weight for reader in inputs.readers}
     read = [group for group in groups if _reads(inputs, group)]
     for group in read:
@@ -354,7 +354,7 @@ def _fold_(
     inputs: InputStatistics,
     factors: Tensor,
 ) -> float:
-    """Rescale the groups by the factors; the largest factor of a group over its smallest."""
+    """Rescale the groups; return the largest factor of a group over its smallest."""
     names = {reader.weight for reader in inputs.readers}
     strongest = 1.0
     for group in groups:

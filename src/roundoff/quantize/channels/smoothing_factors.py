@@ -1,8 +1,8 @@
-"""Smoothing factors: channels divided in an activation, multiplied in weights that read it.
+"""Factors that divide the channels of an activation and multiply its readers' weights.
 
-The product is the same, ``(x / s) · (s W)``, but outlier channels of the activation move
-into weights that have room. SmoothQuant (Xiao et al., arXiv:2211.10438) and the DMQ
-balancer of Ascend's AMCT choose s from ranges alone.
+The product is the same, ``(x / s) · (s W)``, but outlier channels of the activation
+move into weights that have room. SmoothQuant (Xiao et al., arXiv:2211.10438) and the
+DMQ balancer of Ascend's AMCT choose s from ranges alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def smoothquant(
 ) -> Tensor:
     """Factors ``s_j = max|X_j|^α / max|W_j|^(1-α)`` (SmoothQuant, equation 4), ``[channels]``.
 
-    A channel in which activation or weights are all zero has no range to move: its factor is 1.
+    A channel in which activation or weights are all zero has no range to move: its
+    factor is 1.
 
     Args:
         activation: largest magnitude of each channel, ``[channels]``.
@@ -76,7 +77,8 @@ def smoothquant(
         strength: α in [0, 1]; 0.5 shares the range evenly.
 
     Raises:
-        QuantizationError: NaN, Inf or negative magnitudes, other shapes, no weights, or α out of range.
+        QuantizationError: NaN, Inf or negative magnitudes, other shapes, no weights, or
+            α out of range.
 
     Example:
         >>> smoothquant(torch.tensor([16.0, 1.0, 0.0]), [torch.tensor([1.0, 0.25, 2.0])])
@@ -100,9 +102,9 @@ def dmq(activation: Tensor, weights: Sequence[Tensor], strength: float = 0.5) ->
     > 0         0        ``max|x_c| / max(x / f)``: its values fill theirs
     ==========  =======  ====================================================
 
-    The maxima of ``w f`` and ``x / f`` go over the channels of the first row; where there
-    is none, the factor is 1.
-    Arguments and errors as for ``smoothquant``, with α in [0.2, 0.8].
+    The maxima of ``w f`` and ``x / f`` go over the channels of the first row; where
+    there is none, the factor is 1. Arguments and errors as for ``smoothquant``, with α
+    in [0.2, 0.8].
 
     Example:
         >>> dmq(torch.tensor([16.0, 0.0, 2.0, 0.0]), [torch.tensor([1.0, 8.0, 0.0, 0.0])])
@@ -122,7 +124,8 @@ def dmq(activation: Tensor, weights: Sequence[Tensor], strength: float = 0.5) ->
 def _power(x: Tensor, w: Tensor, strength: float) -> Tensor:
     """``x^α / w^(1-α)`` within 2^±60.
 
-    So neither the factor nor its inverse leaves fp32 (channels of magnitude 1e-30, say).
+    So neither the factor nor its inverse leaves fp32 (channels of magnitude 1e-30,
+    say).
     """
     factors = x.double() ** strength / w.double() ** (1 - strength)
     return factors.clamp_(2.0**-60, 2.0**60).to(x.dtype)

@@ -1,10 +1,10 @@
-"""Channel scales that cost the output least: equalisation by error, not by ranges alone.
+"""Channel scales that cost the output least: equalisation by error, not by ranges.
 
-Cross-layer equalisation (``equalise.py``) makes weight ranges equal, and SmoothQuant's rule
-splits a range between activation and weight by an exponent that is guessed. Here both sides
-of each channel are weighed by the squared adjoint ``a`` of the output (``importance.py``).
-With rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization Noise, 2008, section
-3), channels divided by s cost the output::
+Cross-layer equalisation (``equalise.py``) makes weight ranges equal, and SmoothQuant's
+rule splits a range between activation and weight by an exponent that is guessed. Here
+both sides of each channel are weighed by the squared adjoint ``a`` of the output
+(``importance.py``). With rounding errors of variance Δ²/12 (Widrow and Kollár,
+Quantization Noise, 2008, section 3), channels divided by s cost the output::
 
     values   Σ_v Δ_v²/12 Σ_c a_vc s_c²
     weights  γ Σ_o a_o Δ_o²/12 Σ_c n E[x_c²]/s_c²
@@ -12,13 +12,13 @@ With rounding errors of variance Δ²/12 (Widrow and Kollár, Quantization Noise
     Δ_v = (max_c high_vc/s_c - min_c low_vc/s_c) / levels
     Δ_o = max_c |W_oc| s_c / top
 
-over all values that are quantized and all weights that read the channels; a scale on the
-side that makes a channel cancels where weights have one scale per output channel. γ is the
-share of the weights' noise that GPTQ leaves. The sum is minimised over all groups of
-channels at once, by gradient descent on log s.
+over all values that are quantized and all weights that read the channels; a scale on
+the side that makes a channel cancels where weights have one scale per output channel. γ
+is the share of the weights' noise that GPTQ leaves. The sum is minimised over all
+groups of channels at once, by gradient descent on log s.
 
-A ReLU6 stays as it is: a channel that reaches its bound keeps its scale, others grow until
-they reach it.
+A ReLU6 stays as it is: a channel that reaches its bound keeps its scale, others grow
+until they reach it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from roundoff.formats import PerTensor
 from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels.follow import follow_channels
 from roundoff.quantize.channels.groups import Binding, ChannelGroup, groups_of
+from roundoff.quantize.channels.labels import Passed
 from roundoff.quantize.channels.rescale import rescale_, why_not_rescalable
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
@@ -46,9 +47,9 @@ from roundoff.quantize.weights.output_error import Gain
 GAMMA = 0.3
 #: Room between the largest calibration value of a channel and the bound of a ReLU6.
 ROOM = 1.2
-#: The range of a value in the sums above is this norm of its channels' extremes instead of
-#: their largest: the observer will clip a few outliers anyway (measured: 0.1 to 0.2 dB more
-#: than the maximum).
+#: The range of a value in the sums above is this norm of its channels' extremes instead
+#: of their largest: the observer will clip a few outliers anyway (measured: 0.1 to 0.2 dB
+#: more than the maximum).
 NORM = 12
 
 
@@ -73,8 +74,8 @@ def descend(
         bounds: the lowest and highest logs.
 
     Returns:
-        The best logs, and the noise before and after. NaN for both where there is no noise,
-        or none that depends on the logs.
+        The best logs, and the noise before and after. NaN for both where there is no
+        noise, or none that depends on the logs.
 
     >>> noise = lambda logs: torch.cosh(logs[0] - 0.5).sum()
     >>> logs, before, after = descend(noise, [1], steps=200, rate=0.1)
@@ -113,14 +114,14 @@ def spread_(
     gamma: float = GAMMA,
     steps: int = 100,
 ) -> Gain:
-    """Rescale the channels of a quantized model, in place, so that its formats cost least.
+    """Rescale the channels of a quantized model, in place, where formats cost less.
 
     Call it before calibration. Groups that cannot be rescaled are left
     (``rescale.why_not_rescalable`` has their reasons).
 
     Returns:
-        The SQNR of the output in dB that the sums above predict, before and after; NaN with
-        a reason where nothing is to be rescaled.
+        The SQNR of the output in dB that the sums above predict, before and after; NaN
+        with a reason where nothing is to be rescaled.
     """
     model = calibration.model
     labels = follow_channels(calibration.workload, calibration.batches[:1])
@@ -171,7 +172,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Side:
-    """One value or weight: where the scales of which groups stand among its channels."""
+    """One value or weight: where the scales of groups stand among its channels."""
 
     length: int
     parts: list[_Part]
@@ -248,7 +249,7 @@ class OutputNoise:
         self.weights = [term for term in terms if term is not None]
 
     def __call__(self, logs: Sequence[Tensor]) -> Tensor:
-        """What the output loses with these log scales."""
+        """The noise of the output with these log scales."""
         total = torch.zeros(())
         for value in self.values:
             total = total + value(logs)
@@ -303,7 +304,7 @@ def _weight_noise(
     readers: dict[str, list[_Part]],
     weights: Importance,
 ) -> _WeightNoise | None:
-    """The noise of the weight that a call reads; None where no group or no statistics are known."""
+    """The noise of the weight that a call reads; None without group or statistics."""
     route = model.routes.get(node.site)
     result = weights.results.get(node.site)
     if route is None or result is None or node.kind not in ("conv", "linear"):
@@ -368,22 +369,31 @@ def _bounds(
             if operator.law != "clipped" or operator.bounds is None:
                 continue
             parts = _origin(graph, operator.site, makers)
-            indices = [part.index for part in parts if part.group == i]
-            statistics = weights.values.get(operator.site)
-            least, bound = operator.bounds
-            if least != 0.0 or statistics is None or not indices:
+            index = next((part.index for part in parts if part.group == i), None)
+            lowest = _lowest_under_clip(weights, operator, index)
+            high = torch.minimum(high, torch.zeros(group.size))
+            if lowest is None:
                 low = torch.zeros(group.size)
                 high = torch.zeros(group.size)
-                continue
-            reached = statistics.high[indices[0][:, 0]]
-            low = torch.maximum(low, _lowest_log(reached, bound))
-            high = torch.minimum(high, torch.zeros(group.size))
+            else:
+                low = torch.maximum(low, lowest)
         bounds.append((low, high))
     return bounds
 
 
+def _lowest_under_clip(
+    weights: Importance, operator: Passed, index: Tensor | None
+) -> Tensor | None:
+    """The lowest log s of channels at ``index`` of a clip's input; None where unknown."""
+    statistics = weights.values.get(operator.site)
+    if operator.bounds is None or statistics is None or index is None:
+        return None
+    low, bound = operator.bounds
+    return _lowest_log(statistics.high[index[:, 0]], bound) if low == 0.0 else None
+
+
 def _lowest_log(reached: Tensor, bound: float) -> Tensor:
-    """How far channels may grow until they nearly reach the bound of a clip; 0 if they do."""
+    """The log s at which channels nearly reach the bound of a clip; 0 if they do."""
     growth = reached.clamp(min=bound * 1e-3) * ROOM / bound
     return torch.where(reached < bound, growth.log().clamp(max=0.0), 0.0)
 

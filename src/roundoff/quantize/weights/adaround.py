@@ -1,8 +1,8 @@
-"""AdaRound: each weight rounds up or down as gradient descent on the layer's output learns.
+"""AdaRound: learn by gradient descent which weights round up and which down.
 
-Nagel, Amjad, van Baalen, Louizos and Blankevoort, arXiv:2004.10568. A weight lies between
-its neighbours on the grid, ``W̃ = lower + h(V) (upper - lower)`` (equation 22 there, for
-integers ``s clip(⌊W/s⌋ + h(V), n, p)``), with the rectified sigmoid
+Nagel, Amjad, van Baalen, Louizos and Blankevoort, arXiv:2004.10568. A weight lies
+between its neighbours on the grid, ``W̃ = lower + h(V) (upper - lower)`` (equation 22
+there, for integers ``s clip(⌊W/s⌋ + h(V), n, p)``), with the rectified sigmoid
 ``h(V) = clip(σ(V) (ζ - γ) + γ, 0, 1)``, ζ = 1.1, γ = -0.1 (equation 23), and the term
 ``f(V) = Σ 1 - |2 h(V) - 1|^β`` (equation 24), β falling, which drives each h to 0 or 1.
 """
@@ -116,8 +116,8 @@ def adaround_hessian(
     """AdaRound on ``tr((W̃ - W) H (W̃ - W)ᵀ)``, without data passes.
 
     That is equation 21 with its expectation taken first. One step is one product
-    ``[out, in] @ [in, in]``. Adam (Kingma and Ba, arXiv:1412.6980) on V, with the loss of
-    each row in units of that row's loss when rounded to nearest, times the number of
+    ``[out, in] @ [in, in]``. Adam (Kingma and Ba, arXiv:1412.6980) on V, with the loss
+    of each row in units of that row's loss when rounded to nearest, times the number of
     inputs; so one ``rate`` and one ``regularization`` fit all layers (chosen on random
     matrices of 16 × 144 with correlated inputs). A row that nearest serves better keeps
     nearest.
@@ -167,7 +167,10 @@ def adaround_hessian(
 
 
 class _Adam:
-    """Adam with β₁ = 0.9 and β₂ = 0.999 on one tensor, in place; ``step_`` overwrites the slope."""
+    """Adam with β₁ = 0.9 and β₂ = 0.999 on one tensor, in place.
+
+    ``step_`` overwrites the slope.
+    """
 
     def __init__(self, parameter: Tensor, rate: float) -> None:
         self.parameter = parameter
@@ -203,10 +206,10 @@ def adaround(
 ) -> Repaired:
     """AdaRound with the layer's data: ``E|f(W̃ x̂ + b) - f(y)|² + λ f(V)`` (equation 25).
 
-    f is the activation that follows, x̂ are the inputs in the quantized network and y the
-    outputs, before the activation, in full precision. The loss is in units of the loss of
-    rounding to nearest, times the number of weights, so that ``regularization`` fits all
-    layers.
+    f is the activation that follows, x̂ are the inputs in the quantized network and y
+    the outputs, before the activation, in full precision. The loss is in units of the
+    loss of rounding to nearest, times the number of weights, so that ``regularization``
+    fits all layers.
 
     Args:
         weight: ``[groups, out, in]``, or ``[out, in]`` (``matrix_view``).
@@ -224,8 +227,8 @@ def adaround(
         seed: of the draws.
 
     Returns:
-        The weight; the gain is the SQNR of ``f(W̃ x̂ + b)`` against ``f(y)`` on all rows,
-        before (nearest) and after. If it fell, nearest is kept.
+        The weight; the gain is the SQNR of ``f(W̃ x̂ + b)`` against ``f(y)`` on all
+        rows, before (nearest) and after. If it fell, nearest is kept.
 
     Raises:
         QuantizationError: NaN or Inf, shapes that do not fit, no rows or no iterations.

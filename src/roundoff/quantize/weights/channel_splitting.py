@@ -33,7 +33,8 @@ class SplitChannels:
 
     Attributes:
         weight: ``[..., out, in + extra · taps]``, not rounded.
-        index: ``[..., channels + extra]``, the channel that each new one reads; the first ones read themselves.
+        index: ``[..., channels + extra]``, the channel that each new one reads; the
+            first ones read themselves.
         gain: SQNR of the layer's output with min-max scales, before and after.
     """
 
@@ -56,23 +57,24 @@ def split_channels(
 
     With ``aware`` the halves are ``(w - Δ/2)/2`` and ``(w + Δ/2)/2`` (section 3.3,
     quantization-aware splitting), Δ the step of the row, so that both together round to
-    what w rounds to; Δ is that of the weights as they are at that split (integers only).
-    Otherwise both are ``w/2``, exact in floating point.
+    what w rounds to; Δ is that of the weights as they are at that split (integers
+    only). Otherwise both are ``w/2``, exact in floating point.
 
     Args:
-        weight: ``[..., out, in]`` (``matrix_view``); every group gets as many new channels.
+        weight: ``[..., out, in]`` (``matrix_view``); every group gets as many new
+            channels.
         fmt: the format that it will be rounded to.
         granularity: of the matrices; by default PerToken.
         share: new channels as a share of the old ones, rounded up; 0 changes nothing.
         taps: elements of ``in`` that belong to one channel (the size of a convolution's
             kernel), which lie together.
-        hessian: ``[..., in, in]``; by default the identity: the gain is then that of the
-            weights.
+        hessian: ``[..., in, in]``; by default the identity: the gain is then that of
+            the weights.
         aware: split by the step, see above.
 
     Raises:
-        QuantizationError: NaN or Inf, shapes that do not fit, a negative share, ``taps``
-            that do not divide ``in``.
+        QuantizationError: NaN or Inf, shapes that do not fit, a negative share,
+            ``taps`` that do not divide ``in``.
 
     Example:
         >>> from roundoff.formats import parse_format
@@ -131,7 +133,8 @@ def merge_channels(
 
     Columns that read the same channel are added up.
 
-    >>> merge_channels(torch.tensor([[1.0, 4.0, -2.0, 4.0]]), torch.tensor([0, 1, 2, 1]), channels=3)
+    >>> weight, index = torch.tensor([[1.0, 4.0, -2.0, 4.0]]), torch.tensor([0, 1, 2, 1])
+    >>> merge_channels(weight, index, channels=3)
     tensor([[ 1.,  8., -2.]])
     """
     rows = weight.reshape(*weight.shape[:-1], index.shape[-1], taps)

@@ -1,8 +1,8 @@
-"""Code flips: single codes move up or down by one while that lowers the layer's output error.
+"""Code flips: codes move up or down by one while that lowers the output error.
 
-The objective is GPTQ's ``tr((Ŵ - W) H (Ŵ - W)ᵀ)``; a step of one code is exact coordinate
-descent on the grid (Behdin et al., QuantEase, arXiv:2309.01885, section 3, go through the
-coordinates in turn; here each row takes its best one, all rows at once).
+The objective is GPTQ's ``tr((Ŵ - W) H (Ŵ - W)ᵀ)``; a step of one code is exact
+coordinate descent on the grid (Behdin et al., QuantEase, arXiv:2309.01885, section 3,
+go through the coordinates in turn; here each row takes its best one, all rows at once).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def flip(
 ) -> Repaired:
     """Move codes of ``quantized`` by one until no such step lowers ``δ H δᵀ``.
 
-    In a sweep each row takes its best step. With ``g = δ H`` a step d of element i changes
-    the loss by ``2 d g_i + d² H_ii``. No row gets worse. An input that is always zero is
-    left alone, as is a code at the end of its range.
+    In a sweep each row takes its best step. With ``g = δ H`` a step d of element i
+    changes the loss by ``2 d g_i + d² H_ii``. No row gets worse. An input that is
+    always zero is left alone, as is a code at the end of its range.
 
     Args:
         weight: ``[..., out, in]``, the weight to approximate (for a cross term: the
@@ -100,8 +100,8 @@ def flip(
 def _descend(w: Tensor, codes: Codes, h: Tensor, sweeps: int) -> Tensor:
     """Flip codes of all rows ``[rows, in]`` together.
 
-    ``h`` is ``[groups, in, in]``, with as many rows in each group. Rows that are done are
-    dropped when they are half of those that remain.
+    ``h`` is ``[groups, in, in]``, with as many rows in each group. Rows that are done
+    are dropped when they are half of those that remain.
     """
     count, inputs = w.shape
     rows = torch.arange(count, device=w.device)
@@ -196,7 +196,7 @@ class Codes:
         return (self._value(reached) - self._value(self.place)).mul_(self.scale)
 
     def move(self, place: Tensor, moved: Tensor) -> None:
-        """Move in each row the code at ``place`` by one, in the direction of ``moved`` (0: stay)."""
+        """Move each row's code at ``place`` by one towards ``moved`` (0: stay)."""
         self.place.scatter_add_(-1, place[:, None], moved.sign()[:, None])
 
     def _value(self, place: Tensor) -> Tensor:

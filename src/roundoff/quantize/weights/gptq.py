@@ -1,17 +1,17 @@
-"""GPTQ: inputs round one at a time, and inputs still to come make up for each rounding error.
+"""GPTQ: inputs round one at a time, and those still to come make up for each error.
 
-Frantar, Ashkboos, Hoefler and Alistarh, arXiv:2210.17323. Algorithm 1 there keeps changing
-the weights by equations 2 and 4, ``δ = -(w_q - quant(w_q)) / [H⁻¹]_qq · (H⁻¹)_{:,q}``,
-through the Cholesky factor of ``H⁻¹``. Here is the same sequence without an inverse: with
-``H = U Uᵀ``, U upper triangular, the error of a row is ``Σ_j (Σ_{i≤j} e_i U_ij)²``,
-``e = w - ŵ``, and the codes in the order 0, 1, … that make one term after the other least
-are::
+Frantar, Ashkboos, Hoefler and Alistarh, arXiv:2210.17323. Algorithm 1 there keeps
+changing the weights by equations 2 and 4,
+``δ = -(w_q - quant(w_q)) / [H⁻¹]_qq · (H⁻¹)_{:,q}``, through the Cholesky factor of
+``H⁻¹``. Here is the same sequence without an inverse: with ``H = U Uᵀ``, U upper
+triangular, the error of a row is ``Σ_j (Σ_{i≤j} e_i U_ij)²``, ``e = w - ŵ``, and the
+codes in the order 0, 1, … that make one term after the other least are::
 
     ŵ_j = quant(w_j + Σ_{i<j} e_i U_ij / U_jj)
 
-(Chen et al., arXiv:2507.18553, show that this is Babai's nearest-plane algorithm and that
-the two agree.) One Cholesky factor in fp32 is enough, and the errors that arrive at a block
-of inputs are one matrix product.
+(Chen et al., arXiv:2507.18553, show that this is Babai's nearest-plane algorithm and
+that the two agree.) One Cholesky factor in fp32 is enough, and the errors that arrive
+at a block of inputs are one matrix product.
 """
 
 from __future__ import annotations
@@ -52,49 +52,51 @@ def gptq(
     """Weights on the grid of ``qparams`` with small ``tr((Ŵ - W) H (Ŵ - W)ᵀ)``.
 
     With ``cross`` the inputs x̂ of the quantized layer differ from those x of the
-    full-precision layer, whose output is the target (the asymmetric objective of GPTAQ, Li
-    et al., arXiv:2504.02692). GPTQ then minimises::
+    full-precision layer, whose output is the target (the asymmetric objective of GPTAQ,
+    Li et al., arXiv:2504.02692). GPTQ then minimises::
 
         E|Ŵ x̂ - W x|² + λ|Ŵ - W|²  =  tr((Ŵ - W*) (H + λ) (Ŵ - W*)ᵀ) + constant
 
-    with ``W* = W (C + λ) (H + λ)⁻¹``, ``H = E[x̂ x̂ᵀ]``, ``C = E[x x̂ᵀ]`` and λ the damping: it
-    solves for the least-squares weights W* first, then rounds them as above. GPTAQ folds
-    the same correction into the loop; this is its exact solution over real weights.
+    with ``W* = W (C + λ) (H + λ)⁻¹``, ``H = E[x̂ x̂ᵀ]``, ``C = E[x x̂ᵀ]`` and λ the
+    damping: it solves for the least-squares weights W* first, then rounds them as
+    above. GPTAQ folds the same correction into the loop; this is its exact solution
+    over real weights.
 
     A row that rounding to nearest serves better keeps that, so no row is worse than
-    nearest. Inputs that are always zero round to nearest. Groups of inputs (PerGroup) and
-    ``order`` go together: scales are fixed beforehand.
+    nearest. Inputs that are always zero round to nearest. Groups of inputs (PerGroup)
+    and ``order`` go together: scales are fixed beforehand.
 
     Args:
         weight: ``[..., out, in]``, leading axes are groups (``matrix_view``).
-        hessian: ``[..., in, in]``, from ``Hessian.matrix``, or ``centred`` where a bias is
-            corrected afterwards.
+        hessian: ``[..., in, in]``, from ``Hessian.matrix``, or ``centred`` where a bias
+            is corrected afterwards.
         fmt: the format of the codes, without blocks.
         qparams: of the weight's shape (``matrix_qparams``).
         cross: ``[..., in, in]``, ``Hessian.cross`` or ``centred_cross``.
-        damp: λ as a share of the mean of H's diagonal. Where the Cholesky factor does not
-            exist, it is raised tenfold until it does; the gain's note says so.
+        damp: λ as a share of the mean of H's diagonal. Where the Cholesky factor does
+            not exist, it is raised tenfold until it does; the gain's note says so.
         order: inputs with the largest diagonal first ("act-order"), else as they come.
-        block: how many inputs the lazy update takes together; no influence on the result
-            but rounding.
+        block: how many inputs the lazy update takes together; no influence on the
+            result but rounding.
         ratios: each row's scales are tried times each of these, and the ratio with the
-            least loss after GPTQ is kept: the scale search under the loss that counts. Only
-            for qparams per output channel or finer.
-        kept: bool, of the weight's shape: False for weights that have been pruned. A pruned
-            one stays at the grid's value for 0, and the kept ones that are still to come
-            make up for that (as in SparseGPT, Frantar and Alistarh, arXiv:2301.00774,
-            section 3.3, whose masks are chosen here beforehand).
+            least loss after GPTQ is kept: the scale search under the loss that counts.
+            Only for qparams per output channel or finer.
+        kept: bool, of the weight's shape: False for weights that have been pruned. A
+            pruned one stays at the grid's value for 0, and the kept ones that are still
+            to come make up for that (as in SparseGPT, Frantar and Alistarh,
+            arXiv:2301.00774, section 3.3, whose masks are chosen here beforehand).
 
     Returns:
         The weight in its dtype, and its qparams: as given, or with ``ratios`` of the
-        weight's shape. The gain is the output's SQNR against W (with ``cross``: against W*
-        on x̂, the part that rounding can change), rounding W to nearest before, this after.
+        weight's shape. The gain is the output's SQNR against W (with ``cross``: against
+        W* on x̂, the part that rounding can change), rounding W to nearest before, this
+        after.
 
     Raises:
-        QuantizationError: NaN or Inf, shapes that do not fit, a ratio that is not positive,
-            a negative ``damp``, a weight that is not 0 where it is not kept, or a Hessian
-            that is no second moment (a negative diagonal, or no Cholesky factor with all of
-            the diagonal's mean added).
+        QuantizationError: NaN or Inf, shapes that do not fit, a ratio that is not
+            positive, a negative ``damp``, a weight that is not 0 where it is not kept,
+            or a Hessian that is no second moment (a negative diagonal, or no Cholesky
+            factor with all of the diagonal's mean added).
 
     Example:
         >>> from roundoff.formats import PerToken, choose_qparams, parse_format
@@ -171,8 +173,8 @@ def _best_ratio(
 ) -> tuple[Tensor, Tensor]:
     """The weights and scales of each row's ratio with the least loss.
 
-    Losses are ``[..., count · out]``, weights and scales ``[..., count · out, in]``; the
-    results are ``[..., out, in]``.
+    Losses are ``[..., count · out]``, weights and scales ``[..., count · out, in]``;
+    the results are ``[..., out, in]``.
     """
     inputs = weights.shape[-1]
     split = (*weights.shape[:-2], count, weights.shape[-2] // count, inputs)
@@ -203,10 +205,11 @@ def supported(
 ) -> Tensor:
     """The share κ of the correction ``D = W* - W`` that holds on other data: in [0, 1].
 
-    W* is fitted to as many numbers as the weight has, so with few rows much of it is noise.
-    Each half of the data fits its own D and tries it on the other half: the error there is
-    quadratic in κ, least at ``tr(W (C - H) Dᵀ) / tr(D H Dᵀ)``, summed over both. Take
-    ``H + κ (C - H)`` for ``cross``: then the fitted weights are ``W + κ D``.
+    W* is fitted to as many numbers as the weight has, so with few rows much of it is
+    noise. Each half of the data fits its own D and tries it on the other half: the
+    error there is quadratic in κ, least at ``tr(W (C - H) Dᵀ) / tr(D H Dᵀ)``, summed
+    over both. Take ``H + κ (C - H)`` for ``cross``: then the fitted weights are
+    ``W + κ D``.
 
     Args:
         weight: ``[..., out, in]``.
@@ -357,7 +360,7 @@ def _round_inputs(
 
 
 def _feed(damped: Tensor) -> Tensor:
-    """``U_ij / U_jj`` of the factor ``U Uᵀ``, transposed: row j feeds errors e_i into input j."""
+    """``U_ij / U_jj`` of ``U Uᵀ``, transposed: row j feeds errors e_i into input j."""
     upper = torch.linalg.cholesky(damped.flip(-1, -2)).flip(-1, -2)
     diagonal = upper.diagonal(dim1=-2, dim2=-1)
     shares: Tensor = upper / diagonal[..., None, :]
@@ -365,7 +368,7 @@ def _feed(damped: Tensor) -> Tensor:
 
 
 def _inputs_first(x: Tensor, place: Tensor | None) -> Tensor:
-    """A copy of ``[..., out, in]`` as ``[..., in, out]``, inputs in the order of ``place``."""
+    """A copy as ``[..., in, out]``, inputs in the order of ``place``."""
     if place is None:
         return x.mT.clone(memory_format=torch.contiguous_format)
     return x.mT.take_along_dim(place, -2).contiguous()

@@ -1,7 +1,7 @@
 """Second moments of an operator's inputs, summed over batches.
 
-They are all that GPTQ and its relatives know of the data, and with the means beside them
-all that bias correction needs.
+They are all that GPTQ and its relatives know of the data, and with the means beside
+them all that bias correction needs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from roundoff.quantize.weights.output_error import check_finite, check_matrices
 class Hessian:
     """``H = Σ g x xᵀ / Σ g`` over the rows x seen, and the means beside it.
 
-    With x̂ the inputs in the quantized network (``inputs``) and x those in full precision
-    (``reference``)::
+    With x̂ the inputs in the quantized network (``inputs``) and x those in full
+    precision (``reference``)::
 
         matrix     E[x̂ x̂ᵀ]   [groups, in, in]   the Hessian of |Ŵ x̂|²
         cross      E[x x̂ᵀ]    [groups, in, in]   None without reference
         mean       E[x̂]       [groups, in]
         reference_mean  E[x]  [groups, in]       None without reference
 
-    (GPTQ's Hessian is ``2 X Xᵀ``; the factor does not count.) The weights g are one number
-    ≥ 0 for each row: with the squared adjoint of the row's outputs the error is that of the
-    network's output instead of the layer's. Summed in fp32 (fp64 for fp64 inputs).
+    (GPTQ's Hessian is ``2 X Xᵀ``; the factor does not count.) The weights g are one
+    number ≥ 0 for each row: with the squared adjoint of the row's outputs the error is
+    that of the network's output instead of the layer's. Summed in fp32 (fp64 for fp64
+    inputs).
 
     Example:
         >>> hessian = Hessian()
@@ -57,9 +58,9 @@ class Hessian:
             reference: the rows in full precision, of the same shape.
 
         Raises:
-            QuantizationError: NaN or Inf, a negative weight, shapes that do not fit each
-                other or earlier batches, or a reference that is given only sometimes. The
-                sums are then as before.
+            QuantizationError: NaN or Inf, a negative weight, shapes that do not fit
+                each other or earlier batches, or a reference that is given only
+                sometimes. The sums are then as before.
         """
         rows = _with_groups(inputs)
         exact = None if reference is None else _with_groups(reference)
@@ -263,11 +264,11 @@ def _symmetric_product(left: Tensor, right: Tensor, block: int = 256) -> Tensor:
 def mean_error(weight: Tensor, quantized: Tensor, hessian: Hessian) -> Tensor:
     """``E[y - ŷ] = W E[x] - Ŵ E[x̂]``, to be added to the bias: shape ``[groups, out]``.
 
-    Bias correction (Nagel, van Baalen, Blankevoort and Welling, arXiv:1906.04721, section
-    4.2): with ``Ŵ = W + ε`` the output is off by ``ε E[x]`` on average, equation 17 there,
-    and that is subtracted. Without full-precision inputs in ``hessian`` this is
-    ``-ε E[x̂]``. It belongs to weights that were rounded under ``Hessian.centred``, whose
-    loss leaves the mean to the bias.
+    Bias correction (Nagel, van Baalen, Blankevoort and Welling, arXiv:1906.04721,
+    section 4.2): with ``Ŵ = W + ε`` the output is off by ``ε E[x]`` on average,
+    equation 17 there, and that is subtracted. Without full-precision inputs in
+    ``hessian`` this is ``-ε E[x̂]``. It belongs to weights that were rounded under
+    ``Hessian.centred``, whose loss leaves the mean to the bias.
 
     Args:
         weight: ``[groups, out, in]`` (``matrix_view``).

@@ -1,4 +1,4 @@
-"""Weights of contracting operators as matrices ``[groups, out, in]``, and their inputs as rows.
+"""Weights of contracting operators as matrices, and their inputs as rows.
 
 ==================  =====================================  =============================================
 operator            shape of the weight                    matrices
@@ -9,10 +9,10 @@ conv1d/2d/3d        (out, in/groups, *kernel)              (groups, out/groups, 
 conv_transpose…     (in, out/groups, *kernel)              (groups, out/groups, in/groups · taps)
 ==================  =====================================  =============================================
 
-A depthwise convolution has as many groups as channels, so one tensor ``[C, 1, taps]``. A
-transposed convolution is the convolution of its input with zeros put between the samples,
-with flipped taps (Dumoulin and Visin, arXiv:1603.07285, section 4); ``patches`` flips the
-inputs, so the matrix is not flipped.
+A depthwise convolution has as many groups as channels, so one tensor ``[C, 1, taps]``.
+A transposed convolution is the convolution of its input with zeros put between the
+samples, with flipped taps (Dumoulin and Visin, arXiv:1603.07285, section 4);
+``patches`` flips the inputs, so the matrix is not flipped.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from roundoff.formats import Granularity, QParams
 
 
 def matrix_view(weight: Tensor, operator: str, groups: int = 1) -> Tensor:
-    """The weight as matrices ``[groups, out, in]``: a view where there is one, else a copy.
+    """The weight as matrices ``[groups, out, in]``: a view where possible, else a copy.
 
     ``operator`` is a name of the table of operators (``roundoff.ops``).
 
     Raises:
-        QuantizationError: an operator without such a view, or a shape that does not fit it or ``groups``.
+        QuantizationError: an operator without such a view, or a shape that does not fit
+            it or ``groups``.
 
     Example:
         >>> matrix_view(torch.zeros(8, 3, 5, 5), "conv2d").shape
@@ -62,7 +63,7 @@ def matrix_view(weight: Tensor, operator: str, groups: int = 1) -> Tensor:
 def from_matrix(
     matrices: Tensor, shape: Sequence[int], operator: str, groups: int = 1
 ) -> Tensor:
-    """The inverse of ``matrix_view``: matrices ``[groups, out, in]`` as a weight of ``shape``.
+    """The inverse of ``matrix_view``: a weight of ``shape``.
 
     >>> weight = torch.randn(6, 4, 3)
     >>> matrices = matrix_view(weight, "conv_transpose1d", 2)
@@ -84,8 +85,8 @@ def matrix_qparams(
 ) -> QParams:
     """The qparams of a weight of ``shape`` as those of its matrices.
 
-    One scale and zero point for each element: that works for every granularity, also for
-    groups along an axis that the matrix has no axis for.
+    One scale and zero point for each element: that works for every granularity, also
+    for groups along an axis that the matrix has no axis for.
 
     >>> from roundoff.formats import PerAxis, choose_qparams, parse_format
     >>> weight = torch.randn(4, 1, 3, 3)
@@ -109,7 +110,8 @@ def weight_qparams(
 ) -> QParams:
     """The inverse of ``matrix_qparams``, for a weight of ``shape`` with ``granularity``.
 
-    Raises QuantizationError where elements that shall share a scale have different ones.
+    Raises QuantizationError where elements that shall share a scale have different
+    ones.
 
     >>> from roundoff.formats import PerAxis
     >>> per_channel = QParams(torch.tensor([[[0.5], [0.25]]]))
@@ -146,8 +148,8 @@ def weight_qparams(
 def elementwise(qparams: QParams, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of every element of a tensor of ``shape``.
 
-    Raises QuantizationError for a scale that is not positive and finite, or that does not
-    fit ``shape``.
+    Raises QuantizationError for a scale that is not positive and finite, or that does
+    not fit ``shape``.
     """
     view = tuple(shape)
     if qparams.granularity is not None:
@@ -192,12 +194,13 @@ def patches(
     """The inputs of one batch as rows ``[groups, n, in]``: ``out = rows @ Wᵀ``.
 
     The rows of a convolution are its patches (im2col); n is batch · output positions,
-    ordered so. ``share`` below 1 keeps that share of the output positions (at least one),
-    drawn anew in each call and the same for the whole batch: neighbouring patches hold
-    nearly the same values, so that second moments lose little by it.
+    ordered so. ``share`` below 1 keeps that share of the output positions (at least
+    one), drawn anew in each call and the same for the whole batch: neighbouring patches
+    hold nearly the same values, so that second moments lose little by it.
 
     Args:
-        x: (batch, channels, *space) or, unbatched, (channels, *space); for linear and matmul (..., in).
+        x: (batch, channels, *space) or, unbatched, (channels, *space); for linear and
+            matmul (..., in).
         operator: "linear", "matmul", "conv1d" … "conv_transpose3d".
         kernel: lengths of the kernel, as in the weight's shape.
         stride: of the call, as are the next four.

@@ -47,7 +47,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Repaired:
-    """A weight on the grid of ``qparams``, in the shape it came in, and what that gained."""
+    """A weight on the grid of ``qparams``, in the shape it came in, and the gain."""
 
     weight: Tensor
     qparams: QParams
@@ -55,10 +55,11 @@ class Repaired:
 
 
 def quadratic(delta: Tensor, hessian: Tensor) -> Tensor:
-    """``δ H δᵀ`` of each row of ``delta`` ``[..., out, in]``: shape ``[..., out]``, never below 0.
+    """``δ H δᵀ`` of each row of ``[..., out, in]``: ``[..., out]``, never below 0.
 
     >>> import torch
-    >>> quadratic(torch.tensor([[1.0, -1.0], [2.0, 0.0]]), torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
+    >>> delta = torch.tensor([[1.0, -1.0], [2.0, 0.0]])
+    >>> quadratic(delta, torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
     tensor([3., 8.])
     """
     return ((delta @ hessian) * delta).sum(-1).clamp_(min=0.0)
@@ -116,7 +117,7 @@ def check_finite(where: str, **tensors: Tensor | None) -> None:
 
 
 def check_matrices(where: str, weight: Tensor, hessian: Tensor | None) -> None:
-    """Raise QuantizationError for a weight and a Hessian that are no matrices of one layer.
+    """Raise QuantizationError unless weight and Hessian are matrices of one layer.
 
     The weight is ``[..., out, in]`` and not empty, the Hessian ``[..., in, in]``, with
     the weight's leading axes or none.
@@ -144,7 +145,7 @@ def check_matrices(where: str, weight: Tensor, hessian: Tensor | None) -> None:
 
 
 def check_kept(where: str, weight: Tensor, kept: Tensor | None) -> None:
-    """Raise QuantizationError unless ``kept`` is a mask of the weight's nonzero elements.
+    """Raise QuantizationError unless ``kept`` masks the weight's nonzero elements.
 
     It is bool, of the weight's shape, and the weight is 0 where it is False.
     """

@@ -1,4 +1,4 @@
-"""Round a weight as well as a few milliseconds allow: GPTQ with searched scales, flips, refit."""
+"""Round a weight well in milliseconds: GPTQ with searched scales, flips, refit."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ def round_weight(
     refit: bool = True,
     kept: Tensor | None = None,
 ) -> Repaired:
-    """Round by ``gptq`` with each row's best ratio, then ``rounds`` of ``flip`` and ``refit_scales``.
+    """Round by ``gptq`` with each row's best ratio, then flip codes and refit scales.
 
-    No step raises the loss. Arguments and errors as for ``gptq``; the qparams have one
-    scale per output channel (groups of inputs keep their ratio to each other; then there is
-    no refit), or ``ratios=(1.0,), refit=False`` keeps any qparams as they are.
+    There are ``rounds`` of ``flip`` and ``refit_scales``. No step raises the loss.
+    Arguments and errors as for ``gptq``; the qparams have one scale per output channel
+    (groups of inputs keep their ratio to each other; then there is no refit), or
+    ``ratios=(1.0,), refit=False`` keeps any qparams as they are.
 
     Measured at 4 bits on one core, scales by ``search_scales``, correlated inputs (rank
-    in/4 with noise, rectified): the output's SQNR in dB, and CPU milliseconds. GPTQ with
-    flips has the least loss per second; AdaRound alone is worse and five to ten times
-    slower, and a thousand steps of it gain 0.3 dB more.
+    in/4 with noise, rectified): the output's SQNR in dB, and CPU milliseconds. GPTQ
+    with flips has the least loss per second; AdaRound alone is worse and five to ten
+    times slower, and a thousand steps of it gain 0.3 dB more.
 
     ====================================  ==============  =============
     weight                                88 × 792        16 × 144

@@ -1,8 +1,8 @@
 """Weight scales by search and by least squares.
 
-The search takes the scale (and zero point) whose rounded weights lose least, instead of the
-one that clips none. Clipping the largest weights costs those few, a smaller step helps all
-others: below 8 bits the best range is well inside [min, max] (Banner et al.,
+The search takes the scale (and zero point) whose rounded weights lose least, instead of
+the one that clips none. Clipping the largest weights costs those few, a smaller step
+helps all others: below 8 bits the best range is well inside [min, max] (Banner et al.,
 arXiv:1810.05723, section 2; OMSE of Choukroun et al., arXiv:1902.06822, equation 6).
 """
 
@@ -51,11 +51,11 @@ def search_scales(
 ) -> Repaired:
     """The qparams that minimise ``Σ h (w - ŵ)²`` over the elements that share them.
 
-    Each ratio is tried on the min-max range, of asymmetric formats keeping its low end, its
-    high end or its middle; then the winner's neighbours half and a quarter of a step away
-    (and a zero point one off); and last the least-squares scale of the codes,
-    ``s Σ h w ŵ / Σ h ŵ²``, a few times. A candidate replaces the best only if its error is
-    lower, so the result is never worse than min-max.
+    Each ratio is tried on the min-max range, of asymmetric formats keeping its low end,
+    its high end or its middle; then the winner's neighbours half and a quarter of a
+    step away (and a zero point one off); and last the least-squares scale of the codes,
+    ``s Σ h w ŵ / Σ h ŵ²``, a few times. A candidate replaces the best only if its error
+    is lower, so the result is never worse than min-max.
 
     Sets of zeros keep scale 1, constants and single elements come out exact up to fp32
     rounding. A set whose importance is zero keeps min-max. Scales are never below the
@@ -64,8 +64,8 @@ def search_scales(
     Args:
         weight: floating point, any shape.
         fmt: any format without blocks.
-        granularity: which elements share a scale; by default all. PerToken is per output
-            channel of a ``matrix_view``.
+        granularity: which elements share a scale; by default all. PerToken is per
+            output channel of a ``matrix_view``.
         importance: h ≥ 0, broadcasts against weight;
             ``hessian.diagonal(dim1=-2, dim2=-1)[..., None, :]`` weighs each input of a
             matrix by its power. By default 1: the plain squared error.
@@ -160,7 +160,7 @@ class _Search:
                 self.offer(middle * ratio)
 
     def asymmetric_ranges(self, ratios: Sequence[float], step: float) -> None:
-        """Try scales with the zero points that keep the low end, the high end, or the middle."""
+        """Try scales with zero points that keep the low end, the high end or the middle."""
         first_point = self.zero_point
         if first_point is None:
             return
@@ -237,10 +237,10 @@ def refit_scales(
 ) -> Repaired:
     """The least-squares scale of each output channel for codes that stay as they are.
 
-    With ``ŵ = s c`` a row's error ``(w - s c) H (w - s c)ᵀ`` is a parabola in s with its
-    minimum at ``s' = s (ŵ H wᵀ) / (ŵ H ŵᵀ)``; so the error never rises. Channels whose codes
-    are all zero, or whose s' is not positive, keep their scale. Rows with several scales are
-    refused.
+    With ``ŵ = s c`` a row's error ``(w - s c) H (w - s c)ᵀ`` is a parabola in s with
+    its minimum at ``s' = s (ŵ H wᵀ) / (ŵ H ŵᵀ)``; so the error never rises. Channels
+    whose codes are all zero, or whose s' is not positive, keep their scale. Rows with
+    several scales are refused.
 
     Args:
         weight: ``[..., out, in]``, the weight to approximate.
@@ -250,8 +250,8 @@ def refit_scales(
         qparams: with one scale (and zero point) for each row.
 
     Raises:
-        QuantizationError: NaN or Inf, shapes that do not fit, or more than one scale in a
-            row.
+        QuantizationError: NaN or Inf, shapes that do not fit, or more than one scale in
+            a row.
 
     Example:
         >>> from roundoff.formats import parse_format

@@ -325,13 +325,13 @@ def _is_site(args: Any, kwargs: Any) -> bool:
             if value.is_complex() or value.layout != torch.strided:
                 return False
             has_float = has_float or value.is_floating_point()
-        elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-            has_float = has_float or value[0].is_floating_point()
-    if not has_float:
-        for value in kwargs.values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                return True
-    return has_float
+        elif isinstance(value, list | tuple) and value:
+            has_float = has_float or _is_float(value[0])
+    return has_float or any(_is_float(value) for value in kwargs.values())
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_in_functorch() -> bool:

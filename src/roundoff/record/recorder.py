@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from roundoff.ops import bare, plain
+from roundoff.ops import plain, unwrapped
 from roundoff.record.statistics import COLUMNS, Statistics, in_memory_order
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -347,7 +347,7 @@ class Recorder:
         arguments: str | None,
         inplace: bool,
     ) -> int:
-        tensor = bare(tensor)
+        tensor = unwrapped(tensor)
         value, why = plain(tensor)
         record = len(self.rows)
         reason = head.reason

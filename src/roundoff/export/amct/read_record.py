@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundoff.errors import QuantizationError, examples
-from roundoff.export.amct.text import Lines, read_text
+from roundoff.export.amct.text_format import Lines, read_text
 from roundoff.formats import PerBlock
 from roundoff.quantize import Entry, Fingerprint, Record, fingerprint, granularity_name
 from roundoff.site import Site
@@ -50,7 +50,7 @@ def read_record(path: str | Path, model: nn.Module | None = None) -> Record:
     and written back by :func:`roundoff.export.amct.write_record.write_record`.
 
     Raises:
-        QuantizationError: what :func:`roundoff.export.amct.text.read_text` refuses, a layer that stands twice or that
+        QuantizationError: what :func:`roundoff.export.amct.text_format.read_text` refuses, a layer that stands twice or that
             the model lacks, factors that AMCT itself would refuse (a scale without its offset, an offset of a weight
             other than 0, counts that differ, values out of range), always with the line.
     """

@@ -18,8 +18,8 @@ from roundoff.formats import Format
 from roundoff.ops import (
     Call,
     CallMode,
-    entered,
     execute,
+    function_body,
     round_operand,
     round_output,
     watch,
@@ -63,7 +63,7 @@ class _Counting(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self.recorder.seen.update({"", *self.mode.position.path})
-        inner = entered(func)
+        inner = function_body(func)
         if inner is not None:
             with self:
                 return inner(*args, **(kwargs or {}))
@@ -101,7 +101,7 @@ class OneSite(TorchFunctionMode):
         if self.count == self.target.ordinal:
             return self._round(args, kwargs)
         if self.count < self.target.ordinal:
-            inner = entered(func)
+            inner = function_body(func)
             if inner is not None:
                 with self:
                     return inner(*args, **kwargs)

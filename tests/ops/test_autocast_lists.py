@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from roundoff.errors import PlanError
-from roundoff.ops.autocast_lists import differences, listed
+from roundoff.ops.autocast_lists import autocast_class, autocast_differences
 
 X = torch.rand(2, 4, 4, 4) + 0.5
 SQUARE = torch.rand(4, 4) + 0.5
@@ -56,14 +56,14 @@ def test_what_autocast_does_on_the_cpu(operator):
         (torch.float32, torch.float32): "fp32",
         (torch.float32, torch.bfloat16): "follow",
     }
-    assert listed(operator, "cpu") == expected[wide, narrow]
+    assert autocast_class(operator, "cpu") == expected[wide, narrow]
 
 
 def test_a_promoting_operator():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.cat([X, X.bfloat16()]).dtype == torch.float32
         assert torch.cat([X.bfloat16()]).dtype == torch.bfloat16
-    assert listed("cat", "cpu") == "promote"
+    assert autocast_class("cat", "cpu") == "promote"
 
 
 def test_the_lists_for_cuda_are_those_of_the_header():
@@ -81,19 +81,19 @@ def test_the_lists_for_cuda_are_those_of_the_header():
     ):
         found = names(macro)
         assert len(found) >= 8
-        assert {name: listed(name, "cuda") for name in found} == dict.fromkeys(
+        assert {name: autocast_class(name, "cuda") for name in found} == dict.fromkeys(
             found, expected
         )
 
 
 def test_where_the_devices_differ():
-    found = differences("cpu", "cuda")
+    found = autocast_differences("cpu", "cuda")
     assert found["softmax"] == ("follow", "fp32")
     assert found["avg_pool3d"] == ("fp32", "follow")
     assert "linear" not in found
-    assert differences("cuda", "cuda") == {}
+    assert autocast_differences("cuda", "cuda") == {}
 
 
 def test_an_unknown_device():
     with pytest.raises(PlanError, match="no autocast on such a device"):
-        listed("linear", "abacus")
+        autocast_class("linear", "abacus")

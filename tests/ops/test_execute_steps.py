@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.formats import FORMATS, parse_format
 from roundoff.ops.calls import float_tensors, watch
-from roundoff.ops.execute import execute, runs, steps
+from roundoff.ops.execute import execute, rounding_steps, runs
 
 FORMAT_NAMES = [
     "bf16",
@@ -111,7 +111,7 @@ def test_the_steps_end_where_the_execution_ends(name, fmt):
     call, exact = last_call(CALLS[name])
     rule = FORMATS[fmt]
     reference = [t.clone() for t in float_tensors(exact)]
-    *_, end = steps(call, rule, exact)
+    *_, end = rounding_steps(call, rule, exact)
     whole = float_tensors(execute(call, rule))
     if rule.execution.bias and any(operand.role == "bias" for operand in call.operands):
         # the bias is added in a step of its own: 3 more fp32 roundings of the largest value, after which a sum near a
@@ -146,7 +146,7 @@ def test_nothing_is_written_to(name, fmt):
     call, exact = last_call(CALLS[name])
     reference = [t.clone() for t in tree_leaves(exact)]
     leaves = [t.clone() if isinstance(t, torch.Tensor) else t for t in call.leaves]
-    list(steps(call, parse_format(fmt), exact))
+    list(rounding_steps(call, parse_format(fmt), exact))
     assert all(
         torch.equal(a, b) for a, b in zip(tree_leaves(exact), reference, strict=True)
     )
@@ -158,7 +158,7 @@ def parts(name, fmt):
     call, exact = last_call(CALLS[name])
     return [
         (s.part, -1 if s.operand is None else s.operand.leaf)
-        for s in steps(call, parse_format(fmt), exact)
+        for s in rounding_steps(call, parse_format(fmt), exact)
     ]
 
 
@@ -195,7 +195,7 @@ def test_the_parts_of_a_call(name, fmt, expected):
 
 def test_a_relu_whose_operand_is_rounded_has_no_output_error():
     call, exact = last_call(CALLS["relu"])
-    operand, output = steps(call, parse_format("bf16"), exact)
+    operand, output = rounding_steps(call, parse_format("bf16"), exact)
     assert torch.equal(operand.result, X.bfloat16().float().relu())
     assert torch.equal(output.result, operand.result)
 
@@ -220,7 +220,7 @@ def test_sums_on_random_shapes(fmt, batch, rows, inner, columns, seed):
     with torch.no_grad(), watch(owner, handler) as mode, mode:
         F.linear(x, owner.w)
     rule = FORMATS[fmt]
-    *_, end = steps(handler.kept, rule, handler.result)
+    *_, end = rounding_steps(handler.kept, rule, handler.result)
     whole = execute(handler.kept, rule)
     assert end.result.shape == whole.shape == (batch, rows, columns)
     assert torch.equal(

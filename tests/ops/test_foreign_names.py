@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from roundoff.errors import PlanError
 from roundoff.ops import CONTRACTING
 from roundoff.ops.calls import watch
-from roundoff.ops.foreign_names import forward_of, known, rows, translate
+from roundoff.ops.foreign_names import forward_of, operator_names, rows, translate
 from roundoff.ops.names_table import SYSTEMS
 
 F = torch.nn.functional
@@ -35,7 +35,7 @@ def test_the_table_is_well_formed() -> None:
 
 
 def test_every_contracting_operator_is_in_it() -> None:
-    assert set(CONTRACTING) - known("torch") == set()
+    assert set(CONTRACTING) - operator_names("torch") == set()
 
 
 def test_torch_names_are_functions_or_methods_of_torch() -> None:
@@ -56,23 +56,27 @@ def test_torch_names_are_functions_or_methods_of_torch() -> None:
         "rmatmul",
         "pad",
     }  # the names of Python's operators
-    of_linalg = {n for n in known("torch") if n.startswith("linalg_")}
+    of_linalg = {n for n in operator_names("torch") if n.startswith("linalg_")}
     of_linalg = {
         n for n in of_linalg if not hasattr(torch.linalg, n.removeprefix("linalg_"))
     }
     missing = {
-        n for n in known("torch") if not any(hasattr(place, n) for place in places)
+        n
+        for n in operator_names("torch")
+        if not any(hasattr(place, n) for place in places)
     }
     assert (
-        missing - of_sites - {n for n in known("torch") if n.startswith("linalg_")}
+        missing
+        - of_sites
+        - {n for n in operator_names("torch") if n.startswith("linalg_")}
         == set()
     )
     assert of_linalg == set()
 
 
 def test_aten_names_are_operators_and_their_overloads_exist() -> None:
-    assert [n for n in known("aten") if not hasattr(torch.ops.aten, n)] == []
-    for name in known("torch"):
+    assert [n for n in operator_names("aten") if not hasattr(torch.ops.aten, n)] == []
+    for name in operator_names("torch"):
         for full in translate(name, "torch", "aten"):
             packet, _, overload = full.removeprefix("aten::").partition(".")
             schema = getattr(
@@ -121,7 +125,7 @@ def test_the_torch_column_has_what_sites_are_called() -> None:
         with watch(torch.nn.Module(), seen) as mode, mode:
             call()
         assert name in seen.names
-        assert name in known("torch")
+        assert name in operator_names("torch")
 
 
 @needs("onnx")
@@ -129,7 +133,8 @@ def test_onnx_names() -> None:
     import onnx
 
     assert (
-        known("onnx") - {s.name for s in onnx.defs.get_all_schemas() if s.domain == ""}
+        operator_names("onnx")
+        - {s.name for s in onnx.defs.get_all_schemas() if s.domain == ""}
         == set()
     )
 
@@ -150,7 +155,10 @@ def test_paddle_names() -> None:
         for n in of
     }
     assert (
-        known("paddle") - set(core.get_all_op_names()) - set(dir(paddle._C_ops)) - lists
+        operator_names("paddle")
+        - set(core.get_all_op_names())
+        - set(dir(paddle._C_ops))
+        - lists
         == set()
     )
 
@@ -162,7 +170,7 @@ def test_tensorflow_names() -> None:
 
     operators = op_def_pb2.OpList()
     operators.ParseFromString(session.TF_GetBuffer(session.TF_GetAllOpList()))
-    assert known("tensorflow") - {op.name for op in operators.op} == {
+    assert operator_names("tensorflow") - {op.name for op in operators.op} == {
         "Gelu"
     }  # of Intel's extension
 
@@ -186,7 +194,7 @@ def test_translations(name: str, source: str, target: str, expected: set[str]) -
 
 
 @given(
-    st.sampled_from(sorted(known("torch"))),
+    st.sampled_from(sorted(operator_names("torch"))),
     st.sampled_from([s for s in SYSTEMS if s not in ("torch", "aten")]),
 )
 def test_there_and_back(name: str, system: str) -> None:

@@ -31,7 +31,15 @@ from roundoff.budget.probes import backward, hand_over, on_output, sample_axis
 from roundoff.budget.signs import draw_signs
 from roundoff.budget.terms import TermKey, Terms, arrange, by_sample, project
 from roundoff.formats import Format
-from roundoff.ops import Call, CallMode, execute, float_tensors, runs, sizes, steps
+from roundoff.ops import (
+    Call,
+    CallMode,
+    execute,
+    float_tensors,
+    rounding_steps,
+    runs,
+    sizes,
+)
 
 #: Bytes that are not worth another backward pass.
 _SMALL = 2**24
@@ -281,7 +289,7 @@ class Probe:
         name = str(call.site)
         axis = self.axes.get((name, place))
         before = float_tensors(exact)[place]
-        for step in steps(call, fmt, exact):
+        for step in rounding_steps(call, fmt, exact):
             after = float_tensors(step.result)[place]
             operand = -1
             sources: tuple[str, ...] = ()

@@ -19,10 +19,10 @@ import torch
 from roundoff.errors import PlanError
 from roundoff.ops.table import facts, operators_that
 
-Listed = Literal["lower", "fp32", "promote", "follow"]
+AutocastClass = Literal["lower", "fp32", "promote", "follow"]
 
 #: The autocast dispatch key of each device type.
-KEYS = {
+AUTOCAST_KEYS = {
     "cpu": "AutocastCPU",
     "cuda": "AutocastCUDA",
     "xpu": "AutocastXPU",
@@ -46,7 +46,7 @@ def slow_in_fp16(device: torch.device) -> bool:
     return device.type == "cpu" and not has_amx()
 
 
-def listed(operator: str, device: str = "cpu") -> Listed:
+def autocast_class(operator: str, device: str = "cpu") -> AutocastClass:
     """Return what torch.autocast does with an operator (out of place) on a device.
 
     It runs it in the ``lower`` format, in ``fp32``, in the widest format of its inputs
@@ -63,7 +63,7 @@ def listed(operator: str, device: str = "cpu") -> Listed:
     return "follow"
 
 
-def _class(name: str) -> Listed:
+def _class(name: str) -> AutocastClass:
     """What the list that has this operator is for."""
     if name in operators_that("promote under autocast"):
         return "promote"
@@ -71,21 +71,26 @@ def _class(name: str) -> Listed:
     return "lower" if facts(name).multiplies or name == "prelu" else "fp32"
 
 
-def differences(device: str, other: str) -> dict[str, tuple[Listed, Listed]]:
+def autocast_differences(
+    device: str, other: str
+) -> dict[str, tuple[AutocastClass, AutocastClass]]:
     """Return the operators that two devices treat differently: operator to (device's, other's)."""
     names = sorted(_names(device) | _names(other))
-    pairs = {name: (listed(name, device), listed(name, other)) for name in names}
+    pairs = {
+        name: (autocast_class(name, device), autocast_class(name, other))
+        for name in names
+    }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 @functools.cache
 def _names(device: str) -> frozenset[str]:
-    key = KEYS.get(device)
+    key = AUTOCAST_KEYS.get(device)
     if key is None:
         raise PlanError(
             "no autocast on such a device",
             where="device",
-            expected=", ".join(KEYS),
+            expected=", ".join(AUTOCAST_KEYS),
             got=repr(device),
         )
     return frozenset(

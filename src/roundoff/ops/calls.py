@@ -171,7 +171,7 @@ class CallMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        body = entered(func)
+        body = function_body(func)
         if body is not None:
             with self:
                 return body(*args, **kwargs)
@@ -501,7 +501,7 @@ def _dropout(args: Any, kwargs: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def entered(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def function_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """The body of a Python function of ``torch.nn.functional``, without its own override check.
 
     Each such function first asks whether an override wants the whole call, which here would be

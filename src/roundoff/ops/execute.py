@@ -69,7 +69,7 @@ class RoundingStep:
     result: Any
 
 
-def steps(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingStep]:
+def rounding_steps(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingStep]:
     """Execute a call in ``fmt`` one part at a time: activations one by one, weights, the output.
 
     Each step keeps the roundings of the steps before it, so the differences between consecutive

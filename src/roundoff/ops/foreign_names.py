@@ -37,7 +37,7 @@ def translate(name: str, source: str, target: str) -> tuple[str, ...]:
     target = system(target)
     matching = _rows(source).get(_plain(name) if source == "aten" else name)
     if matching is None:
-        raise unknown([name], source)
+        raise unknown_operators([name], source)
     column = SYSTEMS.index(target)
     names: dict[str, None] = {}
     for row in matching:
@@ -50,7 +50,7 @@ def translate(name: str, source: str, target: str) -> tuple[str, ...]:
     return tuple(overloads)
 
 
-def known(name: str) -> frozenset[str]:
+def operator_names(name: str) -> frozenset[str]:
     """Return every name that the table has of one system."""
     return frozenset(_rows(system(name)))
 
@@ -71,7 +71,7 @@ def forward_of(name: str, source: str) -> tuple[str, ...]:
     return ()
 
 
-def unknown(
+def unknown_operators(
     names: Iterable[str],
     source: str,
     places: Iterable[str] = (),
@@ -85,7 +85,7 @@ def unknown(
         places: where each stands, or nothing.
         where: the file.
     """
-    choices = sorted(known(source))
+    choices = sorted(operator_names(source))
     lines = []
     for name, place in itertools.zip_longest(names, places):
         near = nearest(name, choices)

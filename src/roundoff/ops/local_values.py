@@ -16,7 +16,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 _META = "a meta tensor has no values"
 
 
-def bare(tensor: Tensor) -> Tensor:
+def unwrapped(tensor: Tensor) -> Tensor:
     """Return the tensor without what ``torch.func`` wraps it in: of a batched one, the whole batch."""
     while _wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -45,7 +45,7 @@ def plain(tensor: Tensor) -> Values:
 
 def _strided(tensor: Tensor) -> Values:
     if _wrapped(tensor):
-        return plain(bare(tensor))
+        return plain(unwrapped(tensor))
     if tensor.is_meta:
         return None, _META
     if tensor.is_quantized:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from roundoff.errors import PatternError, PlanError, examples
 from roundoff.formats import parse_format
-from roundoff.ops import listed
+from roundoff.ops import autocast_class
 from roundoff.plan.rules import FOLLOW, Plan, Rule
 from roundoff.site import matches
 
@@ -73,7 +73,8 @@ def explain(
     >>> [(d.format, d.why) for d in explain(plan, ["a/softmax", "a/linear"])]
     [('fp32', 'rule 1, op:softmax'), ('bf16', "no rule: autocast's own lists")]
     """
-    listed("linear", device)  # a device without autocast is an error, whatever decides
+    # a device without autocast is an error, whatever decides
+    autocast_class("linear", device)
     patterns = [pattern for rule in plan.rules for pattern in rule.sites]
     if model is None and any(pattern.startswith("class:") for pattern in patterns):
         raise PlanError(
@@ -134,7 +135,7 @@ class _Explained:
         operator = _operator(name)
         lists = {}
         if plan.autocast and operator:
-            lists = {device: listed(operator, device) for device in DEVICES}
+            lists = {device: autocast_class(operator, device) for device in DEVICES}
         for number, rule in enumerate(plan.rules, 1):
             pattern = next((p for p in rule.sites if matches(p, name)), None)
             if pattern is not None:
@@ -193,7 +194,7 @@ def _format_of_rule(rule: Rule) -> str:
 def _format_without_rule(plan: Plan, operator: str, device: str) -> str:
     if not plan.autocast:
         return parse_format(plan.default).name
-    behaviour = listed(operator, device) if operator else "follow"
+    behaviour = autocast_class(operator, device) if operator else "follow"
     formats = {"lower": plan.autocast, "fp32": "fp32", "promote": _PROMOTED}
     return formats.get(behaviour, _FOLLOWED)
 

@@ -272,20 +272,18 @@ def _rescale_(
     calibration: Calibration, rounding: Rounding, *, spread: bool, divide: bool
 ) -> _Rescaled:
     """Rescale channels by what the output loses, as far as that is asked for."""
-    values = [q for _, q in calibration.model.named() if not q.weight]
     static = _has_static_values(calibration)
-    spread = spread and static
-    divide = divide and bool(values)
+    methods: list[Callable[[Calibration, Importance], Gain]] = []
+    if spread and static:
+        methods.append(spread_)
+    if divide and any(not q.weight for _, q in calibration.model.named()):
+        methods.append(divide_)
     weighs = static and any(r.observer == "adjoint" for r in rounding.every)
-    if not (spread or divide or weighs):
+    if not methods and not weighs:
         return _Rescaled()
 
     before = importance(calibration)
-    gains: list[Gain] = []
-    if spread:
-        gains.append(spread_(calibration, before))
-    if divide:
-        gains.append(divide_(calibration, before))
+    gains = [method(calibration, before) for method in methods]
     steps = [
         PipelineStep(gain.name, gain.before_db, gain.after_db, gain.note)
         for gain in gains

@@ -120,19 +120,25 @@ class CallRounding:
         if bias is not None:
             self.progress.corrected.add(id(bias))
         for place, name in weights.items():
-            quantizer = self.model.quantizer(name)
-            if quantizer.dynamic or name in self.progress.decided:
-                continue
-            self.progress.decided.add(name)
-            weight = self.first.leaves[place]
-            with name_errors(name):
-                if matrix is None or self.rounding.weights != "gptq":
-                    self._round_to_nearest_(quantizer, weight)
-                else:
-                    self._round_by_output_(quantizer, weight, matrix, bias is not None)
+            pending = name not in self.progress.decided
+            if pending and not self.model.quantizer(name).dynamic:
+                self.progress.decided.add(name)
+                self._round_weight_(place, name, matrix, centred=bias is not None)
         if bias is None:
             return [run_quantized(self.model, routed) for routed in self.quantized]
         return self._correct_bias_(bias, wanted)
+
+    def _round_weight_(
+        self, place: int, name: str, matrix: _WeightMatrix | None, *, centred: bool
+    ) -> None:
+        """Put one weight on its grid, in place."""
+        quantizer = self.model.quantizer(name)
+        weight = self.first.leaves[place]
+        with name_errors(name):
+            if matrix is None or self.rounding.weights != "gptq":
+                self._round_to_nearest_(quantizer, weight)
+            else:
+                self._round_by_output_(quantizer, weight, matrix, centred)
 
     def _bias_to_correct(self, wanted: Sequence[Tensor]) -> Tensor | None:
         """Return a bias that can take up the mean error, or None.

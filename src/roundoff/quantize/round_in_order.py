@@ -276,22 +276,28 @@ class _Order:
 
     def _round(self, requests: list[Request]) -> None:
         """Round the weights of a call; answer each run with the call's result."""
-        quantized = [r for r in requests if not r.subject.exact]
-        exact = {r.subject.group: r for r in requests if r.subject.exact}
-        for request in exact.values():
-            routed: RoutedCall = request.subject.routed
-            request.answer = routed.call.run(routed.leaves)
+        exact_calls: dict[int, RoutedCall] = {}
+        exact_results: dict[int, Any] = {}
+        quantized: list[Request] = []
+        for request in requests:
+            reached: _ReachedCall = request.subject
+            if reached.exact:
+                request.answer = reached.routed.call.run(reached.routed.leaves)
+                exact_calls[reached.group] = reached.routed
+                exact_results[reached.group] = request.answer
+            else:
+                quantized.append(request)
         if not quantized:
             return
-        partners = [exact.get(request.subject.group) for request in quantized]
+        groups = [request.subject.group for request in quantized]
         rounding = CallRounding(
             self.model,
             self.rounding.of(quantized[0].subject.routed.site),
             self.progress,
             quantized=[request.subject.routed for request in quantized],
-            exact=[p.subject.routed if p else None for p in partners],
+            exact=[exact_calls.get(group) for group in groups],
         )
-        results = rounding.round_([p.answer if p else None for p in partners])
+        results = rounding.round_([exact_results.get(group) for group in groups])
         for request, result in zip(quantized, results, strict=True):
             request.answer = result
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.ops import bare, plain
+from roundoff.ops import plain, unwrapped
 from roundoff.record.statistics import COLUMNS, Statistics, in_memory_order
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -267,7 +267,7 @@ class Recorder:
         group: str | None,
         reason: str | None,
     ) -> int:
-        tensor = bare(tensor)
+        tensor = unwrapped(tensor)
         value, why = plain(tensor)
         record = len(self.rows)
         view_of = stride = offset = None

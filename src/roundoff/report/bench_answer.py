@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from roundoff.report.figures import NONE, count, finite, listing
@@ -35,12 +35,12 @@ def _outcomes(summary: BenchSummary, others: Sequence[BenchRow]) -> list[str]:
     """Name the configurations of each outcome, the worst first."""
     reference = summary.reference
     seeds = _seeds(summary)
-    broken = [row.config for row in others if _is_broken(row)]
-    worse = [row.config for row in others if row.worse and not _is_broken(row)]
-    better = [row.config for row in others if _is_better(row)]
-    alike = [row.config for row in others if row.verdict == "no difference seen"]
-    undecided = [row.config for row in others if row.verdict == "undecided"]
-    failed = [row.config for row in summary.rows if row.failed]
+    broken = _names(others, _is_broken)
+    worse = _names(others, _is_worse)
+    better = _names(others, _is_better)
+    alike = _names(others, _is_alike)
+    undecided = _names(others, _is_undecided)
+    failed = _names(summary.rows, _is_failed)
     explained = f"than {reference}, by more than {seeds} explain."
     trains = "trains" if len(undecided) == 1 else "train"
     sentences = (
@@ -60,8 +60,30 @@ def _outcomes(summary: BenchSummary, others: Sequence[BenchRow]) -> list[str]:
     return [sentence for configs, sentence in sentences if configs]
 
 
+def _names(
+    rows: Sequence[BenchRow], condition: Callable[[BenchRow], bool]
+) -> list[str]:
+    return [row.config for row in rows if condition(row)]
+
+
 def _is_broken(row: BenchRow) -> bool:
     return row.loss is not None and not finite(row.loss.mean)
+
+
+def _is_worse(row: BenchRow) -> bool:
+    return row.worse and not _is_broken(row)
+
+
+def _is_alike(row: BenchRow) -> bool:
+    return row.verdict == "no difference seen"
+
+
+def _is_undecided(row: BenchRow) -> bool:
+    return row.verdict == "undecided"
+
+
+def _is_failed(row: BenchRow) -> bool:
+    return row.failed is not None
 
 
 def _is_better(row: BenchRow) -> bool:

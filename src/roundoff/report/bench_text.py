@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -53,22 +54,20 @@ def _print_header(summary: BenchSummary, console: Console) -> None:
 
 
 def _columns(summary: BenchSummary) -> dict[str, list[str]]:
-    rows = summary.rows
-    columns = {
-        "configuration": [row.config for row in rows],
-        "speed": [texts.median_ratio(row.speed) for row in rows],
-        "quartiles": [texts.quartiles(row.speed) for row in rows],
-        "by CPU time": [texts.median_ratio(row.cpu) for row in rows],
-        "memory": [_memory(row) for row in rows],
-        "final loss": [texts.mean(row.loss) for row in rows],
+    columns: dict[str, Callable[[BenchRow], str]] = {
+        "configuration": lambda row: row.config,
+        "speed": lambda row: texts.median_ratio(row.speed),
+        "quartiles": lambda row: texts.quartiles(row.speed),
+        "by CPU time": lambda row: texts.median_ratio(row.cpu),
+        "memory": _memory,
+        "final loss": lambda row: texts.mean(row.loss),
     }
     if summary.metric is not None:
-        name = summary.metric or "metric"
-        columns[name] = [texts.mean(row.metric) for row in rows]
-    if any(row.scaled for row in rows):
-        columns["skips"] = [_skips(row) for row in rows]
-    columns["verdict"] = [_verdict(row) for row in rows]
-    return columns
+        columns[summary.metric or "metric"] = lambda row: texts.mean(row.metric)
+    if any(row.scaled for row in summary.rows):
+        columns["skips"] = _skips
+    columns["verdict"] = _verdict
+    return {name: list(map(text, summary.rows)) for name, text in columns.items()}
 
 
 def _memory(row: BenchRow) -> str:

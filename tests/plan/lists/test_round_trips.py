@@ -8,14 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundoff.errors import PlanError
-from roundoff.ops.foreign_names import known, translate
+from roundoff.ops.foreign_names import operator_names, translate
 from roundoff.plan.lists.convert import read_lists, write_lists
 from roundoff.plan.lists.fold import Operators
 from roundoff.plan.lists.source import Name, read_json, read_settings
 from roundoff.plan.rules import Plan, Rule
 
 TARGETS = {"ascend": "cann", "paddle": "paddle", "tensorflow": "tensorflow"}
-OPERATORS = st.lists(st.sampled_from(sorted(known("torch"))), unique=True, max_size=8)
+OPERATORS = st.lists(
+    st.sampled_from(sorted(operator_names("torch"))), unique=True, max_size=8
+)
 
 
 @st.composite

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from roundoff.errors import PlanError
-from roundoff.ops import known, translate
+from roundoff.ops import operator_names, translate
 from roundoff.plan.lists.fold import MATRIX, Entry, Operators, Read, Written, low_format
 from roundoff.plan.lists.source import Name, check_keys, names_of, place, read_file
 from roundoff.plan.rules import FOLLOW, Plan, Rule
@@ -285,7 +285,7 @@ def _gray(edits: list[Entry]) -> dict[str, str]:
     """Operator here → the list that it is taken off."""
     gray: dict[str, str] = {}
     for entry in edits:
-        if entry.format == FOLLOW and entry.name in known("cann"):
+        if entry.format == FOLLOW and entry.name in operator_names("cann"):
             listed = entry.listed.split()[0]
             gray |= dict.fromkeys(translate(entry.name, "cann", "torch"), listed)
     return gray
@@ -298,7 +298,7 @@ def _library_rules(
 ) -> tuple[Rule, ...]:
     """Rules for what the table knows; a library has many operators that no torch program calls: they are counted."""
     edits = edited or {}
-    names = known("cann")
+    names = operator_names("cann")
     entries = [
         edits.get(name) or Entry(name, form, "library")
         for name, form in flags.items()

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 from roundoff.errors import PlanError
 from roundoff.formats import parse_format
-from roundoff.ops import forward_of, known, operators_that, translate, unknown
+from roundoff.ops import (
+    forward_of,
+    operator_names,
+    operators_that,
+    translate,
+    unknown_operators,
+)
 from roundoff.plan.lists.source import place
 from roundoff.plan.rules import FOLLOW, Plan, Rule
 
@@ -62,7 +68,7 @@ class Read:
         self.check(entries, source)
         chosen: dict[str, Entry] = {}
         for entry in entries:
-            if entry.name in known(source):
+            if entry.name in operator_names(source):
                 for operator in translate(entry.name, source, "torch"):
                     self._choose(operator, entry, chosen)
                 self._note_wider(entry, entries, source)
@@ -138,7 +144,7 @@ class Read:
     def _check_unknown(self, entries: list[Entry], source: str) -> None:
         lost = []
         for entry in entries:
-            if entry.name in known(source):
+            if entry.name in operator_names(source):
                 continue
             forward = forward_of(entry.name, source)
             if forward:
@@ -151,7 +157,7 @@ class Read:
                 lost.append(entry)
         if lost:
             lost = list({e.name: e for e in lost}.values())
-            raise unknown(
+            raise unknown_operators(
                 [e.name for e in lost], source, [e.place for e in lost], self.where
             )
 
@@ -222,7 +228,7 @@ class Operators:
     ) -> None:
         """Enter an operator's format under its names there; a conflict is left out."""
         there: Sequence[str] = ()
-        if operator in known("torch"):
+        if operator in operator_names("torch"):
             there = translate(operator, "torch", target)
         if not there:
             self.left_out.append(f"op:{operator} → {name}: no name in {target}")

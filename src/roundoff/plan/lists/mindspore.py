@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundoff.errors import PlanError
-from roundoff.ops import known, unknown
+from roundoff.ops import operator_names, unknown_operators
 from roundoff.plan.lists.fold import Entry, Read, low_format
 from roundoff.plan.lists.source import Name, check_keys, names_of, place
 from roundoff.plan.rules import Plan, Rule
@@ -79,14 +79,16 @@ def read(
             cells.append(f"class:{_CELLS.get(short, short)}")
             places = ", ".join(part for part in (place(written), key) if part)
             reading.origin[cells[-1]] = f"{written} ({places})"
-        elif primitive in known("cann"):
+        elif primitive in operator_names("cann"):
             primitives.append(Entry(Name.at(primitive, short.line), asked, key))
         elif partial:
             reading.left_out.append(f"{written}: not in the table of names")
         else:
             lost.append(short)
     if lost:
-        raise unknown(lost, "cann", [place(name) or key for name in lost], where)
+        raise unknown_operators(
+            lost, "cann", [place(name) or key for name in lost], where
+        )
     rules = reading.rules(primitives, "cann")
     if cells:
         rules = (Rule(asked, tuple(cells)), *rules)

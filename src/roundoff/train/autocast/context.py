@@ -19,7 +19,7 @@ from torch import nn
 
 from roundoff.errors import PlanError
 from roundoff.formats import parse_format
-from roundoff.ops import KEYS, SLOW_FP16, CallMode, Place, slow_in_fp16, watch
+from roundoff.ops import AUTOCAST_KEYS, SLOW_FP16, CallMode, Place, slow_in_fp16, watch
 from roundoff.plan import Plan, explain
 from roundoff.train.autocast.mode import LOCAL, SiteMode
 from roundoff.train.autocast.overrides import overridden
@@ -299,11 +299,11 @@ def _device_type(device: str | torch.device | None, model: nn.Module | None) -> 
     if device is None:
         device = torch.device("cpu") if model is None else _device_of(model)
     kind = torch.device(device).type
-    if kind not in KEYS:
+    if kind not in AUTOCAST_KEYS:
         raise PlanError(
             "no autocast on such a device",
             where="device",
-            expected=", ".join(KEYS),
+            expected=", ".join(AUTOCAST_KEYS),
             got=repr(kind),
         )
     return kind

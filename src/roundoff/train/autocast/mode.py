@@ -18,7 +18,14 @@ import torch.overrides
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundoff.ops import Operator, Position, entered, facts, listed, operators_that
+from roundoff.ops import (
+    Operator,
+    Position,
+    autocast_class,
+    facts,
+    function_body,
+    operators_that,
+)
 from roundoff.plan import FOLLOW
 from roundoff.train.autocast.rules import Action, Rules
 
@@ -140,7 +147,7 @@ def autocast_casts(operator: str, device: str) -> bool:
 
 @functools.cache
 def _autocast_casts(operator: str, device: str) -> bool:
-    if listed(operator, device) != "follow":
+    if autocast_class(operator, device) != "follow":
         return True
     names = [
         name
@@ -318,13 +325,13 @@ def _is_site(args: Any, kwargs: Any) -> bool:
             if value.is_complex() or value.layout != torch.strided:
                 return False
             has_float = has_float or value.is_floating_point()
-        elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-            has_float = has_float or value[0].is_floating_point()
-    if not has_float:
-        for value in kwargs.values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                return True
-    return has_float
+        elif isinstance(value, list | tuple) and value:
+            has_float = has_float or _is_float(value[0])
+    return has_float or any(_is_float(value) for value in kwargs.values())
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_in_functorch() -> bool:
@@ -358,7 +365,7 @@ def _writes(args: Any, kwargs: Any) -> bool:
 def _name(func: Callable[..., Any]) -> str:
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return ""  # what compiled code is made of, cast already
-    twin = entered(func)
+    twin = function_body(func)
     if twin is not None:
         if func.__name__ in _NOT_ENTERED:
             return ""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from roundoff.ops import KEYS
+from roundoff.ops import AUTOCAST_KEYS
 from roundoff.train.autocast.mode import cast, target_dtype
 from roundoff.train.autocast.rules import Action
 
@@ -38,7 +38,7 @@ def overridden(operators: Mapping[str, Action], device: str) -> Iterator[None]:
 
     An empty mapping hides the rules of a region around it.
     """
-    places = [(name, KEYS[device]) for name in operators]
+    places = [(name, AUTOCAST_KEYS[device]) for name in operators]
     added: list[tuple[str, str]] = []
     try:
         with _LOCK, warnings.catch_warnings():

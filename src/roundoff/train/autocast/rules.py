@@ -14,7 +14,7 @@ from torch import nn
 
 from roundoff.errors import PlanError, examples
 from roundoff.formats import parse_format
-from roundoff.ops import Listed, differences, listed
+from roundoff.ops import AutocastClass, autocast_class, autocast_differences
 from roundoff.plan import FOLLOW, Plan, Rule
 from roundoff.site import matches
 
@@ -166,9 +166,9 @@ class Rules:
         return any(matches(line.pattern, site) for site in self._decided)
 
     def _action(self, operator: str, fmt: str) -> Action:
-        listing: Listed = "follow"
+        listing: AutocastClass = "follow"
         if self.dtype is not None:
-            listing = listed(operator, self.device)
+            listing = autocast_class(operator, self.device)
         if fmt in (FOLLOW, PROMOTE):
             return None if listing == fmt else fmt
         dtype = NATIVE.get(fmt)
@@ -229,7 +229,7 @@ def _list_lines(device: str, lists: str, lower: str) -> list[_Line]:
     source = f"the lists of {lists}"
     return [
         _Line(None, formats.get(listing, lower), f"{OPERATOR}{name}", source)
-        for name, (_, listing) in differences(device, lists).items()
+        for name, (_, listing) in autocast_differences(device, lists).items()
     ]
 
 

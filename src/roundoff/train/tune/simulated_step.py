@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from roundoff.errors import WorkloadError
 from roundoff.formats import Format, parse_format
-from roundoff.ops import Call, Operand, listed, runs, watch
+from roundoff.ops import Call, Operand, autocast_class, runs, watch
 from roundoff.plan import Plain
 from roundoff.preserve import preserve
 from roundoff.train.autocast.simulate import simulated
@@ -62,7 +62,7 @@ class SimulatedAutocast(SimulatedFormats):
 
     def format_of(self, call: Call) -> Format | None:
         """Return the format of this call under autocast."""
-        listing = listed(call.operator.name, self.device)
+        listing = autocast_class(call.operator.name, self.device)
         is_lower = listing == "lower"
         if call.operator.inplace or listing in ("follow", "promote"):
             is_lower = self._arrives_lower(call)

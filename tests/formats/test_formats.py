@@ -15,7 +15,6 @@ import torch
 
 from roundoff.errors import FormatError
 from roundoff.formats import (
-    ALIASES,
     FORMATS,
     BlockFormat,
     Execution,
@@ -25,6 +24,7 @@ from roundoff.formats import (
     parse_format,
     round_tensor,
 )
+from roundoff.formats.named import ALIASES
 
 from .scalar import round_scalar
 

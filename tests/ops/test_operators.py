@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roundoff.ops import CONTRACTING, MATRIX_KINDS, operators_that
+from roundoff.ops import MATRIX_KINDS, operators_that
 from roundoff.ops.operators import Operator, einsum_axes
+from roundoff.ops.table import CONTRACTING
 from roundoff.plan.seconds import KINDS
 
 

@@ -14,10 +14,10 @@ from roundoff.report import (
     PlanSummary,
     RankingRow,
     VerificationSummary,
-    from_plain,
     strict,
 )
 from roundoff.report.answer import NO_SITES
+from roundoff.report.strict import from_plain
 from roundoff.report.text import print_plan, print_ranking, print_summary, print_verify
 
 KINDS = {

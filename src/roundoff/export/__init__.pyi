@@ -10,7 +10,6 @@ from .delivery.amct_config import with_config as with_config
 from .delivery.choose import Chosen as Chosen
 from .delivery.choose import Progress as Progress
 from .delivery.choose import choose as choose
-from .delivery.files import FILES as FILES
 from .delivery.files import Folder as Folder
 from .delivery.files import check_free as check_free
 from .delivery.files import replaced_folder as replaced_folder

@@ -107,7 +107,7 @@ class Format:
     #: nonzero values below ``2**emin`` exist
     has_subnormals: bool = True
     has_inf: bool = False
-    #: the code that ``encode`` writes for NaN; ``None``: the format has no NaN
+    #: the code of NaN; ``None``: the format has no NaN
     nan_code: int | None = None
     #: default where the range is exceeded: True gives the nearest finite value, False gives Inf, or NaN without Inf
     saturate: bool = True

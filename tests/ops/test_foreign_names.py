@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from roundoff.errors import PlanError
 from roundoff.ops.calls import watch
 from roundoff.ops.foreign_names import forward_of, operator_names, rows, translate
-from roundoff.ops.names_table import SYSTEMS
+from roundoff.ops.foreign_names_table import SYSTEMS
 from roundoff.ops.table import CONTRACTING
 
 F = torch.nn.functional

@@ -14,7 +14,7 @@ from torch import nn
 
 from roundoff.errors import QuantizationError
 from roundoff.export.amct.read_record import read_record
-from roundoff.export.amct.schema import FILES, message_class
+from roundoff.export.amct.text_format import FILES, message_class
 from roundoff.export.amct.write_record import write_record
 from roundoff.formats import fake_quantize
 from roundoff.quantize import (
@@ -633,7 +633,7 @@ def test_no_file_no_text_and_a_required_field_that_is_missing_are_refused(tmp_pa
     st.text(st.sampled_from('record{}<>:;,"#value key_scale_d 0.5-\n[]'), max_size=60)
 )
 def test_any_text_is_read_or_refused_with_our_error(text):
-    from roundoff.export.amct.text import parse_text
+    from roundoff.export.amct.text_format import parse_text
 
     with contextlib.suppress(QuantizationError):
         parse_text(text, "record", "f")

@@ -199,9 +199,7 @@ def test_backward_calls_have_the_module_and_line_of_their_forward(path):
         == found["backward", "mm"]["module"]
         == "head"
     )
-    assert found["forward", "addmm"]["line"].startswith(
-        "tests/capture/test_capture.py:"
-    )
+    assert found["forward", "addmm"]["line"].startswith("tests/record/test_capture.py:")
     assert found["backward", "mm"]["line"] == found["forward", "addmm"]["line"]
     named = rows(path).filter(pl.col("name").str.ends_with(".grad"))
     assert set(named["name"]) == {f"{n}.grad" for n, _ in net.named_parameters()}

@@ -361,7 +361,7 @@ class _Order:
             f"{int(bad.sum())} of {value.numel()} values are NaN or Inf",
             where=where,
             expected="finite values",
-            do="find where they arise (roundoff overflow), or leave these samples out",
+            do="find where they arise (roundoff watch), or leave these samples out",
         )
 
 

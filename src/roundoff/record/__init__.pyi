@@ -47,8 +47,8 @@ from .module_paths import quiet as quiet
 from .own_error import NOT_COMPARED as NOT_COMPARED
 from .own_error import OwnError as OwnError
 from .own_error import own_error as own_error
-from .program import Enough as Enough
 from .program import ScriptError as ScriptError
+from .program import StopScript as StopScript
 from .program import run_program as run_program
 from .program import words_of as words_of
 from .replay import Replay as Replay
@@ -68,7 +68,7 @@ from .statistics_kernel import Compiled as Compiled
 from .statistics_kernel import Kernel as Kernel
 from .statistics_kernel import compiled as compiled
 from .statistics_kernel import probe as probe
-from .step_ends import Ends as Ends
-from .step_ends import ends_of_steps as ends_of_steps
-from .step_ends import patched as patched
-from .step_ends import whole_step as whole_step
+from .step_boundaries import StepBoundaries as StepBoundaries
+from .step_boundaries import patched as patched
+from .step_boundaries import watch_steps as watch_steps
+from .step_boundaries import whole_step as whole_step

@@ -1,4 +1,7 @@
-"""Callbacks that record a Hugging Face ``Trainer`` or a Lightning ``Trainer``; the library is loaded when one is made."""
+"""Callbacks that record a Hugging Face ``Trainer`` or a Lightning ``Trainer``.
+
+The library is loaded when a callback is made.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from roundoff.record.session import Capture
 
 
 def transformers_callback(path: str | os.PathLike[str], **options: Any) -> Any:
-    """A ``transformers.TrainerCallback`` for ``Trainer(callbacks=[...])``; ``options`` are those of ``roundoff.capture``.
+    """A ``transformers.TrainerCallback`` for ``Trainer(callbacks=[...])``.
 
-    A step is one of the optimizer's, gradient accumulation included. A run that an exception ended is closed when the
+    ``options`` are those of ``roundoff.capture``. A step is one of the optimizer's,
+    gradient accumulation included. A run that an exception ended is closed when the
     callback is used again or dropped; its finished steps can be read all the time.
     """
     base = _library("transformers").TrainerCallback
@@ -34,9 +38,10 @@ def transformers_callback(path: str | os.PathLike[str], **options: Any) -> Any:
 
 
 def lightning_callback(path: str | os.PathLike[str], **options: Any) -> Any:
-    """A Lightning ``Callback`` for ``Trainer(callbacks=[...])``; ``options`` are those of ``roundoff.capture``.
+    """A Lightning ``Callback`` for ``Trainer(callbacks=[...])``.
 
-    A step ends with the batch after which the optimizer has stepped, gradient accumulation included.
+    ``options`` are those of ``roundoff.capture``. A step ends with the batch after which
+    the optimizer has stepped, gradient accumulation included.
     """
     base = _library("lightning", "pytorch_lightning").Callback
 
@@ -70,7 +75,8 @@ class _Recording:
 
     def __init__(self, path: str | os.PathLike[str], options: dict[str, Any]) -> None:
         super().__init__()
-        self.path, self.options = path, options
+        self.path = path
+        self.options = options
         self.run: Capture | None = None
 
     def begin(self, model: Any) -> None:
@@ -86,7 +92,8 @@ class _Recording:
             self.end(None)  # hooks and modes are gone for the rest of the training
 
     def end(self, error: BaseException | None) -> None:
-        run, self.run = self.run, None
+        run = self.run
+        self.run = None
         if run is not None:
             run.__exit__(None if error is None else type(error), error, None)
 

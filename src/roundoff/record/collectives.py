@@ -10,18 +10,22 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.ops import tensors_in
 
-#: Seconds that a collective may take before its values are given up.
+#: Seconds that a collective may take before its values count as missing.
 _PATIENCE = 5.0
 
 
 def finished(operator: str, result: Any) -> bool:
-    """Waits for a collective, so that its values can be read; not for ever, since a program may rely on going on first."""
+    """Wait for a collective, so that its values can be read; return False if it has not
+    finished in time.
+
+    Not for ever, since a program may rely on going on first.
+    """
     if operator.startswith("_c10d_functional"):
         for tensor in tensors_in((result,)):
             torch.ops._c10d_functional.wait_tensor(tensor)
         return True
     patience = 0.0 if "recv" in operator or "send" in operator else _PATIENCE
-    until = time.monotonic() + patience
+    deadline = time.monotonic() + patience
     for value in tree_leaves(result):
         if not isinstance(value, torch.ScriptObject):
             continue
@@ -29,10 +33,16 @@ def finished(operator: str, result: Any) -> bool:
             work = torch.distributed.Work.unbox(value)
         except (RuntimeError, TypeError):
             continue  # some other object
-        while not work.is_completed():
-            if time.monotonic() >= until:
-                return False
-            time.sleep(1e-4)
+        if not _completes(work, deadline):
+            return False
+    return True
+
+
+def _completes(work: Any, deadline: float) -> bool:
+    while not work.is_completed():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(1e-4)
     return True
 
 

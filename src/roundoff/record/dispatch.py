@@ -1,4 +1,5 @@
-"""See every aten call, forward, backward and optimizer: a ``TorchDispatchMode`` that writes rows into a ``Recorder``."""
+"""See every aten call, forward, backward and optimizer: a ``TorchDispatchMode`` that
+writes rows into a ``Recorder``."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import functools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,36 +39,108 @@ try:
 except AttributeError:  # torch before 2.7
     _SKIP = None
 
+#: Takes what a call has made, their records, and the dictionary of own errors.
+Compare = Callable[[Sequence[Tensor], Sequence[int], dict[int, Any]], None]
+
 
 @dataclass(frozen=True)
-class Operator:
-    """What the schema says of an operator."""
+class OperatorSchema:
+    """An operator as its schema describes it.
+
+    Attributes:
+        name: as a site shows it.
+        overload: ``aten.add.Tensor``.
+        written: positions and names of the arguments that it writes.
+        collective: it communicates.
+        each: it works on lists of tensors, each for itself: ``_foreach_add_``,
+            ``_fused_adamw_``.
+    """
 
     name: str
     overload: str
     written: tuple[int | str, ...]
     collective: bool
-    #: works on lists of tensors, each for itself: ``_foreach_add_``, ``_fused_adamw_``
     each: bool
 
     @staticmethod
     @functools.cache
-    def of(func: Any) -> Operator:
+    def of(func: Any) -> OperatorSchema:
         schema = func._schema
         namespace, _, name = schema.name.partition("::")
-        full = f"{namespace}.{name}.{schema.overload_name or 'default'}"
         written = tuple(
-            a.name if a.kwarg_only else i
-            for i, a in enumerate(schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
+            argument.name if argument.kwarg_only else position
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
         )
-        shown = name if namespace == "aten" else f"{namespace}::{name}"
-        each = name.startswith(("_foreach_", "_fused_"))
-        return Operator(shown, full, written, namespace in _COLLECTIVE, each)
+        overload = f"{namespace}.{name}.{schema.overload_name or 'default'}"
+        return OperatorSchema(
+            name=name if namespace == "aten" else f"{namespace}::{name}",
+            overload=overload,
+            written=written,
+            collective=namespace in _COLLECTIVE,
+            each=name.startswith(("_foreach_", "_fused_")),
+        )
+
+
+class _RunningCall:
+    """A call that is about to run or has just run.
+
+    ``inputs`` are the records of its tensors, None where it is not recorded; ``compare``
+    is the shadow's.
+    """
+
+    __slots__ = ("args", "arguments", "compare", "inputs", "kwargs", "schema", "source")
+
+    def __init__(
+        self,
+        schema: OperatorSchema,
+        source: Source,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.schema = schema
+        self.source = source
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs: list[int] | None = None
+        self.arguments: str | None = None
+        self.compare: Compare | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return tensors_in(self.args, self.kwargs.values())
+
+    def written(self) -> list[Tensor]:
+        """The tensors that it writes."""
+        tensors = _received_in_place(self) if self.schema.collective else []
+        for place in self.schema.written:
+            tensors += tensors_in((self._argument(place),))
+        return tensors
+
+    def written_unseen(self) -> Sequence[Tensor]:
+        """Running statistics that it writes although its schema does not say so."""
+        if self.schema.name in _WRITES_STATISTICS and self.args[5]:
+            return tensors_in(self.args[3:5])
+        return ()
+
+    def _argument(self, place: int | str) -> Any:
+        if isinstance(place, str):
+            return self.kwargs.get(place)
+        return self.args[place] if place < len(self.args) else None
 
 
 class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands each call to ``recorder`` once it has run. ``beside`` (the shadow) runs first and sees the arguments."""
+    """Hands each call to ``recorder`` once it has run.
+
+    Args:
+        recorder: of the step that runs now.
+        paths: which module runs.
+        failed: told of a fault of the recording.
+        shadow: runs a call before it runs itself, and sees the arguments.
+        describe: writes the arguments of a call as text.
+        is_wanted: says which ``module/operator`` to record; all when None.
+        noise: gives what perturbs the result of a call.
+    """
 
     def __init__(
         self,
@@ -75,31 +148,34 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         paths: Paths,
         *,
         failed: Callable[[Exception], None],
-        beside: Callable[[Any, Any, Any], Any] | None = None,
-        arguments: Callable[..., str | None] | None = None,
-        wanted: Callable[[str], bool] | None = None,
+        shadow: Callable[[Any, Any, Any], Compare] | None = None,
+        describe: Callable[..., str | None] | None = None,
+        is_wanted: Callable[[str], bool] | None = None,
         noise: Callable[[Any, Any, Any], Callable[[Any], None] | None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder, self.paths = recorder, paths
-        self.failed, self.beside, self.arguments, self.wanted = (
-            failed,
-            beside,
-            arguments,
-            wanted,
-        )
+        self.recorder = recorder
+        self.paths = paths
+        self.failed = failed
+        self.shadow = shadow
+        self.describe = describe
+        self.is_wanted = is_wanted
         self.noise = noise
         self.active = True
-        self.between = False  # in a step that is not recorded, but whose results ``noise`` perturbs
-        self.seen: Counter[str] = Counter()
+        # in a step that is not recorded, but whose results ``noise`` perturbs
+        self.between = False
+        #: overload -> number of its recorded calls
+        self.call_counts: Counter[str] = Counter()
         self.phase = "forward"
         self._sequence = 0
-        self._made_by: dict[int, Source] = {}
+        #: number of a node of the graph -> where the call stands that made it
+        self._forward_sources: dict[int, Source] = {}
         _modes.add(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch is to wrap every call, so that its compiler does not trace into it; below is what costs less."""
+        """Return True if torch has to wrap every call, so that its compiler does not
+        trace into it; ``_SKIP`` costs less."""
         return _SKIP is None
 
     @classmethod
@@ -108,62 +184,45 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def begin(self, recorder: Recorder) -> None:
-        """A new step."""
+        """Start a new step."""
         self.recorder = recorder
-        self._made_by.clear()
+        self._forward_sources.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if not self.active or func.namespace == "profiler" or torch._C._is_tracing():
-            if (
-                self.between
-                and func.namespace != "profiler"
-                and not torch._C._is_tracing()
-            ):
-                return self._perturbed(func, args, kwargs)
-            return func(*args, **kwargs)  # sizes are part of what torch.jit traces
-        beside = inputs = source = operator = None
+            return self._run_unrecorded(func, args, kwargs)
         try:
-            operator = Operator.of(func)
-            source = self._source(operator)
-            # Of what was compiled, the boundary is recorded.
-            if source.line is not COMPILED and (
-                self.wanted is None or self.wanted(f"{source.module}/{operator.name}")
-            ):
-                record_of = self.recorder.record_of
-                inputs = [
-                    record_of(t, source) for t in tensors_in(args, kwargs.values())
-                ]
-                text = (
-                    None
-                    if self.arguments is None
-                    else self.arguments(args, kwargs, self.recorder.known)
-                )
-                if self.beside is not None:
-                    beside = self.beside(func, args, kwargs)
-        except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program that is recorded)
+            call = self._before(func, args, kwargs)
+        except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)
             return func(*args, **kwargs)
-        result = (
-            func(*args, **kwargs)
-            if self.noise is None
-            else self._perturbed(func, args, kwargs)
-        )
-        if inputs is None or not self.active:
-            if operator.written:
-                for tensor in tensors_in(args, kwargs.values()):
+        if self.noise is None:
+            result = func(*args, **kwargs)
+        else:
+            result = self._run_perturbed(func, args, kwargs)
+        if call.inputs is None or not self.active:
+            if call.schema.written:
+                for tensor in call.tensors():
                     self.recorder.changed(tensor)
             return result
         try:
-            self._record(operator, source, inputs, text, args, kwargs, result, beside)
+            self._record(call, result)
         except Exception as error:  # noqa: BLE001
             self.failed(error)
         return result
 
-    def _perturbed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the call gives, with noise in its last bits."""
+    def _run_unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # sizes are part of what torch.jit traces
+        is_ordinary = func.namespace != "profiler" and not torch._C._is_tracing()
+        if self.between and is_ordinary:
+            return self._run_perturbed(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _run_perturbed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call with noise in the last bits of its result."""
         perturb = None
         try:
             perturb = None if self.noise is None else self.noise(func, args, kwargs)
@@ -177,169 +236,154 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.failed(error)
         return result
 
-    def _record(
-        self,
-        operator: Any,
-        source: Any,
-        inputs: list[int],
-        text: str | None,
-        args: Any,
-        kwargs: Any,
-        result: Any,
-        beside: Any,
-    ) -> None:
-        self.seen[operator.overload] += 1
-        written: list[Tensor] = []
-        if operator.collective:
-            if not finished(operator.name, result):
-                for tensor in tensors_in((args, result)):
-                    self.recorder.changed(tensor)
-                self.recorder.call(
-                    source,
-                    operator.name,
-                    operator.overload,
-                    inputs,
-                    [],
-                    group=group_of(args, kwargs),
-                    reason="it had not finished when it was recorded",
-                )
-                return
-            if (
-                operator.name.startswith("c10d::")
-                and operator.name.endswith("_")
-                and args
-            ):
-                written = tensors_in((args[0],))  # which its schema does not say
-        for place in operator.written:
-            value = (
-                kwargs.get(place)
-                if isinstance(place, str)
-                else args[place]
-                if place < len(args)
-                else None
-            )
-            written += tensors_in((value,))
-        outputs = tensors_in((result,))
-        if written and outputs:
-            same = {id(t) for t in written}
-            outputs = [t for t in outputs if id(t) not in same]
-        changed = (
-            tensors_in(args[3:5])
-            if operator.name in _WRITES_STATISTICS and args[5]
-            else ()
-        )
-        group = group_of(args, kwargs) if operator.collective else None
+    def _before(self, func: Any, args: Any, kwargs: Any) -> _RunningCall:
+        """Look at a call's arguments before it may overwrite them."""
+        schema = OperatorSchema.of(func)
+        call = _RunningCall(schema, self._source(schema), args, kwargs)
+        source = call.source
+        # of what was compiled, the boundary is recorded
+        if source.line is COMPILED or not self._wants(source.module, schema.name):
+            return call
+        record_of = self.recorder.record_of
+        call.inputs = [record_of(tensor, source) for tensor in call.tensors()]
+        if self.describe is not None:
+            call.arguments = self.describe(args, kwargs, self.recorder.recorded)
+        if self.shadow is not None:
+            call.compare = self.shadow(func, args, kwargs)
+        return call
+
+    def _wants(self, module: str, operator: str) -> bool:
+        return self.is_wanted is None or self.is_wanted(f"{module}/{operator}")
+
+    def _record(self, call: _RunningCall, result: Any) -> None:
+        schema = call.schema
+        self.call_counts[schema.overload] += 1
+        if schema.collective and not finished(schema.name, result):
+            self._record_unfinished(call, result)
+            return
+        written = call.written()
+        outputs = _without(tensors_in((result,)), written)
+        inputs = call.inputs or []
         records = self.recorder.call(
-            source,
-            operator.name,
-            operator.overload,
+            call.source,
+            schema.name,
+            schema.overload,
             inputs,
             outputs,
             written=written,
-            changed=changed,
-            arguments=text,
-            group=group,
-            each=_by_place(inputs, (*args, *kwargs.values()))
-            if operator.each
-            else None,
+            changed=call.written_unseen(),
+            arguments=call.arguments,
+            group=group_of(call.args, call.kwargs) if schema.collective else None,
+            inputs_of_place=_inputs_of_place(call, inputs) if schema.each else None,
         )
-        if beside is not None:
-            beside(
-                [*written, *outputs],
-                records[: len(written) + len(outputs)],
-                self.recorder.own,
-            )
+        if call.compare is not None:
+            tensors = [*written, *outputs]
+            call.compare(tensors, records[: len(tensors)], self.recorder.own_errors)
+
+    def _record_unfinished(self, call: _RunningCall, result: Any) -> None:
+        """A collective whose values are not there yet."""
+        for tensor in tensors_in((call.args, result)):
+            self.recorder.changed(tensor)
+        self.recorder.call(
+            call.source,
+            call.schema.name,
+            call.schema.overload,
+            call.inputs or [],
+            [],
+            group=group_of(call.args, call.kwargs),
+            reason="it had not finished when it was recorded",
+        )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What runs inside is not recorded."""
-        before = self.active, self.between
-        self.active = self.between = False
+        before = (self.active, self.between)
+        self.active = False
+        self.between = False
         try:
             yield
         finally:
             self.active, self.between = before
 
     def compiled(self, module: Any, path: str, inputs: Any, output: Any) -> None:
-        """The hook of every module's forward: one that ``torch.compile`` has compiled is a call of its own."""
+        """The hook of every module's forward: one that ``torch.compile`` has compiled
+        is a call."""
         if not self.active or not hasattr(module, "_orig_mod"):
             return
-        if self.wanted is not None and not self.wanted(f"{path}/compiled"):
+        if not self._wants(path, "compiled"):
             return
         try:
             source = Source("forward", path, user_line(2))
             with torch.no_grad(), self.paused():
-                self._boundary(source, module, inputs, output)
+                self._record_boundary(source, module, inputs, output)
         except Exception as error:  # noqa: BLE001
             self.failed(error)
 
     def triton(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """A kernel has been launched on these; which of them it wrote is not known, so all have rows."""
-        if (
-            not self.active or _get_current_dispatch_mode() is not self
-        ):  # inside an operator, which has a row
+        """A kernel has been launched on these; which of them it wrote is not known, so
+        all have rows."""
+        # inside an operator, which has a row, another mode is current
+        if not self.active or _get_current_dispatch_mode() is not self:
             return
         try:
-            phase = (
-                "backward" if torch._C._current_graph_task_id() != -1 else self.phase
-            )
-            source = Source(phase, self.paths.current(), user_line(3))
-            if self.wanted is None or self.wanted(f"{source.module}/triton::{name}"):
-                with torch.no_grad(), self.paused():
-                    records = [self.recorder.record_of(t, source) for t in tensors]
-                    self.recorder.call(
-                        source,
-                        f"triton::{name}",
-                        None,
-                        records,
-                        [],
-                        written=tensors,
-                        reason="a Triton kernel: which arguments it writes is not known",
-                    )
+            self._record_kernel(name, tensors)
         except Exception as error:  # noqa: BLE001
             self.failed(error)
 
-    def _boundary(self, source: Source, module: Any, inputs: Any, output: Any) -> None:
-        records = [
-            self.recorder.record_of(t, source)
-            for t in tensors_in((tree_leaves(inputs),))
-        ]
+    def _record_kernel(self, name: str, tensors: Sequence[Tensor]) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        phase = "backward" if in_backward else self.phase
+        source = Source(phase, self.paths.current(), user_line(4))
+        if not self._wants(source.module, f"triton::{name}"):
+            return
+        with torch.no_grad(), self.paused():
+            records = [self.recorder.record_of(t, source) for t in tensors]
+            self.recorder.call(
+                source,
+                f"triton::{name}",
+                None,
+                records,
+                [],
+                written=tensors,
+                reason="a Triton kernel: which arguments it writes is not known",
+            )
+
+    def _record_boundary(
+        self, source: Source, module: Any, inputs: Any, output: Any
+    ) -> None:
+        read = tensors_in((tree_leaves(inputs),))
         outputs = tensors_in((tree_leaves(output),))
-        for tensor in (
-            *outputs,
-            *tensors_in((tree_leaves(inputs),)),
-            *module.buffers(),
-        ):
+        records = [self.recorder.record_of(tensor, source) for tensor in read]
+        for tensor in (*outputs, *read, *module.buffers()):
             self.recorder.changed(tensor)
         reason = "compiled: its operators are not seen, --eager runs them uncompiled"
         self.recorder.call(source, "compiled", None, records, outputs, reason=reason)
 
-    def _source(self, operator: Operator) -> Source:
+    def _source(self, schema: OperatorSchema) -> Source:
         if torch._C._current_graph_task_id() != -1:
-            return self._backward(operator)
-        phase = "collective" if operator.collective else self.phase
-        source = Source(phase, self.paths.current(), user_line(3))
+            return self._backward_source(schema)
+        phase = "collective" if schema.collective else self.phase
+        source = Source(phase, self.paths.current(), user_line(4))
         sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        if (
-            sequence != self._sequence
-        ):  # the call below made a node of the graph: its backward belongs to it
-            self._made_by[sequence - 1] = source
+        if sequence != self._sequence:
+            # the call below made a node of the graph: its backward belongs to it
+            self._forward_sources[sequence - 1] = source
             self._sequence = sequence
         return source
 
-    def _backward(self, operator: Operator) -> Source:
-        phase = "collective" if operator.collective else "backward"
+    def _backward_source(self, schema: OperatorSchema) -> Source:
+        phase = "collective" if schema.collective else "backward"
         path = self.paths.current()
         if path:  # a checkpoint computes its forward again
-            return Source(phase, path, user_line(4), again=True)
+            return Source(phase, path, user_line(5), recomputed=True)
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return Source(phase, "", None)
         if node.name().startswith("CompiledFunction") and in_compiled():
             return Source(phase, "", COMPILED)
-        made = self._made_by.get(node._sequence_nr())
-        if made is not None:
-            return Source(phase, made.module, made.line)
+        forward = self._forward_sources.get(node._sequence_nr())
+        if forward is not None:
+            return Source(phase, forward.module, forward.line)
         variable = getattr(node, "variable", None)
         name = None if variable is None else self.paths.name_of(variable)
         return Source(phase, (name or "").rpartition(".")[0], None)
@@ -352,28 +396,50 @@ if _SKIP is not None:  # the compiler leaves this function, and what it calls, a
 _modes: weakref.WeakSet[OpMode] = weakref.WeakSet()
 
 
-def _forked() -> None:
-    """A data loader's worker, forked in a step, records nothing: nobody would read it, and OpenMP may hang there."""
+def _stop_in_child() -> None:
+    """A data loader's worker, forked in a step, records nothing: nobody would read it,
+    and OpenMP may hang there."""
     for mode in _modes:
-        mode.active = mode.between = False
+        mode.active = False
+        mode.between = False
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_stop_in_child)
 
 
-def _by_place(inputs: list[int], values: Sequence[Any]) -> list[list[int]]:
-    """The inputs of each place of a call on lists: the tensors at this place, and those that stand alone."""
-    lists, alone, position = [], [], 0
-    for value in values:
+def _without(tensors: list[Tensor], excluded: list[Tensor]) -> list[Tensor]:
+    """The tensors that are none of the excluded objects."""
+    if not tensors or not excluded:
+        return tensors
+    excluded_ids = {id(tensor) for tensor in excluded}
+    return [tensor for tensor in tensors if id(tensor) not in excluded_ids]
+
+
+def _received_in_place(call: _RunningCall) -> list[Tensor]:
+    """What a collective of c10d writes although its schema does not say so."""
+    name = call.schema.name
+    if name.startswith("c10d::") and name.endswith("_") and call.args:
+        return tensors_in((call.args[0],))
+    return []
+
+
+def _inputs_of_place(call: _RunningCall, inputs: list[int]) -> list[list[int]]:
+    """The inputs of each place of a call on lists: the tensors at this place, and those
+    that stand alone."""
+    lists: list[list[int]] = []
+    alone: list[int] = []
+    position = 0
+    for value in (*call.args, *call.kwargs.values()):
         count = len(tensors_in((value,)))
-        part = inputs[position : position + count]
+        records = inputs[position : position + count]
         position += count
         if isinstance(value, Tensor):
-            alone += part
-        elif part:
-            lists.append(part)
+            alone += records
+        elif records:
+            lists.append(records)
+    places = max(map(len, lists), default=0)
     return [
-        [part[i] for part in lists if i < len(part)] + alone
-        for i in range(max(map(len, lists), default=0))
+        [records[place] for records in lists if place < len(records)] + alone
+        for place in range(places)
     ]

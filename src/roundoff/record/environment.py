@@ -11,68 +11,79 @@ from torch import nn
 
 
 def environment(model: nn.Module | None = None) -> list[dict[str, str]]:
-    """Rows ``{name, value, note}``: versions, device, threads and every flag that changes results.
+    """Rows ``{name, value, note}``: versions, device, threads and every flag that
+    changes results.
 
-    Reads settings and changes none; whether subnormals are flushed is measured by multiplying two numbers.
+    Reads settings and changes none; whether subnormals are flushed is measured by
+    multiplying two numbers.
     """
-    rows: list[dict[str, str]] = []
+    rows = [*_cpu_settings(), *_gpu_settings()]
+    if model is not None:
+        rows += _model_settings(model)
+    return rows
 
-    def row(name: str, value: Any, note: str = "") -> None:
-        rows.append({"name": name, "value": str(value), "note": note})
 
-    row("torch", torch.__version__)
-    row(
-        "machine",
-        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "vector width orders the sums",
-    )
-    row(
-        "threads",
-        torch.get_num_threads(),
-        "another number splits reductions at other places",
-    )
+def _row(name: str, value: Any, note: str = "") -> dict[str, str]:
+    return {"name": name, "value": str(value), "note": note}
+
+
+def _cpu_settings() -> list[dict[str, str]]:
+    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     precision = torch.get_float32_matmul_precision()
     fewer = "" if precision == "highest" else "fp32 products are computed in fewer bits"
-    row("float32 matmul precision", precision, fewer)
-    row(
-        "oneDNN",
-        "on" if bool(getattr(torch.backends.mkldnn, "enabled", False)) else "off",
+    onednn = bool(getattr(torch.backends.mkldnn, "enabled", False))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    keeps_subnormals = bool(torch.tensor(1e-30) * torch.tensor(1e-10))
+    threads_note = "another number splits reductions at other places"
+    return [
+        _row("torch", torch.__version__),
+        _row("machine", machine, "vector width orders the sums"),
+        _row("threads", torch.get_num_threads(), threads_note),
+        _row("float32 matmul precision", precision, fewer),
+        _row("oneDNN", _on_or_off(onednn)),
+        _row("deterministic algorithms", _on_or_off(deterministic)),
+        _row("subnormals", "kept" if keeps_subnormals else "flushed to zero"),
+        _row("default dtype", str(torch.get_default_dtype()).removeprefix("torch.")),
+    ]
+
+
+def _gpu_settings() -> list[dict[str, str]]:
+    if not torch.cuda.is_available():
+        return []
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    cudnn = torch.backends.cudnn.allow_tf32
+    benchmark_note = "may choose another algorithm each run"
+    return [
+        _row("GPU", torch.cuda.get_device_name()),
+        _row("TF32", f"matmul {matmul}, cuDNN {cudnn}"),
+        _row("cuDNN benchmark", torch.backends.cudnn.benchmark, benchmark_note),
+    ]
+
+
+def _model_settings(model: nn.Module) -> list[dict[str, str]]:
+    kinds: Counter[str] = Counter()
+    is_low_precision = False
+    for parameter in model.parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        kinds[f"{dtype} on {parameter.device.type}"] += 1
+        is_low_precision |= parameter.dtype in (torch.float16, torch.bfloat16)
+    counts = [f"{count} tensors {kind}" for kind, count in kinds.most_common()]
+    reference_note = (
+        "the reference itself is low precision: load the model in fp32 to measure "
+        "against exact numbers"
     )
-    row(
-        "deterministic algorithms",
-        "on" if torch.are_deterministic_algorithms_enabled() else "off",
+    mode_note = (
+        "dropout off, running statistics used, whatever mode the workload returned"
     )
-    tiny = torch.tensor(1e-30) * torch.tensor(1e-10)
-    row("subnormals", "kept" if bool(tiny) else "flushed to zero")
-    row("default dtype", str(torch.get_default_dtype()).removeprefix("torch."))
-    if torch.cuda.is_available():
-        row("GPU", torch.cuda.get_device_name())
-        row(
-            "TF32",
-            f"matmul {torch.backends.cuda.matmul.allow_tf32}, cuDNN {torch.backends.cudnn.allow_tf32}",
-        )
-        row(
-            "cuDNN benchmark",
-            torch.backends.cudnn.benchmark,
-            "may choose another algorithm each run",
-        )
-    if model is not None:
-        kinds = Counter(
-            f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}"
-            for p in model.parameters()
-        )
-        note = ""
-        if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-            note = "the reference itself is low precision: load the model in fp32 to measure against exact numbers"
-        row(
+    return [
+        _row(
             "parameters",
-            ", ".join(f"{n} tensors {kind}" for kind, n in kinds.most_common())
-            or "none",
-            note,
-        )
-        row(
-            "mode",
-            "evaluation",
-            "dropout off, running statistics used, whatever mode the workload returned",
-        )
-    return rows
+            ", ".join(counts) or "none",
+            reference_note if is_low_precision else "",
+        ),
+        _row("mode", "evaluation", mode_note),
+    ]
+
+
+def _on_or_off(enabled: bool) -> str:
+    return "on" if enabled else "off"

@@ -1,4 +1,5 @@
-"""Which module runs: global module hooks, so that a script's models need not be known beforehand."""
+"""Which module runs: global module hooks, so that a script's models need not be known
+beforehand."""
 
 from __future__ import annotations
 
@@ -27,15 +28,17 @@ _PARALLEL = ("DistributedDataParallel", "DataParallel")
 
 
 class Paths:
-    """The stack of modules whose forward runs, by their path in the first module that was called."""
+    """The stack of modules whose forward runs, by their path in the first module that
+    was called."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self.roots: list[weakref.ref[nn.Module]] = []
         self.position = Position()
         self.listeners: list[Callable[[nn.Module, str, Any, Any], None]] = []
-        #: told of each module that is called outside of all others for the first time, with what stands before its paths
-        self.found: list[Callable[[nn.Module, str], None]] = []
+        #: called with each module that is called outside of all others for the first
+        #: time, and what stands before its paths
+        self.root_listeners: list[Callable[[nn.Module, str], None]] = []
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = (
             weakref.WeakKeyDictionary()
         )
@@ -48,17 +51,23 @@ class Paths:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name of a parameter or buffer, None of any other tensor."""
-        found = self._names.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        entry = self._names.get(id(tensor))
+        if entry is None:
+            return None
+        reference, name = entry
+        return name if reference() is tensor else None
 
     def modules(self) -> list[nn.Module]:
-        """The models that were seen and still exist."""
-        return [m for reference in self.roots if (m := reference()) is not None]
+        """The models that were called and still exist."""
+        modules = [reference() for reference in self.roots]
+        return [module for module in modules if module is not None]
 
     def _add(self, root: nn.Module) -> str:
-        main = not self.roots and any(True for _ in root.parameters())
-        prefix = "" if main else type(root).__name__
-        if any(True for _ in root.parameters()):
+        """Name the modules and tensors of a model; give what stands before its paths."""
+        has_parameters = any(True for _ in root.parameters())
+        is_first = not self.roots and has_parameters
+        prefix = "" if is_first else type(root).__name__
+        if has_parameters:
             self.roots.append(weakref.ref(root))
         parallel = type(root).__name__ in _PARALLEL
         for path, module in root.named_modules():
@@ -68,31 +77,33 @@ class Paths:
         )
         for name, tensor in tensors:
             if self.name_of(tensor) is None:
-                self._names[id(tensor)] = (
-                    weakref.ref(tensor),
-                    _joined(prefix, _clean(name, parallel)),
-                )
+                full_name = _joined(prefix, _clean(name, parallel))
+                self._names[id(tensor)] = (weakref.ref(tensor), full_name)
         return prefix
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        # the compiler traces this call: nothing of it stays in the compiled code
         if torch.compiler.is_compiling():
-            return  # the compiler traces this call: nothing of it stays in the compiled code
+            return
         path = self._paths.get(module)
         if path is None:
-            inner = getattr(module, "_orig_mod", module)  # what torch.compile wraps
-            if inner in self._paths:
-                path = self._paths[inner]
-            elif not self.position.path:
-                prefix = self._add(inner)
-                path = self._paths[inner]
-                for found in self.found:
-                    found(module, prefix)
-            elif isinstance(module, GraphModule):  # the compiler's
-                path = self.position.module
-            else:  # made while the model runs
-                path = _joined(self.position.module, type(module).__name__)
-            self._paths[module] = path
+            path = self._paths[module] = self._new_path(module)
         self.position.enter(path)
+
+    def _new_path(self, module: nn.Module) -> str:
+        """The path of a module that is called for the first time."""
+        inner: nn.Module = getattr(module, "_orig_mod", module)  # of torch.compile
+        if inner in self._paths:
+            return self._paths[inner]
+        if not self.position.path:
+            prefix = self._add(inner)
+            for listener in self.root_listeners:
+                listener(module, prefix)
+            return self._paths[inner]
+        if isinstance(module, GraphModule):  # the compiler's
+            return self.position.module
+        # made while the model runs
+        return _joined(self.position.module, type(module).__name__)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -117,7 +128,7 @@ class Paths:
 
 
 def module_path(path: str, prefix: str, root: nn.Module) -> str:
-    """A path as ``root.named_modules()`` gives it, without what wraps modules and below ``prefix``."""
+    """A path of ``root.named_modules()`` without what wraps modules, below ``prefix``."""
     return _joined(prefix, _clean(path, type(root).__name__ in _PARALLEL))
 
 
@@ -134,7 +145,8 @@ def _clean(path: str, parallel: bool) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's warning that global hooks run once more around a compiled module: that is its boundary."""
+    """Without torch's warning that global hooks run once more around a compiled module:
+    that is its boundary."""
     warnings.filterwarnings(
         "ignore",
         message="Using `torch.compile\\(module\\)` when there are global hooks",

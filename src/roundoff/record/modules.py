@@ -1,4 +1,5 @@
-"""Module level: outputs of modules, the gradients at them, and the gradients of parameters; no dispatch mode."""
+"""Module level: outputs of modules, the gradients at them, and the gradients of
+parameters; no dispatch mode."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from roundoff.record.recorder import Recorder, Source
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def _outside_transforms() -> Iterator[None]:
     """Neither autograd nor ``torch.func`` take part in what is computed inside."""
     with torch.no_grad():
         if torch._C._functorch.peek_interpreter_stack() is None:
@@ -29,53 +30,63 @@ def _apart() -> Iterator[None]:
 
 
 class ModuleRecording:
-    """Listens to ``Paths`` and writes a row for each output of each module, and for the gradient that comes back to it."""
+    """Listens to ``Paths`` and writes a row for each output of each module, and for the
+    gradient that comes back to it.
+
+    Args:
+        paths: which module runs.
+        failed: told of a fault of the recording.
+        is_wanted: says which ``module/class`` to record; all when None.
+    """
 
     def __init__(
         self,
         paths: Paths,
         *,
         failed: Callable[[Exception], None],
-        wanted: Callable[[str], bool] | None = None,
+        is_wanted: Callable[[str], bool] | None = None,
     ) -> None:
-        self.paths, self.failed, self.wanted = paths, failed, wanted
+        self.paths = paths
+        self.failed = failed
+        self.is_wanted = is_wanted
         self.recorder: Recorder | None = None
 
     def begin(self, recorder: Recorder) -> None:
-        """A new step."""
+        """Start a new step."""
         self.recorder = recorder
 
     def end(self) -> None:
-        """Nothing more is recorded; gradients that still arrive are not looked at."""
+        """Record nothing more; gradients that still arrive are not looked at."""
         self.recorder = None
 
     def listen(self, module: nn.Module, path: str, inputs: Any, output: Any) -> None:
         """The hook of every module's forward."""
-        recorder = self.recorder
+        if self.recorder is None or torch._C._is_tracing():
+            return
         kind = type(module).__name__
-        if (
-            recorder is None
-            or torch._C._is_tracing()
-            or (self.wanted is not None and not self.wanted(f"{path}/{kind}"))
-        ):
+        if self.is_wanted is not None and not self.is_wanted(f"{path}/{kind}"):
             return
         try:
-            source = Source("forward", path, None)
-            outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-            with _apart():
-                records = [recorder.record_of(t, source) for t in tensors_in(inputs)]
-                made = recorder.call(source, kind, None, records, outputs)
-            for place, (tensor, record) in enumerate(zip(outputs, made, strict=True)):
-                if tensor.requires_grad:
-                    tensor.register_hook(
-                        functools.partial(
-                            self._gradient, recorder, path, kind, place, record
-                        )
-                    )  # type: ignore[no-untyped-call]
+            self._record_outputs(self.recorder, kind, path, inputs, output)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)
 
-    def _gradient(
+    def _record_outputs(
+        self, recorder: Recorder, kind: str, path: str, inputs: Any, output: Any
+    ) -> None:
+        source = Source("forward", path, None)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        with _outside_transforms():
+            read = [recorder.record_of(t, source) for t in tensors_in(inputs)]
+            records = recorder.call(source, kind, None, read, outputs)
+        for place, (tensor, record) in enumerate(zip(outputs, records, strict=True)):
+            if tensor.requires_grad:
+                hook = functools.partial(
+                    self._record_gradient, recorder, path, kind, place, record
+                )
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _record_gradient(
         self,
         recorder: Recorder,
         path: str,
@@ -86,15 +97,9 @@ class ModuleRecording:
     ) -> None:
         if recorder is not self.recorder:
             return
+        source = Source("backward", path, None)
         try:
-            with _apart():
-                recorder.call(
-                    Source("backward", path, None),
-                    kind,
-                    None,
-                    [record],
-                    [gradient],
-                    place=place,
-                )
+            with _outside_transforms():
+                recorder.call(source, kind, None, [record], [gradient], place=place)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)

@@ -1,18 +1,24 @@
-"""The last bit of every rounded result moved at random, to measure how far two honest runs may lie apart.
+"""The last bit of every rounded result moved at random, to measure how far two honest
+runs may lie apart.
 
-Monte Carlo arithmetic (D. S. Parker, "Monte Carlo arithmetic", UCLA CSD-970002, 1997; C. Denis, P. de Oliveira Castro and
-E. Petit, "Verificarlo", ARITH 2016) at the level of operators: each element of a result becomes the next value of its own
-format above or below it, with probability 1/4 each, independently of the others, and stays with probability 1/2. So its
-error has mean zero and a variance of 1/2 ulp², six times that of one correct rounding: what another order of summation,
-another kernel or another library may do.
+Monte Carlo arithmetic (D. S. Parker, "Monte Carlo arithmetic", UCLA CSD-970002, 1997; C.
+Denis, P. de Oliveira Castro and E. Petit, "Verificarlo", ARITH 2016) at the level of
+operators: each element of a result becomes the next value of its own format above or
+below it, with probability 1/4 each, independently of the others, and stays with
+probability 1/2. So its error has mean zero and a variance of 1/2 ulp², six times that of
+one correct rounding: what another order of summation, another kernel or another library
+may do.
 
-What rounds nothing (in the table of operators) is left alone: views, copies, wider casts, comparisons, ``max``, ``relu``,
-fills and factories, random draws, collectives (their result stays the same on every rank), integers. An element of ``add``,
-``mul``, a narrowing cast and the like is left alone where fp64 gives the very same value: attention masks, step
-counts and powers of two are exact. (In fp64 itself nothing tells, and all elements of these move.)
+What rounds nothing (in the table of operators) is left alone: views, copies, wider
+casts, comparisons, ``max``, ``relu``, fills and factories, random draws, collectives
+(their result stays the same on every rank), integers. An element of ``add``, ``mul``, a
+narrowing cast and the like is left alone where fp64 gives the very same value: attention
+masks, step counts and powers of two are exact. (In fp64 itself nothing tells, and all
+elements of these move.)
 
-NaN, infinities and zeros of either sign stay, no sign changes, the largest finite value is not moved up and +-1 not away
-from zero, so that a probability or a cosine remains one. The smallest subnormal may become zero.
+NaN, infinities and zeros of either sign stay, no sign changes, the largest finite value
+is not moved up and +-1 not away from zero, so that a probability or a cosine remains
+one. The smallest subnormal may become zero.
 """
 
 from __future__ import annotations
@@ -40,14 +46,16 @@ from roundoff.ops import (
 from roundoff.record.statistics import in_memory_order
 
 #: Operators that are exact for many elements: those where fp64 gives the same.
-_OFTEN = operators_that("are often exact") | operators_that("cast")
-#: Replay leaves these out, since two correct results differ; their own rounding is noise all the same.
+_OFTEN_EXACT = operators_that("are often exact") | operators_that("cast")
+#: Replay leaves these out, since two correct results differ; their own rounding is noise
+#: all the same.
 _REFUSED_ELSEWHERE = operators_that("have no unique result") | operators_that(
     "read opaque bytes"
 )
-#: Formats of scales and packed pairs, without a sign bit in front; no operator rounds to them.
+#: Formats of scales and packed pairs, without a sign bit in front; no operator rounds to
+#: them.
 _UNSIGNED = ("torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2")
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Elements at a time: what is computed of them stays near.
 _CHUNK = 2**17
 
@@ -55,9 +63,10 @@ Perturb = Callable[[Any], None]
 
 
 class Noise:
-    """``seed`` draws on generators of its own: the program's random state is not touched.
+    """Draws on generators of its own: the program's random state is not touched.
 
-    The ranks of a distributed run draw the same, so that replicas of a model that do the same stay the same.
+    The ranks of a distributed run draw the same from one ``seed``, so that replicas of
+    a model that do the same stay the same.
     """
 
     def __init__(self, seed: int) -> None:
@@ -67,76 +76,69 @@ class Noise:
     def of(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Perturb | None:
-        """What is to be called with the result of a call that is about to run; None for one that rounds nothing."""
-        if not isinstance(func, OpOverload) or not _rounds(func, args, kwargs):
+        """What to call with the result of a call that is about to run; None for a call
+        that rounds nothing."""
+        if not isinstance(func, OpOverload):
             return None
-        exact = run_again(func, args, kwargs) if _operator(func) in _OFTEN else None
-        left = [
-            a for n in EXACT_ARGUMENTS for a in _flat(_named(func, args, kwargs).get(n))
-        ]
+        values = _named_arguments(func, args, kwargs)
+        operator = _operator(func)
+        if not _rounds(func, operator, values):
+            return None
+        reference = None
+        if operator in _OFTEN_EXACT:
+            reference = run_again(func, args, kwargs)
+        untouched: list[Tensor] = []
+        for name in EXACT_ARGUMENTS:
+            untouched += _flat(values.get(name))
 
         def perturb(result: Any) -> None:
             tensors = tensors_made(func, args, kwargs, result)
-            known = (
-                exact
-                if isinstance(exact, list) and len(exact) == len(tensors)
-                else [None] * len(tensors)
-            )
-            if (
-                _operator(func) in operators_that("write running statistics")
-                and args[5]
-            ):
+            exact: list[Tensor | None] = [None] * len(tensors)
+            if isinstance(reference, list) and len(reference) == len(tensors):
+                exact = list(reference)
+            writes_statistics = operator in operators_that("write running statistics")
+            if writes_statistics and args[5]:
                 tensors += _flat(args[3:5])
-                known += [None, None]
+                exact += [None, None]
             with outside_of_modes():
-                for tensor, same in zip(tensors, known, strict=True):
-                    if not any(tensor is other for other in left):
-                        self.perturb_(tensor, same)
+                for tensor, exact_values in zip(tensors, exact, strict=True):
+                    if not any(tensor is other for other in untouched):
+                        self.perturb_(tensor, exact_values)
 
         return perturb
 
     def perturb_(self, tensor: Tensor, exact: Tensor | None = None) -> None:
-        """Move the elements of ``tensor``, of any shape and layout, in place; elements equal to those of ``exact`` (fp64,
-        of the same shape) stay. Integers, booleans and tensors without readable values stay altogether."""
+        """Move the elements of ``tensor``, of any shape and layout, in place.
+
+        Elements equal to those of ``exact`` (fp64, of the same shape) stay. Integers,
+        booleans and tensors without readable values stay altogether.
+        """
         values, _ = plain(tensor)
-        if (
-            values is None
-            or not values.numel()
-            or not (values.is_floating_point() or values.is_complex())
-        ):
+        if values is None or not _has_last_bits(values):
             return
-        if exact is not None and (
-            exact.shape != values.shape or exact.device != values.device
-        ):
+        if exact is not None and not _is_comparable(exact, values):
             exact = None
-        if str(values.dtype) in _UNSIGNED:
-            return
         if values.is_complex():
             values = torch.view_as_real(values.conj() if values.is_conj() else values)
             exact = None if exact is None else torch.view_as_real(exact.resolve_conj())
-        if any(
-            stride == 0 and size > 1
-            for stride, size in zip(values.stride(), values.shape, strict=True)
-        ):
-            return  # one element in several places: what the call has made is the smaller tensor behind it
-        flat = in_memory_order(values)
-        same = (
-            None
-            if exact is None or exact.stride() != values.stride()
-            else in_memory_order(exact)
-        )
-        dense = None
-        if flat is None or (
-            exact is not None and same is None
-        ):  # in row-major order, from a copy where it has gaps
-            dense = values.contiguous()
-            flat, same = dense.view(-1), None if exact is None else exact.reshape(-1)
-        generator = self._generator(values.device)
-        for start in range(0, len(flat), _CHUNK):
-            part = None if same is None else same[start : start + _CHUNK]
-            _move_(flat[start : start + _CHUNK], part, generator)
-        if dense is not None and dense is not values:
+        if _has_repeated_elements(values):
+            return  # the call has made the smaller tensor behind it
+        flat, flat_exact = _flat_pair(values, exact)
+        if flat is not None:
+            self._move_all_(flat, flat_exact)
+            return
+        # in row-major order, from a copy where it has gaps
+        dense = values.contiguous()
+        flat_exact = None if exact is None else exact.reshape(-1)
+        self._move_all_(dense.view(-1), flat_exact)
+        if dense is not values:
             values.copy_(dense)
+
+    def _move_all_(self, flat: Tensor, exact: Tensor | None) -> None:
+        generator = self._generator(flat.device)
+        for start in range(0, len(flat), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            _move_(flat[part], None if exact is None else exact[part], generator)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -144,74 +146,105 @@ class Noise:
         return self._generators[device]
 
 
+def _has_last_bits(values: Tensor) -> bool:
+    """Return True for floating-point and complex elements of a signed format."""
+    if not values.numel() or str(values.dtype) in _UNSIGNED:
+        return False
+    return values.is_floating_point() or values.is_complex()
+
+
+def _is_comparable(exact: Tensor, values: Tensor) -> bool:
+    return exact.shape == values.shape and exact.device == values.device
+
+
+def _has_repeated_elements(values: Tensor) -> bool:
+    """Return True if one element stands in several places."""
+    axes = zip(values.stride(), values.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in axes)
+
+
+def _flat_pair(
+    values: Tensor, exact: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both in the same order of memory; (None, None) where one is not dense in it."""
+    flat = in_memory_order(values)
+    if exact is None:
+        return flat, None
+    if exact.stride() != values.stride():
+        return None, None
+    flat_exact = in_memory_order(exact)
+    return (None, None) if flat_exact is None else (flat, flat_exact)
+
+
 def _move_(flat: Tensor, exact: Tensor | None, generator: torch.Generator) -> None:
-    """Codes of sign and magnitude: one more is the next value away from zero, one less the next towards it."""
+    """Codes of sign and magnitude: one more is the next value away from zero, one less
+    the next towards it."""
     dtype = flat.dtype
-    integer = _BITS[dtype.itemsize]
+    integer = _INTEGER_OF_SIZE[dtype.itemsize]
     bits = flat.view(integer)
-    # a byte has four pairs of bits, and the difference of the two bits of a pair is 0, 0, 1 or -1
+    # a byte has four pairs of bits, and the difference of the two bits of a pair is 0,
+    # 0, 1 or -1
     words = torch.empty(-(-len(flat) // 32), dtype=torch.int64, device=flat.device)
     drawn = words.random_(-(2**63), None, generator=generator).view(torch.int8)
-    pairs = torch.stack([drawn >> shift for shift in (0, 2, 4, 6)]).view(-1)[
-        : len(flat)
-    ]
+    pairs = torch.stack([drawn >> shift for shift in (0, 2, 4, 6)]).view(-1)
+    pairs = pairs[: len(flat)]
     step = (pairs & 1) - ((pairs >> 1) & 1)
     magnitude = bits & torch.iinfo(integer).max
-    one, largest = (_code(value, dtype) for value in (1.0, torch.finfo(dtype).max))
-    stay = (magnitude == 0) | (magnitude > largest)
-    stay |= ((magnitude == one) | (magnitude == largest)) & (step == 1)
+    one_code = _code(1.0, dtype)
+    largest_code = _code(torch.finfo(dtype).max, dtype)
+    stay = (magnitude == 0) | (magnitude > largest_code)
+    is_end = (magnitude == one_code) | (magnitude == largest_code)
+    stay |= is_end & (step == 1)
     if exact is not None:
         stay |= flat.double() == exact
     bits += step.masked_fill_(stay, 0)
 
 
 def _code(value: float, dtype: torch.dtype) -> int:
-    return int(
-        torch.tensor(value, dtype=torch.float64)
-        .to(dtype)
-        .view(_BITS[dtype.itemsize])
-        .item()
-    )
+    rounded = torch.tensor(value, dtype=torch.float64).to(dtype)
+    return int(rounded.view(_INTEGER_OF_SIZE[dtype.itemsize]).item())
 
 
-def _rounds(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    values = _named(func, args, kwargs)
-    operator = _operator(func)
+def _rounds(func: OpOverload, operator: str, values: Mapping[str, Any]) -> bool:
+    """Return True if a call rounds what it computes."""
     is_cast = operator in operators_that("cast")
     if operator in operators_that("round nothing"):
         return False
     if operator.endswith("_copy") and not is_cast:
         return False
-    if not any(_flat(v) for v in values.values()):  # from numbers alone: a constant
-        return False
+    if not any(_flat(value) for value in values.values()):
+        return False  # from numbers alone: a constant
     stores_unless = facts(operator).stores_unless
     if stores_unless is not None and not values.get(stores_unless):
         return False
-    if operator == "copy" or is_cast:
-        source, target = values.get("src", values.get("self")), values["self"]
-        a, b = _flat(source)[:1], _flat(target)[:1]
-        to = values.get("dtype") or (b[0].dtype if b else None)
-        if (
-            not a
-            or to is None
-            or not a[0].is_floating_point()
-            or (to.is_floating_point and holds(to, a[0].dtype))
-        ):
-            return False
-    if operator not in _REFUSED_ELSEWHERE:
-        try:
-            refuse(func, values)
-        except Refusal:
-            return False
-    return True
+    if (operator == "copy" or is_cast) and not _narrows(values):
+        return False
+    return operator in _REFUSED_ELSEWHERE or not _is_refused(func, values)
 
 
-def _named(
+def _narrows(values: Mapping[str, Any]) -> bool:
+    """Return True for a copy or cast to a format that does not hold all values."""
+    source = _flat(values.get("src", values.get("self")))[:1]
+    target = _flat(values["self"])[:1]
+    dtype = values.get("dtype") or (target[0].dtype if target else None)
+    if not source or dtype is None or not source[0].is_floating_point():
+        return False
+    return not (dtype.is_floating_point and holds(dtype, source[0].dtype))
+
+
+def _is_refused(func: OpOverload, values: Mapping[str, Any]) -> bool:
+    try:
+        refuse(func, dict(values))
+    except Refusal:
+        return True
+    return False
+
+
+def _named_arguments(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    return {
-        a.name: v for a, v in zip(func._schema.arguments, args, strict=False)
-    } | dict(kwargs)
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _operator(func: OpOverload) -> str:
@@ -219,8 +252,11 @@ def _operator(func: OpOverload) -> str:
 
 
 def _flat(value: Any) -> list[Tensor]:
+    """The tensors in a value, lists in it opened."""
     if isinstance(value, Tensor):
         return [value]
-    return (
-        [t for v in value for t in _flat(v)] if isinstance(value, (list, tuple)) else []
-    )
+    tensors: list[Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            tensors += _flat(part)
+    return tensors

@@ -1,4 +1,5 @@
-"""Run a script in this process as ``python`` would run it, for the verbs that look at an unmodified one."""
+"""Run a script in this process as ``python`` would run it, for the verbs that look at
+an unmodified one."""
 
 from __future__ import annotations
 
@@ -18,53 +19,68 @@ class ScriptError(RunError):
     """The script itself raised; its own traceback has been printed."""
 
 
-class Enough(BaseException):
-    """Ends the script before its end; not an ``Exception``, so that no handler of the script's takes it."""
+class StopScript(BaseException):
+    """Ends the script before its end; not an ``Exception``, so that no handler of the
+    script's takes it."""
 
 
 def words_of(command: Sequence[str], verb: str) -> list[str]:
-    """``command`` without a leading ``python``. ``verb`` is what an error shows behind ``roundoff``.
+    """``command`` without a leading ``python``.
 
-    Raises ``RunError`` where it is no script, or a launcher of several processes.
+    ``verb`` is what an error shows behind ``roundoff``. Raises ``RunError`` where it is
+    no script, or a launcher of several processes.
     """
     words = list(command)
     if words and Path(words[0]).name.startswith("python"):
         words = words[1:]
-    said = " ".join(command)
-    name = Path(words[0]).name if words else ""
-    module = words[1] if words[:1] == ["-m"] and len(words) > 1 else ""
-    if name in ("torchrun", "accelerate", "deepspeed") or module.startswith(
-        ("torch.distributed.", "accelerate.commands")
-    ):
+    text = " ".join(command)
+    if _is_launcher(words):
         raise RunError(
             "a launcher's processes are not seen from outside",
-            where=said,
-            expected="the launcher around roundoff, so that each process looks at its own part",
+            where=text,
+            expected="the launcher around roundoff, so that each process looks at its "
+            "own part",
             do=f"torchrun --nproc-per-node 2 -m roundoff {verb} -- train.py --epochs 1",
         )
-    if (
-        not words
-        or (words[0] == "-m" and not module)
-        or (words[0] != "-m" and not Path(words[0]).is_file())
-    ):
+    if not _is_program(words):
         raise RunError(
             "no script to run",
             expected="a Python file and its arguments, or -m and a module, after --",
-            got=said or "nothing",
+            got=text or "nothing",
             do=f"roundoff {verb} -- train.py --epochs 1",
         )
     return words
 
 
-def run_program(words: list[str], saved: Callable[[], str]) -> None:
-    """Run it as ``__main__``, to its end or until something raises ``Enough``.
+def _module(words: Sequence[str]) -> str:
+    """The module behind a leading ``-m``, "" where there is none."""
+    return words[1] if words[:1] == ["-m"] and len(words) > 1 else ""
 
-    Raises ``ScriptError`` after a script that failed or was interrupted, caused by what it raised; ``saved`` then says what
-    there is nevertheless.
+
+def _is_launcher(words: list[str]) -> bool:
+    name = Path(words[0]).name if words else ""
+    if name in ("torchrun", "accelerate", "deepspeed"):
+        return True
+    return _module(words).startswith(("torch.distributed.", "accelerate.commands"))
+
+
+def _is_program(words: list[str]) -> bool:
+    if not words:
+        return False
+    if words[0] == "-m":
+        return bool(_module(words))
+    return Path(words[0]).is_file()
+
+
+def run_program(words: list[str], saved: Callable[[], str]) -> None:
+    """Run it as ``__main__``, to its end or until something raises ``StopScript``.
+
+    Raises ``ScriptError`` after a script that failed or was interrupted, caused by what
+    it raised; ``saved`` then says what there is nevertheless.
     """
 
-    def failure(what: str, got: str | None) -> ScriptError:
-        return ScriptError(what, where=" ".join(words), got=got, do=saved())
+    def failure(problem: str, got: str | None) -> ScriptError:
+        return ScriptError(problem, where=" ".join(words), got=got, do=saved())
 
     with _as_main(words):
         try:
@@ -72,7 +88,7 @@ def run_program(words: list[str], saved: Callable[[], str]) -> None:
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(words[0], run_name="__main__")
-        except Enough:
+        except StopScript:
             pass
         except KeyboardInterrupt as error:
             raise failure("the script was interrupted", None) from error
@@ -87,22 +103,28 @@ def run_program(words: list[str], saved: Callable[[], str]) -> None:
 @contextmanager
 def _as_main(words: list[str]) -> Iterator[None]:
     """``sys.argv`` and ``sys.path`` as ``python words...`` would set them."""
-    argv, path = sys.argv, list(sys.path)
+    argv = sys.argv
+    path = list(sys.path)
     main = sys.modules.get("__main__")
-    sys.argv = words[1:] if words[0] == "-m" else words
-    sys.path.insert(
-        0, os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
-    )
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        folder = os.getcwd()
+    else:
+        sys.argv = words
+        folder = str(Path(words[0]).resolve().parent)
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, path
+        sys.argv = argv
+        sys.path[:] = path
         if main is not None:
             sys.modules["__main__"] = main
 
 
 def _below(error: BaseException) -> Any:
-    """The traceback from the script's own first frame on; None for a script that does not parse."""
+    """The traceback from the script's first frame on; None for a script that does not
+    parse."""
     trace = error.__traceback__
     while trace is not None and (
         trace.tb_frame.f_code.co_filename == __file__

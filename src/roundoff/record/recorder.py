@@ -1,10 +1,17 @@
-"""The rows of one step: every tensor value once, with the call that made it and where its inputs come from."""
+"""The rows of one step: every tensor value once, with the call that made it and where
+its inputs come from.
+
+Rows are kept as tuples until the step is over, when ``Recorder.table`` turns them into
+the columns of ``Record``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,56 +20,90 @@ from roundoff.ops import plain, unwrapped
 from roundoff.record.statistics import COLUMNS, Statistics, in_memory_order
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-#: What stores a tensor's content, or None: the key it has in the step.
+#: What stores a tensor's content: gives the columns ``hash`` or ``blob``.
 Keep = Callable[[int, Tensor], dict[str, Any]]
 
-FIELDS = (
-    "record",
-    "call",
-    "phase",
-    "module",
-    "operator",
-    "index",
-    "recomputed",
-    "place",
-    "overload",
-    "name",
-    "line",
-    "inputs",
-    "arguments",
-    "view_of",
-    "inplace",
-    "dtype",
-    "shape",
-    "stride",
-    "offset",
-    "device",
-    "layout",
-    "numel",
-    "group",
-    "reason",
-)
 _DTYPES = {
-    d: str(d).removeprefix("torch.")
-    for d in vars(torch).values()
-    if isinstance(d, torch.dtype)
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
 }
+_NO_TENSOR = "no tensor among its results"
 
 
 class Source:
-    """Where a call stands: phase, module path and user source line; ``again``: a checkpoint computes its forward again."""
+    """Where a call stands: phase, module path and user source line; ``recomputed``: a
+    checkpoint computes its forward again."""
 
-    __slots__ = ("again", "line", "module", "phase")
+    __slots__ = ("line", "module", "phase", "recomputed")
 
     def __init__(
-        self, phase: str, module: str, line: str | None, again: bool = False
+        self, phase: str, module: str, line: str | None, recomputed: bool = False
     ) -> None:
-        self.phase, self.module, self.line, self.again = phase, module, line, again
+        self.phase = phase
+        self.module = module
+        self.line = line
+        self.recomputed = recomputed
+
+
+@dataclass(slots=True)
+class _CallHead:
+    """What the rows of one call have in common; ``number`` is -1 for what was there
+    before the step."""
+
+    number: int
+    phase: str
+    module: str
+    operator: str
+    index: int
+    recomputed: bool
+    overload: str | None
+    line: str | None
+    group: str | None
+    reason: str | None
+
+
+#: column -> the attribute of ``_CallHead``
+_CALL_COLUMNS = {
+    "call": "number",
+    "phase": "phase",
+    "module": "module",
+    "operator": "operator",
+    "index": "index",
+    "recomputed": "recomputed",
+    "overload": "overload",
+    "line": "line",
+    "group": "group",
+}
+
+
+class _ValueRow(NamedTuple):
+    """One tensor value; the fields but ``head`` are columns of ``Record``."""
+
+    head: _CallHead
+    place: int
+    name: str | None
+    inputs: list[int]
+    arguments: str | None
+    view_of: int | None
+    inplace: bool
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] | None
+    stride: tuple[int, ...] | None
+    offset: int | None
+    device: torch.device | None
+    layout: torch.layout | None
+    numel: int | None
+    reason: str | None
 
 
 class _Memory:
-    """What is known of one storage: the record of each view of it, and the record that views are now views of, with the
-    elements ``start`` to ``end`` of the storage that it covers."""
+    """What is known of one storage.
+
+    ``records``: the record of each view of it. ``latest``: the record that views are
+    now views of, with the elements ``start`` to ``end`` of the storage that it covers.
+    ``base``: the geometry of the latest; ``elements``: record by elements of a view.
+    """
 
     __slots__ = (
         "alive",
@@ -76,22 +117,59 @@ class _Memory:
     )
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.alive = (
-            storage._weak_ref()
-        )  # keeps the address from being given to another storage
+        # keeps the address from going to another storage
+        self.alive = storage._weak_ref()
         self.records: dict[Any, int] = {}
-        self.base: Geometry | None = None  # of the latest
+        self.base: Geometry | None = None
         self.elements: dict[Any, int] | None = None
         self.latest = -1
         self.version = 0
-        self.start = self.end = 0
+        self.start = 0
+        self.end = 0
 
     def __del__(self) -> None:
-        free(self.alive)  # type: ignore[no-untyped-call]
+        _free(self.alive)  # type: ignore[no-untyped-call]
+
+    def add(
+        self, record: int, value: Tensor, geometry: Geometry, version: int | None
+    ) -> tuple[int | None, tuple[int, ...]]:
+        """Enter a value; give the record that it is a view of, and the strides with
+        which its kept elements are read.
+
+        ``version`` is None where the memory still holds what was recorded, else that of
+        the memory now that it was written.
+        """
+        start, _, stride, _ = geometry
+        end = _end(value)
+        if version is not None:
+            self.records.clear()
+            self.version = version
+        elif self.start <= start and end <= self.end:
+            self.records[geometry] = record
+            return self.latest, stride
+        self.records[geometry] = record
+        self.latest = record
+        self.start = start
+        self.end = end
+        # what has gaps is kept without them, so no view of it could be found in it
+        if not value.is_contiguous() and in_memory_order(value) is None:
+            self.end = start
+            stride = value.contiguous().stride()
+        return None, stride
 
 
 class Recorder:
-    """Rows of the step that runs now. ``name_of`` gives the names of parameters and buffers."""
+    """Rows of the step that runs now.
+
+    Args:
+        keep: stores the content of each new value.
+        name_of: gives the names of parameters and buffers.
+        versions: look at torch's version counters for what was written unseen.
+
+    Attributes:
+        rows: one for each value, in the order of records.
+        own_errors: record -> l2 and max of the own error, or the reason for none.
+    """
 
     def __init__(
         self,
@@ -103,54 +181,62 @@ class Recorder:
         self.keep = keep
         self.versions = versions
         self.name_of = name_of
-        self.rows: list[tuple[Any, ...]] = []
-        self.kept: dict[int, dict[str, Any]] = {}
-        self.own: dict[int, tuple[float | None, float | None, str | None]] = {}
-        self.same: dict[int, int] = {}
-        self.gradients: dict[int, str] = {}
-        self._unread: dict[int, tuple[int, Tensor]] = {}
+        self.rows: list[_ValueRow] = []
+        self.own_errors: dict[int, tuple[float | None, float | None, str | None]] = {}
         self.calls = 0
         self.statistics = Statistics()
+        self._kept: dict[int, dict[str, Any]] = {}
+        #: record -> one with the same elements in another order
+        self._twins: dict[int, int] = {}
+        self._gradient_names: dict[int, str] = {}
+        #: id -> record of a tensor without readable memory, and the tensor itself
+        self._unread: dict[int, tuple[int, Tensor]] = {}
         self._memory: dict[int, _Memory] = {}
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
-    def record_of(self, tensor: Tensor, source: Source) -> int:
-        """The record of this value; a value that no recorded call has made gets a row of its own, as it stands."""
-        record = self.known(tensor)
-        return self._before(tensor, source) if record is None else record
+    @property
+    def has_calls(self) -> bool:
+        """Return True if a row is of a call."""
+        return any(row.head.number >= 0 for row in self.rows)
 
-    def known(self, tensor: Tensor) -> int | None:
+    @property
+    def has_backward(self) -> bool:
+        """Return True if a row is of the backward pass."""
+        return any(row.head.phase == "backward" for row in self.rows)
+
+    def record_of(self, tensor: Tensor, source: Source) -> int:
+        """The record of this value; a value that no recorded call has made gets a row,
+        as it stands."""
+        record = self.recorded(tensor)
+        return self._add_leaf(tensor, source) if record is None else record
+
+    def recorded(self, tensor: Tensor) -> int | None:
         """The record of this value, None where there is none yet."""
         value, _ = plain(tensor)
         if value is None:
             return self._unread.get(id(tensor), (None, None))[0]
-        found = self._memory.get(value.untyped_storage()._cdata)
-        if found is None or (self.versions and found.version != _version(value)):
+        memory = self._memory.get(value.untyped_storage()._cdata)
+        if memory is None or (self.versions and memory.version != _version(value)):
             return None
-        return found.records.get(_geometry(value))
+        return memory.records.get(_geometry(value))
 
     def changed(self, tensor: Tensor) -> None:
-        """``tensor`` was written without a row for it: what is known of its memory no longer holds."""
+        """``tensor`` was written without a row: forget what is known of its memory."""
         value, _ = plain(tensor)
         if value is not None:
             self._memory.pop(value.untyped_storage()._cdata, None)
 
     def named_gradient(self, name: str, gradient: Tensor) -> None:
-        """``gradient`` is that of parameter ``name``; where no recorded call has made it, it gets a row of its own."""
-        record = self.known(gradient)
+        """``gradient`` is that of parameter ``name``; where no recorded call has made
+        it, it gets a row."""
+        record = self.recorded(gradient)
         if record is None:
             source = Source("backward", name.rpartition(".")[0], None)
-            value, _ = plain(gradient)
-            memory = (
-                None
-                if value is None
-                else self._memory.get(value.untyped_storage()._cdata)
-            )
-            written = (
-                [memory.latest] if memory is not None and memory.latest >= 0 else []
-            )  # in place, through a view
+            # written in place, through a view
+            latest = self._latest(gradient)
+            written = [] if latest is None else [latest]
             (record,) = self.call(source, "gradient", None, written, (gradient,))
-        self.gradients[record] = f"{name}.grad"
+        self._gradient_names[record] = f"{name}.grad"
 
     def call(
         self,
@@ -166,150 +252,124 @@ class Recorder:
         group: str | None = None,
         reason: str | None = None,
         place: int = 0,
-        each: Sequence[list[int]] | None = None,
+        inputs_of_place: Sequence[list[int]] | None = None,
     ) -> list[int]:
-        """One row for each tensor that a call has written, made, or ``changed`` without saying so; gives their records.
-        ``each``: the inputs of each place, where they differ. The arguments stand in the first row."""
+        """Add one row for each tensor that a call has written, made, or ``changed``
+        without saying so; give their records.
+
+        ``inputs_of_place``: the inputs of each place, where they differ. The arguments
+        stand in the first row.
+        """
         number = self.calls
         self.calls += 1
-        key = (source.phase, source.module, operator)
-        index = self._counts[key]
-        self._counts[key] += 1
+        head = _CallHead(
+            number,
+            source.phase,
+            source.module,
+            operator,
+            self._count(source.phase, source.module, operator),
+            source.recomputed,
+            overload,
+            source.line,
+            group,
+            reason,
+        )
         listed = list(inputs)
-        head = (number, source.phase, source.module, operator, index, source.again)
+        if not written and not outputs and not changed:
+            self._add_call_without_tensors(head, listed, arguments)
+            return []
         records = []
-        made = range(len(written), len(written) + len(outputs))
-        for number, tensor in enumerate((*written, *outputs, *changed)):
-            inplace = number not in made
-            here = each[number % len(each)] if each else listed
-            records.append(
-                self._row(
-                    tensor,
-                    head,
-                    place + number,
-                    overload,
-                    source.line,
-                    here,
-                    arguments,
-                    inplace,
-                    group,
-                    reason,
-                )
+        new_positions = range(len(written), len(written) + len(outputs))
+        for position, tensor in enumerate((*written, *outputs, *changed)):
+            read = listed
+            if inputs_of_place:
+                read = inputs_of_place[position % len(inputs_of_place)]
+            record = self._add(
+                tensor,
+                head,
+                place + position,
+                read,
+                arguments=arguments,
+                inplace=position not in new_positions,
             )
+            records.append(record)
             arguments = None
-        if not records:
-            record = len(self.rows)
-            self.rows.append(
-                (
-                    record,
-                    *head,
-                    0,
-                    overload,
-                    None,
-                    source.line,
-                    listed,
-                    arguments,
-                    None,
-                    False,
-                    None,
-                    None,
-                    None,
-                    None,
-                    None,
-                    None,
-                    None,
-                    group,
-                    reason or "no tensor among its results",
-                )
-            )
         return records
 
-    def _before(self, tensor: Tensor, source: Source) -> int:
-        name = self.name_of(tensor)
-        operator = (
-            "input"
-            if name is None
-            else "parameter"
-            if isinstance(tensor, torch.nn.Parameter)
-            else "buffer"
-        )
-        if name is None and type(tensor.grad_fn).__name__.startswith(
-            "CompiledFunction"
-        ):
-            operator = "compiled"  # the boundary of a compiled region
-        value, _ = plain(tensor)
-        memory = (
-            None if value is None else self._memory.get(value.untyped_storage()._cdata)
-        )
-        inputs: list[int] = []
-        if memory is not None and memory.latest >= 0 and name is None:
-            operator, inputs = (
-                "alias",
-                [memory.latest],
-            )  # another view of memory that a call has written
-        key = ("", "", operator)
-        head = (-1, source.phase, "", operator, self._counts[key], False)
-        self._counts[key] += 1
-        return self._row(
-            tensor, head, 0, None, source.line, inputs, None, False, None, None
-        )
+    def table(self) -> dict[str, list[Any]]:
+        """All columns of the step, statistics included."""
+        return {
+            "record": list(range(len(self.rows))),
+            **self._call_columns(),
+            **self._value_columns(),
+            **self._statistics_columns(),
+            **self._kept_columns(),
+            **self._own_error_columns(),
+        }
 
-    def _row(
+    def _count(self, phase: str, module: str, operator: str) -> int:
+        """How often this was called before."""
+        key = (phase, module, operator)
+        index = self._counts[key]
+        self._counts[key] = index + 1
+        return index
+
+    def _latest(self, tensor: Tensor) -> int | None:
+        """The last record that was written to a tensor's memory."""
+        value, _ = plain(tensor)
+        if value is None:
+            return None
+        memory = self._memory.get(value.untyped_storage()._cdata)
+        return None if memory is None or memory.latest < 0 else memory.latest
+
+    def _add_leaf(self, tensor: Tensor, source: Source) -> int:
+        """A row for a value that was there before the step."""
+        name = self.name_of(tensor)
+        operator = _leaf_operator(tensor, name)
+        inputs: list[int] = []
+        latest = None if name is not None else self._latest(tensor)
+        if latest is not None:  # another view of memory that a call has written
+            operator = "alias"
+            inputs = [latest]
+        index = self._count("", "", operator)
+        head = _CallHead(
+            -1, source.phase, "", operator, index, False, None, source.line, None, None
+        )
+        return self._add(tensor, head, 0, inputs, arguments=None, inplace=False)
+
+    def _add(
         self,
         tensor: Tensor,
-        head: tuple[Any, ...],
+        head: _CallHead,
         place: int,
-        overload: str | None,
-        line: str | None,
         inputs: list[int],
+        *,
         arguments: str | None,
         inplace: bool,
-        group: str | None,
-        reason: str | None,
     ) -> int:
         tensor = unwrapped(tensor)
         value, why = plain(tensor)
         record = len(self.rows)
-        view_of = stride = offset = None
+        reason = head.reason
+        view_of: int | None = None
+        stride: tuple[int, ...] | None = None
+        offset: int | None = None
         if value is None:
             reason = reason or why
-            self._unread[id(tensor)] = (
-                record,
-                tensor,
-            )  # held, so that no other tensor gets its id
+            # held, so that no other tensor gets its id
+            self._unread[id(tensor)] = (record, tensor)
         else:
-            storage = value.untyped_storage()
-            memory = self._memory.get(storage._cdata)
-            if memory is None:
-                memory = self._memory[storage._cdata] = _Memory(storage)
-            geometry = _geometry(value)
-            start, _, stride, _ = geometry
-            end = _end(value)
-            if inplace or (self.versions and memory.version != _version(value)):
-                memory.records.clear()
-                memory.version = _version(value) if self.versions else 0
-            elif memory.start <= start and end <= memory.end:
-                view_of = memory.latest
-            memory.records[geometry] = record
-            if view_of is None:
-                memory.latest, memory.start, memory.end = record, start, end
-                # what has gaps is kept without them, so no view of it could be found in it
-                if not value.is_contiguous() and in_memory_order(value) is None:
-                    memory.end, stride = start, value.contiguous().stride()
-            offset = start - memory.start
+            view_of, stride, offset = self._place(record, value, inplace)
+            # values inside it: stored ones, a shard
             if value is not tensor and (
                 tensor.is_nested or value.shape != tensor.shape
             ):
-                stride = None  # values inside it: stored ones, a shard
-            self._read(record, value, view_of, memory)
+                stride = None
         self.rows.append(
-            (
-                record,
-                *head,
+            _ValueRow(
+                head,
                 place,
-                overload,
                 self.name_of(tensor),
-                line,
                 inputs,
                 arguments,
                 view_of,
@@ -321,95 +381,162 @@ class Recorder:
                 tensor.device,
                 tensor.layout,
                 tensor.numel(),
-                group,
                 reason,
             )
         )
         return record
 
-    def _read(
-        self, record: int, value: Tensor, view_of: int | None, memory: _Memory
+    def _add_call_without_tensors(
+        self, head: _CallHead, inputs: list[int], arguments: str | None
     ) -> None:
-        if view_of is not None:
-            if memory.elements is None:
-                memory.elements = (
-                    {} if memory.base is None else {_elements(*memory.base): view_of}
-                )
-            elements = _elements(*_geometry(value))
-            twin = memory.elements.get(elements) if elements else None
-            if (
-                twin is not None
-            ):  # the same elements in another order: the same statistics
-                self.same[record] = twin
-                if self.keep is not None and (kept := self.kept.get(view_of)):
-                    self.kept[record] = kept
-                return
-            memory.elements[elements] = record
-        else:
-            memory.base, memory.elements = _geometry(value), None
-        self.statistics.add(record, value)
-        if self.keep is not None:
-            if view_of is not None and (kept := self.kept.get(view_of)):
-                self.kept[record] = kept
-            else:
-                self.kept[record] = self.keep(record, value)
+        reason = head.reason or _NO_TENSOR
+        tensor = (None, False, None, None, None, None, None, None, None)
+        self.rows.append(_ValueRow(head, 0, None, inputs, arguments, *tensor, reason))
 
-    def table(self) -> dict[str, list[Any]]:
-        """All columns of the step, statistics included."""
-        found, histograms = self.statistics.finish()
-        columns: dict[str, list[Any]] = {
-            name: list(values)
-            for name, values in zip(FIELDS, zip(*self.rows, strict=True), strict=True)
+    def _place(
+        self, record: int, value: Tensor, inplace: bool
+    ) -> tuple[int | None, tuple[int, ...], int]:
+        """Enter a value into its memory and measure it: ``view_of``, strides, offset."""
+        storage = value.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            memory = self._memory[storage._cdata] = _Memory(storage)
+        geometry = _geometry(value)
+        version = _version(value) if self.versions else 0
+        is_written = inplace or (self.versions and memory.version != version)
+        view_of, stride = memory.add(
+            record, value, geometry, version if is_written else None
+        )
+        self._read(record, value, geometry, view_of, memory)
+        return view_of, stride, geometry[0] - memory.start
+
+    def _read(
+        self,
+        record: int,
+        value: Tensor,
+        geometry: Geometry,
+        view_of: int | None,
+        memory: _Memory,
+    ) -> None:
+        """Measure a value and keep it, unless a record with its elements has been."""
+        if view_of is None:
+            memory.base = geometry
+            memory.elements = None
+            self.statistics.add(record, value)
+            if self.keep is not None:
+                self._kept[record] = self.keep(record, value)
+            return
+        kept = self._kept.get(view_of)
+        if kept:
+            self._kept[record] = kept
+        if memory.elements is None:
+            base = memory.base
+            memory.elements = {} if base is None else {_elements(*base): view_of}
+        elements = _elements(*geometry)
+        twin = memory.elements.get(elements) if elements else None
+        if twin is not None:
+            # the same elements in another order: the same statistics
+            self._twins[record] = twin
+            return
+        memory.elements[elements] = record
+        self.statistics.add(record, value)
+        if self.keep is not None and not kept:
+            self._kept[record] = self.keep(record, value)
+
+    def _call_columns(self) -> dict[str, list[Any]]:
+        heads = [row.head for row in self.rows]
+        return {
+            column: list(map(attrgetter(attribute), heads))
+            for column, attribute in _CALL_COLUMNS.items()
         }
-        columns["dtype"] = [d and _DTYPES.get(d, str(d)) for d in columns["dtype"]]
-        columns["shape"] = [s and list(s) if s != () else [] for s in columns["shape"]]
-        columns["stride"] = [None if s is None else list(s) for s in columns["stride"]]
-        columns["device"] = [d and str(d) for d in columns["device"]]
-        columns["layout"] = [
-            v and str(v).removeprefix("torch.") for v in columns["layout"]
-        ]
-        columns["name"] = [
-            self.gradients.get(r, n) for r, n in enumerate(columns["name"])
-        ]
-        order = [self._root(r) for r in range(len(self.rows))]
-        for i, name in enumerate(COLUMNS):
-            columns[name] = [
-                row[i] if (row := found.get(r)) is not None else None for r in order
-            ]
-        shapes = [histograms.get(r, (None, None, None)) for r in order]
-        for i, name in enumerate(("exponent", "exponents", "sampled")):
-            columns[name] = [h[i] for h in shapes]
-        for name in ("hash", "blob"):
-            columns[name] = [
-                self.kept.get(r, {}).get(name) for r in range(len(self.rows))
-            ]
-        own = [self.own.get(r, (None, None, None)) for r in range(len(self.rows))]
-        for i, name in enumerate(("own_l2", "own_max", "own_reason")):
-            columns[name] = [o[i] for o in own]
+
+    def _value_columns(self) -> dict[str, list[Any]]:
+        _, *values = zip(*self.rows, strict=True)
+        columns: dict[str, list[Any]] = {
+            name: list(column)
+            for name, column in zip(_ValueRow._fields[1:], values, strict=True)
+        }
+        columns |= {
+            "dtype": list(map(_dtype_name, columns["dtype"])),
+            "shape": list(map(_listed, columns["shape"])),
+            "stride": list(map(_listed, columns["stride"])),
+            "device": list(map(_text, columns["device"])),
+            "layout": list(map(_text, columns["layout"])),
+        }
+        for record, name in self._gradient_names.items():
+            columns["name"][record] = name
         return columns
 
-    def _root(self, record: int) -> int:
-        while record in self.same:
-            record = self.same[record]
+    def _statistics_columns(self) -> dict[str, list[Any]]:
+        rows, histograms = self.statistics.finish()
+        measured = [self._measured_record(r) for r in range(len(self.rows))]
+        columns: dict[str, list[Any]] = {}
+        no_statistics = (None,) * len(COLUMNS)
+        statistics = [rows.get(record, no_statistics) for record in measured]
+        for place, name in enumerate(COLUMNS):
+            columns[name] = [row[place] for row in statistics]
+        shapes = [histograms.get(record, (None, None, None)) for record in measured]
+        for place, name in enumerate(("exponent", "exponents", "sampled")):
+            columns[name] = [shape[place] for shape in shapes]
+        return columns
+
+    def _kept_columns(self) -> dict[str, list[Any]]:
+        kept = [self._kept.get(record, {}) for record in range(len(self.rows))]
+        return {name: [k.get(name) for k in kept] for name in ("hash", "blob")}
+
+    def _own_error_columns(self) -> dict[str, list[Any]]:
+        none = (None, None, None)
+        errors = [self.own_errors.get(r, none) for r in range(len(self.rows))]
+        names = ("own_l2", "own_max", "own_reason")
+        return {name: [e[i] for e in errors] for i, name in enumerate(names)}
+
+    def _measured_record(self, record: int) -> int:
+        """The record that was measured for this one."""
+        while record in self._twins:
+            record = self._twins[record]
         return record
+
+
+def _leaf_operator(tensor: Tensor, name: str | None) -> str:
+    if name is not None:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return "parameter" if is_parameter else "buffer"
+    if type(tensor.grad_fn).__name__.startswith("CompiledFunction"):
+        return "compiled"  # the boundary of a compiled region
+    return "input"
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else _DTYPES.get(dtype, str(dtype))
+
+
+def _text(value: torch.device | torch.layout | None) -> str | None:
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def _listed(sizes: tuple[int, ...] | None) -> list[int] | None:
+    return None if sizes is None else list(sizes)
 
 
 def _end(value: Tensor) -> int:
     """One past the last element of the storage that this is a view of."""
+    start = int(value.storage_offset())
     if value.is_contiguous():
-        return int(value.storage_offset()) + value.numel()
+        return start + value.numel()
+    if not value.numel():
+        return start
     last = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    return int(value.storage_offset()) + (1 + last if value.numel() else 0)
+    return start + 1 + last
 
 
 def _elements(
     offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> tuple[Any, ...] | None:
-    """Which elements of the storage these are, in whatever order; None where one appears twice."""
+    """Which elements of the storage these are, in whatever order; None where one
+    appears twice."""
+    axes = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1)
     merged: list[tuple[int, int]] = []
-    for stride, size in sorted(
-        (s, n) for s, n in zip(strides, shape, strict=True) if n != 1
-    ):
+    for stride, size in axes:
         if not stride:
             return None
         if merged and merged[-1][0] * merged[-1][1] == stride:
@@ -427,4 +554,4 @@ def _geometry(value: Tensor) -> Geometry:
     return value.storage_offset(), tuple(value.shape), value.stride(), value.dtype  # type: ignore[return-value]
 
 
-free = torch.UntypedStorage._free_weak_ref
+_free = torch.UntypedStorage._free_weak_ref

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from roundoff.errors import RunError
-from roundoff.record.program import Enough, run_program, words_of
 from roundoff.record.program import ScriptError as ScriptError
+from roundoff.record.program import StopScript, run_program, words_of
 from roundoff.record.session import Capture
-from roundoff.record.step_ends import Ends, ends_of_steps
+from roundoff.record.step_boundaries import StepBoundaries, watch_steps
 
 
 def capture_script(
@@ -25,32 +25,41 @@ def capture_script(
     of: str | None = None,
     **options: Any,
 ) -> Capture:
-    """Run ``command`` (a script and its arguments, or ``-m`` and a module) and record its steps into ``path``.
+    """Run ``command`` and record its steps into ``path``.
 
-    A step ends when every optimizer that the script has made has stepped, or one of them twice; with a ``GradScaler``,
-    when that is updated then, also where it skipped the optimizer. What runs after the last step's end, an evaluation, is
-    no step. ``stop`` ends the script after the last chosen step; ``whole`` takes the whole script for one step. ``of`` is
-    the id of the run that this one repeats. ``options`` are those of ``Capture``. Raises ``ScriptError`` after a script
-    that failed or was interrupted, and ``RunError`` where no step ended or the recording stopped; what was recorded by
-    then is kept.
+    A step ends when every optimizer that the script has made has stepped, or one of
+    them twice; with a ``GradScaler``, when that is updated then, also where it skipped
+    the optimizer. What runs after the last step's end, an evaluation, is no step.
+
+    Args:
+        command: a script and its arguments, or ``-m`` and a module.
+        path: the folder of the run.
+        stop: end the script after the last chosen step.
+        whole: take the whole script for one step.
+        of: the id of the run that this one repeats.
+        options: those of ``Capture``.
+
+    Raises ``ScriptError`` after a script that failed or was interrupted, and
+    ``RunError`` where no step ended or the recording stopped; what was recorded by then
+    is kept.
     """
     words = words_of(command, "capture -o runs/a")
-    run = Capture(
-        Path(path).absolute(), command=words, **options
-    )  # absolute: the script may change the directory
+    # absolute: the script may change the directory
+    run = Capture(Path(path).absolute(), command=words, **options)
     run.of = of
     ended: list[int] = []
 
-    def end(**scalars: float) -> None:
+    def end_step(**scalars: float) -> None:
         ended.append(run.number)
         run.step(**scalars)
         if stop and run.done:
-            raise Enough
+            raise StopScript
 
-    with run, nullcontext() if whole else ends_of_steps(Ends(end)):
+    boundaries = nullcontext() if whole else watch_steps(StepBoundaries(end_step))
+    with run, boundaries:
         run_program(words, lambda: _saved(run))
-    # What the script has left is freed while Python runs: a thread of a process group that frees a tensor which Python
-    # knows, after Python has ended, aborts the process.
+    # What the script has left is freed while Python runs: a thread of a process group
+    # that frees a tensor which Python knows, after Python has ended, aborts the process.
     gc.collect()
     if run.stopped is not None:
         raise RunError(
@@ -72,4 +81,5 @@ def capture_script(
 def _saved(run: Capture) -> str:
     if not run.recorded:
         return "nothing was recorded by then"
-    return f"{run.recorded} step{'s' * (run.recorded != 1)} recorded by then can be read: roundoff show {run.path}"
+    steps = "1 step" if run.recorded == 1 else f"{run.recorded} steps"
+    return f"{steps} recorded by then can be read: roundoff show {run.path}"

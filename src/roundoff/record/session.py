@@ -24,14 +24,14 @@ from roundoff.ops import describe
 from roundoff.record.disk.writer import Writer
 from roundoff.record.dispatch import OpMode
 from roundoff.record.environment import environment
-from roundoff.record.keeping import Keeper
 from roundoff.record.module_paths import Paths, quiet
 from roundoff.record.modules import ModuleRecording
 from roundoff.record.noise import Noise
-from roundoff.record.own_error import shadow as run_beside
+from roundoff.record.own_error import shadow as run_shadow
 from roundoff.record.recorder import Recorder
 from roundoff.record.statistics_kernel import compiled
-from roundoff.record.step_numbers import Steps
+from roundoff.record.step_numbers import StepNumbers
+from roundoff.record.tensor_keeper import Keeper
 from roundoff.record.triton_kernels import TritonCalls
 from roundoff.site import matches
 
@@ -40,18 +40,33 @@ KEEP = ("stats", "tensors", "sample", "hash")
 
 
 class Capture:
-    """Records every operator call (``level="op"``) or module output (``"module"``) of the chosen steps into ``path``.
+    """Records every operator call or module output of the chosen steps into ``path``.
 
-    ``keep``: ``"stats"``, or also the ``"tensors"``, a seeded ``"sample"`` of each, or a ``"hash"`` of its bits.
-    ``steps``: numbers and ranges, ``"0-1"``, ``"3:5,100"`` (the end belongs to it), or all of them. ``shadow="fp64"``
-    runs every operator once more in fp64 on the inputs it received. ``sites``: patterns ``module/operator`` of the calls
-    to record. ``eager=True`` runs what ``torch.compile`` compiled uncompiled, so that its operators are seen. ``noise``, a
-    seed, moves the last bit of rounded results at random (see ``noise``), from the first step to the last of ``steps``.
+    Args:
+        path: the folder of the run.
+        model: names parameters and modules; without it, modules are found as they run.
+        level: ``"op"``, every operator call, or ``"module"``, the outputs of modules.
+        keep: ``"stats"``, or also the ``"tensors"``, a seeded ``"sample"`` of each, or
+            a ``"hash"`` of its bits.
+        steps: numbers and ranges, ``"0-1"``, ``"3:5,100"`` (the end belongs to it), or
+            all of them.
+        shadow: ``"fp64"`` runs every operator once more in fp64 on the inputs it
+            received.
+        sites: patterns ``module/operator`` of the calls to record.
+        seed: of the samples.
+        eager: run uncompiled what ``torch.compile`` compiled, so that its operators are
+            seen.
+        noise: a seed; moves the last bit of rounded results at random (see ``noise``),
+            from the first step to the last of ``steps``.
+        overwrite: replace a run in the folder.
+        command: of the script, for the record.
 
-    The numbers of the program do not change (with ``noise`` they do, which is its point), and nothing stays behind: hooks,
-    modes and flags are as before when the block is left, also by an exception. A fault while recording (a full disk, a
-    tensor that cannot be read) stops the recording with one warning, never the program. Raises ``RunError`` before
-    anything runs for wrong arguments and for a folder that holds a run already (unless ``overwrite``).
+    The numbers of the program do not change (with ``noise`` they do, which is its
+    point), and nothing stays behind: hooks, modes and flags are as before when the
+    block is left, also by an exception. A fault while recording (a full disk, a tensor
+    that cannot be read) stops the recording with one warning, never the program. Raises
+    ``RunError`` before anything runs for wrong arguments and for a folder that holds a
+    run already (unless ``overwrite``).
 
     Example:
         >>> import torch, roundoff, tempfile
@@ -60,7 +75,8 @@ class Capture:
         ...     with roundoff.capture(folder + "/run", model) as run:
         ...         model(torch.ones(1, 3)).sum().backward()
         ...         run.step()
-        ...     print(sorted(set(roundoff.load(folder + "/run").ops.collect()["phase"])))
+        ...     rows = roundoff.load(folder + "/run").ops.collect()
+        >>> sorted(set(rows["phase"]))
         ['backward', 'forward']
     """
 
@@ -80,9 +96,9 @@ class Capture:
         overwrite: bool = False,
         command: Sequence[str] = (),
     ) -> None:
-        _check("level", level, LEVELS)
-        _check("keep", keep, KEEP)
-        _check("shadow", shadow, (None, "fp64"))
+        _check_choice("level", level, LEVELS)
+        _check_choice("keep", keep, KEEP)
+        _check_choice("shadow", shadow, (None, "fp64"))
         if shadow and level == "module":
             raise RunError(
                 "a module has no fp64 twin",
@@ -92,23 +108,32 @@ class Capture:
             )
         if noise is not None:
             check_noise(noise, level)
-        self.path, self.model, self.level, self.keep = Path(path), model, level, keep
-        self.steps = Steps.parse(steps)
-        self.sites, self.seed, self.eager, self.overwrite = (
-            tuple(sites),
-            seed,
-            eager,
-            overwrite,
-        )
-        self.shadow, self.noise, self.command = shadow, noise, list(command)
-        self.of: str | None = None  # the id of the run that this one repeats
+        self.path = Path(path)
+        self.model = model
+        self.level = level
+        self.keep = keep
+        self.steps = StepNumbers.parse(steps)
+        self.shadow = shadow
+        self.sites = tuple(sites)
+        self.seed = seed
+        self.eager = eager
+        self.noise = noise
+        self.overwrite = overwrite
+        self.command = list(command)
+        #: the id of the run that this one repeats
+        self.of: str | None = None
+        #: of the step that runs now
         self.number = 0
+        #: how many steps were recorded
         self.recorded = 0
+        #: a call matched the sites to record
         self.matched = not self.sites
+        #: why the recording stopped before the program
         self.stopped: str | None = None
         self._stack = ExitStack()
         self._mode: OpMode | None = None
-        self._on = False
+        #: the mode is on torch's stack
+        self._is_on = False
 
     def __enter__(self) -> Capture:
         with self._stack as stack:
@@ -117,74 +142,73 @@ class Capture:
         return self
 
     def _enter(self, stack: ExitStack) -> None:
-        self.rank = (
-            torch.distributed.get_rank()
-            if _distributed()
-            else int(os.environ.get("RANK", "0"))
-        )
-        ranks = (
-            torch.distributed.get_world_size()
-            if _distributed()
-            else int(os.environ.get("WORLD_SIZE", "1"))
-        )
+        self.rank = _rank()
         self.writer = Writer(
             self.path,
             rank=self.rank,
             overwrite=self.overwrite,
-            about={
-                "ranks": ranks,
-                "level": self.level,
-                "keep": self.keep,
-                "shadow": self.shadow,
-                "steps": str(self.steps),
-                "sites": list(self.sites),
-                "seed": self.seed,
-                "noise": self.noise,
-                "of": self.of,
-                "environment": environment(self.model),
-                "model": type(self.model).__name__ if self.model is not None else None,
-                "command": self.command,
-                "framework": f"torch {torch.__version__}",
-                **_identity(),
-            },
+            about=self._description(),
         )
         for kernel in ("sums", "counts"):
-            compiled(
-                kernel, torch.float32
-            )  # built now if it never was, not in the first step
+            # built now if it never was, not in the first step
+            compiled(kernel, torch.float32)
         if self.eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         self.paths = Paths(self.model)
         stack.enter_context(quiet())
         stack.enter_context(self.paths.follow())
-        for register, hook in (
-            (register_optimizer_step_pre_hook, self._before_optimizer),
-            (register_optimizer_step_post_hook, self._after_optimizer),
-        ):
-            stack.callback(register(hook).remove)
+        before = register_optimizer_step_pre_hook(self._before_optimizer)
+        stack.callback(before.remove)
+        after = register_optimizer_step_post_hook(self._after_optimizer)
+        stack.callback(after.remove)
         self.keeper = Keeper(self.keep, self.writer, self.seed)
         self.recorder = self._new_recorder()
         if self.level == "op":
-            self._mode = OpMode(
-                self.recorder,
-                self.paths,
-                failed=self._failed,
-                beside=run_beside if self.shadow else None,
-                arguments=describe if self.keep == "tensors" else None,
-                wanted=self._wanted if self.sites else None,
-                noise=None if self.noise is None else Noise(self.noise).of,
-            )
-            self.paths.listeners.append(self._mode.compiled)
-            self._triton = TritonCalls(self._mode.triton)
-            stack.callback(self._triton.remove)
+            self._listen_to_operators(stack)
         else:
-            self._modules = ModuleRecording(
-                self.paths,
-                failed=self._failed,
-                wanted=self._wanted if self.sites else None,
-            )
-            self.paths.listeners.append(self._modules.listen)
+            self._listen_to_modules()
         self._begin()
+
+    def _description(self) -> dict[str, Any]:
+        """The fields of ``run.json`` at the start of a recording."""
+        return {
+            "ranks": _world_size(),
+            "level": self.level,
+            "keep": self.keep,
+            "shadow": self.shadow,
+            "steps": str(self.steps),
+            "sites": list(self.sites),
+            "seed": self.seed,
+            "noise": self.noise,
+            "of": self.of,
+            "environment": environment(self.model),
+            "model": None if self.model is None else type(self.model).__name__,
+            "command": self.command,
+            "framework": f"torch {torch.__version__}",
+            **_launch_identity(),
+        }
+
+    def _listen_to_operators(self, stack: ExitStack) -> None:
+        self._mode = OpMode(
+            self.recorder,
+            self.paths,
+            failed=self._failed,
+            shadow=run_shadow if self.shadow else None,
+            describe=describe if self.keep == "tensors" else None,
+            is_wanted=self._wants if self.sites else None,
+            noise=None if self.noise is None else Noise(self.noise).of,
+        )
+        self.paths.listeners.append(self._mode.compiled)
+        self._triton = TritonCalls(self._mode.triton)
+        stack.callback(self._triton.remove)
+
+    def _listen_to_modules(self) -> None:
+        self._modules = ModuleRecording(
+            self.paths,
+            failed=self._failed,
+            is_wanted=self._wants if self.sites else None,
+        )
+        self.paths.listeners.append(self._modules.listen)
 
     def __exit__(
         self,
@@ -194,50 +218,50 @@ class Capture:
     ) -> None:
         unfinished = None
         try:
-            self._off()
-            if (
-                self.recorder.rows
-                and not self.stopped
-                and (kind is not None or not self.number)
-            ):
+            self._pause()
+            # what follows the last step, an evaluation maybe, is no step
+            is_step = kind is not None or not self.number
+            if is_step and self.recorder.rows and not self.stopped:
                 unfinished = None if kind is None else self.number
-                self._write()  # what follows the last step, an evaluation maybe, is no step
+                self._write()
         finally:
             self._stack.close()
-            complete = kind is None and self.stopped is None
             self.writer.close(
-                complete=complete, coverage=self._coverage(), unfinished=unfinished
+                complete=kind is None and self.stopped is None,
+                coverage=self._coverage(),
+                unfinished=unfinished,
             )
         if kind is None and not self.stopped:
-            if self.sites and not self.matched:
-                raise RunError(
-                    "no call matches the sites to record",
-                    where=str(self.path),
-                    expected=" or ".join(self.sites),
-                    got="none of the calls of the recorded steps",
-                    do="'roundoff show' on a run without --sites lists them",
-                )
-            if not self.recorded:
-                raise RunError(
-                    "nothing was recorded",
-                    where=str(self.path),
-                    expected=f"an operator call in steps {self.steps}",
-                    got=f"{self.number} steps",
-                    do="check the steps, and that the model runs inside the block",
-                )
+            self._check_recorded()
+
+    def _check_recorded(self) -> None:
+        if self.sites and not self.matched:
+            raise RunError(
+                "no call matches the sites to record",
+                where=str(self.path),
+                expected=" or ".join(self.sites),
+                got="none of the calls of the recorded steps",
+                do="'roundoff show' on a run without --sites lists them",
+            )
+        if not self.recorded:
+            raise RunError(
+                "nothing was recorded",
+                where=str(self.path),
+                expected=f"an operator call in steps {self.steps}",
+                got=f"{self.number} steps",
+                do="check the steps, and that the model runs inside the block",
+            )
 
     def step(self, **scalars: float | Tensor) -> None:
-        """The end of a step; ``scalars`` (loss, loss_scale, grad_norm, lr) are stored with it."""
-        self._off()
+        """End a step; ``scalars`` (loss, loss_scale, grad_norm, lr) are stored with it."""
+        self._pause()
         if self.recorder.rows and not self.stopped:
             self._write()
         if not self.stopped and self.number in self.steps:
             for name, value in scalars.items():
-                self.writer.scalar(
-                    self.number,
-                    name,
-                    value.detach() if isinstance(value, Tensor) else value,
-                )
+                if isinstance(value, Tensor):
+                    value = value.detach()
+                self.writer.scalar(self.number, name, value)
         self.number += 1
         self._begin()
 
@@ -248,7 +272,8 @@ class Capture:
 
     @property
     def done(self) -> bool:
-        """Whether every chosen step has been recorded, so that nothing is left to do."""
+        """Return True if every chosen step has been recorded, or the recording has
+        stopped."""
         return self.stopped is not None or self.number > self.steps.last
 
     def _new_recorder(self) -> Recorder:
@@ -258,41 +283,48 @@ class Capture:
         )
 
     def _begin(self) -> None:
+        """Start the next step."""
         self.recorder = self._new_recorder()
-        chosen = self.number in self.steps
-        if self.stopped or not (chosen or (self.noise is not None and not self.done)):
+        is_chosen = self.number in self.steps
+        is_perturbed = self.noise is not None and not self.done
+        if self.stopped or not (is_chosen or is_perturbed):
             return
         if self._mode is None:
             self._modules.begin(self.recorder)
-        else:
-            self._mode.begin(self.recorder)
-            if chosen:
-                self._triton.install()
-            self._mode.active, self._mode.between = chosen, not chosen
-            if not self._on and _in_compile_wrapper():
-                self._failed(
-                    RuntimeError(
-                        "the step before it ended inside of what torch.compile wraps, where a recording "
-                        "cannot begin; record from step 0 on, or with eager"
-                    )
-                )
-            elif not self._on:
-                self._mode.__enter__()  # type: ignore[no-untyped-call]
-                self._on = True
+            return
+        self._mode.begin(self.recorder)
+        if is_chosen:
+            self._triton.install()
+        self._mode.active = is_chosen
+        self._mode.between = not is_chosen
+        if not self._is_on:
+            self._enter_mode(self._mode)
 
-    def _off(self) -> None:
-        """Off the stack of modes where it is on top, so that steps that are not recorded cost nothing."""
+    def _enter_mode(self, mode: OpMode) -> None:
+        if _in_compile_wrapper():
+            self._failed(
+                RuntimeError(
+                    "the step before it ended inside of what torch.compile wraps, "
+                    "where a recording cannot begin; record from step 0 on, or with "
+                    "eager"
+                )
+            )
+            return
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._is_on = True
+
+    def _pause(self) -> None:
+        """Leave the stack of modes where the mode is on top, so that steps that are not
+        recorded cost nothing."""
         if self._mode is None:
             self._modules.end()
             return
-        self._mode.active = self._mode.between = False
-        if (
-            self._on
-            and _get_current_dispatch_mode() is self._mode
-            and not _in_compile_wrapper()
-        ):
+        self._mode.active = False
+        self._mode.between = False
+        is_on_top = self._is_on and _get_current_dispatch_mode() is self._mode
+        if is_on_top and not _in_compile_wrapper():
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._on = False
+            self._is_on = False
 
     def _write(self) -> None:
         try:
@@ -302,21 +334,24 @@ class Capture:
                 self.stopped = str(self.writer.about.get("stopped"))
                 return
             self.recorded += 1
-            self.matched |= any(row[1] >= 0 for row in self.recorder.rows)
+            self.matched = self.matched or self.recorder.has_calls
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        if self.stopped is None:
-            self.stopped = f"{type(error).__name__}: {error}"
-            if self._mode is not None:
-                self._mode.active = self._mode.between = False
-            where = f"{self.path} stopped in step {self.number}"
-            warn(
-                f"roundoff: the recording in {where} ({self.stopped}); the program goes on"
-            )
+        """Stop the recording, with one warning."""
+        if self.stopped is not None:
+            return
+        self.stopped = f"{type(error).__name__}: {error}"
+        if self._mode is not None:
+            self._mode.active = False
+            self._mode.between = False
+        warn(
+            f"roundoff: the recording in {self.path} stopped in step {self.number} "
+            f"({self.stopped}); the program goes on"
+        )
 
-    def _wanted(self, name: str) -> bool:
+    def _wants(self, name: str) -> bool:
         return any(matches(pattern, name) for pattern in self.sites)
 
     def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> Any:
@@ -338,7 +373,8 @@ class Capture:
 
         @functools.wraps(value)
         def closure(*args: Any, **kwargs: Any) -> Any:
-            before, mode.phase = mode.phase, "forward"
+            before = mode.phase
+            mode.phase = "forward"
             try:
                 return value(*args, **kwargs)
             finally:
@@ -351,45 +387,48 @@ class Capture:
             self._mode.phase = "forward"
 
     def _name_gradients(self) -> None:
-        if not any(row[2] == "backward" for row in self.recorder.rows):
+        if not self.recorder.has_backward:
             return  # what stands in .grad is of another step
         for module in self.paths.modules():
             for parameter in module.parameters():
                 name = self.paths.name_of(parameter)
                 if name is None or not isinstance(parameter.grad, Tensor):
                     continue
-                if not self.sites or self._wanted(
-                    f"{name.rpartition('.')[0]}/gradient"
-                ):
+                path = name.rpartition(".")[0]
+                if not self.sites or self._wants(f"{path}/gradient"):
                     self.recorder.named_gradient(name, parameter.grad)
 
     def _coverage(self) -> dict[str, Any]:
-        seen = self._mode.seen if self._mode is not None else {}
+        counts = {} if self._mode is None else dict(self._mode.call_counts)
         return {
             "steps": self.recorded,
-            "calls": sum(seen.values()),
-            "operators": dict(seen),
+            "calls": sum(counts.values()),
+            "operators": counts,
             "stopped": self.stopped,
         }
 
 
 def _in_compile_wrapper() -> bool:
-    """Whether a caller is what ``torch.compile`` wraps around a function: it puts back, when it is left, whether there
-    are modes, and torch fails where that is no longer true."""
+    """Return True if a caller is what ``torch.compile`` wraps around a function.
+
+    When it is left it puts back whether there are modes, and torch fails where that is
+    no longer true.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
         frame = frame.f_back
     return frame is not None
 
 
-def _check(name: str, value: Any, allowed: Sequence[Any]) -> None:
+def _check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
         words = ", ".join("none" if a is None else a for a in allowed)
         raise RunError(f"unknown {name}", where=f"{name}={value!r}", expected=words)
 
 
 def check_noise(seed: Any, level: str) -> None:
-    """Raise ``RunError`` where ``seed`` is none, or ``level`` has no results of operators to add noise to."""
+    """Raise ``RunError`` for what is no seed, and for a level without results of
+    operators to add noise to."""
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise RunError(
             "no seed",
@@ -405,24 +444,37 @@ def check_noise(seed: Any, level: str) -> None:
         )
 
 
-def _identity() -> dict[str, str]:
-    """What the processes of one launch have in common, so that they write into one folder and another launch does not."""
-    env = os.environ
-    if int(env.get("WORLD_SIZE", "1")) < 2:
+_LAUNCH_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def _launch_identity() -> dict[str, str]:
+    """An id that the processes of one launch have in common, so that they write into
+    one folder and another launch does not."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return {}
-    parts = [
-        env.get(n, "")
-        for n in (
-            "TORCHELASTIC_RUN_ID",
-            "TORCHELASTIC_RESTART_COUNT",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        )
-    ]
-    if env.get("GROUP_WORLD_SIZE", "1") == "1":  # one machine: one parent process
+    parts = [os.environ.get(name, "") for name in _LAUNCH_VARIABLES]
+    # one machine: one parent process
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         parts.append(str(os.getppid()))
     return {"id": "-".join(parts)}
 
 
-def _distributed() -> bool:
+def _rank() -> int:
+    if _is_distributed():
+        return int(torch.distributed.get_rank())
+    return int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    if _is_distributed():
+        return int(torch.distributed.get_world_size())
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()

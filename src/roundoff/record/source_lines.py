@@ -1,4 +1,4 @@
-"""The user's source line that a call comes from, and whether it comes from code that a compiler has written."""
+"""The user's source line that a call comes from, or that a compiler has written it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ _OURS = str(Path(__file__).parents[1])
 _RECORDING = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _skipped: dict[Any, bool] = {}
-#: Where a call stands that the compiler's code makes: what that code writes between such calls is not seen.
+#: Where a call stands that the compiler's code makes: what that code writes between such
+#: calls is not seen.
 COMPILED = "compiled"
 _lines: dict[tuple[Any, int], str] = {}
 
 
 def user_line(depth: int = 2) -> str | None:
-    """File and line of the innermost frame that is neither torch's nor ours; a file below the working directory by its
-    path from there, one of an installed package by its path in it. ``COMPILED`` where the compiler's code comes first; None
-    where the model was called by roundoff itself."""
+    """File and line of the innermost frame that is neither torch's nor ours.
+
+    A file below the working directory by its path from there, one of an installed
+    package by its path in it. ``COMPILED`` where the compiler's code comes first; None
+    where the model was called by roundoff itself. Frames below ``depth`` are not
+    looked at.
+    """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
@@ -33,9 +38,8 @@ def user_line(depth: int = 2) -> str | None:
                 return COMPILED
             if name.startswith(_OURS) and not name.startswith(_RECORDING):
                 return None  # who called roundoff has not written the call
-            skip = _skipped[code] = (
-                name.startswith((_OURS, _TORCH, "<")) or "/importlib/" in name
-            )
+            is_ours = name.startswith((_OURS, _TORCH, "<"))
+            skip = _skipped[code] = is_ours or "/importlib/" in name
         if not skip:
             key = (code, frame.f_lineno)
             line = _lines.get(key)
@@ -47,10 +51,11 @@ def user_line(depth: int = 2) -> str | None:
 
 
 def in_compiled(name: str | None = None) -> bool:
-    """Whether the file ``name`` is code that Inductor has written; without a name, whether such code runs now."""
+    """Return True if Inductor has written the file ``name``; without a name, if such
+    code runs now."""
     if name is not None:
-        own = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-        return "/torchinductor_" in name or bool(own and name.startswith(own))
+        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        return "/torchinductor_" in name or bool(folder and name.startswith(folder))
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not in_compiled(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,10 +1,12 @@
-"""The one pass over a tensor that capture makes: min, max, sum, sum of squares and smallest magnitude, as one kernel.
+"""The one pass over a tensor that capture makes: min, max, sum, sum of squares and
+smallest magnitude, as one kernel.
 
-``sums`` is a plain torch function, and so are ``counts``, for a tensor with zeros or subnormals in it, and ``masked_sums``,
-for one with NaN or Inf. Large contiguous CPU tensors go through its ahead-of-time compiled form (vectorised
-C++ made by torch's own compiler, once for a machine and torch version, in a process of its own, so that the program that
-is recorded never loads the compiler); everything else, and machines without a C++ compiler, run it eagerly in chunks
-that fit a core's cache.
+``sums`` is a plain torch function, and so are ``counts``, for a tensor with zeros or
+subnormals in it, and ``masked_sums``, for one with NaN or Inf. Large contiguous CPU
+tensors go through its ahead-of-time compiled form (vectorised C++ made by torch's own
+compiler, once for a machine and torch version, in another process, so that the program
+that is recorded never loads the compiler); everything else, and machines without a C++
+compiler, run it eagerly in chunks that fit a core's cache.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ log = logging.getLogger("roundoff")
 LARGEST = 2**24
 #: Elements of one eager chunk: 1 MiB of fp32, half of a core's second-level cache.
 CHUNK = 2**18
-#: Elements of one row: short enough to be summed without a cascade (256 terms for each of 4 lanes of fp32 and more).
+#: Elements of one row: short enough to be summed without a cascade (256 terms for each of
+#: 4 lanes of fp32 and more).
 ROW = 1024
 #: The compiled form exists for these; the others are rare in training and go the eager way.
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -126,9 +129,12 @@ Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 @lru_cache
 def compiled(name: str, dtype: torch.dtype) -> Compiled | None:
-    """A compiled function of this file for contiguous CPU tensors of shape ``(rows, ROW)``, rows from 2 on, or None where
-    there is none. Those of this file run on the caller's thread, since waking threads beside a running program costs more
-    than it saves; a ``Kernel`` may ask for torch's threads."""
+    """A kernel compiled for contiguous CPU tensors of shape ``(rows, ROW)``, rows from 2
+    on; None where it cannot be compiled.
+
+    Those of this file run on the caller's thread, since waking threads beside a running
+    program costs more than it saves; a ``Kernel`` may ask for torch's threads.
+    """
     if os.environ.get("ROUNDOFF_KERNEL") == "eager":
         return None
     path = _package(name, dtype)
@@ -138,14 +144,11 @@ def compiled(name: str, dtype: torch.dtype) -> Compiled | None:
     try:
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         run: Compiled = loader.boxed_run
-        found = run(list(inputs))[0]
+        output = run(list(inputs))[0]
     except (RuntimeError, AttributeError, OSError):
         return None
-    return (
-        run
-        if torch.allclose(found, KERNELS[name].function(*inputs), rtol=1e-4)
-        else None
-    )
+    expected = KERNELS[name].function(*inputs)
+    return run if torch.allclose(output, expected, rtol=1e-4) else None
 
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -157,8 +160,12 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class Kernel(NamedTuple):
-    """A function to compile: ``inputs(dtype, rows)`` are examples of what it takes, tensors of shape ``(rows, n)``, whose
-    rows may be any number from 2 on, or scalars. What it calls is in ``helpers``, so that a change compiles it again."""
+    """A function to compile.
+
+    ``inputs(dtype, rows)`` are examples of what it takes, tensors of shape ``(rows,
+    n)``, whose rows may be any number from 2 on, or scalars. What it calls is in
+    ``helpers``, so that a change compiles it again.
+    """
 
     function: Callable[..., Tensor]
     inputs: Callable[[torch.dtype, int], list[Tensor]]
@@ -168,58 +175,63 @@ class Kernel(NamedTuple):
 
 
 def _package(name: str, dtype: torch.dtype) -> Path:
-    """A file of its own for each torch, processor and version of the function, in the user's cache folder."""
+    """The file for this torch, processor and version of the function, in the user's
+    cache folder."""
     kernel = KERNELS[name]
-    source = "".join(
-        inspect.getsource(f) for f in (kernel.function, *kernel.helpers)
-    ).encode()
-    machine = f"{torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {dtype}"
-    machine += " on torch's threads" if kernel.threads else ""
-    key = hashlib.sha256(source + machine.encode()).hexdigest()[:16]
+    functions = (kernel.function, *kernel.helpers)
+    source = "".join(map(inspect.getsource, functions))
+    capability = torch.backends.cpu.get_cpu_capability()
+    machine = f"{torch.__version__} {platform.machine()} {capability} {dtype}"
+    if kernel.threads:
+        machine += " on torch's threads"
+    key = hashlib.sha256((source + machine).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "roundoff" / f"{name}-{key}.pt2"
 
 
 def _build(path: Path, name: str, dtype: torch.dtype) -> bool:
+    """Compile a kernel in another process; return False if that fails, or has before."""
     failed = path.with_suffix(".failed")
-    compiler = os.environ.get("CXX") or (
-        "clang++" if sys.platform == "darwin" else "g++"
-    )
-    if failed.exists() or shutil.which(compiler) is None:
+    if failed.exists() or shutil.which(_compiler()) is None:
         return False  # at once, in every process
-    words = [
-        str(path),
-        name,
-        str(dtype).removeprefix("torch."),
-        KERNELS[name].function.__module__,
-    ]
-    # the program under capture may have changed what Python imports, or be one of several processes that build
+    dtype_name = str(dtype).removeprefix("torch.")
     log.warning(
-        "compiling %s of %s, once on this machine (some 10 seconds)", name, words[2]
+        "compiling %s of %s, once on this machine (some 10 seconds)", name, dtype_name
     )
-    paths = os.pathsep.join(
-        p for p in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")) if p
-    )
+    module = KERNELS[name].function.__module__
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        done = subprocess.run(
-            [sys.executable, "-m", "roundoff.record.statistics_kernel", *words],
-            capture_output=True,
-            check=False,
-            timeout=300,
-            env=os.environ | {"PYTHONPATH": paths},
-        )
+        done = _run_compilation(str(path), name, dtype_name, module)
     except (OSError, subprocess.SubprocessError):
         return False
     if done.returncode == 0 and path.exists():
         return True
     log.warning(
-        "it could not be compiled, so torch's own operators do it; delete %s to try again",
+        "it could not be compiled, so torch's own operators do it; delete %s to try "
+        "again",
         failed,
     )
     with contextlib.suppress(OSError):
         failed.write_bytes(done.stderr)
     return False
+
+
+def _compiler() -> str:
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    return os.environ.get("CXX") or default
+
+
+def _run_compilation(*words: str) -> subprocess.CompletedProcess[bytes]:
+    # the program under capture may have changed what Python imports, or be one of
+    # several processes that build
+    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    return subprocess.run(
+        [sys.executable, "-m", "roundoff.record.statistics_kernel", *words],
+        capture_output=True,
+        check=False,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))},
+    )
 
 
 def _inputs(name: str, dtype: torch.dtype, rows: int) -> list[Tensor]:
@@ -259,15 +271,14 @@ def _compile(path: str, name: str, dtype: str) -> None:
     shapes = (tuple(rows if value.dim() else {} for value in example),)
     program = torch.export.export(Module(), tuple(example), dynamic_shapes=shapes)
     partial = f"{path}.{os.getpid()}.pt2"
-    # the number of threads is asked for in each call, or is one; and all in one loop, however long its body
-    threads = {"cpp.dynamic_threads": True} if kernel.threads else {"cpp.threads": 1}
-    whole = (
-        {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
-        if kernel.helpers
-        else {}
-    )
+    # the number of threads is asked for in each call, or is one
+    configs: dict[str, bool | int] = {"cpp.threads": 1}
+    if kernel.threads:
+        configs = {"cpp.dynamic_threads": True}
+    if kernel.helpers:  # all in one loop, however long its body
+        configs |= {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
     torch._inductor.aoti_compile_and_package(
-        program, package_path=partial, inductor_configs=threads | whole
+        program, package_path=partial, inductor_configs=configs
     )
     os.replace(partial, path)
 
@@ -275,9 +286,7 @@ def _compile(path: str, name: str, dtype: str) -> None:
 if __name__ == "__main__":
     import torch._inductor
 
-    importlib.import_module(
-        sys.argv[4]
-    )  # adds its kernels to those of the module that it imports, not of this script
-    importlib.import_module("roundoff.record.statistics_kernel")._compile(
-        *sys.argv[1:4]
-    )
+    # adds its kernels to those of the module that it imports, not of this script
+    importlib.import_module(sys.argv[4])
+    this_module = importlib.import_module("roundoff.record.statistics_kernel")
+    this_module._compile(*sys.argv[1:4])

@@ -13,45 +13,53 @@ _RANGE = re.compile(r"(\d+)(?:[:-](\d+))?")
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepNumbers:
     """Ranges of step numbers, ends included; none means every step."""
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
-    def parse(text: str | Sequence[int] | None) -> Steps:
-        """``"3:5,100"`` or ``"3-5,100"``, a list of numbers, or None for every step. Raises ``RunError``."""
+    def parse(text: str | Sequence[int] | None) -> StepNumbers:
+        """``"3:5,100"`` or ``"3-5,100"``, a list of numbers, or None for every step.
+
+        Raises ``RunError`` for any other text.
+        """
         if text is None:
-            return Steps()
+            return StepNumbers()
         if not isinstance(text, str):
-            return Steps(tuple((n, n) for n in text))
+            return StepNumbers(tuple((n, n) for n in text))
         ranges = []
         for part in text.split(","):
-            found = _RANGE.fullmatch(part.strip())
-            first, last = (
-                (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-            )
-            if first > last:
+            first_and_last = _parse_range(part.strip())
+            if first_and_last is None:
                 raise RunError(
                     "not a list of steps",
                     where=f"steps {text!r}",
                     got=part,
                     expected="numbers and ranges: 0-1 or 3:5,100",
                 )
-            ranges.append((first, last))
-        return Steps(tuple(ranges))
+            ranges.append(first_and_last)
+        return StepNumbers(tuple(ranges))
 
     def __contains__(self, number: object) -> bool:
-        return not self.ranges or any(
-            isinstance(number, int) and a <= number <= b for a, b in self.ranges
-        )
+        if not self.ranges:
+            return True
+        return isinstance(number, int) and any(a <= number <= b for a, b in self.ranges)
 
     @property
     def last(self) -> float:
-        """The last step that belongs to it; infinite when all do."""
+        """The last of the steps; infinite when all are meant."""
         return max((b for _, b in self.ranges), default=math.inf)
 
     def __str__(self) -> str:
-        return (
-            ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in self.ranges) or "all"
-        )
+        parts = [f"{a}" if a == b else f"{a}-{b}" for a, b in self.ranges]
+        return ",".join(parts) or "all"
+
+
+def _parse_range(text: str) -> tuple[int, int] | None:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        return None
+    first = int(match[1])
+    last = int(match[2] or match[1])
+    return (first, last) if first <= last else None

@@ -1,4 +1,5 @@
-"""Kernels in Triton that a program launches itself: no operator of torch, so no dispatch mode sees them."""
+"""Kernels in Triton that a program launches itself: no operator of torch, so no dispatch
+mode sees them."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ _LAUNCHERS = (
 
 
 class TritonCalls:
-    """Tells ``listen`` the name and the tensors of each launch, after it."""
+    """Calls ``listen`` with the name and the tensors of each launch, after it."""
 
     def __init__(self, listen: Callable[[str, Sequence[Tensor]], None]) -> None:
         self.listen = listen
         self._replaced: dict[type, Any] = {}
 
     def install(self) -> None:
-        """Listen from now on, once Triton has been imported. Nothing is imported here."""
+        """Listen from now on, if Triton has been imported; nothing is imported here."""
         for module, name in _LAUNCHERS:
             launcher = getattr(sys.modules.get(module), name, None)
             if launcher is not None and launcher not in self._replaced:
@@ -32,7 +33,7 @@ class TritonCalls:
                 launcher.run = self._wrapped(launcher.run)
 
     def remove(self) -> None:
-        """As it was."""
+        """Undo ``install``."""
         for launcher, run in self._replaced.items():
             launcher.run = run  # type: ignore[attr-defined]
         self._replaced.clear()
@@ -43,10 +44,8 @@ class TritonCalls:
             result = run(kernel, *args, **kwargs)
             if not kwargs.get("warmup"):
                 name = getattr(getattr(kernel, "fn", kernel), "__name__", "kernel")
-                self.listen(
-                    name,
-                    [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)],
-                )
+                values = (*args, *kwargs.values())
+                self.listen(name, [v for v in values if isinstance(v, Tensor)])
             return result
 
         return launch

@@ -9,11 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from roundoff.report.figures import NONE, count, listing, percent
-from roundoff.report.run_text import number, print_fitting, whole
-from roundoff.report.terminal import heading as _heading
-from roundoff.report.terminal import print_table as _print_table
-from roundoff.report.terminal import print_text as _print
-from roundoff.report.terminal import say as _say
+from roundoff.report.run_text import columns_of, number, print_fitting, whole
+from roundoff.report.terminal import heading, print_table, print_text, say
 
 if TYPE_CHECKING:
     from roundoff.compare import (
@@ -45,11 +42,11 @@ def print_overflow(overflow: Overflow, console: Console, *, limit: int = 20) -> 
     verdict, *sentences = answer(overflow)
     colour = "red" if overflow.first else "green"
     text = Text.assemble((verdict, f"bold {colour}"), " ", " ".join(sentences))
-    _print(console, text)
+    print_text(console, text)
     events = [event for event in overflow.events if not event.allowed]
     allowed = [event for event in overflow.events if event.allowed]
     if events:
-        _heading(console, "NaN and Inf, in the order of calls")
+        heading(console, "NaN and Inf, in the order of calls")
         _print_events(events, console, limit)
     if allowed:
         _print_allowed(allowed, console)
@@ -108,13 +105,17 @@ def _reach(first: NonfiniteEvent, descended: Sequence[NonfiniteEvent]) -> list[s
         more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
         sentences.append(f"It reached {listing(names[:3])}{more}.")
     if deaths:
-        times = count(len(deaths) - 1, "time")
-        more = f", and {times} after that" if len(deaths) > 1 else ""
-        death = deaths[0]
-        sentences.append(f"{death.site}{_line(death)} silently removed it{more}.")
+        sentences.append(_removal(deaths))
     elif not first.reached:
         sentences.append("No recorded operator took it further.")
     return sentences
+
+
+def _removal(deaths: Sequence[NonfiniteEvent]) -> str:
+    first = deaths[0]
+    times = count(len(deaths) - 1, "time")
+    more = f", and {times} after that" if len(deaths) > 1 else ""
+    return f"{first.site}{_line(first)} silently removed it{more}."
 
 
 def _later_births(overflow: Overflow) -> list[str]:
@@ -146,7 +147,7 @@ def _print_allowed(events: Sequence[NonfiniteEvent], console: Console) -> None:
     sites = list(dict.fromkeys(event.site for event in events if event.is_birth))
     more = f" and {len(sites) - 5:,} more" if len(sites) > 5 else ""
     named = listing(sites[:5]) + more
-    _say(
+    say(
         console,
         f"Allowed: {count(len(events), 'event')} that come from "
         f"{named or 'earlier steps'} "
@@ -159,28 +160,32 @@ def _print_events(
 ) -> None:
     has_several_steps = len({(e.rank, e.step) for e in events}) > 1
     shown = _most_telling(events, limit)
-    columns: dict[str, list[str]] = {}
-    if has_several_steps:
-        columns["step"] = [f"{e.step}.{e.rank}" for e in shown]
-    columns |= {
-        "event": [e.kind for e in shown],
-        "site": [f"{e.site} {e.name}" if e.name else e.site for e in shown],
-        "phase": [e.phase for e in shown],
-        "dtype": [e.dtype or NONE for e in shown],
-        "NaN": [whole(e.nan) for e in shown],
-        "Inf": [whole((e.posinf or 0) + (e.neginf or 0)) for e in shown],
-        "of": [whole(e.numel) for e in shown],
-        "line": [e.line or "" for e in shown],
-    }
-    styles = [_STYLES.get(e.kind, "") for e in shown]
+    columns = columns_of([_event_cells(event) for event in shown])
+    if not has_several_steps:
+        del columns["step"]
+    styles = [_STYLES.get(event.kind, "") for event in shown]
     print_fitting(columns, console, ("dtype", "phase", "of"), styles)
     if has_several_steps:
-        _say(console, "step is step.rank.", style="dim")
+        say(console, "step is step.rank.", style="dim")
     hidden = len(events) - len(shown)
     if hidden:
         more = count(hidden, "more event")
         text = f"{more}; births and deaths are shown first: --limit {len(events)}."
-        _say(console, text, style="dim")
+        say(console, text, style="dim")
+
+
+def _event_cells(event: NonfiniteEvent) -> dict[str, str]:
+    return {
+        "step": f"{event.step}.{event.rank}",
+        "event": event.kind,
+        "site": f"{event.site} {event.name}" if event.name else event.site,
+        "phase": event.phase,
+        "dtype": event.dtype or NONE,
+        "NaN": whole(event.nan),
+        "Inf": whole((event.posinf or 0) + (event.neginf or 0)),
+        "of": whole(event.numel),
+        "line": event.line or "",
+    }
 
 
 def _most_telling(events: Sequence[NonfiniteEvent], limit: int) -> list[NonfiniteEvent]:
@@ -194,38 +199,38 @@ def _print_margins(overflow: Overflow, console: Console, limit: int) -> None:
     latent = [margin for margin in overflow.margins if margin.latent]
     sites = count(len(latent), "site")
     distance = f"{overflow.within:g} powers of two"
-    _heading(console, f"Within {distance} of the largest value: {sites}")
+    heading(console, f"Within {distance} of the largest value: {sites}")
     rows = latent or overflow.margins[:3]
     if not rows:
-        _say(console, "No floating-point values were recorded.")
+        say(console, "No floating-point values were recorded.")
         return
     shown = rows[:limit]
-    columns = {
-        "site": [m.site for m in shown],
-        "phase": [m.phase for m in shown],
-        "dtype": [m.dtype for m in shown],
-        "largest": [number(m.amax) for m in shown],
-        "limit": [number(m.largest) for m in shown],
-        "margin": [_margin(m) for m in shown],
-        "at limit": [whole(m.saturated) for m in shown],
-        "Inf": [whole(m.infinite) for m in shown],
-        "line": [m.line or "" for m in shown],
-    }
+    columns = columns_of([_margin_cells(margin) for margin in shown])
     print_fitting(columns, console, ("limit", "phase", "line", "largest"))
     hidden = len(rows) - len(shown)
     if hidden:
         more = f"{count(hidden, 'more row')}: --limit {len(rows)}."
-        _say(console, more, style="dim")
+        say(console, more, style="dim")
 
 
-def _margin(row: SiteMargin) -> str:
-    return NONE if row.margin is None else f"{row.margin:.1f}"
+def _margin_cells(row: SiteMargin) -> dict[str, str]:
+    return {
+        "site": row.site,
+        "phase": row.phase,
+        "dtype": row.dtype,
+        "largest": number(row.amax),
+        "limit": number(row.largest),
+        "margin": NONE if row.margin is None else f"{row.margin:.1f}",
+        "at limit": whole(row.saturated),
+        "Inf": whole(row.infinite),
+        "line": row.line or "",
+    }
 
 
 def _print_formats(rows: Sequence[FormatShare], console: Console) -> None:
     if not rows:
         return
-    _heading(
+    heading(
         console,
         "Share of nonzero values that a format would lose, unscaled (estimated from "
         "samples)",
@@ -233,22 +238,26 @@ def _print_formats(rows: Sequence[FormatShare], console: Console) -> None:
     fates_of: dict[tuple[str, str], dict[str, FormatShare]] = {}
     for row in rows:
         fates_of.setdefault((row.phase, row.format), {})[row.fate] = row
-    fates = list(fates_of.values())
-    columns = {
-        "phase": [phase for phase, _ in fates_of],
-        "format": [fmt for _, fmt in fates_of],
-        "overflow": [_share(f["overflow"]) for f in fates],
-        "subnormal": [_share(f["subnormal"]) for f in fates],
-        "zero": [_share(f["zero"]) for f in fates],
-        "site": [f["overflow"].site or f["zero"].site or NONE for f in fates],
-    }
+    columns = columns_of([_format_cells(fates) for fates in fates_of.values()])
     print_fitting(columns, console, ())
-    _say(
+    say(
         console,
         "site: where overflow is most frequent, or where nothing overflows, underflow "
         "to zero.",
         style="dim",
     )
+
+
+def _format_cells(fates: dict[str, FormatShare]) -> dict[str, str]:
+    overflow = fates["overflow"]
+    return {
+        "phase": overflow.phase,
+        "format": overflow.format,
+        "overflow": _share(overflow),
+        "subnormal": _share(fates["subnormal"]),
+        "zero": _share(fates["zero"]),
+        "site": overflow.site or fates["zero"].site or NONE,
+    }
 
 
 def _share(row: FormatShare) -> str:
@@ -260,15 +269,15 @@ def _share(row: FormatShare) -> str:
 
 
 def _print_scale(scale: LossScale, console: Console) -> None:
-    _heading(console, f"Loss scale for {scale.format} gradients")
+    heading(console, f"Loss scale for {scale.format} gradients")
     if scale.scale is None or scale.largest is None:
-        _say(console, f"None: {scale.note}.")
+        say(console, f"None: {scale.note}.")
         return
     is_whole = scale.scale >= 1
     recommended = f"{scale.scale:,.0f}" if is_whole else f"{scale.scale:g}"
     largest = [scale.largest, scale.largest * scale.scale]
     zeros = [scale.zero_at_1, scale.zero_at_scale]
-    _print_table(
+    print_table(
         console,
         {
             "scale": ["1", recommended],
@@ -276,13 +285,13 @@ def _print_scale(scale: LossScale, console: Console) -> None:
             "gradients that become zero": [percent(share) for share in zeros],
         },
     )
-    _say(
+    say(
         console,
         f"The largest gradient is at {scale.site} in step {scale.step}; the scale "
         f"leaves {scale.margin:g} powers of two free.",
     )
     if scale.note:
-        _say(console, f"{_sentence(scale.note)}.")
+        say(console, f"{_sentence(scale.note)}.")
     if scale.recorded is not None:
         _print_recorded_scale(scale.recorded, scale.overflowed, console)
 
@@ -292,7 +301,7 @@ def _print_recorded_scale(recorded: float, overflowed: int, console: Console) ->
     if overflowed:
         steps = count(overflowed, "step")
         text += f", and {steps} of it had gradients that are not finite"
-    _say(console, f"{text}.")
+    say(console, f"{text}.")
 
 
 def _values(event: NonfiniteEvent) -> str:

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from roundoff.report.figures import count, db
-from roundoff.report.terminal import heading as _heading
-from roundoff.report.terminal import print_table as _print_table
-from roundoff.report.terminal import say as _say
+from roundoff.report.terminal import heading, print_table, say
 
 if TYPE_CHECKING:
     from roundoff.record import Replay, ReplayedOutput
@@ -51,21 +49,21 @@ def print_replay(replay: Replay, console: Console, *, top: int = 20) -> None:
     compared.sort(key=lambda pair: pair[0])
     against = "the recorded format" if replay.dtype == "same" else replay.dtype
     results = count(len(compared), "result")
-    _heading(console, f"Own error against {against} on {replay.device}: {results}")
+    heading(console, f"Own error against {against} on {replay.device}: {results}")
     with_error = [row for sqnr, row in compared if sqnr < math.inf]
     _print_errors(with_error[:top], console)
     exact = len(compared) - len(with_error)
     if exact:
-        _say(console, f"{count(exact, 'result')} without any error.")
+        say(console, f"{count(exact, 'result')} without any error.")
     if len(with_error) > top:
-        _say(console, f"{count(len(with_error) - top, 'more row')} below.", style="dim")
+        say(console, f"{count(len(with_error) - top, 'more row')} below.", style="dim")
     _print_reasons(replay.rows, console)
 
 
 def _print_errors(rows: Sequence[ReplayedOutput], console: Console) -> None:
     if not rows:
         return
-    _print_table(
+    print_table(
         console,
         {
             "step": [str(row.step) for row in rows],
@@ -87,9 +85,9 @@ def _print_reasons(rows: Sequence[ReplayedOutput], console: Console) -> None:
     if not sites:
         return
     counts = Counter({reason: len(names) for reason, names in sites.items()})
-    _heading(console, f"Not run again: {count(counts.total(), 'result')}")
+    heading(console, f"Not run again: {count(counts.total(), 'result')}")
     reasons = [reason for reason, _ in counts.most_common()]
-    _print_table(
+    print_table(
         console,
         {
             "count": [f"{counts[reason]:,}" for reason in reasons],

@@ -12,11 +12,13 @@ from rich.console import Console
 from roundoff.record import SiteDetails, SiteInput
 from roundoff.report.figures import NONE, count, percent, ratio
 from roundoff.report.names import elide
-from roundoff.report.terminal import SITE_LEAST
-from roundoff.report.terminal import heading as _heading
-from roundoff.report.terminal import print_table as _print_table
-from roundoff.report.terminal import say as _say
-from roundoff.report.terminal import table_width as _width
+from roundoff.report.terminal import (
+    SITE_LEAST,
+    heading,
+    print_table,
+    say,
+    table_width,
+)
 
 if TYPE_CHECKING:
     from roundoff.record import (
@@ -50,7 +52,7 @@ def print_show(
     the console is narrow.
     """
     for line in headline(shown):
-        _say(console, line)
+        say(console, line)
     if isinstance(shown, SiteDetails):
         for entry in shown.site:
             _print_site(entry, console)
@@ -60,37 +62,42 @@ def print_show(
 
 def _print_rows(table: SiteTable, console: Console, limit: int) -> None:
     order = _ORDER_NAMES.get(table.sort, f"largest {table.sort} first")
-    _heading(console, f"Sites, {order}")
+    heading(console, f"Sites, {order}")
     if not table.rows:
-        _say(console, "No tensor matches.")
+        say(console, "No tensor matches.")
         return
     rows = table.rows[:limit]
-    columns = {
-        "site": [_label(r) for r in rows],
-        "phase": [r.phase for r in rows],
-        "dtype": [r.dtype or NONE for r in rows],
-        "shape": [shape(r.shape) for r in rows],
-        "min": [number(r.min) for r in rows],
-        "max": [number(r.max) for r in rows],
-        "mean": [number(r.mean) for r in rows],
-        "l2": [number(r.l2) for r in rows],
-        "NaN": [whole(r.nan) for r in rows],
-        "Inf": [whole(_infinite(r)) for r in rows],
-        "zero": [percent(ratio(r.zero, r.numel)) for r in rows],
-        "line": [r.line or "" for r in rows],
-    }
-    if any(r.own_l2 is not None for r in rows):
-        columns["own error"] = [number(ratio(r.own_l2, r.l2)) for r in rows]
-    styles = ["bold red" if r.nan or _infinite(r) else "" for r in rows]
+    columns = columns_of([_row_cells(row) for row in rows])
+    if all(row.own_l2 is None for row in rows):
+        del columns["own error"]
+    styles = ["bold red" if row.nan or _infinite(row) else "" for row in rows]
     spare = ("line", "mean", "shape", "zero", "min", "phase")
     print_fitting(columns, console, spare, styles)
     for row in rows:
         if row.reason:
-            _say(console, f"! {row.site}: {row.reason}", style="yellow")
+            say(console, f"! {row.site}: {row.reason}", style="yellow")
     hidden = len(table.rows) - len(rows)
     if hidden:
         more = f"{count(hidden, 'more row')} below: --limit {len(table.rows)}."
-        _say(console, more, style="dim")
+        say(console, more, style="dim")
+
+
+def _row_cells(row: SiteRow) -> dict[str, str]:
+    return {
+        "site": _label(row),
+        "phase": row.phase,
+        "dtype": row.dtype or NONE,
+        "shape": shape(row.shape),
+        "min": number(row.min),
+        "max": number(row.max),
+        "mean": number(row.mean),
+        "l2": number(row.l2),
+        "NaN": whole(row.nan),
+        "Inf": whole(_infinite(row)),
+        "zero": percent(ratio(row.zero, row.numel)),
+        "line": row.line or "",
+        "own error": number(ratio(row.own_l2, row.l2)),
+    }
 
 
 def print_captured(summary: CaptureSummary, console: Console) -> None:
@@ -110,21 +117,21 @@ def print_captured(summary: CaptureSummary, console: Console) -> None:
     if len(summary.ranks) > 1:
         place += f", {span('rank', summary.ranks)}"
     figures = ", ".join(_recorded_figures(summary))
-    _say(console, f"Recorded {place}: {figures}." if figures else f"Recorded {place}.")
+    say(console, f"Recorded {place}: {figures}." if figures else f"Recorded {place}.")
     stopped = None if summary.calls is None else summary.calls.stopped
     if stopped:
         text = f"! The recording stopped early, the program did not: {stopped}"
-        _say(console, text, style="yellow")
+        say(console, text, style="yellow")
     for entry in () if summary.tensors is None else summary.tensors.reasons:
         tensors = count(entry.count, "tensor")
         text = f"! {tensors} without statistics: {entry.reason}"
-        _say(console, text, style="yellow")
+        say(console, text, style="yellow")
     if summary.noise:
-        _say(console, f"With random last bits: {', '.join(summary.noise)}.")
+        say(console, f"With random last bits: {', '.join(summary.noise)}.")
     if summary.repeats:
-        _say(console, f"Repeated, unchanged: {', '.join(summary.repeats)}.")
+        say(console, f"Repeated, unchanged: {', '.join(summary.repeats)}.")
     path = shlex.quote(summary.path)
-    _say(console, f"Next: roundoff show {path}\n      roundoff overflow {path}")
+    say(console, f"Next: roundoff show {path}\n      roundoff overflow {path}")
 
 
 def _recorded_figures(summary: CaptureSummary) -> list[str]:
@@ -178,11 +185,11 @@ def headline(shown: SiteTable | SiteDetails) -> list[str]:
 def _print_site(entry: SiteInFull, console: Console) -> None:
     place = f", output {entry.place}" if entry.place else ""
     name = f": {entry.name}" if entry.name else ""
-    _heading(console, f"{entry.site} ({entry.phase}{place}){name}")
-    _say(console, ", ".join(filter(None, _properties(entry))))
-    _say(console, f"Source line: {entry.line or 'none recorded'}")
+    heading(console, f"{entry.site} ({entry.phase}{place}){name}")
+    say(console, ", ".join(filter(None, _properties(entry))))
+    say(console, f"Source line: {entry.line or 'none recorded'}")
     if entry.reason:
-        _say(console, f"! {entry.reason}", style="yellow")
+        say(console, f"! {entry.reason}", style="yellow")
     console.print()
     _print_statistics(entry, console)
     _print_own_error(entry, console)
@@ -190,9 +197,9 @@ def _print_site(entry: SiteInFull, console: Console) -> None:
         is_sample = entry.sampled not in (None, entry.numel)
         of_all = f" of {whole(entry.numel)}" if is_sample else ""
         sampled = whole(entry.sampled)
-        _heading(console, f"Magnitudes, of {sampled}{of_all} elements")
+        heading(console, f"Magnitudes, of {sampled}{of_all} elements")
         for line in histogram(entry.histogram):
-            _say(console, line)
+            say(console, line)
     _print_inputs(entry.inputs, console)
     _print_users(entry, console)
     _print_history(entry.history, console)
@@ -226,9 +233,9 @@ def _print_statistics(entry: SiteInFull, console: Console) -> None:
         "zero": [whole(entry.zero)],
         "subnormal": [whole(entry.subnormal)],
     }
-    _print_table(console, finite)
+    print_table(console, finite)
     console.print()
-    _print_table(console, counts)
+    print_table(console, counts)
 
 
 def _print_own_error(entry: SiteInFull, console: Console) -> None:
@@ -237,7 +244,7 @@ def _print_own_error(entry: SiteInFull, console: Console) -> None:
     share = number(ratio(entry.own_l2, entry.l2))
     why = f" ({entry.own_reason})" if entry.own_reason else ""
     largest = number(entry.own_max)
-    _say(console, f"Own error: {share} of its l2, at most {largest}{why}")
+    say(console, f"Own error: {share} of its l2, at most {largest}{why}")
 
 
 def _print_inputs(
@@ -245,69 +252,68 @@ def _print_inputs(
 ) -> None:
     if not inputs:
         return
-    _heading(console, "Inputs")
-    columns: Columns = {name: [] for name in _INPUT_COLUMNS}
-    for entry in inputs:
-        if isinstance(entry, SiteInput):
-            cells = _input_cells(entry)
-        else:
-            cells = _unrecorded_cells(entry.record)
-        for name, cell in zip(_INPUT_COLUMNS, cells, strict=True):
-            columns[name].append(cell)
+    heading(console, "Inputs")
+    columns = columns_of([_input_cells(entry) for entry in inputs])
     print_fitting(columns, console, ("shape", "line", "min"))
 
 
-_INPUT_COLUMNS = ("site", "dtype", "shape", "min", "max", "NaN", "Inf", "line")
-
-
-def _input_cells(entry: SiteInput) -> list[str]:
-    return [
-        _label(entry),
-        entry.dtype or NONE,
-        shape(entry.shape),
-        number(entry.min),
-        number(entry.max),
-        whole(entry.nan),
-        whole(_infinite(entry)),
-        entry.line or "",
-    ]
-
-
-def _unrecorded_cells(record: int) -> list[str]:
-    site = f"record {record}, which was not recorded"
-    return [site, NONE, NONE, NONE, NONE, NONE, NONE, ""]
+def _input_cells(entry: SiteInput | UnrecordedInput) -> dict[str, str]:
+    if not isinstance(entry, SiteInput):
+        names = ("dtype", "shape", "min", "max", "NaN", "Inf")
+        site = f"record {entry.record}, which was not recorded"
+        return {"site": site, **dict.fromkeys(names, NONE), "line": ""}
+    return {
+        "site": _label(entry),
+        "dtype": entry.dtype or NONE,
+        "shape": shape(entry.shape),
+        "min": number(entry.min),
+        "max": number(entry.max),
+        "NaN": whole(entry.nan),
+        "Inf": whole(_infinite(entry)),
+        "line": entry.line or "",
+    }
 
 
 def _print_users(entry: SiteInFull, console: Console) -> None:
     if not entry.used_by:
         return
-    _heading(console, "Used by")
+    heading(console, "Used by")
     for user in entry.used_by[:_MOST_USERS]:
         line = f", {user.line}" if user.line else ""
-        _say(console, f"{user.site} ({user.phase}{line})")
+        say(console, f"{user.site} ({user.phase}{line})")
     if len(entry.used_by) > _MOST_USERS:
-        _say(console, f"and {len(entry.used_by) - _MOST_USERS:,} more")
+        say(console, f"and {len(entry.used_by) - _MOST_USERS:,} more")
 
 
 def _print_history(history: Sequence[SiteStep], console: Console) -> None:
     if len(history) < 2:
         return
-    _heading(console, "In other steps")
+    heading(console, "In other steps")
     steps = history[-_MOST_STEPS:]
-    _print_table(
-        console,
-        {
-            "step": [str(s.step) for s in steps],
-            "min": [number(s.min) for s in steps],
-            "max": [number(s.max) for s in steps],
-            "l2": [number(s.l2) for s in steps],
-            "NaN": [whole(s.nan) for s in steps],
-            "Inf": [whole(_infinite(s)) for s in steps],
-        },
-    )
+    print_table(console, columns_of([_step_cells(step) for step in steps]))
     hidden = len(history) - len(steps)
     if hidden:
-        _say(console, f"and {count(hidden, 'earlier step')}", style="dim")
+        say(console, f"and {count(hidden, 'earlier step')}", style="dim")
+
+
+def _step_cells(step: SiteStep) -> dict[str, str]:
+    return {
+        "step": str(step.step),
+        "min": number(step.min),
+        "max": number(step.max),
+        "l2": number(step.l2),
+        "NaN": whole(step.nan),
+        "Inf": whole(_infinite(step)),
+    }
+
+
+def columns_of(rows: Sequence[dict[str, str]]) -> Columns:
+    """The columns of rows of cells that all have the same names.
+
+    >>> columns_of([{"site": "/exp", "max": "1"}, {"site": "/log", "max": "2"}])
+    {'site': ['/exp', '/log'], 'max': ['1', '2']}
+    """
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def histogram(bins: Sequence[HistogramBin]) -> list[str]:
@@ -344,17 +350,17 @@ def print_fitting(
     of ``spare`` that it has no room for."""
     left_out = []
     for name in spare:
-        if console.width - _width({**columns, "site": []}, 1) >= SITE_LEAST:
+        if console.width - table_width({**columns, "site": []}, 1) >= SITE_LEAST:
             break
         if columns.pop(name, None) is not None:
             left_out.append(name)
-    room = max(console.width - _width({**columns, "site": []}, 1), 3)
+    room = max(console.width - table_width({**columns, "site": []}, 1), 3)
     names = set(columns["site"])
     columns["site"] = [elide(name, room, names) for name in columns["site"]]
-    _print_table(console, columns, styles=styles)
+    print_table(console, columns, styles=styles)
     if left_out:
         text = f"Left out at {console.width} columns: {', '.join(left_out)}."
-        _say(console, text, style="dim")
+        say(console, text, style="dim")
 
 
 def number(value: float | None) -> str:

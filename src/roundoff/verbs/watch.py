@@ -20,14 +20,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from roundoff.errors import RoundoffError, RunError, StuckError
 from roundoff.ops import slow_in_fp16
 from roundoff.record import (
-    Ends,
-    Enough,
     Paths,
     ScriptError,
-    ends_of_steps,
+    StepBoundaries,
+    StopScript,
     patched,
     quiet,
     run_program,
+    watch_steps,
     words_of,
 )
 from roundoff.train import (
@@ -115,7 +115,7 @@ def watch(
     try:
         with watcher.listening():
             run_program(words, watcher.progress)
-            watcher.ends.look()  # a last step whose scaler was not updated
+            watcher.ends.end_if_over()  # a last step whose scaler was not updated
     except ScriptError as error:
         if not isinstance(error.__cause__, StuckError):
             raise
@@ -170,7 +170,7 @@ class _Watcher:
         self.monitor = Monitor(every=every)
         self.steps: list[StepCalls] = []
         self.graph = BackwardGraph()
-        self.ends = Ends(self._end)
+        self.ends = StepBoundaries(self._end)
         self._stopped: str | None = None
         self._bad_in_a_row = 0
         self._low_in_a_row = 0
@@ -192,12 +192,12 @@ class _Watcher:
     def listening(self) -> Iterator[None]:
         """Listen to the process; everything is undone on exit."""
         paths = Paths()
-        paths.found.append(self._new_model)
+        paths.root_listeners.append(self._new_model)
         with ExitStack() as stack:
             stack.enter_context(quiet())
             stack.enter_context(paths.follow())
             stack.enter_context(self.monitor)
-            stack.enter_context(ends_of_steps(self.ends, whole=False))
+            stack.enter_context(watch_steps(self.ends, whole=False))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(self._remove_steps)
             stack.enter_context(patched(*self._patches()))
@@ -249,7 +249,7 @@ class _Watcher:
         steps = StepCalls(model)
         self.steps.append(steps)
         # hooks that are added now run from the next call on; torch's own frame knows what this one was called with
-        frame: Any = sys._getframe(2)
+        frame: Any = sys._getframe(3)
         if "kwargs" in frame.f_locals and not torch.compiler.is_compiling():
             steps.before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
 
@@ -303,7 +303,7 @@ class _Watcher:
                 "stopped before the weights took gradients that are not finite"
             )
             self._end()
-            raise Enough
+            raise StopScript
 
     def _torch_scaler_step(
         self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
@@ -357,7 +357,7 @@ class _Watcher:
             waiting = [o for o in optimizers if o not in self.ends.stepped]
             for optimizer in waiting:
                 self.ends.step(optimizer)
-        self.ends.look(loss_scale=scaler.get_scale())
+        self.ends.end_if_over(loss_scale=scaler.get_scale())
 
     def _end(self, lr: float | None = None, loss_scale: float | None = None) -> None:
         """End a step: say it, and begin the next."""
@@ -386,7 +386,7 @@ class _Watcher:
         self._begin()
         if self.stop_on_nan and is_lost and self._stopped is None:
             self._stopped = "stopped at a loss that is not finite"
-            raise Enough
+            raise StopScript
 
     def _count(self) -> None:
         is_bad = bool(self.now.bad) or self.now.skipped

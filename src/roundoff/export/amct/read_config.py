@@ -22,7 +22,7 @@ from roundoff.export.amct.config import (
     check_ranges,
 )
 from roundoff.export.amct.layer_json import parse_json
-from roundoff.export.amct.text import Lines, parse_text
+from roundoff.export.amct.text_format import Lines, parse_text
 from roundoff.plan import Name
 
 #: fields that only one kind of file has; a file without any is a calibration configuration

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundoff.errors import QuantizationError, examples
-from roundoff.export.amct.text import Lines, read_text
+from roundoff.export.amct.text_format import Lines, read_text
 from roundoff.formats import PerBlock
 from roundoff.quantize import Entry, Fingerprint, Record, fingerprint, granularity_name
 from roundoff.site import Site
@@ -50,87 +50,93 @@ def read_record(path: str | Path, model: nn.Module | None = None) -> Record:
     and written back by :func:`roundoff.export.amct.write_record.write_record`.
 
     Raises:
-        QuantizationError: what :func:`roundoff.export.amct.text.read_text` refuses, a layer that stands twice or that
+        QuantizationError: what :func:`roundoff.export.amct.text_format.read_text` refuses, a layer that stands twice or that
             the model lacks, factors that AMCT itself would refuse (a scale without its offset, an offset of a weight
             other than 0, counts that differ, values out of range), always with the line.
     """
     message, lines = read_text(path, "record")
+    layers = dict(model.named_modules()) if model is not None else None
     entries: list[Entry] = []
     balance: dict[str, tuple[float, ...]] = {}
     skipped: list[tuple[str, str]] = []
     kept: dict[str, dict[str, Any]] = {}
-    layers = dict(model.named_modules()) if model is not None else None
-    seen: dict[str, int] = {}
+    first_lines: dict[str, int] = {}
     for index, row in enumerate(message.record):
         at = _Place(str(path), lines, ("record", index))
-        if not row.HasField("key") or not (
-            row.HasField("value") or row.HasField("kv_cache_value")
-        ):
-            raise QuantizationError(
-                "a record without key or value",
-                where=at(),
-                expected='key: "LAYER" value { ... }',
-            )
+        _check_row(row, at, first_lines)
         layer = row.key
-        if layer in seen:
-            raise QuantizationError(
-                f"layer {layer} stands twice",
-                where=at("key"),
-                got=f"the first is at line {seen[layer]}",
-                do="keep one",
-            )
-        seen[layer] = at.line("key")
+        first_lines[layer] = at.line("key")
         site = _site(layer, layers, at)
         if row.HasField("kv_cache_value"):
             entries.append(_cache(site, row.kv_cache_value, at))
-        if row.HasField("value"):
-            rest = _fields(row.value, _KEPT)
-            if any(
-                row.value.HasField(f)
-                if f.endswith("_h")
-                else len(getattr(row.value, f))
-                for f in _RECURRENT
-            ):
-                rest = _fields(row.value)
-                skipped.append(
-                    (
-                        str(site),
-                        "factors of a recurrent layer: kept for AMCT, not applied here",
-                    )
-                )
-            else:
-                entries += _layer(site, row.value, at, layers)
-                if row.value.tensor_balance_factor:
-                    balance[f"{site.module}.weight"] = _balance(
-                        site.module, row.value, at, layers
-                    )
-            if rest:
-                kept[layer] = rest
-    if layers is not None:
-        skipped += [
-            (f"{name}/{OPERATORS[kind]}", "no factors in AMCT's record")
-            for name, module in layers.items()
-            if (kind := type(module).__name__) in OPERATORS and name not in seen
-        ]
-    about: dict[str, Any] = {"source": "AMCT record.txt"} | (
-        {"amct": kept} if kept else {}
-    )
-    if message.prune_record:
-        from google.protobuf import text_format
+        if not row.HasField("value"):
+            continue
+        kept_fields = _fields(row.value, _KEPT)
+        if _is_recurrent(row.value):
+            kept_fields = _fields(row.value)
+            reason = "factors of a recurrent layer: kept for AMCT, not applied here"
+            skipped.append((str(site), reason))
+        else:
+            entries += _layer(site, row.value, at, layers)
+            if row.value.tensor_balance_factor:
+                factors = _balance(site.module, row.value, at, layers)
+                balance[f"{site.module}.weight"] = factors
+        if kept_fields:
+            kept[layer] = kept_fields
+    for name, module in (layers or {}).items():
+        operator = OPERATORS.get(type(module).__name__)
+        if operator is not None and name not in first_lines:
+            skipped.append((f"{name}/{operator}", "no factors in AMCT's record"))
+    model_of = fingerprint(model) if model is not None else Fingerprint()
+    about = _about(message, kept)
+    return Record(model_of, tuple(entries), tuple(skipped), (), balance, about)
 
+
+def _check_row(row: Any, at: _Place, first_lines: Mapping[str, int]) -> None:
+    has_value = row.HasField("value") or row.HasField("kv_cache_value")
+    if not row.HasField("key") or not has_value:
+        raise QuantizationError(
+            "a record without key or value",
+            where=at(),
+            expected='key: "LAYER" value { ... }',
+        )
+    if row.key in first_lines:
+        raise QuantizationError(
+            f"layer {row.key} stands twice",
+            where=at("key"),
+            got=f"the first is at line {first_lines[row.key]}",
+            do="keep one",
+        )
+
+
+def _is_recurrent(value: Any) -> bool:
+    return bool(
+        {field.name for field, _ in value.ListFields()}.intersection(_RECURRENT)
+    )
+
+
+def _about(message: Any, kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what our record has no place for, by its key in ``about``."""
+    from google.protobuf import text_format
+
+    about: dict[str, Any] = {"source": "AMCT record.txt"}
+    if kept:
+        about["amct"] = kept
+    if message.prune_record:
         about["amct_prune_record"] = [
             text_format.MessageToString(row, as_one_line=True)
             for row in message.prune_record
         ]
-    model_of = fingerprint(model) if model is not None else Fingerprint()
-    return Record(model_of, tuple(entries), tuple(skipped), (), balance, about)
+    return about
 
 
 class _Place:
     """Where a field of one record stands."""
 
     def __init__(self, path: str, lines: Lines, prefix: tuple[str | int, ...]) -> None:
-        self.path, self.lines, self.prefix = path, lines, prefix
+        self.path = path
+        self.lines = lines
+        self.prefix = prefix
 
     def line(self, *fields: str) -> int:
         key = self.prefix + tuple(part for name in fields for part in (name, 0))

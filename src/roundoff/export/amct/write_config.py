@@ -10,8 +10,7 @@ from roundoff.errors import QuantizationError
 from roundoff.export.amct.config import AutoPrune, LayerConfig, Pruning, QuantizeConfig
 from roundoff.export.amct.layer_json import write_json
 from roundoff.export.amct.read_config import DATA_TYPES
-from roundoff.export.amct.schema import message_class
-from roundoff.export.amct.text import write_message
+from roundoff.export.amct.text_format import message_class, write_message
 
 
 def write_config(

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roundoff.export.amct.read_record import ANY, BITS, SMALLEST_FACTOR
-from roundoff.export.amct.schema import message_class
-from roundoff.export.amct.text import write_message
+from roundoff.export.amct.text_format import message_class, write_message
 from roundoff.quantize import Entry, Record, format_named
 from roundoff.site import Site
 

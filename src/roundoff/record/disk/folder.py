@@ -81,9 +81,13 @@ def _claim(
     check_folder(rank_folder)
     _clean(rank_folder)
     if rank == 0:
-        for file in path.iterdir():
-            if _TEMPORARY.fullmatch(file.name):
-                file.unlink(missing_ok=True)
+        _remove_temporary(path)
+
+
+def _remove_temporary(folder: Path) -> None:
+    for file in folder.iterdir():
+        if _TEMPORARY.fullmatch(file.name):
+            file.unlink(missing_ok=True)
 
 
 def _may_join(path: Path, rank: int, identity: str | None, *, overwrite: bool) -> bool:

@@ -243,6 +243,15 @@ def _call(
         # nothing is left out: a name of a later msprobe stands for itself
         phase = "backward" if "backward" in name else "forward"
         return DumpedCall(phase, "", name, 0, phase, False)
+    return _api_call(name, api, origin_of, parent_of)
+
+
+def _api_call(
+    name: str,
+    api: re.Match[str],
+    origin_of: Mapping[str, CallOrigin],
+    parent_of: Mapping[str, str | None],
+) -> DumpedCall:
     prefix, operator, number, kind = api.groups()
     path = parent_of.get(name)
     phase = "collective" if prefix == "Distributed" else kind
@@ -379,8 +388,7 @@ def _statistics(
         min=_finite(low), max=_finite(high), mean=_finite(mean), l2=_finite(norm)
     )
     if high is None or low is None:
-        kept = "a checksum alone" if content.get("md5") else f"no statistics of {dtype}"
-        why = "no elements" if numel == 0 else f"msprobe kept {kept}"
+        why = _why_unmeasured(dtype, numel, has_hash=bool(content.get("md5")))
         return measured._replace(reason=why)
     if math.isnan(high) or math.isnan(low):
         return _with_nan(measured, numel)
@@ -394,6 +402,14 @@ def _statistics(
         zero=_zeros(low, high, numel),
         reason=_why_incomplete(mean, norm, dtype),
     )
+
+
+def _why_unmeasured(dtype: str, numel: int, *, has_hash: bool) -> str:
+    if numel == 0:
+        return "no elements"
+    if has_hash:
+        return "msprobe kept a checksum alone"
+    return f"msprobe kept no statistics of {dtype}"
 
 
 def _with_nan(measured: DumpedStatistics, numel: int) -> DumpedStatistics:

@@ -107,7 +107,7 @@ def _run_again(model: nn.Module, call: ModelCall) -> Birth | None:
         with Capture(path, model, eager=True) as run:
             leaves, inputs = _forward(model, call)
             bad_leaves = filter(_is_nonfinite_output, leaves)
-            outputs = [run.recorder.known(leaf) for leaf in bad_leaves]
+            outputs = [run.recorder.recorded(leaf) for leaf in bad_leaves]
             input_gradients = _backward(leaves, gradients, parameters, inputs)
             names = {id(p): run.paths.name_of(p) for p in parameters}
             run.step()

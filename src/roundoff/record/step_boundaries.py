@@ -1,0 +1,152 @@
+"""Where the steps of an unmodified training end, from its optimizers and ``GradScaler``s."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class StepBoundaries:
+    """Finds the ends of steps from the optimizers that are made and that step.
+
+    A step ends when every optimizer that was made has stepped, or one of them twice;
+    after a scaler's step when it is updated, or, for a script that never does, when it
+    scales the next loss.
+
+    Attributes:
+        end: called at the end of each step, with its scalars.
+        optimizers: those that were made.
+        stepped: those of them that have stepped in this step.
+        waiting: a scaler has stepped: the step is over when that has been updated.
+    """
+
+    def __init__(self, end: Callable[..., None]) -> None:
+        self.end = end
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.waiting = False
+        self._has_repeated = False
+        self._rate = math.nan
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has stepped, or its scaler has skipped it."""
+        self._has_repeated = self._has_repeated or optimizer in self.stepped
+        self.optimizers.add(optimizer)
+        self.stepped.add(optimizer)
+        self._rate = float(optimizer.param_groups[0]["lr"])
+        if not self.waiting:
+            self.end_if_over()
+
+    def end_if_over(self, **scalars: float) -> None:
+        """End the step if it is over."""
+        idle = [o for o in self.optimizers if o not in self.stepped]
+        if self._has_repeated:  # the others may never step
+            for optimizer in idle:
+                self.optimizers.discard(optimizer)
+            idle = []
+        if self.stepped and not idle:
+            self.stepped.clear()
+            self._has_repeated = False
+            self.waiting = False
+            self.end(lr=self._rate, **scalars)
+
+
+@contextmanager
+def patched(*changes: tuple[Any, str, Callable[..., Any]]) -> Iterator[None]:
+    """Functions replaced while this is open: ``(owner, name, around)``, where
+    ``around(original, *args, **kwargs)`` runs in place of the original."""
+    with ExitStack() as stack:
+        for owner, name, around in changes:
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, _around(original, around))
+        yield
+
+
+def _around(original: Any, around: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return replacement
+
+
+#: Who wants to know of the steps of ``roundoff.LossScaler``.
+_LISTENING: list[StepBoundaries] = []
+
+
+@contextmanager
+def whole_step(
+    optimizers: Iterable[torch.optim.Optimizer], scale: Callable[[], float]
+) -> Iterator[None]:
+    """Around a step of all ``optimizers`` by one scaler, taken or skipped: it ends when
+    this is left."""
+    for boundaries in _LISTENING:
+        boundaries.waiting = True
+    try:
+        yield
+        for boundaries in _LISTENING:
+            for optimizer in [o for o in optimizers if o not in boundaries.stepped]:
+                boundaries.step(optimizer)
+            boundaries.end_if_over(loss_scale=scale())
+    finally:
+        # other optimizers may step without a scaler, and end the step
+        for boundaries in _LISTENING:
+            boundaries.waiting = False
+
+
+@contextmanager
+def watch_steps(boundaries: StepBoundaries, *, whole: bool = True) -> Iterator[None]:
+    """Tell ``boundaries`` of every optimizer and ``GradScaler`` of the process while
+    this is open, and with ``whole`` of the steps of ``roundoff.LossScaler``."""
+
+    def init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        boundaries.optimizers.add(optimizer)
+
+    def scale(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if boundaries.waiting:
+            boundaries.end_if_over()  # where the last step's scaler was not updated
+        return original(scaler, *args, **kwargs)
+
+    def step(
+        original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, optimizer, *args, **kwargs)
+        boundaries.waiting = True
+        result = original(scaler, optimizer, *args, **kwargs)
+        if optimizer not in boundaries.stepped:
+            boundaries.step(optimizer)
+        return result
+
+    def update(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            boundaries.end_if_over(loss_scale=float(scaler.get_scale()))
+
+    scaler = torch.amp.GradScaler
+    hook = register_optimizer_step_post_hook(
+        lambda optimizer, *_: boundaries.step(optimizer)
+    )
+    if whole:
+        _LISTENING.append(boundaries)
+    try:
+        with patched(
+            (torch.optim.Optimizer, "__init__", init),
+            (scaler, "scale", scale),
+            (scaler, "step", step),
+            (scaler, "update", update),
+        ):
+            yield
+    finally:
+        hook.remove()
+        if whole:
+            _LISTENING.remove(boundaries)

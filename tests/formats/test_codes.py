@@ -166,6 +166,8 @@ def test_encode_undoes_decode(name):
 def test_wide_codes_are_those_of_the_hardware(name):
     fmt = FORMATS[name]
     kinds = {"fp32": (np.float32, np.uint32), "fp64": (np.float64, np.uint64)}[name]
+    smallest = fmt.smallest_subnormal
+    assert smallest is not None
     for value in [
         0.0,
         -0.0,
@@ -173,7 +175,7 @@ def test_wide_codes_are_those_of_the_hardware(name):
         -1.5,
         fmt.max_finite,
         fmt.smallest_normal,
-        fmt.smallest_subnormal,
+        smallest,
         math.inf,
         -math.inf,
     ]:

@@ -1,6 +1,6 @@
 """The slow oracle: one number at a time, in exact arithmetic, written to be read.
 
-``tensor.py``, ``affine.py`` and ``block.py`` take the same steps in the same order with the same names. Where they
+``rounding.py``, ``affine.py`` and ``block.py`` take the same steps in the same order with the same names. Where they
 compute in fp32, this rounds to fp32, once per operation.
 """
 

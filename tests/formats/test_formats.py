@@ -283,7 +283,7 @@ def test_importing_a_format_by_fields_needs_no_torch():
             alias.name for n in top if isinstance(n, ast.Import) for alias in n.names
         }
         found |= {n.module for n in top if isinstance(n, ast.ImportFrom)}
-        assert not {"torch", "roundoff.formats.tensors"} & found, name
+        assert not {"torch", "roundoff.formats.rounding"} & found, name
 
 
 def power(value: float | None) -> str:

@@ -12,7 +12,7 @@ from roundoff.errors import PlanError
 from roundoff.ops import CONTRACTING
 from roundoff.ops.calls import Call, watch
 from roundoff.ops.foreign_names import forward_of, operator_names, rows, translate
-from roundoff.ops.names_table import SYSTEMS
+from roundoff.ops.foreign_names_table import SYSTEMS
 
 F = torch.nn.functional
 

@@ -21,9 +21,9 @@ from .named import ALIASES as ALIASES
 from .named import FORMATS as FORMATS
 from .named import integer as integer
 from .named import parse_format as parse_format
-from .rounding import round_tensor as round_tensor
-from .tensors import check_floating as check_floating
-from .tensors import working_dtype as working_dtype
+from .round_tensor import round_tensor as round_tensor
+from .rounding import check_floating as check_floating
+from .rounding import working_dtype as working_dtype
 from .types import BlockFormat as BlockFormat
 from .types import Execution as Execution
 from .types import Format as Format

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roundoff.errors import FormatError
 from roundoff.formats.granularity import Granularity, PerTensor
-from roundoff.formats.tensors import (
+from roundoff.formats.rounding import (
     check_floating,
     round_values,
     to_integer,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from roundoff.formats.affine import extremes
 from roundoff.formats.granularity import PerGroup
-from roundoff.formats.tensors import round_values, working_dtype
+from roundoff.formats.rounding import round_values, working_dtype
 from roundoff.formats.types import BlockFormat, Rounding, ScaleRule
 
 __all__ = ["block_scale", "round_blocks"]

@@ -1,6 +1,6 @@
 """What a number format is, as data.
 
-Every format is a list of fields that one algorithm reads (``tensors.py``; the tests hold
+Every format is a list of fields that one algorithm reads (``rounding.py``; the tests hold
 it to a slow twin in exact arithmetic). In the binade ``2**E <= |v| < 2**(E+1)`` the
 values are the multiples of a quantum ``2**(E - fraction_bits)``; below ``2**emin`` the
 quantum stays that of ``emin`` (subnormals). An integer format is the case where all

@@ -11,7 +11,7 @@ alike, they are one operator. Names have no underscore of an in-place form, no o
 ``_foreach_`` (see ``base``). ``gradient`` is the name that a recording gives to a gradient.
 
 What torch.autocast does with an operator is read from torch (``listed``); the names in other
-tools stand beside this table (``names_table``). This module imports no torch.
+tools stand beside this table (``foreign_names``). This module imports no torch.
 """
 
 from __future__ import annotations

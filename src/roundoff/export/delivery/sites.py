@@ -165,7 +165,8 @@ def _format_text(quantizer: Quantizer) -> str:
 def compare(outcome: Outcome) -> dict[str, Distance]:
     """Compare each call and value with full precision on one batch, by site."""
     batch = outcome.judge.workload.batches[0]
-    workload, model = outcome.workload, outcome.model
+    workload = outcome.workload
+    model = outcome.model
     exact = unrounded(model, outcome.start)
     results = _Results()
     with preserve(model), torch.no_grad():

@@ -58,7 +58,8 @@ def summarize(
         lost: what AMCT's record cannot hold.
         seconds: by stage; those of the outcome by default.
     """
-    workload, judge = outcome.workload, outcome.judge
+    workload = outcome.workload
+    judge = outcome.judge
     rows = site_rows(outcome, ask)
     weight_bits, value_bits = average_bits(outcome.model)
     whole = model_cost(workload.model, workload.batches[0], forward=workload.forward)

@@ -163,6 +163,8 @@ def test_no_two_codes_have_the_same_value(name):
 def test_wide_codes_are_those_of_the_hardware(name):
     fmt = FORMATS[name]
     kinds = {"fp32": (np.float32, np.uint32), "fp64": (np.float64, np.uint64)}[name]
+    smallest = fmt.smallest_subnormal
+    assert smallest is not None
     for value in [
         0.0,
         -0.0,
@@ -170,7 +172,7 @@ def test_wide_codes_are_those_of_the_hardware(name):
         -1.5,
         fmt.max_finite,
         fmt.smallest_normal,
-        fmt.smallest_subnormal,
+        smallest,
         math.inf,
         -math.inf,
     ]:

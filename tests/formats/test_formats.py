@@ -156,7 +156,9 @@ def test_execution():
     scaled = Execution("matrix", "tensor", "channel", bias=False, output=False)
     weight_only = Execution("matrix", None, "channel", bias=False, output=False)
     blocks = Execution("matrix", "block", "block", bias=False, output=False)
-    expected = dict.fromkeys(("fp64", "fp32", "bf16", "fp16"), full)
+    expected: dict[str, Execution | None] = dict.fromkeys(
+        ("fp64", "fp32", "bf16", "fp16"), full
+    )
     expected |= {
         "tf32": Execution("matrix", "exact", "exact", bias=False, output=False),
         "e8m0": None,

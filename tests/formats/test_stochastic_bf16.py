@@ -32,10 +32,10 @@ def test_draw_for_draw_as_exact_arithmetic():
         0x7F7F0001,
     ]  # smallest, largest subnormal, around the largest
     x = torch.from_numpy(codes.view(np.int32)).view(torch.float32)
-    draws = torch.empty(1000, dtype=torch.int64).random_(
+    words = torch.empty(1000, dtype=torch.int64).random_(
         -(2**63), None, generator=torch.Generator().manual_seed(0)
     )
-    draws = draws.view(torch.int16).numpy().view(np.uint16)
+    draws = words.view(torch.int16).numpy().view(np.uint16)
     for value, draw, found in zip(
         x.tolist(), draws.tolist(), rounded(x).tolist(), strict=True
     ):

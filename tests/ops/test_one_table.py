@@ -19,10 +19,11 @@ REASON = (
     "What operators are stands in src/roundoff/ops/table.py alone, so that two rooms never "
     "disagree: add a trait there and ask operators_that(...) or facts(...)."
 )
-#: Words of every program that happen to be operators.
+#: Words of every program, and attributes of tensors, that happen to be operators.
 COMMON_WORDS = frozenset(
     """all any bias clip copy data dot fill float double half index input max mean min norm
-    output real relu round scale size std sum to values var zero abs cat numel""".split()
+    output real relu round scale size std sum to values var zero abs cat
+    dtype device layout shape stride numel memory_format""".split()
 )
 #: Names that a site or another tool's dump has, and torch does not register.
 NOT_REGISTERED = frozenset(
@@ -140,6 +141,8 @@ def test_settings_and_attributes_are_no_operators(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     path = tmp_path / "new.py"
     path.write_text("X = ('dtype', 'device', 'layout', 'shape', 'min', 'max', 'mean')")
+    assert not list(tables_in(path, operator_names()))
+    path.write_text("X = ('shape', 'stride', 'numel', 'memory_format', 'reshape')")
     assert not list(tables_in(path, operator_names()))
 
 

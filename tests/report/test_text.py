@@ -34,11 +34,10 @@ def as_record(function, data):
 
 
 def show(function, data, width, **options):
-    console = Console(
-        width=width, file=io.StringIO(), highlight=False, force_terminal=False
-    )
+    file = io.StringIO()
+    console = Console(width=width, file=file, highlight=False, force_terminal=False)
     function(as_record(function, data), console, **options)
-    return console.file.getvalue()
+    return file.getvalue()
 
 
 def words(text):

@@ -144,7 +144,7 @@ class _Memory:
         if version is not None:
             self.records.clear()
             self.version = version
-        elif self.start <= start and end <= self.end:
+        elif self.latest >= 0 and self.start <= start and end <= self.end:
             self.records[geometry] = record
             return self.latest, stride
         self.records[geometry] = record

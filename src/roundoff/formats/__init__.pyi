@@ -24,5 +24,5 @@ from .rounding import working_dtype as working_dtype
 from .types import BlockFormat as BlockFormat
 from .types import Execution as Execution
 from .types import Format as Format
-from .types import Rounding as Rounding
+from .types import RoundingMode as RoundingMode
 from .types import ScaleRule as ScaleRule

@@ -9,7 +9,7 @@ from .disk.schema import ABOUT as ABOUT
 from .disk.schema import CHECKSUMS as CHECKSUMS
 from .disk.schema import OPERATORS as OPERATORS
 from .disk.schema import OPS as OPS
-from .disk.schema import Record as Record
+from .disk.schema import TensorRecord as TensorRecord
 from .disk.schema import rank_name as rank_name
 from .disk.schema import site_name as site_name
 from .disk.schema import step_name as step_name

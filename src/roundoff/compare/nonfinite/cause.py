@@ -1,9 +1,9 @@
 """What an operator did to make a NaN or Inf of finite inputs, and what to try: rules
 over the recorded statistics.
 
->>> from roundoff.record import Record
->>> output = Record(operator="exp", dtype="float32", nan=0, posinf=3, neginf=0)
->>> exponent = Record(min=0.0, max=103.5, zero=0, numel=8, dtype="float32")
+>>> from roundoff.record import TensorRecord
+>>> output = TensorRecord(operator="exp", dtype="float32", nan=0, posinf=3, neginf=0)
+>>> exponent = TensorRecord(min=0.0, max=103.5, zero=0, numel=8, dtype="float32")
 >>> explain_birth(output, [exponent]).cause
 'exp of values up to 103.5 passes the largest float32, 3.403e+38'
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from roundoff.formats import LARGEST
 from roundoff.ops import base, facts, operators_that
-from roundoff.record import Record
+from roundoff.record import TensorRecord
 
 #: What to try where a gradient has no room in float16.
 LOWER_SCALE = (
@@ -37,7 +37,7 @@ class CauseAndAdvice(NamedTuple):
 class _Birth:
     """An output that isn't finite, and what its inputs held."""
 
-    output: Record
+    output: TensorRecord
     operator: str
     #: as it is called in a sentence
     name: str
@@ -52,7 +52,7 @@ class _Birth:
     fewest_values: float
 
     @staticmethod
-    def of(output: Record, inputs: Sequence[Record]) -> _Birth:
+    def of(output: TensorRecord, inputs: Sequence[TensorRecord]) -> _Birth:
         operator = base(output.operator)
         minima = [row.min for row in inputs if row.min is not None]
         sizes = [row.numel for row in inputs if row.numel is not None]
@@ -86,7 +86,9 @@ class _Birth:
         return self.operator in operators_that(trait)
 
 
-def explain_birth(output: Record, inputs: Sequence[Record]) -> CauseAndAdvice:
+def explain_birth(
+    output: TensorRecord, inputs: Sequence[TensorRecord]
+) -> CauseAndAdvice:
     """Explain an output that isn't finite by its row and those of its inputs.
 
     Inputs without statistics count as unknown. The text says only what the numbers
@@ -239,7 +241,7 @@ def _is_cast(operator: str) -> bool:
     return operator in operators_that("cast") | operators_that("copy in")
 
 
-def _smaller_values(row: Record) -> str:
+def _smaller_values(row: TensorRecord) -> str:
     if row.dtype in ("float32", "float64"):
         return (
             "scale the values down before this operator: its result has no room in "
@@ -250,7 +252,7 @@ def _smaller_values(row: Record) -> str:
     return "run this operator in bfloat16 or float32, or scale its inputs down"
 
 
-def _magnitude(row: Record) -> float:
+def _magnitude(row: TensorRecord) -> float:
     """Largest finite magnitude, 0 where it is not known."""
     if row.min is None or row.max is None or not math.isfinite(row.max):
         return 0.0

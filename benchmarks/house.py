@@ -97,10 +97,12 @@ def _strings(node: ast.expr) -> list[str]:
     return [value for value in constants if isinstance(value, str)]
 
 
-#: Words that are operators and much else: alone they make no table of operators.
+#: Words that are operators and much else, attributes of tensors among them: alone they
+#: make no table of operators.
 WORDS = set(
     "min max mean std sum norm all any copy zero input output clip round values real "
-    "index scale relu abs size bias var float double half to data fill dot cat".split()
+    "index scale relu abs size bias var float double half to data fill dot cat "
+    "dtype device layout shape stride numel memory_format".split()
 )
 
 

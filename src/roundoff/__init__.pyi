@@ -2,7 +2,7 @@ from .budget.measure import budget as budget
 from .budget.table import Budget as Budget
 from .errors import RoundoffError as RoundoffError
 from .formats.named import FORMATS as FORMATS
-from .formats.rounding import round_tensor as round_tensor
+from .formats.round_tensor import round_tensor as round_tensor
 from .formats.types import Format as Format
 from .plan.rules import Plan as Plan
 from .record.disk.loading import load as load

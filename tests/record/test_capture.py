@@ -221,6 +221,20 @@ def test_inputs_name_the_records_that_made_them(path):
     assert table[relu["inputs"][0]]["operator"] == "native_batch_norm"
 
 
+def test_an_empty_tensor_in_new_memory_is_a_view_of_no_record(path):
+    with roundoff.capture(path):
+        made = torch.zeros(0, 3)
+        made.view(3, 0) + 1
+    zeros, view, added = rows(path).iter_rows(named=True)
+    assert zeros["operator"] == "zeros"
+    assert zeros["view_of"] is None
+    assert view["operator"] == "view"
+    assert view["view_of"] == zeros["record"]
+    assert added["operator"] == "add"
+    assert added["view_of"] is None
+    assert [row["numel"] for row in (zeros, view, added)] == [0, 0, 0]
+
+
 def test_writing_through_a_view_is_seen(path):
     x = torch.zeros(4, 6)
     with roundoff.capture(path, keep="tensors"):

@@ -1,140 +1,264 @@
-"""Round a tensor to a number format: the one verb of this room."""
+"""Round tensors to a format's values.
+
+Nothing here loops over elements. The tests hold it to a slow twin in exact arithmetic
+(``tests/formats/scalar.py``), which takes the same steps in the same order. Where torch
+has the format as a dtype and casts it quickly, the cast is used; what the cast does out
+of range is measured once per dtype and device, because it differs between them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from roundoff.errors import FormatError
-from roundoff.formats.affine import QParams, choose_qparams, fake_quantize
-from roundoff.formats.block import round_blocks
-from roundoff.formats.granularity import Granularity, PerGroup
-from roundoff.formats.named import parse_format
-from roundoff.formats.tensors import cast, check_floating
-from roundoff.formats.types import BlockFormat, Format, Rounding, ScaleRule
+from roundoff.formats.named import FORMATS
+from roundoff.formats.types import Format, RoundingMode
 
-__all__ = ["round_tensor"]
+__all__ = ["cast", "check_floating", "round_values", "to_integer", "working_dtype"]
 
-
-def round_tensor(
-    x: Tensor,
-    fmt: Format | str,
-    *,
-    granularity: Granularity | None = None,
-    rounding: Rounding | None = None,
-    scale: Tensor | float | None = None,
-    zero_point: Tensor | float | None = None,
-    generator: torch.Generator | None = None,
-    saturate: bool | None = None,
-    axis: int = -1,
-    scale_rule: ScaleRule | None = None,
-) -> Tensor:
-    """``x`` rounded to the values of ``fmt``: a tensor of x's shape, dtype and device, without gradient.
-
-    * Without granularity and scale: a plain cast to the format's own values. Out of range as in
-      ``Format.saturates``: the largest finite value if ``saturate``, else Inf, else NaN. Integer formats, ternary
-      and binary need a scale.
-    * With a granularity: scales (and zero points) are chosen from ``x`` (``choose_qparams``), and values are divided by
-      them, rounded, and multiplied back (``fake_quantize``).
-    * With a scale: the same with that scale and zero point, which broadcast against the granularity's view of ``x``.
-    * A block format chooses its scales itself, with blocks along ``axis`` (or that of ``PerGroup``).
-
-    NaN stays NaN in every format. With scales, Inf and all that is out of range saturate; scales are chosen from the
-    finite values, and are 1 where all are zero. Without a scale, -0 becomes +0 in formats that have no -0. An empty
-    tensor stays empty. bf16 and fp16 tensors are computed in fp32 and the result cast back, so values that their own
-    type cannot hold (fp16's 65504 in bf16) are rounded once more. Where nothing changes, ``x`` itself may come back.
-
-    Args:
-        x: floating point, any shape.
-        fmt: a format, or its name.
-        granularity: which elements share a scale.
-        rounding: by default the format's own.
-        scale: positive; a tensor or a number.
-        zero_point: the code of 0, for integer formats; needs a scale.
-        generator: the source of random bits for stochastic rounding (draws of 24 bits; fp64: 53; fp32 to bf16: the 16 that
-                are cut off, which is exact).
-        saturate: without a scale, by default the format's own; with one, True.
-        axis: the axis of a block format's blocks; its length must be a multiple of the block size.
-        scale_rule: how MX scales are chosen, by default as the format says (floor, as in the specification).
-
-    Raises:
-        FormatError: ``x`` is not floating point; the granularity does not fit the shape; an integer format without a
-            scale; a scale that does not fit; ``saturate=False`` for a format without Inf and NaN; a scale for a block
-            format.
-
-    Example:
-        >>> x = torch.tensor([[0.1, -3.3], [500.0, 0.0]])
-        >>> round_tensor(x, "bf16").tolist()
-        [[0.10009765625, -3.296875], [500.0, 0.0]]
-        >>> round_tensor(x, "fp8_e4m3fn", saturate=False).tolist()
-        [[0.1015625, -3.25], [nan, 0.0]]
-        >>> round_tensor(x, "int8", scale=0.5).tolist()
-        [[0.0, -3.5], [63.5, 0.0]]
-    """
-    fmt = parse_format(fmt) if isinstance(fmt, str) else fmt
-    check_floating(x)
-    rounding = rounding or fmt.rounding
-    if isinstance(fmt, BlockFormat):
-        if scale is not None or zero_point is not None or saturate is False:
-            raise FormatError(
-                f"{fmt.name} chooses its own scales, and its elements saturate",
-                expected="no scale, no zero point, no saturate=False",
-                do="use the element format to give a scale",
-            )
-        if scale_rule is not None:
-            fmt = replace(fmt, scale_rule=scale_rule)
-        axis = _block_axis(fmt, granularity, axis)
-        return round_blocks(x, fmt, axis, rounding, generator)
-    qparams = _qparams(x, fmt, granularity, scale, zero_point)
-    if qparams is None:
-        return cast(x, fmt, rounding, fmt.saturates(saturate), generator)
-    return fake_quantize(
-        x, qparams, fmt, rounding=rounding, saturate=saturate, generator=generator
-    )
+#: The integer dtype, the mask of the exponent field, and the bits below it.
+_EXPONENT = {
+    torch.float32: (torch.int32, 0x7F800000, 23),
+    torch.float64: (torch.int64, 0x7FF0000000000000, 52),
+}
+_CARRIERS = {
+    torch.float64: FORMATS["fp64"],
+    torch.float32: FORMATS["fp32"],
+    torch.bfloat16: FORMATS["bf16"],
+    torch.float16: FORMATS["fp16"],
+}
 
 
-def _block_axis(fmt: BlockFormat, granularity: Granularity | None, axis: int) -> int:
-    if granularity is None:
-        return axis
-    if isinstance(granularity, PerGroup) and granularity.group_size == fmt.block_size:
-        return granularity.axis
-    raise FormatError(
-        f"{fmt.name} has blocks of {fmt.block_size} elements along one axis",
-        expected=f"PerGroup({fmt.block_size}, axis)",
-        got=str(granularity),
-        do="or give the axis alone: round_tensor(x, fmt, axis=axis)",
-    )
+def check_floating(x: Tensor) -> None:
+    """Raise FormatError unless ``x`` can carry values of a format."""
+    if x.dtype not in _CARRIERS:
+        raise FormatError(
+            "only floating-point tensors can be rounded",
+            expected="float64, float32, bfloat16 or float16",
+            got=f"a tensor of dtype {x.dtype} and shape {tuple(x.shape)}",
+            do="convert it with .float() if its values are numbers to be rounded; leave indices and masks alone",
+        )
 
 
-def _qparams(
+def working_dtype(x: Tensor) -> torch.dtype:
+    """fp64 is rounded in fp64, everything else in fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def cast(
     x: Tensor,
     fmt: Format,
-    granularity: Granularity | None,
-    scale: Tensor | float | None,
-    zero_point: Tensor | float | None,
-) -> QParams | None:
-    """The scale and zero point that are asked for; None for a plain cast."""
-    if scale is not None:
-        scale = torch.as_tensor(scale, device=x.device)
-        if zero_point is not None:
-            zero_point = torch.as_tensor(zero_point, device=x.device)
-        return QParams(scale, zero_point, granularity)
-    if zero_point is not None:
-        raise FormatError(
-            "a zero point needs a scale",
-            expected="scale and zero_point",
-            got="zero_point alone",
+    rounding: RoundingMode,
+    saturate: bool,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """``x`` rounded to the values of ``fmt`` without a scale, in x's shape and dtype; may be ``x`` itself."""
+    x = x.detach()
+    if _holds(fmt, x.dtype):
+        return x if not saturate else _clip(x)
+    if rounding is RoundingMode.NEAREST_EVEN:
+        dtype = _cast_dtype(fmt, x, saturate)
+        if dtype is not None:
+            return x.to(dtype).to(x.dtype)
+    fp32_to_bf16 = fmt == FORMATS["bf16"] and x.dtype == torch.float32
+    if rounding is RoundingMode.STOCHASTIC and not saturate and fp32_to_bf16:
+        return _stochastic_bf16(x, generator)
+    rounded = round_values(x.to(working_dtype(x)), fmt, rounding, saturate, generator)
+    if not fmt.has_negative_zero:
+        rounded.add_(0.0)  # -0 + 0 is +0
+    return rounded.to(x.dtype)
+
+
+def _stochastic_bf16(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """fp32 ``x`` rounded by its bits: a 16-bit draw added to the 16 bits that bf16 has not, which are cut off then.
+
+    The carry has exactly the probability that it should, also among subnormals, and from the largest value to Inf.
+    """
+    count = x.numel()
+    draws = torch.empty(-(-count // 4), dtype=torch.int64, device=x.device).random_(
+        -(2**63), None, generator=generator
+    )
+    noise = (
+        draws.view(torch.int16)[:count]
+        .view(x.shape)
+        .to(torch.int32)
+        .bitwise_and_(0xFFFF)
+    )
+    rounded = noise.add_(x.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
+
+
+def _holds(fmt: Format, dtype: torch.dtype) -> bool:
+    """Every number of ``dtype`` is a value of the format, Inf and -0 included."""
+    return fmt.has_inf and fmt.has_negative_zero and fmt.contains(_CARRIERS[dtype])
+
+
+def _clip(x: Tensor) -> Tensor:
+    """Inf saturated to the largest value that ``x`` can carry."""
+    limit = torch.finfo(x.dtype).max
+    return x.clamp(-limit, limit)
+
+
+def _cast_dtype(fmt: Format, x: Tensor, saturate: bool) -> torch.dtype | None:
+    """The dtype whose cast gives the format's nearest-even values at speed, else ``None``."""
+    dtype = fmt.torch_dtype
+    if dtype is None or not dtype.is_floating_point or not fmt.has_subnormals:
+        return None
+    if x.dtype == torch.float64 and dtype != torch.float32:
+        return (
+            None  # torch casts fp64 to fp16 and smaller by way of fp32: two roundings
         )
-    if granularity is not None:
-        return choose_qparams(x, fmt, granularity)
-    scaled = fmt.execution is not None and fmt.execution.weight == "channel"
-    if scaled and fmt.one_quantum == 1.0:
-        raise FormatError(
-            f"{fmt.name} needs a scale",
-            expected="granularity= or scale=",
-            got="neither",
-            do="round_tensor(x, fmt, granularity=PerTensor()), or scale=1.0 to round to whole numbers",
+    if dtype.itemsize == 1 and x.device.type == "cpu":
+        return (
+            None  # scalar code on the CPU, several times slower than ``round_values``
         )
-    return None
+    out_of_range = math.inf if fmt.has_inf else math.nan
+    asked = "saturate" if saturate else _fate(out_of_range)
+    return dtype if _overflow(dtype, x.device.type) == asked else None
+
+
+@lru_cache(maxsize=64)
+def _overflow(dtype: torch.dtype, device: str) -> str:
+    """What a cast to ``dtype`` makes of Inf and of finite values out of range.
+
+    One of ``saturate``, ``inf``, ``nan`` and ``mixed``.
+    """
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    beyond = torch.tensor([math.inf, torch.finfo(wide).max], device=device, dtype=wide)
+    fates = {_fate(value) for value in beyond.to(dtype).float().tolist()}
+    return fates.pop() if len(fates) == 1 else "mixed"
+
+
+def _fate(value: float) -> str:
+    if math.isnan(value):
+        return "nan"
+    return "inf" if math.isinf(value) else "saturate"
+
+
+def round_values(
+    x: Tensor,
+    fmt: Format,
+    rounding: RoundingMode,
+    saturate: bool,
+    generator: torch.Generator | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The general algorithm on fp32 or fp64 ``x``. ``out=x`` overwrites x, for formats with a zero that saturate.
+
+    The sign of a zero is not cleared for formats without -0: ``cast`` does that.
+    """
+    if _holds(fmt, x.dtype):
+        return _clip(x) if saturate else x.clone()
+    quantum = _quantum(x, fmt)
+    unit = isinstance(quantum, float) and quantum == 1.0
+    significand = x if unit else torch.div(x, quantum, out=out)
+    rounded = to_integer(significand, rounding, generator, out if unit else significand)
+    if not unit:
+        rounded.mul_(quantum)
+    if saturate:
+        rounded.clamp_(min(fmt.min_finite, 0.0), fmt.max_finite)
+    else:
+        rounded = _overflowed(x, rounded, fmt, rounding)
+    if fmt.has_zero:
+        return rounded
+    sign = x + 0.0  # -0 + 0 is +0
+    rounded = rounded.abs_().clamp_(min=fmt.smallest_normal).copysign_(sign)
+    if fmt.min_finite > 0:
+        rounded.masked_fill_(x < 0, math.nan)
+    return rounded
+
+
+def _overflowed(
+    x: Tensor, rounded: Tensor, fmt: Format, rounding: RoundingMode
+) -> Tensor:
+    """``rounded`` with Inf, or NaN without Inf, where ``x`` is out of range."""
+    lowest = min(fmt.min_finite, 0.0)
+    if rounding is RoundingMode.TOWARD_ZERO:
+        rounded = torch.where(x.isinf(), x, rounded.clamp(lowest, fmt.max_finite))
+    if _may_exceed(rounded, lowest, fmt.max_finite):
+        beyond = math.inf if fmt.has_inf else math.nan
+        rounded.masked_fill_(rounded > fmt.max_finite, beyond)
+        rounded.masked_fill_(rounded < lowest, -beyond)
+    return rounded
+
+
+def _may_exceed(rounded: Tensor, low: float, high: float) -> bool:
+    """Return True if a number may be out of range.
+
+    Look only where that costs less than a masked fill: on the CPU.
+    """
+    if rounded.device.type != "cpu" or rounded.numel() == 0:
+        return True
+    # NaN hides the others, and then no comparison holds
+    inside = rounded.amin().item() >= low and rounded.amax().item() <= high
+    return not inside
+
+
+def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
+    """The distance between neighbouring values at each element: a power of two."""
+    if fmt.one_quantum is not None:
+        return fmt.one_quantum
+    integer, mask, bits = _EXPONENT[x.dtype]
+    field = x.view(integer).bitwise_and(mask)
+    if fmt.taper:
+        quanta = _quanta(fmt, x.dtype, x.device)
+        exponents = field.bitwise_right_shift_(bits).flatten()
+        return quanta.index_select(0, exponents).view(x.shape)
+    # The exponent field alone is the power of two below |x|; subnormals of x give 0, Inf and NaN give Inf.
+    power = field.view(x.dtype)
+    smallest = math.ldexp(1.0, fmt.emin)
+    # The upper limit keeps Inf / quantum from being NaN; past it any quantum shows that the range is exceeded.
+    largest = math.ldexp(1.0, fmt.emax)
+    quantum = power.clamp_(smallest, largest).mul_(math.ldexp(1.0, -fmt.fraction_bits))
+    if not fmt.has_subnormals and fmt.fraction_bits:
+        quantum.masked_fill_(x.abs() < smallest, smallest)
+    return quantum
+
+
+@lru_cache(maxsize=64)
+def _quanta(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The quantum for each value of the exponent field of ``dtype``, for formats whose fraction bits vary."""
+    _, mask, bits = _EXPONENT[dtype]
+    count = (mask >> bits) + 1
+    exponents = [
+        min(max(field - (count // 2 - 1), fmt.emin), fmt.emax) for field in range(count)
+    ]
+    return torch.tensor(
+        [math.ldexp(1.0, fmt.quantum_exponent(e)) for e in exponents],
+        dtype=dtype,
+        device=device,
+    )
+
+
+def to_integer(
+    significand: Tensor,
+    rounding: RoundingMode,
+    generator: torch.Generator | None,
+    out: Tensor | None,
+) -> Tensor:
+    """``significand`` rounded to integers; Inf and NaN stay."""
+    if rounding is RoundingMode.NEAREST_EVEN:
+        return torch.round(significand, out=out)
+    # On magnitudes, since torch's floor is vectorised on the CPU and its trunc is not.
+    magnitude = significand.abs()
+    if rounding is RoundingMode.TOWARD_ZERO:
+        magnitude.floor_()
+    elif rounding is RoundingMode.NEAREST_AWAY:
+        # The number below a half: a half itself would round the sum up to 1 from just below a half.
+        below_half = 0.5 - torch.finfo(magnitude.dtype).eps / 4
+        magnitude.add_(below_half).floor_()
+    else:
+        lower = magnitude.floor()
+        remainder = magnitude.sub_(lower).nan_to_num_(0.0)  # exact; Inf - Inf is NaN
+        draw = torch.rand(
+            remainder.shape,
+            dtype=remainder.dtype,
+            device=remainder.device,
+            generator=generator,
+        )
+        magnitude = lower.add_(draw < remainder)
+    return magnitude.copysign_(significand)

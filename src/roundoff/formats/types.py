@@ -1,6 +1,6 @@
 """What a number format is, as data.
 
-Every format is a list of fields that one algorithm reads (``tensors.py``; the tests hold
+Every format is a list of fields that one algorithm reads (``rounding.py``; the tests hold
 it to a slow twin in exact arithmetic). In the binade ``2**E <= |v| < 2**(E+1)`` the
 values are the multiples of a quantum ``2**(E - fraction_bits)``; below ``2**emin`` the
 quantum stays that of ``emin`` (subnormals). An integer format is the case where all
@@ -21,10 +21,10 @@ from roundoff.errors import FormatError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BlockFormat", "Execution", "Format", "Layout", "Rounding", "ScaleRule"]
+__all__ = ["BlockFormat", "Execution", "Format", "Layout", "RoundingMode", "ScaleRule"]
 
 
-class Rounding(Enum):
+class RoundingMode(Enum):
     """How a number between two neighbouring values is rounded."""
 
     #: to the nearer one; a tie to the one whose significand ``v / quantum`` is even (IEEE 754 roundTiesToEven).
@@ -107,11 +107,11 @@ class Format:
     #: nonzero values below ``2**emin`` exist
     has_subnormals: bool = True
     has_inf: bool = False
-    #: the code that ``encode`` writes for NaN; ``None``: the format has no NaN
+    #: the code of NaN; ``None``: the format has no NaN
     nan_code: int | None = None
     #: default where the range is exceeded: True gives the nearest finite value, False gives Inf, or NaN without Inf
     saturate: bool = True
-    rounding: Rounding = Rounding.NEAREST_EVEN
+    rounding: RoundingMode = RoundingMode.NEAREST_EVEN
     #: what the largest magnitude is scaled to when a scale is chosen; ``None``: ``max_finite``
     scale_target: float | None = None
     #: what a scale is chosen from: the largest magnitude (amax), or the mean magnitude

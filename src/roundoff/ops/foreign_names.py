@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from roundoff.errors import PlanError, nearest
-from roundoff.ops.names_table import SYSTEMS, TABLE
+from roundoff.ops.foreign_names_table import SYSTEMS, TABLE
 
 #: What a gradient operator adds to the name of its forward operator.
 _GRADIENT = re.compile(

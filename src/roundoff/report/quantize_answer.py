@@ -9,8 +9,8 @@ from roundoff.export import (
     NotPruned,
     ProvedSiteRow,
     PruningCost,
+    QuantizedSiteRow,
     Result,
-    SiteRow,
     Summary,
 )
 from roundoff.ops import MULTIPLYING_KINDS
@@ -47,7 +47,8 @@ def answer(summary: Summary) -> list[str]:
 
 def verdict(summary: Summary) -> str:
     """Say if the target is met, with what was asked and measured."""
-    result, asked = summary.result, summary.asked
+    result = summary.result
+    asked = summary.asked
     noise = f"{db(result.sqnr_db)} dB"
     fall = _fall(result)
     if asked.target is None:
@@ -117,7 +118,8 @@ def pruned(how: str, saved: PruningCost) -> str:
     >>> pruned("2:4", PruningCost(same, same, 1.01))
     'Pruned (2:4): zeros in their places; ordinary kernels do the same work (1.01× the time in PyTorch, 9 kB as before).'
     """
-    macs, stored = saved.macs, saved.bytes
+    macs = saved.macs
+    stored = saved.bytes
     after = size(stored.after)
     took = f"{times(saved.time)} the time in PyTorch"
     if stored.after == stored.before and macs.after == macs.before:
@@ -192,7 +194,7 @@ def size(number: int | None) -> str:
     return f"{number / 1e6:.2f} MB" if number >= 1e6 else f"{number / 1e3:.0f} kB"
 
 
-def weakest(summary: Summary, top: int = 10) -> list[SiteRow]:
+def weakest(summary: Summary, top: int = 10) -> list[QuantizedSiteRow]:
     """Return the sites that cost the output most, by their share of the budget's noise.
 
     Without a budget (no target) those whose results are furthest from fp32. Sites

@@ -24,9 +24,11 @@ from roundoff.report.svg import (
 Box = tuple[float, float, float, float]
 #: Points that lose more than this share of the metric stand at the lower edge, with their value.
 FLOOR = 0.03
-WIDTH, HEIGHT = 560, 380
+WIDTH = 560
+HEIGHT = 380
 #: Width of a letter and height of a line of a label, in the units of the picture.
-LETTER, LINE = 6.6, 14.0
+LETTER = 6.6
+LINE = 14.0
 _LABELS = {
     "bytes": "weights as stored, share of fp32 (%)",
     "work": "bit operations, share of fp32 (%)",
@@ -159,7 +161,8 @@ def _place(px: float, py: float, text: str, boxes: list[Box]) -> tuple[float, fl
 
 def _places(px: float, py: float, width: float) -> list[tuple[float, float]]:
     """Return places of a label around its point, the best first."""
-    right, left = px + 10, px - width - 10
+    right = px + 10
+    left = px - width - 10
     places = [
         (right, py + 4),
         (left, py + 4),

@@ -20,11 +20,11 @@ from roundoff.export import (
     Folder,
     Judge,
     NotPruned,
-    Outcome,
     Progress,
     Proof,
     Pruned,
     PruningCost,
+    QuantizationResult,
     Summary,
     TradeoffRow,
     calibration,
@@ -252,7 +252,9 @@ def _ask(
     )
 
 
-def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Outcome:
+def make(
+    workload: Workload, ask: Ask, progress: Progress | None = None
+) -> QuantizationResult:
     """Make everything that was asked for but files; the workload is left as it was.
 
     Raises:
@@ -282,7 +284,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Outc
     if pruned.rows:
         with log.timed("cost of the pruned model"):
             saved = pruning_cost(whole, pruned.workload)
-    return Outcome(
+    return QuantizationResult(
         workload=whole,
         start=pruned.workload,
         judge=judge,
@@ -378,7 +380,7 @@ def _train_quantized(
 
 
 def write(
-    outcome: Outcome,
+    outcome: QuantizationResult,
     ask: Ask,
     folder: Folder,
     *,
@@ -421,7 +423,7 @@ def write(
 
 
 def _export(
-    outcome: Outcome, folder: Folder, progress: Progress | None
+    outcome: QuantizationResult, folder: Folder, progress: Progress | None
 ) -> Proof | None:
     """Write the ONNX files and prove the quantized one; None where it cannot be."""
 

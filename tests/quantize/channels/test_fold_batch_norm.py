@@ -8,7 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from roundoff.errors import QuantizationError, WorkloadError
-from roundoff.quantize.channels.fold_batch_norm import fold_batch_norm_
+from roundoff.quantize.channels.fold_batch_norm import (
+    fold_batch_norm_,
+    pads_with_zeros,
+)
 
 
 def used(norm: nn.Module) -> nn.Module:
@@ -85,6 +88,11 @@ BEHIND = {
     "linear": (nn.BatchNorm1d(4), nn.Linear(4, 3), (5, 4)),
     "depthwise": (nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, groups=4), (2, 4, 6, 6)),
     "one channel": (nn.BatchNorm2d(1), nn.Conv2d(1, 3, 3), (2, 1, 6, 6)),
+    "valid padding": (
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 6, 3, padding="valid"),
+        (2, 4, 6, 6),
+    ),
     "conv in groups": (
         nn.BatchNorm2d(4),
         nn.Conv2d(4, 6, 3, groups=2, bias=False),
@@ -136,6 +144,19 @@ def test_a_residual_network(nets) -> None:
         ("b2/batch_norm", "c2"),
     ]
     close(net(x).detach(), before)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "padding", "pads"),
+    [
+        (3, "valid", False),
+        (3, "same", True),
+        (3, 0, False),
+        (3, (0, 1), True),
+    ],
+)
+def test_which_convolutions_pad_with_zeros(kernel, padding, pads: bool) -> None:
+    assert pads_with_zeros(nn.Conv2d(2, 2, kernel, padding=padding)) is pads
 
 
 class Calls(nn.Module):

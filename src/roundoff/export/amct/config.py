@@ -211,7 +211,8 @@ def _known(names: Iterable[str], known: Iterable[str], what: str) -> None:
 
 def check_ranges(config: LayerConfig, where: str) -> LayerConfig:
     """The same configuration. Raises ``QuantizationError`` for a value that AMCT refuses."""
-    own, weight = config.observer_parameters, config.weight_parameters
+    own = config.observer_parameters
+    weight = config.weight_parameters
     low, high = own.get("search_range", (0.7, 1.3))
     rules = {
         "weight bits": (

@@ -70,10 +70,8 @@ def _config(data: Any, path: str) -> QuantizeConfig:
             continue
         where = ", ".join(part for part in (path, place(key)) if part)
         check_keys(said, _LAYER, path, f"parameter of layer {key}")
-        activation, weight = (
-            said.get("activation_quant_params", {}),
-            said.get("weight_quant_params", {}),
-        )
+        activation = said.get("activation_quant_params", {})
+        weight = said.get("weight_quant_params", {})
         check_keys(activation, _ACTIVATION, path, f"parameter of {key}'s activation")
         check_keys(weight, _WEIGHT, path, f"parameter of {key}'s weight")
         if said.get("quant_enable", True) is False:

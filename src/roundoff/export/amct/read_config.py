@@ -82,7 +82,8 @@ class _Reader:
     """The messages of one file as our configuration; each value's line is at hand for an error."""
 
     def __init__(self, lines: Lines, path: str) -> None:
-        self.lines, self.path = lines, path
+        self.lines = lines
+        self.path = path
 
     def at(self, key: tuple[str | int, ...]) -> str:
         while key and key not in self.lines:
@@ -154,10 +155,8 @@ class _Reader:
         layers, prune_layers = self.overrides(
             message, "override_layer_configs", "layer_name", kind
         )
-        skip_layers, skip_types = (
-            self.names(message, "skip_layers"),
-            self.names(message, "skip_layer_types"),
-        )
+        skip_layers = self.names(message, "skip_layers")
+        skip_types = self.names(message, "skip_layer_types")
         training = kind == "retrain"
         return QuantizeConfig(
             kind,
@@ -240,10 +239,8 @@ class _Reader:
         if said.HasField("retrain_data_quant_config") or said.HasField(
             "retrain_weight_quant_config"
         ):
-            data, weight = (
-                said.retrain_data_quant_config.ulq_quantize,
-                said.retrain_weight_quant_config,
-            )
+            data = said.retrain_data_quant_config.ulq_quantize
+            weight = said.retrain_weight_quant_config
             learned = weight.HasField("ulq_retrain")
             own = weight.ulq_retrain if learned else weight.arq_retrain
             clip = data.clip_max_min

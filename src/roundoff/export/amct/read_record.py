@@ -62,7 +62,7 @@ def read_record(path: str | Path, model: nn.Module | None = None) -> Record:
     kept: dict[str, dict[str, Any]] = {}
     first_lines: dict[str, int] = {}
     for index, row in enumerate(message.record):
-        at = _Place(str(path), lines, ("record", index))
+        at = _FieldPlace(str(path), lines, ("record", index))
         _check_row(row, at, first_lines)
         layer = row.key
         first_lines[layer] = at.line("key")
@@ -92,7 +92,7 @@ def read_record(path: str | Path, model: nn.Module | None = None) -> Record:
     return Record(model_of, tuple(entries), tuple(skipped), (), balance, about)
 
 
-def _check_row(row: Any, at: _Place, first_lines: Mapping[str, int]) -> None:
+def _check_row(row: Any, at: _FieldPlace, first_lines: Mapping[str, int]) -> None:
     has_value = row.HasField("value") or row.HasField("kv_cache_value")
     if not row.HasField("key") or not has_value:
         raise QuantizationError(
@@ -130,7 +130,7 @@ def _about(message: Any, kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
     return about
 
 
-class _Place:
+class _FieldPlace:
     """Where a field of one record stands."""
 
     def __init__(self, path: str, lines: Lines, prefix: tuple[str | int, ...]) -> None:
@@ -146,7 +146,7 @@ class _Place:
         return f"{self.path}, line {self.line(*fields)}"
 
 
-def _site(layer: str, layers: Mapping[str, Any] | None, at: _Place) -> Site:
+def _site(layer: str, layers: Mapping[str, Any] | None, at: _FieldPlace) -> Site:
     if layers is None:
         return Site(layer, ANY)
     if layer not in layers:
@@ -161,7 +161,7 @@ def _site(layer: str, layers: Mapping[str, Any] | None, at: _Place) -> Site:
 
 
 def _layer(
-    site: Site, value: Any, at: _Place, layers: Mapping[str, Any] | None
+    site: Site, value: Any, at: _FieldPlace, layers: Mapping[str, Any] | None
 ) -> list[Entry]:
     """The entries of a layer's input and weight; none where the record has only flags."""
     found = []
@@ -244,7 +244,7 @@ def _entry(
     scale: tuple[float, ...],
     offset: tuple[int, ...] | None,
     value: Any,
-    at: _Place,
+    at: _FieldPlace,
     site: Site,
     module: Any = None,
 ) -> Entry:
@@ -298,7 +298,7 @@ def _entry(
         ) from error
 
 
-def _cache(site: Site, value: Any, at: _Place) -> Entry:
+def _cache(site: Site, value: Any, at: _FieldPlace) -> Entry:
     if not value.scale or len(value.scale) != len(value.offset):
         raise QuantizationError(
             "as many offsets as scales are needed",
@@ -327,7 +327,7 @@ def _cache(site: Site, value: Any, at: _Place) -> Entry:
 
 
 def _balance(
-    layer: str, value: Any, at: _Place, layers: Mapping[str, Any] | None
+    layer: str, value: Any, at: _FieldPlace, layers: Mapping[str, Any] | None
 ) -> tuple[float, ...]:
     factors = tuple(value.tensor_balance_factor)
     bad = [f for f in factors if not SMALLEST_FACTOR <= f <= 1 / SMALLEST_FACTOR]

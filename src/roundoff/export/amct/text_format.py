@@ -258,7 +258,8 @@ def _lines(text: str, descriptor: Any, where: str) -> Lines:
     before = ""
     line = 1
     for token in _TOKEN.finditer(text):
-        line_here, kind = line, token.lastgroup
+        line_here = line
+        kind = token.lastgroup
         line += token[0].count("\n")
         if kind == "space":
             continue

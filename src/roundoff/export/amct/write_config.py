@@ -208,7 +208,8 @@ def _pruned(message: Any, own: Pruning) -> None:
         message.n_out_of_m_pruner.l1_selective_prune.update_freq = own.update_freq
     else:
         filters = message.filter_pruner.balanced_l2_norm_filter_prune
-        filters.prune_ratio, filters.ascend_optimized = own.ratio, own.multiple_of_16
+        filters.prune_ratio = own.ratio
+        filters.ascend_optimized = own.multiple_of_16
 
 
 def _set(message: Any, parameters: Mapping[str, Any]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from roundoff.errors import QuantizationError
 from roundoff.files import atomic_path, write_text
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def write_tensors(

@@ -22,7 +22,7 @@ from roundoff.formats import (
     PerGroup,
     PerTensor,
     PerToken,
-    Rounding,
+    RoundingMode,
     ScaleRule,
 )
 
@@ -56,7 +56,8 @@ def plainly(x: Tensor, quantizer: Any) -> Tensor:
         return _affine(
             x.reshape(shape), qparams.scale, qparams.zero_point, fmt
         ).reshape(x.shape)
-    operand, granularity = quantizer.operand, quantizer.granularity
+    operand = quantizer.operand
+    granularity = quantizer.granularity
     if granularity is not None and not isinstance(fmt, BlockFormat):
         axis = operand.reduce if isinstance(granularity, PerToken) else -1
         moved = x.movedim(axis, -1)
@@ -111,7 +112,8 @@ def _chosen(low: Tensor, high: Tensor, fmt: Format) -> tuple[Tensor, Tensor | No
         scale = amax / (fmt.scale_target or fmt.max_finite)
         return torch.where(scale > 0, scale.clamp(min=tiny), 1.0), None
     levels = fmt.max_finite - fmt.min_finite
-    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    low = low.clamp(max=0.0)
+    high = high.clamp(min=0.0)
     scale = high / levels - low / levels
     scale = torch.where(scale > 0, scale.clamp(min=tiny), 1.0)
     return scale, torch.round(fmt.min_finite - low / scale).clamp(
@@ -154,14 +156,15 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
             raise QuantizationError(
                 "a format without numbers below the smallest normal", got=fmt.name
             )
-        lowest, highest = max(fmt.emin, -126), min(fmt.emax, 127)
+        lowest = max(fmt.emin, -126)
+        highest = min(fmt.emax, 127)
         index, _ = _binade(x.abs(), lowest, highest)
         quanta = [
             math.ldexp(1.0, fmt.quantum_exponent(e)) for e in range(lowest, highest + 1)
         ]
         quantum = torch.tensor(quanta, dtype=x.dtype, device=x.device)[index]
     y = x / quantum
-    if fmt.rounding is Rounding.NEAREST_AWAY:
+    if fmt.rounding is RoundingMode.NEAREST_AWAY:
         y = torch.floor(y.abs() + (0.5 - torch.finfo(y.dtype).eps / 4)) * torch.sign(y)
     else:
         y = torch.round(y)

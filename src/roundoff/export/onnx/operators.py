@@ -20,7 +20,8 @@ def quantize_dequantize(
 ) -> Tensor:
     """``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of ``zero_point`` is that of the codes."""
     step = _spread(scale, x.ndim, axis, block)
-    low, high = torch.iinfo(zero_point.dtype).min, torch.iinfo(zero_point.dtype).max
+    low = torch.iinfo(zero_point.dtype).min
+    high = torch.iinfo(zero_point.dtype).max
     zero = _spread(zero_point.to(torch.float32), x.ndim, axis, block)
     return (torch.round(x / step).add(zero).clamp(low, high) - zero) * step
 
@@ -38,10 +39,8 @@ def dequantize(
     step = _spread(scale, codes.ndim, axis, block)
     zero = _spread(zero_point.to(torch.float32), codes.ndim, axis, block)
     if block:  # the last block may be short
-        step, zero = (
-            step.narrow(axis, 0, codes.shape[axis]),
-            zero.narrow(axis, 0, codes.shape[axis]),
-        )
+        step = step.narrow(axis, 0, codes.shape[axis])
+        zero = zero.narrow(axis, 0, codes.shape[axis])
     return (codes.to(torch.float32) - zero) * step
 
 
@@ -90,7 +89,8 @@ def _(x: Tensor, _name: str) -> Tensor:
 @torch.library.custom_op("roundoff::dynamic_quantize_dequantize", mutates_args=())
 def dynamic_quantize_dequantize(x: Tensor) -> Tensor:
     """``x`` through ONNX DynamicQuantizeLinear and DequantizeLinear: uint8, one scale for the tensor, from its own range."""
-    low, high = x.amin().clamp(max=0.0), x.amax().clamp(min=0.0)
+    low = x.amin().clamp(max=0.0)
+    high = x.amax().clamp(min=0.0)
     scale = (high - low) / 255.0
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     zero = torch.round(-low / scale).clamp(0, 255)

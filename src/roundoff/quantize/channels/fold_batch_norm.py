@@ -282,7 +282,9 @@ def pads_with_zeros(layer: nn.Module) -> bool:
     """True if a linear layer or convolution reads zeros beside its input."""
     if not isinstance(layer, CONVOLUTIONS):
         return False
-    return layer.padding == "same" or any(p != 0 for p in layer.padding)
+    if isinstance(layer.padding, str):
+        return layer.padding == "same"
+    return any(size != 0 for size in layer.padding)
 
 
 def _why_not_layer(layer: nn.Module | None, graph: Graph, node: Node) -> str:

@@ -147,9 +147,10 @@ class Hfmg(HistogramObserver):
             )
             stride = max(len(path) // 64, 1)
             near = _least(part, path[::stride], fmt, self.dtype) * stride
-            last = len(path)
-            near, last = max(near - stride, 0), min(near + stride + 1, last)
-            chosen.append(path[near + _least(part, path[near:last], fmt, self.dtype)])
+            first = max(near - stride, 0)
+            end = min(near + stride + 1, len(path))
+            best = first + _least(part, path[first:end], fmt, self.dtype)
+            chosen.append(path[best])
         low, high = torch.stack(chosen).unbind(1)
         return low, high
 

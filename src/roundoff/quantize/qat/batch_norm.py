@@ -134,6 +134,13 @@ class FoldedNorm(nn.Module):
             )
         return mean, variance
 
+    def _share_of_batch(self) -> float:
+        """The weight of a batch in the running statistics; without momentum 1/n."""
+        if self.norm.momentum is not None:
+            return self.norm.momentum
+        tracked = self.norm.num_batches_tracked
+        return 1.0 if tracked is None else 1.0 / float(tracked)
+
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Those of the batch; the running ones move towards them, as BatchNorm has it."""
         result = self._layer(x, self.layer.weight, self.layer.bias)
@@ -152,14 +159,7 @@ class FoldedNorm(nn.Module):
             tracked = self.norm.num_batches_tracked
             if tracked is not None:
                 tracked.add_(1)
-            share = self.norm.momentum
-            share = (
-                share
-                if share is not None
-                else 1.0
-                if tracked is None
-                else 1.0 / float(tracked)
-            )
+            share = self._share_of_batch()
             old_mean, old_variance = self._running()
             old_mean.lerp_(mean.to(old_mean), share)
             old_variance.lerp_(

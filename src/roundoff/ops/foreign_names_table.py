@@ -1,4 +1,4 @@
-"""The names of one operator in six systems, as a table; ``names.py`` reads it.
+"""The names of one operator in six systems, as a table; ``foreign_names.py`` reads it.
 
 A row: sites of this package (what a ``TorchFunctionMode`` sees) | aten | TensorFlow | Paddle | CANN | ONNX. All names of a
 cell are the same operator to the other systems; ``-``: the system has none, or builds it from others. A name may stand in

@@ -242,7 +242,7 @@ def test_rounding_is_named_where_nothing_fails():
         )
     )
     assert (
-        "Most of what there is comes from the rounding of block.0/layer_norm (net.py:31) (40.0%) and head/mm (25.0%)."
+        "Most of the difference comes from the rounding of block.0/layer_norm (net.py:31) (40.0%) and head/mm (25.0%)."
         in said
     )
 

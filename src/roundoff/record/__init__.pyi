@@ -1,3 +1,5 @@
+from .callbacks import lightning_callback as lightning_callback
+from .callbacks import transformers_callback as transformers_callback
 from .capture_summary import CaptureSummary as CaptureSummary
 from .capture_summary import summarize_capture as summarize_capture
 from .disk.description import CallCoverage as CallCoverage

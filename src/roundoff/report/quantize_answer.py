@@ -167,7 +167,7 @@ def _code_differences(summary: Summary) -> str:
     if not proof.codes:
         return "every code is equal"
     share = percent(proof.differing)
-    return f"codes differ by {proof.codes} at most, {share} of them where most do"
+    return f"codes differ by {proof.codes} at most, {share} of the codes of one value"
 
 
 def bits(average: AverageBits) -> str:

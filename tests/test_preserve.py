@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ class Net(nn.Module):
         self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
         self.head = nn.Linear(4, 3)
         self.tied = nn.Linear(3, 4)
-        self.tied.weight = self.body[0].weight
+        self.tied.weight = self.body.get_parameter("0.weight")
         self.head.bias.requires_grad_(False)
         self.register_buffer("table", torch.tensor([0.0, -0.0, torch.nan, torch.inf]))
         self.register_buffer("scalar", torch.tensor(3))
@@ -86,7 +87,7 @@ def state_of(model: nn.Module) -> dict[str, object]:
 
 
 def flags() -> dict[str, object]:
-    backends = torch.backends
+    backends: Any = torch.backends  # torch's stubs lack conv and mkldnn.matmul
     return {
         "grad": torch.is_grad_enabled(),
         "dtype": torch.get_default_dtype(),
@@ -219,12 +220,11 @@ CHANGES = {
     "nnpack off": lambda m: torch.backends.nnpack.set_flags(False),
 }
 if hasattr(torch.backends, "fp32_precision"):
+    backends: Any = torch.backends
     # Only where torch's legacy flags stay readable: once both kinds are mixed, reading them raises.
-    CHANGES["new: conv"] = set_backend(
-        torch.backends.cudnn.conv, "fp32_precision", "ieee"
-    )
+    CHANGES["new: conv"] = set_backend(backends.cudnn.conv, "fp32_precision", "ieee")
     CHANGES["new: mkldnn"] = set_backend(
-        torch.backends.mkldnn.matmul, "fp32_precision", "bf16"
+        backends.mkldnn.matmul, "fp32_precision", "bf16"
     )
     CHANGES["new: matmul"] = set_backend(
         torch.backends.cuda.matmul, "fp32_precision", "tf32"
@@ -326,7 +326,7 @@ def test_nested_blocks(model):
 
 def test_gradients_inside_start_from_none_and_are_not_added_to_the_users():
     linear = nn.Linear(2, 1, bias=False)
-    linear.weight.grad = torch.full((1, 2), 5.0)
+    linear(torch.full((1, 2), 5.0)).sum().backward()
     users = linear.weight.grad
     with preserve(linear):
         assert linear.weight.grad is None

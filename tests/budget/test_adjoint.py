@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from roundoff import Workload, budget
-from roundoff.budget.adjoint import TermKey
 from roundoff.budget.noise_power import power
+from roundoff.budget.terms import TermKey
 
 SITES = ["first/linear", "/tanh", "/matmul", "/mul", "last/linear"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundoff.budget import draw_signs
+from roundoff.budget.signs import draw_signs
 
 
 def generator():

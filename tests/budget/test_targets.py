@@ -163,7 +163,7 @@ def test_without_a_metric():
 
 def test_the_curve_between_and_beyond_its_levels():
     one = curve([ramp(db) for db in LEVELS], reference=0.99, std=0.02)
-    assert metric_at(one, 4.0) == (pytest.approx(ramp(4.0)), pytest.approx(0.02))
+    assert metric_at(one, 4.0) == pytest.approx((ramp(4.0), 0.02))
     assert metric_at(one, 0.0) == (0.5, 0.02)
     assert metric_at(one, 200.0) == (0.99, 0.02)
     assert metric_at(one, math.inf) == (0.99, 0.02)

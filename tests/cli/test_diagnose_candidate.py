@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import polars as pl
 import pytest
@@ -47,6 +48,16 @@ def test_a_bug(folder, capsys):
     assert pl.read_parquet("out/comparison/comparison.parquet")["site"].len() > 0
     again = roundoff.compare(reference="out/reference", candidate="out/candidate")
     assert again.divergence.site == "1/native_layer_norm"
+
+
+def test_more_rows_name_an_option_that_diagnose_has(folder, capsys):
+    command = ["diagnose", "good.py", "-c", "wrong.py", "-o", "out", "--top", "1"]
+    assert main(command) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    total = re.search(r"more values below: --top (\d+)\.", text)[1]
+    command[-1] = total
+    assert main([*command[:-3], "again", "--top", total]) == 1
+    assert "more values below" not in capsys.readouterr().out
 
 
 def test_a_format_comes_with_its_plan(folder, capsys):

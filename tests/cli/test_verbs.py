@@ -183,7 +183,7 @@ def advised_verbs(tree: ast.AST) -> set[str]:
 
 
 def test_errors_advise_verbs_that_exist() -> None:
-    verbs = set(typer.main.get_command(app).commands)
+    verbs = set(typer.main.get_group(app).commands)
     unknown = {
         str(file.relative_to(ROOT)): strange
         for file in (ROOT / "src").rglob("*.py")

@@ -112,14 +112,14 @@ def test_relative_of_columns_is_that_of_numbers(lists):
         for a, b in zip(ones, others, strict=True)
     ]
     names = (*VALUES, "numel", "nan", "posinf", "neginf")
-    columns = [
+    left, right = (
         StatisticColumns(
             **{n: np.array([getattr(pair[i], n) for pair in pairs]) for n in names}
         )
         for i in (0, 1)
-    ]
+    )
     found = largest_difference(
-        *columns, lambda *v: np.maximum.reduce(np.broadcast_arrays(*v))
+        left, right, lambda *v: np.maximum.reduce(np.broadcast_arrays(*v))
     )
     assert found.tolist() == pytest.approx(
         [largest_difference(a, b, max) for a, b in pairs], rel=1e-12

@@ -20,6 +20,7 @@ from torch import nn
 
 import roundoff
 from roundoff.compare import rank_comparison
+from roundoff.compare.step_comparison import compare_step
 from roundoff.compare.table import TABLE, whole
 from roundoff.errors import RunError
 
@@ -70,13 +71,12 @@ def record(
     for rank in ranks:
         monkeypatch.setenv("RANK", str(rank))
         torch.manual_seed(rank)
-        model = nn.Sequential(
-            nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3)
-        )
+        norm = nn.LayerNorm(16)
+        model = nn.Sequential(nn.Linear(6, 16), norm, nn.GELU(), nn.Linear(16, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         with roundoff.capture(folder, model, keep=keep, noise=noise) as run:
             for step in range(steps):
-                model[1].eps = 0.5 if (rank, step) == (1, wrong) else 1e-5
+                norm.eps = 0.5 if (rank, step) == (1, wrong) else 1e-5
                 optimizer.zero_grad()
                 model(
                     torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
@@ -141,7 +141,7 @@ def test_columns_and_rows_say_the_same(runs, candidate, monkeypatch):
 def test_columns_are_used_where_steps_agree(runs, monkeypatch, candidate, expected):
     """Rounding noise is no reason to go row by row; a fault is, from its step on, on its rank."""
     seen = []
-    explain = rank_comparison.compare_step
+    explain = compare_step
 
     def watched(sides, *arguments, **options):
         seen.append({(row.rank, row.step) for row in sides.candidate.rows.values()})

@@ -87,9 +87,12 @@ def test_the_reference_may_be_the_one_that_is_wrong(recorded_call, replayed):
 def test_a_call_on_lists_runs_once(recorded_call, replayed, monkeypatch):
     calls = []
     real = recorded_calls.run_call
-    monkeypatch.setattr(
-        recorded_calls, "run_call", lambda *a: calls.append(a[3]) or real(*a)
-    )
+
+    def counted(*arguments):
+        calls.append(arguments[3])
+        return real(*arguments)
+
+    monkeypatch.setattr(recorded_calls, "run_call", counted)
     lists = [well((5,), i) for i in range(40)]
     rows, tensors = recorded_call(aten._foreach_mul.Scalar, lists, 0.3)
     results = RecentResults()

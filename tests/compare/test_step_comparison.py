@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import polars as pl
 import pytest
 import torch
@@ -239,7 +241,9 @@ def test_a_later_step_inherits(recorded):
 
     def model(eps):
         torch.manual_seed(2)
-        made = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, eps=eps), nn.Linear(8, 2))
+        made: Any = nn.Sequential(
+            nn.Linear(6, 8), nn.LayerNorm(8, eps=eps), nn.Linear(8, 2)
+        )
         made.optimizer = [torch.optim.SGD(made.parameters(), lr=0.1)]
         return made
 

@@ -237,7 +237,7 @@ def test_integers_booleans_and_complex_numbers():
     turning = torch.complex(random(6, 10), random(6, 10, seed=1))
     assert structure(turning, turning * 2, U).label == "constant factor"
     broken = turning.clone()
-    broken[2, 3] = 50j
+    broken[2, 3] = torch.tensor(50j)
     assert "first at [2, 3]" in structure(turning, broken, U).evidence
     assert structure(turning, broken.conj().conj(), U).label == "corrupted elements"
 

@@ -135,4 +135,4 @@ def test_what_a_clean_pair_runs_is_one_program(pair, tmp_path, request):
     losses = [run.tensor("/nll_loss_forward").item() for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=2**-8)
     assert torch.get_num_threads() == 1
-    assert torch.backends.mkldnn.enabled
+    assert torch.backends.mkldnn.enabled  # type: ignore[truthy-bool]

@@ -189,7 +189,8 @@ def momentum_dampening(p: Program) -> None:
     steps=2,
 )
 def gradients_not_cleared(p: Program) -> None:
-    p.optimizer.zero_grad = lambda set_to_none=True: None
+    optimizer: Any = p.optimizer
+    optimizer.zero_grad = lambda set_to_none=True: None
 
 
 def _schedule(first: bool) -> Callable[[Program], None]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from roundoff.formats.named import FORMATS
-from roundoff.formats.types import BlockFormat, Format, Rounding, ScaleRule
+from roundoff.formats.types import BlockFormat, Format, RoundingMode, ScaleRule
 
 __all__ = ["fake_quantize_scalar", "round_block_scalar", "round_scalar"]
 
@@ -22,7 +22,7 @@ def round_scalar(
     value: float | Fraction,
     fmt: Format,
     *,
-    rounding: Rounding | None = None,
+    rounding: RoundingMode | None = None,
     saturate: bool | None = None,
     draw: float = 0.5,
 ) -> float:
@@ -63,7 +63,7 @@ def round_scalar(
         )
         significand = exact / quantum
         rounded = _to_integer(significand, rounding, draw) * quantum
-        if rounding is Rounding.TOWARD_ZERO:
+        if rounding is RoundingMode.TOWARD_ZERO:
             rounded = min(rounded, Fraction(largest))
     # out of range
     if rounded > largest:
@@ -81,7 +81,7 @@ def fake_quantize_scalar(
     fmt: Format,
     *,
     zero_point: int | None = None,
-    rounding: Rounding | None = None,
+    rounding: RoundingMode | None = None,
     draw: float = 0.5,
 ) -> float:
     """``value`` quantized with a positive scale and dequantized in fp32: divide, round, add the zero point, saturate.
@@ -124,7 +124,7 @@ def round_block_scalar(
     fmt: BlockFormat,
     *,
     tensor_amax: float | None = None,
-    rounding: Rounding | None = None,
+    rounding: RoundingMode | None = None,
 ) -> list[float]:
     """One block of fp32 values rounded to ``fmt``: the scale from the largest finite magnitude, elements saturated.
 
@@ -180,16 +180,16 @@ def _block_scale(amax: float, tensor_amax: float, fmt: BlockFormat) -> Fraction:
     return Fraction(2) ** min(max(exponent, scale_format.emin), scale_format.emax)
 
 
-def _to_integer(significand: Fraction, rounding: Rounding, draw: float) -> int:
+def _to_integer(significand: Fraction, rounding: RoundingMode, draw: float) -> int:
     """A non-negative ``significand`` rounded to an integer."""
     lower = significand.numerator // significand.denominator
     rest = significand - lower
-    if rounding is Rounding.TOWARD_ZERO:
+    if rounding is RoundingMode.TOWARD_ZERO:
         return lower
-    if rounding is Rounding.STOCHASTIC:
+    if rounding is RoundingMode.STOCHASTIC:
         return lower + (Fraction(draw) < rest)
     if rest == Fraction(1, 2):
-        return lower + (1 if rounding is Rounding.NEAREST_AWAY else lower % 2)
+        return lower + (1 if rounding is RoundingMode.NEAREST_AWAY else lower % 2)
     return lower + (rest > Fraction(1, 2))
 
 

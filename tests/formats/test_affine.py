@@ -17,7 +17,7 @@ from roundoff.formats import (
     PerTensor,
     PerToken,
     QParams,
-    Rounding,
+    RoundingMode,
     choose_qparams,
     fake_quantize,
     integer,
@@ -247,7 +247,7 @@ def test_stochastic_integers_keep_the_mean():
         x,
         INT8,
         scale=1.0,
-        rounding=Rounding.STOCHASTIC,
+        rounding=RoundingMode.STOCHASTIC,
         generator=torch.Generator().manual_seed(7),
     )
     assert set(y.tolist()) == {5.0, 6.0}
@@ -257,7 +257,7 @@ def test_stochastic_integers_keep_the_mean():
         INT8_ASYM,
         scale=1.0,
         zero_point=3,
-        rounding=Rounding.STOCHASTIC,
+        rounding=RoundingMode.STOCHASTIC,
         generator=torch.Generator().manual_seed(7),
     )
     assert abs(y.double().mean().item() - 5.3) < 5 * 0.0033

@@ -15,6 +15,7 @@ import torch
 from roundoff.errors import FormatError
 from roundoff.formats import (
     FORMATS,
+    BlockFormat,
     PerGroup,
     PerTensor,
     ScaleRule,
@@ -96,6 +97,7 @@ def test_scale_rules(amax, floor, ceil, rceil):
     x = torch.zeros(32)
     x[0], x[1] = amax, -amax
     fmt = FORMATS["mxfp4"]
+    assert isinstance(fmt, BlockFormat)
     assert fmt.scale_rule is ScaleRule.FLOOR
     for rule, scale in zip(
         (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.RCEIL),
@@ -144,13 +146,14 @@ def test_nvfp4_worked_out():
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_blocks_lie_along_the_axis(name):
     x = torch.randn(3, 64, 5, generator=torch.Generator().manual_seed(3))
-    size = FORMATS[name].block_size
+    fmt = FORMATS[name]
+    assert isinstance(fmt, BlockFormat)
     along_last = round_tensor(x.movedim(1, -1).contiguous(), name).movedim(-1, 1)
     torch.testing.assert_close(
         round_tensor(x, name, axis=1), along_last, rtol=0, atol=0
     )
     torch.testing.assert_close(
-        round_tensor(x, name, granularity=PerGroup(size, -2)),
+        round_tensor(x, name, granularity=PerGroup(fmt.block_size, -2)),
         along_last,
         rtol=0,
         atol=0,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from roundoff.errors import FormatError
-from roundoff.formats import FORMATS, all_values, decode, encode, integer, parse_format
+from roundoff.formats import FORMATS, all_values, integer
+from roundoff.formats.codes import decode
 
 ML_DTYPES = {
     "bf16": ml_dtypes.bfloat16,
@@ -137,7 +138,6 @@ def test_integers_are_twos_complement():
 def test_hif8_codes_of_the_publication(code, value):
     number = int(code.replace(" ", ""), 2)
     same([decode(number, FORMATS["hif8"])], [value])
-    assert encode(value, FORMATS["hif8"]) == number
 
 
 def test_hif8_has_exactly_the_published_values():
@@ -150,22 +150,21 @@ def test_hif8_has_exactly_the_published_values():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_encode_undoes_decode(name):
+def test_no_two_codes_have_the_same_value(name):
     fmt = FORMATS[name]
     if fmt.width > 16:
         pytest.skip("too many codes")
-    values = all_values(fmt)
-    for value in values if fmt.width <= 8 else values[::37]:
-        code = encode(value, fmt)
-        same([decode(code, fmt)], [value])
-    codes = [encode(v, fmt) for v in values if not math.isnan(v)]
-    assert len(set(codes)) == len(codes)
+    values = [v for v in all_values(fmt) if not math.isnan(v)]
+    signed = {(value, math.copysign(1.0, value)) for value in values}
+    assert len(signed) == len(values)
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp64"])
 def test_wide_codes_are_those_of_the_hardware(name):
     fmt = FORMATS[name]
     kinds = {"fp32": (np.float32, np.uint32), "fp64": (np.float64, np.uint64)}[name]
+    smallest = fmt.smallest_subnormal
+    assert smallest is not None
     for value in [
         0.0,
         -0.0,
@@ -173,14 +172,14 @@ def test_wide_codes_are_those_of_the_hardware(name):
         -1.5,
         fmt.max_finite,
         fmt.smallest_normal,
-        fmt.smallest_subnormal,
+        smallest,
         math.inf,
         -math.inf,
     ]:
         code = int(np.array(value, kinds[0]).view(kinds[1]))
-        assert encode(value, fmt) == code
         same([decode(code, fmt)], [value])
-    assert math.isnan(decode(encode(math.nan, fmt), fmt))
+    assert fmt.nan_code is not None
+    assert math.isnan(decode(fmt.nan_code, fmt))
 
 
 def test_tf32_codes_are_the_upper_19_bits_of_fp32():
@@ -190,10 +189,8 @@ def test_tf32_codes_are_the_upper_19_bits_of_fp32():
                 np.array(value, np.float32).view(np.uint32) & 0xFFFFE000, np.uint32
             ).view(np.float32)
         )
-        assert (
-            encode(value, FORMATS["tf32"])
-            == int(np.array(value, np.float32).view(np.uint32)) >> 13
-        )
+        code = int(np.array(value, np.float32).view(np.uint32)) >> 13
+        same([decode(code, FORMATS["tf32"])], [value])
 
 
 @pytest.mark.parametrize(
@@ -208,18 +205,10 @@ def test_tf32_codes_are_the_upper_19_bits_of_fp32():
             lambda: decode(0x80, FORMATS["int8"]),
             "the narrow range of int8 leaves out this code",
         ),
-        (lambda: encode(0.3, FORMATS["bf16"]), "0.3 is not a value of bf16"),
-        (lambda: encode(480.0, FORMATS["fp8_e4m3fn"]), "480.0 is not a value"),
-        (lambda: encode(math.nan, FORMATS["fp4_e2m1"]), "nan is not a value"),
-        (lambda: encode(math.inf, FORMATS["fp8_e4m3fn"]), "inf is not a value"),
-        (lambda: encode(0.0, FORMATS["e8m0"]), "0.0 is not a value"),
-        (lambda: encode(3.0, FORMATS["e8m0"]), "3.0 is not a value"),
-        (lambda: encode(-1.0, FORMATS["e8m0"]), "-1.0 is not a value"),
-        (lambda: encode(2.25, parse_format("int8")), "2.25 is not a value"),
         (lambda: all_values(FORMATS["fp32"]), "fp32 has too many values to list"),
     ],
 )
-def test_what_is_no_code_or_no_value_is_refused(call, message):
+def test_what_is_no_code_is_refused(call, message):
     with pytest.raises(FormatError) as caught:
         call()
     assert message in str(caught.value)

@@ -15,7 +15,6 @@ import torch
 
 from roundoff.errors import FormatError
 from roundoff.formats import (
-    ALIASES,
     FORMATS,
     BlockFormat,
     Execution,
@@ -25,6 +24,7 @@ from roundoff.formats import (
     parse_format,
     round_tensor,
 )
+from roundoff.formats.named import ALIASES
 
 from .scalar import round_scalar
 
@@ -156,7 +156,9 @@ def test_execution():
     scaled = Execution("matrix", "tensor", "channel", bias=False, output=False)
     weight_only = Execution("matrix", None, "channel", bias=False, output=False)
     blocks = Execution("matrix", "block", "block", bias=False, output=False)
-    expected = dict.fromkeys(("fp64", "fp32", "bf16", "fp16"), full)
+    expected: dict[str, Execution | None] = dict.fromkeys(
+        ("fp64", "fp32", "bf16", "fp16"), full
+    )
     expected |= {
         "tf32": Execution("matrix", "exact", "exact", bias=False, output=False),
         "e8m0": None,

@@ -16,7 +16,7 @@ from roundoff.formats import (
     BlockFormat,
     PerAxis,
     PerTensor,
-    Rounding,
+    RoundingMode,
     ScaleRule,
     choose_qparams,
     fake_quantize,
@@ -29,7 +29,11 @@ from .scalar import fake_quantize_scalar, round_block_scalar, round_scalar
 ELEMENTS = [f for f in FORMATS.values() if not isinstance(f, BlockFormat)]
 CASTS = [f for f in ELEMENTS if f.one_quantum != 1]
 BLOCKS = [f for f in FORMATS.values() if isinstance(f, BlockFormat)]
-DETERMINISTIC = [Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.TOWARD_ZERO]
+DETERMINISTIC = [
+    RoundingMode.NEAREST_EVEN,
+    RoundingMode.NEAREST_AWAY,
+    RoundingMode.TOWARD_ZERO,
+]
 
 fp32 = st.floats(width=32)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roundoff.errors import FormatError
-from roundoff.formats import FORMATS, Rounding, all_values, round_tensor
+from roundoff.formats import FORMATS, RoundingMode, all_values, round_tensor
 
 from .scalar import round_scalar
 
@@ -24,7 +24,7 @@ def test_stochastic_rounding_keeps_the_mean(name):
     ]:
         x = torch.full((n,), value)
         rounded = round_tensor(
-            x, name, rounding=Rounding.STOCHASTIC, generator=generator
+            x, name, rounding=RoundingMode.STOCHASTIC, generator=generator
         )
         r = (x[0].item() - low) / (high - low)
         hits = int((rounded == high).sum())
@@ -41,7 +41,9 @@ def test_stochastic_rounding_leaves_values_and_repeats_with_the_generator():
         [v for v in all_values(FORMATS["fp8_e5m2"]) if not math.isnan(v)]
     )
     np.testing.assert_array_equal(
-        round_tensor(values, "fp8_e5m2", rounding=Rounding.STOCHASTIC, saturate=False),
+        round_tensor(
+            values, "fp8_e5m2", rounding=RoundingMode.STOCHASTIC, saturate=False
+        ),
         values,
     )
     x = torch.randn(100, generator=torch.Generator().manual_seed(3))
@@ -49,21 +51,23 @@ def test_stochastic_rounding_leaves_values_and_repeats_with_the_generator():
         round_tensor(
             x,
             "bf16",
-            rounding=Rounding.STOCHASTIC,
+            rounding=RoundingMode.STOCHASTIC,
             generator=torch.Generator().manual_seed(4),
         )
         for _ in range(2)
     )
     np.testing.assert_array_equal(one, two)
     state = torch.get_rng_state()
-    round_tensor(x, "bf16", rounding=Rounding.STOCHASTIC, generator=torch.Generator())
+    round_tensor(
+        x, "bf16", rounding=RoundingMode.STOCHASTIC, generator=torch.Generator()
+    )
     torch.testing.assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
 
 
 def test_stochastic_oracle_takes_the_draw():
     fmt = FORMATS["fp4_e2m1"]
     got = [
-        round_scalar(1.125, fmt, rounding=Rounding.STOCHASTIC, draw=d)
+        round_scalar(1.125, fmt, rounding=RoundingMode.STOCHASTIC, draw=d)
         for d in (0.0, 0.24, 0.25, 0.9)
     ]
     assert got == [1.5, 1.5, 1.0, 1.0]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from roundoff.formats import FORMATS, Rounding, all_values, round_tensor
+from roundoff.formats import FORMATS, RoundingMode, all_values, round_tensor
 
 from .scalar import round_scalar
 
@@ -25,9 +25,9 @@ GFLOAT = {
     "fp4_e2m1": gfloat.formats.format_info_ocp_e2m1,
 }
 GFLOAT_MODES = {
-    Rounding.NEAREST_EVEN: gfloat.RoundMode.TiesToEven,
-    Rounding.NEAREST_AWAY: gfloat.RoundMode.TiesToAway,
-    Rounding.TOWARD_ZERO: gfloat.RoundMode.TowardZero,
+    RoundingMode.NEAREST_EVEN: gfloat.RoundMode.TiesToEven,
+    RoundingMode.NEAREST_AWAY: gfloat.RoundMode.TiesToAway,
+    RoundingMode.TOWARD_ZERO: gfloat.RoundMode.TowardZero,
 }
 ML_DTYPES = {
     "fp8_e4m3fn": ml_dtypes.float8_e4m3fn,
@@ -280,7 +280,7 @@ def test_hif8_against_a_search_among_the_published_values():
         else nearest_away(v, values)
         for v in x.tolist()
     ]
-    assert FORMATS["hif8"].rounding is Rounding.NEAREST_AWAY
+    assert FORMATS["hif8"].rounding is RoundingMode.NEAREST_AWAY
     assert_same(round_tensor(x, "hif8"), expected, x)
     assert_same(round_tensor(x.double(), "hif8"), expected, x)
     assert_same([round_scalar(v, FORMATS["hif8"]) for v in x.tolist()], expected, x)
@@ -330,7 +330,9 @@ def test_integers_are_numpy_rint_and_clip(name):
 
 
 @pytest.mark.parametrize("name", ["int4", "mxint8", "fp4_e2m1"])
-@pytest.mark.parametrize("rounding", [Rounding.NEAREST_AWAY, Rounding.TOWARD_ZERO])
+@pytest.mark.parametrize(
+    "rounding", [RoundingMode.NEAREST_AWAY, RoundingMode.TOWARD_ZERO]
+)
 def test_directed_integers_by_search(name, rounding):
     fmt = FORMATS[name]
     values = sorted(v for v in all_values(fmt) if v >= 0)
@@ -342,7 +344,7 @@ def test_directed_integers_by_search(name, rounding):
     ]
     expected = (
         [nearest_away(v, values) for v in x.tolist()]
-        if rounding is Rounding.NEAREST_AWAY
+        if rounding is RoundingMode.NEAREST_AWAY
         else lower
     )
     actual = [round_scalar(v, fmt, rounding=rounding) for v in x.tolist()]
@@ -360,7 +362,7 @@ def test_binary_is_the_sign_and_zero_is_plus():
 
 def test_toward_zero_never_overflows_and_inf_stays():
     x = torch.tensor([1e9, -1e9, math.inf, -math.inf])
-    away = {"rounding": Rounding.TOWARD_ZERO, "saturate": False}
+    away = {"rounding": RoundingMode.TOWARD_ZERO, "saturate": False}
     assert_same(round_tensor(x, "fp16", **away), [65504, -65504, math.inf, -math.inf])
     assert_same(round_tensor(x, "fp8_e4m3fn", **away), [448, -448, math.nan, math.nan])
     assert_same(

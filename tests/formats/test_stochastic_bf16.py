@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from roundoff.formats import FORMATS, Rounding, round_tensor
+from roundoff.formats import FORMATS, RoundingMode, round_tensor
 
 from .scalar import round_scalar
 
@@ -18,7 +18,7 @@ BF16 = FORMATS["bf16"]
 def rounded(x, seed=0, name="bf16"):
     generator = torch.Generator().manual_seed(seed)
     return round_tensor(
-        x, name, rounding=Rounding.STOCHASTIC, saturate=False, generator=generator
+        x, name, rounding=RoundingMode.STOCHASTIC, saturate=False, generator=generator
     )
 
 
@@ -32,17 +32,17 @@ def test_draw_for_draw_as_exact_arithmetic():
         0x7F7F0001,
     ]  # smallest, largest subnormal, around the largest
     x = torch.from_numpy(codes.view(np.int32)).view(torch.float32)
-    draws = torch.empty(1000, dtype=torch.int64).random_(
+    words = torch.empty(1000, dtype=torch.int64).random_(
         -(2**63), None, generator=torch.Generator().manual_seed(0)
     )
-    draws = draws.view(torch.int16).numpy().view(np.uint16)
+    draws = words.view(torch.int16).numpy().view(np.uint16)
     for value, draw, found in zip(
         x.tolist(), draws.tolist(), rounded(x).tolist(), strict=True
     ):
         expected = round_scalar(
             value,
             BF16,
-            rounding=Rounding.STOCHASTIC,
+            rounding=RoundingMode.STOCHASTIC,
             saturate=False,
             draw=(2**16 - 1 - draw) / 2**16,
         )
@@ -90,7 +90,7 @@ def test_specials_and_the_step_to_infinity():
     )  # 0xFFFF of 0x10000 on the way to Inf
     assert rounded(past).isinf().float().mean() > 0.99
     assert (
-        not round_tensor(past, "bf16", rounding=Rounding.STOCHASTIC, saturate=True)
+        not round_tensor(past, "bf16", rounding=RoundingMode.STOCHASTIC, saturate=True)
         .isinf()
         .any()
     )

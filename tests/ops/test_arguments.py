@@ -2,6 +2,7 @@
 
 import json
 import math
+from operator import attrgetter
 
 import pytest
 import torch
@@ -46,6 +47,8 @@ values = st.recursive(
 class Named(torch.Tensor):
     """A tensor that equals another of its number."""
 
+    number: int
+
     def __new__(cls, number):
         made = torch.Tensor._make_subclass(cls, torch.empty(0))
         made.number = number
@@ -71,7 +74,7 @@ def same(a, b):
 
 @given(st.lists(values).map(tuple), st.dictionaries(st.text(), values))
 def test_restore_undoes_describe(args, kwargs):
-    text = describe(args, kwargs, lambda t: t.number)
+    text = describe(args, kwargs, attrgetter("number"))
     json.loads(text, parse_constant=pytest.fail)  # strict JSON
     found = restore(text, Named)
     assert same(found[0], args)

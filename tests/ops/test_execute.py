@@ -247,6 +247,9 @@ def test_an_in_place_operator_writes_when_executed(seen):
     assert torch.equal(target, (before.to(BF16) + 0.25).float())
 
 
+OWNER = Net(w=torch.randn(4, 4))
+
+
 @pytest.mark.parametrize(
     ("fmt", "function", "reason"),
     [
@@ -273,9 +276,6 @@ def test_an_in_place_operator_writes_when_executed(seen):
 def test_which_operators_run_in_which_format(seen, fmt, function, reason):
     (call,) = seen(function, torch.randn(4, 4), owner=OWNER).calls
     assert runs(call, parse_format(fmt)) == reason
-
-
-OWNER = Net(w=torch.randn(4, 4))
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if FORMATS[f].execution])

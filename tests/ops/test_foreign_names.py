@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundoff.errors import PlanError
-from roundoff.ops import CONTRACTING
-from roundoff.ops.calls import watch
+from roundoff.ops.calls import Call, watch
 from roundoff.ops.foreign_names import forward_of, operator_names, rows, translate
 from roundoff.ops.foreign_names_table import SYSTEMS
+from roundoff.ops.table import CONTRACTING
 
 F = torch.nn.functional
 
@@ -92,7 +92,7 @@ class Names:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def call(self, call: object) -> object:
+    def call(self, call: Call) -> object:
         self.names.append(call.site.operator)
         return call.run()
 

@@ -91,19 +91,17 @@ def test_lstm_is_torchs_own_in_fp64_with_gradients(reverse, bias):
     out = out.flip(0) if reverse else out
     weights = list(lstm.parameters())
     fill = weights if bias else [*weights, *weights]
+    inputs = [x, *fill, h[0], c[0]]
     common = {"reverse": reverse, "mode": 2, "has_biases": bias, "batch_sizes": []}
     with torch.no_grad():
-        ours = stand_in.lstm(x, *fill, h[0], c[0], **common)
+        ours = stand_in.lstm(*inputs, **common)
     torch.testing.assert_close(ours[:3], [out, hy[0], cy[0]], **CLOSE)
     assert ours[3] is None
     grads = [torch.randn_like(t) for t in (out, hy, cy)]
     expected = torch.autograd.grad((out, hy, cy), (x, *weights, h, c), grads)
     with torch.no_grad():
         ours = stand_in.lstm_backward(
-            x,
-            *fill,
-            h[0],
-            c[0],
+            *inputs,
             grad_output=grads[0],
             grad_hy=grads[1][0],
             grad_cy=grads[2][0],

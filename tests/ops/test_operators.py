@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roundoff.ops import CONTRACTING, MATRIX_KINDS, operators_that
+from roundoff.ops import MATRIX_KINDS, operators_that
 from roundoff.ops.operators import Operator, einsum_axes
+from roundoff.ops.table import CONTRACTING
 from roundoff.plan.seconds import KINDS
 
 
@@ -44,8 +45,8 @@ from roundoff.plan.seconds import KINDS
         (F.gelu, "gelu", False),
         (torch._C._nn.silu_, "silu", True),
         (Tensor.requires_grad_, "requires_grad_", False),
-        (Tensor.T.__get__, "T", False),
-        (Tensor.shape.__get__, "shape", False),
+        (Tensor.T.__get__, "T", False),  # type: ignore[attr-defined]
+        (Tensor.shape.__get__, "shape", False),  # type: ignore[attr-defined]
     ],
 )
 def test_the_name_of_a_function_and_whether_it_writes(function, name, inplace):

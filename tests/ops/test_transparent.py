@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,7 +103,7 @@ def run(model, x, *, watched):
         output = model(x * 1.0)
     floats = [t for t in tree_leaves(output) if t.is_floating_point()]
     inputs = [x, *model.parameters()]
-    gradients = torch.autograd.grad(
+    gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
         [t.sin().sum() for t in floats], inputs, allow_unused=True
     )
     return [*tree_leaves(output), *(g for g in gradients if g is not None)]

@@ -87,7 +87,7 @@ def record(**changes: object) -> Record:
             "nested": {"a": True},
         },
     }
-    return Record(**{**given, **changes})  # type: ignore[arg-type]
+    return Record(**{**given, **changes})
 
 
 def test_a_record_is_read_back_as_it_was_written(tmp_path):
@@ -352,7 +352,7 @@ def test_tied_parameters_have_both_names_and_buffers_count_as_values():
     net[1].weight = net[0].weight
     assert fingerprint(net).shapes["1.weight"] == (3, 3)
     before = fingerprint(net, values=True)
-    net[2].running_mean += 1
+    net.get_buffer("2.running_mean").add_(1)
     after = fingerprint(net, values=True)
     assert before.hash == after.hash
     assert before.values != after.values

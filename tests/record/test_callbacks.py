@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from typing import Any
 
 import polars as pl
 import pytest
@@ -155,7 +156,7 @@ class TestTransformers:
     reason="lightning is not installed",
 )
 def test_lightning_itself(tmp_path):
-    lightning = importlib.import_module(
+    lightning: Any = importlib.import_module(
         "lightning.pytorch" if there("lightning") else "pytorch_lightning"
     )
 
@@ -192,7 +193,7 @@ def stand_in(monkeypatch):
     """A module with Lightning's name, whose callbacks are called in Lightning's order."""
     if there("lightning") or there("pytorch_lightning"):
         pytest.skip("the real one is tested")
-    module = types.ModuleType("lightning.pytorch")
+    module: Any = types.ModuleType("lightning.pytorch")
     module.Callback = type("Callback", (), {})
     monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", module)

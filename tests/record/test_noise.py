@@ -35,9 +35,9 @@ def neighbours(x):
         inf = torch.tensor(math.inf, dtype=x.dtype)
         return torch.nextafter(x, -inf), torch.nextafter(x, inf)
     array = x.contiguous().view(torch.int16).numpy().view(HALF[x.dtype])
-    inf = np.array(math.inf, dtype=HALF[x.dtype])
+    infinity = np.array(math.inf, dtype=HALF[x.dtype])
     with np.errstate(all="ignore"):
-        both = np.nextafter(array, -inf), np.nextafter(array, inf)
+        both = np.nextafter(array, -infinity), np.nextafter(array, infinity)
     return tuple(torch.from_numpy(b.view(np.int16).copy()).view(x.dtype) for b in both)
 
 

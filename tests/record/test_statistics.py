@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundoff.record.statistics import COLUMNS, SAMPLE, Statistics, in_memory_order
+from roundoff.record.samples import SAMPLE
+from roundoff.record.statistics import COLUMNS, Statistics, in_memory_order
 from roundoff.record.statistics_kernel import ROW, compiled
 
 FLOATS = [

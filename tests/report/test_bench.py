@@ -101,7 +101,7 @@ def test_the_answer_names_every_outcome():
     )
     assert said == (
         "fp16 ends worse than fp32, by more than 2 seeds explain. b ends better than fp32, by more than 2 seeds explain. "
-        "Whether a trains like fp32 is undecided with 2 seeds. c could not be trained. None is clearly faster than fp32. "
+        "2 seeds do not decide if a trains like fp32. c could not be trained. None is clearly faster than fp32. "
         "fp16 skipped 3 of 8 steps for overflow. Batch 1 of the workload holds NaN or Inf."
     )
 
@@ -138,7 +138,7 @@ def test_columns_that_fit(width):
 def test_the_text_says_what_could_have_been_seen():
     text = as_text(data())
     assert (
-        "loss +0.01 [-0.01, +0.03]: no difference seen: 0.2 of the spread between seeds (0.02 would have been"
+        "loss +0.01 [-0.01, +0.03]: no difference seen: 0.2 of the spread between seeds (0.02 would have shown"
         in text
     )
     assert "Weights: drawn anew. Memory is counted." in text

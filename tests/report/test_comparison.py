@@ -23,7 +23,7 @@ from roundoff.compare import (
     ValueSide,
     ValueSides,
 )
-from roundoff.compare.summary import Reason
+from roundoff.compare.summary import UnmeasuredCount
 from roundoff.errors import OutputError
 from roundoff.report import comparison_html
 from roundoff.report.comparison_answer import answer_comparison, coverage_sentence
@@ -242,7 +242,7 @@ def test_rounding_is_named_where_nothing_fails():
         )
     )
     assert (
-        "Most of what there is comes from the rounding of block.0/layer_norm (net.py:31) (40.0%) and head/mm (25.0%)."
+        "Most of the difference comes from the rounding of block.0/layer_norm (net.py:31) (40.0%) and head/mm (25.0%)."
         in said
     )
 
@@ -302,8 +302,8 @@ def test_coverage_counts_each_value_once():
         "damaged": 1,
     }
     reasons = [
-        Reason("sparse", 2),
-        Reason("the reference has no such call", 3),
+        UnmeasuredCount("sparse", 2),
+        UnmeasuredCount("the reference has no such call", 3),
     ]
     found = coverage_sentence(
         ComparisonCoverage(rows=15, status=status, measured=10, reasons=reasons)

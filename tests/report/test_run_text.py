@@ -15,11 +15,10 @@ from roundoff.report.run_text import histogram, print_show
 
 
 def text(function, data, width, **options):
-    console = Console(
-        width=width, file=io.StringIO(), highlight=False, force_terminal=False
-    )
+    file = io.StringIO()
+    console = Console(width=width, file=file, highlight=False, force_terminal=False)
     function(data, console, **options)
-    return console.file.getvalue()
+    return file.getvalue()
 
 
 def row(record, operator, low, high, inputs=(), **about):

@@ -14,10 +14,10 @@ from roundoff.report import (
     PlanSummary,
     RankingRow,
     VerificationSummary,
-    from_plain,
     strict,
 )
 from roundoff.report.answer import NO_SITES
+from roundoff.report.strict import from_plain
 from roundoff.report.text import print_plan, print_ranking, print_summary, print_verify
 
 KINDS = {
@@ -34,11 +34,10 @@ def as_record(function, data):
 
 
 def show(function, data, width, **options):
-    console = Console(
-        width=width, file=io.StringIO(), highlight=False, force_terminal=False
-    )
+    file = io.StringIO()
+    console = Console(width=width, file=file, highlight=False, force_terminal=False)
     function(as_record(function, data), console, **options)
-    return console.file.getvalue()
+    return file.getvalue()
 
 
 def words(text):

@@ -82,9 +82,9 @@ def watch(write):
         try:
             roundoff.watch(["train.py"], events.append, **options)
         finally:
-            run.rows = [event.to_dict() for event in events]
+            rows = [event.to_dict() for event in events]
         return {
-            kind: [row for row in run.rows if row["event"] == kind]
+            kind: [row for row in rows if row["event"] == kind]
             for kind in ("step", "not finite", "warning", "end")
         }
 
@@ -596,7 +596,7 @@ def test_the_docs_name_every_option_and_rule():
     )
     options = {
         p.name
-        for p in typer.main.get_command(app).commands["watch"].params
+        for p in typer.main.get_group(app).commands["watch"].params
         if p.name != "script"
     }
     assert {f"--{name.replace('_', '-')}" for name in options} <= set(

@@ -52,20 +52,22 @@ def command(
     seed: Annotated[int, typer.Option("--seed", help="Seed of --keep sample.")] = 0,
     eager: Annotated[
         bool,
-        typer.Option("--eager", help="Run what torch.compile compiled uncompiled."),
+        typer.Option(
+            "--eager", help="Run compiled code uncompiled, to see its operators."
+        ),
     ] = False,
     stop: Annotated[
         bool, typer.Option("--stop", help="End the script after the last of the steps.")
     ] = False,
     whole: Annotated[
-        bool, typer.Option("--whole", help="Take the whole script for one step.")
+        bool, typer.Option("--whole", help="Record the whole script as one step.")
     ] = False,
     noise: Annotated[
         int,
         typer.Option(
             "--noise",
             min=0,
-            help="Record so many times more with random last bits: OUTPUT.noise1, ...",
+            help="Record N more times with random last bits: OUTPUT.noise1, ...",
         ),
     ] = 0,
     repeats: Annotated[
@@ -73,7 +75,7 @@ def command(
         typer.Option(
             "--repeats",
             min=0,
-            help="Record so many times more, unchanged: OUTPUT.repeat1, ...",
+            help="Record N more times, unchanged: OUTPUT.repeat1, ...",
         ),
     ] = 0,
     overwrite: Annotated[

@@ -79,7 +79,7 @@ def command(
     margin: Annotated[
         float,
         typer.Option(
-            "--margin", min=0, help="Allow so many times what rounding explains."
+            "--margin", min=0, help="Allow this many times what rounding explains."
         ),
     ] = 1.0,
     rank: Annotated[int | None, typer.Option("--rank", help="Only this rank.")] = None,
@@ -98,10 +98,10 @@ def command(
     ] = None,
     json: o.Json = False,
 ) -> int:
-    """Compare two runs: where they part, which operator is at fault, what it looks like, and what to try.
+    """Compare two runs: find where they part, name the operator at fault, and say what to try.
 
-    The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input, damaged files among it. In place of the
-    two runs, the folder of a comparison that --save wrote is judged again without computing it again.
+    The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input or damaged files. Give the folder that
+    --save wrote in place of the two runs to judge that comparison again, without the runs.
     """
     if candidate is None:
         unused = {

@@ -37,7 +37,9 @@ Source = Annotated[
 ]
 Model = Annotated[
     Path | None,
-    typer.Option("--model", help="Workload whose model's layers or classes are meant."),
+    typer.Option(
+        "--model", help="A workload file: its model has the layers and classes."
+    ),
 ]
 
 

@@ -27,12 +27,14 @@ def command(
         typer.Option(
             "--target",
             "-t",
-            help="0.5%: at most so much less of the metric; 38dB: at least.",
+            help="0.5%: most the metric may lose; 38dB: least SQNR of the output.",
         ),
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", help="Instead, which site runs in which format."),
+        typer.Option(
+            "--plan", help="A plan to follow, in place of formats and target."
+        ),
     ] = None,
     weights_only: Annotated[
         str | None,
@@ -44,7 +46,9 @@ def command(
     group: Annotated[
         int | None,
         typer.Option(
-            "--group", min=1, help="Weights that share a scale, with --weights-only."
+            "--group",
+            min=1,
+            help="How many weights share a scale, with --weights-only.",
         ),
     ] = None,
     method: Annotated[
@@ -145,7 +149,7 @@ def command(
     pareto: Annotated[
         bool,
         typer.Option(
-            "--pareto/--no-pareto", help="Measure the usual formats alone beside it."
+            "--pareto/--no-pareto", help="Also measure each usual format alone."
         ),
     ] = True,
     onnx: Annotated[

@@ -31,7 +31,7 @@ def command(
         typer.Option(
             "--explain",
             min=0,
-            help="Run so many of the bad steps once more, to find the operator.",
+            help="Run the first N bad steps once more, to find the operator.",
         ),
     ] = 3,
     lines: Annotated[
@@ -53,7 +53,7 @@ def command(
         ),
     ] = False,
 ) -> int:
-    """Run a training script unchanged, and say what its loss, loss scale and gradients do, and why steps are skipped.
+    """Run a training script unchanged, and report its loss, loss scale and gradients, and why steps are skipped.
 
     The script's own output stays on standard output, ours goes to standard error (with --json the other way round). The exit
     code is 1 where skips or NaN ended the training or the loss scale collapsed, 0 otherwise, 2 for a script that failed.

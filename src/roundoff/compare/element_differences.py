@@ -112,13 +112,13 @@ def element_differences(
         return NotCompared(reason or "")
     if not r.numel():
         return NotCompared("empty")
-    search = _Search(r, c, limit)
+    search = _ElementSearch(r, c, limit)
     for start in range(0, r.numel(), _CHUNK):
         search.add_chunk(start)
     return search.result()
 
 
-class _Search:
+class _ElementSearch:
     """Goes through two tensors chunk by chunk, and keeps what is to be shown."""
 
     def __init__(self, reference: Tensor, candidate: Tensor, limit: int) -> None:

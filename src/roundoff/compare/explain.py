@@ -16,7 +16,7 @@ from roundoff.record import StepTensors
 
 
 @dataclass(slots=True)
-class Memory:
+class EarlierSteps:
     """What the earlier steps of a rank leave to later ones; written step by step."""
 
     #: By name of a parameter or buffer: its error, and True where a fault made it.
@@ -121,7 +121,7 @@ def explain(sides: Sides, divergence: Divergence, finding: Finding) -> Explanati
 
 
 def explain_unwritten(
-    memory: Memory, row: RecordedRow, explanation: Explanation
+    memory: EarlierSteps, row: RecordedRow, explanation: Explanation
 ) -> Explanation:
     """Blame the step before, where its write to this tensor is in the reference only."""
     missing = None if row.is_call else memory.unwritten.get(row.name or "")

@@ -18,7 +18,7 @@ from roundoff.compare.distance import (
     largest_difference,
 )
 from roundoff.compare.exact import Array
-from roundoff.compare.explain import Memory, RecordedStep, Sides
+from roundoff.compare.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.recorded_rows import rows_of
 from roundoff.compare.rounding_bound import MARGIN, unit
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
@@ -113,7 +113,7 @@ class _RankComparison:
         self._tensors = settings.tensors and all(
             run.about.keep in ("tensors", None) for run in (reference, candidate)
         )
-        self._memory = Memory()
+        self._memory = EarlierSteps()
         self.damage: list[str] = []
 
     def compare(self, step: int, agreeing: pl.DataFrame | None) -> pl.DataFrame:

@@ -13,7 +13,7 @@ from roundoff.record import Run, site_name
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """One value that a run recorded: the columns of ``Record`` that a comparison reads.
+    """One recorded value: the columns of ``TensorRecord`` that a comparison reads.
 
     And its ``site``. None stands for what the recording does not say. A ``call`` below 0
     marks a value that was there before anything ran: a parameter, a buffer, an input.

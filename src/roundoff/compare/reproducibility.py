@@ -155,7 +155,7 @@ def _differing_places(reference: Run, repeat: Run, pairs: pl.DataFrame) -> list[
             pl.col(name).eq_missing(pl.col(f"{name}_other")) for name in _STATISTICS
         )
     ).to_series()
-    search = _Search(reference, repeat)
+    search = _FirstDifference(reference, repeat)
     differing: list[int] = []
     couples = pairs.iter_rows(named=True)
     for place, (same, row) in enumerate(zip(same_statistics, couples, strict=True)):
@@ -168,7 +168,7 @@ def _differing_places(reference: Run, repeat: Run, pairs: pl.DataFrame) -> list[
     return [p for p in differing if calls[p] != -1 or steps[p] <= first]
 
 
-class _Search:
+class _FirstDifference:
     """Goes through the paired rows of a run and its repeat, in order of execution."""
 
     def __init__(self, reference: Run, repeat: Run) -> None:

@@ -13,7 +13,7 @@ from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.distance import Distances, of_statistics
 from roundoff.compare.divergence import Divergence
 from roundoff.compare.explain import (
-    Memory,
+    EarlierSteps,
     RecordedStep,
     Sides,
     explain,
@@ -68,7 +68,7 @@ class NoiseFloors:
 
 def compare_step(
     sides: Sides,
-    memory: Memory,
+    memory: EarlierSteps,
     *,
     modules: Mapping[str, str],
     floors: NoiseFloors | None = None,
@@ -115,7 +115,7 @@ class _Measures:
         self,
         sides: Sides,
         pairs: Sequence[Pair],
-        memory: Memory,
+        memory: EarlierSteps,
         floors: NoiseFloors,
     ) -> None:
         self._reference = sides.reference.rows
@@ -282,7 +282,9 @@ def _maker(rows: Rows, row: RecordedRow) -> RecordedRow:
     return row
 
 
-def _remember(memory: Memory, rows: Rows, findings: Mapping[int, Finding]) -> None:
+def _remember(
+    memory: EarlierSteps, rows: Rows, findings: Mapping[int, Finding]
+) -> None:
     """Leave the errors of this step to later ones."""
     for record, finding in findings.items():
         error = finding.error or 0.0
@@ -294,7 +296,9 @@ def _remember(memory: Memory, rows: Rows, findings: Mapping[int, Finding]) -> No
             memory.names[name] = (error, parted)
 
 
-def _remember_unwritten(memory: Memory, rows: Rows, pairs: Sequence[Pair]) -> None:
+def _remember_unwritten(
+    memory: EarlierSteps, rows: Rows, pairs: Sequence[Pair]
+) -> None:
     """Leave the last writes of the reference that the candidate lacks to later steps."""
     lonely = {pair.reference for pair in pairs if pair.status == REFERENCE_ONLY}
     for name, row in last_named(rows).items():
@@ -312,7 +316,7 @@ def _finding_columns(finding: Finding) -> dict[str, Any]:
 
 
 def _explanation_columns(
-    sides: Sides, divergence: Divergence, finding: Finding, memory: Memory
+    sides: Sides, divergence: Divergence, finding: Finding, memory: EarlierSteps
 ) -> dict[str, Any]:
     """Where the error comes from: nothing for a row that rounding explains."""
     if finding.cause == OWN:

@@ -63,7 +63,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class UnmeasuredCount:
     """How many values could not be measured for one reason."""
 
     reason: str
@@ -80,7 +80,7 @@ class ComparisonCoverage:
     measured: int = 0
     equal: int = 0
     #: Why the others were not measured, the commonest first.
-    reasons: Sequence[Reason] = ()
+    reasons: Sequence[UnmeasuredCount] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ def coverage_of(table: pl.DataFrame) -> ComparisonCoverage:
         status=dict(table.group_by("status").len().iter_rows()),
         measured=table.height - unmeasured.height,
         equal=int(table["equal"].sum() or 0),
-        reasons=[Reason(why, count) for why, count in reasons.iter_rows()],
+        reasons=[UnmeasuredCount(why, count) for why, count in reasons.iter_rows()],
     )
 
 

@@ -10,7 +10,6 @@ from .delivery.amct_config import with_config as with_config
 from .delivery.choose import Chosen as Chosen
 from .delivery.choose import Progress as Progress
 from .delivery.choose import choose as choose
-from .delivery.files import FILES as FILES
 from .delivery.files import Folder as Folder
 from .delivery.files import check_free as check_free
 from .delivery.files import replaced_folder as replaced_folder
@@ -18,7 +17,7 @@ from .delivery.judge import Judge as Judge
 from .delivery.judge import calibration as calibration
 from .delivery.model_file import load_model as load_model
 from .delivery.model_file import save_model as save_model
-from .delivery.outcome import Outcome as Outcome
+from .delivery.outcome import QuantizationResult as QuantizationResult
 from .delivery.prune import Pruned as Pruned
 from .delivery.prune import lost_zeros as lost_zeros
 from .delivery.prune import nothing_pruned as nothing_pruned
@@ -30,8 +29,8 @@ from .delivery.records import FileRow as FileRow
 from .delivery.records import NotPruned as NotPruned
 from .delivery.records import ProvedSiteRow as ProvedSiteRow
 from .delivery.records import PruningCost as PruningCost
+from .delivery.records import QuantizedSiteRow as QuantizedSiteRow
 from .delivery.records import Result as Result
-from .delivery.records import SiteRow as SiteRow
 from .delivery.records import Summary as Summary
 from .delivery.records import TradeoffRow as TradeoffRow
 from .delivery.records import TrialRow as TrialRow

@@ -7,8 +7,6 @@ from .affine import mean_magnitude as mean_magnitude
 from .affine import quantize as quantize
 from .block import block_scale as block_scale
 from .codes import all_values as all_values
-from .codes import decode as decode
-from .codes import encode as encode
 from .granularity import Granularity as Granularity
 from .granularity import PerAxis as PerAxis
 from .granularity import PerBlock as PerBlock
@@ -17,7 +15,6 @@ from .granularity import PerTensor as PerTensor
 from .granularity import PerToken as PerToken
 from .limits import LARGEST as LARGEST
 from .limits import limits as limits
-from .named import ALIASES as ALIASES
 from .named import FORMATS as FORMATS
 from .named import integer as integer
 from .named import parse_format as parse_format
@@ -27,6 +24,5 @@ from .rounding import working_dtype as working_dtype
 from .types import BlockFormat as BlockFormat
 from .types import Execution as Execution
 from .types import Format as Format
-from .types import Layout as Layout
-from .types import Rounding as Rounding
+from .types import RoundingMode as RoundingMode
 from .types import ScaleRule as ScaleRule

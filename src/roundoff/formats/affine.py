@@ -21,7 +21,7 @@ from roundoff.formats.rounding import (
     to_integer,
     working_dtype,
 )
-from roundoff.formats.types import BlockFormat, Format, Rounding
+from roundoff.formats.types import BlockFormat, Format, RoundingMode
 
 __all__ = ["QParams", "choose_qparams", "dequantize", "fake_quantize", "quantize"]
 
@@ -160,7 +160,7 @@ def fake_quantize(
     qparams: QParams,
     fmt: Format,
     *,
-    rounding: Rounding | None = None,
+    rounding: RoundingMode | None = None,
     saturate: bool | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from roundoff.formats.affine import extremes
 from roundoff.formats.granularity import PerGroup
 from roundoff.formats.rounding import round_values, working_dtype
-from roundoff.formats.types import BlockFormat, Rounding, ScaleRule
+from roundoff.formats.types import BlockFormat, RoundingMode, ScaleRule
 
 __all__ = ["block_scale", "round_blocks"]
 
@@ -23,7 +23,7 @@ def round_blocks(
     x: Tensor,
     fmt: BlockFormat,
     axis: int,
-    rounding: Rounding,
+    rounding: RoundingMode,
     generator: torch.Generator | None,
 ) -> Tensor:
     """``x`` rounded to ``fmt`` with blocks along ``axis``, in x's shape and dtype. Elements saturate."""
@@ -60,7 +60,7 @@ def block_scale(amax: Tensor, fmt: BlockFormat) -> Tensor:
         block = round_values(
             amax / fmt.max_finite / tensor_scale,
             scale_format,
-            Rounding.NEAREST_EVEN,
+            RoundingMode.NEAREST_EVEN,
             True,
         )
         return block.mul_(tensor_scale)

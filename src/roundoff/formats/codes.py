@@ -8,7 +8,7 @@ from functools import lru_cache
 from roundoff.errors import FormatError
 from roundoff.formats.types import Format, Layout
 
-__all__ = ["all_values", "decode", "encode"]
+__all__ = ["all_values", "decode"]
 
 #: HiFloat8's prefix codes: dot bits, then the width of the exponent field.
 _DOTS = (("11", 4), ("10", 3), ("01", 2), ("001", 1), ("0001", 0))
@@ -91,81 +91,6 @@ def _hif8(code: int) -> float:
                 exponent = -exponent
             return math.ldexp(int("1" + fraction, 2), exponent - len(fraction))
     return math.ldexp(1.0, code - 23) if code else 0.0
-
-
-def encode(value: float, fmt: Format) -> int:
-    """The code of a value of ``fmt``; NaN gives ``fmt.nan_code``; -0 without -0 gives the code of 0.
-
-    Raises:
-        FormatError: ``value`` is not a value of the format (round it first), NaN or Inf included.
-
-    Example:
-        >>> from roundoff.formats import parse_format
-        >>> hex(encode(1.5, parse_format("bf16"))), encode(-1.0, parse_format("int8"))
-        ('0x3fc0', 255)
-    """
-    code = _encode(value, fmt)
-    if code is None:
-        raise FormatError(
-            f"{value!r} is not a value of {fmt.name}",
-            expected="a value of the format",
-            got=repr(value),
-            do="round it first, with round_tensor",
-        )
-    return code
-
-
-def _encode(value: float, fmt: Format) -> int | None:
-    if math.isnan(value):
-        return fmt.nan_code
-    if value == 0:
-        return _zero_code(value, fmt)
-    if math.isinf(value):
-        if not fmt.has_inf:
-            return None
-        # the code after the largest finite value
-        return encode(math.copysign(fmt.max_finite, value), fmt) + 1
-    if not fmt.min_finite <= value <= fmt.max_finite:
-        return None
-    if fmt.layout is Layout.HIF8:
-        return _hif8_codes().get(value)
-    if fmt.layout is Layout.TWOS_COMPLEMENT:
-        integer = _whole(math.ldexp(value, -fmt.quantum_exponent(fmt.emin)))
-        return None if integer is None else integer % (1 << fmt.width)
-    return _sign_magnitude_code(value, fmt)
-
-
-def _zero_code(zero: float, fmt: Format) -> int | None:
-    if not fmt.has_zero:
-        return None
-    negative = math.copysign(1.0, zero) < 0 and fmt.has_negative_zero
-    return 1 << (fmt.width - 1) if negative else 0
-
-
-def _sign_magnitude_code(value: float, fmt: Format) -> int | None:
-    exponent = math.frexp(value)[1] - 1
-    if exponent < fmt.emin and not fmt.has_subnormals:
-        return None
-    significand = _whole(math.ldexp(value, -fmt.quantum_exponent(exponent)))
-    if significand is None:
-        return None
-    # A normal significand carries the implicit 1, which adds one to the exponent field.
-    field = max(exponent - fmt.emin, 0) - (not fmt.has_subnormals)
-    sign = 1 << (fmt.width - 1) if value < 0 else 0
-    return sign | ((field << fmt.fraction_bits) + abs(significand))
-
-
-def _whole(value: float) -> int | None:
-    """``value`` as an integer, None where it is no whole number."""
-    return int(value) if value == int(value) else None
-
-
-@lru_cache(maxsize=1)
-def _hif8_codes() -> dict[float, int]:
-    magnitudes = {_hif8(code): code for code in range(128)}
-    return magnitudes | {
-        -value: code | 0x80 for value, code in magnitudes.items() if value
-    }
 
 
 @lru_cache(maxsize=64)

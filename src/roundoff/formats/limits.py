@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from roundoff.errors import FormatError
 from roundoff.formats.named import FORMATS, parse_format
-from roundoff.formats.types import BlockFormat, Format, Rounding
+from roundoff.formats.types import BlockFormat, Format, RoundingMode
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def limits(fmt: str | Format) -> Limits:
             expected=f"a floating-point format, such as {examples}",
             got=fmt.name,
         )
-    away = fmt.rounding is Rounding.NEAREST_AWAY
+    away = fmt.rounding is RoundingMode.NEAREST_AWAY
     step = math.ldexp(1.0, fmt.quantum_exponent(fmt.emax))
     last_is_odd = (fmt.max_finite / step) % 2 == 1
     smallest = fmt.smallest_subnormal or fmt.smallest_normal

@@ -18,7 +18,7 @@ import re
 from dataclasses import replace
 
 from roundoff.errors import FormatError, did_you_mean, nearest
-from roundoff.formats.types import BlockFormat, Execution, Format, Layout, Rounding
+from roundoff.formats.types import BlockFormat, Execution, Format, Layout, RoundingMode
 
 __all__ = ["ALIASES", "FORMATS", "parse_format"]
 
@@ -207,7 +207,7 @@ _HIF8 = Format(
     has_inf=True,
     nan_code=0x80,
     saturate=False,
-    rounding=Rounding.NEAREST_AWAY,
+    rounding=RoundingMode.NEAREST_AWAY,
     scale_target=15.0,
     execution=_SCALED,
 )

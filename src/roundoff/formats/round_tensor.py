@@ -13,7 +13,7 @@ from roundoff.formats.block import round_blocks
 from roundoff.formats.granularity import Granularity, PerGroup
 from roundoff.formats.named import parse_format
 from roundoff.formats.rounding import cast, check_floating
-from roundoff.formats.types import BlockFormat, Format, Rounding, ScaleRule
+from roundoff.formats.types import BlockFormat, Format, RoundingMode, ScaleRule
 
 __all__ = ["round_tensor"]
 
@@ -23,7 +23,7 @@ def round_tensor(
     fmt: Format | str,
     *,
     granularity: Granularity | None = None,
-    rounding: Rounding | None = None,
+    rounding: RoundingMode | None = None,
     scale: Tensor | float | None = None,
     zero_point: Tensor | float | None = None,
     generator: torch.Generator | None = None,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roundoff.errors import FormatError
 from roundoff.formats.named import FORMATS
-from roundoff.formats.types import Format, Rounding
+from roundoff.formats.types import Format, RoundingMode
 
 __all__ = ["cast", "check_floating", "round_values", "to_integer", "working_dtype"]
 
@@ -52,7 +52,7 @@ def working_dtype(x: Tensor) -> torch.dtype:
 def cast(
     x: Tensor,
     fmt: Format,
-    rounding: Rounding,
+    rounding: RoundingMode,
     saturate: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
@@ -60,12 +60,12 @@ def cast(
     x = x.detach()
     if _holds(fmt, x.dtype):
         return x if not saturate else _clip(x)
-    if rounding is Rounding.NEAREST_EVEN:
+    if rounding is RoundingMode.NEAREST_EVEN:
         dtype = _cast_dtype(fmt, x, saturate)
         if dtype is not None:
             return x.to(dtype).to(x.dtype)
     fp32_to_bf16 = fmt == FORMATS["bf16"] and x.dtype == torch.float32
-    if rounding is Rounding.STOCHASTIC and not saturate and fp32_to_bf16:
+    if rounding is RoundingMode.STOCHASTIC and not saturate and fp32_to_bf16:
         return _stochastic_bf16(x, generator)
     rounded = round_values(x.to(working_dtype(x)), fmt, rounding, saturate, generator)
     if not fmt.has_negative_zero:
@@ -142,7 +142,7 @@ def _fate(value: float) -> str:
 def round_values(
     x: Tensor,
     fmt: Format,
-    rounding: Rounding,
+    rounding: RoundingMode,
     saturate: bool,
     generator: torch.Generator | None = None,
     out: Tensor | None = None,
@@ -172,10 +172,12 @@ def round_values(
     return rounded
 
 
-def _overflowed(x: Tensor, rounded: Tensor, fmt: Format, rounding: Rounding) -> Tensor:
+def _overflowed(
+    x: Tensor, rounded: Tensor, fmt: Format, rounding: RoundingMode
+) -> Tensor:
     """``rounded`` with Inf, or NaN without Inf, where ``x`` is out of range."""
     lowest = min(fmt.min_finite, 0.0)
-    if rounding is Rounding.TOWARD_ZERO:
+    if rounding is RoundingMode.TOWARD_ZERO:
         rounded = torch.where(x.isinf(), x, rounded.clamp(lowest, fmt.max_finite))
     if _may_exceed(rounded, lowest, fmt.max_finite):
         beyond = math.inf if fmt.has_inf else math.nan
@@ -234,18 +236,18 @@ def _quanta(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def to_integer(
     significand: Tensor,
-    rounding: Rounding,
+    rounding: RoundingMode,
     generator: torch.Generator | None,
     out: Tensor | None,
 ) -> Tensor:
     """``significand`` rounded to integers; Inf and NaN stay."""
-    if rounding is Rounding.NEAREST_EVEN:
+    if rounding is RoundingMode.NEAREST_EVEN:
         return torch.round(significand, out=out)
     # On magnitudes, since torch's floor is vectorised on the CPU and its trunc is not.
     magnitude = significand.abs()
-    if rounding is Rounding.TOWARD_ZERO:
+    if rounding is RoundingMode.TOWARD_ZERO:
         magnitude.floor_()
-    elif rounding is Rounding.NEAREST_AWAY:
+    elif rounding is RoundingMode.NEAREST_AWAY:
         # The number below a half: a half itself would round the sum up to 1 from just below a half.
         below_half = 0.5 - torch.finfo(magnitude.dtype).eps / 4
         magnitude.add_(below_half).floor_()

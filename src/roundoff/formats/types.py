@@ -21,10 +21,10 @@ from roundoff.errors import FormatError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BlockFormat", "Execution", "Format", "Layout", "Rounding", "ScaleRule"]
+__all__ = ["BlockFormat", "Execution", "Format", "Layout", "RoundingMode", "ScaleRule"]
 
 
-class Rounding(Enum):
+class RoundingMode(Enum):
     """How a number between two neighbouring values is rounded."""
 
     #: to the nearer one; a tie to the one whose significand ``v / quantum`` is even (IEEE 754 roundTiesToEven).
@@ -107,11 +107,11 @@ class Format:
     #: nonzero values below ``2**emin`` exist
     has_subnormals: bool = True
     has_inf: bool = False
-    #: the code that ``encode`` writes for NaN; ``None``: the format has no NaN
+    #: the code of NaN; ``None``: the format has no NaN
     nan_code: int | None = None
     #: default where the range is exceeded: True gives the nearest finite value, False gives Inf, or NaN without Inf
     saturate: bool = True
-    rounding: Rounding = Rounding.NEAREST_EVEN
+    rounding: RoundingMode = RoundingMode.NEAREST_EVEN
     #: what the largest magnitude is scaled to when a scale is chosen; ``None``: ``max_finite``
     scale_target: float | None = None
     #: what a scale is chosen from: the largest magnitude (amax), or the mean magnitude

@@ -45,11 +45,8 @@ from .rerun import outside_of_modes as outside_of_modes
 from .rerun import run_again as run_again
 from .rerun import tensors_made as tensors_made
 from .sizes import sizes as sizes
-from .table import CONTRACTING as CONTRACTING
 from .table import MATRIX_KINDS as MATRIX_KINDS
 from .table import MULTIPLYING_KINDS as MULTIPLYING_KINDS
-from .table import Trait as Trait
 from .table import base as base
 from .table import facts as facts
-from .table import operators_of as operators_of
 from .table import operators_that as operators_that

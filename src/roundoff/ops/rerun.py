@@ -85,7 +85,7 @@ def run_again(
     """
     if not isinstance(func, OpOverload):
         return Reason("not an operator with a schema")
-    target = _Target(dtype, None if device is None else torch.device(device))
+    target = _Destination(dtype, None if device is None else torch.device(device))
     with outside_of_modes(func):
         before = None if _native(func) else _random_state()
         try:
@@ -121,7 +121,7 @@ def tensors_made(
 
 
 @dataclass(frozen=True)
-class _Target:
+class _Destination:
     """Where a call is run again; ``widen``: integers take the format too."""
 
     dtype: torch.dtype | None
@@ -170,7 +170,7 @@ class _Once:
     changed: bool
     tensors: list[Tensor]
 
-    def narrower(self, target: _Target) -> list[Tensor]:
+    def narrower(self, target: _Destination) -> list[Tensor]:
         """The results in a format that does not hold the target's values."""
         return [t for t in self.results if t is not None and target.is_narrower(t)]
 
@@ -181,7 +181,7 @@ class _Once:
         return not self.changed and any(tensor.dim() for tensor in floating)
 
 
-def _run(call: _BoundCall, target: _Target) -> list[Result]:
+def _run(call: _BoundCall, target: _Destination) -> list[Result]:
     first = _once(call, target)
     if target.dtype is None:
         return first.results
@@ -200,7 +200,7 @@ def _run(call: _BoundCall, target: _Target) -> list[Result]:
     return results
 
 
-def _once(call: _BoundCall, target: _Target) -> _Once:
+def _once(call: _BoundCall, target: _Destination) -> _Once:
     """Run a call once on copies."""
     copy = _Copies(target)
     func = call.func
@@ -243,7 +243,7 @@ class _Copies:
         tensors: the tensors given.
     """
 
-    def __init__(self, target: _Target) -> None:
+    def __init__(self, target: _Destination) -> None:
         self.target = target
         self.changed = False
         self.moved = False
@@ -339,7 +339,7 @@ def _tensors(value: Any) -> list[Result]:
     return tensors
 
 
-def _failure(error: Exception, target: _Target) -> Reason:
+def _failure(error: Exception, target: _Destination) -> Reason:
     first_line = next(iter(str(error).strip().splitlines()), "")
     text = f"cannot run in {target}: {type(error).__name__}: {first_line}"
     return Reason(text[:300])

@@ -615,7 +615,6 @@ class OperatorFacts:
         name: of a site or a kernel.
         kind: linear, matmul, conv, attention, rnn, embedding, normalization, softmax, reduction or
             elementwise.
-        traits: all that hold of it.
         operands: of a contracting operator, which tensors it contracts and along which axes; empty
             where every floating-point tensor is an operand.
         arguments: the names of its first arguments, where rooms ask for them.
@@ -630,7 +629,6 @@ class OperatorFacts:
 
     name: str
     kind: Kind
-    traits: frozenset[Trait]
     operands: tuple[OperandSpec, ...]
     arguments: tuple[str, ...]
     multiplies: bool
@@ -644,19 +642,15 @@ class OperatorFacts:
 
 @functools.cache
 def facts(name: str) -> OperatorFacts:
-    """Return what is known of an operator; one that the table lacks is elementwise, without traits.
+    """Return what is known of an operator; one that the table lacks is elementwise.
 
     >>> facts("mm").kind, facts("mm").multiplies, facts("sqrt").domain
     ('matmul', True, '[0, Inf)')
-    >>> sorted(facts("view").traits)[:3]
-    ['add no error', 'change no value', 'hand on in order']
     """
     spec = CONTRACTING.get(name)
-    every: tuple[Trait, ...] = (*_TRAITS, *_UNIONS)
     return OperatorFacts(
         name=name,
         kind=_kind(name),
-        traits=frozenset(trait for trait in every if name in operators_that(trait)),
         operands=() if spec is None else spec.operands,
         arguments=tuple(_ARGUMENTS.get(name, "").split()),
         multiplies=name in operators_that("multiply"),

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-__all__ = ["Limit", "Link", "Outcome", "Program", "minimise", "total"]
+__all__ = ["Limit", "Link", "MilpResult", "Program", "minimise", "total"]
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -85,7 +85,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MilpResult:
     """Result of :func:`minimise`: the columns (``None``: nothing found), and a proven lower bound
     of the objective.
 
@@ -113,7 +113,7 @@ def minimise(
     incumbent: Bools | None = None,
     relative_gap: float = 1e-6,
     deadline: float = math.inf,
-) -> Outcome:
+) -> MilpResult:
     """Choose one column of each group with the least objective among those that meet all limits.
 
     Args:
@@ -135,7 +135,7 @@ def minimise(
     scale = value if best is not None else math.fsum(finite)
     while True:
         if value == 0.0:
-            return Outcome(best, 0.0, True)
+            return MilpResult(best, 0.0, True)
         answer = _search(program, objective, scale, limits, relative_gap, deadline)
         if answer.columns is not None:
             reached = total(objective, answer.columns)
@@ -148,7 +148,7 @@ def minimise(
                 continue
         # Columns dearer than the scale were left out, which is right only below it: the bound can't
         # pass the value.
-        return Outcome(best, min(answer.bound, value), answer.complete)
+        return MilpResult(best, min(answer.bound, value), answer.complete)
 
 
 def _search(
@@ -158,33 +158,33 @@ def _search(
     limits: Sequence[Limit],
     relative_gap: float,
     deadline: float,
-) -> Outcome:
+) -> MilpResult:
     """Call HiGHS until its answer meets the limits in float64. The bound is ``inf`` if nothing
     meets them."""
     allowed = _allowed(program, [Limit(objective, scale), *limits])
     open_groups = program.groups[allowed[: len(program.groups)]]
     if set(open_groups) != set(program.groups):
-        return Outcome(None, math.inf, True)
+        return MilpResult(None, math.inf, True)
     feasible = _Feasible(program, limits, allowed)
     costs = np.where(allowed, objective, 0.0) / (scale or 1.0) * SCALE
     bound = 0.0
     for _ in range(ATTEMPTS):
         left = deadline - time.monotonic()
         if left <= 0:
-            return Outcome(None, bound, False)
+            return MilpResult(None, bound, False)
         complete = feasible.complete
         result = feasible.minimise(costs, relative_gap, left)
         if complete and result.mip_dual_bound is not None:
             bound = max(bound, float(result.mip_dual_bound) * scale / SCALE)
         if result.status == INFEASIBLE:
-            return Outcome(None, math.inf if complete else bound, complete)
+            return MilpResult(None, math.inf if complete else bound, complete)
         if result.x is None:
-            return Outcome(None, bound, False)
+            return MilpResult(None, bound, False)
         columns = feasible.columns(result.x)
         if feasible.admits(columns):
-            return Outcome(columns, bound, complete and result.status == 0)
+            return MilpResult(columns, bound, complete and result.status == 0)
         feasible.exclude(columns)
-    return Outcome(None, bound, False)
+    return MilpResult(None, bound, False)
 
 
 class _Feasible:

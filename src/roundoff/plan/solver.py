@@ -11,7 +11,7 @@ import numpy as np
 
 from roundoff.errors import InfeasibleError, PlanError
 from roundoff.plan.knapsack import Choice, Decision, Edge, Knapsack
-from roundoff.plan.milp import Bools, Floats, Limit, Outcome, minimise, total
+from roundoff.plan.milp import Bools, Floats, Limit, MilpResult, minimise, total
 
 __all__ = ["Choice", "Decision", "Edge", "Solution", "solve"]
 
@@ -147,7 +147,7 @@ class _Question:
         """The limit, and no overflow: that forbids a choice whatever is minimised."""
         return [self.limit, Limit(self.table.noise, math.inf)]
 
-    def least_of_bounded(self, relative_gap: float, deadline: float) -> Outcome:
+    def least_of_bounded(self, relative_gap: float, deadline: float) -> MilpResult:
         return minimise(
             self.table.program,
             self.limit.coefficients,
@@ -156,12 +156,14 @@ class _Question:
             deadline=deadline,
         )
 
-    def best(self, least: Outcome, relative_gap: float, deadline: float) -> Outcome:
+    def best(
+        self, least: MilpResult, relative_gap: float, deadline: float
+    ) -> MilpResult:
         """The answer, from the plan with the least of the bounded quantity on."""
         # Closer to the bound than the solver's own tolerances, the answer is still open.
         surely_above = least.bound > self.limit.bound * (1.0 + 1e-6)
         if least.complete and surely_above:
-            return Outcome(None, math.inf, True)
+            return MilpResult(None, math.inf, True)
         incumbent = least.columns
         if incumbent is not None:
             reached = total(self.limit.coefficients, incumbent)
@@ -177,7 +179,7 @@ class _Question:
 
     def least_among_ties(
         self, columns: Bools, value: float, relative_gap: float, deadline: float
-    ) -> Outcome:
+    ) -> MilpResult:
         """The least of the bounded quantity among plans as good as ``columns``."""
         return minimise(
             self.table.program,
@@ -194,7 +196,7 @@ class _Question:
 
 
 def _infeasible(
-    question: _Question, least: Outcome, deadline: float
+    question: _Question, least: MilpResult, deadline: float
 ) -> InfeasibleError:
     """The error for an unreachable bound: what is reachable, and which pins are to blame."""
     reachable = math.inf

@@ -152,7 +152,7 @@ def reach(
             expected="1 or more",
             got=str(evaluations),
         )
-    wanted = _Target.parse(target, workload)
+    wanted = _RequestedQuality.parse(target, workload)
     judge = _Judge(workload)
     pins = dict(pin or {}) | dict.fromkeys(skip, "fp32")
     sample = _budget_workload(workload, judge, wanted)
@@ -161,7 +161,7 @@ def reach(
         db, note = drop_to_db(problem.budget.about.metric, wanted.drop)
         wanted = replace(wanted, db=db, note=note)
 
-    search = _Search(problem, wanted)
+    search = _PlanSearch(problem, wanted)
     for number in range(evaluations):
         if progress is not None:
             progress("quantize", number, evaluations)
@@ -195,7 +195,7 @@ def reach(
 
 
 @dataclass(frozen=True)
-class _Target:
+class _RequestedQuality:
     """What was asked for: a drop of the metric, or an SQNR of the output in dB.
 
     ``db`` of a drop is known once the budget is measured, and ``note`` says from what.
@@ -207,7 +207,7 @@ class _Target:
     note: str = ""
 
     @classmethod
-    def parse(cls, target: str | float, workload: Workload) -> _Target:
+    def parse(cls, target: str | float, workload: Workload) -> _RequestedQuality:
         text = str(target)
         if not _is_drop(target):
             return cls(text, None, parse_target(target))
@@ -245,7 +245,7 @@ class _Judge:
         plan: Plan,
         chosen: Mapping[str, str],
         problem: Problem,
-        target: _Target,
+        target: _RequestedQuality,
     ) -> PlanTrial:
         """Measure a quantized model."""
         outputs = self._run(model)
@@ -269,13 +269,13 @@ def _tensors(outputs: Sequence[Any]) -> list[dict[str, Tensor]]:
     return [named_tensors(output) for output in outputs]
 
 
-class _Search:
+class _PlanSearch:
     """Which plans were tried, and between which bounds of the prediction the answer lies.
 
     ``gain`` is how far the measured SQNR was above the budget's prediction.
     """
 
-    def __init__(self, problem: Problem, target: _Target) -> None:
+    def __init__(self, problem: Problem, target: _RequestedQuality) -> None:
         self.problem = problem
         self.target = target
         self.goal = target.db
@@ -351,7 +351,9 @@ def _is_better(trial: PlanTrial, best: PlanTrial) -> bool:
     return trial.measured_db > best.measured_db
 
 
-def _budget_workload(workload: Workload, judge: _Judge, target: _Target) -> Workload:
+def _budget_workload(
+    workload: Workload, judge: _Judge, target: _RequestedQuality
+) -> Workload:
     """Return the workload with the few batches that the budget is measured on.
 
     A drop of the metric is priced on the data that it is measured on.
@@ -411,7 +413,10 @@ def _pinned_formats(problem: Problem) -> dict[str, str]:
 
 
 def _infeasible(
-    workload: Workload, problem: Problem, target: _Target, pins: Mapping[str, str]
+    workload: Workload,
+    problem: Problem,
+    target: _RequestedQuality,
+    pins: Mapping[str, str],
 ) -> InfeasibleError:
     """The error for a target that only fp32 meets."""
     expected = target.text

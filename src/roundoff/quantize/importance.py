@@ -76,7 +76,7 @@ def _by_channel(value: Tensor, axis: int) -> Tensor:
     return moved.reshape(-1, moved.shape[-1])
 
 
-class _Taps(Passing):
+class _StatisticsTaps(Passing):
     """Lets values through unquantized and collects their statistics."""
 
     def __init__(self, model: QuantizedModel) -> None:
@@ -202,7 +202,7 @@ def importance(
     model = calibration.model
     workload = calibration.workload.with_model(model)
     generator = torch.Generator().manual_seed(seed)
-    taps = _Taps(model)
+    taps = _StatisticsTaps(model)
     powers: list[float] = []
     with preserve(model), torch.enable_grad(), model.through(taps):
         model.requires_grad_(False)

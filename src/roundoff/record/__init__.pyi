@@ -1,3 +1,5 @@
+from .callbacks import lightning_callback as lightning_callback
+from .callbacks import transformers_callback as transformers_callback
 from .capture_summary import CaptureSummary as CaptureSummary
 from .capture_summary import summarize_capture as summarize_capture
 from .disk.description import CallCoverage as CallCoverage
@@ -9,9 +11,7 @@ from .disk.schema import ABOUT as ABOUT
 from .disk.schema import CHECKSUMS as CHECKSUMS
 from .disk.schema import OPERATORS as OPERATORS
 from .disk.schema import OPS as OPS
-from .disk.schema import SCALARS as SCALARS
-from .disk.schema import SCHEMA as SCHEMA
-from .disk.schema import Record as Record
+from .disk.schema import TensorRecord as TensorRecord
 from .disk.schema import rank_name as rank_name
 from .disk.schema import site_name as site_name
 from .disk.schema import step_name as step_name
@@ -37,14 +37,12 @@ from .disk.tensors import checksum as checksum
 from .disk.tensors import content_hash as content_hash
 from .disk.typed_rows import column as column
 from .disk.typed_rows import rows_of_table as rows_of_table
-from .disk.typed_rows import schema_of as schema_of
 from .disk.typed_rows import table_of_rows as table_of_rows
 from .disk.writer import Writer as Writer
 from .environment import environment as environment
 from .module_paths import Paths as Paths
 from .module_paths import module_path as module_path
 from .module_paths import quiet as quiet
-from .own_error import NOT_COMPARED as NOT_COMPARED
 from .own_error import OwnError as OwnError
 from .own_error import own_error as own_error
 from .program import ScriptError as ScriptError

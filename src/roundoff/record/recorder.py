@@ -2,7 +2,7 @@
 its inputs come from.
 
 Rows are kept as tuples until the step is over, when ``Recorder.table`` turns them into
-the columns of ``Record``.
+the columns of ``TensorRecord``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _CALL_COLUMNS = {
 
 
 class _ValueRow(NamedTuple):
-    """One tensor value; the fields but ``head`` are columns of ``Record``."""
+    """One tensor value; the fields but ``head`` are columns of ``TensorRecord``."""
 
     head: _CallHead
     place: int

@@ -16,7 +16,7 @@ from roundoff.errors import RunError
 from roundoff.formats import parse_format
 from roundoff.ops import Reason, overload_of, restore, run_again
 from roundoff.record.disk.reader import Run
-from roundoff.record.disk.schema import Record, site_name
+from roundoff.record.disk.schema import TensorRecord, site_name
 from roundoff.record.disk.typed_rows import column, rows_of_table, table_of_rows
 from roundoff.record.own_error import NOT_COMPARED, OwnError, own_error
 from roundoff.site import select
@@ -125,7 +125,9 @@ def _replay_step(
     rank = calls["rank"][0]
     step = calls["step"][0]
     is_step = (pl.col("rank") == rank) & (pl.col("step") == step)
-    rows = rows_of_table(Record, run.ops.filter(is_step).select(_NEEDED).collect())
+    rows = rows_of_table(
+        TensorRecord, run.ops.filter(is_step).select(_NEEDED).collect()
+    )
     by_record = {row.record: row for row in rows}
 
     def tensor_of(record: int) -> Tensor:
@@ -141,7 +143,7 @@ def _replay_step(
         return run.tensor(record=record, rank=rank, step=step)
 
     for call in calls.partition_by("call", maintain_order=True):
-        outputs = rows_of_table(Record, call)
+        outputs = rows_of_table(TensorRecord, call)
         try:
             again = _call_again(outputs[0], tensor_of, dtype, device)
         except _NotStored as missing:
@@ -151,7 +153,7 @@ def _replay_step(
 
 
 def _call_again(
-    row: Record,
+    row: TensorRecord,
     tensor_of: Callable[[int], Tensor],
     dtype: torch.dtype | None,
     device: torch.device,
@@ -169,7 +171,7 @@ def _call_again(
 
 
 def _replayed(
-    row: Record, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]
+    row: TensorRecord, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]
 ) -> ReplayedOutput:
     error = _error(row, again, tensor_of)
     measured = None if isinstance(error, str) else error
@@ -189,7 +191,7 @@ def _replayed(
 
 
 def _error(
-    row: Record, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]
+    row: TensorRecord, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]
 ) -> OwnError | str:
     """The error of a recorded output, or the reason why there is none."""
     if isinstance(again, Reason):

@@ -43,7 +43,7 @@ _TINY = 2.0**-50
 
 
 class TensorStatistics(NamedTuple):
-    """The statistics of one tensor; the fields are columns of ``Record``."""
+    """The statistics of one tensor; the fields are columns of ``TensorRecord``."""
 
     min: float | None
     max: float | None

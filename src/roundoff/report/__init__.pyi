@@ -34,7 +34,6 @@ from .replay_text import print_replay as print_replay
 from .run_text import print_captured as print_captured
 from .run_text import print_show as print_show
 from .run_text import span as span
-from .strict import from_plain as from_plain
 from .strict import json_text as json_text
 from .strict import plain as plain
 from .strict import strict as strict

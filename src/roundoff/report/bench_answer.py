@@ -42,6 +42,7 @@ def _outcomes(summary: BenchSummary, others: Sequence[BenchRow]) -> list[str]:
     undecided = _names(others, _is_undecided)
     failed = _names(summary.rows, _is_failed)
     explained = f"than {reference}, by more than {seeds} explain."
+    decide = "does" if len(summary.seeds) == 1 else "do"
     trains = "trains" if len(undecided) == 1 else "train"
     sentences = (
         (broken, f"{_end(broken)} with a loss that is not finite."),
@@ -53,7 +54,7 @@ def _outcomes(summary: BenchSummary, others: Sequence[BenchRow]) -> list[str]:
         ),
         (
             undecided,
-            f"Whether {listing(undecided)} {trains} like {reference} is undecided with {seeds}.",
+            f"{seeds} {decide} not decide if {listing(undecided)} {trains} like {reference}.",
         ),
         (failed, f"{listing(failed)} could not be trained."),
     )
@@ -223,7 +224,7 @@ def judgement(outcome: Outcome | None) -> str:
     if size:
         text = f"{size}: {text}"
     if outcome.could_see:
-        text += f" ({outcome.could_see:.2g} would have been seen)"
+        text += f" ({outcome.could_see:.2g} would have shown)"
     return text
 
 

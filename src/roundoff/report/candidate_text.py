@@ -63,7 +63,7 @@ def print_candidate(
 
     Where nothing is at fault the sites that cost most follow.
     """
-    print_comparison(comparison, console, top)
+    print_comparison(comparison, console, top, option="--top")
     rows = [row for row in summary.rounding if row.share is not None]
     if rows and not comparison.culprits:
         console.print(

@@ -319,7 +319,7 @@ def _rounding(shares: Sequence[RoundingContribution]) -> list[str]:
         site = share.site or share.reference_site or "an operator"
         name = call_name(site, None, None, share.line)
         texts.append(f"{name} ({percent(share.contribution)})")
-    return [f"Most of what there is comes from the rounding of {listing(texts)}."]
+    return [f"Most of the difference comes from the rounding of {listing(texts)}."]
 
 
 def _statistics_alone(summary: ComparisonSummary) -> list[str]:
@@ -335,8 +335,8 @@ def _statistics_alone(summary: ComparisonSummary) -> list[str]:
     who = "neither run kept" if len(lacking) == 2 else f"the {lacking[0]} did not keep"
     text = (
         f"This is from statistics alone ({who} tensors). With --keep tensors on both "
-        "sides every operator is run again on the inputs it had, which tells what it "
-        "made from what it passed on, and what the difference looks like."
+        "sides every operator is run again on the inputs it had, which tells the error "
+        "it made from the error it passed on, and what the difference looks like."
     )
     return [text]
 

@@ -50,11 +50,15 @@ _ROW_COLUMNS = (
 
 
 def print_comparison(
-    summary: ComparisonSummary, console: Console, limit: int = 20
+    summary: ComparisonSummary,
+    console: Console,
+    limit: int = 20,
+    option: str = "-l",
 ) -> None:
     """Print the comparison with at most ``limit`` culprits and rows.
 
-    A column for which the console is too narrow is left out, and a line says so.
+    ``option`` is the option of the command that lists more. A column for which the
+    console is too narrow is left out, and a line says so.
     ``own error`` is the relative error that the operator made itself, ``times`` the
     same in units of what rounding explains.
     """
@@ -65,9 +69,9 @@ def print_comparison(
     style = f"bold {_colour(summary)}"
     _print(console, Text.assemble((verdict, style), " ", " ".join(sentences)))
     if summary.culprits:
-        _print_culprits(summary.culprits, console, limit)
+        _print_culprits(summary.culprits, console, limit, option)
     if summary.rows:
-        _print_rows(summary, console, limit)
+        _print_rows(summary, console, limit, option)
     _print_reasons(summary.coverage, console)
 
 
@@ -77,7 +81,9 @@ def _colour(summary: ComparisonSummary) -> str:
     return "yellow" if summary.culprits else "green"
 
 
-def _print_culprits(culprits: Sequence[Culprit], console: Console, limit: int) -> None:
+def _print_culprits(
+    culprits: Sequence[Culprit], console: Console, limit: int, option: str
+) -> None:
     shown = culprits[:limit]
     _heading(console, "Operators that made an error of their own, likeliest first")
     print_fitting(_culprit_columns(shown), console, _CULPRIT_COLUMNS)
@@ -86,7 +92,8 @@ def _print_culprits(culprits: Sequence[Culprit], console: Console, limit: int) -
         if detail:
             _say(console, f"{place}: {detail}", style="dim")
     left = len(culprits) - len(shown)
-    _print_more(console, left, f"{left:,} more of them", len(culprits))
+    if left > 0:
+        _say_more(console, f"{left:,} more of them", f"{option} {len(culprits)}")
 
 
 def _culprit_columns(culprits: Sequence[Culprit]) -> Columns:
@@ -130,7 +137,9 @@ def _detail(culprit: Culprit) -> str:
     return " ".join(parts)
 
 
-def _print_rows(summary: ComparisonSummary, console: Console, limit: int) -> None:
+def _print_rows(
+    summary: ComparisonSummary, console: Console, limit: int, option: str
+) -> None:
     rows = summary.rows[:limit]
     counts = ", ".join(
         f"{summary.verdicts[verdict]:,} {verdict}"
@@ -142,7 +151,8 @@ def _print_rows(summary: ComparisonSummary, console: Console, limit: int) -> Non
     print_fitting(_row_columns(summary, rows), console, _ROW_COLUMNS, styles)
     every = max(summary.rows_total, len(summary.rows))
     left = every - len(rows)
-    _print_more(console, left, count(left, "more value"), every)
+    if left > 0:
+        _say_more(console, count(left, "more value"), f"{option} {every}")
 
 
 #: The columns of compared values, and how a row fills each.
@@ -200,9 +210,8 @@ def _print_reasons(coverage: ComparisonCoverage, console: Console) -> None:
         _say(console, f"{reason.count:,}: {reason.reason}")
 
 
-def _print_more(console: Console, left: int, text: str, every: int) -> None:
-    if left > 0:
-        _say(console, f"{text} below: -l {every}.", style="dim")
+def _say_more(console: Console, hidden: str, option: str) -> None:
+    _say(console, f"{hidden} below: {option}.", style="dim")
 
 
 def label(value: Labelled) -> str:

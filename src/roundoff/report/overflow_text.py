@@ -129,7 +129,7 @@ def _later_births(overflow: Overflow) -> list[str]:
 
 def _nearest(overflow: Overflow) -> str:
     latent = [margin for margin in overflow.margins if margin.latent]
-    distance = f"{overflow.within:g} powers of two"
+    distance = _powers(overflow.within)
     if not latent:
         return (
             f"Every site keeps more than {distance} from the largest value of its "
@@ -141,6 +141,10 @@ def _nearest(overflow: Overflow) -> str:
     else:
         nearest = f"the nearest, {near.site}, keeps {near.margin:.1f} in {near.dtype}"
     return f"{count(len(latent), 'site')} within {distance} of overflow: {nearest}."
+
+
+def _powers(exponent: float) -> str:
+    return f"{exponent:g} {'power' if exponent == 1 else 'powers'} of two"
 
 
 def _print_allowed(events: Sequence[NonfiniteEvent], console: Console) -> None:
@@ -197,8 +201,8 @@ def _most_telling(events: Sequence[NonfiniteEvent], limit: int) -> list[Nonfinit
 
 def _print_margins(overflow: Overflow, console: Console, limit: int) -> None:
     latent = [margin for margin in overflow.margins if margin.latent]
-    sites = count(len(latent), "site")
-    distance = f"{overflow.within:g} powers of two"
+    sites = count(len(latent), "site") if latent else "none; the nearest are"
+    distance = _powers(overflow.within)
     heading(console, f"Within {distance} of the largest value: {sites}")
     rows = latent or overflow.margins[:3]
     if not rows:
@@ -288,7 +292,7 @@ def _print_scale(scale: LossScale, console: Console) -> None:
     say(
         console,
         f"The largest gradient is at {scale.site} in step {scale.step}; the scale "
-        f"leaves {scale.margin:g} powers of two free.",
+        f"leaves {_powers(scale.margin)} free.",
     )
     if scale.note:
         say(console, f"{_sentence(scale.note)}.")

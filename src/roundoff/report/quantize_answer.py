@@ -9,8 +9,8 @@ from roundoff.export import (
     NotPruned,
     ProvedSiteRow,
     PruningCost,
+    QuantizedSiteRow,
     Result,
-    SiteRow,
     Summary,
 )
 from roundoff.ops import MULTIPLYING_KINDS
@@ -167,7 +167,7 @@ def _code_differences(summary: Summary) -> str:
     if not proof.codes:
         return "every code is equal"
     share = percent(proof.differing)
-    return f"codes differ by {proof.codes} at most, {share} of them where most do"
+    return f"codes differ by {proof.codes} at most, {share} of the codes of one value"
 
 
 def bits(average: AverageBits) -> str:
@@ -194,7 +194,7 @@ def size(number: int | None) -> str:
     return f"{number / 1e6:.2f} MB" if number >= 1e6 else f"{number / 1e3:.0f} kB"
 
 
-def weakest(summary: Summary, top: int = 10) -> list[SiteRow]:
+def weakest(summary: Summary, top: int = 10) -> list[QuantizedSiteRow]:
     """Return the sites that cost the output most, by their share of the budget's noise.
 
     Without a budget (no target) those whose results are furthest from fp32. Sites

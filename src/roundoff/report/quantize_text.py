@@ -165,7 +165,7 @@ def _print_tradeoff(summary: Summary, console: Console) -> None:
     print_table(console, columns, prose={"reason"})
     say(
         console,
-        "Work: bit operations of fp32's, a cost model; speed is measured for model.onnx alone.",
+        "Work: bit operations as a share of fp32's, by a cost model; speed is measured for model.onnx alone.",
         style="dim",
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roundoff.errors import OptimizerError, warn
-from roundoff.formats import Rounding, round_tensor
+from roundoff.formats import RoundingMode, round_tensor
 from roundoff.train.fp32_parameters import (
     COMPENSATION,
     FORMATS,
@@ -275,7 +275,7 @@ class Updates:
         rounded = round_tensor(
             stand_in.wide,
             FORMATS[dtype],
-            rounding=Rounding.STOCHASTIC,
+            rounding=RoundingMode.STOCHASTIC,
             saturate=False,
             generator=generator,
         )

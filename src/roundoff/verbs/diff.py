@@ -65,7 +65,7 @@ def diff(
     theirs = as_run(candidate)
     rank = common("rank", ours.ranks, theirs.ranks, rank)[0]
     step = common("step", ours.steps, theirs.steps, step)[0]
-    search = _Search(
+    search = _PairSearch(
         sides=Sides(_recorded(ours, rank, step), _recorded(theirs, rank, step)),
         site=site,
         where=f"{theirs.location}: rank {rank}, step {step}",
@@ -115,7 +115,7 @@ def _recorded(run: Run, rank: int, step: int) -> RecordedStep:
     return RecordedStep(rows_of(run, rank, step), StepTensors(run, rank, step))
 
 
-class _Search:
+class _PairSearch:
     """The pairs of one step of which a side has the name that was asked for."""
 
     def __init__(

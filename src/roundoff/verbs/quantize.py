@@ -20,11 +20,11 @@ from roundoff.export import (
     Folder,
     Judge,
     NotPruned,
-    Outcome,
     Progress,
     Proof,
     Pruned,
     PruningCost,
+    QuantizationResult,
     Summary,
     TradeoffRow,
     calibration,
@@ -140,10 +140,10 @@ def quantize(
     output: str | Path | None = None,
     **arguments: Any,
 ) -> QuantizedModel | Delivery:
-    """Quantize a model by a plan, or make all of it: chosen, proved, in a folder.
+    """Quantize a model by a plan; with ``output`` also choose, export and prove it.
 
     ``quantize(model, plan, batches)`` returns the model in the formats of a plan,
-    calibrated on the batches; see ``roundoff.quantize.pipeline`` for its arguments.
+    calibrated on the batches; see ``roundoff.quantize.quantize`` for its arguments.
 
     ``quantize(workload, output=folder)`` is ``roundoff quantize``: it prunes, chooses a
     format for each site, calibrates, trains, judges, exports and proves as asked, writes
@@ -155,14 +155,15 @@ def quantize(
         plan: which site runs in which format.
         batches: calibration data; by default the workload's.
         output: folder for all files; new or empty.
-        **arguments: of the first form, or of the second:
-        formats, target, skip, pin, cost, options, rounding, samples, prune, qat, epochs,
-            lr, distill, tradeoff: see ``roundoff.export.Ask``.
-        config: an AMCT configuration, ``.cfg`` or ``.json``, in the place of a plan.
-        onnx: export, and prove the file in ONNX Runtime.
-        checkpoint: also write the weights for compressed-tensors, into ``checkpoint``.
-        overwrite: replace a folder that holds nothing but such files.
-        progress: called as ``progress(stage, done, total)``.
+        **arguments: without ``output`` those of ``roundoff.quantize.quantize``. With it:
+            ``formats``, ``target``, ``skip``, ``pin``, ``cost``, ``options``,
+            ``rounding``, ``samples``, ``prune``, ``qat``, ``epochs``, ``lr``,
+            ``distill`` and ``tradeoff``, the fields of ``roundoff.export.Ask``;
+            ``config``, an AMCT file (``.cfg``, ``.json``) in the place of a plan;
+            ``onnx=False``, to export and prove no file;
+            ``checkpoint=True``, to write the weights for compressed-tensors too;
+            ``overwrite=True``, to replace the files of an earlier run;
+            ``progress``, called as ``progress(stage, done, total)``.
 
     Raises:
         OutputError: the folder is in use or cannot be written; nothing was run.
@@ -251,7 +252,9 @@ def _ask(
     )
 
 
-def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Outcome:
+def make(
+    workload: Workload, ask: Ask, progress: Progress | None = None
+) -> QuantizationResult:
     """Make everything that was asked for but files; the workload is left as it was.
 
     Raises:
@@ -281,7 +284,7 @@ def make(workload: Workload, ask: Ask, progress: Progress | None = None) -> Outc
     if pruned.rows:
         with log.timed("cost of the pruned model"):
             saved = pruning_cost(whole, pruned.workload)
-    return Outcome(
+    return QuantizationResult(
         workload=whole,
         start=pruned.workload,
         judge=judge,
@@ -377,7 +380,7 @@ def _train_quantized(
 
 
 def write(
-    outcome: Outcome,
+    outcome: QuantizationResult,
     ask: Ask,
     folder: Folder,
     *,
@@ -420,7 +423,7 @@ def write(
 
 
 def _export(
-    outcome: Outcome, folder: Folder, progress: Progress | None
+    outcome: QuantizationResult, folder: Folder, progress: Progress | None
 ) -> Proof | None:
     """Write the ONNX files and prove the quantized one; None where it cannot be."""
 

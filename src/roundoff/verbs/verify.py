@@ -137,7 +137,7 @@ class _Candidate:
 
 
 @dataclass
-class _Trial:
+class _PlanTrial:
     """One plan, run: ``good`` if it meets the target, ``agrees`` if as predicted."""
 
     number: int
@@ -192,7 +192,7 @@ class _Verifier:
         self.reference = self._run(None, "reference")
         outputs = self.reference.outputs
         self.exact_metric = workload.evaluate(outputs, outputs)
-        self.trials: list[_Trial] = []
+        self.trials: list[_PlanTrial] = []
 
     def _run(
         self, formats: dict[str, str] | None, stage: str, *, native: bool = False
@@ -217,14 +217,14 @@ class _Verifier:
         prediction = self.budget.predict(formats)
         return _Candidate(plan, formats, prediction.db, prediction.additive_db)
 
-    def trial(self, number: int, candidate: _Candidate) -> _Trial:
+    def trial(self, number: int, candidate: _Candidate) -> _PlanTrial:
         """Run a plan, and judge it by the target and by its prediction."""
         measured, metric = self._measured(candidate.formats, f"verify {number}")
         predicted = candidate.predicted_db
         agrees = _agrees(predicted, measured)
         is_accurate = self.target is None or measured >= self.target
         good = is_accurate and not self._dropped(metric)
-        trial = _Trial(
+        trial = _PlanTrial(
             number=number,
             candidate=candidate,
             measured_db=measured,
@@ -263,7 +263,7 @@ class _Verifier:
             return False
         return metric < self.exact_metric - self.metric_drop
 
-    def mended(self, trial: _Trial) -> _Candidate | None:
+    def mended(self, trial: _PlanTrial) -> _Candidate | None:
         """Return what to try next: linearised around the rounded model, solved again.
 
         None where there is nothing; the trial says why.
@@ -302,7 +302,7 @@ class _Verifier:
         return self._solved_again(trial, budget, self.target, shift)
 
     def _solved_again(
-        self, trial: _Trial, budget: Budget, target: float, shift: float
+        self, trial: _PlanTrial, budget: Budget, target: float, shift: float
     ) -> _Candidate | None:
         """Return the cheapest plan for the target; predictions are ``shift`` too high."""
         is_accurate = trial.measured_db >= target
@@ -325,7 +325,7 @@ class _Verifier:
             prediction.additive_db - shift,
         )
 
-    def best(self) -> _Trial:
+    def best(self) -> _PlanTrial:
         """Return the last plan that is good and as predicted.
 
         Else one that is good, else the most exact one.
@@ -345,7 +345,7 @@ class _Verifier:
         return self._sqnr_db(ran), note
 
     def verification(
-        self, best: _Trial, native_db: float | None, note: str
+        self, best: _PlanTrial, native_db: float | None, note: str
     ) -> Verification:
         """Return the result, with ``best`` as the plan that stands."""
         name = None

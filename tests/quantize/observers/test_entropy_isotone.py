@@ -11,7 +11,8 @@ import torch
 from roundoff.errors import QuantizationError
 from roundoff.formats import PerAxis, fake_quantize, parse_format
 from roundoff.quantize.observers import make_observer
-from roundoff.quantize.observers.entropy import divergences
+from roundoff.quantize.observers.entropy import Entropy, divergences
+from roundoff.quantize.observers.isotone import Isotone
 
 
 def naive(counts, i, levels):
@@ -52,6 +53,7 @@ def test_entropy_takes_the_least():
         np.random.default_rng(0).laplace(size=30_000).astype(np.float32)
     )
     observer = make_observer("entropy")
+    assert isinstance(observer, Entropy)
     observer.see(x)
     q = observer.qparams(parse_format("int8"))
     sums, width = observer.histogram.counts()[0], float(observer.histogram.width[0])
@@ -71,6 +73,7 @@ def test_entropy_of_one_sided_values_has_all_levels(name, levels):
         np.abs(np.random.default_rng(0).laplace(size=30_000)).astype(np.float32)
     )
     observer = make_observer("entropy")
+    assert isinstance(observer, Entropy)
     observer.see(x)
     fmt = parse_format(name)
     q = observer.qparams(fmt)
@@ -115,6 +118,7 @@ def test_isotone_keeps_more_rows_than_minmax(name):
     fmt = parse_format(name)
     x = torch.randn(4, 100, 10, generator=torch.Generator().manual_seed(1)) * 3
     isotone, minmax = make_observer("isotone"), make_observer("minmax")
+    assert isinstance(isotone, Isotone)
     for batch in x:
         isotone.see(batch)
         minmax.see(batch)
@@ -136,6 +140,8 @@ def minmax_like(x, factor, fmt):
 def test_isotone_keeps_the_hardest_rows_only():
     x = torch.randn(500, 10, generator=torch.Generator().manual_seed(1))
     few, all_rows = make_observer("isotone", rows=60), make_observer("isotone")
+    assert isinstance(few, Isotone)
+    assert isinstance(all_rows, Isotone)
     for batch in x.split(50):
         few.see(batch)
         all_rows.see(batch)
@@ -154,6 +160,7 @@ def test_isotone_keeps_the_hardest_rows_only():
 def test_isotone_without_rows_is_a_search_of_least_error():
     x = torch.randn(300, 1, generator=torch.Generator().manual_seed(1))
     observer = make_observer("isotone")
+    assert isinstance(observer, Isotone)
     observer.see(x)
     observer.see(torch.tensor(0.5))
     observer.see(torch.ones(1, 3))  # equal ones have no order to keep

@@ -10,6 +10,7 @@ from roundoff.formats import PerAxis, PerTensor, choose_qparams, integer, parse_
 from roundoff.quantize.observers import OBSERVERS, make_observer
 from roundoff.quantize.observers.ascend import greedy_path
 from roundoff.quantize.observers.histogram import FINE, Bins, Histogram
+from roundoff.quantize.observers.ranges import HistogramObserver
 from roundoff.quantize.observers.search import losses
 
 RNG = np.random.default_rng
@@ -54,7 +55,7 @@ def error(x, scale, zero_point, fmt):
     return float((((code - zero_point) * scale - x) ** 2).sum())
 
 
-def qparams(low, high, fmt):
+def qparams(low, high, fmt) -> tuple[float, float]:
     """Scale and zero point of a range as fp32 rounds them."""
     if fmt.symmetric:
         return float(np.float32(max(high, -low)) / np.float32(fmt.max_finite)), 0.0
@@ -376,6 +377,7 @@ def test_percentile_is_the_rank_among_what_is_not_zero():
 
 def test_memory_does_not_grow():
     observer = make_observer("mse")
+    assert isinstance(observer, HistogramObserver)
     sizes = set()
     for i in range(20):
         observer.see(torch.randn(100) * 1.3**i)

@@ -1,6 +1,8 @@
 """What all learners share: dtypes, autocast, observing, invalid parameters, state, and what they refuse."""
 
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -125,7 +127,7 @@ def test_an_autocast_region_changes_nothing(name, fmt, role, region):
         make_learner(name, fmt, role=role),
     )
     leaf, other = values(4).requires_grad_(), values(4).requires_grad_()
-    regions = {
+    regions: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "torch": lambda: torch.autocast("cpu", torch.bfloat16),
         "bf16": lambda: ro.autocast("bf16", device="cpu"),
         "fp8": lambda: ro.autocast(

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -107,7 +108,7 @@ def bits(tensor: torch.Tensor) -> tuple:
     )
 
 
-WAYS: dict[str, Callable[[Run], object]] = {
+WAYS: dict[str, Callable[[Run], Any]] = {
     "ops": lambda run: run.ops.collect(),
     "scalars": lambda run: run.scalars.collect(),
     "repr": repr,
@@ -118,9 +119,9 @@ WAYS: dict[str, Callable[[Run], object]] = {
 }
 
 
-def read(path: Path, file: Path) -> dict[str, object]:
+def read(path: Path, file: Path) -> dict[str, Any]:
     """What each way gives; nothing where it raised a RunError, which must name the file or its folder."""
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     errors: list[str] = []
     try:
         run = load(path)

@@ -199,7 +199,7 @@ def test_training_goes_on_while_a_chunk_is_written(tmp_path, monkeypatch):
         time.sleep(0.3)
         save(*args, **kwargs)
 
-    save = module.save_file
+    save = safetensors.torch.save_file
     monkeypatch.setattr(module, "save_file", slow)
     chunks = Chunks(tmp_path, limit=100)
     start = time.monotonic()

@@ -9,8 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -35,7 +37,12 @@ def record(path, steps=2, **options) -> Writer:
 
 def write(writer: Writer, step: int) -> None:
     blob = writer.add(step, "0", torch.full((3,), float(step)))
-    site = {"phase": ["forward"], "module": ["a"], "operator": ["relu"], "place": [0]}
+    site: dict[str, list[Any]] = {
+        "phase": ["forward"],
+        "module": ["a"],
+        "operator": ["relu"],
+        "place": [0],
+    }
     writer.write_step(step, {"record": [0], **site, "blob": [blob]})
 
 
@@ -106,8 +113,8 @@ def test_run_json_says_how_it_ended(tmp_path):
     writer.close(coverage={"operators": 12})
     after = json.loads((tmp_path / "run" / "run.json").read_text())
     assert after == during | {"complete": True, "coverage": {"operators": 12}}
-    about = load(tmp_path / "run").about
-    assert (about.complete, about.keep, about.coverage.operators) == (True, "hash", 12)
+    told = load(tmp_path / "run").about
+    assert (told.complete, told.keep, told.coverage.operators) == (True, "hash", 12)
 
 
 def test_an_exception_in_the_training_leaves_an_incomplete_run(tmp_path):
@@ -176,9 +183,7 @@ FAULTS = {
     "rename": lambda patch: patch.setattr(Path, "rename", full),
     "replace": lambda patch: patch.setattr(os, "replace", full),
     "folder": lambda patch: patch.setattr(Path, "mkdir", full),
-    "thread": lambda patch: patch.setattr(
-        tensors_module.threading.Thread, "start", full
-    ),
+    "thread": lambda patch: patch.setattr(threading.Thread, "start", full),
 }
 
 
@@ -236,7 +241,7 @@ circle.append(circle)
 def test_what_cannot_be_stored_stops_it_too(tmp_path, work, fault):
     writer = record(tmp_path)
     with pytest.warns(RuntimeWarning, match=fault) as said:
-        assert [work(writer), use(writer)] == [None, None]
+        assert [each(writer) for each in (work, use)] == [None, None]
     assert len(said) == 1
     assert writer.stopped
     assert load(tmp_path).steps == [0, 1]

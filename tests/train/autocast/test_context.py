@@ -4,6 +4,7 @@ checkpointed, nested and on threads."""
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -54,7 +55,9 @@ MIXED = Plan(
 )
 
 
-def step(model: nn.Module, *regions: object) -> list[torch.Tensor]:
+def step(
+    model: nn.Module, *regions: AbstractContextManager[object]
+) -> list[torch.Tensor]:
     """The loss and all gradients of one step inside regions."""
     model.zero_grad()
     for region in regions:
@@ -352,6 +355,7 @@ def test_a_model_inside_wrappers_and_several_passes_in_one_region():
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "resnet", "lstm", "mha"])
 def test_sites_have_the_names_of_the_budget(kind, request):
     """The light mode names what ``capture.calls`` names: every site of a budget is found."""
+    model: nn.Module
     if kind == "lstm":
         request.getfixturevalue("bf16_lstm")
 

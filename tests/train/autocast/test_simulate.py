@@ -8,8 +8,8 @@ from torch import nn
 
 import roundoff
 from roundoff.formats import FORMATS, PerAxis, PerTensor, round_tensor
+from roundoff.ops import gradient_format
 from roundoff.plan.rules import Plan, Rule
-from roundoff.train.autocast.simulate import gradient_format
 
 G = torch.Generator().manual_seed(0)
 X, W, B = (

@@ -188,18 +188,17 @@ def transformer(plant: nn.Module) -> tuple[nn.Module, Any]:
 def gpt2(plant: nn.Module) -> tuple[nn.Module, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=2,
-            n_embd=16,
-            n_head=2,
-            vocab_size=31,
-            n_positions=16,
-            bos_token_id=0,
-            eos_token_id=0,
-            loss_type="ForCausalLM",
-        )
+    config: Any = GPT2Config(
+        n_layer=2,
+        n_embd=16,
+        n_head=2,
+        vocab_size=31,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
     )
+    config.loss_type = "ForCausalLM"
+    model = GPT2LMHeadModel(config)
     model.transformer.h[1].mlp.act = nn.Sequential(
         model.transformer.h[1].mlp.act, plant
     )

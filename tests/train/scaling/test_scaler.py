@@ -226,7 +226,7 @@ def test_a_checkpoint_moves_between_torch_and_here(first):
     straight = ro.LossScaler(growth_interval=3)
     train(straight, whole, torch.optim.SGD(whole.parameters(), lr=0.1), PLAN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scalers = [
+    scalers: list[ro.LossScaler | torch.amp.GradScaler] = [
         ro.LossScaler(growth_interval=3),
         torch.amp.GradScaler("cpu", growth_interval=9),
     ]

@@ -83,6 +83,8 @@ def state_of(model, optimizer=None):
 class Everything(nn.Module):
     """Dropout, BatchNorm, a buffer that the forward reads and writes, numpy's and Python's random numbers, a plant."""
 
+    calls: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.first, self.norm, self.drop = (

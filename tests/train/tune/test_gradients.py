@@ -297,7 +297,7 @@ def test_a_fused_recurrent_layer_is_measured_without_vendor_kernels():
 
     work = classifier(Reader, batches=1)
     found = gradient_budget(work, ["bf16"], loss=False, probes=32)
-    assert torch.backends.mkldnn.enabled
+    assert torch.backends.mkldnn.enabled  # type: ignore[truthy-bool]
     measured = sqnr(gradients_of(work, {"rnn/lstm": "bf16"}), gradients_of(work))
     assert found.predict({"rnn/lstm": "bf16"}).db == pytest.approx(
         measured, abs=3.3

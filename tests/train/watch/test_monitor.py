@@ -270,7 +270,8 @@ def test_only_the_latest_step_counts():
     model = mlp()
     with Monitor(model) as monitor:
         train(model, 1, monitor, torch.full((1, 4), math.inf))
-        assert monitor.first_bad is not None
+        before = monitor.first_bad
+        assert before is not None
         for p in model.parameters():
             p.data.zero_()
         train(model, 1, monitor)
@@ -463,7 +464,8 @@ def test_compiled_without_a_break(compiled):
         for step in range(3):
             fast(x).sum().backward()
             twin(x).sum().backward()
-            eager.step(), monitor.step()
+            eager.step()
+            monitor.step()
             if step == 0:
                 counters.clear()
     assert not counters["stats"]  # nothing is compiled again

@@ -19,7 +19,7 @@ from typing import Any
 
 from roundoff.formats import LARGEST
 from roundoff.ops import base, operators_that, values_read, written_input
-from roundoff.record import Record
+from roundoff.record import TensorRecord
 
 #: rank, step, record: one tensor value of a run
 Key = tuple[int, int, int]
@@ -52,7 +52,7 @@ class RecordState:
 class TracedEvent:
     """What happened to NaN or Inf at one record, while the run is still being read."""
 
-    row: Record
+    row: TensorRecord
     kind: str
     allowed: bool
     source: int | None
@@ -75,7 +75,7 @@ class CarriedOrigins:
     optimizer_state: Key | None = None
 
 
-def is_bad(row: Record) -> bool | None:
+def is_bad(row: TensorRecord) -> bool | None:
     """Return True if there is a NaN or Inf; None where it was not counted."""
     if row.nan is None:
         return None
@@ -93,7 +93,7 @@ class StepTrace:
 
     def __init__(
         self,
-        rows: Sequence[Record],
+        rows: Sequence[TensorRecord],
         carried: CarriedOrigins,
         is_allowed: Callable[[str], bool],
     ) -> None:
@@ -113,14 +113,14 @@ class StepTrace:
             self._read_call(call, list(group))
         self._remember(ordered)
 
-    def key(self, row: Record) -> Key:
+    def key(self, row: TensorRecord) -> Key:
         return row.rank, row.step, row.record
 
     def site(self, record: int) -> str:
         row = self.rows.get(record)
         return f"record {record}" if row is None else row.site
 
-    def _read_call(self, call: int, rows: list[Record]) -> None:
+    def _read_call(self, call: int, rows: list[TensorRecord]) -> None:
         if call < 0:
             leaves = rows
             outputs = []
@@ -133,7 +133,7 @@ class StepTrace:
         if outputs:
             self._read_outputs(outputs)
 
-    def _read_leaf(self, row: Record) -> None:
+    def _read_leaf(self, row: TensorRecord) -> None:
         """A value that was there before the step, or that no recorded call has made."""
         bad = is_bad(row)
         if bad is None:
@@ -148,7 +148,7 @@ class StepTrace:
         else:
             self.states[row.record] = inherited
 
-    def _inherited_state(self, row: Record) -> RecordState | None:
+    def _inherited_state(self, row: TensorRecord) -> RecordState | None:
         """The state of the record that a leaf shows, or most likely is."""
         for record in row.inputs or ():
             if record in self.states and self.states[record].bad:
@@ -157,7 +157,7 @@ class StepTrace:
             return self._latest.get(_kind(row))
         return None
 
-    def _read_arrival(self, row: Record) -> None:
+    def _read_arrival(self, row: TensorRecord) -> None:
         carried = self._carried.by_name.get(row.name or "")
         if carried is None and row.name is None and row.phase == "optimizer":
             carried = self._carried.optimizer_state
@@ -170,7 +170,7 @@ class StepTrace:
             note = "came over from an earlier step"
             self._event(row, "carried", allowed, None, origin, note)
 
-    def _arrival_allowance(self, row: Record) -> str:
+    def _arrival_allowance(self, row: TensorRecord) -> str:
         if self._is_allowed(row.site):
             return "pattern"
         # an additive mask: 0 where it lets through
@@ -181,7 +181,7 @@ class StepTrace:
         )
         return "mask" if is_mask else ""
 
-    def _read_outputs(self, outputs: list[Record]) -> None:
+    def _read_outputs(self, outputs: list[TensorRecord]) -> None:
         read: dict[int, None] = {}
         for row in outputs:
             inputs = values_read(
@@ -203,7 +203,7 @@ class StepTrace:
         if _can_remove(outputs):
             self._read_death(outputs[0], read)
 
-    def _read_death(self, row: Record, read: Iterable[int]) -> None:
+    def _read_death(self, row: TensorRecord, read: Iterable[int]) -> None:
         """All outputs of a call are finite: it removed what its inputs held."""
         removed = [i for i in read if self._is_bad_at(i, row.record)]
         if not removed:
@@ -213,7 +213,7 @@ class StepTrace:
         if state.allowed != "empty":  # else it was written piece by piece
             self._event(row, "death", state.allowed, source, state.origin)
 
-    def _read_unknown(self, row: Record, inputs: Sequence[int]) -> None:
+    def _read_unknown(self, row: TensorRecord, inputs: Sequence[int]) -> None:
         """An output without statistics: it may hold what its inputs held."""
         if self._shows_bad_memory(row):
             return
@@ -221,7 +221,7 @@ class StepTrace:
         origin = self.states[self._worst(bad_inputs)].origin if bad_inputs else None
         self.states[row.record] = RecordState(None, origin=origin)
 
-    def _read_bad(self, row: Record, inputs: Sequence[int]) -> None:
+    def _read_bad(self, row: TensorRecord, inputs: Sequence[int]) -> None:
         """An output that isn't finite."""
         if self._shows_bad_memory(row):
             return
@@ -239,7 +239,7 @@ class StepTrace:
             self._read_birth(row, inputs)
 
     def _read_propagation(
-        self, row: Record, inputs: Sequence[int], source: int
+        self, row: TensorRecord, inputs: Sequence[int], source: int
     ) -> None:
         state = self.states[source]
         self._disallow_empty(state)
@@ -253,7 +253,7 @@ class StepTrace:
         if row.view_of is None:
             self._event(row, "propagation", state.allowed, source, state.origin)
 
-    def _read_birth(self, row: Record, inputs: Sequence[int]) -> None:
+    def _read_birth(self, row: TensorRecord, inputs: Sequence[int]) -> None:
         """No input is known to be bad: a birth, unless an unknown input explains it."""
         unknown = [
             i
@@ -271,7 +271,9 @@ class StepTrace:
                 return
         self._birth(row, "", None, note)
 
-    def _birth(self, row: Record, allowed: str, source: int | None, note: str) -> None:
+    def _birth(
+        self, row: TensorRecord, allowed: str, source: int | None, note: str
+    ) -> None:
         if self._is_allowed(row.site):
             allowed = "pattern"
         origin = self.key(row)
@@ -288,12 +290,12 @@ class StepTrace:
                 event.allowed = False
                 event.note = "unwritten memory was read"
 
-    def _read_finite_mask(self, row: Record, inputs: Sequence[int]) -> None:
+    def _read_finite_mask(self, row: TensorRecord, inputs: Sequence[int]) -> None:
         """A finite mask has the lowest value of the dtype instead of -inf."""
         if self._any_masked(inputs) or self._writes_mask(row, inputs):
             self.states[row.record] = RecordState(masked=True)
 
-    def _writes_mask(self, row: Record, inputs: Iterable[int]) -> bool:
+    def _writes_mask(self, row: TensorRecord, inputs: Iterable[int]) -> bool:
         operator = base(row.operator)
         if operator in operators_that("write constants"):
             return True
@@ -306,7 +308,7 @@ class StepTrace:
     def _any_masked(self, inputs: Iterable[int]) -> bool:
         return any(i in self.states and self.states[i].masked for i in inputs)
 
-    def _shows_bad_memory(self, row: Record) -> bool:
+    def _shows_bad_memory(self, row: TensorRecord) -> bool:
         """A view of memory that is not finite has its state: nothing happened."""
         if row.view_of is None:
             return False
@@ -316,7 +318,7 @@ class StepTrace:
         self.states[row.record] = state
         return True
 
-    def _bad_inputs(self, row: Record, inputs: Sequence[int]) -> list[int]:
+    def _bad_inputs(self, row: TensorRecord, inputs: Sequence[int]) -> list[int]:
         """The inputs that are not finite as the call read them."""
         bad = [i for i in inputs if self._is_bad_at(i, row.record)]
         if bad:
@@ -352,7 +354,7 @@ class StepTrace:
     def _root(self, record: int) -> int:
         return self._roots.get(record, record)
 
-    def _place_in_memory(self, row: Record, outputs: int) -> None:
+    def _place_in_memory(self, row: TensorRecord, outputs: int) -> None:
         if row.view_of is not None:
             self._roots[row.record] = self._root(row.view_of)
         if not row.inplace:
@@ -379,7 +381,7 @@ class StepTrace:
 
         return min(records, key=rank)
 
-    def _remember(self, ordered: Sequence[Record]) -> None:
+    def _remember(self, ordered: Sequence[TensorRecord]) -> None:
         """Keep the births behind parameters and optimizer state for the next step."""
         for row in ordered:
             state = self.states.get(row.record, RecordState())
@@ -395,7 +397,7 @@ class StepTrace:
 
     def _event(
         self,
-        row: Record,
+        row: TensorRecord,
         kind: str,
         allowed: str,
         source: int | None,
@@ -416,16 +418,16 @@ class StepTrace:
         )
 
 
-def _kind(row: Record) -> tuple[Any, ...]:
+def _kind(row: TensorRecord) -> tuple[Any, ...]:
     """Dtype and shape."""
     return row.dtype, *(row.shape or ())
 
 
-def _only_minus_infinity(row: Record) -> bool:
+def _only_minus_infinity(row: TensorRecord) -> bool:
     return not row.nan and not row.posinf
 
 
-def _can_remove(outputs: Sequence[Record]) -> bool:
+def _can_remove(outputs: Sequence[TensorRecord]) -> bool:
     """Return True for a call that may silently remove NaN or Inf: all it made is
     finite, and it neither inspects, shows nor selects values."""
     first = outputs[0]
@@ -437,7 +439,7 @@ def _can_remove(outputs: Sequence[Record]) -> bool:
     return first.view_of is None and not selects
 
 
-def _is_small_factor(row: Record) -> bool:
+def _is_small_factor(row: TensorRecord) -> bool:
     """Return True for booleans and for values within [-1, 1]."""
     if row.min is None or row.max is None:
         return False

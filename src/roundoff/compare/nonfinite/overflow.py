@@ -40,7 +40,7 @@ from roundoff.compare.nonfinite.ranges import (
 from roundoff.formats import LARGEST, parse_format
 from roundoff.record import (
     OPS,
-    Record,
+    TensorRecord,
     column,
     rows_of_table,
     site_name,
@@ -103,7 +103,7 @@ class NonfiniteEvent:
     earlier step) or received (from another rank). ``source`` is the record that it came
     from in the same step, ``origin`` (with rank and step) the birth behind it. A birth
     has ``reached``, the number of tensors that it passed into, ``deaths``, ``cause``
-    and ``advice``. The other fields are those of ``Record``.
+    and ``advice``. The other fields are those of ``TensorRecord``.
     """
 
     kind: str = column(pl.Utf8)
@@ -296,7 +296,7 @@ def _follow(
             continue
         of_step = (pl.col("step") == step) & (pl.col("rank") == rank)
         trace = StepTrace(
-            rows_of_table(Record, rows.filter(of_step)),
+            rows_of_table(TensorRecord, rows.filter(of_step)),
             carried.setdefault(rank, CarriedOrigins()),
             is_allowed,
         )
@@ -364,11 +364,11 @@ def _receive(events: Sequence[TracedEvent]) -> None:
             event.origin = moved[event.origin]
 
 
-def _collective_key(row: Record) -> tuple[int, str, int]:
+def _collective_key(row: TensorRecord) -> tuple[int, str, int]:
     return row.step, row.site, row.place
 
 
-def _sender(row: Record, candidates: Sequence[TracedEvent]) -> TracedEvent | None:
+def _sender(row: TensorRecord, candidates: Sequence[TracedEvent]) -> TracedEvent | None:
     """The event on another rank of the collective's group."""
     group = (row.group or "").split(",")
     for candidate in candidates:

@@ -68,7 +68,7 @@ def read_record(path: str | Path, model: nn.Module | None = None) -> Record:
     reading = _Reading(layers)
     first_lines: dict[str, int] = {}
     for index, row in enumerate(message.record):
-        at = _Place(str(path), lines, ("record", index))
+        at = _FieldPlace(str(path), lines, ("record", index))
         _check_row(row, at, first_lines)
         first_lines[row.key] = at.line("key")
         reading.add(row, at)
@@ -94,7 +94,7 @@ class _Reading:
         #: Layer → its fields without a place in our record.
         self.kept: dict[str, dict[str, Any]] = {}
 
-    def add(self, row: Any, at: _Place) -> None:
+    def add(self, row: Any, at: _FieldPlace) -> None:
         site = _site(row.key, self.layers, at)
         if row.HasField("kv_cache_value"):
             self.entries.append(_cache(site, row.kv_cache_value, at))
@@ -110,7 +110,7 @@ class _Reading:
         if kept:
             self.kept[row.key] = kept
 
-    def _add_layer(self, site: Site, value: Any, at: _Place) -> None:
+    def _add_layer(self, site: Site, value: Any, at: _FieldPlace) -> None:
         """Add the input and the weight; neither where the record has only flags."""
         module = (self.layers or {}).get(site.module)
         _check_input(value, at)
@@ -136,7 +136,7 @@ def _without_factors(
     return lacking
 
 
-def _check_row(row: Any, at: _Place, first_lines: Mapping[str, int]) -> None:
+def _check_row(row: Any, at: _FieldPlace, first_lines: Mapping[str, int]) -> None:
     has_value = row.HasField("value") or row.HasField("kv_cache_value")
     if not row.HasField("key") or not has_value:
         raise QuantizationError(
@@ -173,7 +173,7 @@ def _about(message: Any, kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
     return about
 
 
-class _Place:
+class _FieldPlace:
     """Where a field of one record stands."""
 
     def __init__(self, path: str, lines: Lines, prefix: tuple[str | int, ...]) -> None:
@@ -189,7 +189,7 @@ class _Place:
         return f"{self.path}, line {self.line(*fields)}"
 
 
-def _site(layer: str, layers: Mapping[str, Any] | None, at: _Place) -> Site:
+def _site(layer: str, layers: Mapping[str, Any] | None, at: _FieldPlace) -> Site:
     if layers is None:
         return Site(layer, ANY)
     if layer not in layers:
@@ -203,7 +203,7 @@ def _site(layer: str, layers: Mapping[str, Any] | None, at: _Place) -> Site:
     return Site(layer, OPERATORS.get(kind, ANY))
 
 
-def _check_input(value: Any, at: _Place) -> None:
+def _check_input(value: Any, at: _FieldPlace) -> None:
     for field, other in (("scale_d", "offset_d"), ("offset_d", "scale_d")):
         if value.HasField(field) and not value.HasField(other):
             raise QuantizationError(
@@ -213,7 +213,7 @@ def _check_input(value: Any, at: _Place) -> None:
             )
 
 
-def _check_weight(site: Site, value: Any, at: _Place, module: Any) -> None:
+def _check_weight(site: Site, value: Any, at: _FieldPlace, module: Any) -> None:
     if len(value.scale_w) != len(value.offset_w):
         raise QuantizationError(
             "as many offset_w as scale_w are needed",
@@ -259,7 +259,7 @@ def _granularity(site: Site, module: Any) -> str:
     return granularity_name(PerBlock((rows // module.groups, 1, *kernel)))
 
 
-def _input_entry(site: Site, value: Any, at: _Place) -> Entry:
+def _input_entry(site: Site, value: Any, at: _FieldPlace) -> Entry:
     bits = _bits(value, "act_type", at).removeprefix("INT")
     is_asymmetric = value.offset_d != 0
     try:
@@ -279,7 +279,7 @@ def _input_entry(site: Site, value: Any, at: _Place) -> Entry:
         raise _at_field(error, field, at) from error
 
 
-def _weight_entry(site: Site, value: Any, at: _Place, module: Any) -> Entry:
+def _weight_entry(site: Site, value: Any, at: _FieldPlace, module: Any) -> Entry:
     name = _bits(value, "wts_type", at)
     # Retraining writes dst_type, calibration act_type and wts_type; INT4 weights of the
     # former have only that.
@@ -303,7 +303,7 @@ def _weight_entry(site: Site, value: Any, at: _Place, module: Any) -> Entry:
         raise _at_field(error, "scale_w", at) from error
 
 
-def _bits(value: Any, field: str, at: _Place) -> str:
+def _bits(value: Any, field: str, at: _FieldPlace) -> str:
     """Return a type such as INT8. Raises ``QuantizationError`` where AMCT has no such."""
     name = str(getattr(value, field))
     choices = [f"INT{bits}" for bits in BITS[field]]
@@ -317,7 +317,9 @@ def _bits(value: Any, field: str, at: _Place) -> str:
     return name
 
 
-def _at_field(error: QuantizationError, field: str, at: _Place) -> QuantizationError:
+def _at_field(
+    error: QuantizationError, field: str, at: _FieldPlace
+) -> QuantizationError:
     """Return the error of an entry with the line of its field."""
     return QuantizationError(
         f"{field}: {error.what}",
@@ -327,7 +329,7 @@ def _at_field(error: QuantizationError, field: str, at: _Place) -> QuantizationE
     )
 
 
-def _cache(site: Site, value: Any, at: _Place) -> Entry:
+def _cache(site: Site, value: Any, at: _FieldPlace) -> Entry:
     if not value.scale or len(value.scale) != len(value.offset):
         raise QuantizationError(
             "as many offsets as scales are needed",
@@ -355,7 +357,7 @@ def _cache(site: Site, value: Any, at: _Place) -> Entry:
         ) from error
 
 
-def _balance(value: Any, at: _Place, module: Any) -> tuple[float, ...]:
+def _balance(value: Any, at: _FieldPlace, module: Any) -> tuple[float, ...]:
     factors = tuple(value.tensor_balance_factor)
     bad = [f for f in factors if not SMALLEST_FACTOR <= f <= 1 / SMALLEST_FACTOR]
     if bad:

@@ -18,7 +18,7 @@ from roundoff.workload import Workload, named_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ModelQuality:
     """How a model does in the place of the original.
 
     Attributes:
@@ -49,11 +49,11 @@ class Judge:
             model.eval()
             return [detached(workload.run(batch)) for batch in workload.batches]
 
-    def judge(self, model: nn.Module) -> Judged:
+    def judge(self, model: nn.Module) -> ModelQuality:
         """Judge another model in the place of the workload's."""
         outputs = self.run(model)
         tensors = [named_tensors(output) for output in outputs]
-        return Judged(
+        return ModelQuality(
             sqnr_db(noise(tensors, self.exact)),
             self.workload.evaluate(outputs, self.outputs),
             agreement(tensors, self.exact),

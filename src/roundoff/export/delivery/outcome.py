@@ -1,11 +1,11 @@
-"""Outcome: what came of a request, before anything is written."""
+"""What came of a request, before anything is written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from roundoff.export.delivery.judge import Judge, Judged
+from roundoff.export.delivery.judge import Judge, ModelQuality
 from roundoff.export.delivery.records import NotPruned, PrunedRow, PruningCost, TrialRow
 from roundoff.export.delivery.request import Ask
 from roundoff.plan import Plan
@@ -17,7 +17,7 @@ METRIC_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class QuantizationResult:
     """What came of an ``Ask``.
 
     Attributes:
@@ -41,7 +41,7 @@ class Outcome:
     judge: Judge
     model: QuantizedModel
     plan: Plan
-    judged: Judged
+    judged: ModelQuality
     trials: tuple[TrialRow, ...]
     shares: Mapping[str, float]
     pruned: tuple[PrunedRow, ...]

@@ -73,7 +73,7 @@ class NotPruned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteRow:
+class QuantizedSiteRow:
     """One call of the model.
 
     Attributes:
@@ -109,7 +109,7 @@ class SiteRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProvedSiteRow(SiteRow):
+class ProvedSiteRow(QuantizedSiteRow):
     """One call of the model, with what ONNX Runtime makes of it.
 
     Attributes:
@@ -195,7 +195,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class CalibrationData:
     """The data that was calibrated on."""
 
     batches: int
@@ -344,10 +344,10 @@ class Summary:
     torch: str
     threads: int
     asked: Asked
-    calibration: Calibration
+    calibration: CalibrationData
     judged_on: JudgedOn
     result: Result
-    sites: tuple[SiteRow, ...]
+    sites: tuple[QuantizedSiteRow, ...]
     coverage: QuantizedCoverage
     formats: Mapping[str, int]
     bits: AverageBits

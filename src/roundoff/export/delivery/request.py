@@ -34,7 +34,7 @@ _N_OF_M = re.compile(r"(?P<n>\d+):(?P<m>\d+)")
 _SHARE = re.compile(r"(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)")
 
 
-class Goal(NamedTuple):
+class QualityTarget(NamedTuple):
     """A target: at most so much less of the metric (``drop``), or at least so many ``db``."""
 
     kind: Literal["drop", "db"]
@@ -162,7 +162,7 @@ class Ask:
             )
 
     @property
-    def goal(self) -> Goal | None:
+    def goal(self) -> QualityTarget | None:
         """The target, parsed."""
         return None if self.target is None else parse_goal(self.target)
 
@@ -191,11 +191,11 @@ def check_workload(workload: Workload, ask: Ask) -> None:
         )
 
 
-def parse_goal(text: str) -> Goal:
+def parse_goal(text: str) -> QualityTarget:
     """Parse a target.
 
     >>> parse_goal("0.5%"), parse_goal("38 dB").value
-    (Goal(kind='drop', value=0.005, text='0.5%'), 38.0)
+    (QualityTarget(kind='drop', value=0.005, text='0.5%'), 38.0)
     """
     match = _GOAL.fullmatch(text)
     if match is None:
@@ -207,8 +207,8 @@ def parse_goal(text: str) -> Goal:
         )
     number = float(match["number"])
     if match["unit"] == "%":
-        return Goal("drop", number / 100, text)
-    return Goal("db", number, text)
+        return QualityTarget("drop", number / 100, text)
+    return QualityTarget("db", number, text)
 
 
 def parse_prune(text: str) -> Prune:

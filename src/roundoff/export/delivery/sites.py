@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from roundoff.budget import sqnr_db
-from roundoff.export.delivery.outcome import Outcome
-from roundoff.export.delivery.records import ProvedSiteRow, SiteRow
+from roundoff.export.delivery.outcome import QuantizationResult
+from roundoff.export.delivery.records import ProvedSiteRow, QuantizedSiteRow
 from roundoff.export.delivery.request import Ask
 from roundoff.export.onnx.kernels import KernelRow
 from roundoff.export.onnx.proof import Proof, ValueProof, exact_values
@@ -31,7 +31,7 @@ from roundoff.quantize import (
 from roundoff.site import matches
 
 
-class Distance(NamedTuple):
+class CallSqnr(NamedTuple):
     """SQNR in dB of what a call returned against full precision, and of rounding that alone.
 
     ``own_db`` is None where the result is not rounded.
@@ -41,7 +41,7 @@ class Distance(NamedTuple):
     own_db: float | None
 
 
-def site_rows(outcome: Outcome, ask: Ask) -> tuple[SiteRow, ...]:
+def site_rows(outcome: QuantizationResult, ask: Ask) -> tuple[QuantizedSiteRow, ...]:
     """Return one row for each call, in order."""
     model = outcome.model
     distances = compare(outcome)
@@ -60,9 +60,9 @@ def site_rows(outcome: Outcome, ask: Ask) -> tuple[SiteRow, ...]:
         if state == "fp32" and not reason:
             reason = _fp32_reason(node, ask)
         weight, value = _operands(site, model)
-        distance = distances.get(site, Distance(None, None))
+        distance = distances.get(site, CallSqnr(None, None))
         rows.append(
-            SiteRow(
+            QuantizedSiteRow(
                 site=site,
                 operator=node.operator,
                 kind=node.kind,
@@ -80,7 +80,9 @@ def site_rows(outcome: Outcome, ask: Ask) -> tuple[SiteRow, ...]:
     return tuple(rows)
 
 
-def prove_rows(rows: tuple[SiteRow, ...], proof: Proof) -> tuple[ProvedSiteRow, ...]:
+def prove_rows(
+    rows: tuple[QuantizedSiteRow, ...], proof: Proof
+) -> tuple[ProvedSiteRow, ...]:
     """Add what ONNX Runtime did to the rows of calls."""
     values = {value.name: value for value in proof.sites}
     kernels = {call.site: call for call in proof.became}
@@ -90,7 +92,7 @@ def prove_rows(rows: tuple[SiteRow, ...], proof: Proof) -> tuple[ProvedSiteRow, 
 
 
 def _proved_row(
-    row: SiteRow, value: ValueProof | None, call: KernelRow | None
+    row: QuantizedSiteRow, value: ValueProof | None, call: KernelRow | None
 ) -> ProvedSiteRow:
     carried = value.carried if value else None
     return ProvedSiteRow(
@@ -162,7 +164,7 @@ def _format_text(quantizer: Quantizer) -> str:
     return f"{name}, {granularity}"
 
 
-def compare(outcome: Outcome) -> dict[str, Distance]:
+def compare(outcome: QuantizationResult) -> dict[str, CallSqnr]:
     """Compare each call and value with full precision on one batch, by site."""
     batch = outcome.judge.workload.batches[0]
     workload = outcome.workload
@@ -176,7 +178,7 @@ def compare(outcome: Outcome) -> dict[str, Distance]:
             with mode:
                 workload.with_model(exact).run(batch)
         values = exact_values(workload, exact, model, batch)
-        taps = _Taps(results.by_site, values)
+        taps = _SiteTaps(results.by_site, values)
         with model.through(taps):
             workload.with_model(model).run(batch)
     return taps.distances
@@ -200,7 +202,7 @@ class _Results:
         return result
 
 
-class _Taps(Passing):
+class _SiteTaps(Passing):
     """Run the quantized model and measure each value and result."""
 
     def __init__(
@@ -208,19 +210,19 @@ class _Taps(Passing):
     ) -> None:
         self.results = results
         self.values = values
-        self.distances: dict[str, Distance] = {}
+        self.distances: dict[str, CallSqnr] = {}
 
     def value(self, name: str, quantizer: Any, value: Tensor) -> Tensor:
         rounded = super().value(name, quantizer, value)
         if not quantizer.weight and name in self.values:
             exact = self.values[name]
-            self.distances[name] = Distance(_db(rounded, exact), _db(rounded, value))
+            self.distances[name] = CallSqnr(_db(rounded, exact), _db(rounded, value))
         return rounded
 
     def result(self, site: str, result: Any) -> Any:
         tensors = float_tensors(result)
         if tensors and site in self.results:
-            self.distances[site] = Distance(_db(tensors[0], self.results[site]), None)
+            self.distances[site] = CallSqnr(_db(tensors[0], self.results[site]), None)
         return result
 
 

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from roundoff.export.delivery.judge import count_samples
-from roundoff.export.delivery.outcome import Outcome
+from roundoff.export.delivery.outcome import QuantizationResult
 from roundoff.export.delivery.records import (
     Asked,
     AverageBits,
-    Calibration,
+    CalibrationData,
     ExcludedRow,
     FileRow,
     JudgedOn,
     NoteRow,
     ProofSummary,
     QuantizedCoverage,
+    QuantizedSiteRow,
     Result,
-    SiteRow,
     StepRow,
     Summary,
     TradeoffRow,
@@ -38,7 +38,7 @@ from roundoff.quantize import average_bits, model_cost
 
 
 def summarize(
-    outcome: Outcome,
+    outcome: QuantizationResult,
     ask: Ask,
     *,
     tradeoff: Sequence[TradeoffRow] = (),
@@ -69,7 +69,9 @@ def summarize(
         torch=torch.__version__,
         threads=torch.get_num_threads(),
         asked=_asked(ask),
-        calibration=Calibration(len(workload.batches), count_samples(workload.batches)),
+        calibration=CalibrationData(
+            len(workload.batches), count_samples(workload.batches)
+        ),
         judged_on=JudgedOn(
             len(judge.workload.batches), judge.samples, bool(workload.held_out)
         ),
@@ -115,7 +117,7 @@ def _asked(ask: Ask) -> Asked:
     )
 
 
-def _result(outcome: Outcome, ask: Ask) -> Result:
+def _result(outcome: QuantizationResult, ask: Ask) -> Result:
     judged = outcome.judged
     return Result(
         met=outcome.met(ask),
@@ -128,7 +130,9 @@ def _result(outcome: Outcome, ask: Ask) -> Result:
     )
 
 
-def _coverage(rows: Sequence[SiteRow], outcome: Outcome) -> QuantizedCoverage:
+def _coverage(
+    rows: Sequence[QuantizedSiteRow], outcome: QuantizationResult
+) -> QuantizedCoverage:
     states = [row.state for row in rows]
     products = [row for row in rows if row.kind in MULTIPLYING_KINDS]
     return QuantizedCoverage(
@@ -164,7 +168,7 @@ def _proof_summary(proof: Proof) -> ProofSummary:
     )
 
 
-def _count_formats(rows: Sequence[SiteRow]) -> dict[str, int]:
+def _count_formats(rows: Sequence[QuantizedSiteRow]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for row in rows:
         if row.state == "quantized":

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from roundoff.errors import RoundoffError
 from roundoff.export.delivery.choose import Progress, whole_plan
-from roundoff.export.delivery.judge import Judged
-from roundoff.export.delivery.outcome import Outcome
+from roundoff.export.delivery.judge import ModelQuality
+from roundoff.export.delivery.outcome import QuantizationResult
 from roundoff.export.delivery.records import PruningCost, TradeoffRow
 from roundoff.export.delivery.request import Ask
 from roundoff.export.delivery.storage import stored_bytes, work
@@ -18,7 +18,7 @@ CANDIDATES = ("int8", "w6a8", "w4a8", "w4a4", "w8", "w4", "fp8_e4m3fn", "mxfp4")
 
 
 def tradeoff(
-    outcome: Outcome, ask: Ask, progress: Progress | None = None
+    outcome: QuantizationResult, ask: Ask, progress: Progress | None = None
 ) -> tuple[TradeoffRow, ...]:
     """Measure ``CANDIDATES`` and the formats asked for, beside fp32 and what was chosen.
 
@@ -26,7 +26,7 @@ def tradeoff(
     """
     workload = outcome.workload
     counted = model_cost(workload.model, workload.batches[0], forward=workload.forward)
-    exact = Judged(float("inf"), outcome.judge.metric, 1.0)
+    exact = ModelQuality(float("inf"), outcome.judge.metric, 1.0)
     rows = [_row("fp32", counted.bytes, 1.0, exact)]
     names = list(dict.fromkeys((*ask.formats, *CANDIDATES)))
     for index, name in enumerate(names):
@@ -38,7 +38,7 @@ def tradeoff(
     return (*rows, chosen(outcome))
 
 
-def chosen(outcome: Outcome) -> TradeoffRow:
+def chosen(outcome: QuantizationResult) -> TradeoffRow:
     """Return the row of the model that was made."""
     workload = outcome.workload
     counted = model_cost(
@@ -52,7 +52,7 @@ def chosen(outcome: Outcome) -> TradeoffRow:
 
 
 def _candidate(
-    name: str, outcome: Outcome, ask: Ask, macs: dict[str, int]
+    name: str, outcome: QuantizationResult, ask: Ask, macs: dict[str, int]
 ) -> TradeoffRow:
     whole = replace(
         ask,
@@ -84,7 +84,9 @@ def _executed_formats(model: QuantizedModel) -> dict[str, str]:
     return {row.site: row.format for row in model.rows if row.format != "codes"}
 
 
-def _row(name: str, size: int, share: float | None, judged: Judged) -> TradeoffRow:
+def _row(
+    name: str, size: int, share: float | None, judged: ModelQuality
+) -> TradeoffRow:
     return TradeoffRow(
         name=name,
         bytes=size,

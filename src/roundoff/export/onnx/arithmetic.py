@@ -22,7 +22,7 @@ from roundoff.formats import (
     PerGroup,
     PerTensor,
     PerToken,
-    Rounding,
+    RoundingMode,
     ScaleRule,
 )
 
@@ -164,7 +164,7 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
         ]
         quantum = torch.tensor(quanta, dtype=x.dtype, device=x.device)[index]
     y = x / quantum
-    if fmt.rounding is Rounding.NEAREST_AWAY:
+    if fmt.rounding is RoundingMode.NEAREST_AWAY:
         y = torch.floor(y.abs() + (0.5 - torch.finfo(y.dtype).eps / 4)) * torch.sign(y)
     else:
         y = torch.round(y)

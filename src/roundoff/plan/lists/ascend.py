@@ -15,7 +15,14 @@ from typing import Any
 
 from roundoff.errors import PlanError
 from roundoff.ops import operator_names, translate
-from roundoff.plan.lists.fold import MATRIX, Entry, Operators, Read, Written, low_format
+from roundoff.plan.lists.fold import (
+    MATRIX,
+    ListedOperator,
+    Operators,
+    Read,
+    Written,
+    low_format,
+)
 from roundoff.plan.lists.source import Name, check_keys, names_of, place, read_file
 from roundoff.plan.rules import FOLLOW, Plan, Rule
 
@@ -251,7 +258,9 @@ def _mixlist(data: Any, reading: Read, low: str, base: Any) -> Plan:
     return reading.plan(_library_rules(flags, reading, edited), autocast=low)
 
 
-def _edits(data: Any, where: str, low: str) -> tuple[list[Entry], list[Entry]]:
+def _edits(
+    data: Any, where: str, low: str
+) -> tuple[list[ListedOperator], list[ListedOperator]]:
     """What a mixlist adds to lists, and what it takes off them."""
     if not isinstance(data, Mapping):
         raise PlanError(
@@ -261,8 +270,8 @@ def _edits(data: Any, where: str, low: str) -> tuple[list[Entry], list[Entry]]:
             got=repr(data)[:60],
         )
     check_keys(data, tuple(LISTS), where)
-    adds: list[Entry] = []
-    removes: list[Entry] = []
+    adds: list[ListedOperator] = []
+    removes: list[ListedOperator] = []
     for key, edits in data.items():
         place_of_list = f"{where}, {key}"
         if not isinstance(edits, Mapping):
@@ -275,13 +284,13 @@ def _edits(data: Any, where: str, low: str) -> tuple[list[Entry], list[Entry]]:
         check_keys(edits, ("to-add", "to-remove"), place_of_list)
         form = low if key == "white-list" else "fp32"
         for name in names_of(edits.get("to-add", []), f"{place_of_list}, to-add"):
-            adds.append(Entry(name, form, f"{key} to-add"))
+            adds.append(ListedOperator(name, form, f"{key} to-add"))
         for name in names_of(edits.get("to-remove", []), f"{place_of_list}, to-remove"):
-            removes.append(Entry(name, FOLLOW, f"{key} to-remove"))
+            removes.append(ListedOperator(name, FOLLOW, f"{key} to-remove"))
     return adds, removes
 
 
-def _gray(edits: list[Entry]) -> dict[str, str]:
+def _gray(edits: list[ListedOperator]) -> dict[str, str]:
     """Operator here → the list that it is taken off."""
     gray: dict[str, str] = {}
     for entry in edits:
@@ -294,13 +303,13 @@ def _gray(edits: list[Entry]) -> dict[str, str]:
 def _library_rules(
     flags: Mapping[str, str],
     reading: Read,
-    edited: Mapping[str, Entry] | None = None,
+    edited: Mapping[str, ListedOperator] | None = None,
 ) -> tuple[Rule, ...]:
     """Rules for what the table knows; a library has many operators that no torch program calls: they are counted."""
     edits = edited or {}
     names = operator_names("cann")
     entries = [
-        edits.get(name) or Entry(name, form, "library")
+        edits.get(name) or ListedOperator(name, form, "library")
         for name, form in flags.items()
         if name in names
     ]
@@ -312,10 +321,12 @@ def _library_rules(
     return reading.rules(entries, "cann")
 
 
-def _check_removes(adds: list[Entry], removes: list[Entry], where: str) -> None:
+def _check_removes(
+    adds: list[ListedOperator], removes: list[ListedOperator], where: str
+) -> None:
     """Raise ``PlanError`` for an operator that is taken off a list and put on it, or off both."""
     added = {(entry.name, entry.listed.split()[0]): entry for entry in reversed(adds)}
-    removed: dict[str, Entry] = {}
+    removed: dict[str, ListedOperator] = {}
     for entry in removes:
         other = added.get((entry.name, entry.listed.split()[0]))
         other = other or removed.get(entry.name)
@@ -329,12 +340,12 @@ def _check_removes(adds: list[Entry], removes: list[Entry], where: str) -> None:
         removed[entry.name] = entry
 
 
-def _list_and_line(entry: Entry) -> str:
+def _list_and_line(entry: ListedOperator) -> str:
     return ", ".join(part for part in (entry.listed, place(entry.name)) if part)
 
 
 def _check_base(
-    removes: list[Entry], flags: Mapping[str, str], low: str, where: str
+    removes: list[ListedOperator], flags: Mapping[str, str], low: str, where: str
 ) -> None:
     """Raise ``PlanError`` for an operator that is taken off a list it is not on."""
     names = {low: "white-list", "fp32": "black-list", FOLLOW: "the gray list"}

@@ -34,7 +34,7 @@ FORMATS = {
 MATRIX = tuple(sorted(operators_that("run on matrix units")))
 
 
-class Entry(NamedTuple):
+class ListedOperator(NamedTuple):
     """One operator on one list: its name there, what the list asks for, and the list's own name."""
 
     name: str
@@ -61,12 +61,12 @@ class Read:
     left_out: list[str] = field(default_factory=list)
     origin: dict[str, str] = field(default_factory=dict)
 
-    def rules(self, entries: Iterable[Entry], source: str) -> tuple[Rule, ...]:
+    def rules(self, entries: Iterable[ListedOperator], source: str) -> tuple[Rule, ...]:
         """One rule a format. Unknown names and an operator on two lists are errors; of two names that are one operator
         here, fp32 wins, with a note. Gradients are left out with the reason: they run as their forward call did."""
         entries = list(entries)
         self.check(entries, source)
-        chosen: dict[str, Entry] = {}
+        chosen: dict[str, ListedOperator] = {}
         for entry in entries:
             if entry.name in operator_names(source):
                 for operator in translate(entry.name, source, "torch"):
@@ -76,7 +76,9 @@ class Read:
             (operator, entry.format, str(entry)) for operator, entry in chosen.items()
         )
 
-    def _choose(self, operator: str, entry: Entry, chosen: dict[str, Entry]) -> None:
+    def _choose(
+        self, operator: str, entry: ListedOperator, chosen: dict[str, ListedOperator]
+    ) -> None:
         """Take an entry for an operator; where another one asks for another format, fp32 wins."""
         other = chosen.setdefault(operator, entry)
         if other.format == entry.format:
@@ -86,7 +88,7 @@ class Read:
             f"{other} and {entry} are both {operator} here: taken as {chosen[operator].format}"
         )
 
-    def check(self, entries: list[Entry], source: str) -> None:
+    def check(self, entries: list[ListedOperator], source: str) -> None:
         """Raise ``PlanError`` for an operator on two lists, and for unknown names."""
         self._check_contradictions(entries)
         self._check_unknown(entries, source)
@@ -119,7 +121,9 @@ class Read:
             rules, default, {k: v for k, v in everything.items() if v}, autocast
         )
 
-    def _note_wider(self, entry: Entry, entries: list[Entry], source: str) -> None:
+    def _note_wider(
+        self, entry: ListedOperator, entries: list[ListedOperator], source: str
+    ) -> None:
         """Say so where an operator here is more than the one of the list: BiasAdd is add, which is every addition."""
         listed = {_stem(e.name) for e in entries if e.format == entry.format}
         for operator in translate(entry.name, source, "torch"):
@@ -129,8 +133,8 @@ class Read:
             if others and text not in self.notes:
                 self.notes.append(text)
 
-    def _check_contradictions(self, entries: list[Entry]) -> None:
-        seen: dict[str, Entry] = {}
+    def _check_contradictions(self, entries: list[ListedOperator]) -> None:
+        seen: dict[str, ListedOperator] = {}
         for entry in entries:
             other = seen.setdefault(entry.name, entry)
             if other.format != entry.format:
@@ -141,7 +145,7 @@ class Read:
                     do="take it off one of them",
                 )
 
-    def _check_unknown(self, entries: list[Entry], source: str) -> None:
+    def _check_unknown(self, entries: list[ListedOperator], source: str) -> None:
         lost = []
         for entry in entries:
             if entry.name in operator_names(source):

@@ -11,7 +11,7 @@ from typing import Any
 
 from roundoff.errors import PlanError
 from roundoff.ops import operator_names, unknown_operators
-from roundoff.plan.lists.fold import Entry, Read, low_format
+from roundoff.plan.lists.fold import ListedOperator, Read, low_format
 from roundoff.plan.lists.source import Name, check_keys, names_of, place
 from roundoff.plan.rules import Plan, Rule
 
@@ -70,7 +70,7 @@ def read(
     asked = low if key == "white_list" else "fp32"
     reading = Read("mindspore", where, partial)
     cells: list[str] = []
-    primitives: list[Entry] = []
+    primitives: list[ListedOperator] = []
     lost: list[Name] = []
     for written in names_of(data[key], f"{where}, {key}"):
         short = Name.at(written.rpartition(".")[2], getattr(written, "line", 0))
@@ -80,7 +80,9 @@ def read(
             places = ", ".join(part for part in (place(written), key) if part)
             reading.origin[cells[-1]] = f"{written} ({places})"
         elif primitive in operator_names("cann"):
-            primitives.append(Entry(Name.at(primitive, short.line), asked, key))
+            primitives.append(
+                ListedOperator(Name.at(primitive, short.line), asked, key)
+            )
         elif partial:
             reading.left_out.append(f"{written}: not in the table of names")
         else:

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundoff.errors import PlanError
-from roundoff.plan.lists.fold import Entry, Operators, Read, Written, low_format
+from roundoff.plan.lists.fold import (
+    ListedOperator,
+    Operators,
+    Read,
+    Written,
+    low_format,
+)
 from roundoff.plan.lists.source import check_keys, names_of
 from roundoff.plan.rules import FOLLOW, Plan
 
@@ -86,17 +92,19 @@ def read(
     return reading.plan(tuple(r for r in rules if r.format != default), default)
 
 
-def _custom(data: Mapping[str, Any], key: str, form: str, where: str) -> list[Entry]:
+def _custom(
+    data: Mapping[str, Any], key: str, form: str, where: str
+) -> list[ListedOperator]:
     names = names_of(data.get(key) or [], f"{where}, {key}")
-    return [Entry(name, form, key) for name in names]
+    return [ListedOperator(name, form, key) for name in names]
 
 
 def _unless_custom(
-    names: list[str], form: str, listed: str, custom: list[Entry]
-) -> list[Entry]:
+    names: list[str], form: str, listed: str, custom: list[ListedOperator]
+) -> list[ListedOperator]:
     """The entries of a built-in list that no custom list names."""
     named = {entry.name for entry in custom}
-    return [Entry(name, form, listed) for name in names if name not in named]
+    return [ListedOperator(name, form, listed) for name in names if name not in named]
 
 
 def write(plan: Plan) -> Written:

@@ -12,7 +12,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roundoff.errors import PlanError
-from roundoff.plan.lists.fold import Entry, Operators, Read, Written, low_format
+from roundoff.plan.lists.fold import (
+    ListedOperator,
+    Operators,
+    Read,
+    Written,
+    low_format,
+)
 from roundoff.plan.lists.source import Name, check_keys, place
 from roundoff.plan.rules import FOLLOW, Plan
 
@@ -64,8 +70,8 @@ def read(
     reading.left_out += [
         f"{key.removeprefix(PREFIX)}: no list" for key in _OTHER[1:] if key in data
     ]
-    adds: list[Entry] = []
-    removes: list[Entry] = []
+    adds: list[ListedOperator] = []
+    removes: list[ListedOperator] = []
     for key, value in data.items():
         if key not in _OTHER:
             edits = adds if key.endswith("_ADD") else removes
@@ -80,7 +86,7 @@ def read(
     return reading.plan(reading.rules([*adds, *off], "tensorflow"), autocast=low)
 
 
-def _entries(key: str, value: Any, low: str, where: str) -> Iterator[Entry]:
+def _entries(key: str, value: Any, low: str, where: str) -> Iterator[ListedOperator]:
     """The operators of one variable."""
     name, _, edit = key.removeprefix(PREFIX).rpartition("_")
     name = _OLD.get(name, name)
@@ -96,7 +102,7 @@ def _entries(key: str, value: Any, low: str, where: str) -> Iterator[Entry]:
             )
         if text:
             operator = Name.at(text, getattr(key, "line", 0))
-            yield Entry(operator, asked, f"{name}_{edit}")
+            yield ListedOperator(operator, asked, f"{name}_{edit}")
 
 
 def write(plan: Plan) -> Written:
@@ -129,7 +135,9 @@ def write(plan: Plan) -> Written:
     return out
 
 
-def _check(adds: list[Entry], removes: list[Entry], where: str) -> None:
+def _check(
+    adds: list[ListedOperator], removes: list[ListedOperator], where: str
+) -> None:
     """Raise ``PlanError`` for what is added to and removed from one list.
 
     TensorFlow removes last, so the addition is lost.
@@ -145,9 +153,9 @@ def _check(adds: list[Entry], removes: list[Entry], where: str) -> None:
             )
 
 
-def _list_of(entry: Entry) -> str:
+def _list_of(entry: ListedOperator) -> str:
     return entry.listed.partition("_")[0]
 
 
-def _list_and_line(entry: Entry) -> str:
+def _list_and_line(entry: ListedOperator) -> str:
     return ", ".join(part for part in (entry.listed, place(entry.name)) if part)

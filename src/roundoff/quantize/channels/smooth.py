@@ -72,7 +72,7 @@ class Smoothed:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _SmoothedModel:
     """A copy of the model that was smoothed, and the SQNR of its output."""
 
     db: float
@@ -149,7 +149,7 @@ def smooth_channels_(
             got="none",
         )
     before = simulated_db(calibration, measured)
-    best: _Trial | None = None
+    best: _SmoothedModel | None = None
     for strength, note in _strengths(alpha):
         trial = calibration.trial()
         rows: list[Balanced] = []
@@ -159,7 +159,7 @@ def smooth_channels_(
             rows = _balance_(trial, method, strength, explicit)
         db = simulated_db(trial, measured)
         if best is None or db > best.db:
-            best = _Trial(db, trial.model, rows, note)
+            best = _SmoothedModel(db, trial.model, rows, note)
     if best is None:
         raise QuantizationError(
             "no strength to try",

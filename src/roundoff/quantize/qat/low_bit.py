@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from roundoff.errors import QuantizationError
 from roundoff.formats import (
@@ -27,7 +26,7 @@ from roundoff.quantize.qat.clip import needs_zero_point
 from roundoff.quantize.qat.learner import TINY, Learner, Role
 from roundoff.train import straight
 
-__all__ = ["Bnn", "Dorefa", "Transformed", "Xnor", "quantize_gradient", "spatial_scale"]
+__all__ = ["Bnn", "Dorefa", "Transformed", "Xnor", "quantize_gradient"]
 
 BINARY = parse_format("binary")
 
@@ -231,8 +230,8 @@ class Xnor(Bnn):
     """XNOR-Net (Rastegari et al., arXiv:1603.05279).
 
     Weights: ``alpha sign(w)``, ``alpha = mean|w|`` over the elements that share it, in the paper a filter (eq. 6). Gradient
-    by w_i, with n of them: that by the result times ``1/n + alpha [|w_i| <= 1]`` (section 3.1). Activations are BinaryNet's;
-    the scales K of their positions belong to the convolution's result (eq. 11): see ``spatial_scale``.
+    by w_i, with n of them: that by the result times ``1/n + alpha [|w_i| <= 1]`` (section 3.1). Activations are BinaryNet's,
+    without the paper's scales K of their positions (eq. 11).
     """
 
     kind = "xnor"
@@ -270,20 +269,6 @@ def signs(x: Tensor) -> Tensor:
     return fake_quantize(
         x, QParams(torch.ones((), dtype=x.dtype, device=x.device)), BINARY
     )
-
-
-def spatial_scale(
-    x: Tensor, kernel_size: int | tuple[int, int], stride: int = 1, padding: int = 0
-) -> Tensor:
-    """XNOR-Net's K (section 3.2): for a convolution's input ``(N, C, H, W)`` the factors ``(N, 1, H', W')`` of its result.
-
-    The mean magnitude over channels, averaged over the kernel's window; positions in the padding count as 0.
-
-    >>> spatial_scale(torch.tensor([[[[1.0, -3.0]], [[3.0, 5.0]]]]), (1, 2))
-    tensor([[[[3.]]]])
-    """
-    magnitude = x.abs().mean(1, keepdim=True)
-    return functional.avg_pool2d(magnitude, kernel_size, stride, padding)
 
 
 def quantize_gradient(

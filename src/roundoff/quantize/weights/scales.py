@@ -99,7 +99,7 @@ def search_scales(
     shape, dims = granularity.split(weight.shape)
     view = weight.detach().to(working_dtype(weight)).reshape(shape)
     h = _importance(importance, weight, shape)
-    search = _Search(view, h, dims, fmt, choose_qparams(weight, fmt, granularity))
+    search = _ScaleSearch(view, h, dims, fmt, choose_qparams(weight, fmt, granularity))
     before = search.db()
     step = min((abs(a - b) for a, b in pairwise(ratios) if a != b), default=0.05)
     if fmt.symmetric:
@@ -115,7 +115,7 @@ def search_scales(
     return Repaired(fake_quantize(weight, qparams, fmt), qparams, gain)
 
 
-class _Search:
+class _ScaleSearch:
     """The best scale so far of each set, and its error.
 
     The error is in squared steps of the first scale, which cannot overflow.

@@ -41,7 +41,7 @@ def _column(dtype: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class TensorRecord:
     """One tensor value of a step: a row of ``ops.parquet``, None where the file has null.
 
     The fields are the columns, in their order; ``OPS`` has their types.
@@ -134,7 +134,7 @@ class Record:
 
 
 #: The columns of ``ops.parquet``: name -> polars type.
-OPS: dict[str, Any] = schema_of(Record)
+OPS: dict[str, Any] = schema_of(TensorRecord)
 
 
 SCALARS: dict[str, Any] = {"step": pl.Int64, "name": pl.Utf8, "value": pl.Float64}

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from roundoff.errors import PatternError, RunError, examples
-from roundoff.record.disk.schema import OPS, Record, site_name
+from roundoff.record.disk.schema import OPS, TensorRecord, site_name
 from roundoff.record.disk.typed_rows import rows_of_table
 from roundoff.site import matches
 
@@ -73,7 +73,7 @@ class TensorCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRow:
-    """One tensor of a step; the fields are those of ``Record``.
+    """One tensor of a step; the fields are those of ``TensorRecord``.
 
     In a table ``site`` ends with the role where that is not ``output`` and with the
     place where that is not 0: ``head/addmm[1]``.
@@ -105,7 +105,7 @@ class SiteRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteInput:
-    """A tensor that a call has read; the fields are those of ``Record``."""
+    """A tensor that a call has read; the fields are those of ``TensorRecord``."""
 
     record: int
     site: str
@@ -275,7 +275,7 @@ def describe_sites(
         rows = _matching(rows, site)
         if rows["site"].n_unique() == 1 or site in rows["name"].to_list():
             entries = tuple(
-                _in_full(r, all_rows, lazy) for r in rows_of_table(Record, rows)
+                _in_full(r, all_rows, lazy) for r in rows_of_table(TensorRecord, rows)
             )
             return SiteDetails(**summary, site=entries)
     elif not views:
@@ -371,7 +371,9 @@ def _no_such_site(site: str, names: Sequence[str]) -> PatternError:
     )
 
 
-def _in_full(row: Record, step_rows: pl.DataFrame, lazy: pl.LazyFrame) -> SiteInFull:
+def _in_full(
+    row: TensorRecord, step_rows: pl.DataFrame, lazy: pl.LazyFrame
+) -> SiteInFull:
     """Statistics, histogram, inputs, users and the same tensor in other steps."""
     copied = {name: getattr(row, name) for name in _COPIED_FIELDS}
     histogram = [
@@ -388,7 +390,7 @@ def _in_full(row: Record, step_rows: pl.DataFrame, lazy: pl.LazyFrame) -> SiteIn
 
 
 def _inputs(
-    row: Record, step_rows: pl.DataFrame
+    row: TensorRecord, step_rows: pl.DataFrame
 ) -> tuple[SiteInput | UnrecordedInput, ...]:
     numbers = row.inputs or []
     recorded = step_rows.filter(pl.col("record").is_in(numbers)).select(_INPUT_FIELDS)
@@ -396,13 +398,13 @@ def _inputs(
     return tuple(by_record.get(n) or UnrecordedInput(record=n) for n in numbers)
 
 
-def _users(row: Record, step_rows: pl.DataFrame) -> tuple[SiteUser, ...]:
+def _users(row: TensorRecord, step_rows: pl.DataFrame) -> tuple[SiteUser, ...]:
     readers = step_rows.filter(pl.col("inputs").list.contains(row.record))
     users = readers.select("phase", "site", "line").unique(maintain_order=True)
     return tuple(SiteUser(**user) for user in users.iter_rows(named=True))
 
 
-def _history(row: Record, lazy: pl.LazyFrame) -> tuple[SiteStep, ...]:
+def _history(row: TensorRecord, lazy: pl.LazyFrame) -> tuple[SiteStep, ...]:
     is_same = pl.all_horizontal(pl.col(c) == getattr(row, c) for c in _IDENTITY)
     same = lazy.filter(is_same)
     if row.name is not None:

@@ -14,8 +14,7 @@ from roundoff.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The columns of ``Record`` that find a tensor; ``blob`` is None where none is
-    kept."""
+    """The columns of ``TensorRecord`` that find a tensor; no ``blob``: none is kept."""
 
     rank: int
     step: int

@@ -24,7 +24,7 @@ from roundoff.errors import RunError
 from roundoff.record.disk.checked_reading import damaged, read_checked, read_json
 from roundoff.record.disk.description import RunDescription
 from roundoff.record.disk.reader import Run
-from roundoff.record.disk.schema import OPS, Record
+from roundoff.record.disk.schema import OPS, TensorRecord
 from roundoff.record.disk.tensors import TensorFile
 from roundoff.record.dumps.msprobe_rows import origins, parents, records
 
@@ -293,6 +293,6 @@ def _read_optional(
     return read_checked(path, lambda: parse(read_json(path)))
 
 
-def _frame(rows: Sequence[Record]) -> pl.DataFrame:
+def _frame(rows: Sequence[TensorRecord]) -> pl.DataFrame:
     columns = {name: [getattr(row, name) for row in rows] for name in OPS}
     return pl.DataFrame(columns, schema=OPS, strict=True)

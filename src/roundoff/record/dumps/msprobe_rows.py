@@ -1,4 +1,4 @@
-"""Names, records and statistics of msprobe's dump.json as ``Record`` rows.
+"""Names, records and statistics of msprobe's dump.json as ``TensorRecord`` rows.
 
 =========================  =============================================================
 ``Functional.linear.2.``   module ``""``, operator ``Functional::linear``, index 2.
@@ -36,7 +36,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from roundoff.record.disk.schema import Record
+from roundoff.record.disk.schema import TensorRecord
 
 _API = re.compile(
     r"([A-Za-z0-9_]+)\.(.+)\.([0-9]{1,18})\.(forward|backward)", re.DOTALL
@@ -108,7 +108,7 @@ class DumpedTensor(NamedTuple):
 
 
 class DumpedStatistics(NamedTuple):
-    """The statistics of ``Record``, as far as a dump proves them."""
+    """The statistics of ``TensorRecord``, as far as a dump proves them."""
 
     min: float | None = None
     max: float | None = None
@@ -177,14 +177,14 @@ def records(
     *,
     rank: int,
     step: int,
-) -> list[Record]:
+) -> list[TensorRecord]:
     """The rows of the records under "data" of a dump.json, in its order.
 
     Raises whatever a malformed record leads to.
     """
     calls = {name: _call(name, origin_of, parent_of) for name in data}
     index_of = _indices(calls, parent_of)
-    rows: list[Record] = []
+    rows: list[TensorRecord] = []
     for number, (name, content) in enumerate(data.items()):
         call = calls[name]
         tensors = list(_tensors(call, content))
@@ -198,7 +198,7 @@ def records(
             if tensor.role == "input":
                 inputs.append(len(rows))
             rows.append(
-                Record(
+                TensorRecord(
                     rank=rank,
                     step=step,
                     record=len(rows),
@@ -354,7 +354,7 @@ def _group(content: Any) -> str | None:
 
 
 def _tensor_columns(content: dict[str, Any] | None) -> dict[str, Any]:
-    """The fields of ``Record`` that describe a tensor."""
+    """The fields of ``TensorRecord`` that describe a tensor."""
     if content is None:
         return {"reason": _NO_TENSOR}
     shape = [int(size) for size in content["shape"]]

@@ -51,14 +51,14 @@ _SINGLE = {name: facts(name).calls for name in operators_that("wrap one operator
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class _Local(threading.local):
+class _ActiveModes(threading.local):
     def __init__(self) -> None:
         self.modes: list[Any] = []
         self.keys: list[int] = []
 
 
 #: The modes of the regions that this thread is in, innermost last, and the keys of their rules.
-LOCAL = _Local()
+LOCAL = _ActiveModes()
 
 
 class SiteMode(TorchFunctionMode):

@@ -21,12 +21,12 @@ from roundoff.train.autocast.mode import cast, target_dtype
 from roundoff.train.autocast.rules import Action
 
 
-class _Local(threading.local):
+class _ActiveRules(threading.local):
     def __init__(self) -> None:
         self.rules: list[Mapping[str, Action]] = []
 
 
-_LOCAL = _Local()
+_LOCAL = _ActiveRules()
 _LOCK = threading.Lock()
 #: (operator, dispatch key) -> our kernels, and how many regions need them.
 _REGISTERED: dict[tuple[str, str], tuple[torch.library.Library, int]] = {}

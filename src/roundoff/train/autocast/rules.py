@@ -39,7 +39,7 @@ WILDCARDS = "*?["
 _KEYS = itertools.count(1)
 
 
-class Decision(NamedTuple):
+class FormatRuling(NamedTuple):
     """The format of a site, and the rule that gave it.
 
     Attributes:
@@ -119,22 +119,22 @@ class Rules:
         self.sites = self._names_sites()
         self.simulated = self._simulated()
         self.told = False
-        self._decided: dict[str, Decision] = {}
+        self._decided: dict[str, FormatRuling] = {}
 
-    def decide(self, site: str) -> Decision:
+    def decide(self, site: str) -> FormatRuling:
         """Return the format of a site, and the rule that names it first."""
         decision = self._decided.get(site)
         if decision is None:
             decision = self._decided[site] = self._decide(site)
         return decision
 
-    def _decide(self, site: str) -> Decision:
+    def _decide(self, site: str) -> FormatRuling:
         for line in self.lines:
             if matches(line.pattern, site):
-                return Decision(
+                return FormatRuling(
                     line.format, line.rule, line.source, line.names_operator
                 )
-        return Decision(self.default, None, None)
+        return FormatRuling(self.default, None, None)
 
     def action(self, site: str, operator: str) -> Action:
         """Return what has to be done at a call beside what autocast and the dispatcher do."""

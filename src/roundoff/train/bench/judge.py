@@ -18,7 +18,7 @@ UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class DifferenceVerdict:
     """A difference and its verdict. Numbers are in the unit of the values; None where there is none.
 
     Attributes:
@@ -40,7 +40,7 @@ class Judged:
     could_see: float | None = None
 
 
-def judge(reference: Sequence[float], candidate: Sequence[float]) -> Judged:
+def judge(reference: Sequence[float], candidate: Sequence[float]) -> DifferenceVerdict:
     """Judge ``candidate`` against ``reference``: one number for each seed, in the same order.
 
     The runs of one seed share weights, data and random numbers, so the test is paired.
@@ -67,31 +67,37 @@ def judge(reference: Sequence[float], candidate: Sequence[float]) -> Judged:
     'one seed tells nothing of the noise between seeds'
     """
     if len(reference) != len(candidate) or not reference:
-        return Judged(UNDECIDED, "there are no pairs to compare")
+        return DifferenceVerdict(UNDECIDED, "there are no pairs to compare")
     if not all(map(math.isfinite, reference)):
-        return Judged(UNDECIDED, "the first configuration itself has no finite result")
+        return DifferenceVerdict(
+            UNDECIDED, "the first configuration itself has no finite result"
+        )
     if not all(map(math.isfinite, candidate)):
-        return Judged(
+        return DifferenceVerdict(
             DIFFERENT, "it has no finite result where the first configuration has one"
         )
     differences = [c - r for r, c in zip(reference, candidate, strict=True)]
     noise = statistics.stdev(reference) if len(reference) > 1 else None
     if not any(differences):
-        return Judged(NONE_SEEN, "equal for every seed", 0.0, 0.0, 0.0, noise, 0.0)
+        return DifferenceVerdict(
+            NONE_SEEN, "equal for every seed", 0.0, 0.0, 0.0, noise, 0.0
+        )
     if noise is None:
         reason = "one seed tells nothing of the noise between seeds"
-        return Judged(UNDECIDED, reason, statistics.fmean(differences))
+        return DifferenceVerdict(UNDECIDED, reason, statistics.fmean(differences))
     return _judge_finite(differences, noise)
 
 
-def _judge_finite(differences: Sequence[float], noise: float) -> Judged:
+def _judge_finite(differences: Sequence[float], noise: float) -> DifferenceVerdict:
     """Judge finite differences of two seeds or more, not all of them zero."""
     count = len(differences)
     mean = statistics.fmean(differences)
     spread = statistics.stdev(differences)
     half = _student_quantile(count - 1) * spread / math.sqrt(count)
     verdict, reason = _verdict(abs(mean), half, noise)
-    return Judged(verdict, reason, mean, mean - half, mean + half, noise, half)
+    return DifferenceVerdict(
+        verdict, reason, mean, mean - half, mean + half, noise, half
+    )
 
 
 def _verdict(size: float, half: float, noise: float) -> tuple[str, str]:

@@ -53,8 +53,8 @@ class Outcome:
         spread: standard deviation over the seeds; None of one seed, and where a value
             is not finite.
         seeds: the value of each seed.
-        verdict, reason, difference, low, high, noise, could_see: see ``Judged``; all
-            None for the reference itself, or where the reference failed.
+        verdict, reason, difference, low, high, noise, could_see: see
+            ``DifferenceVerdict``; all None for the reference itself, or where the reference failed.
     """
 
     mean: float

@@ -67,10 +67,20 @@ class Skip:
         step: its number.
         scale: the loss scale.
         loss_finite: the loss was finite before it was scaled.
-        gradient, made_by, operator, dtype, born, origin, origin_operator, phase, line,
-            cause, advice: see ``Birth``.
+        gradient: the parameter whose gradient was the first in backward order to hold NaN
+            or Inf; this and what follows down to ``advice`` as in ``Birth``.
         gradients: number of gradients that were not finite.
         parameters: number of all.
+        made_by: the operator call that made that gradient.
+        operator: its operator.
+        dtype: format of the gradient that it made.
+        born: NaN or Inf was born in that call; else it was inherited from ``origin``.
+        origin: the call where it was born.
+        origin_operator: its operator.
+        phase: phase of ``origin``.
+        line: the user's line of ``origin``.
+        cause: what its numbers show.
+        advice: what to try.
         saturation: a gradient that reaches the largest value counts too.
         notes: why fields are not known, and what else to know.
     """

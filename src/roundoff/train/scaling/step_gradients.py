@@ -21,7 +21,7 @@ _SUMMED = 4
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParameterPlace:
     """Where a parameter stands: in which optimizer, and where among its parameters."""
 
     optimizer: int
@@ -52,7 +52,7 @@ class StepGradients:
             )
         self.parameters: list[Tensor] = []
         self._model_names = model_names
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _ParameterPlace] = {}
         for number, optimizer in enumerate(optimizers):
             _check_optimizer(optimizers, number)
             self._add(optimizer, number)
@@ -74,7 +74,7 @@ class StepGradients:
         for index, parameter in with_gradient:
             if id(parameter) in self._places:
                 continue
-            self._places[id(parameter)] = _Place(number, index, kind)
+            self._places[id(parameter)] = _ParameterPlace(number, index, kind)
             self.parameters.append(parameter)
             fault = _fault(parameter)
             if fault is not None:

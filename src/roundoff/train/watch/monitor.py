@@ -80,7 +80,7 @@ class FirstBad:
         return f"{text}, {self.non_finite:,} of {self.numel:,} elements"
 
 
-class _Place(NamedTuple):
+class _ModuleOutput(NamedTuple):
     """One output of one call of a module."""
 
     module: str
@@ -92,7 +92,7 @@ class _Place(NamedTuple):
 class _Row(NamedTuple):
     """An output (phase forward) or the gradient at it (backward), and what was read of it."""
 
-    place: _Place
+    place: _ModuleOutput
     phase: str
     numel: int
     summary: TensorSummary | Tensor
@@ -119,7 +119,7 @@ class _ObservedStep:
     last: weakref.ref[Tensor] | None = None
     version: int = -1
     summary: TensorSummary | Tensor | None = None
-    places: list[_Place] = field(default_factory=list)
+    places: list[_ModuleOutput] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
 
     def end(self) -> None:
@@ -137,7 +137,7 @@ class _ObservedStep:
         gradients = []
         for path, (kind, sink) in sinks.items():
             output, gradient = sink.take()
-            place = _Place(path, kind, 0, 0)
+            place = _ModuleOutput(path, kind, 0, 0)
             if output is not None:
                 self.rows.append(_Row(place, "forward", sink.numel, output))
             if gradient is not None:
@@ -384,11 +384,11 @@ class Monitor:
         tensors = (output,) if isinstance(output, Tensor) else tree_leaves(output)
         for index, tensor in enumerate(tensors):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                place = _Place(path, kind, call, index)
+                place = _ModuleOutput(path, kind, call, index)
                 self._observe_tensor(step, place, tensor, is_rerun)
 
     def _observe_tensor(
-        self, step: _ObservedStep, place: _Place, tensor: Tensor, is_rerun: bool
+        self, step: _ObservedStep, place: _ModuleOutput, tensor: Tensor, is_rerun: bool
     ) -> None:
         is_handed_on = step.is_last(tensor)
         if not is_handed_on:
@@ -407,7 +407,7 @@ class Monitor:
                 step.handles.append(handle)
 
     def _gradient(
-        self, step: _ObservedStep, places: list[_Place], gradient: Tensor
+        self, step: _ObservedStep, places: list[_ModuleOutput], gradient: Tensor
     ) -> None:
         if not self._open or self.stopped:
             return

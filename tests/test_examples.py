@@ -46,7 +46,7 @@ def test_measured_as_predicted(name: str) -> None:
     training = {key: module.training for key, module in workload.model.named_modules()}
     budget = ro.budget(workload, ["bf16", "int8"])
     lowest, highest = METRICS[name]
-    assert lowest <= budget.about["metric"]["reference"] <= highest
+    assert lowest <= budget.about.metric.reference <= highest
     reference = run_batches(workload).targets
     for fmt in ("bf16", "int8"):
         formats = {
@@ -140,11 +140,11 @@ def test_gpt2_learns_the_play() -> None:
     found = ro.bench(small, ["fp32", "bf16"], steps=12, seeds=1)
     for row in found.rows:
         # before training all of its 63 characters are about equally likely; 12 steps learn how frequent they are
-        assert found.summary["curves"][row["config"]][0][0] == pytest.approx(
+        assert found.summary.curves[row.config][0][0] == pytest.approx(
             math.log(63), abs=0.3
         )
-        assert row["loss"]["mean"] < math.log(63) - 0.5
-        assert -6 < row["metric"]["mean"] < -3
+        assert row.loss.mean < math.log(63) - 0.5
+        assert -6 < row.metric.mean < -3
 
 
 def test_the_play_is_whole_and_says_where_it_is_from() -> None:
@@ -170,9 +170,9 @@ def test_amp_as_commonly_published() -> None:
         held_out=[(x[:4, :, ::2, ::2], y[:4]) for x, y in workload.held_out[:1]],
     )
     found = ro.bench(tiny, ["fp32", "bf16", published], steps=3, seeds=1)
-    assert [row["failed"] for row in found.rows] == [None] * 3
-    assert len(found.rows[2]["findings"]) >= 4
-    assert found.rows[2]["seen"]["matrix"]["forward"] == {
+    assert [row.failed for row in found.rows] == [None] * 3
+    assert len(found.rows[2].findings) >= 4
+    assert found.rows[2].seen.matrix["forward"] == {
         "fp16": 21
     }  # 20 convolutions and the classifier
     assert "made in every step" in str(found)

@@ -293,7 +293,7 @@ def test_an_unseeded_draw_is_found(tmp_path, keep):
     assert found.select("phase", "operator", "runs", "note").rows() == [
         ("forward", "rand", 2, RANDOM)
     ]
-    assert "test_floor.py:" in found["line"][0]
+    assert "test_noise_floor.py:" in found["line"][0]
     assert found["difference"][0] > 0.01
 
 

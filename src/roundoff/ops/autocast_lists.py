@@ -53,8 +53,11 @@ def autocast_class(operator: str, device: str = "cpu") -> AutocastClass:
     (``promote``), or leaves it alone (``follow``). ``operator`` is a site's operator or an aten
     name. Raises ``PlanError`` for a device without autocast.
 
-    >>> [listed("softmax", device) for device in ("cpu", "cuda")], listed("linear"), listed("add")
-    (['follow', 'fp32'], 'lower', 'follow')
+    >>> devices = ("cpu", "cuda")
+    >>> [autocast_class("softmax", device) for device in devices]
+    ['follow', 'fp32']
+    >>> autocast_class("linear"), autocast_class("add")
+    ('lower', 'follow')
     """
     names = _names(device)
     for name in (operator, facts(operator).decided_by):

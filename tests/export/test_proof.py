@@ -43,10 +43,10 @@ def test_every_kernel_gives_the_codes_of_the_simulation(int8):
     # requantization in fp32 rounds sums that are not exact in fp32 either: ties alone may fall to the other side
     assert proof.codes <= 1
     assert [
-        s.name for s in proof.sites if s.own.share > 1e-3 and "pool" not in s.name
+        s.name for s in proof.sites if s.by_kernel.share > 1e-3 and "pool" not in s.name
     ] == []
     assert (
-        next(s for s in proof.sites if s.name == "c1/conv2d:0").own.most == 0
+        next(s for s in proof.sites if s.name == "c1/conv2d:0").by_kernel.most == 0
     )  # quantized alone, nothing computed
     assert proof.simulation_db > proof.sqnr_db + 6
 

@@ -5,7 +5,7 @@ Names are cut in the middle, numbers never.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -97,18 +97,10 @@ def _print_culprits(
 
 
 def _culprit_columns(culprits: Sequence[Culprit]) -> Columns:
-    columns: Columns = {
-        "#": [str(place) for place in range(1, len(culprits) + 1)],
-        "site": [called(c, line=False) for c in culprits],
-        "phase": [str(c.phase) for c in culprits],
-        "line": [c.line or "" for c in culprits],
-        "step": [str(c.step) for c in culprits],
-        "rank": [str(c.rank) for c in culprits],
-        "own error": [size(c.own) for c in culprits],
-        "times": [times(c.own, c.tolerance) or NONE for c in culprits],
-        "share": [_share(c) for c in culprits],
-        "looks like": [c.looks_like or "" for c in culprits],
-    }
+    """The columns of culprits: steps and ranks only where there are several."""
+    columns: Columns = {"#": [str(place) for place in range(1, len(culprits) + 1)]}
+    for name, cell in _CULPRIT_CELLS.items():
+        columns[name] = [cell(culprit) for culprit in culprits]
     for name in ("step", "rank"):
         if len(set(columns[name])) == 1:
             del columns[name]
@@ -117,6 +109,20 @@ def _culprit_columns(culprits: Sequence[Culprit]) -> Columns:
 
 def _share(culprit: Culprit) -> str:
     return percent(culprit.contribution) if culprit.contribution else NONE
+
+
+#: The columns of culprits after their place, and how a culprit fills each.
+_CULPRIT_CELLS: Mapping[str, Callable[[Culprit], str]] = {
+    "site": lambda culprit: called(culprit, line=False),
+    "phase": lambda culprit: str(culprit.phase),
+    "line": lambda culprit: culprit.line or "",
+    "step": lambda culprit: str(culprit.step),
+    "rank": lambda culprit: str(culprit.rank),
+    "own error": lambda culprit: size(culprit.own),
+    "times": lambda culprit: times(culprit.own, culprit.tolerance) or NONE,
+    "share": _share,
+    "looks like": lambda culprit: culprit.looks_like or "",
+}
 
 
 def _detail(culprit: Culprit) -> str:
@@ -149,21 +155,27 @@ def _print_rows(
         _say_more(console, count(left, "more value"), f"{option} {every}")
 
 
+#: The columns of compared values, and how a row fills each.
+_ROW_CELLS: Mapping[str, Callable[[JudgedRow], str]] = {
+    "verdict": lambda row: row.verdict,
+    "site": lambda row: row_label(row),
+    "phase": lambda row: row.phase or NONE,
+    "step": lambda row: _or_none(row.step),
+    "rank": lambda row: _or_none(row.rank),
+    "error": lambda row: size(row.error),
+    "tolerance": lambda row: size(row.tolerance),
+    "cosine": lambda row: cosine(row.cosine),
+    "SQNR": lambda row: db(row.sqnr_db),
+    "ulp max": lambda row: number(row.ulp_max),
+    "status": lambda row: row.status,
+    "from": lambda row: source(row),
+}
+
+
 def _row_columns(summary: ComparisonSummary, rows: Sequence[JudgedRow]) -> Columns:
     """The columns that say something: not those with one value, or none."""
     columns: Columns = {
-        "verdict": [row.verdict for row in rows],
-        "site": [row_label(row) for row in rows],
-        "phase": [row.phase or NONE for row in rows],
-        "step": [_or_none(row.step) for row in rows],
-        "rank": [_or_none(row.rank) for row in rows],
-        "error": [size(row.error) for row in rows],
-        "tolerance": [size(row.tolerance) for row in rows],
-        "cosine": [cosine(row.cosine) for row in rows],
-        "SQNR": [db(row.sqnr_db) for row in rows],
-        "ulp max": [number(row.ulp_max) for row in rows],
-        "status": [row.status for row in rows],
-        "from": [source(row) for row in rows],
+        name: [cell(row) for row in rows] for name, cell in _ROW_CELLS.items()
     }
     for name in _silent_columns(summary, columns):
         del columns[name]

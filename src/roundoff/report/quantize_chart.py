@@ -72,30 +72,62 @@ def tradeoff(summary: Summary, cost: Literal["bytes", "work"]) -> Markup:
     if len(points) < 2:
         return Markup("")
     floor = _floor(points, has_metric=summary.result.metric_name is not None)
+    axes = _axes(points, floor)
+    name = summary.result.metric_name or "SQNR of the output, dB"
+    body = [axes.drawn(_LABELS[cost], name)]
+    front = pareto(points, floor)
+    if len(front) > 1:
+        line = " ".join(_coordinates(axes.place(p)) for p in front)
+        body.append(f'<polyline class="curve" points="{line}"/>')
+    chosen_first = sorted(points, key=lambda p: p.name != "chosen")
+    body += [_mark(p, *axes.place(p)) for p in chosen_first]
+    body += _labels(chosen_first, axes, floor)
+    return picture("pareto", WIDTH, HEIGHT, _TITLES[cost], "".join(body))
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Both scales with their ticks."""
+
+    x: Halvings
+    y: Scale
+    xticks: list[float]
+    yticks: list[float]
+
+    def place(self, point: Point) -> tuple[float, float]:
+        """Return where a point stands: at the lower edge, if it is below that."""
+        return self.x(100 * point.at), self.y(max(point.up, self.yticks[0]))
+
+    def drawn(self, xlabel: str, ylabel: str) -> str:
+        return draw_axes(self.x, self.y, self.xticks, self.yticks, xlabel, ylabel)
+
+
+def _axes(points: Sequence[Point], floor: float) -> _Axes:
     shown = [p.up for p in points if p.up >= floor]
     yticks = nice_ticks(min(shown), max(shown), 5)
     halvings = max(math.ceil(-math.log2(p.at)) for p in points)
+    xticks = [100 / 2**n for n in range(halvings, -1, -1)]
     x = Halvings(halvings, 62, WIDTH - 20)
     y = Scale(yticks[0], yticks[-1], HEIGHT - 60, 22)
-    xticks = [100 / 2**n for n in range(halvings, -1, -1)]
-    name = summary.result.metric_name or "SQNR of the output, dB"
-    body = [draw_axes(x, y, xticks, yticks, _LABELS[cost], name)]
-    front = pareto(points, floor)
-    if len(front) > 1:
-        line = " ".join(f"{x(100 * p.at):.2f},{y(p.up):.2f}" for p in front)
-        body.append(f'<polyline class="curve" points="{line}"/>')
-    placed = [
-        (p, x(100 * p.at), y(p.up if p.up >= floor else max(p.up, yticks[0])))
-        for p in sorted(points, key=lambda p: p.name != "chosen")
-    ]
-    body += [_mark(p, px, py) for p, px, py in placed]
-    boxes = [(px - 6, py - 6, px + 6, py + 6) for _, px, py in placed]
-    for p, px, py in placed:
+    return _Axes(x, y, xticks, yticks)
+
+
+def _coordinates(place: tuple[float, float]) -> str:
+    px, py = place
+    return f"{px:.2f},{py:.2f}"
+
+
+def _labels(points: Sequence[Point], axes: _Axes, floor: float) -> list[str]:
+    """Write the name beside each point, with its value where it stands too high."""
+    places = [axes.place(p) for p in points]
+    boxes = [(px - 6, py - 6, px + 6, py + 6) for px, py in places]
+    labels = []
+    for p, (px, py) in zip(points, places, strict=True):
         text = p.name if p.up >= floor else f"{p.name} ↓ {metric(p.up)}"
         kind = "note strong" if p.name == "chosen" else "note"
         left, base = _place(px, py, text, boxes)
-        body.append(draw_text(kind, left, base, text, "start"))
-    return picture("pareto", WIDTH, HEIGHT, _TITLES[cost], "".join(body))
+        labels.append(draw_text(kind, left, base, text, "start"))
+    return labels
 
 
 def _points(summary: Summary, cost: Literal["bytes", "work"]) -> list[Point]:

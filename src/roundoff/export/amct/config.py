@@ -1,34 +1,35 @@
-"""What AMCT's configuration files ask for, in our terms: which layers, how many bits, which algorithms.
+"""What AMCT's configuration files ask for: layers, bits and algorithms, in our terms.
 
-AMCT's names → ours: ``ifmr_quantize`` ``ifmr``, ``hfmg_quantize`` ``hfmg`` and, in training, ``ulq_quantize`` ``ulq``
-(observers of activations); ``arq_quantize`` and ``arq_retrain`` ``arq``, ``ada_quantize`` ``adaround``,
-``ulq_retrain`` ``ulq`` (weights); ``dmq_balancer`` is ``dmq_alpha``. Parameters keep AMCT's names and defaults.
+AMCT's names → ours: ``ifmr_quantize`` ``ifmr``, ``hfmg_quantize`` ``hfmg`` and, in
+training, ``ulq_quantize`` ``ulq`` (observers of activations); ``arq_quantize`` and
+``arq_retrain`` ``arq``, ``ada_quantize`` ``adaround``, ``ulq_retrain`` ``ulq``
+(weights); ``dmq_balancer`` is ``dmq_alpha``. Parameters keep AMCT's names and defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from roundoff.errors import QuantizationError, examples
 from roundoff.export.amct.read_record import OPERATORS
 from roundoff.plan import place
 
-IFMR = {
+IFMR: dict[str, Any] = {
     "search_range": (0.7, 1.3),
     "search_step": 0.01,
     "max_percentile": 0.999999,
     "min_percentile": 0.999999,
 }
-HFMG = {"num_of_bins": 4096}
-ADAROUND = {
+HFMG: dict[str, Any] = {"num_of_bins": 4096}
+ADAROUND: dict[str, Any] = {
     "num_iteration": 10000,
     "reg_param": 0.01,
     "beta_range": (20.0, 2.0),
     "warm_start": 0.2,
 }
-#: layers with a scale for each output channel, unless the file says otherwise
+#: Layers with a scale for each output channel, unless the file says otherwise
 CHANNEL_WISE = tuple(kind for kind in OPERATORS if kind.startswith("Conv"))
 T = TypeVar("T")
 
@@ -37,14 +38,21 @@ T = TypeVar("T")
 class LayerConfig:
     """How one layer is quantized; the defaults are AMCT's.
 
+    Two fields may be None, but only before :meth:`QuantizeConfig.for_layers`:
+    ``per_channel`` (convolutions then have a scale for each output channel, others one)
+    and ``symmetric`` (as the next wider level says).
+
     Attributes:
         skip: stay in high precision.
-        weight_bits, per_channel, weight_algorithm, weight_parameters: of the weight; ``per_channel=None`` (only before
-            :meth:`QuantizeConfig.for_layers`): convolutions have a scale for each output channel, others one.
-        activation_bits, symmetric, observer, observer_parameters: of the input; ``symmetric=None`` (only before): as the
-            next wider level says. The observer is ``make_observer(observer, granularity, **observer_parameters)``.
-        dmq_alpha: balance the input's channels against the weight's with this exponent; ``None``: don't.
-        cache_per_channel: of a ``kv_cache`` file: a scale for each channel of keys and values.
+        weight_bits, weight_algorithm, weight_parameters: of the weight.
+        per_channel: the weight has a scale for each output channel.
+        activation_bits, symmetric: of the input.
+        observer, observer_parameters: of the input, which
+            ``make_observer(observer, granularity, **observer_parameters)`` observes.
+        dmq_alpha: balance the input's channels against the weight's with this exponent;
+            None: don't.
+        cache_per_channel: of a ``kv_cache`` file: a scale for each channel of keys and
+            values.
     """
 
     skip: bool = False
@@ -62,10 +70,12 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class Pruning:
-    """How one layer is pruned: a share of its filters, or (``ratio=None``) the 2 smallest of each 4 weights.
+    """How one layer is pruned.
 
-    ``multiple_of_16``: as many filters are kept as the device computes at once. ``update_freq``: batches between two
-    choices of the weights that are pruned; 0: one choice.
+    Attributes:
+        ratio: share of its filters; None: the 2 smallest of each 4 weights instead.
+        multiple_of_16: keep as many filters as the device computes at once.
+        update_freq: batches between two choices of the pruned weights; 0: one choice.
     """
 
     ratio: float | None = None
@@ -75,7 +85,9 @@ class Pruning:
 
 @dataclass(frozen=True)
 class Levels(Generic[T]):
-    """What is said for one layer, for a type of layers, and for all; the first that says something decides, whole.
+    """Settings for one layer, for a type of layers, and for all.
+
+    The first of these that has a setting decides, as a whole.
 
     >>> levels = Levels("all", {"Linear": "linear ones"}, {"head": "the head"})
     >>> levels.of("head", "Linear"), levels.of("fc", "Linear"), levels.of("c1", "Conv2d")
@@ -100,7 +112,7 @@ class QuantizeConfig:
         kind: ``calibration``, ``retrain`` (training, pruning too) or ``kv_cache``.
         batch_num: batches for calibration.
         symmetric: of activations, where no level says.
-        quantize, prune: what the levels say.
+        quantize, prune: settings of layers, of their types, and of all.
         only: the layers of a ``kv_cache`` file; all others are skipped.
         fold: fold BatchNorm into the layer before, except in ``skip_fold``.
         fp16_scales: scales of activations are rounded to fp16 (``FORCE_FP16_QUANT``).
@@ -121,62 +133,80 @@ class QuantizeConfig:
     fp16_scales: bool = False
 
     def for_layers(self, layers: Mapping[str, str]) -> dict[str, LayerConfig]:
-        """The configuration of each layer (module path → class name) that AMCT quantizes, nothing left open.
+        """Return the configuration of each layer that AMCT quantizes, nothing left open.
 
-        A layer's own configuration goes before that of its type, and that before the common one, each as a whole: what
-        the first of them leaves out has its default, not the wider level's value. Only ``symmetric`` is handed down.
+        A layer's own configuration goes before that of its type, and that before the
+        common one, each as a whole: what the first of them leaves out has its default,
+        not the wider level's value. Only ``symmetric`` is handed down.
+
+        Args:
+            layers: module path → class name.
 
         Raises:
-            QuantizationError: the file names a layer that is not there, or a type that AMCT doesn't quantize, with
-                its line and the nearest names.
+            QuantizationError: the file names a layer that is not there, or a type that
+                AMCT doesn't quantize, with its line and the nearest names.
 
         Example:
-            >>> config = QuantizeConfig(quantize=Levels(LayerConfig(weight_bits=4)), skip_types=("Linear",))
+            >>> four = LayerConfig(weight_bits=4)
+            >>> config = QuantizeConfig(quantize=Levels(four), skip_types=("Linear",))
             >>> of = config.for_layers({"c1": "Conv2d", "r1": "ReLU", "fc": "Linear"})
-            >>> [(name, c.skip, c.weight_bits, c.per_channel, c.symmetric) for name, c in of.items()]
-            [('c1', False, 4, True, False), ('fc', True, 4, False, False)]
+            >>> [(name, c.skip, c.per_channel, c.symmetric) for name, c in of.items()]
+            [('c1', False, True, False), ('fc', True, False, False)]
+            >>> of["c1"].weight_bits, of["fc"].weight_bits
+            (4, 4)
         """
         self._check_names(layers)
-        found = {}
-        common = (
-            self.quantize.common.symmetric if self.quantize.common is not None else None
+        return {
+            name: self._for_layer(name, kind)
+            for name, kind in layers.items()
+            if kind in OPERATORS
+        }
+
+    def _for_layer(self, name: str, kind: str) -> LayerConfig:
+        config = self.quantize.of(name, kind) or LayerConfig()
+        per_channel = config.per_channel
+        if per_channel is None:
+            per_channel = kind in CHANNEL_WISE
+        return replace(
+            config,
+            skip=config.skip or self._is_skipped(name, kind),
+            symmetric=self._is_symmetric(config),
+            per_channel=per_channel,
         )
-        for name, kind in layers.items():
-            if kind not in OPERATORS:
-                continue
-            own = self.quantize.of(name, kind) or LayerConfig()
-            skip = own.skip or name in self.skip_layers or kind in self.skip_types
-            skip = skip or bool(
-                self.only and name not in (*self.only, *self.quantize.layers)
-            )
-            symmetric = next(
-                (s for s in (own.symmetric, common) if s is not None), self.symmetric
-            )
-            channels = (
-                kind in CHANNEL_WISE if own.per_channel is None else own.per_channel
-            )
-            found[name] = replace(
-                own, skip=skip, symmetric=symmetric, per_channel=channels
-            )
-        return found
+
+    def _is_skipped(self, name: str, kind: str) -> bool:
+        if name in self.skip_layers or kind in self.skip_types:
+            return True
+        return bool(self.only) and name not in (*self.only, *self.quantize.layers)
+
+    def _is_symmetric(self, config: LayerConfig) -> bool:
+        """Return the setting of the narrowest level that has one."""
+        if config.symmetric is not None:
+            return config.symmetric
+        common = self.quantize.common
+        if common is not None and common.symmetric is not None:
+            return common.symmetric
+        return self.symmetric
 
     def pruning(self, layers: Mapping[str, str]) -> dict[str, Pruning]:
-        """How each layer is pruned, those alone that are; errors as of :meth:`for_layers`."""
+        """Return how each pruned layer is pruned; errors as of :meth:`for_layers`."""
         self._check_names(layers)
-        found = {}
+        pruned = {}
         for name, kind in layers.items():
-            own = self.prune.of(name, kind)
-            left_alone = name in self.prune_skip_layers or kind in self.prune_skip_types
-            if own is not None and kind in OPERATORS and not left_alone:
-                found[name] = own
-        return found
+            pruning = self.prune.of(name, kind)
+            is_skipped = name in self.prune_skip_layers or kind in self.prune_skip_types
+            if pruning is not None and kind in OPERATORS and not is_skipped:
+                pruned[name] = pruning
+        return pruned
 
     def _check_names(self, layers: Mapping[str, str]) -> None:
-        skipped = (*self.skip_layers, *self.prune_skip_layers, *self.skip_fold)
-        _known(
-            (*skipped, *self.only, *self.quantize.layers, *self.prune.layers),
-            layers,
-            "the model has no layer",
+        names = (
+            *self.skip_layers,
+            *self.prune_skip_layers,
+            *self.skip_fold,
+            *self.only,
+            *self.quantize.layers,
+            *self.prune.layers,
         )
         types = (
             *self.skip_types,
@@ -184,12 +214,21 @@ class QuantizeConfig:
             *self.quantize.types,
             *self.prune.types,
         )
-        _known(types, OPERATORS, "AMCT quantizes no layers of type")
+        _check_known(names, layers, "the model has no layer")
+        _check_known(types, OPERATORS, "AMCT quantizes no layers of type")
 
 
 @dataclass(frozen=True)
 class AutoPrune:
-    """Search of pruning ratios: how many times fewer bit operations, and at most what share of one layer's filters."""
+    """Search of pruning ratios.
+
+    Attributes:
+        compress_ratio: how many times fewer bit operations.
+        multiple_of_16: as of :class:`Pruning`.
+        max_prune_ratio: largest share of one layer's filters.
+        test_iteration: batches of a test.
+        override_prune_cfg: file with settings of single layers.
+    """
 
     compress_ratio: float
     multiple_of_16: bool = True
@@ -198,72 +237,80 @@ class AutoPrune:
     override_prune_cfg: str = ""
 
 
-def _known(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    known = list(known)
+def _check_known(names: Iterable[str], choices: Iterable[str], problem: str) -> None:
+    choices = list(choices)
     for name in names:
-        if name not in known:
+        if name not in choices:
             raise QuantizationError(
-                f"{what} {name}",
+                f"{problem} {name}",
                 where=place(name) or None,
-                expected=f"such as {examples(name, known)}",
+                expected=f"such as {examples(name, choices)}",
             )
+
+
+class _Rule(NamedTuple):
+    """A bound of AMCT on one value of a configuration."""
+
+    name: str
+    holds: bool
+    got: Any
+    expected: str
 
 
 def check_ranges(config: LayerConfig, where: str) -> LayerConfig:
-    """The same configuration. Raises ``QuantizationError`` for a value that AMCT refuses."""
-    own = config.observer_parameters
-    weight = config.weight_parameters
-    low, high = own.get("search_range", (0.7, 1.3))
-    rules = {
-        "weight bits": (
-            config.weight_bits in (4, 6, 7, 8),
-            config.weight_bits,
-            "4, 6, 7 or 8",
-        ),
-        "activation bits": (
-            config.activation_bits in (4, 8, 16),
-            config.activation_bits,
-            "4, 8 or 16",
-        ),
-        "search_range": (0 < low < high, (low, high), "0 < start < end"),
-        "search_step": (
-            0 < own.get("search_step", 0.01) <= high - low + 1e-9,
-            own.get("search_step"),
-            "above 0 and no more than the search range",
-        ),
-        **{
-            name: (
-                0.5 < own.get(name, 1.0) <= 1.0,
-                own.get(name),
-                "above 0.5, at most 1",
-            )
-            for name in ("max_percentile", "min_percentile")
-        },
-        "num_of_bins": (
-            own.get("num_of_bins", 4096) in (1024, 2048, 4096, 8192),
-            own.get("num_of_bins"),
-            "1024, 2048, 4096 or 8192",
-        ),
-        "migration_strength": (
-            config.dmq_alpha is None or 0.2 <= config.dmq_alpha <= 0.8,
-            config.dmq_alpha,
-            "0.2 to 0.8",
-        ),
-        "beta_range": (
-            weight.get("beta_range", (2, 1))[0]
-            > weight.get("beta_range", (2, 1))[1]
-            > 0,
-            weight.get("beta_range"),
-            "start > end > 0",
-        ),
-        **{
-            name: (0 < weight.get(name, 0.5) < 1, weight.get(name), "between 0 and 1")
-            for name in ("warm_start", "reg_param")
-        },
-    }
-    for name, (holds, got, expected) in rules.items():
-        if not holds:
+    """Return the same configuration.
+
+    Raises:
+        QuantizationError: a value that AMCT refuses.
+    """
+    rules = (
+        *_bit_rules(config),
+        *_observer_rules(config.observer_parameters),
+        _balance_rule(config.dmq_alpha),
+        *_adaround_rules(config.weight_parameters),
+    )
+    for rule in rules:
+        if not rule.holds:
             raise QuantizationError(
-                f"{name} out of range", where=where, expected=expected, got=str(got)
+                f"{rule.name} out of range",
+                where=where,
+                expected=rule.expected,
+                got=str(rule.got),
             )
     return config
+
+
+def _bit_rules(config: LayerConfig) -> Iterator[_Rule]:
+    weight = config.weight_bits
+    activation = config.activation_bits
+    yield _Rule("weight bits", weight in (4, 6, 7, 8), weight, "4, 6, 7 or 8")
+    yield _Rule("activation bits", activation in (4, 8, 16), activation, "4, 8 or 16")
+
+
+def _observer_rules(parameters: Mapping[str, Any]) -> Iterator[_Rule]:
+    values = {**IFMR, **HFMG, **parameters}
+    low, high = values["search_range"]
+    yield _Rule("search_range", 0 < low < high, (low, high), "0 < start < end")
+    step = values["search_step"]
+    fits = 0 < step <= high - low + 1e-9
+    expected = "above 0 and no more than the search range"
+    yield _Rule("search_step", fits, step, expected)
+    for name in ("max_percentile", "min_percentile"):
+        fits = 0.5 < values[name] <= 1.0
+        yield _Rule(name, fits, values[name], "above 0.5, at most 1")
+    bins = values["num_of_bins"]
+    fits = bins in (1024, 2048, 4096, 8192)
+    yield _Rule("num_of_bins", fits, bins, "1024, 2048, 4096 or 8192")
+
+
+def _balance_rule(alpha: float | None) -> _Rule:
+    fits = alpha is None or 0.2 <= alpha <= 0.8
+    return _Rule("migration_strength", fits, alpha, "0.2 to 0.8")
+
+
+def _adaround_rules(parameters: Mapping[str, Any]) -> Iterator[_Rule]:
+    values = {**ADAROUND, **parameters}
+    start, end = values["beta_range"]
+    yield _Rule("beta_range", start > end > 0, (start, end), "start > end > 0")
+    for name in ("warm_start", "reg_param"):
+        yield _Rule(name, 0 < values[name] < 1, values[name], "between 0 and 1")

@@ -1,4 +1,7 @@
-"""AMCT's layer configuration, ``config.json``: every parameter of every layer, as its tool writes it and users edit it."""
+"""AMCT's layer configuration, ``config.json``: every parameter of every layer.
+
+AMCT's tool writes this file, and users edit it.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,19 @@ _ACTIVATION = ("num_bits", "act_algo", "asymmetric", *IFMR, *HFMG)
 _WEIGHT = ("num_bits", "wts_algo", "channel_wise", *ADAROUND)
 
 
+#: AMCT's weight algorithms → ours.
+_WEIGHT_ALGORITHMS = {"arq_quantize": "arq", "ada_quantize": "adaround"}
+#: Observer → the defaults of its parameters.
+_OBSERVERS: dict[str, Mapping[str, Any]] = {"ifmr": IFMR, "hfmg": HFMG}
+
+
 def parse_json(text: str, where: str) -> QuantizeConfig:
-    """The configuration of a ``config.json``'s text; errors as of :func:`roundoff.export.amct.read_config.read_config`."""
+    """Return the configuration of a ``config.json``'s text.
+
+    Raises:
+        QuantizationError: as of
+            :func:`roundoff.export.amct.read_config.read_config`.
+    """
     try:
         return _config(read_json(text, where), where)
     except PlanError as error:  # the reader of files is the operator lists' too
@@ -54,7 +68,7 @@ def parse_json(text: str, where: str) -> QuantizeConfig:
 
 
 def _config(data: Any, path: str) -> QuantizeConfig:
-    """Every key that holds an object is a layer."""
+    """Read the outermost object; every key that holds an object is a layer."""
     if not isinstance(data, Mapping):
         raise QuantizationError(
             "not a layer configuration",
@@ -64,24 +78,42 @@ def _config(data: Any, path: str) -> QuantizeConfig:
         )
     layers: dict[str, LayerConfig] = {}
     skipped = []
-    for key, said in data.items():
-        if not isinstance(said, Mapping):
+    for key, entry in data.items():
+        if not isinstance(entry, Mapping):
             check_keys({key: 0}, _GLOBALS, path, "parameter (layers hold objects)")
             continue
-        where = ", ".join(part for part in (path, place(key)) if part)
-        check_keys(said, _LAYER, path, f"parameter of layer {key}")
-        activation = said.get("activation_quant_params", {})
-        weight = said.get("weight_quant_params", {})
-        check_keys(activation, _ACTIVATION, path, f"parameter of {key}'s activation")
-        check_keys(weight, _WEIGHT, path, f"parameter of {key}'s weight")
-        if said.get("quant_enable", True) is False:
+        layers[key] = _checked_layer(key, entry, path)
+        if entry.get("quant_enable", True) is False:
             skipped.append(key)
-        try:
-            layers[key] = check_ranges(_json_layer(said, activation, weight), where)
-        except (TypeError, ValueError, KeyError) as error:
-            raise QuantizationError(
-                f"layer {key} cannot be read: {error}", where=where
-            ) from error
+    _check_globals(data, path)
+    return QuantizeConfig(
+        "calibration",
+        data.get("batch_num", 1),
+        not data.get("activation_offset", True),
+        Levels(None, {}, layers),
+        skip_layers=tuple(skipped),
+        fold=bool(data.get("do_fusion", True)),
+        skip_fold=tuple(data.get("skip_fusion_layers", ())),
+        fp16_scales=data.get("fakequant_precision_mode") == "FORCE_FP16_QUANT",
+    )
+
+
+def _checked_layer(key: str, entry: Mapping[str, Any], path: str) -> LayerConfig:
+    where = ", ".join(part for part in (path, place(key)) if part)
+    check_keys(entry, _LAYER, path, f"parameter of layer {key}")
+    activation = entry.get("activation_quant_params", {})
+    weight = entry.get("weight_quant_params", {})
+    check_keys(activation, _ACTIVATION, path, f"parameter of {key}'s activation")
+    check_keys(weight, _WEIGHT, path, f"parameter of {key}'s weight")
+    try:
+        return check_ranges(_layer(entry, activation, weight), where)
+    except (TypeError, ValueError, KeyError) as error:
+        raise QuantizationError(
+            f"layer {key} cannot be read: {error}", where=where
+        ) from error
+
+
+def _check_globals(data: Mapping[str, Any], path: str) -> None:
     batch_num = data.get("batch_num", 1)
     if not isinstance(batch_num, int) or batch_num < 1:
         raise QuantizationError(
@@ -97,65 +129,73 @@ def _config(data: Any, path: str) -> QuantizeConfig:
             expected="version 1",
             got=repr(data["version"]),
         )
-    return QuantizeConfig(
-        "calibration",
-        batch_num,
-        not data.get("activation_offset", True),
-        Levels(None, {}, layers),
-        skip_layers=tuple(skipped),
-        fold=bool(data.get("do_fusion", True)),
-        skip_fold=tuple(data.get("skip_fusion_layers", ())),
-        fp16_scales=data.get("fakequant_precision_mode") == "FORCE_FP16_QUANT",
-    )
 
 
-def _json_layer(
-    said: Mapping[str, Any], activation: Mapping[str, Any], weight: Mapping[str, Any]
+def _layer(
+    entry: Mapping[str, Any], activation: Mapping[str, Any], weight: Mapping[str, Any]
 ) -> LayerConfig:
-    observer = str(
-        activation.get("act_algo", "hfmg" if "num_of_bins" in activation else "ifmr")
-    )
-    algorithms: dict[str, Mapping[str, Any]] = {"ifmr": IFMR, "hfmg": HFMG}
-    defaults = algorithms[observer]
-    foreign = [
-        name for name in (*IFMR, *HFMG) if name in activation and name not in defaults
-    ]
-    algorithm = {"arq_quantize": "arq", "ada_quantize": "adaround"}[
-        weight.get("wts_algo", "arq_quantize")
-    ]
-    foreign += [name for name in ADAROUND if name in weight and algorithm == "arq"]
-    if foreign:
-        raise ValueError(
-            f"{foreign[0]} is no parameter of {'arq_quantize' if foreign[0] in ADAROUND else observer}"
-        )
-    alpha = said.get("dmq_balancer_param")
+    default_observer = "hfmg" if "num_of_bins" in activation else "ifmr"
+    observer = str(activation.get("act_algo", default_observer))
+    defaults = _OBSERVERS[observer]
+    algorithm = _WEIGHT_ALGORITHMS[weight.get("wts_algo", "arq_quantize")]
+    _check_parameters(activation, observer, weight, algorithm)
+    weight_parameters = _parameters(weight, ADAROUND) if algorithm == "adaround" else {}
+    symmetric = None
+    if "asymmetric" in activation:
+        symmetric = not activation["asymmetric"]
+    alpha = entry.get("dmq_balancer_param")
     return LayerConfig(
-        False,
-        weight.get("num_bits", 8),
-        weight.get("channel_wise"),
-        algorithm,
-        {k: _plain(weight.get(k, v)) for k, v in ADAROUND.items()}
-        if algorithm == "adaround"
-        else {},
-        activation.get("num_bits", 8),
-        not activation["asymmetric"] if "asymmetric" in activation else None,
-        observer,
-        {k: _plain(activation.get(k, v)) for k, v in defaults.items()},
-        None if alpha is None else float(alpha),
+        weight_bits=weight.get("num_bits", 8),
+        per_channel=weight.get("channel_wise"),
+        weight_algorithm=algorithm,
+        weight_parameters=weight_parameters,
+        activation_bits=activation.get("num_bits", 8),
+        symmetric=symmetric,
+        observer=observer,
+        observer_parameters=_parameters(activation, defaults),
+        dmq_alpha=None if alpha is None else float(alpha),
     )
 
 
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _check_parameters(
+    activation: Mapping[str, Any],
+    observer: str,
+    weight: Mapping[str, Any],
+    algorithm: str,
+) -> None:
+    """Raise ``ValueError`` for a parameter of another algorithm than the layer's."""
+    for name in (*IFMR, *HFMG):
+        if name in activation and name not in _OBSERVERS[observer]:
+            raise ValueError(f"{name} is no parameter of {observer}")
+    for name in ADAROUND:
+        if name in weight and algorithm == "arq":
+            raise ValueError(f"{name} is no parameter of arq_quantize")
+
+
+def _parameters(
+    section: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a value for each default; JSON's lists are ranges, which are tuples here."""
+    values = {name: section.get(name, default) for name, default in defaults.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+    }
 
 
 def write_json(
     config: QuantizeConfig, layers: Mapping[str, str], path: str | Path
 ) -> list[str]:
-    """Write ``config.json`` for these layers (module path → class name); returns what AMCT would refuse of it.
+    """Write ``config.json`` for these layers; return what AMCT would refuse of it.
 
-    Raises ``QuantizationError`` for a configuration of training or of the KV cache, which have no such file, and as
-    :meth:`QuantizeConfig.for_layers` does.
+    Args:
+        config: of calibration.
+        layers: module path → class name.
+        path: the file.
+
+    Raises:
+        QuantizationError: a configuration of training or of the KV cache, which have no
+            such file, and as :meth:`QuantizeConfig.for_layers`.
     """
     if config.kind != "calibration":
         raise QuantizationError(
@@ -164,41 +204,41 @@ def write_json(
             got=config.kind,
             do="write a .cfg file",
         )
-    of = config.for_layers(layers)
+    of_layers = config.for_layers(layers)
     data: dict[str, Any] = {
         "version": 1,
         "batch_num": config.batch_num,
         "activation_offset": not config.symmetric,
         "do_fusion": config.fold,
         "skip_fusion_layers": list(config.skip_fold),
-    } | ({"fakequant_precision_mode": "FORCE_FP16_QUANT"} if config.fp16_scales else {})
-    for name, own in of.items():
-        algorithm = (
-            "ada_quantize" if own.weight_algorithm == "adaround" else "arq_quantize"
-        )
-        data[name] = {
-            "quant_enable": not own.skip,
-            **(
-                {"dmq_balancer_param": own.dmq_alpha}
-                if own.dmq_alpha is not None
-                else {}
-            ),
-            "activation_quant_params": {
-                "num_bits": own.activation_bits,
-                **own.observer_parameters,
-                "act_algo": own.observer,
-                "asymmetric": not own.symmetric,
-            },
-            "weight_quant_params": {
-                "num_bits": own.weight_bits,
-                "wts_algo": algorithm,
-                "channel_wise": own.per_channel,
-                **own.weight_parameters,
-            },
-        }
+    }
+    if config.fp16_scales:
+        data["fakequant_precision_mode"] = "FORCE_FP16_QUANT"
+    for name, layer in of_layers.items():
+        data[name] = _layer_entry(layer)
     write_text(path, json.dumps(data, indent=4) + "\n")
     return [
         f"{name}: a scale for each channel of a {layers[name]} layer, which AMCT refuses"
-        for name, own in of.items()
-        if own.per_channel and layers[name] not in CHANNEL_WISE
+        for name, layer in of_layers.items()
+        if layer.per_channel and layers[name] not in CHANNEL_WISE
     ]
+
+
+def _layer_entry(layer: LayerConfig) -> dict[str, Any]:
+    entry: dict[str, Any] = {"quant_enable": not layer.skip}
+    if layer.dmq_alpha is not None:
+        entry["dmq_balancer_param"] = layer.dmq_alpha
+    entry["activation_quant_params"] = {
+        "num_bits": layer.activation_bits,
+        **layer.observer_parameters,
+        "act_algo": layer.observer,
+        "asymmetric": not layer.symmetric,
+    }
+    is_adaround = layer.weight_algorithm == "adaround"
+    entry["weight_quant_params"] = {
+        "num_bits": layer.weight_bits,
+        "wts_algo": "ada_quantize" if is_adaround else "arq_quantize",
+        "channel_wise": layer.per_channel,
+        **layer.weight_parameters,
+    }
+    return entry

@@ -1,8 +1,9 @@
 """AMCT's ``record.txt`` as our ``Record``: the scales of a model that AMCT quantized.
 
-``x ~ scale * (code - offset)`` with signed codes, so an offset is a zero point, sign included. ``scale_d`` and
-``offset_d`` belong to the input of the layer that ``key`` names by its module path, ``scale_w`` to its weight: one, or
-one for each output channel. Codes have the full range, [-128, 127]: formats ``int8_full`` and ``int8_asym`` here.
+``x ~ scale * (code - offset)`` with signed codes, so an offset is a zero point, sign
+included. ``scale_d`` and ``offset_d`` belong to the input of the layer that ``key``
+names by its module path, ``scale_w`` to its weight: one, or one for each output channel.
+Codes have the full range, [-128, 127]: formats ``int8_full`` and ``int8_asym`` here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from roundoff.site import Site
 if TYPE_CHECKING:
     from torch import nn
 
-#: module class → the operator of its site
+#: Module class → the operator of its site.
 OPERATORS = {
     **{f"Conv{d}d": f"conv{d}d" for d in (1, 2, 3)},
     **{f"ConvTranspose{d}d": f"conv_transpose{d}d" for d in (1, 2, 3)},
@@ -29,67 +30,110 @@ OPERATORS = {
     "LSTM": "lstm",
     "GRU": "gru",
 }
-#: where no model says the operator: a pattern for any
+#: A pattern for any operator, where no model says it.
 ANY = "*"
-#: bits that AMCT knows of inputs and weights
+#: Bits that AMCT has for inputs and weights.
 BITS = {"act_type": (4, 8, 16), "wts_type": (4, 6, 7, 8)}
-#: AMCT's bound of balance factors, fp32's machine epsilon; its inverse is the upper one
+#: AMCT's lower bound of balance factors, fp32's machine epsilon; the upper is its inverse.
 SMALLEST_FACTOR = 2.0**-23
 _RECURRENT = ("scale_h", "offset_h", "scale_r", "offset_r")
-#: what our Record has no place for: kept word for word in ``about["amct"]``, and written back
+#: Fields without a place in our Record: ``about["amct"]`` keeps them to be written back.
 _KEPT = ("shift_bit", "skip_fusion", "dst_type", "fakequant_precision_mode")
 
 
 def read_record(path: str | Path, model: nn.Module | None = None) -> Record:
-    """Our record of an AMCT ``record.txt``.
+    """Return our record of an AMCT ``record.txt``.
 
-    The input of layer ``c1`` becomes the entry ``c1/conv2d:0``, its weight ``c1.weight``, a KV cache's factors
-    ``k_proj/linear``. Without ``model`` the operator is unknown and written ``*``; with it layer names and channel counts
-    are checked, the record has the model's fingerprint, and layers without factors are listed as skipped. What our
-    record has no place for (``skip_fusion``, pruning records, factors of recurrent layers) is kept in ``about["amct"]``
-    and written back by :func:`roundoff.export.amct.write_record.write_record`.
+    The input of layer ``c1`` becomes the entry ``c1/conv2d:0``, its weight
+    ``c1.weight``, a KV cache's factors ``k_proj/linear``. Fields without a place in our
+    record (``skip_fusion``, pruning records, factors of recurrent layers) are kept in
+    ``about["amct"]``, and
+    :func:`roundoff.export.amct.write_record.write_record` writes them back.
+
+    Args:
+        path: the file.
+        model: checks layer names and channel counts, gives the record its fingerprint,
+            and lists layers without factors as skipped. Without it the operator is
+            unknown and written ``*``.
 
     Raises:
-        QuantizationError: what :func:`roundoff.export.amct.text_format.read_text` refuses, a layer that stands twice or that
-            the model lacks, factors that AMCT itself would refuse (a scale without its offset, an offset of a weight
-            other than 0, counts that differ, values out of range), always with the line.
+        QuantizationError: all that
+            :func:`roundoff.export.amct.text_format.read_text` refuses, a layer that
+            stands twice or that the model lacks, factors that AMCT itself would refuse
+            (a scale without its offset, an offset of a weight other than 0, counts that
+            differ, values out of range), always with the line.
     """
     message, lines = read_text(path, "record")
     layers = dict(model.named_modules()) if model is not None else None
-    entries: list[Entry] = []
-    balance: dict[str, tuple[float, ...]] = {}
-    skipped: list[tuple[str, str]] = []
-    kept: dict[str, dict[str, Any]] = {}
+    reading = _Reading(layers)
     first_lines: dict[str, int] = {}
     for index, row in enumerate(message.record):
         at = _FieldPlace(str(path), lines, ("record", index))
         _check_row(row, at, first_lines)
-        layer = row.key
-        first_lines[layer] = at.line("key")
-        site = _site(layer, layers, at)
+        first_lines[row.key] = at.line("key")
+        reading.add(row, at)
+    skipped = [*reading.skipped, *_without_factors(layers or {}, first_lines)]
+    return Record(
+        fingerprint(model) if model is not None else Fingerprint(),
+        tuple(reading.entries),
+        tuple(skipped),
+        (),
+        reading.balance,
+        _about(message, reading.kept),
+    )
+
+
+class _Reading:
+    """The parts of a ``Record``, filled row by row."""
+
+    def __init__(self, layers: Mapping[str, Any] | None) -> None:
+        self.layers = layers
+        self.entries: list[Entry] = []
+        self.balance: dict[str, tuple[float, ...]] = {}
+        self.skipped: list[tuple[str, str]] = []
+        #: Layer → its fields without a place in our record.
+        self.kept: dict[str, dict[str, Any]] = {}
+
+    def add(self, row: Any, at: _FieldPlace) -> None:
+        site = _site(row.key, self.layers, at)
         if row.HasField("kv_cache_value"):
-            entries.append(_cache(site, row.kv_cache_value, at))
+            self.entries.append(_cache(site, row.kv_cache_value, at))
         if not row.HasField("value"):
-            continue
-        kept_fields = _fields(row.value, _KEPT)
+            return
+        kept = _fields(row.value, _KEPT)
         if _is_recurrent(row.value):
-            kept_fields = _fields(row.value)
+            kept = _fields(row.value)
             reason = "factors of a recurrent layer: kept for AMCT, not applied here"
-            skipped.append((str(site), reason))
+            self.skipped.append((str(site), reason))
         else:
-            entries += _layer(site, row.value, at, layers)
-            if row.value.tensor_balance_factor:
-                factors = _balance(site.module, row.value, at, layers)
-                balance[f"{site.module}.weight"] = factors
-        if kept_fields:
-            kept[layer] = kept_fields
-    for name, module in (layers or {}).items():
+            self._add_layer(site, row.value, at)
+        if kept:
+            self.kept[row.key] = kept
+
+    def _add_layer(self, site: Site, value: Any, at: _FieldPlace) -> None:
+        """Add the input and the weight; neither where the record has only flags."""
+        module = (self.layers or {}).get(site.module)
+        _check_input(value, at)
+        if value.HasField("scale_d"):
+            self.entries.append(_input_entry(site, value, at))
+        _check_weight(site, value, at, module)
+        if value.scale_w:
+            self.entries.append(_weight_entry(site, value, at, module))
+        if value.tensor_balance_factor:
+            factors = _balance(value, at, module)
+            self.balance[f"{site.module}.weight"] = factors
+
+
+def _without_factors(
+    layers: Mapping[str, Any], first_lines: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """Return the layers of a model that AMCT's record lacks, with the reason."""
+    lacking = []
+    for name, module in layers.items():
         operator = OPERATORS.get(type(module).__name__)
         if operator is not None and name not in first_lines:
-            skipped.append((f"{name}/{operator}", "no factors in AMCT's record"))
-    model_of = fingerprint(model) if model is not None else Fingerprint()
-    about = _about(message, kept)
-    return Record(model_of, tuple(entries), tuple(skipped), (), balance, about)
+            lacking.append((f"{name}/{operator}", "no factors in AMCT's record"))
+    return lacking
 
 
 def _check_row(row: Any, at: _FieldPlace, first_lines: Mapping[str, int]) -> None:
@@ -110,9 +154,8 @@ def _check_row(row: Any, at: _FieldPlace, first_lines: Mapping[str, int]) -> Non
 
 
 def _is_recurrent(value: Any) -> bool:
-    return bool(
-        {field.name for field, _ in value.ListFields()}.intersection(_RECURRENT)
-    )
+    names = {field.name for field, _ in value.ListFields()}
+    return not names.isdisjoint(_RECURRENT)
 
 
 def _about(message: Any, kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -160,76 +203,54 @@ def _site(layer: str, layers: Mapping[str, Any] | None, at: _FieldPlace) -> Site
     return Site(layer, OPERATORS.get(kind, ANY))
 
 
-def _layer(
-    site: Site, value: Any, at: _FieldPlace, layers: Mapping[str, Any] | None
-) -> list[Entry]:
-    """The entries of a layer's input and weight; none where the record has only flags."""
-    found = []
-    if value.HasField("scale_d") != value.HasField("offset_d"):
-        there, other = (
-            ("scale_d", "offset_d")
-            if value.HasField("scale_d")
-            else ("offset_d", "scale_d")
-        )
-        raise QuantizationError(
-            f"{there} without {other}",
-            where=at("value", there),
-            expected="both, as AMCT does",
-        )
-    if value.HasField("scale_d"):
-        found.append(
-            _entry(
-                f"{site}:0",
-                "activation",
-                (value.scale_d,),
-                (value.offset_d,),
-                value,
-                at,
-                site,
+def _check_input(value: Any, at: _FieldPlace) -> None:
+    for field, other in (("scale_d", "offset_d"), ("offset_d", "scale_d")):
+        if value.HasField(field) and not value.HasField(other):
+            raise QuantizationError(
+                f"{field} without {other}",
+                where=at("value", field),
+                expected="both, as AMCT does",
             )
-        )
+
+
+def _check_weight(site: Site, value: Any, at: _FieldPlace, module: Any) -> None:
     if len(value.scale_w) != len(value.offset_w):
         raise QuantizationError(
             "as many offset_w as scale_w are needed",
             where=at("value", "scale_w"),
             got=f"{len(value.scale_w)} scale_w, {len(value.offset_w)} offset_w",
         )
-    if any(value.offset_w):
+    offsets = [offset for offset in value.offset_w if offset]
+    if offsets:
         raise QuantizationError(
             "offset_w is not 0",
             where=at("value", "offset_w"),
             expected="0: AMCT has no other",
-            got=str(next(o for o in value.offset_w if o)),
+            got=str(offsets[0]),
         )
-    if value.scale_w:
-        module = (layers or {}).get(site.module)
-        if module is not None and len(value.scale_w) > 1:
-            axis = 1 if "transpose" in site.operator else 0
-            channels = module.weight.shape[axis] * (module.groups if axis else 1)
-            if len(value.scale_w) != channels:
-                raise QuantizationError(
-                    "the number of scale_w is not that of output channels",
-                    where=at("value", "scale_w"),
-                    expected=f"1 or {channels}",
-                    got=str(len(value.scale_w)),
-                )
-        found.append(
-            _entry(
-                f"{site.module}.weight",
-                "weight",
-                tuple(value.scale_w),
-                None,
-                value,
-                at,
-                site,
-                module,
-            )
+    if module is None or len(value.scale_w) <= 1:
+        return
+    channels = _output_channels(site, module)
+    if len(value.scale_w) != channels:
+        raise QuantizationError(
+            "the number of scale_w is not that of output channels",
+            where=at("value", "scale_w"),
+            expected=f"1 or {channels}",
+            got=str(len(value.scale_w)),
         )
-    return found
+
+
+def _output_channels(site: Site, module: Any) -> int:
+    if "transpose" in site.operator:
+        return int(module.weight.shape[1] * module.groups)
+    return int(module.weight.shape[0])
 
 
 def _granularity(site: Site, module: Any) -> str:
-    """Of one scale for each output channel; those of a transposed convolution with groups lie in blocks of rows."""
+    """Return the granularity of one scale for each output channel.
+
+    Those of a transposed convolution with groups lie in blocks of rows.
+    """
     if "transpose" not in site.operator:
         return "per_axis(0)"
     if module is None or module.groups == 1:
@@ -238,64 +259,74 @@ def _granularity(site: Site, module: Any) -> str:
     return granularity_name(PerBlock((rows // module.groups, 1, *kernel)))
 
 
-def _entry(
-    name: str,
-    kind: str,
-    scale: tuple[float, ...],
-    offset: tuple[int, ...] | None,
-    value: Any,
-    at: _FieldPlace,
-    site: Site,
-    module: Any = None,
-) -> Entry:
-    field = "act_type" if kind == "activation" else "wts_type"
-    said = getattr(value, field)
-    if said not in {f"INT{bits}" for bits in BITS[field]}:
-        raise QuantizationError(
-            f"no such {field}",
-            where=at("value", field),
-            got=repr(said),
-            expected=", ".join(f"INT{bits}" for bits in BITS[field]),
-        )
-    # Retraining writes dst_type, calibration act_type and wts_type; INT4 weights of the former have only that.
-    if (
-        kind == "weight"
-        and value.HasField("dst_type")
-        and not value.HasField("wts_type")
-    ):
-        said = value.dst_type
-    bits = said.removeprefix("INT")
-    fmt = f"int{bits}_asym" if offset is not None and offset[0] else f"int{bits}_full"
-    granularity = (
-        _granularity(site, module)
-        if kind == "weight" and len(scale) > 1
-        else "per_tensor"
-    )
+def _input_entry(site: Site, value: Any, at: _FieldPlace) -> Entry:
+    bits = _bits(value, "act_type", at).removeprefix("INT")
+    is_asymmetric = value.offset_d != 0
     try:
         return Entry(
-            name,
-            kind,
-            fmt,
-            granularity,
-            scale,
-            offset if fmt.endswith("asym") else None,
+            f"{site}:0",
+            "activation",
+            f"int{bits}_asym" if is_asymmetric else f"int{bits}_full",
+            "per_tensor",
+            (value.scale_d,),
+            (value.offset_d,) if is_asymmetric else None,
             (str(site),),
             "amct",
         )
     except QuantizationError as error:
-        which = "scale_d" if kind == "activation" else "scale_w"
-        if (
-            offset is not None
-            and error.expected is not None
-            and "integers" in error.expected
-        ):
-            which = "offset_d"
+        is_offset = error.expected is not None and "integers" in error.expected
+        field = "offset_d" if is_offset else "scale_d"
+        raise _at_field(error, field, at) from error
+
+
+def _weight_entry(site: Site, value: Any, at: _FieldPlace, module: Any) -> Entry:
+    name = _bits(value, "wts_type", at)
+    # Retraining writes dst_type, calibration act_type and wts_type; INT4 weights of the
+    # former have only that.
+    if value.HasField("dst_type") and not value.HasField("wts_type"):
+        name = value.dst_type
+    granularity = "per_tensor"
+    if len(value.scale_w) > 1:
+        granularity = _granularity(site, module)
+    try:
+        return Entry(
+            f"{site.module}.weight",
+            "weight",
+            f"int{name.removeprefix('INT')}_full",
+            granularity,
+            tuple(value.scale_w),
+            None,
+            (str(site),),
+            "amct",
+        )
+    except QuantizationError as error:
+        raise _at_field(error, "scale_w", at) from error
+
+
+def _bits(value: Any, field: str, at: _FieldPlace) -> str:
+    """Return a type such as INT8. Raises ``QuantizationError`` where AMCT has no such."""
+    name = str(getattr(value, field))
+    choices = [f"INT{bits}" for bits in BITS[field]]
+    if name not in choices:
         raise QuantizationError(
-            f"{which}: {error.what}",
-            where=at("value", which),
-            expected=error.expected,
-            got=error.got,
-        ) from error
+            f"no such {field}",
+            where=at("value", field),
+            got=repr(name),
+            expected=", ".join(choices),
+        )
+    return name
+
+
+def _at_field(
+    error: QuantizationError, field: str, at: _FieldPlace
+) -> QuantizationError:
+    """Return the error of an entry with the line of its field."""
+    return QuantizationError(
+        f"{field}: {error.what}",
+        where=at("value", field),
+        expected=error.expected,
+        got=error.got,
+    )
 
 
 def _cache(site: Site, value: Any, at: _FieldPlace) -> Entry:
@@ -326,9 +357,7 @@ def _cache(site: Site, value: Any, at: _FieldPlace) -> Entry:
         ) from error
 
 
-def _balance(
-    layer: str, value: Any, at: _FieldPlace, layers: Mapping[str, Any] | None
-) -> tuple[float, ...]:
+def _balance(value: Any, at: _FieldPlace, module: Any) -> tuple[float, ...]:
     factors = tuple(value.tensor_balance_factor)
     bad = [f for f in factors if not SMALLEST_FACTOR <= f <= 1 / SMALLEST_FACTOR]
     if bad:
@@ -338,10 +367,8 @@ def _balance(
             expected="2^-23 to 2^23",
             got=str(bad[0]),
         )
-    module = (layers or {}).get(layer)
-    channels = getattr(
-        module, "in_channels", getattr(module, "in_features", len(factors))
-    )
+    features = getattr(module, "in_features", len(factors))
+    channels = getattr(module, "in_channels", features)
     if channels != len(factors):
         raise QuantizationError(
             "as many balance factors as input channels are needed",
@@ -353,9 +380,10 @@ def _balance(
 
 
 def _fields(value: Any, names: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """The fields that are set, as plain data."""
-    return {
-        field.name: list(v) if not isinstance(v, str | bool | int | float) else v
-        for field, v in value.ListFields()
-        if names is None or field.name in names
-    }
+    """Return the fields that are set, as plain data; ``names`` leaves out the others."""
+    fields: dict[str, Any] = {}
+    for field, content in value.ListFields():
+        if names is None or field.name in names:
+            is_plain = isinstance(content, str | bool | int | float)
+            fields[field.name] = content if is_plain else list(content)
+    return fields

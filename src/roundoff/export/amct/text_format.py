@@ -119,7 +119,11 @@ _LABELS = {":": 1, "!": 2, "*": 3}  # as FieldDescriptorProto numbers both
 
 @lru_cache(maxsize=8)
 def message_class(file: str) -> Any:
-    """The protobuf class of a file's outermost message. Raises ``QuantizationError`` where protobuf is missing."""
+    """Return the protobuf class of a file's outermost message.
+
+    Raises:
+        QuantizationError: protobuf is missing.
+    """
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ModuleNotFoundError as error:
@@ -181,15 +185,23 @@ _TOKEN = re.compile(
 
 _PLACE = re.compile(r"^(\d+:\d+ : (?:'.*': )?)+", re.DOTALL)
 
-#: Where a field stands: ``("record", 2, "value", 0, "scale_d", 0)`` → its line, counted from 1.
-Lines = dict[tuple[str | int, ...], int]
+#: Where a field stands: ``("record", 2, "value", 0, "scale_d", 0)``.
+_Path = tuple[str | int, ...]
+#: The path of a field → its line, counted from 1.
+Lines = dict[_Path, int]
 
 
 def read_text(path: str | Path, file: str) -> tuple[Any, Lines]:
-    """The message in a file of this kind (a key of ``FILES``), and the line of each field.
+    """Return the message in a file, and the line of each field.
 
-    Raises ``QuantizationError`` naming the line: an unknown field (with the nearest), one that may stand once and stands
-    twice, two of which only one may be given, a value of another type, a required field that is missing.
+    Args:
+        path: the file.
+        file: its kind, a key of ``FILES``.
+
+    Raises:
+        QuantizationError: naming the line: an unknown field (with the nearest), one
+            that may stand once and stands twice, two of which only one may be given, a
+            value of another type, a required field that is missing.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -201,27 +213,21 @@ def read_text(path: str | Path, file: str) -> tuple[Any, Lines]:
 
 
 def parse_text(text: str, file: str, where: str) -> tuple[Any, Lines]:
-    """As :func:`read_text`, of a text."""
+    """Do :func:`read_text` for a text."""
     message = message_class(file)()
     from google.protobuf import text_format
 
-    lines = _lines(text, message.DESCRIPTOR, where)
+    lines = _FieldLines(message.DESCRIPTOR, where).walk(text)
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
         line = error.GetLine()
-        got = (
-            (text.splitlines() or [""])[
-                min(line or 1, text.count("\n") + 1) - 1
-            ].strip()
-            if line
-            else None
-        )
-        said = _PLACE.sub("", str(error))  # protobuf puts place and line in front
+        # protobuf puts place and line in front
+        problem = _PLACE.sub("", str(error))
         raise QuantizationError(
-            f"not {_KINDS[file]}: {said}",
+            f"not {_KINDS[file]}: {problem}",
             where=f"{where}, line {line}" if line else where,
-            got=repr(got[:60]) if got is not None else None,
+            got=_quoted_line(text, line) if line else None,
         ) from error
     missing = message.FindInitializationErrors()
     if missing:
@@ -231,6 +237,13 @@ def parse_text(text: str, file: str, where: str) -> tuple[Any, Lines]:
             expected=", ".join(missing),
         )
     return message, lines
+
+
+def _quoted_line(text: str, line: int) -> str:
+    """Return the beginning of a line; of the last one where the file has fewer."""
+    lines = text.splitlines() or [""]
+    last = text.count("\n") + 1
+    return repr(lines[min(line, last) - 1].strip()[:60])
 
 
 def write_message(message: Any, path: str | Path) -> None:
@@ -249,72 +262,86 @@ _KINDS = {
 }
 
 
-def _lines(text: str, descriptor: Any, where: str) -> Lines:
-    """Walk the fields with their lines; what is no text format at all is left to the parser."""
-    found: Lines = {}
-    counts: Counter[tuple[str | int, ...]] = Counter()
-    stack: list[tuple[Any, tuple[str | int, ...]]] = [(descriptor, ())]
-    pending: tuple[Any, tuple[str | int, ...]] | None = None
-    before = ""
-    line = 1
-    for token in _TOKEN.finditer(text):
-        line_here = line
-        kind = token.lastgroup
-        line += token[0].count("\n")
-        if kind == "space":
-            continue
-        here, path = stack[-1]
-        if kind == "open":
-            if pending is None:
-                return found
-            stack.append(pending)
-            pending = None
-        elif kind == "close":
-            stack.pop()
-            if not stack:
-                return found
-        elif kind == "name" and before not in (
-            ":",
-            "-",
-        ):  # a value's name comes after a colon
-            field = here.fields_by_name.get(token[0]) if here is not None else None
-            if field is None and before in ("[", ","):
-                continue  # a name within a list of values
-            if here is not None:
-                field = field or _unknown(token[0], here, f"{where}, line {line_here}")
-                own = (*path, token[0], counts[(*path, token[0])])
-                counts[own[:-1]] += 1
-                _check_once(field, own, found, f"{where}, line {line_here}")
-                found[own] = line_here
-                pending = (
-                    (field.message_type, own)
-                    if field.message_type is not None
-                    else None
-                )
-        before = token[0] if kind == "rest" else ""
-    return found
+class _FieldLines:
+    """Walks the fields of a text; ``lines`` gets the line of each.
+
+    Stops, without an error, at what is no text format at all: the parser reports that.
+    """
+
+    def __init__(self, descriptor: Any, where: str) -> None:
+        self.where = where
+        self.lines: Lines = {}
+        self.counts: Counter[_Path] = Counter()
+        #: The open messages, outermost first, each with its path.
+        self.open: list[tuple[Any, _Path]] = [(descriptor, ())]
+        #: The message of the field that was named last.
+        self.pending: tuple[Any, _Path] | None = None
+
+    def walk(self, text: str) -> Lines:
+        before = ""
+        next_line = 1
+        for token in _TOKEN.finditer(text):
+            line = next_line
+            next_line += token[0].count("\n")
+            kind = token.lastgroup
+            if kind == "space":
+                continue
+            if kind == "open" and not self._enter():
+                break
+            if kind == "close" and not self._leave():
+                break
+            # the name of a value comes after a colon
+            if kind == "name" and before not in (":", "-"):
+                is_in_list = before in ("[", ",")
+                if not self._field(token[0], line, is_in_list):
+                    continue
+            before = token[0] if kind == "rest" else ""
+        return self.lines
+
+    def _enter(self) -> bool:
+        if self.pending is None:
+            return False
+        self.open.append(self.pending)
+        self.pending = None
+        return True
+
+    def _leave(self) -> bool:
+        self.open.pop()
+        return bool(self.open)
+
+    def _field(self, name: str, line: int, is_in_list: bool) -> bool:
+        """Enter a field. Return False for a name inside a list of values."""
+        descriptor, path = self.open[-1]
+        field = descriptor.fields_by_name.get(name)
+        where = f"{self.where}, line {line}"
+        if field is None:
+            if is_in_list:
+                return False
+            raise _unknown(name, descriptor, where)
+        key = (*path, name, self.counts[(*path, name)])
+        self.counts[key[:-1]] += 1
+        _check_once(field, key, self.lines, where)
+        self.lines[key] = line
+        self.pending = None
+        if field.message_type is not None:
+            self.pending = (field.message_type, key)
+        return True
 
 
-def _unknown(name: str, descriptor: Any, where: str) -> Any:
-    known = list(descriptor.fields_by_name)
-    raise QuantizationError(
+def _unknown(name: str, descriptor: Any, where: str) -> QuantizationError:
+    fields = list(descriptor.fields_by_name)
+    return QuantizationError(
         f"an unknown field: {name}",
         where=where,
-        expected=", ".join(known),
-        do=did_you_mean(nearest(name, known, at_most=1)),
+        expected=", ".join(fields),
+        do=did_you_mean(nearest(name, fields, at_most=1)),
     )
 
 
-def _check_once(
-    field: Any, own: tuple[str | int, ...], found: Lines, where: str
-) -> None:
-    first = found.get((*own[:-1], 0))
-    repeated = (
-        field.is_repeated
-        if hasattr(field, "is_repeated")
-        else field.label == field.LABEL_REPEATED
-    )
-    if first is not None and not repeated:
+def _check_once(field: Any, key: _Path, lines: Lines, where: str) -> None:
+    """Raise ``QuantizationError`` for a second field, or a second one of its group."""
+    first = lines.get((*key[:-1], 0))
+    if first is not None and not _is_repeated(field):
         raise QuantizationError(
             f"{field.name} stands twice",
             where=where,
@@ -323,11 +350,17 @@ def _check_once(
         )
     group = field.containing_oneof
     for other in group.fields if group is not None else ():
-        there = found.get((*own[:-2], other.name, 0))
-        if there is not None and other.name != field.name:
+        line = lines.get((*key[:-2], other.name, 0))
+        if line is not None and other.name != field.name:
             raise QuantizationError(
                 f"{field.name} and {other.name} exclude each other",
                 where=where,
-                got=f"{other.name} at line {there}",
+                got=f"{other.name} at line {line}",
                 do="keep one: AMCT would take the last without a word",
             )
+
+
+def _is_repeated(field: Any) -> bool:
+    if hasattr(field, "is_repeated"):  # protobuf 6 on
+        return bool(field.is_repeated)
+    return bool(field.label == field.LABEL_REPEATED)

@@ -12,9 +12,11 @@ from roundoff.errors import QuantizationError
 
 
 def pack(codes: Tensor, bits: int, axis: int = 1) -> Tensor:
-    """Codes of shape (rows, columns) in words along ``axis``: ``32 / bits`` in each, the first in the lowest bits.
+    """Pack codes of shape (rows, columns) into words along ``axis``.
 
-    ``2**(bits - 1)`` is added to each, so that they are not negative; a last word that is not full has zeros above.
+    A word has ``32 / bits`` codes, the first in the lowest bits. ``2**(bits - 1)`` is
+    added to each, so that they are not negative; a last word that is not full has zeros
+    above.
 
     >>> hex(pack(torch.tensor([[-8, -7, 7]]), 4).item())
     '0xf10'
@@ -27,14 +29,13 @@ def pack(codes: Tensor, bits: int, axis: int = 1) -> Tensor:
         )
     each = 32 // bits
     rows = codes.movedim(axis, -1)
-    unsigned = pad(
-        rows.to(torch.int32) + (1 << (bits - 1)), (0, -rows.shape[-1] % each)
-    )
-    words = unsigned.reshape(*unsigned.shape[:-1], unsigned.shape[-1] // each, each)
-    found = torch.zeros(words.shape[:-1], dtype=torch.int32, device=codes.device)
+    unsigned = rows.to(torch.int32) + (1 << (bits - 1))
+    unsigned = pad(unsigned, (0, -rows.shape[-1] % each))
+    parts = unsigned.reshape(*unsigned.shape[:-1], unsigned.shape[-1] // each, each)
+    words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
     for place in range(each):
-        found |= words[..., place] << (bits * place)
-    return found.movedim(-1, axis).contiguous()
+        words |= parts[..., place] << (bits * place)
+    return words.movedim(-1, axis).contiguous()
 
 
 def unpack(
@@ -44,7 +45,11 @@ def unpack(
     axis: int = 1,
     where: str | None = None,
 ) -> Tensor:
-    """The int8 codes of shape ``shape`` that :func:`pack` put into words. Raises ``QuantizationError`` if they don't fit."""
+    """Return the int8 codes of shape ``shape`` that :func:`pack` put into words.
+
+    Raises:
+        QuantizationError: the words have another shape or type.
+    """
     each = 32 // bits
     expected = list(shape)
     if len(expected) == 2:
@@ -59,7 +64,6 @@ def unpack(
     rows = words.movedim(axis, -1)
     places = torch.arange(each, dtype=torch.int32, device=words.device) * bits
     codes = (rows.unsqueeze(-1) >> places) & ((1 << bits) - 1)
-    codes = codes.reshape(*rows.shape[:-1], rows.shape[-1] * each)[
-        ..., : shape[axis]
-    ] - (1 << (bits - 1))
+    codes = codes.reshape(*rows.shape[:-1], rows.shape[-1] * each)
+    codes = codes[..., : shape[axis]] - (1 << (bits - 1))
     return codes.to(torch.int8).movedim(-1, axis).contiguous()

@@ -1,10 +1,13 @@
-"""Reading weights that compressed-tensors, or ``write_compressed``, put into a folder; ``compressed.py`` says its files."""
+"""Reading a folder of weights from compressed-tensors, or from ``write_compressed``.
+
+``write.py`` describes its files.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,54 +67,68 @@ def read_compressed(folder: str | Path) -> Compressed:
     Integers come back with the full range (``int4_full``), which the files have.
 
     Raises:
-        QuantizationError: no such folder, a damaged file, a quantized weight that no group names, a way of storing that is
-            not among ``FORMATS``, tensors that are missing or have another shape.
+        QuantizationError: no such folder, a damaged file, a quantized weight that no
+            group names, a way of storing that is not among ``FORMATS``, tensors that
+            are missing or have another shape.
     """
     place = Path(folder)
     config = model_config(place)
-    said = config.get("quantization_config") or config.get("compression_config")
-    if (
-        not isinstance(said, Mapping)
-        or said.get("quant_method", "compressed-tensors") != "compressed-tensors"
-    ):
-        raise QuantizationError(
-            "not compressed by compressed-tensors",
-            where=str(place / "config.json"),
-            expected='quantization_config with "quant_method": "compressed-tensors"',
-        )
-    held = read_tensors(place)
-    modules = dict.fromkeys(
-        name.rpartition(".")[0]
-        for name in held
-        if name.endswith((".weight_packed", ".weight_scale"))
-    )
-    found = Compressed({}, {}, {}, config)
+    scheme = _scheme(config, place)
+    stored = read_tensors(place)
+    modules = _quantized_modules(stored)
+    compressed = Compressed({}, {}, {}, config)
+    taken: set[str] = set()
     for module in modules:
-        own = {
-            s: held[f"{module}.{s}"]
-            for s in (*_SUFFIXES, "weight")
-            if f"{module}.{s}" in held
-        }
-        group = _group(module, said)
+        module_tensors = _tensors_of(module, stored)
+        taken.update(f"{module}.{suffix}" for suffix in module_tensors)
+        group = _group(module, scheme)
         where = f"{place}, {module}"
-        found.tensors[f"{module}.weight"] = _read(
-            own, group, str(said.get("format", "")), where
-        )
-        if group.get("input_activations"):
-            found.inputs[f"{module}.weight"] = _read_input(
-                module, own, group["input_activations"], where
-            )
-    taken = {
-        f"{module}.{suffix}" for module in modules for suffix in (*_SUFFIXES, "weight")
-    }
-    found.others.update(
-        {name: tensor for name, tensor in held.items() if name not in taken}
+        storing = str(group.get("format") or scheme.get("format", ""))
+        weight = _read_weight(module_tensors, group, storing, where)
+        compressed.tensors[f"{module}.weight"] = weight
+        activations = group.get("input_activations")
+        if activations:
+            entry = _read_input(module, module_tensors, activations, where)
+            compressed.inputs[f"{module}.weight"] = entry
+    others = {name: t for name, t in stored.items() if name not in taken}
+    compressed.others.update(others)
+    return compressed
+
+
+def _scheme(config: Mapping[str, Any], place: Path) -> Mapping[str, Any]:
+    """Return the part of ``config.json`` that describes the quantization."""
+    scheme = config.get("quantization_config") or config.get("compression_config")
+    if isinstance(scheme, Mapping):
+        method = scheme.get("quant_method", "compressed-tensors")
+        if method == "compressed-tensors":
+            return scheme
+    raise QuantizationError(
+        "not compressed by compressed-tensors",
+        where=str(place / "config.json"),
+        expected='quantization_config with "quant_method": "compressed-tensors"',
     )
-    return found
+
+
+def _quantized_modules(stored: Iterable[str]) -> list[str]:
+    quantized = [n for n in stored if n.endswith((".weight_packed", ".weight_scale"))]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in quantized))
+
+
+def _tensors_of(module: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of one module by suffix."""
+    return {
+        suffix: stored[f"{module}.{suffix}"]
+        for suffix in (*_SUFFIXES, "weight")
+        if f"{module}.{suffix}" in stored
+    }
 
 
 def model_config(place: Path, missing_ok: bool = False) -> dict[str, Any]:
-    """The folder's ``config.json``. Raises ``QuantizationError`` where it is no object, or missing unless that is fine."""
+    """Return the folder's ``config.json``; with ``missing_ok`` an empty one if missing.
+
+    Raises:
+        QuantizationError: it is missing, damaged, or no object.
+    """
     path = place / "config.json"
     if missing_ok and not path.exists():
         return {}
@@ -130,16 +147,19 @@ def model_config(place: Path, missing_ok: bool = False) -> dict[str, Any]:
     return data
 
 
-def _group(module: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The group that names a module: by name, else by a pattern, else by a class, which the file does not say."""
+def _group(module: str, scheme: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the group that names a module.
+
+    By its name, else by a pattern, else by a class, which the file does not say.
+    """
     groups = [
-        g for g in said.get("config_groups", {}).values() if isinstance(g, Mapping)
+        group
+        for group in scheme.get("config_groups", {}).values()
+        if isinstance(group, Mapping)
     ]
     ways: tuple[Callable[[str], bool], ...] = (
         lambda target: target == module,
-        lambda target: (
-            target.startswith("re:") and re.match(target[3:], module) is not None
-        ),
+        lambda target: _is_pattern_of(target, module),
         lambda target: re.fullmatch(r"[A-Z]\w*", target) is not None,
     )
     for matches in ways:
@@ -153,20 +173,23 @@ def _group(module: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def _read(
-    stored: Mapping[str, Tensor], group: Mapping[str, Any], whole: str, where: str
+def _is_pattern_of(target: str, module: str) -> bool:
+    return target.startswith("re:") and re.match(target[3:], module) is not None
+
+
+def _read_weight(
+    stored: Mapping[str, Tensor], group: Mapping[str, Any], storing: str, where: str
 ) -> tuple[Tensor, QParams, Format]:
     """Return the codes, qparams and format of one weight, from its tensors by suffix."""
     arguments = group.get("weights") or {}
-    kind = str(group.get("format") or whole)
     bits = int(arguments.get("num_bits", 8))
     symmetric = bool(arguments.get("symmetric", True))
-    packed = kind == "pack-quantized"
-    if kind not in FORMATS or bits not in BITS:
+    packed = storing == "pack-quantized"
+    if storing not in FORMATS or bits not in BITS:
         raise QuantizationError(
             "a way of storing that is not read here",
             where=where,
-            got=f"{kind}, {bits} bits",
+            got=f"{storing}, {bits} bits",
             expected=f"{', '.join(FORMATS)} with 2, 4 or 8 bits",
         )
     _check_tensors(stored, packed, symmetric, where)
@@ -188,6 +211,7 @@ def _read(
             got=f"shape {tuple(scale.shape)}",
             expected=f"{per_set.numel()}: {strategy} of shape {tuple(codes.shape)}",
         )
+    scale = scale.to(torch.float32).reshape(per_set)
     zero_point = None
     if not symmetric:
         points = stored["weight_zero_point"]
@@ -196,7 +220,6 @@ def _read(
             points_shape = (rows, scale.numel() // max(rows, 1))
             points = unpack(points, bits, points_shape, axis=0, where=where)
         zero_point = points.reshape(per_set).to(torch.float32)
-    scale = scale.to(torch.float32).reshape(per_set)
     fmt = _weight_format(arguments, bits, symmetric)
     return codes, QParams(scale, zero_point, granularity), fmt
 
@@ -231,15 +254,17 @@ def _strategy(arguments: Mapping[str, Any]) -> str:
     return str(arguments.get("strategy") or by_size)
 
 
-def _granularity(strategy: str, said: Mapping[str, Any], where: str) -> Granularity:
+def _granularity(
+    strategy: str, arguments: Mapping[str, Any], where: str
+) -> Granularity:
     if strategy == "tensor":
         return PerTensor()
     if strategy == "channel":
         return PerAxis(0)
-    if strategy == "group" and said.get("group_size"):
-        return PerGroup(int(said["group_size"]))
-    if strategy == "block" and said.get("block_structure"):
-        return PerBlock(tuple(int(size) for size in said["block_structure"]))
+    if strategy == "group" and arguments.get("group_size"):
+        return PerGroup(int(arguments["group_size"]))
+    if strategy == "block" and arguments.get("block_structure"):
+        return PerBlock(tuple(int(size) for size in arguments["block_structure"]))
     raise QuantizationError(
         "no such strategy",
         where=where,
@@ -249,12 +274,17 @@ def _granularity(strategy: str, said: Mapping[str, Any], where: str) -> Granular
 
 
 def _check_order(index: Tensor | None, granularity: Any, where: str) -> None:
-    """Groups of columns in another order than they lie (GPTQ's activation order) are no granularity of ours."""
+    """Check that groups of columns lie together.
+
+    Raises:
+        QuantizationError: they don't, as in GPTQ's activation order, and so are no
+            granularity of ours.
+    """
     if index is None or bool((index < 0).all()):
         return
-    size = (
-        granularity.group_size if isinstance(granularity, PerGroup) else index.numel()
-    )
+    size = index.numel()
+    if isinstance(granularity, PerGroup):
+        size = granularity.group_size
     if not torch.equal(index.long().cpu(), torch.arange(index.numel()) // size):
         raise QuantizationError(
             "columns are grouped in another order than they lie",

@@ -1,9 +1,12 @@
-"""Tensors of a model in a folder: one safetensors file, or several with an index, as Hugging Face has them."""
+"""Tensors of a model in a folder, as Hugging Face stores them.
+
+That is one safetensors file, or several with an index.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -20,83 +23,102 @@ INDEX = "model.safetensors.index.json"
 def write_tensors(
     tensors: Mapping[str, Tensor], folder: Path, limit: int = 5 * 10**9
 ) -> list[Path]:
-    """Write all tensors, in files of at most ``limit`` bytes (one larger tensor has a file of its own).
+    """Write all tensors, in files of at most ``limit`` bytes; return the files.
 
-    Files that an earlier model left under these names are removed, since readers would prefer or mix them.
+    One larger tensor has a file to itself. Files that an earlier model left under these
+    names are removed, since readers would prefer or mix them.
     """
-    parts: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        own = tensor.numel() * tensor.element_size()
-        if parts[-1] and size + own > limit:
-            parts.append({})
-            size = 0
-        parts[-1][name] = tensor.detach().contiguous()
-        size += own
-    count = len(parts)
-    names = (
-        [FILE]
-        if count == 1
-        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    )
+    parts = _parts(tensors, limit)
+    names = _file_names(len(parts))
     for name, part in zip(names, parts, strict=True):
         with atomic_path(folder / name) as temporary:
-            save_file(_apart(part), temporary, metadata={"format": "pt"})
-    for old in (
-        *folder.glob("model-*-of-*.safetensors"),
-        folder / FILE,
-        folder / INDEX,
-    ):
-        if old.name not in names:
-            old.unlink(missing_ok=True)
-    if count > 1:
-        where = {
-            tensor: name
-            for name, part in zip(names, parts, strict=True)
-            for tensor in part
-        }
-        total = sum(t.numel() * t.element_size() for t in tensors.values())
-        write_text(
-            folder / INDEX,
-            json.dumps(
-                {"metadata": {"total_size": total}, "weight_map": where}, indent=2
-            )
-            + "\n",
-        )
+            save_file(_without_sharing(part), temporary, metadata={"format": "pt"})
+    _remove_others(folder, names)
+    if len(parts) > 1:
+        _write_index(folder, names, parts)
     return [folder / name for name in names]
 
 
+def _parts(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """Divide tensors into files; none gives one empty file."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        tensor_bytes = _bytes(tensor)
+        if parts[-1] and size + tensor_bytes > limit:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor.detach().contiguous()
+        size += tensor_bytes
+    return parts
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [FILE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _remove_others(folder: Path, names: Sequence[str]) -> None:
+    shards = folder.glob("model-*-of-*.safetensors")
+    for old in (*shards, folder / FILE, folder / INDEX):
+        if old.name not in names:
+            old.unlink(missing_ok=True)
+
+
+def _write_index(
+    folder: Path, names: Sequence[str], parts: Sequence[Mapping[str, Tensor]]
+) -> None:
+    files: dict[str, str] = {}
+    total = 0
+    for name, part in zip(names, parts, strict=True):
+        files |= dict.fromkeys(part, name)
+        total += sum(_bytes(tensor) for tensor in part.values())
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder, on the CPU. Raises ``QuantizationError`` where a file is missing or damaged."""
-    names = [FILE]
+    """Return all tensors of the folder, on the CPU.
+
+    Raises:
+        QuantizationError: a file is missing or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
     try:
-        if (folder / INDEX).exists():
-            names = sorted(
-                set(
-                    json.loads((folder / INDEX).read_text(encoding="utf-8"))[
-                        "weight_map"
-                    ].values()
-                )
-            )
-        found: dict[str, Tensor] = {}
-        for name in names:
+        for name in _named_files(folder):
             with safe_open(folder / name, framework="pt") as file:
-                found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+                keys = file.keys()
+                tensors |= {key: file.get_tensor(key) for key in keys}
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise QuantizationError(
             f"not a readable model: {error}",
             where=str(folder),
             expected=f"{FILE}, or {INDEX} and the files it names",
         ) from error
-    return found
+    return tensors
 
 
-def _apart(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that share memory (tied weights) each with their own, which safetensors asks for."""
-    seen: set[int] = set()
-    found = {}
+def _named_files(folder: Path) -> list[str]:
+    """Return the files of the index; the one file where there is no index."""
+    index = folder / INDEX
+    if not index.exists():
+        return [FILE]
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return sorted(set(files.values()))
+
+
+def _without_sharing(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory (tied weights): safetensors takes no shared ones."""
+    addresses: set[int] = set()
+    separate = {}
     for name, tensor in part.items():
-        at = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if at in seen and at else tensor
-        seen.add(at)
-    return found
+        address = tensor.untyped_storage().data_ptr()
+        is_shared = address in addresses and address != 0
+        separate[name] = tensor.clone() if is_shared else tensor
+        addresses.add(address)
+    return separate

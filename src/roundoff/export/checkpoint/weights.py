@@ -24,7 +24,7 @@ from roundoff.formats import (
 )
 from roundoff.quantize import Entry, QuantizedModel, Quantizer
 
-#: In config.json: the weights that are stored as (out, in) and whose parameters are (in, out).
+#: In config.json: the weights stored as (out, in) whose parameters are (in, out).
 TURNED = "roundoff_turned"
 
 
@@ -34,20 +34,23 @@ def write_checkpoint(
     *,
     config: Mapping[str, Any] | None = None,
 ) -> Sizes:
-    """Write a calibrated model's weights as compressed-tensors has them (``compressed.py``); returns the bytes.
+    """Write a calibrated model's weights as compressed-tensors; return the bytes.
 
-    Codes and scales come from the quantizers of weights; all other parameters and buffers are stored as they are. Integers
-    of another width than 2, 4 or 8 bits take the next of these. Parameters that lie as (in, out), such as those of GPT-2's
-    Conv1D, are stored as (out, in), and ``config.json`` names them.
+    Codes and scales come from the quantizers of weights; all other parameters and
+    buffers are stored as they are. Integers of another width than 2, 4 or 8 bits take
+    the next of these. Parameters that lie as (in, out), such as those of GPT-2's Conv1D,
+    are stored as (out, in), and ``config.json`` names them.
 
     Args:
         model: calibrated, its weights in integers or fp8_e4m3fn.
         folder: made if missing.
-        config: the model's ``config.json``; by default that of a transformers model, or of the folder.
+        config: the model's ``config.json``; by default that of a transformers model, or
+            of the folder.
 
     Raises:
-        QuantizationError: a weight that has no place there (blocks, other than two axes), no quantized weight at all, or
-            values that are divided before some layers (``smooth_`` with ``explicit``), which a checkpoint cannot say.
+        QuantizationError: a weight that has no place there (blocks, other than two
+            axes), no quantized weight at all, or values that are divided before some
+            layers (``smooth_`` with ``explicit``), which a checkpoint cannot say.
         OutputError: the folder can't be written to.
     """
     if model.factors:
@@ -116,39 +119,50 @@ def _other_tensors(model: nn.Module, quantized: Mapping[str, Any]) -> dict[str, 
 
 
 def load_checkpoint_(model: nn.Module, folder: str | Path) -> Compressed:
-    """Put what ``write_checkpoint`` wrote into a model of the same shape, in place: weights are the values of their codes.
+    """Put a checkpoint of ``write_checkpoint`` into a model of the same shape, in place.
 
-    Returns what was read. Raises ``QuantizationError`` where names or shapes do not fit; the model is then as before.
+    Weights become the values of their codes. Returns the checkpoint.
+
+    Raises:
+        QuantizationError: names or shapes do not fit; the model is then as before.
     """
-    read = read_compressed(folder)
-    turned = set(read.config.get(TURNED, ()))
-    stored = dict(read.others)
-    for name, (codes, qparams, _) in read.tensors.items():
+    checkpoint = read_compressed(folder)
+    turned = set(checkpoint.config.get(TURNED, ()))
+    tensors = dict(checkpoint.others)
+    for name, (codes, qparams, _) in checkpoint.tensors.items():
         values = dequantize(codes, qparams)
-        stored[name] = values.T if name in turned else values
+        tensors[name] = values.T if name in turned else values
+    _check_fit(model, tensors, folder)
     places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    missing = sorted(set(dict(model.named_parameters())) - set(stored))
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            places[name].copy_(tensor)
+    return checkpoint
+
+
+def _check_fit(
+    model: nn.Module, tensors: Mapping[str, Tensor], folder: str | Path
+) -> None:
+    parameters = dict(model.named_parameters())
+    places = {**parameters, **dict(model.named_buffers())}
+    missing = sorted(set(parameters) - set(tensors))
     foreign = sorted(
         name
-        for name, tensor in stored.items()
+        for name, tensor in tensors.items()
         if name not in places or places[name].shape != tensor.shape
     )
-    if missing or foreign:
-        what = (
-            f"{missing[0]} is missing"
-            if missing
-            else f"{foreign[0]} has no place in the model"
-        )
-        raise QuantizationError(
-            "a checkpoint of another model",
-            where=str(folder),
-            got=what,
-            expected=f"the {len(places)} parameters and buffers of {type(model).__name__}",
-        )
-    with torch.no_grad():
-        for name, tensor in stored.items():
-            places[name].copy_(tensor)
-    return read
+    if not missing and not foreign:
+        return
+    if missing:
+        problem = f"{missing[0]} is missing"
+    else:
+        problem = f"{foreign[0]} has no place in the model"
+    raise QuantizationError(
+        "a checkpoint of another model",
+        where=str(folder),
+        got=problem,
+        expected=f"the {len(places)} parameters and buffers of {type(model).__name__}",
+    )
 
 
 def _turned(qparams: QParams) -> QParams:
@@ -175,36 +189,37 @@ def _stored_format(fmt: Format) -> Format:
 
 
 def _input(model: QuantizedModel, weight: Quantizer) -> Entry | None:
-    """How the input beside a weight is quantized, where all that read the weight have it alike."""
-    routes = [model.routes[site] for site in weight.sites if site in model.routes]
-    names = {
-        n
-        for route in routes
-        for n in route.uses.values()
-        if not model.quantizer(n).weight
-    }
-    if not names:
+    """Return how the input beside a weight is quantized.
+
+    All sites that read the weight share it.
+    """
+    names: set[str] = set()
+    for site in weight.sites:
+        if site in model.routes:
+            names.update(model.routes[site].uses.values())
+    activations = sorted(name for name in names if not model.quantizer(name).weight)
+    if not activations:
         return None
-    own = model.quantizer(sorted(names)[0])
+    quantizer = model.quantizer(activations[0])
     return Entry.of(
-        own.name,
+        quantizer.name,
         "activation",
-        own.fmt,
-        None if own.dynamic else own.qparams(),
-        granularity=own.granularity,
-        sites=own.sites,
-        observer=own.observer,
-        dynamic=own.dynamic,
+        quantizer.fmt,
+        None if quantizer.dynamic else quantizer.qparams(),
+        granularity=quantizer.granularity,
+        sites=quantizer.sites,
+        observer=quantizer.observer,
+        dynamic=quantizer.dynamic,
     )
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:
-    """The ``config.json`` of a transformers model."""
+    """Return the ``config.json`` of a transformers model."""
     text = getattr(getattr(model, "config", None), "to_json_string", None)
     if not callable(text):
         return None
-    found: dict[str, Any] = json.loads(text())
-    return found
+    config: dict[str, Any] = json.loads(text())
+    return config
 
 
 def _buffer(model: nn.Module, name: str) -> Tensor | None:

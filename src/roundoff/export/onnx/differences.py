@@ -112,7 +112,7 @@ class ValueDifferences:
         self.quantizer = quantizer
         self.fp32 = Power()
         self.simulation = Power()
-        self.own = CodeSteps()
+        self.by_kernel = CodeSteps()
         self.carried = CodeSteps()
 
     def add(
@@ -130,7 +130,7 @@ class ValueDifferences:
         if exact is not None and exact.shape == value.shape:
             self.fp32.add(value, exact)
         if not self.quantizer.dynamic:
-            self.own.add(code_steps(value, led, self.quantizer))
+            self.by_kernel.add(code_steps(value, led, self.quantizer))
             self.carried.add(code_steps(value, simulated, self.quantizer))
 
 

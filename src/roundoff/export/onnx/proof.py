@@ -46,8 +46,8 @@ class ValueProof:
         fp32_db: SQNR against the fp32 run; None where that has no value of this name and
             shape.
         simulation_db: SQNR against the simulation; infinite where all values are equal.
-        own: codes that differ from what the simulation makes of the file's own values
-            before it: what this kernel alone does in another way. None where the scale
+        by_kernel: codes that differ from the simulation run on the file's own values
+            before it: the difference that this kernel alone makes. None where the scale
             is chosen while the model runs.
         carried: codes that differ between the file and the simulation, each run from the
             input on. One code more or less in a value can move the next one by several,
@@ -58,18 +58,18 @@ class ValueProof:
     format: str
     fp32_db: float | None
     simulation_db: float
-    own: Differing | None
+    by_kernel: Differing | None
     carried: Differing | None
 
     @property
     def codes(self) -> int | None:
         """Greatest difference of a code that the kernel makes by itself."""
-        return self.own.most if self.own else None
+        return self.by_kernel.most if self.by_kernel else None
 
     @property
     def differing(self) -> float | None:
         """Share of codes that the kernel makes differ."""
-        return self.own.share if self.own else None
+        return self.by_kernel.share if self.by_kernel else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,16 @@ class Proof:
 
         It is 1 or 0 where file and simulation agree.
         """
-        return max((site.own.most for site in self.sites if site.own), default=0)
+        return max(
+            (site.by_kernel.most for site in self.sites if site.by_kernel), default=0
+        )
 
     @property
     def differing(self) -> float:
         """Largest share of codes of a value that a kernel makes differ."""
-        return max((site.own.share for site in self.sites if site.own), default=0.0)
+        return max(
+            (site.by_kernel.share for site in self.sites if site.by_kernel), default=0.0
+        )
 
 
 def prove(
@@ -202,7 +206,7 @@ def _value_proofs(
             quantized.quantizer(name).fmt.name,
             differences.fp32.db if differences.fp32.count else None,
             differences.simulation.db,
-            differences.own.total(),
+            differences.by_kernel.total(),
             differences.carried.total(),
         )
         for name, differences in values.items()

@@ -2,8 +2,9 @@
 
 import functools
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,22 @@ torch.set_num_threads(1)
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 #: Seconds of processor time, of the test and of the processes it starts.
 SLOW = 0.1
+
+
+@pytest.fixture(scope="session")
+def inference_session() -> Callable[..., Any]:
+    """Open an ONNX file in ONNX Runtime, with kernels that are exact on every CPU."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    def opened(path: str | Path, **entries: str) -> Any:
+        options = onnxruntime.SessionOptions()
+        # without VNNI the usual kernels clip sums of two products to 16 bits
+        options.add_session_config_entry("session.x64quantprecision", "1")
+        for name, value in entries.items():
+            options.add_session_config_entry(f"session.{name}", value)
+        return onnxruntime.InferenceSession(path, options)
+
+    return opened
 
 
 @functools.cache

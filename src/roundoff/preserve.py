@@ -154,10 +154,11 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.layout is not torch.strided:
         return False
     # As bytes, because as numbers NaN differs from itself and -0 does not differ from 0.
-    return torch.equal(_bytes(left), _bytes(right))
+    return torch.equal(as_bytes(left), as_bytes(right))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor as its bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -23,7 +23,7 @@ from roundoff.compare.distance import (
 )
 from roundoff.compare.metrics import measure
 from roundoff.compare.recorded_rows import RecordedRow
-from roundoff.record.statistics import COLUMNS
+from roundoff.record.statistics import STATISTICS
 from roundoff.record.statistics import measure as statistics
 
 INF, NAN = math.inf, math.nan
@@ -93,7 +93,7 @@ def test_of_statistics_of_recorded_tensors():
         rows = []
         for tensor in (x, y):
             known = statistics([tensor])
-            recorded = {n: known[COLUMNS.index(n)] for n in VALUES}
+            recorded = {n: known[STATISTICS.index(n)] for n in VALUES}
             rows.append(row(tensor.tolist(), dtype, **recorded))
         # statistics are recorded to 2**-20 or better, and the distance is a difference of them, about 1e-3
         expected = by_hand(x.double().numpy(), y.double().numpy())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundoff.record.samples import SAMPLE
-from roundoff.record.statistics import COLUMNS, Statistics, in_memory_order
+from roundoff.record.statistics import STATISTICS, Statistics, in_memory_order
 from roundoff.record.statistics_kernel import ROW, compiled
 
 FLOATS = [
@@ -62,13 +62,13 @@ def statistics(*tensors):
 
 def check(row, tensor):
     found, expected = (
-        dict(zip(COLUMNS, row, strict=True)),
-        dict(zip(COLUMNS, oracle(tensor), strict=True)),
+        dict(zip(STATISTICS, row, strict=True)),
+        dict(zip(STATISTICS, oracle(tensor), strict=True)),
     )
     for name in ("nan", "posinf", "neginf", "zero", "subnormal"):
         assert found[name] == expected[name], name
     if expected["min"] is None:
-        assert [found[n] for n in COLUMNS[:5]] == [None] * 5
+        assert [found[n] for n in STATISTICS[:5]] == [None] * 5
         return
     assert (found["min"], found["max"]) == (expected["min"], expected["max"])
     # fp32 sums: lanes of 64 terms, then rows: 2**-24 * (64 + 10) of the sum of magnitudes at most

@@ -36,6 +36,7 @@ from roundoff.ops import (
     CallMode,
     execute,
     float_tensors,
+    is_floating,
     rounding_steps,
     runs,
     sizes,
@@ -243,7 +244,7 @@ class Probe:
         """Return a result whose tensors all have a gradient."""
 
         def anchored(value: Any) -> Any:
-            if not _is_float(value) or value.requires_grad:
+            if not is_floating(value) or value.requires_grad:
                 return value
             # adding -0.0 changes no value, not even the sign of a zero
             anchor = self.anchor.to(value.device, value.dtype)
@@ -327,12 +328,8 @@ def _straight_through(exact: Any, rounded: Any) -> Any:
     """Return the values of ``rounded`` with the gradients of ``exact``."""
     leaves, structure = tree_flatten(exact)
     pairs = zip(leaves, tree_flatten(rounded)[0], strict=True)
-    values = [e + (r - e.detach()) if _is_float(e) else e for e, r in pairs]
+    values = [e + (r - e.detach()) if is_floating(e) else e for e, r in pairs]
     return tree_unflatten(values, structure)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _opened(kept: Call) -> Call:

@@ -39,6 +39,7 @@ from roundoff.ops import (
     CallMode,
     Operand,
     float_tensors,
+    is_floating,
     round_gradient,
     round_operand,
     round_output,
@@ -163,7 +164,8 @@ class Edges:
         self._listen(edges)
         place = iter(range(len(outputs)))
         result = tree_map(
-            lambda t: self._output(edges, next(place), t) if floating(t) else t, result
+            lambda t: self._output(edges, next(place), t) if is_floating(t) else t,
+            result,
         )
         self.calls.append(edges)
         # the arguments are not needed any more
@@ -476,7 +478,7 @@ def rerunnable(call: Call) -> list[Any]:
     keeps_statistics = call.kind == "normalization"
 
     def argument(number: int, value: Any) -> Any:
-        if not floating(value):
+        if not is_floating(value):
             return value
         if keeps_statistics and number not in operands:
             return value.clone()
@@ -488,11 +490,6 @@ def rerunnable(call: Call) -> list[Any]:
 def power_sum(tensors: Iterable[Tensor], power: int) -> float:
     """Return the sum of absolute values (1) or squares (2) of all elements."""
     return sum(float(t.double().abs().pow(power).sum()) for t in tensors)
-
-
-def floating(value: Any) -> bool:
-    """Return True for a tensor of real floating-point numbers."""
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def measure_gradients(

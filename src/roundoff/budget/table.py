@@ -10,7 +10,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,37 +30,29 @@ from roundoff.budget.noise_power import (
 )
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
+from roundoff.record import column, schema_of
 
 if TYPE_CHECKING:
     from roundoff.plan import Plan
-
-
-def _column(dtype: Any, **options: Any) -> Any:
-    """A field that is a column of this type."""
-    return field(metadata={"dtype": dtype}, **options)
-
-
-def _schema(record: type) -> dict[str, Any]:
-    return {f.name: f.metadata["dtype"] for f in fields(record)}
 
 
 @dataclass(frozen=True, slots=True)
 class TermRow:
     """A row of ``Budget.terms``: one part of one site's error in one format."""
 
-    site: str = _column(pl.String)
-    format: str = _column(pl.String)
-    part: str = _column(pl.String)
+    site: str = column(pl.String)
+    format: str = column(pl.String)
+    part: str = column(pl.String)
     #: -1 for an output
-    operand: int = _column(pl.Int32)
-    sources: tuple[str, ...] = _column(pl.List(pl.String))
-    pooled: bool = _column(pl.Boolean)
-    overflow: int = _column(pl.Int64)
+    operand: int = column(pl.Int32)
+    sources: tuple[str, ...] = column(pl.List(pl.String))
+    pooled: bool = column(pl.Boolean)
+    overflow: int = column(pl.Int64)
     #: noise power of this part alone, and its standard error
-    power: float = _column(pl.Float64)
-    stderr: float = _column(pl.Float64)
+    power: float = column(pl.Float64)
+    stderr: float = column(pl.Float64)
     #: (probes, columns), flattened
-    projections: Sequence[float] = _column(pl.List(pl.Float32))
+    projections: Sequence[float] = column(pl.List(pl.Float32))
 
     @classmethod
     def of(cls, site: str, fmt: str, term: Term) -> TermRow:
@@ -88,23 +80,23 @@ class SiteCost:
     the noise is infinite.
     """
 
-    site: str = _column(pl.String)
-    operator: str = _column(pl.String)
-    kind: str = _column(pl.String)
-    format: str = _column(pl.String)
-    noise: float = _column(pl.Float64)
-    sqnr_db: float | None = _column(pl.Float64)
-    stderr_db: float | None = _column(pl.Float64)
+    site: str = column(pl.String)
+    operator: str = column(pl.String)
+    kind: str = column(pl.String)
+    format: str = column(pl.String)
+    noise: float = column(pl.Float64)
+    sqnr_db: float | None = column(pl.Float64)
+    stderr_db: float | None = column(pl.Float64)
     #: of the noise that all sites in the format make together; 1 where all is lost
-    share: float = _column(pl.Float64)
-    activation_db: float | None = _column(pl.Float64)
-    weight_db: float | None = _column(pl.Float64)
-    output_db: float | None = _column(pl.Float64)
-    note: str = _column(pl.String)
+    share: float = column(pl.Float64)
+    activation_db: float | None = column(pl.Float64)
+    weight_db: float | None = column(pl.Float64)
+    output_db: float | None = column(pl.Float64)
+    note: str = column(pl.String)
 
 
-TERM_SCHEMA = _schema(TermRow)
-TABLE_SCHEMA = _schema(SiteCost)
+TERM_SCHEMA = schema_of(TermRow)
+TABLE_SCHEMA = schema_of(SiteCost)
 PARAMETER_SCHEMA: Mapping[str, Any] = {
     "parameter": pl.String,
     "format": pl.String,

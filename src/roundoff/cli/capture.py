@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    script: Annotated[
-        list[str],
-        typer.Argument(
-            help="After --: a script and its arguments, or -m and a module.",
-            metavar="-- SCRIPT [ARGS]...",
-        ),
-    ],
+    script: o.Script,
     output: Annotated[
         Path,
         typer.Option(

@@ -62,13 +62,7 @@ def command(
         str,
         typer.Option("--engine", help="local, ray, ray://host:port or ray:host:port."),
     ] = "local",
-    modules: Annotated[
-        str | None,
-        typer.Option(
-            "--map",
-            help='TOML file: lines "module.of.reference" = "module.of.candidate".',
-        ),
-    ] = None,
+    modules: o.ModuleMap = None,
     limit: Annotated[
         list[str] | None,
         typer.Option(

@@ -34,13 +34,7 @@ def command(
     step: Annotated[
         int | None, typer.Option("--step", help="Default: the first of both runs.")
     ] = None,
-    modules: Annotated[
-        str | None,
-        typer.Option(
-            "--map",
-            help='TOML file: lines "module.of.reference" = "module.of.candidate".',
-        ),
-    ] = None,
+    modules: o.ModuleMap = None,
     limit: Annotated[
         int, typer.Option("--limit", min=1, help="Elements of each list.")
     ] = 10,

@@ -18,6 +18,20 @@ if TYPE_CHECKING:
 
     from roundoff.budget import Goal, Progress
 
+Script = Annotated[
+    list[str],
+    typer.Argument(
+        help="After --: a script and its arguments, or -m and a module.",
+        metavar="-- SCRIPT [ARGS]...",
+    ),
+]
+ModuleMap = Annotated[
+    str | None,
+    typer.Option(
+        "--map",
+        help='TOML file: lines "module.of.reference" = "module.of.candidate".',
+    ),
+]
 Formats = Annotated[
     str,
     typer.Option(

@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from roundoff.cli import options as o
+
 if TYPE_CHECKING:
     from roundoff.train import WatchEvent
 
 
 def command(
-    script: Annotated[
-        list[str],
-        typer.Argument(
-            help="After --: a script and its arguments, or -m and a module.",
-            metavar="-- SCRIPT [ARGS]...",
-        ),
-    ],
+    script: o.Script,
     every: Annotated[
         int, typer.Option("--every", min=1, help="Look at modules in each N-th step.")
     ] = 1,

@@ -18,7 +18,7 @@ from roundoff.compare.noise_floor import (
 )
 from roundoff.errors import RunError
 from roundoff.ops import base, operators_that
-from roundoff.record import Run, StoredTensor, content_hash
+from roundoff.record import STATISTICS, Run, StoredTensor, content_hash
 
 RANDOM = "draws random numbers without a seed"
 GPU = "known to be nondeterministic on GPUs"
@@ -29,23 +29,7 @@ UNKNOWN = (
     "that is no tensor"
 )
 
-_STATISTICS = (
-    "dtype",
-    "shape",
-    "numel",
-    "min",
-    "max",
-    "mean",
-    "l2",
-    "std",
-    "nan",
-    "posinf",
-    "neginf",
-    "zero",
-    "subnormal",
-    "exponent",
-    "exponents",
-)
+_COMPARED = ("dtype", "shape", "numel", *STATISTICS, "exponent", "exponents")
 _SHOWN = (
     "rank",
     "step",
@@ -152,7 +136,7 @@ def _differing_places(reference: Run, repeat: Run, pairs: pl.DataFrame) -> list[
     """Places of the rows that differ while their inputs do not."""
     same_statistics = pairs.select(
         pl.all_horizontal(
-            pl.col(name).eq_missing(pl.col(f"{name}_other")) for name in _STATISTICS
+            pl.col(name).eq_missing(pl.col(f"{name}_other")) for name in _COMPARED
         )
     ).to_series()
     search = _FirstDifference(reference, repeat)

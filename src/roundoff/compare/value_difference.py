@@ -18,19 +18,7 @@ from roundoff.compare.explain import Sides
 from roundoff.compare.metrics import Metrics, measure
 from roundoff.compare.recorded_rows import RecordedRow, Rows, first_rows
 from roundoff.compare.rounding_bound import tolerance, working_formats
-
-STATISTICS = (
-    "min",
-    "max",
-    "mean",
-    "l2",
-    "std",
-    "nan",
-    "posinf",
-    "neginf",
-    "zero",
-    "subnormal",
-)
+from roundoff.record import STATISTICS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from .checkpoint.weights import write_checkpoint as write_checkpoint
 from .checkpoint.write import write_compressed as write_compressed
 from .delivery.amct_config import with_config as with_config
 from .delivery.choose import Chosen as Chosen
-from .delivery.choose import Progress as Progress
 from .delivery.choose import choose as choose
 from .delivery.files import Folder as Folder
 from .delivery.files import check_free as check_free

@@ -191,7 +191,7 @@ class CallMode(TorchFunctionMode):
         self, func: Callable[..., Any], operator: Operator, args: Any, kwargs: Any
     ) -> Any:
         result = func(*args, **kwargs)
-        if operator.name in _EXACT and _is_float(result):
+        if operator.name in _EXACT and is_floating(result):
             self._sources[result] = frozenset()
         reads_complex = any(map(_is_complex, args))
         if reads_complex and isinstance(result, Tensor) and operator.name not in _MOVES:
@@ -232,7 +232,7 @@ class CallMode(TorchFunctionMode):
             flat, tree = tree_flatten(value)
             layout.append((key, tree, len(flat)))
             for position, tensor in enumerate(flat):
-                if _is_float(tensor):
+                if is_floating(tensor):
                     argument = _Argument(key, position, tensor, len(leaves))
                     spec = specs.get(key)
                     operand = self._operand(operator, argument, spec, args)
@@ -277,7 +277,7 @@ class CallMode(TorchFunctionMode):
                     sources |= {name}
                 elif leaf in self._sources:
                     sources |= self._sources[leaf]
-                elif _is_float(leaf) and leaf.ndim:
+                elif is_floating(leaf) and leaf.ndim:
                     sources |= {""}
         return sources
 
@@ -434,7 +434,7 @@ def float_tensors(value: Any) -> list[Tensor]:
     """
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
-    return [leaf for leaf in tree_flatten(value)[0] if _is_float(leaf)]
+    return [leaf for leaf in tree_flatten(value)[0] if is_floating(leaf)]
 
 
 def _autocast(leaves: list[Any]) -> tuple[str, torch.dtype] | None:
@@ -445,7 +445,8 @@ def _autocast(leaves: list[Any]) -> tuple[str, torch.dtype] | None:
     return device, torch.get_autocast_dtype(device)
 
 
-def _is_float(value: Any) -> bool:
+def is_floating(value: Any) -> bool:
+    """Return True for a tensor of real floating-point numbers."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
@@ -458,8 +459,8 @@ def _is_integer(value: Any) -> bool:
 
 
 def _has_float(args: Any, kwargs: Any) -> bool:
-    return any(map(_is_float, args)) or any(
-        _is_float(leaf) for leaf in tree_flatten((args, kwargs))[0]
+    return any(map(is_floating, args)) or any(
+        is_floating(leaf) for leaf in tree_flatten((args, kwargs))[0]
     )
 
 

@@ -37,6 +37,7 @@ from .disk.tensors import checksum as checksum
 from .disk.tensors import content_hash as content_hash
 from .disk.typed_rows import column as column
 from .disk.typed_rows import rows_of_table as rows_of_table
+from .disk.typed_rows import schema_of as schema_of
 from .disk.typed_rows import table_of_rows as table_of_rows
 from .disk.writer import Writer as Writer
 from .environment import environment as environment
@@ -55,6 +56,7 @@ from .replay import replay_run as replay_run
 from .script import capture_script as capture_script
 from .session import Capture as Capture
 from .session import check_noise as check_noise
+from .statistics import STATISTICS as STATISTICS
 from .statistics import in_memory_order as in_memory_order
 from .statistics import measure as measure
 from .statistics import pieces_of as pieces_of

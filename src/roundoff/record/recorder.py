@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roundoff.ops import plain, unwrapped
-from roundoff.record.statistics import COLUMNS, Statistics, in_memory_order
+from roundoff.record.statistics import STATISTICS, Statistics, in_memory_order
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 #: What stores a tensor's content: gives the columns ``hash`` or ``blob``.
@@ -471,9 +471,9 @@ class Recorder:
         rows, histograms = self.statistics.finish()
         measured = [self._measured_record(r) for r in range(len(self.rows))]
         columns: dict[str, list[Any]] = {}
-        no_statistics = (None,) * len(COLUMNS)
+        no_statistics = (None,) * len(STATISTICS)
         statistics = [rows.get(record, no_statistics) for record in measured]
-        for place, name in enumerate(COLUMNS):
+        for place, name in enumerate(STATISTICS):
             columns[name] = [row[place] for row in statistics]
         shapes = [histograms.get(record, (None, None, None)) for record in measured]
         for place, name in enumerate(("exponent", "exponents", "sampled")):

@@ -57,7 +57,7 @@ class TensorStatistics(NamedTuple):
     subnormal: int = 0
 
 
-COLUMNS = TensorStatistics._fields
+STATISTICS = TensorStatistics._fields
 #: The values of a tensor without finite elements.
 _NO_VALUES = (None, None, None, None, None)
 EMPTY = TensorStatistics(*_NO_VALUES)

@@ -12,6 +12,7 @@ from typing import Any, overload
 
 from torch import nn
 
+from roundoff.budget import Progress
 from roundoff.errors import QuantizationError
 from roundoff.export import (
     SAMPLES,
@@ -20,7 +21,6 @@ from roundoff.export import (
     Folder,
     Judge,
     NotPruned,
-    Progress,
     Proof,
     Pruned,
     PruningCost,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from roundoff.budget import Progress
 from roundoff.export.delivery.records import TrialRow
 from roundoff.export.delivery.request import Ask
 from roundoff.formats import parse_format
@@ -18,9 +19,6 @@ from roundoff.quantize import (
 )
 from roundoff.site import select
 from roundoff.workload import Workload
-
-#: Called as ``progress(stage, done, total)``.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

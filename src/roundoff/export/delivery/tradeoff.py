@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from roundoff.budget import Progress
 from roundoff.errors import RoundoffError
-from roundoff.export.delivery.choose import Progress, whole_plan
+from roundoff.export.delivery.choose import whole_plan
 from roundoff.export.delivery.judge import ModelQuality
 from roundoff.export.delivery.outcome import QuantizationResult
 from roundoff.export.delivery.records import PruningCost, TradeoffRow

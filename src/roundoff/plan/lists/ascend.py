@@ -21,6 +21,7 @@ from roundoff.plan.lists.fold import (
     Operators,
     Read,
     Written,
+    list_and_line,
     low_format,
 )
 from roundoff.plan.lists.source import Name, check_keys, names_of, place, read_file
@@ -334,14 +335,10 @@ def _check_removes(
             raise PlanError(
                 f"{entry.name} is on two lists that contradict each other",
                 where=where,
-                got=f"{_list_and_line(other)} and {_list_and_line(entry)}",
+                got=f"{list_and_line(other)} and {list_and_line(entry)}",
                 do="an operator is on one list: take it off that one, or put it on the other",
             )
         removed[entry.name] = entry
-
-
-def _list_and_line(entry: ListedOperator) -> str:
-    return ", ".join(part for part in (entry.listed, place(entry.name)) if part)
 
 
 def _check_base(

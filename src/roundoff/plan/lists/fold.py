@@ -253,6 +253,11 @@ def patterns(plan: Plan) -> Iterator[tuple[int, str, str]]:
             yield number, pattern, name
 
 
+def list_and_line(entry: ListedOperator) -> str:
+    """Return an operator's list and its place in the file, for messages."""
+    return ", ".join(part for part in (entry.listed, place(entry.name)) if part)
+
+
 def refuse(left_out: list[str], tool: str, partial: bool) -> None:
     """Raise ``PlanError`` listing what a tool's file cannot say, unless ``partial``."""
     if left_out and not partial:

@@ -17,6 +17,7 @@ from roundoff.plan.lists.fold import (
     Operators,
     Read,
     Written,
+    list_and_line,
     low_format,
 )
 from roundoff.plan.lists.source import Name, check_keys, place
@@ -148,14 +149,10 @@ def _check(
             raise PlanError(
                 f"{add.name} is added to a list and removed from it",
                 where=where,
-                got=f"{_list_and_line(add)} and {_list_and_line(remove)}",
+                got=f"{list_and_line(add)} and {list_and_line(remove)}",
                 do="TensorFlow removes last: leave the one out that is not meant",
             )
 
 
 def _list_of(entry: ListedOperator) -> str:
     return entry.listed.partition("_")[0]
-
-
-def _list_and_line(entry: ListedOperator) -> str:
-    return ", ".join(part for part in (entry.listed, place(entry.name)) if part)

@@ -89,14 +89,6 @@ class Ste(Affine):
         qparams = range_qparams(self.low, self.high, self.fmt)
         return QParams(qparams.scale, qparams.zero_point, self.granularity)
 
-    def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
-        """See ``Learner``."""
-        return (
-            {"scale": scale}
-            if zero_point is None
-            else {"scale": scale, "zero_point": zero_point}
-        )
-
     def qparams(self) -> QParams:
         """See ``Learner``."""
         if not self.ready:
@@ -156,14 +148,6 @@ class Lsq(Affine):
     def check(self) -> None:
         """See ``Learner``."""
         self.kept = () if self.fmt.symmetric else ("zero_point",)
-
-    def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
-        """See ``Learner``."""
-        return (
-            {"scale": scale}
-            if zero_point is None
-            else {"scale": scale, "zero_point": zero_point}
-        )
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""

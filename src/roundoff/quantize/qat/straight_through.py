@@ -35,6 +35,12 @@ class At:
 class Affine(Learner):
     """A learner whose forward pass is ``fake_quantize(x, qparams(), fmt)``."""
 
+    def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
+        """See ``Learner``."""
+        if zero_point is None:
+            return {"scale": scale}
+        return {"scale": scale, "zero_point": zero_point}
+
     def slopes(self, at: At) -> tuple[Tensor, ...]:
         """Element by element, the estimated derivative of the result by x, then by each learned parameter."""
         raise NotImplementedError

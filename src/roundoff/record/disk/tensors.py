@@ -13,6 +13,8 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from roundoff.preserve import as_bytes
+
 #: Small enough that most of a step is written while the step runs.
 CHUNK_BYTES = 32 * 2**20
 METADATA = "roundoff"
@@ -98,7 +100,7 @@ class Chunks:
             # training goes on and may change it before it is written
             plain = plain.clone()
         native = plain.dtype in NATIVE
-        self._filling[key] = plain if native else _bytes(plain)
+        self._filling[key] = plain if native else as_bytes(plain)
         self._described[key] = {"xxh3_128": digest}
         if not native:
             self._described[key] |= {
@@ -194,10 +196,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     )
     end = (last + 1) * tensor.element_size()
     return end <= tensor.untyped_storage().nbytes()
-
-
-def _bytes(plain: torch.Tensor) -> torch.Tensor:
-    return plain.reshape(-1).view(torch.uint8)
 
 
 def _hash(plain: torch.Tensor) -> str:

@@ -24,6 +24,7 @@ from roundoff.ops import (
     autocast_class,
     facts,
     function_body,
+    is_floating,
     operators_that,
 )
 from roundoff.plan import FOLLOW
@@ -326,12 +327,8 @@ def _is_site(args: Any, kwargs: Any) -> bool:
                 return False
             has_float = has_float or value.is_floating_point()
         elif isinstance(value, list | tuple) and value:
-            has_float = has_float or _is_float(value[0])
-    return has_float or any(_is_float(value) for value in kwargs.values())
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+            has_float = has_float or is_floating(value[0])
+    return has_float or any(is_floating(value) for value in kwargs.values())
 
 
 def _is_in_functorch() -> bool:

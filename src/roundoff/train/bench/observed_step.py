@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.errors import FormatError
 from roundoff.formats import parse_format
-from roundoff.ops import facts
+from roundoff.ops import facts, is_floating
 
 SCALER_METHODS = ("__init__", "scale", "unscale_", "step", "update")
 
@@ -100,11 +100,7 @@ def formats_of(values: Any) -> set[str]:
     ['fp16', 'fp32']
     """
     leaves = tree_leaves(values)
-    return {_format_name(leaf.dtype) for leaf in leaves if _is_float(leaf)}
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return {_format_name(leaf.dtype) for leaf in leaves if is_floating(leaf)}
 
 
 def _format_name(dtype: torch.dtype) -> str:
@@ -135,13 +131,13 @@ class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_matrix(self, args: Any) -> None:
         phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-        operand = next(filter(_is_float, tree_leaves(args)), None)
+        operand = next(filter(is_floating, tree_leaves(args)), None)
         if operand is not None:
             self.step.matrix[phase][_format_name(operand.dtype)] += 1
 
 
 def _is_cast(before: Any, after: Any) -> bool:
-    are_floats = _is_float(before) and _is_float(after)
+    are_floats = is_floating(before) and is_floating(after)
     return are_floats and before.dtype != after.dtype
 
 

@@ -34,8 +34,6 @@ NOT_CALLED = (
     "the model that was given was not called in this step, or only in compiled code: give the "
     "module that the step calls, and of a compiled one what torch.compile returned"
 )
-#: Kinds of events with which a NaN or Inf begins.
-_BEGINNINGS = ("birth", "arrived")
 
 #: A row of a recording, by column.
 RecordedRow = dict[str, Any]
@@ -203,7 +201,7 @@ def _origin(
     if event is not None and event.origin is not None:
         born = by_record.get(event.origin)
     if born is None:
-        births = [e for e in events if e.kind in _BEGINNINGS and not e.allowed]
+        births = [e for e in events if e.is_birth and not e.allowed]
         return births[0] if births else None
     if born.kind != "arrived" or born.phase != "backward":
         return born

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from roundoff.train.scaling.backward_graph import OUTPUT
+from roundoff.train.scaling.step_gradients import write_count
 
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
 #: Every module of a model with its path.
@@ -201,7 +202,7 @@ class StepCalls:
     def _note_written_buffers(self, call: ModelCall) -> None:
         before = call.versions.buffers
         buffers = _buffers(call.modules)
-        now = tuple(_version(buffer) for _, buffer in buffers)
+        now = tuple(write_count(buffer) for _, buffer in buffers)
         if before == now:
             return
         call.versions = replace(call.versions, buffers=now)
@@ -310,14 +311,10 @@ def _versions(modules: Modules, args: Any, kwargs: Any) -> _Versions:
     for module, _ in modules:
         parameters += [p for p in module._parameters.values() if p is not None]
     return _Versions(
-        inputs=tuple(map(_version, inputs)),
-        parameters=tuple(map(_version, parameters)),
-        buffers=tuple(_version(buffer) for _, buffer in _buffers(modules)),
+        inputs=tuple(map(write_count, inputs)),
+        parameters=tuple(map(write_count, parameters)),
+        buffers=tuple(write_count(buffer) for _, buffer in _buffers(modules)),
     )
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _random_states() -> dict[str, Any]:

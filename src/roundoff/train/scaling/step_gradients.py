@@ -198,7 +198,7 @@ class GradientVersions:
     def _note(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         with_gradient = [p for p in parameters if p.grad is not None]
         self._versions = {
-            id(p): (weakref.ref(p.grad), _version(p.grad))
+            id(p): (weakref.ref(p.grad), write_count(p.grad))
             for p in with_gradient
             if p.grad is not None
         }
@@ -270,13 +270,14 @@ def _gradient_size(parameter: Tensor) -> int:
     return 0 if parameter.grad is None else parameter.grad.numel()
 
 
-def _version(gradient: Tensor) -> int:
-    return -1 if gradient.is_inference() else gradient._version
+def write_count(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place; -1 for one of inference mode."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_unchanged(version: _Version) -> bool:
     gradient = version[0]()
-    return gradient is not None and _version(gradient) == version[1]
+    return gradient is not None and write_count(gradient) == version[1]
 
 
 def _names_where(

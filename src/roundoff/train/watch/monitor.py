@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from roundoff.errors import PatternError, RoundoffError, warn
 from roundoff.record import compiled, module_path
 from roundoff.site import matches
+from roundoff.train.scaling.step_gradients import write_count
 from roundoff.train.watch.compiled_summary import SummarySink
 from roundoff.train.watch.tensor_summary import (
     TensorSummary,
@@ -130,7 +131,7 @@ class _ObservedStep:
     def is_last(self, tensor: Tensor) -> bool:
         """Return True if ``tensor`` is the one measured last, and was not written since."""
         is_same = self.last is not None and self.last() is tensor
-        return is_same and _version(tensor) == self.version
+        return is_same and write_count(tensor) == self.version
 
     def collect(self, sinks: Mapping[str, tuple[str, SummarySink]]) -> None:
         """Take what compiled code has left: outputs in the order in which modules were defined, gradients in the reverse."""
@@ -393,7 +394,7 @@ class Monitor:
         is_handed_on = step.is_last(tensor)
         if not is_handed_on:
             step.last = weakref.ref(tensor)
-            step.version = _version(tensor)
+            step.version = write_count(tensor)
             step.places = []
             step.summary = None if is_rerun else summarize_tensor(tensor)
         if step.summary is not None:
@@ -455,8 +456,3 @@ def _parts_first(
         if id(part) not in visited:
             yield from _parts_first(part, f"{path}.{name}" if path else name, visited)
     yield path, module
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place; inference tensors don't count it."""
-    return -1 if tensor.is_inference() else tensor._version

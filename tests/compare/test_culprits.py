@@ -20,7 +20,7 @@ def row(record, blamed="net/mm", **columns):
         "dtype": "float32",
         "name": None,
         "error": 0.1,
-        "own": 0.1,
+        "own_error": 0.1,
         "inputs_error": 0.0,
         "tolerance": 1e-6,
         "contribution": 0.2,
@@ -87,7 +87,7 @@ def test_an_entry_names_the_operator_the_place_and_what_it_looks_like():
 
 
 def test_an_unknown_own_error_is_as_large_as_can_be():
-    assert culprits([row(1, own=None)])[0].own == math.inf
+    assert culprits([row(1, own_error=None)])[0].own_error == math.inf
 
 
 def test_the_first_step_comes_before_what_follows_from_it():
@@ -135,12 +135,19 @@ def test_calls_ranks_and_steps_are_counted_and_shares_of_the_first_step_added():
 
 def test_of_several_results_of_a_call_the_worst_says_what_it_looks_like():
     rows = [
-        row(1, own=0.1, call=4),
-        row(2, own=0.5, call=4, looks_like="overflow", evidence="Inf", advice="scale"),
-        row(3, own=0.9, call=5, looks_like="NaN"),
+        row(1, own_error=0.1, call=4),
+        row(
+            2,
+            own_error=0.5,
+            call=4,
+            looks_like="overflow",
+            evidence="Inf",
+            advice="scale",
+        ),
+        row(3, own_error=0.9, call=5, looks_like="NaN"),
     ]
     [entry] = culprits(rows)
-    assert (entry.looks_like, entry.evidence, entry.advice, entry.own) == (
+    assert (entry.looks_like, entry.evidence, entry.advice, entry.own_error) == (
         "overflow",
         "Inf",
         "scale",

@@ -125,15 +125,15 @@ def causes(findings):
 def test_equal_runs_have_no_cause():
     found = run(CHAIN, {})
     assert causes(found) == {}
-    assert all(f.own == 0 for f in found.values())
+    assert all(f.own_error == 0 for f in found.values())
 
 
 def test_inputs_equal_output_not_and_what_follows_inherits():
     errors = {2: 0.1, 3: 0.1, 4: 0.05}
     found = run({**CHAIN, 2: ("gelu", [1])}, errors)
     assert causes(found) == {2: (OWN, 2), 3: (INHERITED, 2), 4: (INHERITED, 2)}
-    assert found[2].own == 0.1
-    assert found[3].own == 0
+    assert found[2].own_error == 0.1
+    assert found[3].own_error == 0
 
 
 def test_the_same_with_tensors_asks_the_call():
@@ -187,8 +187,8 @@ def test_an_operator_that_only_moves_values_is_not_at_fault_for_what_it_moves():
 def test_infinite_errors_begin_where_the_inputs_are_finite(replays):
     found = run(CHAIN, {1: 1e-4, 2: 1e-4, 3: math.inf, 4: math.inf}, replays=replays)
     assert causes(found) == {3: (OWN, 3), 4: (INHERITED, 3)}
-    assert found[3].own == math.inf
-    assert found[4].own == 0
+    assert found[3].own_error == math.inf
+    assert found[4].own_error == 0
 
 
 def test_unknown_inputs_do_not_agree():
@@ -202,7 +202,7 @@ def test_unknown_inputs_do_not_agree():
     unknown = run(CHAIN, {0: Distance(None), **errors}, hidden_error=0.01)
     assert causes(unknown) == {}
     assert unknown[1].unknown
-    assert unknown[0].own is None
+    assert unknown[0].own_error is None
     assert causes(
         run(CHAIN, {0: Distance(None), **errors}, replays={1: BROKEN, 2: HONEST})
     )[1] == (OWN, 1)
@@ -357,7 +357,7 @@ def shares(graph, errors, owns):
         finding = Finding(
             record,
             errors[record],
-            own=owns[record],
+            own_error=owns[record],
             cause=OWN if owns[record] else None,
         )
         finding.sources = [(i, errors[i]) for i in inputs if errors[i]]

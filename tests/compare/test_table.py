@@ -16,6 +16,7 @@ from roundoff.compare.table import (
     ComparedRow,
     frame_of,
     judged,
+    rows_in,
     whole,
 )
 from roundoff.errors import RunError
@@ -119,6 +120,15 @@ def test_every_limit_has_a_side_to_fail_on():
         assert [verdict({name: 0.5}, **{name: v}) for v in (0.4, 0.6)] == (
             [FAIL, PASS] if larger_is_better else [PASS, FAIL]
         )
+
+
+def test_the_own_error_keeps_its_column():
+    row = ComparedRow(status="matched", own_error=0.5)
+    table = whole([frame_of([row])])
+    assert table["own"].to_list() == [0.5]
+    assert "own_error" not in TABLE
+    [judged_row] = rows_in(judged(table, {}))
+    assert judged_row.own_error == 0.5
 
 
 def test_a_metric_that_is_none():

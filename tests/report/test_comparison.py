@@ -31,6 +31,7 @@ from roundoff.report.comparison_chart import error_chart
 from roundoff.report.comparison_html import environment, write_comparison
 from roundoff.report.comparison_text import print_comparison
 from roundoff.report.diff_text import sentence
+from roundoff.report.strict import plain
 
 
 def culprit(**about):
@@ -49,7 +50,7 @@ def culprit(**about):
         "dtype": "float32",
         "name": None,
         "error": 0.031,
-        "own": 0.031,
+        "own_error": 0.031,
         "inputs_error": 0.0,
         "tolerance": 2e-6,
         "contribution": 0.96,
@@ -78,7 +79,7 @@ def row(**about):
         "shape": [4, 8],
         "error": 0.031,
         "tolerance": 2e-6,
-        "own": 0.031,
+        "own_error": 0.031,
         "cause": "own",
         "contribution": 0.96,
         "verdict": "fail",
@@ -115,7 +116,7 @@ def rounding_share(**about):
         "rank": 0,
         "dtype": "float32",
         "record": 7,
-        "own": 1e-7,
+        "own_error": 1e-7,
         "error": 1e-7,
     }
     return RoundingContribution(**usual | about)
@@ -529,3 +530,10 @@ def difference(**about):
 )
 def test_sentences_of_diff(about, words):
     assert sentence(difference(**about)) == words
+
+
+def test_the_own_error_keeps_its_key():
+    for record in (culprit(), row(), rounding_share()):
+        encoded = plain(record)
+        assert encoded["own"] == record.own_error
+        assert "own_error" not in encoded

@@ -406,13 +406,14 @@ def _moved(
         else:
             places = _common_blocks(ours, theirs)
         for i, j in places:
-            one = ours[i]
-            other = theirs[j]
-            if one.shapes != other.shapes:
+            our_call = ours[i]
+            their_call = theirs[j]
+            if our_call.shapes != their_call.shapes:
                 continue
-            same_module = one.module == other.module
-            reason = None if same_module else f"in module {other.module or '(root)'}"
-            pairs.append(CallPair(one, other, reason))
+            reason = None
+            if our_call.module != their_call.module:
+                reason = f"in module {their_call.module or '(root)'}"
+            pairs.append(CallPair(our_call, their_call, reason))
     return pairs
 
 

@@ -38,7 +38,7 @@ class Culprit:
     name: str | None
     error: float | None
     #: The part of the error that was made here; inf where unknown.
-    own: float
+    own_error: float = field(metadata={"json": "own"})
     #: The largest distance of what it read.
     inputs_error: float
     #: What rounding explains.
@@ -109,7 +109,7 @@ def _culprit(row: ComparedRow) -> Culprit:
         dtype=row.dtype,
         name=row.name,
         error=row.error,
-        own=math.inf if row.own is None else row.own,
+        own_error=math.inf if row.own_error is None else row.own_error,
         inputs_error=blamed.inputs_error,
         tolerance=blamed.tolerance,
         contribution=row.contribution or 0.0,
@@ -137,11 +137,11 @@ def _with_row(culprit: Culprit, row: ComparedRow) -> Culprit:
     contribution = culprit.contribution + (row.contribution or 0.0)
     culprit = replace(culprit, contribution=contribution)
     other_output = row.call == culprit.call and row.record != culprit.record
-    if not other_output or row.own is None or row.own <= culprit.own:
+    if not other_output or row.own_error is None or row.own_error <= culprit.own_error:
         return culprit
     return replace(
         culprit,
-        own=row.own,
+        own_error=row.own_error,
         looks_like=row.looks_like,
         evidence=row.evidence,
         advice=row.advice,

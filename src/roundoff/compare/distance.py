@@ -231,14 +231,15 @@ def largest_difference(
     ``maximum`` is ``max`` for rows, for columns the maximum element by element.
     """
     # of any type: rows have numbers here, columns have arrays
-    one: Any = reference
-    other: Any = candidate
-    rms = one.l2 / (one.numel - one.nan - one.posinf - one.neginf) ** 0.5
-    amax = maximum(abs(one.min), abs(one.max))
+    ours: Any = reference
+    theirs: Any = candidate
+    finite_count = ours.numel - ours.nan - ours.posinf - ours.neginf
+    rms = ours.l2 / finite_count**0.5
+    amax = maximum(abs(ours.min), abs(ours.max))
     return maximum(
-        abs(one.l2 - other.l2) / one.l2,
-        abs(one.mean - other.mean) / rms,
-        abs(one.std - other.std) / rms,
-        abs(one.min - other.min) / amax,
-        abs(one.max - other.max) / amax,
+        abs(ours.l2 - theirs.l2) / ours.l2,
+        abs(ours.mean - theirs.mean) / rms,
+        abs(ours.std - theirs.std) / rms,
+        abs(ours.min - theirs.min) / amax,
+        abs(ours.max - theirs.max) / amax,
     )

@@ -133,7 +133,7 @@ class Divergence:
         if distance.error is None:
             return finding
         if distance.equal or row.base_operator in UNWRITTEN or is_workspace(row):
-            finding.own = 0.0
+            finding.own_error = 0.0
             return finding
         wrong_input = self._look_at_inputs(finding, row, twin)
         self._decide(finding, row, twin, distance.error, wrong_input)
@@ -150,12 +150,12 @@ class Divergence:
         wrong_input: tuple[int, int] | None,
     ) -> None:
         """Say whether the row made its error itself."""
-        finding.own = _part_made_here(error, finding.inputs)
+        finding.own_error = _part_made_here(error, finding.inputs)
         if row.record in self.exact and row.is_call:
             finding.arguments = self.measures.changed_arguments(twin, row)
         if row.is_leaf:
             finding.inputs, finding.carried = self.measures.carried(row)
-            finding.own = _part_made_here(error, finding.inputs)
+            finding.own_error = _part_made_here(error, finding.inputs)
         if finding.carried and error <= CARRIED * finding.inputs:
             finding.cause = INHERITED if error > finding.tolerance else None
         elif wrong_input is not None and error > finding.tolerance:
@@ -295,7 +295,7 @@ class Divergence:
                 if replay.at_fault:
                     _make_own(finding, replay.own)
                     return
-                finding.own = replay.own
+                finding.own_error = replay.own
                 if _is_cleared(replay, finding):
                     return
         if error > finding.tolerance and self._stands_out(finding, row, twin, error):
@@ -420,9 +420,9 @@ def is_workspace(row: RecordedRow) -> bool:
     return row.dtype == "uint8" and further_result and row.operator in WORKSPACE
 
 
-def _make_own(finding: Finding, own: float | None) -> None:
+def _make_own(finding: Finding, own_error: float | None) -> None:
     finding.cause = OWN
-    finding.own = own
+    finding.own_error = own_error
     finding.origin = finding.record
 
 

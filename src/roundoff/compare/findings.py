@@ -55,7 +55,7 @@ class Finding:
     #: How much the operator amplifies errors of its inputs.
     gain: float = 1.0
     #: The part of the error that was made by this call.
-    own: float | None = None
+    own_error: float | None = None
     #: ``OWN``, ``INHERITED``, or None where rounding explains the error.
     cause: str | None = None
     #: The candidate record at fault.
@@ -101,7 +101,7 @@ def contributions(
         sources = _squared_sources(finding, weight)
         total = sum(square for _, square in sources)
         kept = _part_kept(finding, total)
-        if finding.own != 0:
+        if finding.own_error != 0:
             share[record] += passing * kept
         for source, square in sources:
             if total:
@@ -131,7 +131,7 @@ def _part_kept(finding: Finding, sources: float) -> float:
     """The part of a row's weight that its own error explains, from 0 to 1."""
     if finding.cause == OWN or not sources:
         return 1.0
-    made_here = _square(finding.own)
+    made_here = _square(finding.own_error)
     return made_here / (made_here + sources) if made_here else 0.0
 
 

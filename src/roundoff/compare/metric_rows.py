@@ -131,8 +131,9 @@ def _scale(grid: Grid) -> tuple[Tensor, Tensor]:
     The factor from the smallest normal number of a format to that of fp32, and the bits
     of its 1 ulp in steps of fp32's.
     """
-    one = 0x3F800000 + ((23 - grid.bits) << 23)
-    return torch.tensor(2.0 ** (-126 - grid.low)), torch.tensor(one, dtype=torch.int32)
+    factor = torch.tensor(2.0 ** (-126 - grid.low))
+    ulp_bits = 0x3F800000 + ((23 - grid.bits) << 23)
+    return factor, torch.tensor(ulp_bits, dtype=torch.int32)
 
 
 def _add_block(totals: Totals, x: Tensor, y: Tensor, start: int, form: _Pass) -> None:

@@ -220,18 +220,18 @@ def _compared_as_columns(
 
 def _statistics_error(ours: pl.DataFrame, theirs: pl.DataFrame) -> tuple[Array, Array]:
     """The relative difference of the statistics of each row, and where it is none."""
-    one = _statistic_columns(ours)
-    other = _statistic_columns(theirs)
+    our_columns = _statistic_columns(ours)
+    their_columns = _statistic_columns(theirs)
 
     def maximum(*values: Array) -> Array:
         return functools.reduce(np.fmax, values)
 
     with np.errstate(all="ignore"):
-        error = largest_difference(one, other, maximum)
+        error = largest_difference(our_columns, their_columns, maximum)
     equal = np.ones(ours.height, dtype=bool)
     for name in VALUES:
-        x = getattr(one, name)
-        y = getattr(other, name)
+        x = getattr(our_columns, name)
+        y = getattr(their_columns, name)
         equal &= (x == y) | (np.isnan(x) & np.isnan(y))
     error = np.where(np.isfinite(error), error, np.inf)
     return np.where(equal, 0.0, error), equal

@@ -310,7 +310,7 @@ def _finding_columns(finding: Finding) -> dict[str, Any]:
     return {
         "tolerance": finding.tolerance,
         "inputs_error": finding.inputs,
-        "own": finding.own,
+        "own_error": finding.own_error,
         "cause": finding.cause,
     }
 

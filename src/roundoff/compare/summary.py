@@ -98,7 +98,7 @@ class RoundingContribution:
     dtype: str | None
     record: int
     #: Relative errors, the largest of its calls.
-    own: float | None
+    own_error: float | None = field(metadata={"json": "own"})
     error: float | None
 
 
@@ -192,7 +192,8 @@ def rounding_in(table: pl.DataFrame, n: int) -> list[RoundingContribution]:
         sites.agg(
             pl.col("contribution").sum() / pl.col("rank").n_unique(),
             pl.col("line", "step", "rank", "dtype", "record").first(),
-            pl.col("own", "error").max(),
+            pl.col("own").max().alias("own_error"),
+            pl.col("error").max(),
         )
         .top_k(n, by="contribution")
         .sort("contribution", descending=True)

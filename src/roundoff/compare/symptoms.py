@@ -6,8 +6,9 @@ the values (``structure``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -219,21 +220,36 @@ def _other_program(fault: Fault) -> Symptom | None:
     return Symptom("other operator", fault.differing_operators)
 
 
+class _SpecialCount(NamedTuple):
+    """How often a NaN or Inf stands in the reference's row and in the candidate's."""
+
+    kind: str
+    expected: int
+    actual: int
+
+    @property
+    def differs(self) -> bool:
+        return self.expected != self.actual
+
+
+def _special_counts(fault: Fault) -> Iterator[_SpecialCount]:
+    fields = {"NaN": "nan", "+Inf": "posinf", "-Inf": "neginf"}
+    for kind, field in fields.items():
+        expected = getattr(fault.twin, field) or 0
+        actual = getattr(fault.row, field) or 0
+        yield _SpecialCount(kind, expected, actual)
+
+
 def _special_values(fault: Fault) -> Symptom | None:
     """NaN or Inf that the reference does not have. Unknown counts are none."""
-    counts = (
-        ("NaN", fault.twin.nan or 0, fault.row.nan or 0),
-        ("+Inf", fault.twin.posinf or 0, fault.row.posinf or 0),
-        ("-Inf", fault.twin.neginf or 0, fault.row.neginf or 0),
-    )
-    differing = [count for count in counts if count[1] != count[2]]
+    differing = [count for count in _special_counts(fault) if count.differs]
     if not differing:
         return None
     text = ", ".join(
-        f"{theirs:,} {kind} where the reference has {ours:,}"
-        for kind, ours, theirs in differing
+        f"{count.actual:,} {count.kind} where the reference has {count.expected:,}"
+        for count in differing
     )
-    more = [kind for kind, ours, theirs in differing if theirs > ours]
+    more = [count.kind for count in differing if count.actual > count.expected]
     if more == ["NaN"]:
         return Symptom("NaN", text)
     if more:

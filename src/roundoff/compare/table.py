@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import polars as pl
@@ -91,7 +91,7 @@ class ComparedRow:
     #: The largest distance of what the call read.
     inputs_error: float | None = None
     #: The part of the error that was made here.
-    own: float | None = None
+    own_error: float | None = field(default=None, metadata={"json": "own"})
     #: own or inherited; None: explained by rounding.
     cause: str | None = None
     #: The site that an inherited error comes from.
@@ -128,10 +128,13 @@ _DTYPES: dict[str, Any] = {
     "Sequence[int]": pl.List(pl.Int64),
 }
 
+#: Each field of a row by its column, which has the name of the field in JSON.
+_FIELDS = {each.metadata.get("json", each.name): each for each in fields(JudgedRow)}
 #: The columns and their types, one for each field of ``ComparedRow``.
 TABLE: dict[str, Any] = {
-    field.name: _DTYPES[str(field.type).removesuffix(" | None")]
-    for field in fields(ComparedRow)
+    column: _DTYPES[str(each.type).removesuffix(" | None")]
+    for column, each in _FIELDS.items()
+    if column != "verdict"
 } | {"rank": pl.Int32}
 
 #: The metrics that a limit can be set on, and if a larger value is better.
@@ -155,7 +158,7 @@ def frame_of(rows: Sequence[ComparedRow]) -> pl.DataFrame:
     """The rows as a frame; columns without a value are left out (see ``whole``)."""
     columns = {}
     for name, dtype in TABLE.items():
-        values = [getattr(row, name) for row in rows]
+        values = [getattr(row, _FIELDS[name].name) for row in rows]
         if any(value is not None for value in values):
             columns[name] = pl.Series(name, values, dtype=dtype, strict=False)
     return pl.DataFrame(columns)
@@ -177,7 +180,9 @@ def whole(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
 
 def rows_in(table: pl.DataFrame) -> list[JudgedRow]:
     """The rows of a judged table."""
-    return [JudgedRow(**row) for row in table.iter_rows(named=True)]
+    names = {column: each.name for column, each in _FIELDS.items()}
+    renamed = table.rename(names, strict=False)
+    return [JudgedRow(**row) for row in renamed.iter_rows(named=True)]
 
 
 def received(table: pl.DataFrame) -> pl.DataFrame:

@@ -118,8 +118,8 @@ _CULPRIT_CELLS: Mapping[str, Callable[[Culprit], str]] = {
     "line": lambda culprit: culprit.line or "",
     "step": lambda culprit: str(culprit.step),
     "rank": lambda culprit: str(culprit.rank),
-    "own error": lambda culprit: size(culprit.own),
-    "times": lambda culprit: times(culprit.own, culprit.tolerance) or NONE,
+    "own error": lambda culprit: size(culprit.own_error),
+    "times": lambda culprit: times(culprit.own_error, culprit.tolerance) or NONE,
     "share": _share,
     "looks like": lambda culprit: culprit.looks_like or "",
 }

@@ -34,6 +34,7 @@ def tidy(model: Any, pack: bool = True) -> None:
     _turn_blocks(graph)
     _look_up(graph)
     _drop_zero_points(graph)
+    _store_unsigned(graph)
     if pack:
         _pack(graph)
     # small tensors alone are compared: scales and zero points that are equal
@@ -338,6 +339,34 @@ def _drop_zero_points(graph: Any) -> None:
         converted = bool(zero.ndim) and _exceeds_seven_bits(codes)
         if zero.dtype != np.int8 or not (converted or _is_read_by_product(node)):
             node.resize_inputs(2)
+
+
+def _store_unsigned(graph: Any) -> None:
+    """Store int8 codes as uint8 where a recurrent layer reads a weight gate by gate.
+
+    ONNX Runtime makes a DequantizeLinear for each reader, and cannot convert the same
+    codes to uint8 more than once (``session.x64quantprecision``).
+    """
+    for node in _nodes(graph, "DequantizeLinear"):
+        value = node.inputs[0]
+        codes = _number(value)
+        if codes is None or codes.dtype != np.int8 or not _is_sliced(node):
+            continue
+        if len(list(value.uses())) > 1 or not _exceeds_seven_bits(codes):
+            continue
+        zero = _number(_input(node, 2))
+        if zero is None:
+            zero = np.zeros(_number(node.inputs[1]).shape, np.int8)
+        node.resize_inputs(3)
+        for place, array, name in ((0, codes, "unsigned"), (2, zero, "offset")):
+            unsigned = (array.astype(np.int16) + 128).astype(np.uint8)
+            constant = _constant(graph, unsigned, f"{value.name}_{name}")
+            node.replace_input_with(place, constant)
+
+
+def _is_sliced(node: Any) -> bool:
+    readers = [use.node.op_type for use in node.outputs[0].uses()]
+    return len(readers) > 1 and set(readers) == {"Slice"}
 
 
 def _separate_zero_points(graph: Any) -> None:

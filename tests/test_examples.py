@@ -50,9 +50,7 @@ def test_measured_as_predicted(name: str) -> None:
     reference = run_batches(workload).targets
     for fmt in ("bf16", "int8"):
         formats = {
-            s["site"]: fmt
-            for s in budget.sites
-            if not s["no_path"] and fmt not in s["refused"]
+            s.site: fmt for s in budget.sites if not s.no_path and fmt not in s.refused
         }
         assert len(formats) > 3
         measured = -10 * math.log10(

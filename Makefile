@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install format check fast test times test-optional demo docs bench clean
 
 help:
-	@echo "make fast    ruff and the tests that are not slow: under a minute"
+	@echo "make fast    ruff and the tests that are not slow: about a minute"
 	@echo "make test    ruff, mypy, the documentation site and all tests"
 	@echo "make test-optional   the tests that need Lightning, accelerate, Ray, Triton, ONNX, Paddle or TensorFlow"
 	@echo "make times   measure all tests, and list those that make fast leaves out"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundoff import Workload, budget
-from roundoff.budget.probes import sample_axis
+from roundoff.budget.samples import sample_axis
 
 KEEP = torch.tensor([True, False, True, False])
 

@@ -16,29 +16,36 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from roundoff.budget.adjoint import Backward, Probe, SiteInfo, measure_batch
+from roundoff.budget.adjoint import (
+    FEW_MIXED,
+    Probe,
+    SiteInfo,
+    Way,
+    measure_batch,
+)
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
-from roundoff.budget.noise_power import Term
+from roundoff.budget.noise_power import DB_PER_SHARE, Term
+from roundoff.budget.samples import Division, divide, divisions
 from roundoff.budget.signs import draw_signs
 from roundoff.budget.table import Budget, TermRow, term_frame
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.terms import TermKey, Terms
 from roundoff.errors import GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
-from roundoff.ops import CallMode, watch
+from roundoff.ops import CallMode, RoundedOperands, watch
 from roundoff.packages import installed_version
 from roundoff.plan import Plain, check_finite, detached, named_targets
 from roundoff.preserve import preserve
 from roundoff.record import environment
 from roundoff.workload import Workload
 
-#: Projections asked for when ``probes`` is not given: the relative standard error of a
-#: power estimated from n products of near-Gaussian projections is sqrt(2/n), 0.4 dB for
-#: 256.
-PROJECTIONS = 256
+#: Standard error of a site's SQNR in dB, when neither ``probes`` nor ``precision`` is given.
+PRECISION = 0.5
 #: Fewest and most probes of a sample, when ``probes`` is not given.
 FEWEST_PROBES = 2
-MOST_PROBES = 16
+MOST_PROBES = 96
+#: Batches that are measured at least, so that they can be compared.
+FEWEST_BATCHES = 2
 
 #: Called with the name of the stage, how much is done, and of how much.
 Progress = Callable[[str, int, int], None]
@@ -89,7 +96,7 @@ def budget(
         )
     report = progress or _silent
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
-    run = _BudgetRun(workload, chosen, target, rounded, probes, seed)
+    run = _BudgetRun(workload, chosen, target, rounded, probes, PRECISION, seed)
     batches = len(workload.batches)
     with preserve(workload.model):
         workload.model.eval()
@@ -106,6 +113,15 @@ def budget(
         curve = metric_curve(workload, run.outputs, measured)
         return replace(measured, about=replace(measured.about, metric=curve))
     return measured
+
+
+def projections_for(precision: float) -> float:
+    """Return how many projections give a power with this standard error, in dB.
+
+    The relative standard error of a power estimated from n squares of near-Gaussian
+    projections is sqrt(2/n).
+    """
+    return 2 * (DB_PER_SHARE / precision) ** 2
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -140,6 +156,7 @@ class _BudgetRun:
         target: str | None,
         around: dict[str, Format],
         probes: int | None,
+        precision: float,
         seed: int,
     ) -> None:
         self.workload = workload
@@ -147,16 +164,16 @@ class _BudgetRun:
         self.target = target
         self.around = around
         self.probes = probes
+        self.precision = precision
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
-        self.way = Backward(batched=True)
-        # what to try, in turn, where an operator's backward cannot be batched, or needs
-        # a tensor that the model has written over since (fine in inference, an error in
-        # training)
-        self.other_ways = [
-            Backward(batched=True, mutation=True),
-            Backward(batched=False, mutation=True),
-        ]
+        # how probes go back, and if tensors that the model has written over since are kept
+        # (fine in inference, an error in training); what fails is done in the next way
+        self.way = Way.TOGETHER
+        self.mutation = False
+        self.other_ways = [(Way.TOGETHER, True), (Way.ALONE, True)]
+        self.division: Division | None = None
+        self.rounded = RoundedOperands()
         self.sites: dict[str, SiteInfo] = {}
         self.axes: dict[tuple[str, int], tuple[int, int] | None] = {}
         self.batches: list[_Batch] = []
@@ -174,18 +191,19 @@ class _BudgetRun:
         forget = self._checkpoint(mode)
         while True:
             try:
-                probe, values = self._attempt(mode, index)
+                probe, values, division = self._attempt(mode, index)
                 break
             except RuntimeError as error:
                 if isinstance(error, CheckpointError) or not self.other_ways:
                     raise _no_backward(self.workload, index, error) from error
-                self.way = self.other_ways.pop(0)
+                self.way, self.mutation = self.other_ways.pop(0)
                 forget()
         _forget_graph(self.workload.model)
         signal = torch.zeros(probe.samples, dtype=torch.float64)
-        for value in values:
-            squares = value.double().square().reshape(probe.samples, -1)
-            signal += squares.sum(1).cpu()
+        for number, value in enumerate(values):
+            signal += division.power(value, number)
+        if division.samples > 1 and self.division is None:
+            self.division = division
         self.batches.append(_Batch(probe.samples, signal.tolist(), probe.terms))
         for name in probe.reached:
             self.sites[name].no_path = None
@@ -209,7 +227,9 @@ class _BudgetRun:
 
         return forget
 
-    def _attempt(self, mode: CallMode, index: int) -> tuple[Probe, list[Tensor]]:
+    def _attempt(
+        self, mode: CallMode, index: int
+    ) -> tuple[Probe, list[Tensor], Division]:
         is_site = self.target is not None and "/" in self.target
         anchor = torch.tensor(-0.0, requires_grad=True)
         probe = Probe(
@@ -219,28 +239,49 @@ class _BudgetRun:
             anchor,
             wanted=self.target if is_site else None,
             axes=self.axes,
+            rounded=self.rounded,
         )
         mutation = allow_mutation_on_saved_tensors()
-        with mutation if self.way.mutation else nullcontext():
-            values = measure_batch(
+        with mutation if self.mutation else nullcontext():
+            values, division = measure_batch(
                 mode,
                 probe,
                 functools.partial(self._forward, probe, index),
                 check=functools.partial(self._check, index),
+                divided=functools.partial(self._divisions, index),
                 probes=self._count,
                 generator=self.generator,
-                learn_axes=not self.axes,
-                batched=self.way.batched,
+                way=self.way,
                 parameters=sum(p.nbytes for p in self.workload.model.parameters()),
             )
-        return probe, values
+        self.axes = probe.axes
+        return probe, values, division
 
-    def _count(self, samples: int) -> int:
-        """Return K, which is chosen at the first batch."""
+    def _divisions(self, index: int, targets: Sequence[Tensor]) -> Iterable[Division]:
+        """Return the ways to divide a batch; the first that told samples apart stays."""
+        batch = self.workload.batches[index]
+        if self.division is None:
+            return divisions(batch, targets)
+        return [divide(self.division.way, batch, targets)]
+
+    def _count(self, samples: int, mixed_share: float) -> int:
+        """Return K, which is chosen at the first batch.
+
+        The variances of all sites average to the square of the precision: a site that
+        mixes samples has one projection a probe and batch, others one a sample.
+        """
         if self.probes is None:
-            needed = math.ceil(PROJECTIONS / (samples * len(self.workload.batches)))
-            self.probes = min(MOST_PROBES, max(FEWEST_PROBES, needed))
+            needed = projections_for(self.precision) / self.planned(mixed_share)
+            per_sample = (1 - mixed_share) / samples + mixed_share
+            most = MOST_PROBES if self.precision == PRECISION else math.inf
+            count = math.ceil(needed * per_sample)
+            self.probes = int(min(most, max(FEWEST_PROBES, count)))
         return self.probes
+
+    def planned(self, mixed_share: float) -> int:
+        """Return how many batches the precision is to be reached with."""
+        batches = len(self.workload.batches)
+        return min(batches, FEWEST_BATCHES) if mixed_share <= FEW_MIXED else batches
 
     def _forward(self, probe: Probe, index: int) -> list[Tensor]:
         """Run the model on a batch, and return the target tensors."""
@@ -345,7 +386,7 @@ class _BudgetRun:
             forwards=max(1, mode.position.forwards),
             target=MeasuredTarget(self.target or "output", self.shapes),
             around={site: fmt.name for site, fmt in self.around.items()},
-            batched=self.way.batched,
+            batched=self.way is Way.TOGETHER,
             calls=mode.calls + excluded // batches,
             excluded=excluded_calls(mode.excluded.values(), batches),
             environment=tuple(environment(model)),

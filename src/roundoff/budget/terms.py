@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -51,12 +54,26 @@ class Terms:
             values: projections, shape ``(K, S)``.
             overflow: elements of the error that are not finite and looked at.
         """
-        passes = self._passes.setdefault(key, {}).setdefault(place, [])
-        passes.append(self._keep(values))
-        if overflow:
-            # every pass has the same errors: those that some probe of it looks at
-            counts = self._overflow.setdefault(key, {})
-            counts[place] = max(overflow, counts.get(place, 0))
+        self.add_all([key], place, values.unsqueeze(0), [overflow])
+
+    def add_all(
+        self,
+        keys: Sequence[TermKey],
+        place: int,
+        values: Tensor,
+        overflow: Sequence[int],
+    ) -> None:
+        """Keep the projections of several terms, shape ``(terms, K, S)``."""
+        size = values[0].numel()
+        start = self._keep(values)
+        for key, lost in zip(keys, overflow, strict=True):
+            passes = self._passes.setdefault(key, {}).setdefault(place, [])
+            passes.append(_Slice(len(self._blocks) - 1, start, *values.shape[1:]))
+            start += size
+            if lost:
+                # every pass has the same errors: those that some probe of it looks at
+                counts = self._overflow.setdefault(key, {})
+                counts[place] = max(lost, counts.get(place, 0))
 
     def overflow(self, key: TermKey) -> int:
         """Return how many elements of an error are not finite and reach the output."""
@@ -80,8 +97,8 @@ class Terms:
             outputs = [output.sum(1, keepdims=True) for output in outputs]
         return np.sum(outputs, axis=0) if len(outputs) > 1 else outputs[0]
 
-    def _keep(self, values: Tensor) -> _Slice:
-        """Copy values into a large block.
+    def _keep(self, values: Tensor) -> int:
+        """Copy values into a large block, and return where they start in it.
 
         Small objects that stay behind between large ones that go would keep the
         allocator from using the memory again (three times the peak on a ResNet-18).
@@ -90,16 +107,84 @@ class Terms:
         if not self._blocks or self._used + size > len(self._blocks[-1]):
             self._blocks.append(np.empty(max(size, BLOCK)))
             self._used = 0
-        probes, samples = values.shape
-        place = _Slice(len(self._blocks) - 1, self._used, probes, samples)
+        start = self._used
         self._used += size
-        torch.from_numpy(self._array(place)).copy_(values)
-        return place
+        block = self._blocks[-1][start : start + size]
+        torch.from_numpy(block).view(values.shape).copy_(values)
+        return start
 
     def _array(self, place: _Slice) -> np.ndarray:
         stop = place.start + place.probes * place.samples
         values = self._blocks[place.block][place.start : stop]
         return values.reshape(place.probes, place.samples)
+
+
+#: Elements of an error that is projected alone: to join it with others costs more.
+LARGE = 2**14
+
+
+@dataclass
+class Projector:
+    """Projects the errors of one output of a call, of all formats and parts together.
+
+    Attributes:
+        gradients: of the probes, ``(K, *shape)``.
+        axis: the axis that counts the samples; None where they are not told apart.
+        samples: of the batch.
+        terms: where the projections go.
+        place: number of the output.
+    """
+
+    gradients: Tensor
+    axis: tuple[int, int] | None
+    samples: int
+    terms: Terms
+    place: int
+    _keys: list[TermKey] = field(default_factory=list)
+    _errors: list[Tensor] = field(default_factory=list)
+    _zeros: list[TermKey] = field(default_factory=list)
+
+    @cached_property
+    def probes(self) -> Tensor:
+        """The gradients as ``(S, n, K)``."""
+        return by_sample(self.gradients, self.axis, self.samples)
+
+    def add(self, key: TermKey, error: Tensor | None) -> None:
+        """Take an error; None is no error at all."""
+        if error is None:
+            self._zeros.append(key)
+            return
+        if error.numel() >= LARGE:
+            values, overflow = project(
+                self.probes, arrange(error, self.axis, self.samples)
+            )
+            self.terms.add(key, self.place, values, overflow)
+            return
+        self._keys.append(key)
+        self._errors.append(arrange(error, self.axis, self.samples))
+
+    def finish(self) -> None:
+        """Project what is left."""
+        if self._errors:
+            self._project()
+        if self._zeros:
+            samples = 1 if self.axis is None else self.samples
+            zeros = torch.zeros(len(self._zeros), len(self.gradients), samples)
+            self.terms.add_all(self._zeros, self.place, zeros, [0] * len(self._zeros))
+            self._zeros = []
+
+    def _project(self) -> None:
+        keys = self._keys
+        errors = self._errors
+        self._keys = []
+        self._errors = []
+        joined = errors[0] if len(errors) == 1 else torch.cat(errors, dim=1)
+        values = torch.bmm(joined, self.probes).permute(1, 2, 0)
+        if math.isfinite(float(values.sum())):
+            self.terms.add_all(keys, self.place, values, [0] * len(keys))
+            return
+        for key, error in zip(keys, errors, strict=True):
+            self.terms.add(key, self.place, *project(self.probes, error))
 
 
 def by_sample(gradients: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor:
@@ -131,7 +216,7 @@ def project(probes: Tensor, error: Tensor) -> tuple[Tensor, int]:
     probe looks at costs everything: its projection is infinite.
     """
     values = torch.bmm(error, probes)[:, 0, :].T
-    if bool(values.isfinite().all()):
+    if math.isfinite(float(values.sum())):
         return values, 0
     bad = ~error.isfinite()
     if not bool(bad.any()):

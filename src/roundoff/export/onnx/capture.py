@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config
-from torch.fx.experimental import _config as symbolic_config
+from torch._functorch import config as _functional
+from torch.fx.experimental import _config as _symbolic
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from roundoff.errors import QuantizationError, RoundoffError
@@ -29,7 +29,8 @@ from roundoff.export.onnx.sizes import Sizes, varying_axes
 from roundoff.export.onnx.traced import Traced
 from roundoff.workload import Workload
 
-functional_config: Any = config
+functional_config: Any = _functional
+symbolic_config: Any = _symbolic
 
 #: The version of ONNX's operators that is written: the first with int4 and blocks (both in DequantizeLinear-21).
 OPSET = 21
@@ -254,7 +255,7 @@ def _doubled(traced: Traced, tensors: list[Tensor]) -> list[Tensor]:
 
     An axis of length 1 is taken for one that always has this length.
     """
-    if not tensors or any(t.ndim == 0 or t.shape[0] != 1 for t in tensors):
+    if not tensors or any(t.shape[:1] != (1,) for t in tensors):
         return tensors
     twice = [torch.cat([t, t]) for t in tensors]
     try:

@@ -49,9 +49,7 @@ class Sizes:
     """
 
     def __init__(self, program: Any, names: Sequence[str]) -> None:
-        inputs = set(program.graph_signature.user_inputs)
-        nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
-        shapes = [n.meta["val"].shape for n in nodes if n.name in inputs]
+        shapes = _input_shapes(program)
         self.shapes: dict[str, list[Any]] = {
             name: [_expression(size) for size in shape]
             for name, shape in zip(names, shapes, strict=True)
@@ -107,6 +105,13 @@ class Sizes:
             for condition in self._conditions
             if changed & condition.free_symbols
         )
+
+
+def _input_shapes(program: Any) -> list[Any]:
+    """Return the shapes of a program's inputs, some of whose sizes are symbols."""
+    inputs = set(program.graph_signature.user_inputs)
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    return [node.meta["val"].shape for node in nodes if node.name in inputs]
 
 
 def _other_lengths(length: int) -> list[int]:

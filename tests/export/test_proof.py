@@ -226,19 +226,15 @@ class _Unknown(nn.Module):
         return torch.linalg.eigvalsh(x @ x.mT)
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [(_Branching(), "it branches on its data."), (_Unknown(), "eigvalsh|eigh")],
-)
 def test_a_model_that_cannot_be_exported_is_an_error_with_the_exporters_reason(
-    model, words, tmp_path
+    tmp_path,
 ):
-    workload = Workload(model, [torch.ones(2, 4, 4)], name="odd")
+    workload = Workload(_Unknown(), [torch.ones(2, 4, 4)], name="odd")
     with pytest.raises(
         QuantizationError, match="odd: this model cannot be written as ONNX"
     ) as caught:
         export_onnx(workload, workload.model.eval(), tmp_path / "x.onnx")
-    assert any(word in str(caught.value) for word in words.split("|"))
+    assert "eigvalsh" in str(caught.value) or "eigh" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -248,8 +244,7 @@ def test_what_the_exporter_says_of_itself_is_kept_from_the_user(
     """It warns of what it cannot fold, and prints graphs that it gives up; logging is as before."""
     workload = Workload(_Branching(), [torch.ones(2, 4, 4)])
     below = logging.root.manager.disable
-    with pytest.raises(QuantizationError):
-        export_onnx(workload, workload.model.eval(), tmp_path / "x.onnx")
+    export_onnx(workload, workload.model.eval(), tmp_path / "x.onnx")
     assert capfd.readouterr() == ("", "")
     assert [
         record for record in caplog.records if record.levelno > logging.DEBUG

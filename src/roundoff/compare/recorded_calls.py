@@ -53,7 +53,7 @@ class RecentResults:
     def of(
         self, overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype
     ) -> list[Tensor | None]:
-        """The results of a call in a format. Raises ``CannotRun``."""
+        """Return the results of a call in a format. Raises ``CannotRun``."""
         key = overload, arguments, dtype
         results = self._results.get(key)
         if results is None:

@@ -37,7 +37,11 @@ class Limits:
 
 @lru_cache
 def limits(fmt: str | Format) -> Limits:
-    """Return the bounds of a format. Raises ``FormatError`` for formats that are only used with a scale (integers, blocks)."""
+    """Return the bounds of a format.
+
+    Raises ``FormatError`` for formats that are only used with a scale (integers,
+    blocks).
+    """
     fmt = parse_format(fmt)
     if not _has_limits(fmt):
         examples = ", ".join(plain_formats()[:6])

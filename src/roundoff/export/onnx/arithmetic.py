@@ -179,7 +179,10 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
 
 
 def _binade(x: Tensor, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
-    """Find the index of the power of two below each ``x`` among ``2**lowest .. 2**highest`` (the nearest of them), and these."""
+    """Find the index of the power of two below each ``x``, and the powers.
+
+    They are ``2**lowest .. 2**highest``; beyond them the nearest counts.
+    """
     powers = torch.tensor(
         [math.ldexp(1.0, e) for e in range(lowest, highest + 1)],
         dtype=x.dtype,

@@ -11,7 +11,7 @@ from torch import nn
 from roundoff import Workload, budget
 from roundoff.budget.facts import MeasuredTarget
 from roundoff.budget.measure import parse_formats
-from roundoff.errors import FormatError, WorkloadError
+from roundoff.errors import FormatError, PlanError, WorkloadError
 from roundoff.plan.rounded_model import noise, run_batches
 
 
@@ -43,14 +43,64 @@ def workload():
 
 @pytest.mark.parametrize(
     ("samples", "batches", "probes"),
-    [(1, 1, 16), (16, 1, 16), (64, 1, 4), (32, 4, 2), (400, 1, 2), (30, 1, 9)],
+    [(1, 1, 96), (16, 1, 13), (64, 1, 4), (32, 4, 4), (400, 1, 2), (30, 1, 7)],
 )
-def test_the_number_of_probes_makes_256_projections(samples, batches, probes):
-    """Between 2 and 16, rounded up: ceil(256 / (samples a batch * batches))."""
+def test_the_number_of_probes_makes_an_error_of_half_a_decibel(
+    samples, batches, probes
+):
+    """Between 2 and 96, rounded up: 1.3 * 2 * (4.343 / 0.5)^2 = 196.2 projections.
+
+    They come from all samples of one batch, or of two where there are more.
+    """
     found = budget(
         Workload(nn.Linear(2, 2), [torch.randn(samples, 2)] * batches), ["bf16"]
     )
     assert found.about.probes == probes
+
+
+def test_a_precision_is_reached_by_some_of_the_batches():
+    torch.manual_seed(0)
+    batches = [torch.randn(32, 8) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    coarse = budget(Workload(model, batches), ["bf16"])
+    assert coarse.about.batch_samples == (32, 32)
+    assert coarse.about.workload_batches == 6
+    assert coarse.about.unmeasured == pytest.approx(4 / 6)
+    errors = [cost.stderr_db for cost in coarse.costs]
+    assert math.sqrt(sum(e**2 for e in errors) / len(errors)) <= 0.5
+    fine = budget(Workload(model, batches), ["bf16"], precision="0.1dB")
+    assert math.sqrt(sum(c.stderr_db**2 for c in fine.costs) / 3) <= 0.1
+    every = budget(Workload(model, batches), ["bf16"], probes=2)
+    assert len(every.about.batch_samples) == 6
+    for given in (0, -1, "nan", "inf"):
+        with pytest.raises((WorkloadError, PlanError)):
+            budget(Workload(model, batches), ["bf16"], precision=given)
+
+
+class Sometimes(nn.Module):
+    """Calls a site, or leaves fp16's range, only where the first value is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(h) if x[0, 0] > 100 else h
+
+
+@pytest.mark.parametrize("late", [1000.0, 1e6])
+def test_a_batch_that_shows_something_new_is_measured(late):
+    torch.manual_seed(0)
+    batches = [torch.randn(64, 4) for _ in range(5)]
+    batches[4][0, 0] = late
+    model = Sometimes() if late == 1000.0 else nn.Linear(4, 4)
+    found = budget(Workload(model, batches), ["fp16"])
+    assert len(found.about.batch_samples) == 3
+    if late == 1000.0:
+        assert {site.site for site in found.sites} == {"first/linear", "second/linear"}
+    else:
+        assert any(cost.note.startswith("overflow") for cost in found.costs)
 
 
 def test_probes_as_asked(workload):
@@ -126,7 +176,7 @@ def test_what_is_kept_about_sites(workload):
 
 
 def test_a_part_of_the_output(workload):
-    found = budget(workload, ["bf16"], target="aux.h")
+    found = budget(workload, ["bf16"], of="aux.h")
     assert found.about.target == MeasuredTarget("aux.h", {"aux.h": [3, 6]})
     assert {s.site: s.no_path is None for s in found.sites} == {
         "first/linear": True,
@@ -134,11 +184,11 @@ def test_a_part_of_the_output(workload):
         "last/linear": False,
     }
     with pytest.raises(WorkloadError, match="no part named 'y'"):
-        budget(workload, ["bf16"], target="y")
+        budget(workload, ["bf16"], of="y")
 
 
 def test_a_site_as_the_target(workload):
-    found = budget(workload, ["bf16"], target="first/linear", probes=200)
+    found = budget(workload, ["bf16"], of="first/linear", probes=200)
     assert {s.site: s.no_path is None for s in found.sites} == {
         "first/linear": True,
         "/relu": False,
@@ -159,7 +209,7 @@ def test_a_site_as_the_target(workload):
     # the Jacobian is the identity: 1600 products of relative variance at most 2, 4 sigma is 14 %
     assert found.table["noise"][0] == pytest.approx(expected, rel=0.14)
     with pytest.raises(WorkloadError, match="no site named 'second/linear' was called"):
-        budget(workload, ["bf16"], target="second/linear")
+        budget(workload, ["bf16"], of="second/linear")
 
 
 def test_a_site_that_is_written_over_later():
@@ -171,7 +221,7 @@ def test_a_site_that_is_written_over_later():
             return z + y
 
     workload = Workload(Overwritten(), [torch.rand(4, 3) + 0.5])
-    found = budget(workload, ["bf16"], target="/sin")
+    found = budget(workload, ["bf16"], of="/sin")
     (reference,) = run_batches(workload, target="/sin").targets
     assert torch.equal(reference["/sin"], workload.batches[0].sin())
     assert {s.site: s.no_path is None for s in found.sites} == {
@@ -182,7 +232,7 @@ def test_a_site_that_is_written_over_later():
 
 
 def test_the_loss_as_the_target(workload):
-    found = budget(workload, ["bf16"], target="loss")
+    found = budget(workload, ["bf16"], of="loss")
     assert found.about.target.name == "loss"
     assert {"/square", "/mean"} <= {s.site for s in found.sites}
     chosen = {s.site: "bf16" for s in found.sites if not s.no_path}
@@ -194,7 +244,7 @@ def test_the_loss_as_the_target(workload):
         < 1e-3
     )
     with pytest.raises(WorkloadError, match="the workload has none"):
-        budget(Workload(workload.model, workload.batches), ["bf16"], target="loss")
+        budget(Workload(workload.model, workload.batches), ["bf16"], of="loss")
 
 
 def test_the_metric_is_kept_as_a_curve(workload):
@@ -203,7 +253,7 @@ def test_the_metric_is_kept_as_a_curve(workload):
     )
     assert len(budget(workload, ["bf16"]).about.metric.levels) > 10
     # noise in a part of the output says nothing of a metric that sees all of it
-    assert budget(workload, ["bf16"], target="z").about.metric is None
+    assert budget(workload, ["bf16"], of="z").about.metric is None
 
 
 def test_a_target_of_zeros():

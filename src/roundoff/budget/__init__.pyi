@@ -18,9 +18,10 @@ from .noise_power import Term as Term
 from .noise_power import decibels as decibels
 from .noise_power import power as power
 from .noise_power import sqnr_db as sqnr_db
+from .signs import draw_signs as draw_signs
 from .table import Budget as Budget
+from .table import MeasuredTerm as MeasuredTerm
 from .table import SiteCost as SiteCost
-from .table import TermRow as TermRow
 from .table import term_frame as term_frame
 from .targets import drop_to_db as drop_to_db
 from .targets import metric_at as metric_at

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from roundoff.record import Setting, settings_of
+
 if TYPE_CHECKING:
     from roundoff.ops import Excluded
 
@@ -98,7 +100,8 @@ class Measurement:
         seed: of the sign vectors.
         samples: of all batches together.
         signal: power of the target tensor, which all noise is relative to.
-        batch_samples: samples of each batch.
+        workload_batches: batches of the workload; 0 where all were measured.
+        batch_samples: samples of each measured batch.
         batch_signal: share of the signal in each batch.
         sample_signal: share of the signal in each sample.
         forwards: forward passes a batch.
@@ -107,7 +110,7 @@ class Measurement:
         batched: True where all probes went back at once.
         calls: operator calls of one batch.
         excluded: calls that did not become sites.
-        environment: settings that change numbers, rows of name, value and note.
+        environment: the settings that change numbers.
         parameters: elements of each parameter; None where not kept.
         metric: how noise moves the metric; None without one.
         vendor_kernels: True where the vendor's fused kernels ran; None where not asked.
@@ -123,16 +126,23 @@ class Measurement:
     batch_samples: tuple[int, ...]
     batch_signal: tuple[float, ...]
     sample_signal: tuple[float, ...]
+    workload_batches: int = 0
     forwards: int = 1
     target: MeasuredTarget
     around: Mapping[str, str]
     batched: bool
     calls: int
     excluded: tuple[ExcludedCalls, ...]
-    environment: tuple[Mapping[str, str], ...]
+    environment: tuple[Setting, ...]
     parameters: Mapping[str, int] | None = None
     metric: MetricCurve | None = None
     vendor_kernels: bool | None = None
+
+    @property
+    def unmeasured(self) -> float:
+        """Share of the workload's batches that were not measured."""
+        batches = max(self.workload_batches, len(self.batch_samples))
+        return 1 - len(self.batch_samples) / batches if batches else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as plain data; those that are not known are left out."""
@@ -152,15 +162,10 @@ class Measurement:
         records = {
             "target": MeasuredTarget(**data["target"]),
             "excluded": excluded,
+            "environment": settings_of(data["environment"]),
             "metric": None if metric is None else MetricCurve.from_dict(metric),
         }
-        lists = (
-            "formats",
-            "batch_samples",
-            "batch_signal",
-            "sample_signal",
-            "environment",
-        )
+        lists = ("formats", "batch_samples", "batch_signal", "sample_signal")
         tuples = {name: tuple(data[name]) for name in lists}
         return cls(**{**data, **tuples, **records})
 

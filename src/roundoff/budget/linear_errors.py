@@ -41,7 +41,7 @@ def is_linear(call: Call) -> bool:
     """Return True if a call is large, and linear in each of its operands."""
     if call.kind not in _LINEAR_KINDS or call.operator.inplace:
         return False
-    elements = sum(call.leaves[o.leaf].numel() for o in activations(call))
+    elements: int = sum(call.leaves[o.leaf].numel() for o in activations(call))
     return elements >= _LARGE
 
 

@@ -24,10 +24,12 @@ from roundoff.budget.adjoint import (
     measure_batch,
 )
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
-from roundoff.budget.noise_power import DB_PER_SHARE, Term
+from roundoff.budget.noise_power import Term
+from roundoff.budget.precision import Sampled, mean_error_db
 from roundoff.budget.samples import Division, divide, divisions
+from roundoff.budget.scan import Scan, range_limit
 from roundoff.budget.signs import draw_signs
-from roundoff.budget.table import Budget, TermRow, term_frame
+from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.terms import TermKey, Terms
 from roundoff.errors import GradientPathError, WorkloadError
@@ -39,11 +41,6 @@ from roundoff.preserve import preserve
 from roundoff.record import environment
 from roundoff.workload import Workload
 
-#: Standard error of a site's SQNR in dB, when neither ``probes`` nor ``precision`` is given.
-PRECISION = 0.5
-#: Fewest and most probes of a sample, when ``probes`` is not given.
-FEWEST_PROBES = 2
-MOST_PROBES = 96
 #: Batches that are measured at least, so that they can be compared.
 FEWEST_BATCHES = 2
 
@@ -56,24 +53,31 @@ def budget(
     formats: Iterable[str] = ("bf16", "fp16", "fp8_e4m3fn", "int8"),
     *,
     probes: int | None = None,
-    target: str | None = None,
+    precision: float | str | None = None,
+    memory: int | None = None,
+    of: str | None = None,
     around: Mapping[str, str] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Budget:
     """Measure what rounding each site to each format costs the target tensor.
 
-    One forward and one batched backward pass a batch, whatever the number of formats
-    and sites; where an operator has no batched backward, K passes one after the other.
-    The model runs in evaluation mode, and is left exactly as it was, also after an
+    One forward and one backward pass of K probes a batch, whatever the number of formats
+    and sites. Measuring ends with the batch that reaches the precision; the others run
+    forward alone, and are measured too where they call a site that no other called. The
+    model runs in evaluation mode, and is left exactly as it was, also after an
     exception.
 
     Args:
         workload: model, batches and metric.
         formats: names of the number formats.
-        probes: sign vectors a sample (K); by default 2 to 16, so that K times the
-            number of samples reaches 256 (0.4 dB standard error on a site).
-        target: a part of the output by name (all of it when None), the name of a site,
+        probes: sign vectors a sample (K), drawn for every batch; by default as many as
+            the precision needs, from 2 to 96.
+        precision: standard error of a site's SQNR in dB (root mean square over sites)
+            at which measuring may end: ``0.5``, ``"0.5dB"``, the default.
+        memory: bytes that probe gradients may take; by default 128 MiB, or as much as
+            a training step takes for the gradients of parameters.
+        of: a part of the output by name (all of it when None), the name of a site,
             or ``"loss"``.
         around: site to format; linearise around that rounded model instead of the
             unrounded one.
@@ -87,16 +91,10 @@ def budget(
         FormatError: a format is unknown.
     """
     chosen = parse_formats(formats)
-    if probes is not None and probes < 1:
-        raise WorkloadError(
-            "no probes to draw",
-            where="probes",
-            expected="a whole number above 0",
-            got=str(probes),
-        )
+    sampling = Sampled.of(probes, precision, memory)
     report = progress or _silent
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
-    run = _BudgetRun(workload, chosen, target, rounded, probes, PRECISION, seed)
+    run = _BudgetRun(workload, chosen, of, rounded, sampling, seed)
     batches = len(workload.batches)
     with preserve(workload.model):
         workload.model.eval()
@@ -106,22 +104,14 @@ def budget(
         with watch(workload.model, Plain()) as mode:
             for index in range(batches):
                 report("budget", index, batches)
-                run.batch(mode, index)
+                if not run.is_precise or run.surprises(mode, index):
+                    run.batch(mode, index)
         report("budget", batches, batches)
         measured = run.budget(mode)
-    if around is None and target is None and workload.metric is not None:
+    if around is None and of is None and workload.metric is not None:
         curve = metric_curve(workload, run.outputs, measured)
         return replace(measured, about=replace(measured.about, metric=curve))
     return measured
-
-
-def projections_for(precision: float) -> float:
-    """Return how many projections give a power with this standard error, in dB.
-
-    The relative standard error of a power estimated from n squares of near-Gaussian
-    projections is sqrt(2/n).
-    """
-    return 2 * (DB_PER_SHARE / precision) ** 2
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -144,6 +134,7 @@ class _Batch:
     samples: int
     signal: list[float]
     terms: Terms
+    projections: Mapping[TermKey, np.ndarray]
 
 
 class _BudgetRun:
@@ -154,17 +145,16 @@ class _BudgetRun:
         workload: Workload,
         formats: list[Format],
         target: str | None,
-        around: dict[str, Format],
-        probes: int | None,
-        precision: float,
+        around: Mapping[str, Format],
+        sampling: Sampled,
         seed: int,
     ) -> None:
         self.workload = workload
         self.formats = formats
         self.target = target
         self.around = around
-        self.probes = probes
-        self.precision = precision
+        self.sampling = sampling
+        self.probes = sampling.probes
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
         # how probes go back, and if tensors that the model has written over since are kept
@@ -174,6 +164,8 @@ class _BudgetRun:
         self.other_ways = [(Way.TOGETHER, True), (Way.ALONE, True)]
         self.division: Division | None = None
         self.rounded = RoundedOperands()
+        self.mixed_share = 1.0
+        self.is_precise = False
         self.sites: dict[str, SiteInfo] = {}
         self.axes: dict[tuple[str, int], tuple[int, int] | None] = {}
         self.batches: list[_Batch] = []
@@ -204,9 +196,41 @@ class _BudgetRun:
             signal += division.power(value, number)
         if division.samples > 1 and self.division is None:
             self.division = division
-        self.batches.append(_Batch(probe.samples, signal.tolist(), probe.terms))
+        projections = probe.terms.projections()
+        self.batches.append(
+            _Batch(probe.samples, signal.tolist(), probe.terms, projections)
+        )
         for name in probe.reached:
             self.sites[name].no_path = None
+        self._judge()
+
+    def surprises(self, mode: CallMode, index: int) -> bool:
+        """Run a batch forward alone; return True if it is to be measured after all."""
+        scan = Scan(self.sites, self.formats)
+        mode.handler = scan
+        mode.begin()
+        forget = self._checkpoint(mode)
+        with torch.no_grad(), mode:
+            self._forward(None, index)
+        if scan.surprise:
+            forget()
+            return True
+        self._keep_output(index)
+        check_finite(self.workload, index, self.targets)
+        return False
+
+    def _judge(self) -> None:
+        """Stop measuring where the precision is reached by some of the batches.
+
+        Sites that mix samples have too few measurements to tell batches apart.
+        """
+        enough = len(self.batches) >= FEWEST_BATCHES and self.mixed_share <= FEW_MIXED
+        if self.sampling.may_stop and enough:
+            unmeasured = 1 - len(self.batches) / len(self.workload.batches)
+            error = mean_error_db(
+                [batch.projections for batch in self.batches], unmeasured
+            )
+            self.is_precise = error <= self.sampling.precision
 
     def _checkpoint(self, mode: CallMode) -> Callable[[], None]:
         """Return what brings everything back to before this batch, and its counts."""
@@ -235,11 +259,12 @@ class _BudgetRun:
         probe = Probe(
             self.formats,
             self.sites,
-            self.around.get,
+            self._format_around,
             anchor,
             wanted=self.target if is_site else None,
             axes=self.axes,
             rounded=self.rounded,
+            limit=range_limit(self.formats),
         )
         mutation = allow_mutation_on_saved_tensors()
         with mutation if self.mutation else nullcontext():
@@ -252,10 +277,14 @@ class _BudgetRun:
                 probes=self._count,
                 generator=self.generator,
                 way=self.way,
+                memory=self.sampling.memory,
                 parameters=sum(p.nbytes for p in self.workload.model.parameters()),
             )
         self.axes = probe.axes
         return probe, values, division
+
+    def _format_around(self, site: str) -> Format | None:
+        return self.around.get(site)
 
     def _divisions(self, index: int, targets: Sequence[Tensor]) -> Iterable[Division]:
         """Return the ways to divide a batch; the first that told samples apart stays."""
@@ -264,40 +293,40 @@ class _BudgetRun:
             return divisions(batch, targets)
         return [divide(self.division.way, batch, targets)]
 
-    def _count(self, samples: int, mixed_share: float) -> int:
+    def _count(self, samples: int, mixed_share: float, fitting: int) -> int:
         """Return K, which is chosen at the first batch.
 
-        The variances of all sites average to the square of the precision: a site that
-        mixes samples has one projection a probe and batch, others one a sample.
+        Where batches are left to be measured, no more than ``fitting``.
         """
+        self.mixed_share = mixed_share
         if self.probes is None:
-            needed = projections_for(self.precision) / self.planned(mixed_share)
-            per_sample = (1 - mixed_share) / samples + mixed_share
-            most = MOST_PROBES if self.precision == PRECISION else math.inf
-            count = math.ceil(needed * per_sample)
-            self.probes = int(min(most, max(FEWEST_PROBES, count)))
+            batches = len(self.workload.batches)
+            most = math.inf
+            if mixed_share <= FEW_MIXED and batches > FEWEST_BATCHES:
+                batches = FEWEST_BATCHES
+                most = fitting
+            self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)
         return self.probes
 
-    def planned(self, mixed_share: float) -> int:
-        """Return how many batches the precision is to be reached with."""
-        batches = len(self.workload.batches)
-        return min(batches, FEWEST_BATCHES) if mixed_share <= FEW_MIXED else batches
-
-    def _forward(self, probe: Probe, index: int) -> list[Tensor]:
+    def _forward(self, probe: Probe | None, index: int) -> list[Tensor]:
         """Run the model on a batch, and return the target tensors."""
         batch = self.workload.batches[index]
         self.output = self.workload.run(batch)
+        wanted = None if probe is None else probe.wanted_output
         self.targets = named_targets(
-            self.workload, batch, self.output, self.target, probe.wanted_output
+            self.workload, batch, self.output, self.target, wanted
         )
         self.shapes = {name: list(t.shape) for name, t in self.targets.items()}
         return list(self.targets.values())
 
-    def _check(self, index: int) -> None:
-        """Keep the output for the metric, and refuse targets that no error reaches."""
+    def _keep_output(self, index: int) -> None:
         if self.target is None and self.workload.metric is not None:
             self.outputs[index:] = [detached(self.output)]
         self.output = None
+
+    def _check(self, index: int) -> None:
+        """Keep the output for the metric, and refuse targets that no error reaches."""
+        self._keep_output(index)
         check_finite(self.workload, index, self.targets)
         if any(tensor.requires_grad for tensor in self.targets.values()):
             return
@@ -321,7 +350,7 @@ class _BudgetRun:
                 where=self.workload.name,
                 expected="an output with non-zero values",
             )
-        projections = [batch.terms.projections() for batch in self.batches]
+        projections = [batch.projections for batch in self.batches]
         probes = max(
             (values.shape[0] for terms in projections for values in terms.values()),
             default=1,
@@ -336,7 +365,7 @@ class _BudgetRun:
         projections: Sequence[Mapping[TermKey, np.ndarray]],
         probes: int,
         scale: float,
-    ) -> Iterator[TermRow]:
+    ) -> Iterator[MeasuredTerm]:
         """Yield the row of each term: the columns of all batches, over ``scale``."""
         # a target of one element is exact with one probe; beside batches that have K it
         # takes the signs of K
@@ -354,7 +383,7 @@ class _BudgetRun:
             values = np.concatenate(columns, axis=1) / scale
             sources = tuple(key.sources)
             term = Term(key.part, key.operand, sources, is_pooled, overflow, values)
-            yield TermRow.of(key.site, key.format, term)
+            yield MeasuredTerm(key.site, key.format, term)
 
     def _pooled_sites(
         self, projections: Sequence[Mapping[TermKey, np.ndarray]]
@@ -380,6 +409,7 @@ class _BudgetRun:
             seed=self.seed,
             samples=len(sample_signal),
             signal=signal,
+            workload_batches=len(self.workload.batches),
             batch_samples=tuple(batch.samples for batch in self.batches),
             batch_signal=tuple(sum(b.signal) / signal for b in self.batches),
             sample_signal=tuple(sample_signal),
@@ -389,7 +419,7 @@ class _BudgetRun:
             batched=self.way is Way.TOGETHER,
             calls=mode.calls + excluded // batches,
             excluded=excluded_calls(mode.excluded.values(), batches),
-            environment=tuple(environment(model)),
+            environment=environment(model),
             parameters={name: p.numel() for name, p in model.named_parameters()},
         )
 
@@ -440,8 +470,17 @@ def _forget_graph(model: nn.Module) -> None:
 def _kept_values(model: nn.Module) -> Iterator[Any]:
     """Yield everything that the modules hold in attributes and buffers."""
     for module in model.modules():
-        yield from tree_leaves(list(vars(module).values()))
-        yield from tree_leaves(list(module._buffers.values()))
+        yield from module._buffers.values()
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield value
+            elif name not in _REGISTRIES and isinstance(value, _CONTAINERS):
+                yield from tree_leaves(value)
+
+
+#: What a module may keep tensors in, and its own lists, which hold none.
+_CONTAINERS = (list, tuple, dict)
+_REGISTRIES = frozenset(vars(nn.Module()))
 
 
 def _no_backward(workload: Workload, index: int, error: RuntimeError) -> WorkloadError:

@@ -24,6 +24,7 @@ from roundoff.budget.noise_power import (
     absorbed,
     decibels,
     power,
+    powers,
     significant,
     sqnr_db,
     stderr_db,
@@ -53,23 +54,6 @@ class TermRow:
     stderr: float = column(pl.Float64)
     #: (probes, columns), flattened
     projections: Sequence[float] = column(pl.List(pl.Float32))
-
-    @classmethod
-    def of(cls, site: str, fmt: str, term: Term) -> TermRow:
-        """Return the row of a term."""
-        noise, stderr = power([term])
-        return cls(
-            site,
-            fmt,
-            term.part,
-            term.operand,
-            term.sources,
-            term.pooled,
-            term.overflow,
-            noise,
-            stderr,
-            np.asarray(term.values, dtype=np.float32).ravel().tolist(),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +153,11 @@ class Budget:
     def costs(self) -> tuple[SiteCost, ...]:
         """What each site costs in each format, worst first."""
         sites = {site.site: site for site in self.sites}
-        powers = {key: power(terms) for key, terms in self._terms.items()}
+        unmeasured = self.about.unmeasured
+        powers = {
+            key: power(terms, unmeasured=unmeasured)
+            for key, terms in self._terms.items()
+        }
         totals: dict[str, float] = defaultdict(float)
         for (_, fmt), (noise, _) in powers.items():
             totals[fmt] += noise if math.isfinite(noise) else 0.0
@@ -217,7 +205,7 @@ class Budget:
         if batch is not None:
             active = self._of_batch(active, batch)
             signal = self.about.batch_signal[batch]
-        noise, stderr = power(active)
+        noise, stderr = power(active, unmeasured=self.about.unmeasured)
         additive = sum(power([term])[0] for term in active)
         if math.isfinite(noise):
             noise = additive + significant(noise - additive, active)
@@ -297,9 +285,40 @@ class Budget:
             ) from error
 
 
-def term_frame(rows: Iterable[TermRow]) -> pl.DataFrame:
-    """Return the rows as ``Budget.terms``."""
-    return _frame(rows, TERM_SCHEMA)
+@dataclass(frozen=True, slots=True)
+class MeasuredTerm:
+    """A term, and the site and format that it belongs to."""
+
+    site: str
+    format: str
+    term: Term
+
+
+def term_frame(measured: Iterable[MeasuredTerm]) -> pl.DataFrame:
+    """Return terms as ``Budget.terms``, in their order."""
+    rows = list(measured)
+    noise = np.zeros(len(rows))
+    stderr = np.zeros(len(rows))
+    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        places[row.term.values.shape].append(place)
+    for alike in places.values():
+        values = np.stack([rows[place].term.values for place in alike])
+        noise[alike], stderr[alike] = powers(values)
+    projections = [row.term.values.astype(np.float32).ravel() for row in rows]
+    columns = {
+        "site": [row.site for row in rows],
+        "format": [row.format for row in rows],
+        "part": [row.term.part for row in rows],
+        "operand": [row.term.operand for row in rows],
+        "sources": [list(row.term.sources) for row in rows],
+        "pooled": [row.term.pooled for row in rows],
+        "overflow": [row.term.overflow for row in rows],
+        "power": noise,
+        "stderr": stderr,
+        "projections": projections,
+    }
+    return pl.DataFrame(columns, schema=TERM_SCHEMA)
 
 
 def _frame(rows: Iterable[Any], schema: Mapping[str, Any]) -> pl.DataFrame:

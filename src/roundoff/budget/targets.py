@@ -84,6 +84,10 @@ def metric_curve(
     starts = np.cumsum(about.batch_samples)[:-1]
     profiles = np.split(_noise_profile(budget), starts)
 
+    # batches that were not measured are taken as one sample of the measured ones' mean
+    unmeasured = len(reference) - len(profiles)
+    profiles.extend([np.array([1 / len(profiles)])] * unmeasured)
+
     def noisy_metric(power: float) -> float:
         noisy = [
             _add_noise(output, power * profile, generator)
@@ -146,8 +150,9 @@ def _add_noise(output: Any, power: Array, generator: torch.Generator) -> Any:
 
     def noisy(tensor: Tensor) -> Tensor:
         draw = torch.randn(tensor.shape, generator=generator)
-        if tensor.ndim and tensor.shape[0] == samples:
-            draw *= deviation.view(-1, *[1] * (tensor.ndim - 1))
+        if tensor.ndim and tensor.shape[0] and tensor.shape[0] % samples == 0:
+            by_row = deviation.repeat_interleave(tensor.shape[0] // samples)
+            draw *= by_row.view(-1, *[1] * (tensor.ndim - 1))
         else:
             draw *= float(deviation.square().mean().sqrt())
         return tensor + draw.to(tensor.device, tensor.dtype)

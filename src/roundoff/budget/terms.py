@@ -90,7 +90,9 @@ class Terms:
     def _total(self, places: dict[int, list[_Slice]]) -> np.ndarray:
         """Join the passes of each output, and add up the outputs."""
         outputs = [
-            np.concatenate([self._array(place) for place in passes])
+            self._array(passes[0])
+            if len(passes) == 1
+            else np.concatenate([self._array(place) for place in passes])
             for passes in places.values()
         ]
         if any(output.shape[1] == 1 for output in outputs):
@@ -142,7 +144,8 @@ class Projector:
     place: int
     _keys: list[TermKey] = field(default_factory=list)
     _errors: list[Tensor] = field(default_factory=list)
-    _zeros: list[TermKey] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)
+    _overflow: list[int] = field(default_factory=list)
 
     @cached_property
     def probes(self) -> Tensor:
@@ -151,40 +154,45 @@ class Projector:
 
     def add(self, key: TermKey, error: Tensor | None) -> None:
         """Take an error; None is no error at all."""
-        if error is None:
-            self._zeros.append(key)
-            return
-        if error.numel() >= LARGE:
-            values, overflow = project(
-                self.probes, arrange(error, self.axis, self.samples)
-            )
-            self.terms.add(key, self.place, values, overflow)
-            return
         self._keys.append(key)
+        if error is None:
+            samples = self.probes.shape[0]
+            self._project()
+            zeros = self.probes.new_zeros(samples, 1, len(self.gradients))
+            self._values.append(zeros)
+            self._overflow.append(0)
+            return
         self._errors.append(arrange(error, self.axis, self.samples))
+        if error.numel() >= LARGE:
+            self._project()
 
     def finish(self) -> None:
-        """Project what is left."""
-        if self._errors:
-            self._project()
-        if self._zeros:
-            samples = 1 if self.axis is None else self.samples
-            zeros = torch.zeros(len(self._zeros), len(self.gradients), samples)
-            self.terms.add_all(self._zeros, self.place, zeros, [0] * len(self._zeros))
-            self._zeros = []
+        """Project what is left, and hand all on to ``terms``."""
+        self._project()
+        if not self._values:
+            return
+        joined = (
+            self._values[0] if len(self._values) == 1 else torch.cat(self._values, 1)
+        )
+        self.terms.add_all(
+            self._keys, self.place, joined.permute(1, 2, 0), self._overflow
+        )
 
     def _project(self) -> None:
-        keys = self._keys
+        """Project the errors that wait."""
         errors = self._errors
-        self._keys = []
         self._errors = []
-        joined = errors[0] if len(errors) == 1 else torch.cat(errors, dim=1)
-        values = torch.bmm(joined, self.probes).permute(1, 2, 0)
-        if math.isfinite(float(values.sum())):
-            self.terms.add_all(keys, self.place, values, [0] * len(keys))
+        if not errors:
             return
-        for key, error in zip(keys, errors, strict=True):
-            self.terms.add(key, self.place, *project(self.probes, error))
+        joined = errors[0] if len(errors) == 1 else torch.cat(errors, dim=1)
+        values = torch.bmm(joined, self.probes)
+        if not math.isfinite(float(values.sum())):
+            projected = [project(self.probes, error) for error in errors]
+            values = torch.stack([lost.T for lost, _ in projected], dim=1)
+            self._overflow.extend(count for _, count in projected)
+        else:
+            self._overflow.extend([0] * len(errors))
+        self._values.append(values)
 
 
 def by_sample(gradients: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor:

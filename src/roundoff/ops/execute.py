@@ -10,7 +10,7 @@ dtype, so any format runs on any device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,8 @@ def rounding_steps(
 ) -> Iterator[RoundingStep]:
     """Execute a call in ``fmt`` one part at a time: activations one by one, weights, the output.
 
+    The weights of a recurrent layer are rounded together.
+
     Each step keeps the roundings of the steps before it, so the differences between consecutive
     results add up to the whole error exactly: nothing is counted twice (the output part of a ReLU
     whose operand is already rounded is zero). ``reference`` is the result with nothing rounded;
@@ -95,22 +97,44 @@ def rounding_steps(
     result = reference
     for operand in call.operands:
         if operand.role == "activation" and rule.activation is not None:
-            leaves[operand.leaf] = rounder(leaves[operand.leaf], operand, fmt)
-            result = call.again(leaves)
-            yield RoundingStep("activation", operand, result)
-    for operand in call.operands:
-        if operand.role != "activation" and _rounds_operand(rule, operand):
             exact = leaves[operand.leaf]
             leaves[operand.leaf] = rounder(exact, operand, fmt)
-            if operand.role == "bias" and adds_bias_last(call):
-                result = result + bias_shift(call, leaves[operand.leaf] - exact)
-            else:
+            # the first states of a recurrent layer are zero
+            if call.kind != "rnn" or not torch.equal(leaves[operand.leaf], exact):
                 result = call.again(leaves)
-            yield RoundingStep("weight", operand, result)
+            yield RoundingStep("activation", operand, result)
+    weights = [
+        operand
+        for operand in call.operands
+        if operand.role != "activation" and _rounds_operand(rule, operand)
+    ]
+    if call.kind == "rnn" and weights:
+        for operand in weights:
+            leaves[operand.leaf] = rounder(leaves[operand.leaf], operand, fmt)
+        result = call.again(leaves)
+        yield RoundingStep("weight", _joined(weights), result)
+        weights = []
+    for operand in weights:
+        exact = leaves[operand.leaf]
+        leaves[operand.leaf] = rounder(exact, operand, fmt)
+        if operand.role == "bias" and adds_bias_last(call):
+            result = result + bias_shift(call, leaves[operand.leaf] - exact)
+        else:
+            result = call.again(leaves)
+        yield RoundingStep("weight", operand, result)
     if rule.output:
         is_in_format = rule.activation == "exact" and call.operator.name in _CHOOSES
         output = result if is_in_format else round_output(result, fmt)
         yield RoundingStep("output", None, output)
+
+
+def _joined(operands: list[Operand]) -> Operand:
+    """Return one operand for the weights of a recurrent layer, which are rounded together.
+
+    Each by itself would cost a run of the whole layer.
+    """
+    sources = frozenset().union(*(operand.sources for operand in operands))
+    return replace(operands[0], sources=sources)
 
 
 def _rounded_rows(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingStep]:
@@ -309,6 +333,8 @@ def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:
 
 def _map_rounded(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``value`` with ``function`` of each floating-point tensor that has elements."""
+    if isinstance(value, Tensor):
+        return function(value) if _rounds(value) else value
     return tree_map(lambda t: function(t) if _rounds(t) else t, value)
 
 

@@ -25,13 +25,14 @@ from roundoff.budget import (
     ExcludedCalls,
     Kinks,
     MeasuredTarget,
+    MeasuredTerm,
     Measurement,
     Progress,
     SiteInfo,
     Term,
     TermKey,
-    TermRow,
     Terms,
+    draw_signs,
     excluded_calls,
     measure_gradients,
     parse_formats,
@@ -300,7 +301,7 @@ class _Measurement:
             vendor_kernels=self.vendor,
             calls=mode.calls + sum(row.count for row in excluded) // batches,
             excluded=(*excluded_calls(excluded, batches), *self._closed_sites()),
-            environment=tuple(environment(self.workload.model)),
+            environment=environment(self.workload.model),
         )
 
     def _closed_sites(self) -> list[ExcludedCalls]:
@@ -311,13 +312,13 @@ class _Measurement:
             for site, why in self.constants.items()
         ]
 
-    def _rows(self) -> list[TermRow]:
+    def _rows(self) -> list[MeasuredTerm]:
         gradient_power = sum(batch.gradient_power for batch in self.measured)
         loss_power = sum(batch.loss_power for batch in self.measured)
         gradient_norm = math.sqrt(gradient_power)
         loss_norm = math.sqrt(loss_power) if loss_power > 0 else 1.0
         shape = (self.probes, len(self.measured))
-        signs = np.random.default_rng(self.seed).choice((-1.0, 1.0), shape)
+        signs = draw_signs(shape, self.generator).numpy()
         keys: dict[TermKey, None] = {}
         for batch in self.measured:
             keys |= dict.fromkeys(batch.gradients)
@@ -330,7 +331,7 @@ class _Measurement:
         gradient_norm: float,
         loss_norm: float,
         signs: np.ndarray,
-    ) -> TermRow:
+    ) -> MeasuredTerm:
         """Return one row of the table.
 
         The error of the loss is one exact number: a random sign for each probe keeps it
@@ -345,7 +346,7 @@ class _Measurement:
         values = np.concatenate(columns, axis=1)
         overflow = sum(batch.terms.overflow(key) for batch in self.measured)
         term = Term(key.part, key.operand, key.sources, True, overflow, values)
-        return TermRow.of(key.site, key.format, term)
+        return MeasuredTerm(key.site, key.format, term)
 
 
 def _gradient_power(gradients: Mapping[str, Tensor], edges: Edges, place: str) -> float:

@@ -92,7 +92,7 @@ class Sometimes(nn.Module):
 @pytest.mark.parametrize("late", [1000.0, 1e6])
 def test_a_batch_that_shows_something_new_is_measured(late):
     torch.manual_seed(0)
-    batches = [torch.randn(64, 4) for _ in range(5)]
+    batches = [torch.randn(256, 4) for _ in range(5)]
     batches[4][0, 0] = late
     model = Sometimes() if late == 1000.0 else nn.Linear(4, 4)
     found = budget(Workload(model, batches), ["fp16"])

@@ -150,6 +150,12 @@ class Budget:
         return self._terms.get((site, format), [])
 
     @cached_property
+    def mixing_sites(self) -> frozenset[str]:
+        """Names of the measured sites whose samples could not be told apart."""
+        rows = self.terms.filter(pl.col("pooled"))
+        return frozenset(rows["site"]) if self.about.samples > 1 else frozenset()
+
+    @cached_property
     def costs(self) -> tuple[SiteCost, ...]:
         """What each site costs in each format, worst first."""
         sites = {site.site: site for site in self.sites}

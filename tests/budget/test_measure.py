@@ -43,12 +43,10 @@ def workload():
 
 @pytest.mark.parametrize(
     ("samples", "batches", "probes"),
-    [(1, 1, 96), (16, 1, 13), (64, 1, 4), (32, 4, 4), (400, 1, 2), (30, 1, 7)],
+    [(1, 1, 96), (16, 1, 10), (64, 1, 3), (32, 4, 3), (400, 1, 2), (30, 1, 6)],
 )
-def test_the_number_of_probes_makes_an_error_of_half_a_decibel(
-    samples, batches, probes
-):
-    """Between 2 and 96, rounded up: 1.3 * 2 * (4.343 / 0.5)^2 = 196.2 projections.
+def test_the_number_of_probes_reaches_the_precision(samples, batches, probes):
+    """Between 2 and 96, rounded up: 1.5 * 2 * (4.343 / 0.6)^2 = 157.2 projections.
 
     They come from all samples of one batch, or of two where there are more.
     """
@@ -67,7 +65,7 @@ def test_a_precision_is_reached_by_some_of_the_batches():
     assert coarse.about.workload_batches == 6
     assert coarse.about.unmeasured == pytest.approx(4 / 6)
     errors = [cost.stderr_db for cost in coarse.costs]
-    assert math.sqrt(sum(e**2 for e in errors) / len(errors)) <= 0.5
+    assert math.sqrt(sum(e**2 for e in errors) / len(errors)) <= 0.6
     fine = budget(Workload(model, batches), ["bf16"], precision="0.1dB")
     assert math.sqrt(sum(c.stderr_db**2 for c in fine.costs) / 3) <= 0.1
     every = budget(Workload(model, batches), ["bf16"], probes=2)

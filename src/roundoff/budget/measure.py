@@ -41,8 +41,10 @@ from roundoff.preserve import preserve
 from roundoff.record import environment
 from roundoff.workload import Workload
 
-#: Batches that are measured at least, so that they can be compared.
+#: Batches that are measured at least, so that they can be compared: those of a model
+#: whose sites keep samples apart, and of others, which show one number a batch.
 FEWEST_BATCHES = 2
+FEWEST_MIXED_BATCHES = 4
 
 #: Called with the name of the stage, how much is done, and of how much.
 Progress = Callable[[str, int, int], None]
@@ -74,7 +76,7 @@ def budget(
         probes: sign vectors a sample (K), drawn for every batch; by default as many as
             the precision needs, from 2 to 96.
         precision: standard error of a site's SQNR in dB (root mean square over sites)
-            at which measuring may end: ``0.5``, ``"0.5dB"``, the default.
+            at which measuring may end: ``0.6``, ``"0.6dB"``, the default.
         memory: bytes that probe gradients may take; by default 128 MiB, or as much as
             a training step takes for the gradients of parameters.
         of: a part of the output by name (all of it when None), the name of a site,
@@ -219,13 +221,15 @@ class _BudgetRun:
         check_finite(self.workload, index, self.targets)
         return False
 
-    def _judge(self) -> None:
-        """Stop measuring where the precision is reached by some of the batches.
+    @property
+    def fewest_batches(self) -> int:
+        """Batches that are measured at least."""
+        few = FEWEST_BATCHES if self.mixed_share <= FEW_MIXED else FEWEST_MIXED_BATCHES
+        return min(few, len(self.workload.batches))
 
-        Sites that mix samples have too few measurements to tell batches apart.
-        """
-        enough = len(self.batches) >= FEWEST_BATCHES and self.mixed_share <= FEW_MIXED
-        if self.sampling.may_stop and enough:
+    def _judge(self) -> None:
+        """Stop measuring where the precision is reached by some of the batches."""
+        if self.sampling.may_stop and len(self.batches) >= self.fewest_batches:
             unmeasured = 1 - len(self.batches) / len(self.workload.batches)
             error = mean_error_db(
                 [batch.projections for batch in self.batches], unmeasured
@@ -300,10 +304,9 @@ class _BudgetRun:
         """
         self.mixed_share = mixed_share
         if self.probes is None:
-            batches = len(self.workload.batches)
             most = math.inf
-            if mixed_share <= FEW_MIXED and batches > FEWEST_BATCHES:
-                batches = FEWEST_BATCHES
+            batches = self.fewest_batches
+            if batches < len(self.workload.batches) and mixed_share <= FEW_MIXED:
                 most = fitting
             self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)
         return self.probes

@@ -15,13 +15,13 @@ from roundoff.budget.terms import TermKey
 from roundoff.errors import WorkloadError
 
 #: Standard error of a site's SQNR in dB, when neither ``probes`` nor ``precision`` is given.
-PRECISION = 0.5
+PRECISION = 0.6
 #: Fewest and most probes of a sample, when ``probes`` is not given.
 FEWEST_PROBES = 2
 MOST_PROBES = 96
 #: More projections than Gaussian ones would need: those of some sites have longer tails,
 #: and one more batch costs more than a few probes.
-MARGIN = 1.3
+MARGIN = 1.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ Precision = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="Standard error of a site's SQNR at which measuring may end. Default: 0.5dB.",
+        help="Standard error of a site's SQNR at which measuring may end. Default: 0.6dB.",
     ),
 ]
 Memory = Annotated[

@@ -19,7 +19,7 @@ from roundoff.budget.targets import (
     metric_at,
     metric_curve,
     parse_drop,
-    parse_target,
+
 )
 from roundoff.errors import PlanError
 

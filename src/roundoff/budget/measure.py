@@ -373,7 +373,7 @@ class _BudgetRun:
             batched=self.way.batched,
             calls=mode.calls + excluded // batches,
             excluded=excluded_calls(mode.excluded.values(), batches),
-            environment=tuple(environment(model)),
+            environment=environment(model),
             parameters={name: p.numel() for name, p in model.named_parameters()},
         )
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from roundoff.errors import PlanError, did_you_mean, nearest
 from roundoff.workload import is_output
+
+if TYPE_CHECKING:
+    from roundoff.plan import PlanFigures
 
 _NUMBER_OF_DB = re.compile(
     r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:dB)?\s*", re.IGNORECASE
@@ -49,6 +53,11 @@ class SqnrTarget:
 
     db: float | None
     of: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of_plan(cls, figures: PlanFigures) -> SqnrTarget:
+        """Return the target that a plan says it was made for."""
+        return cls(figures.target_db, tuple(figures.targets_db.items()))
 
     def of_output(self, output: str) -> float | None:
         """Return the least SQNR of an output; None where nothing is asked of it.

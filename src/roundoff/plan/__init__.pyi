@@ -5,6 +5,7 @@ from .cost_models import cost as cost
 from .deciding_rule import DEVICES as DEVICES
 from .deciding_rule import SiteDecision as SiteDecision
 from .deciding_rule import explain as explain
+from .figures import PlanFigures as PlanFigures
 from .knapsack import Choice as Choice
 from .knapsack import Decision as Decision
 from .knapsack import Edge as Edge

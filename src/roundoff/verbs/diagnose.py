@@ -26,7 +26,7 @@ from roundoff.budget import (
     parse_target,
 )
 from roundoff.errors import InfeasibleError, RunError
-from roundoff.plan import Plan, run_batches, worst_noise
+from roundoff.plan import Plan, PlanFigures, run_batches, worst_noise
 from roundoff.report import (
     AskedTarget,
     Coverage,
@@ -36,7 +36,6 @@ from roundoff.report import (
     PlanSummary,
     RankingRow,
     ScatterPoint,
-    Setting,
     TradeoffPoint,
 )
 from roundoff.verbs.verify import Verification, verify
@@ -218,11 +217,11 @@ def diagnose_workload(
         formats=about.formats,
         probes=about.probes,
         samples=about.samples,
-        environment=tuple(Setting(**row) for row in about.environment),
+        environment=about.environment,
         target=AskedTarget(
             asked=_asked(goal),
             sqnr_db=proof.target_db,
-            note=proof.plan.about.get("note") or "",
+            note=proof.plan.figures.note,
         ),
         coverage=coverage(measured),
         ranking=ranked(measured, _formats(measured, proof.plan)),
@@ -264,8 +263,8 @@ def pareto(problem: Problem, plan: Plan) -> list[TradeoffPoint]:
     """
     lowest_formats, _ = problem.lowest()
     lowest_db = problem.budget.predict(lowest_formats).db
-    about = plan.about
-    asked = float(about["target_db"] or about["predicted_db"] or lowest_db)
+    figures = plan.figures
+    asked = float(figures.target_db or figures.predicted_db or lowest_db)
     low = max(lowest_db, 0.0) if math.isfinite(lowest_db) else 0.0
     high = max(asked + BEYOND_TARGET_DB, low + PARETO_RANGE_DB)
     full = problem.cost_of({})
@@ -340,32 +339,32 @@ def plan_summary(measured: Budget, plan: Plan) -> PlanSummary:
     """
     formats = _formats(measured, plan)
     counts = Counter(formats.get(site.site, "fp32") for site in measured.sites)
-    about = plan.about
+    figures = plan.figures
     cost = PlanCost(
-        model=about["cost_model"],
-        unit=about["unit"],
-        plan=about["cost"],
-        fp32=about["cost_fp32"],
-        lowest=about["cost_lowest"],
-        lowest_format=about["lowest_format"],
+        model=figures.cost_model,
+        unit=figures.unit,
+        plan=figures.cost,
+        fp32=figures.cost_fp32,
+        lowest=figures.cost_lowest,
+        lowest_format=figures.lowest_format,
     )
     return PlanSummary(
         sites=dict(counts.most_common()),
         rules=len(plan.rules),
-        target_db=about["target_db"],
-        predicted_db=about["predicted_db"],
-        outputs=_predicted(about),
-        note=about["note"],
+        target_db=figures.target_db,
+        predicted_db=figures.predicted_db,
+        outputs=_predicted(figures),
+        note=figures.note,
         cost=cost,
     )
 
 
-def _predicted(about: Mapping[str, Any]) -> tuple[OutputRow, ...]:
+def _predicted(figures: PlanFigures) -> tuple[OutputRow, ...]:
     """Return what a plan says of each of several outputs."""
-    target = SqnrTarget(about["target_db"], tuple(about.get("targets_db", {}).items()))
+    target = SqnrTarget.of_plan(figures)
     return tuple(
         OutputRow(output=name, predicted_db=db, target_db=target.of_output(name))
-        for name, db in about.get("outputs_db", {}).items()
+        for name, db in figures.outputs_db.items()
     )
 
 

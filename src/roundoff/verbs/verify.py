@@ -128,7 +128,7 @@ def verify(
     """
     wanted = _target_of(plan) if target is None else parse_target(target)
     if part is None:
-        part = plan.about.get("of") if budget is None else _part(budget)
+        part = (plan.figures.of or None) if budget is None else _part(budget)
     judged = workload.judging(apart=() if wanted is None else wanted.patterns)
     verifier = _Verifier(judged, budget, wanted, metric_drop, part, goal, progress)
     if target is not None and wanted is not None:
@@ -265,14 +265,14 @@ class _Verifier:
         formats = plan.formats(self.reference.handler.sites)
         if self.budget is not None:
             return _Candidate.of(plan, formats, self.budget.predict(formats), {})
-        about = plan.about
+        figures = plan.figures
         names = self.output_names
         additive: dict[str, float] = {}
-        predicted = dict(about.get("outputs_db", {}))
-        if len(names) == 1 and about.get("predicted_db") is not None:
-            predicted.setdefault(names[0], about["predicted_db"])
-        if len(names) == 1 and about.get("additive_db") is not None:
-            additive[names[0]] = about["additive_db"]
+        predicted = dict(figures.outputs_db)
+        if len(names) == 1 and figures.predicted_db is not None:
+            predicted.setdefault(names[0], figures.predicted_db)
+        if len(names) == 1 and figures.additive_db is not None:
+            additive[names[0]] = figures.additive_db
         return _Candidate(plan, formats, predicted, additive)
 
     def trial(self, number: int, candidate: _Candidate) -> _PlanTrial:
@@ -434,9 +434,8 @@ class _Verifier:
 
 def _target_of(plan: Plan) -> SqnrTarget | None:
     """Return the target that a plan was made for; None without one."""
-    whole = plan.about.get("target_db")
-    of = plan.about.get("targets_db", {})
-    return None if whole is None and not of else SqnrTarget(whole, tuple(of.items()))
+    target = SqnrTarget.of_plan(plan.figures)
+    return None if target.db is None and not target.of else target
 
 
 def _shift(refreshed: Prediction, rows: tuple[OutputRow, ...]) -> dict[str, float]:

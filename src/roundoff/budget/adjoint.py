@@ -398,9 +398,7 @@ def measure_batch(
     if learn_axes and probe.samples > 1:
         probe.kept_samples = torch.arange(probe.samples) % 2 == 0
         # only one output's rows of a target are not zero
-        masked = [
-            _masked(v.sum(0, keepdim=True), probe.kept_samples) for v in vectors
-        ]
+        masked = [_masked(v.sum(0, keepdim=True), probe.kept_samples) for v in vectors]
         if batched:
             chunks[0] = tuple(map(torch.cat, zip(chunks[0], masked, strict=True)))
         else:

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from roundoff.budget.facts import MeasuredOutput, MeasuredSite
 from roundoff.budget.goal import Goal
@@ -289,7 +290,7 @@ class Problem:
         """Return the plan of a choice, with what is predicted of it."""
         prediction = self.budget.predict(chosen)
         lowest, lowest_format = self.lowest()
-        about = {
+        about: dict[str, Any] = {
             "workload": self.budget.about.workload,
             "target_db": None if asked is None else asked.db,
             "note": note,
@@ -305,7 +306,9 @@ class Problem:
         if asked is not None and asked.of:
             about["targets_db"] = dict(asked.of)
         if len(prediction.outputs) > 1:
-            about["outputs_db"] = {o.output: _if_finite(o.db) for o in prediction.outputs}
+            about["outputs_db"] = {
+                o.output: _if_finite(o.db) for o in prediction.outputs
+            }
         if self.budget.about.target.name != "output":
             about["of"] = self.budget.about.target.name
         forwards = self.budget.about.forwards

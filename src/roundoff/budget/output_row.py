@@ -62,9 +62,7 @@ def output_rows(
         predicted: SQNR in dB by output.
     """
     predicted = predicted or {}
-    return tuple(
-        _row(noise, target, predicted.get(noise.output)) for noise in noises
-    )
+    return tuple(_row(noise, target, predicted.get(noise.output)) for noise in noises)
 
 
 def _row(
@@ -95,13 +93,19 @@ def deciding(rows: Iterable[OutputRow]) -> OutputRow:
     Outputs of which nothing is asked come last; without any target it is the one with
     most noise. Where nothing is measured it is an output that lost everything.
     """
-    measured = [row for row in rows if not row.note or row.sqnr_db is not None]
+    measured = [row for row in rows if row.sqnr_db is not None]
     lost = OutputRow(output="", sqnr_db=-math.inf, note=_ZERO)
     return min(
         measured,
         key=lambda row: (row.target_db is None, row.margin_db),
         default=lost,
     )
+
+
+def reached_db(rows: Iterable[OutputRow]) -> float:
+    """Return the SQNR of the deciding output in dB."""
+    reached = deciding(rows).sqnr_db
+    return -math.inf if reached is None else reached
 
 
 def all_met(rows: Iterable[OutputRow]) -> bool:

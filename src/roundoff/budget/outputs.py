@@ -140,9 +140,12 @@ class OutputRows:
         The rows of outputs that are not measured are left out.
         """
         if len(self.names) == 1:
-            return values / np.sqrt(self.total(0))
+            relative: np.ndarray = values / np.sqrt(self.total(0))
+            return relative
         blocks = values.reshape(len(self.names), probes, -1)
-        rows = [blocks[number] / np.sqrt(self.total(number)) for number in self.measured]
+        rows = [
+            blocks[number] / np.sqrt(self.total(number)) for number in self.measured
+        ]
         return np.concatenate(rows)
 
 
@@ -155,7 +158,9 @@ def each_output(terms: Sequence[Term], outputs: int) -> list[list[Term]]:
     """Return the terms as each output sees them: its rows of the projections."""
     if outputs == 1:
         return [list(terms)]
-    return [[_rows_of(term, number, outputs) for term in terms] for number in range(outputs)]
+    return [
+        [_rows_of(term, number, outputs) for term in terms] for number in range(outputs)
+    ]
 
 
 def _rows_of(term: Term, number: int, outputs: int) -> Term:

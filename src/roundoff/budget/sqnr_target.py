@@ -95,7 +95,9 @@ class SqnrTarget:
     def moved(self, db: float) -> SqnrTarget:
         """Return the target with so many dB more for each output."""
         whole = None if self.db is None else self.db + db
-        return replace(self, db=whole, of=tuple((p, value + db) for p, value in self.of))
+        return replace(
+            self, db=whole, of=tuple((p, value + db) for p, value in self.of)
+        )
 
     def __str__(self) -> str:
         """The target as it can be parsed: ``40dB``, ``cls=40dB,price=30dB``."""

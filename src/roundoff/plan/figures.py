@@ -60,16 +60,25 @@ class PlanFigures:
         values: dict[str, Any] = {}
         for name in (each.name for each in fields(cls)):
             value = about.get(name)
-            if name in _TABLES and isinstance(value, Mapping):
+            if value is None:
+                continue
+            if name in _TABLES:
                 values[name] = _numbers(name, value)
-            elif value is not None:
+            else:
                 _check(name, value)
                 values[name] = value
         return cls(**values)
 
 
-def _numbers(name: str, table: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(name: str, table: Any) -> dict[str, float]:
     """Return the numbers of a table by name, without those that are not said."""
+    if not isinstance(table, Mapping):
+        raise PlanError(
+            f"the plan's {name} is not a table",
+            where=f"plan, [about], {name}",
+            got=repr(table)[:60],
+            do="mend the line of the plan file, or leave it out",
+        )
     numbers = {key: value for key, value in table.items() if value is not None}
     for key, value in numbers.items():
         _check(f"{name}.{key}", value)

@@ -132,7 +132,7 @@ def _question(
     """Return what is made least, and what is bounded."""
     if max_noise is None:
         bound = math.inf if max_cost is None else max_cost
-        return _Question(table, sum(table.noises), (Limit(table.cost, bound),), False)
+        return _Question(table, _sum(table.noises), (Limit(table.cost, bound),), False)
     bounds = _bounds(max_noise)
     if len(bounds) == 1:
         bounds *= len(table.noises)
@@ -145,6 +145,12 @@ def _question(
         )
     limits = tuple(map(Limit, table.noises, bounds))
     return _Question(table, table.cost, limits, True)
+
+
+def _sum(rows: Sequence[Floats]) -> Floats:
+    """Return the sum of several quantities; of one the quantity itself."""
+    total_of: Floats = np.sum(rows, axis=0)
+    return rows[0] if len(rows) == 1 else total_of
 
 
 def _bounds(max_noise: float | Sequence[float]) -> tuple[float, ...]:
@@ -198,13 +204,15 @@ class _Question:
         if len(self.bounded) == 1:
             return self.bounded[0].coefficients
         # a bound of 0 or without end has no such unit
-        units = [limit.bound if 0 < limit.bound < math.inf else 1 for limit in self.bounded]
+        units = [
+            limit.bound if 0 < limit.bound < math.inf else 1 for limit in self.bounded
+        ]
         parts = [
             limit.coefficients / unit
             for limit, unit in zip(self.bounded, units, strict=True)
             if limit.bound < math.inf
         ]
-        return sum(parts) if parts else sum(limit.coefficients for limit in self.bounded)
+        return _sum(parts or [limit.coefficients for limit in self.bounded])
 
     def least_of_bounded(self, relative_gap: float, deadline: float) -> MilpResult:
         return minimise(
@@ -296,7 +304,7 @@ def _infeasible(
         unpin = "offer wider formats" if wider else "offer narrower formats"
         unpin += "" if complete else " (the time ran out before every pin was examined)"
     short_db = math.nan
-    if question.bounds_noise and 0.0 < limit.bound:
+    if question.bounds_noise and limit.bound > 0.0:
         short_db = -10.0 * math.log10(limit.bound) - best_db
     is_named = question.bounds_noise and len(outputs) > 1
     return InfeasibleError(

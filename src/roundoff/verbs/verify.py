@@ -20,6 +20,7 @@ from roundoff.budget import (
     metric_at,
     output_rows,
     parse_target,
+    reached_db,
 )
 from roundoff.budget import budget as measure
 from roundoff.errors import InfeasibleError
@@ -192,8 +193,7 @@ class _PlanTrial:
     @property
     def measured_db(self) -> float:
         """SQNR of the output closest to its target, or furthest below it."""
-        reached = deciding(self.outputs).sqnr_db
-        return -math.inf if reached is None else reached
+        return reached_db(self.outputs)
 
     @property
     def round(self) -> VerifiedRound:

@@ -46,7 +46,9 @@ def output_names(tensors: Iterable[str], apart: Iterable[str] = ()) -> dict[str,
 def _few(names: Sequence[str]) -> dict[str, str]:
     """Return the label of each name; as many labels as may be, ``MOST_OUTPUTS`` at most."""
     choices = (_labels(names, label) for label in (str, _numbered, _first_key, _all))
-    return next(labels for labels in choices if len(set(labels.values())) <= MOST_OUTPUTS)
+    return next(
+        labels for labels in choices if len(set(labels.values())) <= MOST_OUTPUTS
+    )
 
 
 def _labels(names: Sequence[str], label: Callable[[str], str]) -> dict[str, str]:
@@ -74,7 +76,7 @@ def _first_key(name: str) -> str:
     return f"{key}.*" if dot else name
 
 
-def _all(name: str) -> str:
+def _all(_: str) -> str:
     return "*"
 
 

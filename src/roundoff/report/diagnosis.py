@@ -17,6 +17,9 @@ from roundoff.report.strict import from_plain
 if TYPE_CHECKING:
     from roundoff.compare import ComparisonSummary
 
+#: Of a field that the JSON has only where there is something in it.
+_IF_ANY = {"omit": "empty"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTarget:
@@ -89,7 +92,7 @@ class RankingRow:
     output_db: float | None = None
     chosen: str = "fp32"
     note: str = ""
-    output: str = ""
+    output: str = field(default="", metadata=_IF_ANY)
 
     @property
     def is_lost(self) -> bool:
@@ -139,7 +142,7 @@ class PlanSummary:
     rules: int
     target_db: float | None = None
     predicted_db: float | None = None
-    outputs: tuple[OutputRow, ...] = ()
+    outputs: tuple[OutputRow, ...] = field(default=(), metadata=_IF_ANY)
     note: str = ""
     cost: PlanCost
 
@@ -160,7 +163,7 @@ class VerifiedRound:
     metric_predicted: float | None
     metric_measured: float | None
     action: str
-    output: str = ""
+    output: str = field(default="", metadata=_IF_ANY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +185,7 @@ class VerifiedResult:
     metric_predicted_std: float | None
     metric_measured: float | None
     met: bool
-    outputs: tuple[OutputRow, ...] = ()
+    outputs: tuple[OutputRow, ...] = field(default=(), metadata=_IF_ANY)
 
 
 @dataclass(frozen=True, slots=True)

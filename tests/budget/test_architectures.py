@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundoff import Workload, budget
-from roundoff.plan.rounded_model import noise, run_batches
+from roundoff.plan.output_noise import worst_noise
+from roundoff.plan.rounded_model import run_batches
 
 
 def check(model, batches, *, formats=("bf16", "int8"), within=2.0, **kwargs):
@@ -31,7 +32,7 @@ def check(model, batches, *, formats=("bf16", "int8"), within=2.0, **kwargs):
         }
         predicted = measured.predict(chosen).db
         actual = -10 * math.log10(
-            noise(run_batches(workload, chosen).targets, reference)
+            worst_noise(run_batches(workload, chosen).targets, reference)
         )
         assert abs(predicted - actual) <= within, (fmt, predicted, actual)
     return measured
@@ -177,9 +178,7 @@ def test_outputs_of_many_tensors(kind):
         len(measured.about.target.tensors)
         == {"tuple": 3, "dict": 2, "dataclass": 2}[kind]
     )
-    part = budget(
-        Workload(Many("dict"), [torch.randn(32, 6)]), ["bf16"], target="hidden"
-    )
+    part = budget(Workload(Many("dict"), [torch.randn(32, 6)]), ["bf16"], of="hidden")
     assert {s.site: s.no_path is None for s in part.sites} == {
         "a/linear": True,
         "/tanh": True,

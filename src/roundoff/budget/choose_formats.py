@@ -215,25 +215,12 @@ class Problem:
         reasons = self.budget.about.not_measured
         for pattern in target.patterns:
             if pattern in reasons and pattern not in names:
-                raise PlanError(
-                    f"the budget did not measure {pattern}",
-                    where="target",
-                    expected="one of " + ", ".join(names),
-                    got=reasons[pattern],
-                )
+                raise _not_measured(pattern, reasons[pattern], names)
         tensors = [tensor for output in outputs for tensor in output.tensors]
         target.check(list(dict.fromkeys([*names, *tensors])))
         for pattern in target.patterns:
-            if not any(is_output(pattern, output.name) for output in outputs):
-                together = [o.name for o in outputs if _holds(o, pattern)]
-                raise PlanError(
-                    f"the budget measured {pattern} with others",
-                    where="target",
-                    expected="one of " + ", ".join(output.name for output in outputs),
-                    got=f"a part of {', '.join(together)}",
-                    do=f"measure it by itself: roundoff budget --of {pattern}; or give the target to "
-                    "roundoff diagnose or quantize, which measure what it names",
-                )
+            if not any(is_output(pattern, name) for name in names):
+                raise _measured_together(pattern, outputs)
 
     def cheapest(self, target: SqnrTarget | float) -> dict[str, str]:
         """Return the cheapest choice whose correlated prediction meets the target.
@@ -247,12 +234,8 @@ class Problem:
         limits = list(bounds)
         best: tuple[float, dict[str, str]] | None = None
         for _ in range(ROUNDS):
-            try:
-                solution = self._solve(limits)
-            except InfeasibleError:
-                is_loose = all(map(operator.ge, limits, bounds))
-                if best is None and is_loose:
-                    raise
+            solution = self._solution(limits, bounds, is_first=best is None)
+            if solution is None:
                 break
             chosen = self.sites(solution)
             noises = [output.noise for output in self.budget.predict(chosen).outputs]
@@ -265,6 +248,20 @@ class Problem:
         if best is not None:
             return best[1]
         return self.sites(self._solve([max(limit, 1e-300) for limit in limits]))
+
+    def _solution(
+        self, limits: Sequence[float], bounds: Sequence[float], *, is_first: bool
+    ) -> Solution | None:
+        """Return the cheapest plan within additive limits; None where there is none.
+
+        Raises ``InfeasibleError`` where even the bounds themselves are out of reach.
+        """
+        try:
+            return self._solve(limits)
+        except InfeasibleError:
+            if is_first and all(map(operator.ge, limits, bounds)):
+                raise
+            return None
 
     def _solve(self, limits: Sequence[float]) -> Solution:
         names = [output.name for output in self.budget.outputs]
@@ -351,6 +348,27 @@ def _rules(
         (pattern, [parse_format(fmt).name for fmt in formats])
         for pattern, formats in [*pins, *goal.allow.items()]
     ]
+
+
+def _not_measured(pattern: str, reason: str, names: Sequence[str]) -> PlanError:
+    return PlanError(
+        f"the budget did not measure {pattern}",
+        where="target",
+        expected="one of " + ", ".join(names),
+        got=reason,
+    )
+
+
+def _measured_together(pattern: str, outputs: Sequence[MeasuredOutput]) -> PlanError:
+    together = [output.name for output in outputs if _holds(output, pattern)]
+    return PlanError(
+        f"the budget measured {pattern} with others",
+        where="target",
+        expected="one of " + ", ".join(output.name for output in outputs),
+        got=f"a part of {', '.join(together)}",
+        do=f"measure it by itself: roundoff budget --of {pattern}; or give the target to "
+        "roundoff diagnose or quantize, which measure what it names",
+    )
 
 
 def _holds(output: MeasuredOutput, pattern: str) -> bool:

@@ -212,7 +212,7 @@ def command(
             output=output,
             formats=chosen_formats,
             target=target,
-            part=of,
+            of=of,
             skip=skip or (),
             pin=o.pairs(pin, "pin"),
             cost=cost,

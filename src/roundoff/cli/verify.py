@@ -53,7 +53,7 @@ def command(
             budget=measured,
             target=target,
             metric_drop=None if metric_drop is None else parse_drop(metric_drop),
-            part=of,
+            of=of,
             native=native,
             progress=progress,
         )

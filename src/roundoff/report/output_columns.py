@@ -25,21 +25,30 @@ def output_columns(
     {'output': ['cls'], 'measured': ['20.1'], 'target': ['40.0'], 'verdict': ['missed']}
     """
     in_file = {row.output: row for row in file}
+    files = [in_file.get(row.output) for row in rows]
     columns = {"output": [row.output for row in rows]}
-    numbers: Mapping[str, list[float | None]] = {
-        "predicted": [row.predicted_db for row in rows],
-        "measured": [row.sqnr_db for row in rows],
-        "in the file": [_sqnr_db(in_file.get(row.output)) for row in rows],
-        "target": [row.target_db for row in rows],
-    }
-    for name, values in numbers.items():
-        if any(value is not None for value in values):
-            columns[name] = [db(value) for value in values]
+    columns |= _numbers(rows, files)
     if any(row.met is not None for row in rows):
-        columns["verdict"] = [_verdict(row, in_file.get(row.output)) for row in rows]
+        columns["verdict"] = list(map(_verdict, rows, files))
     if any(row.note for row in rows):
         columns["note"] = [row.note for row in rows]
     return columns
+
+
+def _numbers(
+    rows: Sequence[OutputRow], files: Sequence[OutputRow | None]
+) -> dict[str, list[str]]:
+    numbers: Mapping[str, list[float | None]] = {
+        "predicted": [row.predicted_db for row in rows],
+        "measured": [row.sqnr_db for row in rows],
+        "in the file": list(map(_sqnr_db, files)),
+        "target": [row.target_db for row in rows],
+    }
+    return {
+        name: list(map(db, values))
+        for name, values in numbers.items()
+        if any(value is not None for value in values)
+    }
 
 
 def _sqnr_db(row: OutputRow | None) -> float | None:

@@ -112,7 +112,7 @@ def quantize(
     output: str | Path,
     formats: Sequence[str] = ("int8",),
     target: str | Mapping[str, float | str] | None = None,
-    part: str | None = None,
+    of: str | None = None,
     skip: Iterable[str] = (),
     pin: Mapping[str, str] | None = None,
     cost: str = "bitops",
@@ -157,7 +157,7 @@ def quantize(
         batches: calibration data; by default the workload's.
         output: folder for all files; new or empty.
         **arguments: without ``output`` those of ``roundoff.quantize.quantize``. With it:
-            ``formats``, ``target``, ``part``, ``skip``, ``pin``, ``cost``, ``options``,
+            ``formats``, ``target``, ``of``, ``skip``, ``pin``, ``cost``, ``options``,
             ``rounding``, ``samples``, ``prune``, ``qat``, ``epochs``, ``lr``,
             ``distill`` and ``tradeoff``, the fields of ``roundoff.export.Ask``;
             ``config``, an AMCT file (``.cfg``, ``.json``) in the place of a plan;
@@ -266,7 +266,7 @@ def make(
     """
     check_workload(workload, ask)
     sqnr = None if ask.goal is None else ask.goal.sqnr
-    workload = workload.judging(ask.part, () if sqnr is None else sqnr.patterns)
+    workload = workload.judging(ask.of, () if sqnr is None else sqnr.patterns)
     log = _Log(notes=list(ask.notes))
     with log.timed("judge"):
         judge = Judge(workload, sqnr)

@@ -95,7 +95,7 @@ def verify(
     budget: Budget | None = None,
     target: TargetText | None = None,
     metric_drop: float | None = None,
-    part: str | None = None,
+    of: str | None = None,
     goal: Goal | None = None,
     native: bool = True,
     rounds: int = ROUNDS,
@@ -116,7 +116,7 @@ def verify(
         target: least SQNR in dB, of every output or of each by name (see ``Goal``); the
             plan's own by default.
         metric_drop: most that the measured metric may lose.
-        part: of the output, by name, a site or ``"loss"``; what the budget or else the
+        of: a part of the output by name, a site or ``"loss"``; what the budget or else the
             plan was made for by default.
         goal: costs, pins and formats of a plan that is solved again.
         native: also run with real casts where this device has the format.
@@ -128,12 +128,11 @@ def verify(
         WorkloadError: there is no such part.
     """
     wanted = _target_of(plan) if target is None else parse_target(target)
-    if part is None:
-        part = (plan.figures.of or None) if budget is None else _part(budget)
     judged = workload.judging(apart=() if wanted is None else wanted.patterns)
+    part = _part(plan, budget) if of is None else of
     verifier = _Verifier(judged, budget, wanted, metric_drop, part, goal, progress)
-    if target is not None and wanted is not None:
-        wanted.check(verifier.output_names)
+    if target is not None:
+        parse_target(target).check(verifier.output_names)
     candidate: _Candidate | None = verifier.first(plan)
     for number in range(1, rounds + 1):
         if candidate is None:
@@ -343,7 +342,7 @@ class _Verifier:
             self.workload,
             self.budget.about.formats,
             probes=self.budget.about.probes,
-            target=self.part,
+            of=self.part,
             around=candidate.formats,
             seed=trial.number,
             progress=self.progress,
@@ -468,9 +467,10 @@ def _action(good: bool, agrees: bool) -> str:
     return "accepted" if agrees else "prediction off by more than 1 dB"
 
 
-def _part(budget: Budget) -> str | None:
-    name = budget.about.target.name
-    return None if name == "output" else name
+def _part(plan: Plan, budget: Budget | None) -> str | None:
+    """Return what a budget measured, or else a plan was made for; None for the output."""
+    name = plan.figures.of if budget is None else budget.about.target.name
+    return None if name in ("", "output") else name
 
 
 def _named(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

@@ -178,7 +178,7 @@ class Asked:
     Attributes:
         target: as written; None without one.
         kind, value: ``drop`` or ``db``, and the number; None where each output has one.
-        part: of the output that the model is judged by; None for all of it.
+        of: a part of the output that the model is judged by; None for all of it.
         formats: empty where a plan was given.
         plan: a plan was given.
         cost: unit of what a target's plan saves.
@@ -188,7 +188,7 @@ class Asked:
     target: str | None
     kind: str | None
     value: float | None
-    part: str | None
+    of: str | None
     formats: tuple[str, ...]
     plan: bool
     prune: str

@@ -67,7 +67,7 @@ class Ask:
             several need a target.
         target: ``0.5%`` of the metric less at most, or ``38dB`` of every output at least,
             or of each by name: ``cls=40dB,price=30dB``, or a mapping.
-        part: of the output, by name, that the model is judged by; None for all of it but
+        of: a part of the output, by name, that the model is judged by; None for all of it but
             numbers beside larger tensors.
         plan: instead of both, which site runs in which format.
         skip: patterns of sites that stay in fp32.
@@ -93,7 +93,7 @@ class Ask:
 
     formats: tuple[str, ...] = ("int8",)
     target: str | Mapping[str, float | str] | None = None
-    part: str | None = None
+    of: str | None = None
     plan: Plan | None = None
     skip: tuple[str, ...] = ()
     pin: Mapping[str, str] = field(default_factory=dict)

@@ -92,7 +92,7 @@ def summarize(
         tradeoff=tuple(tradeoff),
         proof=None if proof is None else _proof_summary(proof),
         files=tuple(files),
-        notes=outcome.notes,
+        notes=(*outcome.notes, *(() if proof is None else proof.remarks)),
         lost=tuple(lost),
         seconds=outcome.seconds if seconds is None else seconds,
     )
@@ -104,7 +104,7 @@ def _asked(ask: Ask) -> Asked:
         target=goal.text if goal else None,
         kind=goal.kind if goal else None,
         value=goal.value if goal else None,
-        part=ask.part,
+        of=ask.of,
         formats=ask.formats if ask.plan is None else (),
         plan=ask.plan is not None,
         prune=ask.prune,

@@ -32,7 +32,8 @@ def named_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
 
 def _is_empty(tensor: Tensor) -> bool:
     """Return True for a tensor without elements; sizes that are traced count as some."""
-    return any(isinstance(size, int) and size == 0 for size in tensor.shape)
+    sizes: tuple[Any, ...] = tuple(tensor.shape)
+    return any(isinstance(size, int) and size == 0 for size in sizes)
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:

@@ -190,7 +190,8 @@ class KeepRecurrent(TorchFunctionMode):
         """Return the number of packed sequences for a tensor that holds it."""
         if not isinstance(value, Tensor):
             return value
-        return self._samples.get(value, value)
+        samples: Any = self._samples
+        return samples.get(value, value)
 
     def _pack(
         self, x: Tensor, lengths: Tensor, batch_first: bool
@@ -209,8 +210,9 @@ class KeepRecurrent(TorchFunctionMode):
         lengths, steps, samples = self._packed[sizes]
         padded = data.reshape(steps, samples, *data.shape[1:])
         longest = lengths.max().item()
-        torch._check(longest >= 0)
-        torch._check(longest <= steps)
+        check: Callable[[bool], None] = torch._check
+        check(longest >= 0)
+        check(longest <= steps)
         padded = padded[:longest]
         if padding != 0:
             reached = torch.arange(longest)[:, None] < lengths[None, :]

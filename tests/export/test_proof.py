@@ -14,11 +14,12 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from roundoff.errors import QuantizationError
+from roundoff.export.delivery.files import Folder
 from roundoff.export.onnx.deployed import Deployed
 from roundoff.export.onnx.export import export_fake_quant, export_onnx
 from roundoff.export.onnx.kernels import became
 from roundoff.export.onnx.proof import Proof, prove
-from roundoff.export.onnx.runtime import Kernels, kernels
+from roundoff.export.onnx.runtime import Kernels, kernels, session
 from roundoff.formats import choose_qparams, parse_format
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.pipeline import quantize
@@ -379,3 +380,30 @@ def test_a_recurrent_layer_whose_gates_are_read_one_by_one_runs(kind, tmp_path):
     proof = prove(workload, model, *files, seconds=0)
     assert proof.simulation_db > proof.sqnr_db + 6
     assert proof.bytes < proof.bytes_fp32
+
+
+def test_a_file_that_is_no_model_is_an_error_and_nothing_is_logged(tmp_path, capfd):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"no protocol buffer")
+    with pytest.raises(QuantizationError, match="cannot load this file") as caught:
+        session(path)
+    assert "model.onnx" in str(caught.value)
+    assert caught.value.got
+    assert capfd.readouterr().err == ""
+
+
+def test_the_row_of_a_file_says_why_it_could_not_be_written(tmp_path):
+    folder = Folder(tmp_path)
+
+    def write(path):
+        path.write_bytes(b"no protocol buffer")
+        session(path)
+
+    assert folder.write("model.onnx", write) is None
+    folder.withdraw("model.onnx", "")
+    (row,) = [row for row in folder.rows() if row.name == "model.onnx"]
+    assert row.bytes is None
+    reason = "ONNX Runtime cannot load this file: "
+    assert row.reason.startswith(reason)
+    assert len(row.reason) > len(reason)
+    assert str(tmp_path) not in row.reason  # the folder that is written into is moved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -112,12 +112,11 @@ class _Lowering:
 
     def _stacked(self, values: Sequence[Any]) -> Any:
         """Return the weights of all directions, [directions, gates * size, features]."""
-        stored = [_Stored.of(value) for value in values]
-        complete = [codes for codes in stored if codes is not None]
-        if len(complete) == len(stored) and len({c.layout for c in complete}) == 1:
-            return self._dequantized([codes.reordered(self.rows) for codes in complete])
-        arrays = [_constant_of(value) for value in values]
-        if not any(array is None for array in arrays):
+        stored = _all(_Stored.of(value) for value in values)
+        if stored and len({codes.layout for codes in stored}) == 1:
+            return self._dequantized([codes.reordered(self.rows) for codes in stored])
+        arrays = _all(_array(value) for value in values)
+        if arrays:
             return self._constant(np.stack([a[self.rows] for a in arrays]), "weight")
         return self._joined(values)
 
@@ -154,10 +153,10 @@ class _Lowering:
         """Return [directions, 2 * gates * size], or None without biases."""
         if not self.biases:
             return None
-        arrays = [_constant_of(value) for value in self.biases]
-        pairs = range(0, len(self.biases), 2)
-        if not any(array is None for array in arrays):
+        arrays = _all(_constant_of(value) for value in self.biases)
+        if arrays:
             ordered = [array[self.rows] for array in arrays]
+            pairs = range(0, len(ordered), 2)
             rows = [np.concatenate(ordered[i : i + 2]) for i in pairs]
             return self._constant(np.stack(rows), "bias")
         halves = [self._joined(self.biases[0::2]), self._joined(self.biases[1::2])]
@@ -204,19 +203,28 @@ class _Stored:
         node = value.producer()
         if node is None or node.op_type != "DequantizeLinear":
             return None
-        codes = _array(node.inputs[0])
-        scale = _array(node.inputs[1])
-        if codes is None or scale is None or codes.dtype.kind not in "iu":
+        operands = [_array(value) for value in node.inputs]
+        if (
+            any(array is None for array in operands)
+            or operands[0].dtype.kind not in "iu"
+        ):
             return None
-        zero = _array(node.inputs[2]) if len(node.inputs) > 2 else None
-        if zero is None:
-            zero = np.zeros_like(scale, dtype=codes.dtype)
-        axis = node.attributes["axis"].as_int() % 2 if "axis" in node.attributes else 0
-        block = node.attributes.get("block_size")
-        size = 0 if block is None else int(block.as_int())
-        if not size:
-            shape = [-1 if i == axis else 1 for i in range(2)] if scale.ndim else [1, 1]
-            return cls(codes, scale.reshape(shape), zero.reshape(shape))
+        codes, scale = operands[:2]
+        zero = operands[2] if len(operands) > 2 else np.zeros_like(scale, codes.dtype)
+        axis = _number_of(node, "axis") % 2
+        size = _number_of(node, "block_size")
+        if size:
+            return cls._in_blocks(codes, scale, zero, axis, size)
+        shape = [1, 1]
+        if scale.ndim:
+            shape[axis] = -1
+        return cls(codes, scale.reshape(shape), zero.reshape(shape))
+
+    @classmethod
+    def _in_blocks(
+        cls, codes: Any, scale: Any, zero: Any, axis: int, size: int
+    ) -> _Stored | None:
+        """Return codes as [rows, blocks, size]; None where blocks lie otherwise."""
         if axis != 1 or codes.shape[1] % size:
             return None
         blocks = codes.reshape(len(codes), -1, size)
@@ -230,6 +238,18 @@ class _Stored:
 
     def _rows(self, array: Any, rows: Any) -> Any:
         return array[rows] if len(array) == len(self.codes) else array
+
+
+def _all(items: Iterable[Any]) -> list[Any]:
+    """Return the items, or nothing where one is None."""
+    collected = list(items)
+    return [] if any(item is None for item in collected) else collected
+
+
+def _number_of(node: Any, name: str) -> int:
+    """Return an integer attribute; 0 where there is none."""
+    attribute = node.attributes.get(name)
+    return 0 if attribute is None else int(attribute.as_int())
 
 
 def _array(value: Any) -> Any:

@@ -26,7 +26,8 @@ def projected_layer(
     for direction in range(hidden.shape[0]):
         w_input, w_hidden, projection = weights[direction * 3 : direction * 3 + 3]
         pair = biases[direction * 2 : direction * 2 + 2]
-        h, c = hidden[direction], cell[direction]
+        h = hidden[direction]
+        c = cell[direction]
         products = F.linear(x, w_input, pair[0] if pair else None)
         steps: list[Tensor] = []
         order = range(x.shape[0])

@@ -48,12 +48,12 @@ class RecurrentKind:
     activation: str = ""
 
 
-#: By the name of torch's operator.
+#: By name; an RNN comes with two activations.
 KINDS = {
-    "lstm": RecurrentKind("LSTM", (0, 3, 1, 2), has_cell=True),
-    "gru": RecurrentKind("GRU", (1, 0, 2), attributes=(("linear_before_reset", 1),)),
-    "rnn_tanh": RecurrentKind("RNN", (0,)),
-    "rnn_relu": RecurrentKind("RNN", (0,), activation="Relu"),
+    "LSTM": RecurrentKind("LSTM", (0, 3, 1, 2), has_cell=True),
+    "GRU": RecurrentKind("GRU", (1, 0, 2), attributes=(("linear_before_reset", 1),)),
+    "RNN": RecurrentKind("RNN", (0,)),
+    "RNN of Relu": RecurrentKind("RNN", (0,), activation="Relu"),
 }
 
 
@@ -106,10 +106,10 @@ def _(
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "lstm": torch.lstm,
-    "gru": torch.gru,
-    "rnn_tanh": torch.rnn_tanh,
-    "rnn_relu": torch.rnn_relu,
+    "LSTM": torch.lstm,
+    "GRU": torch.gru,
+    "RNN": torch.rnn_tanh,
+    "RNN of Relu": torch.rnn_relu,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from roundoff.export.onnx.operators import DOMAIN
+from roundoff.export.onnx.outer_scales import move_scales
 
 #: Bounds of a Clip that has none.
 _FREE = (-np.inf, np.inf)
@@ -33,6 +34,7 @@ def tidy(model: Any, pack: bool = True) -> None:
     _cast_fp8(graph)
     _turn_blocks(graph)
     _look_up(graph)
+    move_scales(graph)
     _drop_zero_points(graph)
     _store_unsigned(graph)
     if pack:

@@ -23,12 +23,18 @@ def named_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
     ['logits', 'hidden.0']
     """
     if isinstance(value, Tensor):
-        is_named = value.is_floating_point() and value.numel()
+        is_named = value.is_floating_point() and not _is_empty(value)
         return {prefix or "output": value} if is_named else {}
     tensors: dict[str, Tensor] = {}
     for key, item in _items(value):
         tensors |= named_tensors(item, f"{prefix}.{key}" if prefix else key)
     return tensors
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Return True for a tensor without elements; sizes that are traced count as some."""
+    sizes: tuple[Any, ...] = tuple(tensor.shape)
+    return any(isinstance(size, int) and size == 0 for size in sizes)
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:

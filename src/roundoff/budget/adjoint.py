@@ -506,6 +506,7 @@ def measure_batch(
     check: Callable[[], None],
     divided: Callable[[Sequence[Tensor]], Iterable[Division]],
     probes: Callable[[int, float, int], int],
+    spread: Callable[[int, Tensor], Tensor] = lambda _, vectors: vectors,
     generator: torch.Generator,
     way: Way,
     parameters: int,
@@ -523,6 +524,8 @@ def measure_batch(
         probes: says how many probes to draw for a number of samples, a share of the
             sites that mix them, and how many fit in memory one by one. A target of one
             element needs one: its gradient is exact.
+        spread: puts the sign vectors of a target, by its number, in the rows of its
+            output (see ``OutputRows``).
         generator: draws the sign vectors.
         way: how to send the probes back.
         parameters: size of the model's parameters, in bytes.
@@ -546,8 +549,12 @@ def measure_batch(
     room = _room(probe, parameters) if memory is None else memory
     fitting = 1 + room // max(1, probe.stored_bytes)
     count = 1 if is_number else probes(probe.samples, probe.mixed_share, fitting)
-    targets = [target for target in targets if target.requires_grad]
-    vectors = [draw_signs((count, *t.shape), generator, t) for t in targets]
+    numbered = [(n, t) for n, t in enumerate(targets) if t.requires_grad]
+    targets = [target for _, target in numbered]
+    vectors = [
+        spread(n, draw_signs((count, *t.shape), generator, t)) for n, t in numbered
+    ]
+    count = len(vectors[0])
     if way is Way.TOGETHER and _fits(probe, count, room):
         way = Way.STORED
     if way is Way.STORED:

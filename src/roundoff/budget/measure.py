@@ -25,6 +25,7 @@ from roundoff.budget.adjoint import (
 )
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
 from roundoff.budget.noise_power import Term
+from roundoff.budget.outputs import MOST_ROWS, OutputRows
 from roundoff.budget.precision import Sampled, mean_error_db
 from roundoff.budget.samples import Division, divide, divisions
 from roundoff.budget.scan import Scan, range_limit
@@ -73,14 +74,16 @@ def budget(
     Args:
         workload: model, batches and metric.
         formats: names of the number formats.
-        probes: sign vectors a sample (K), drawn for every batch; by default as many as
-            the precision needs, from 2 to 96.
+        probes: sign vectors a sample (K) for each output, drawn for every batch; by
+            default as many as the precision needs, from 2 to 96, and from two outputs
+            on at most 32 together.
         precision: standard error of a site's SQNR in dB (root mean square over sites)
             at which measuring may end: ``0.6``, ``"0.6dB"``, the default.
         memory: bytes that probe gradients may take; by default 128 MiB, or as much as
             a training step takes for the gradients of parameters.
-        of: a part of the output by name (all of it when None), the name of a site,
-            or ``"loss"``.
+        of: a part of the output by name, the name of a site, or ``"loss"``; when
+            None what the workload is judged by, which is the whole output but for
+            numbers beside larger tensors. Each named output has probes of its own.
         around: site to format; linearise around that rounded model instead of the
             unrounded one.
         seed: of the sign vectors.
@@ -131,10 +134,9 @@ def parse_formats(names: Iterable[str]) -> list[Format]:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one batch gave: the signal of each sample, and the terms."""
+    """What one batch gave."""
 
     samples: int
-    signal: list[float]
     terms: Terms
     projections: Mapping[TermKey, np.ndarray]
 
@@ -174,6 +176,7 @@ class _BudgetRun:
         self.outputs: list[Any] = []
         self.shapes: dict[str, list[int]] = {}
         self.targets: dict[str, Tensor] = {}
+        self.rows = OutputRows([], {}, {})
         self.output: Any = None
 
     def batch(self, mode: CallMode, index: int) -> None:
@@ -193,15 +196,18 @@ class _BudgetRun:
                 self.way, self.mutation = self.other_ways.pop(0)
                 forget()
         _forget_graph(self.workload.model)
-        signal = torch.zeros(probe.samples, dtype=torch.float64)
-        for number, value in enumerate(values):
-            signal += division.power(value, number)
+        powers = {
+            name: division.power(value, number)
+            for number, (name, value) in enumerate(
+                zip(self.targets, values, strict=True)
+            )
+        }
+        self.rows.add_signal(powers)
+        self.targets = {}
         if division.samples > 1 and self.division is None:
             self.division = division
         projections = probe.terms.projections()
-        self.batches.append(
-            _Batch(probe.samples, signal.tolist(), probe.terms, projections)
-        )
+        self.batches.append(_Batch(probe.samples, probe.terms, projections))
         for name in probe.reached:
             self.sites[name].no_path = None
         self._judge()
@@ -232,7 +238,9 @@ class _BudgetRun:
         if self.sampling.may_stop and len(self.batches) >= self.fewest_batches:
             unmeasured = 1 - len(self.batches) / len(self.workload.batches)
             error = mean_error_db(
-                [batch.projections for batch in self.batches], unmeasured
+                [batch.projections for batch in self.batches],
+                unmeasured,
+                len(self.rows.names),
             )
             self.is_precise = error <= self.sampling.precision
 
@@ -279,6 +287,7 @@ class _BudgetRun:
                 check=functools.partial(self._check, index),
                 divided=functools.partial(self._divisions, index),
                 probes=self._count,
+                spread=self._spread,
                 generator=self.generator,
                 way=self.way,
                 memory=self.sampling.memory,
@@ -304,21 +313,28 @@ class _BudgetRun:
         """
         self.mixed_share = mixed_share
         if self.probes is None:
-            most = math.inf
+            outputs = len(self.rows.names)
+            most = MOST_ROWS // outputs if outputs > 1 else math.inf
             batches = self.fewest_batches
             if batches < len(self.workload.batches) and mixed_share <= FEW_MIXED:
-                most = fitting
+                most = min(most, fitting // outputs)
             self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)
         return self.probes
+
+    def _spread(self, number: int, vectors: Tensor) -> Tensor:
+        return self.rows.spread(list(self.targets)[number], vectors)
 
     def _forward(self, probe: Probe | None, index: int) -> list[Tensor]:
         """Run the model on a batch, and return the target tensors."""
         batch = self.workload.batches[index]
         self.output = self.workload.run(batch)
         wanted = None if probe is None else probe.wanted_output
-        self.targets = named_targets(
-            self.workload, batch, self.output, self.target, wanted
-        )
+        targets = named_targets(self.workload, batch, self.output, self.target, wanted)
+        if not self.rows.names:
+            self.rows = OutputRows.of(targets, self.workload.judged.apart)
+        if self.target is None:
+            self.rows.not_measured |= self.workload.judged.left_out(self.output)
+        self.targets = self.rows.chosen(targets)
         self.shapes = {name: list(t.shape) for name, t in self.targets.items()}
         return list(self.targets.values())
 
@@ -345,9 +361,8 @@ class _BudgetRun:
         )
 
     def budget(self, mode: CallMode) -> Budget:
-        """Return everything measured, relative to the power of the target."""
-        signal = sum(sum(batch.signal) for batch in self.batches)
-        if signal <= 0:
+        """Return everything measured, relative to the power of each output."""
+        if not self.rows.measured:
             raise WorkloadError(
                 "the target tensor is zero everywhere, so no ratio to it exists",
                 where=self.workload.name,
@@ -356,20 +371,21 @@ class _BudgetRun:
         projections = [batch.projections for batch in self.batches]
         probes = max(
             (values.shape[0] for terms in projections for values in terms.values()),
-            default=1,
+            default=len(self.rows.names),
         )
-        rows = self._rows(projections, probes, math.sqrt(signal))
+        rows = self._term_rows(projections, probes)
         batches = len(self.batches)
         sites = tuple(info.measured(batches) for info in self.sites.values())
-        return Budget(term_frame(rows), sites, self._facts(mode, probes, signal))
+        facts = self._facts(mode, probes // len(self.rows.names))
+        return Budget(term_frame(rows, len(self.rows.measured)), sites, facts)
 
-    def _rows(
-        self,
-        projections: Sequence[Mapping[TermKey, np.ndarray]],
-        probes: int,
-        scale: float,
+    def _term_rows(
+        self, projections: Sequence[Mapping[TermKey, np.ndarray]], probes: int
     ) -> Iterator[MeasuredTerm]:
-        """Yield the row of each term: the columns of all batches, over ``scale``."""
+        """Yield the row of each term: the columns of all batches.
+
+        ``probes`` are those of all outputs together.
+        """
         # a target of one element is exact with one probe; beside batches that have K it
         # takes the signs of K
         signs = [draw_signs((probes, 1), self.generator).numpy() for _ in self.batches]
@@ -383,7 +399,8 @@ class _BudgetRun:
                 )
             ]
             overflow = sum(batch.terms.overflow(key) for batch in self.batches)
-            values = np.concatenate(columns, axis=1) / scale
+            values = np.concatenate(columns, axis=1)
+            values = self.rows.relative(values, probes // len(self.rows.names))
             sources = tuple(key.sources)
             term = Term(key.part, key.operand, sources, is_pooled, overflow, values)
             yield MeasuredTerm(key.site, key.format, term)
@@ -399,9 +416,15 @@ class _BudgetRun:
             if values.shape[1] != batch.samples
         }
 
-    def _facts(self, mode: CallMode, probes: int, signal: float) -> Measurement:
+    @property
+    def _target_name(self) -> str:
+        return self.target or self.workload.judged.part or "output"
+
+    def _facts(self, mode: CallMode, probes: int) -> Measurement:
         batches = len(self.batches)
-        sample_signal = [s / signal for batch in self.batches for s in batch.signal]
+        sample_signal = self.rows.sample_signal()
+        outputs = self.rows.facts()
+        batch_signal = np.mean([output.batch_signal for output in outputs], axis=0)
         excluded = sum(row.count for row in mode.excluded.values())
         model = self.workload.model
         return Measurement(
@@ -411,13 +434,15 @@ class _BudgetRun:
             probes=probes,
             seed=self.seed,
             samples=len(sample_signal),
-            signal=signal,
+            signal=sum(output.signal for output in outputs),
             workload_batches=len(self.workload.batches),
             batch_samples=tuple(batch.samples for batch in self.batches),
-            batch_signal=tuple(sum(b.signal) / signal for b in self.batches),
+            batch_signal=tuple(batch_signal.tolist()),
             sample_signal=tuple(sample_signal),
             forwards=max(1, mode.position.forwards),
-            target=MeasuredTarget(self.target or "output", self.shapes),
+            target=MeasuredTarget(self._target_name, self.shapes),
+            outputs=outputs,
+            not_measured=self.rows.reasons(),
             around={site: fmt.name for site, fmt in self.around.items()},
             batched=self.way is Way.TOGETHER,
             calls=mode.calls + excluded // batches,

@@ -166,7 +166,7 @@ def standard_errors(squares: Array, *, unmeasured: float = 0.0) -> Array:
     return total
 
 
-def powers(values: Array) -> tuple[Array, Array]:
+def term_powers(values: Array) -> tuple[Array, Array]:
     """Return the noise power of each term alone, and its standard error.
 
     ``values`` has shape ``(terms, probes, columns)``. See ``power``.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundoff.budget.noise_power import DB_PER_SHARE, Array, standard_errors
-from roundoff.budget.targets import parse_target
+from roundoff.budget.sqnr_target import parse_db
 from roundoff.budget.terms import TermKey
 from roundoff.errors import WorkloadError
 
@@ -54,7 +54,7 @@ class Sampled:
                 expected="a whole number above 0",
                 got=str(probes),
             )
-        decibels = PRECISION if precision is None else parse_target(precision)
+        decibels = PRECISION if precision is None else parse_db(precision)
         if not 0 < decibels < math.inf:
             raise WorkloadError(
                 "not a precision",
@@ -83,12 +83,13 @@ class Sampled:
 
 
 def mean_error_db(
-    batches: Sequence[Mapping[TermKey, Array]], unmeasured: float
+    batches: Sequence[Mapping[TermKey, Array]], unmeasured: float, outputs: int = 1
 ) -> float:
     """Return the standard error of the SQNR in dB, root mean square over the sites.
 
     The share ``unmeasured`` of the workload's batches was not measured. Sites without
-    noise do not count; 0 where none has any.
+    noise do not count; 0 where none has any. Each of the ``outputs`` has its share of
+    the probes, and is a site of its own here.
     """
     totals: dict[tuple[str, str], list[Array]] = defaultdict(list)
     for terms in batches:
@@ -100,7 +101,8 @@ def mean_error_db(
             totals[name].append(values)
     errors = []
     for stacked in _of_one_shape(totals.values()):
-        squares = np.square(stacked)
+        sites, rows, columns = stacked.shape
+        squares = np.square(stacked).reshape(sites * outputs, rows // outputs, columns)
         noise = squares.mean(axis=1).sum(axis=1)
         is_sound = (noise > 0) & np.isfinite(noise)
         error = standard_errors(squares[is_sound], unmeasured=unmeasured)

@@ -408,6 +408,8 @@ class RoutedCalls:
         quantized = passed_on(self.passed, value)
         if name not in quantized:
             quantized[name] = self.quantize(name, value)
+            # codes that are read once more are the same codes
+            passed_on(self.passed, quantized[name])[name] = quantized[name]
         return quantized[name]
 
     def quantize(self, name: str, value: Tensor) -> Tensor:

@@ -29,8 +29,6 @@ from roundoff.export.onnx.operators import DOMAIN
 from roundoff.export.onnx.raise_codes import drop_repeated, raise_codes
 from roundoff.export.onnx.transposed import as_convolutions
 
-#: Readers of a weight for each of which ONNX Runtime converts it.
-_CONVERTING = frozenset({"Slice", "Conv", "Gemm", "MatMul"})
 #: Bounds of a Clip that has none.
 _FREE = (-np.inf, np.inf)
 
@@ -303,11 +301,10 @@ def _drop_zero_points(graph: Any) -> None:
 
 
 def _store_unsigned(graph: Any) -> None:
-    """Store int8 codes as uint8 where several nodes read a weight.
+    """Store int8 codes as uint8 where several nodes read a weight: a layer in a loop.
 
-    A recurrent layer reads its gates one by one, a head may have several levels. ONNX
-    Runtime makes a DequantizeLinear for each reader, and cannot convert the same codes to
-    uint8 more than once (``session.x64quantprecision``).
+    ONNX Runtime makes a DequantizeLinear for each reader, and cannot convert the same
+    codes to uint8 more than once (``session.x64quantprecision``).
     """
     for node in nodes_of(graph, "DequantizeLinear"):
         value = node.inputs[0]
@@ -327,8 +324,7 @@ def _store_unsigned(graph: Any) -> None:
 
 
 def _is_shared(node: Any) -> bool:
-    readers = [use.node.op_type for use in node.outputs[0].uses()]
-    return len(readers) > 1 and _CONVERTING.issuperset(readers)
+    return len(list(node.outputs[0].uses())) > 1
 
 
 def _separate_zero_points(graph: Any) -> None:

@@ -341,11 +341,14 @@ _TRAITS: dict[Trait, str] = {
     # ONNX Runtime has integer kernels for them, between integer kernels
     "join or pool codes": """
         add mul mean adaptive_avg_pool2d avg_pool2d max_pool1d max_pool2d
-        upsample_nearest1d upsample_nearest2d upsample_nearest3d""",
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d
+        _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d""",
     # each code of the result is one of those that they read
     "hand codes on": """
         max_pool1d max_pool2d max_pool3d upsample_nearest1d upsample_nearest2d
-        upsample_nearest3d""",
+        upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d""",
     # scaling, masks and position biases between the scores and their softmax
     "stand before attention's softmax": "mul div add sub where masked_fill clamp tanh",
 }

@@ -16,7 +16,9 @@ _NO_KERNEL = {
     "embedding": "a look-up does no arithmetic: its table is stored as codes",
 }
 #: Operators of ONNX that only move codes.
-_MOVES = frozenset({"MaxPool", "Reshape", "Transpose", "Concat", "Gather"})
+_MOVES = frozenset(
+    {"MaxPool", "NhwcMaxPool", "Resize", "Reshape", "Transpose", "Concat", "Gather"}
+)
 _ROUNDS = (
     "MatMulNBits rounds its activations to 8 bits, which the simulation does not, unless the session has "
     "session.qdq_matmulnbits_accuracy_level = 1"

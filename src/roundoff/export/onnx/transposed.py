@@ -206,7 +206,7 @@ def _phase_weight(graph: Any, node: Any, stored: Any, axes: list[_Axis]) -> Any:
     taps = [2 + 2 * i for i in range(rank)]
     phases = parts.transpose([*(tap + 1 for tap in taps), 1, 0, *taps])
     # the first tap of a convolution meets the earliest input
-    flipped = np.flip(phases, [rank + 2 + i for i in range(rank)])
+    flipped = np.flip(phases, tuple(range(rank + 2, 2 * rank + 2)))
     weight = flipped.reshape(-1, codes.shape[0], *(axis.taps for axis in axes))
     count = math.prod(axis.stride for axis in axes)
     scales = [_tiled(constant_array(value), count) for value in stored.inputs[1:]]

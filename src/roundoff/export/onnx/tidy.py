@@ -50,6 +50,7 @@ def tidy(model: Any, pack: bool = True) -> None:
     _cast_fp8(graph)
     _turn_blocks(graph)
     _look_up(graph)
+    _add_floats(graph)
     _drop_zero_points(graph)
     _store_unsigned(graph)
     if pack:
@@ -243,6 +244,22 @@ def _rows_of_row_scales(graph: Any, node: Any, table: Any) -> list[Any]:
     cast = ir.node("Cast", [rows.outputs[0]], attributes=to_float)
     product = ir.node("Mul", [cast.outputs[0], column.outputs[0]])
     return [rows, steps, column, cast, product]
+
+
+def _add_floats(graph: Any) -> None:
+    """Store a bias that no kernel adds to its sums as the floats that its codes stand for.
+
+    They would be computed anew in every run, and nothing fuses with them.
+    """
+    for node in nodes_of(graph, "DequantizeLinear"):
+        codes, scale = (constant_array(value) for value in node.inputs[:2])
+        if codes is None or scale is None or codes.dtype != np.int32:
+            continue
+        readers = {use.node.op_type for use in node.outputs[0].uses()}
+        if readers <= {"Add", "ConvTranspose"}:
+            floats = codes.astype(np.float32) * scale
+            name = f"{node.inputs[0].name}_values"
+            replace_node(graph, node, add_constant(graph, floats, name))
 
 
 def _cast_fp8(graph: Any) -> None:

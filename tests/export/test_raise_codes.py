@@ -8,7 +8,8 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from roundoff.export.onnx.raise_codes import drop_repeated, raise_codes
+from roundoff.export.onnx.raise_codes import drop_repeated, lower_codes, raise_codes
+from roundoff.export.onnx.runtime import kernels
 
 FLOAT = TensorProto.FLOAT
 #: zero points and scales of three grids
@@ -109,3 +110,37 @@ def test_a_grid_is_rounded_to_once(second, left, inference_session, tmp_path):
     dropped = changed(model, drop_repeated)
     assert names(dropped).count("QuantizeLinear") == left
     same(model, dropped, inference_session, tmp_path)
+
+
+def test_what_moves_codes_has_them_behind_it(inference_session, tmp_path):
+    nodes = [
+        *quantized("x", "a"),
+        helper.make_node("Split", ["x_values"], ["u", "v"], axis=1, num_outputs=2),
+        helper.make_node("Sub", ["u", "v"], ["out"]),
+    ]
+    model = file(nodes, "out")
+    lowered = changed(model, lower_codes)
+    assert names(lowered).count("QuantizeLinear") == 3
+    same(model, lowered, inference_session, tmp_path)
+    onnx.save(lowered, tmp_path / "lowered")
+    assert "Split" not in kernels(tmp_path / "lowered").between_codes
+
+
+def test_outputs_keep_their_names(inference_session, tmp_path):
+    nodes = [
+        *quantized("x", "a"),
+        helper.make_node("Split", ["x_values"], ["u", "out"], axis=1, num_outputs=2),
+    ]
+    model = file(nodes, "out")
+    lowered = changed(model, lower_codes)
+    assert [value.name for value in lowered.graph.output] == ["out"]
+    same(model, lowered, inference_session, tmp_path)
+
+
+def test_floats_that_are_moved_stay_floats():
+    nodes = [
+        helper.make_node("Split", ["x"], ["u", "v"], axis=1, num_outputs=2),
+        helper.make_node("Sub", ["u", "v"], ["out"]),
+    ]
+    model = file(nodes, "out")
+    assert names(changed(model, lower_codes)) == names(model)

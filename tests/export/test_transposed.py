@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from roundoff.export.onnx.runtime import kernels
-from roundoff.export.onnx.transposed import as_convolutions
+from roundoff.export.onnx.transposed import as_convolutions, shuffles_as_moves
 
 FLOAT = TensorProto.FLOAT
 
@@ -167,3 +167,78 @@ def test_a_result_that_is_no_code_stays():
     del model.graph.node[-2:]
     model.graph.output[0].name = "y"
     assert operators(rewritten(model))["ConvTranspose"] == 1
+
+
+def shuffled(mode: str, *, relu: bool, shared: bool = False) -> onnx.ModelProto:
+    """A convolution of 3 channels to 8 with codes for a pixel shuffle of blocks of 2."""
+    rng = np.random.default_rng(0)
+    constants = {
+        "step": np.float32(1 / 16),
+        "zero": np.uint8(100),
+        "weight_codes": rng.integers(-63, 64, (8, 3, 3, 3)).astype(np.int8),
+        "weight_step": np.exp2(-5 - np.arange(8) % 3).astype(np.float32),
+        "weight_zero": np.zeros(8, np.int8),
+        "bias_codes": rng.integers(-500, 500, 8).astype(np.int32),
+        "bias_step": np.exp2(-9 - np.arange(8) % 3).astype(np.float32),
+        "bias_zero": np.zeros(8, np.int32),
+    }
+    operands = [
+        ("x_codes", ["step", "zero"], "x_values", {}),
+        ("weight_codes", ["weight_step", "weight_zero"], "weight", {"axis": 0}),
+        ("bias_codes", ["bias_step", "bias_zero"], "bias", {"axis": 0}),
+    ]
+    nodes = [helper.make_node("QuantizeLinear", ["x", "step", "zero"], ["x_codes"])]
+    nodes += [
+        helper.make_node("DequantizeLinear", [codes, *grid], [values], **axis)
+        for codes, grid, values, axis in operands
+    ]
+    nodes.append(
+        helper.make_node("Conv", ["x_values", "weight", "bias"], ["y"], pads=[1] * 4)
+    )
+    if relu:
+        nodes.append(helper.make_node("Relu", ["y"], ["clipped"]))
+    written = "clipped" if relu else "y"
+    nodes += [
+        helper.make_node("QuantizeLinear", [written, "step", "zero"], ["codes"]),
+        helper.make_node("DequantizeLinear", ["codes", "step", "zero"], ["values"]),
+        helper.make_node(
+            "DepthToSpace", ["values"], ["out"], name="shuffle", blocksize=2, mode=mode
+        ),
+    ]
+    outputs = [helper.make_tensor_value_info("out", FLOAT, ["n", 2, 10, 12])]
+    if shared:
+        outputs.append(helper.make_tensor_value_info("values", FLOAT, ["n", 8, 5, 6]))
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", FLOAT, ["n", 3, 5, 6])],
+        outputs,
+        [numpy_helper.from_array(np.asarray(v), n) for n, v in constants.items()],
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10
+    )
+    return onnx.shape_inference.infer_shapes(model)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("mode", ["CRD", "DCR"])
+def test_a_pixel_shuffle_moves_the_same_codes(mode, relu, inference_session, tmp_path):
+    model = shuffled(mode, relu=relu)
+    tidied = ir.serde.deserialize_model(model)
+    shuffles_as_moves(tidied.graph)
+    changed = ir.serde.serialize_model(tidied)
+    onnx.checker.check_model(changed)
+    assert operators(changed)["DepthToSpace"] == 0
+    x = np.random.default_rng(1).normal(0, 3, (2, 3, 5, 6)).astype(np.float32)
+    results = []
+    for name, proto in (("before", model), ("after", changed)):
+        onnx.save(proto, tmp_path / name)
+        results += inference_session(tmp_path / name).run(None, {"x": x})
+    np.testing.assert_array_equal(*results)
+
+
+def test_codes_that_are_read_elsewhere_too_keep_their_order():
+    model = ir.serde.deserialize_model(shuffled("CRD", relu=False, shared=True))
+    shuffles_as_moves(model.graph)
+    assert "DepthToSpace" in {node.op_type for node in model.graph}

@@ -116,7 +116,7 @@ def _no_kernel(site: str, route: Route, quantized: QuantizedModel) -> str | None
     if operator.startswith("max_pool"):
         return "its codes have another scale than those that it reads, so they are made anew"
     if operator.startswith("conv_transpose"):
-        return "ONNX Runtime has no integer kernel for transposed convolutions"
+        return "ONNX Runtime has no integer kernel for transposed convolutions, and this one is written as no other"
     kind = facts(operator).kind
     if kind in _NO_KERNEL:
         return _NO_KERNEL[kind]

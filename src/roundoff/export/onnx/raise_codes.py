@@ -21,6 +21,8 @@ from roundoff.export.onnx.editing import (
 
 #: Operators that ONNX Runtime runs on codes where Q/DQ stand on both sides, not otherwise.
 _JOINS = ("Concat", "DepthToSpace")
+#: Operators that move codes where a Q/DQ pair stands on both sides.
+_MOVES = ("DepthToSpace", "Split", "Slice")
 #: Operators through which it moves QuantizeLinear itself.
 _RESHAPES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")
 
@@ -33,6 +35,31 @@ def raise_codes(graph: Any) -> None:
         join = _join_before(quantize)
         if join is not None:
             _quantize_inputs(graph, quantize, join)
+
+
+def lower_codes(graph: Any) -> None:
+    """Put Q/DQ of the same grid behind what moves dequantized codes: it moves codes then."""
+    import onnx_ir as ir
+
+    for node in nodes_of(graph, *_MOVES):
+        before = producer_of(node.inputs[0], "DequantizeLinear")
+        if before is None or constant_array(before.inputs[0]) is not None:
+            continue
+        if not _is_per_tensor(before):
+            continue
+        grid = before.inputs[1:]
+        for value in node.outputs:
+            codes = ir.node("QuantizeLinear", [value, *grid])
+            values = ir.node("DequantizeLinear", [codes.outputs[0], *grid])
+            dequantized = values.outputs[0]
+            dequantized.type = value.type
+            dequantized.shape = value.shape
+            if value.is_graph_output():
+                dequantized.name = value.name
+                value.name = f"{value.name}_moved"
+            value.replace_all_uses_with(dequantized, replace_graph_outputs=True)
+            codes.replace_input_with(0, value)
+            graph.insert_after(node, [codes, values])
 
 
 def drop_repeated(graph: Any) -> None:

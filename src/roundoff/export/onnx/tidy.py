@@ -26,8 +26,8 @@ from roundoff.export.onnx.editing import (
     replace_node,
 )
 from roundoff.export.onnx.operators import DOMAIN
-from roundoff.export.onnx.raise_codes import drop_repeated, raise_codes
-from roundoff.export.onnx.transposed import as_convolutions
+from roundoff.export.onnx.raise_codes import drop_repeated, lower_codes, raise_codes
+from roundoff.export.onnx.transposed import as_convolutions, shuffles_as_moves
 
 #: Bounds of a Clip that has none.
 _FREE = (-np.inf, np.inf)
@@ -45,6 +45,8 @@ def tidy(model: Any, pack: bool = True) -> None:
     drop_repeated(graph)
     raise_codes(graph)
     as_convolutions(graph)
+    shuffles_as_moves(graph)
+    lower_codes(graph)
     _drop_clips(graph)
     _pool(graph)
     _cast_fp8(graph)

@@ -21,6 +21,7 @@ from roundoff.export.onnx.editing import (
     nodes_of,
     only_reader,
     producer_of,
+    replace_by,
 )
 
 #: Products, at most, for one of the transposed convolution: a kernel is filled up with
@@ -67,6 +68,81 @@ def as_convolutions(graph: Any) -> None:
         axes = _axes(node, constant_array(operands.weight.inputs[0]).shape[2:])
         if axes is not None:
             _rewrite(graph, node, last, operands, axes)
+
+
+def shuffles_as_moves(graph: Any) -> None:
+    """Put the channels of a pixel shuffle of codes in the order that is moved fastest.
+
+    They are the rows of the convolution before it. ONNX Runtime has DepthToSpace for codes
+    only with these in the order of planes, and moves them one by one.
+    """
+    for node in nodes_of(graph, "DepthToSpace"):
+        convolution = _convolution_before(node)
+        shape = node.inputs[0].shape
+        if convolution is None or shape is None or len(shape) != 4:
+            continue
+        lengths = list(shape)[2:]
+        if not all(isinstance(length, int) for length in lengths):
+            continue
+        size = node.attributes["blocksize"].as_int()
+        mode = node.attributes.get("mode")
+        if mode is not None and mode.as_string() == "CRD":
+            _reorder_rows(convolution, size)
+        axes = [_Axis(size, 1, length, (0, 0), (0, 0)) for length in lengths]
+        _move_codes(graph, node, axes)
+
+
+def _convolution_before(node: Any) -> Any:
+    """Return the convolution with stored weights that alone makes the codes of a node."""
+    values = producer_of(node.inputs[0], "DequantizeLinear")
+    if values is None or only_reader(values.outputs[0]) is not node:
+        return None
+    codes = producer_of(values.inputs[0], "QuantizeLinear")
+    if codes is None or only_reader(codes.outputs[0]) is not values:
+        return None
+    scale = constant_array(codes.inputs[1])
+    maker = codes.inputs[0].producer()
+    if maker is not None and maker.op_type in _CLIPS:
+        maker = maker.inputs[0].producer()
+    if scale is None or scale.ndim or maker is None or maker.op_type != "Conv":
+        return None
+    alone = only_reader(maker.outputs[0]) is not None
+    plain = _integers(maker, "group", [1]) == [1]
+    stored = [producer_of(v, "DequantizeLinear") for v in maker.inputs[1:]]
+    owned = all(s is not None and _is_stored(s) and _is_owned(s) for s in stored)
+    return maker if alone and plain and owned else None
+
+
+def _is_owned(node: Any) -> bool:
+    """Return True where nothing else reads the codes, nor what dequantizes them."""
+    readers = [node.inputs[0].uses(), node.outputs[0].uses()]
+    return all(len(list(uses)) == 1 for uses in readers)
+
+
+def _reorder_rows(convolution: Any, size: int) -> None:
+    """Order the result's channels by phase first; in place."""
+    rows = constant_array(convolution.inputs[1].producer().inputs[0]).shape[0]
+    order = np.arange(rows).reshape(-1, size, size).transpose(1, 2, 0).ravel()
+    graph = convolution.graph
+    for operand in convolution.inputs[1:]:
+        stored = operand.producer()
+        for place, value in enumerate(stored.inputs):
+            array = constant_array(value)
+            if array.ndim:
+                name = f"{value.name}_of_{convolution.name}"
+                ordered = add_constant(graph, array[order], name)
+                stored.replace_input_with(place, ordered)
+
+
+def _move_codes(graph: Any, node: Any, axes: list[_Axis]) -> None:
+    """Put phases side by side in the place of a node, with Q/DQ of its codes behind."""
+    import onnx_ir as ir
+
+    grid = producer_of(node.inputs[0], "DequantizeLinear").inputs[1:]
+    moved = _moved(graph, node.name, node.inputs[0], axes)
+    codes = ir.node("QuantizeLinear", [moved[-1].outputs[0], *grid])
+    values = ir.node("DequantizeLinear", [codes.outputs[0], *grid])
+    replace_by(graph, node, [*moved, codes, values])
 
 
 def _last_before_codes(node: Any) -> Any:

@@ -26,6 +26,7 @@ from roundoff.export.onnx.editing import (
     replace_node,
 )
 from roundoff.export.onnx.operators import DOMAIN
+from roundoff.export.onnx.outer_scales import move_scales
 from roundoff.export.onnx.raise_codes import drop_repeated, lower_codes, raise_codes
 from roundoff.export.onnx.transposed import as_convolutions, shuffles_as_moves
 
@@ -53,6 +54,7 @@ def tidy(model: Any, pack: bool = True) -> None:
     _turn_blocks(graph)
     _look_up(graph)
     _add_floats(graph)
+    move_scales(graph)
     _drop_zero_points(graph)
     _store_unsigned(graph)
     if pack:
@@ -60,11 +62,18 @@ def tidy(model: Any, pack: bool = True) -> None:
     # small tensors alone are compared: scales and zero points that are equal
     common.DeduplicateInitializersPass(size_limit=4)(model)
     _separate_zero_points(graph)
-    common.RemoveUnusedNodesPass()(model)
+    drop_unread(model)
     _drop_unread_inputs(graph)
     model.opset_imports.pop(DOMAIN, None)
     _drop_defaults(model)
     _strip(model)
+
+
+def drop_unread(model: Any) -> None:
+    """Drop the nodes and constants that no output needs."""
+    from onnx_ir.passes import common
+
+    common.RemoveUnusedNodesPass()(model)
 
 
 def _name_sites(graph: Any) -> None:

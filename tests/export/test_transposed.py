@@ -11,8 +11,9 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from roundoff.export.onnx.pixel_shuffle import shuffles_as_moves
 from roundoff.export.onnx.runtime import kernels
-from roundoff.export.onnx.transposed import as_convolutions, shuffles_as_moves
+from roundoff.export.onnx.transposed import as_convolutions
 
 FLOAT = TensorProto.FLOAT
 

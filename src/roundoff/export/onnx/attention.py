@@ -81,10 +81,10 @@ def _causal_mask(op: Any, query: Any, key: Any) -> Any:
 
 def _for_each_query(op: Any, query: Any, kept: Any) -> Any:
     """Repeat keys or values [N, heads, S, E] for the heads of the queries that share them."""
-    heads, own = query.shape[-3], kept.shape[-3]
-    if heads == own:
+    heads = query.shape[-3]
+    repeats = heads // kept.shape[-3]
+    if repeats == 1:
         return kept
-    repeats = heads // own
     apart = op.Unsqueeze(kept, op.Constant(value_ints=[2]))
     repeated = op.Expand(apart, op.Constant(value_ints=[1, 1, repeats, 1, 1]))
     width = kept.shape[-1]

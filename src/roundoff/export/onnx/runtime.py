@@ -137,18 +137,8 @@ def kernels(path: str | Path) -> Kernels:
 
 def _between_codes(graph: Any) -> tuple[str, ...]:
     """Return the operators behind a DequantizeLinear and before a QuantizeLinear."""
-    stored = {constant.name for constant in graph.initializer}
-    behind: set[str] = set()
-    for node in graph.node:
-        starts = node.op_type == "DequantizeLinear" and node.input[0] not in stored
-        continues = not _makes_codes(node) and not behind.isdisjoint(node.input)
-        if starts or continues:
-            behind.update(node.output)
-    before: set[str] = set()
-    for node in reversed(graph.node):
-        ends = node.op_type == "QuantizeLinear"
-        if ends or (not _makes_codes(node) and not before.isdisjoint(node.output)):
-            before.update(node.input)
+    behind = _behind_codes(graph)
+    before = _before_codes(graph)
     return tuple(
         node.op_type
         for node in graph.node
@@ -156,6 +146,29 @@ def _between_codes(graph: Any) -> tuple[str, ...]:
         and not behind.isdisjoint(node.output)
         and not before.isdisjoint(node.output)
     )
+
+
+def _behind_codes(graph: Any) -> set[str]:
+    """Return the floats that are made of codes which the graph computes."""
+    stored = {constant.name for constant in graph.initializer}
+    values: set[str] = set()
+    for node in graph.node:
+        starts = node.op_type == "DequantizeLinear" and node.input[0] not in stored
+        continues = not _makes_codes(node) and not values.isdisjoint(node.input)
+        if starts or continues:
+            values.update(node.output)
+    return values
+
+
+def _before_codes(graph: Any) -> set[str]:
+    """Return the floats of which codes are made."""
+    values: set[str] = set()
+    for node in reversed(graph.node):
+        ends = node.op_type == "QuantizeLinear"
+        continues = not _makes_codes(node) and not values.isdisjoint(node.output)
+        if ends or continues:
+            values.update(node.input)
+    return values
 
 
 def _makes_codes(node: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 def block(inner: int, outer: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
@@ -47,7 +47,7 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kept = []
         for level, down in enumerate(self.down):
-            x = down(F.max_pool2d(x, 2) if level else x)
+            x = down(functional.max_pool2d(x, 2) if level else x)
             kept.append(x)
         for up, join, skip in zip(self.up, self.join, kept[-2::-1], strict=True):
             x = join(torch.cat([skip, up(x)], 1))
@@ -170,7 +170,9 @@ class Inception(nn.Module):
             self.pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), block(inner, w, 1))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], 1)
+            return torch.cat(
+                [self.one(x), self.three(x), self.five(x), self.pool(x)], 1
+            )
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,12 +213,12 @@ class Pyramid(nn.Module):
             x = down(x)
             levels.append(x)
         upper = self.side[-1](levels[-1])
-        results = [self.head(F.relu(self.out[-1](upper)))]
+        results = [self.head(functional.relu(self.out[-1](upper)))]
         for level in (2, 1, 0):
-            upper = self.side[level](levels[level]) + F.interpolate(
+            upper = self.side[level](levels[level]) + functional.interpolate(
                 upper, scale_factor=2.0, mode="nearest"
             )
-            results.append(self.head(F.relu(self.out[level](upper))))
+            results.append(self.head(functional.relu(self.out[level](upper))))
         return tuple(results)
 
 
@@ -363,8 +365,8 @@ class Vocoder(nn.Module):
             self.b = nn.Conv1d(width, width, 3, 1, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.a(F.leaky_relu(x, 0.1))
-            result: Tensor = x + self.b(F.leaky_relu(y, 0.1))
+            y = self.a(functional.leaky_relu(x, 0.1))
+            result: Tensor = x + self.b(functional.leaky_relu(y, 0.1))
             return result
 
     def __init__(self) -> None:
@@ -379,8 +381,8 @@ class Vocoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for up, rest in zip(self.up, self.rest, strict=True):
-            x = rest(up(F.leaky_relu(x, 0.1)))
-        return torch.tanh(self.head(F.leaky_relu(x, 0.1)))
+            x = rest(up(functional.leaky_relu(x, 0.1)))
+        return torch.tanh(self.head(functional.leaky_relu(x, 0.1)))
 
 
 class Diffusion(nn.Module):
@@ -396,36 +398,42 @@ class Diffusion(nn.Module):
             self.short = nn.Conv2d(a, b, 1) if a != b else nn.Identity()
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.c1(F.silu(self.n1(x)))
-            result: Tensor = self.short(x) + self.c2(F.silu(self.n2(y)))
+            y = self.c1(functional.silu(self.n1(x)))
+            result: Tensor = self.short(x) + self.c2(functional.silu(self.n2(y)))
             return result
 
     def __init__(self, w: int = 24) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, w, 3, 1, 1)
-        self.a, self.b, self.c = self.Res(w, w), self.Res(w, 2 * w), self.Res(2 * w, 2 * w)
+        self.a, self.b, self.c = (
+            self.Res(w, w),
+            self.Res(w, 2 * w),
+            self.Res(2 * w, 2 * w),
+        )
         self.qkv, self.proj = nn.Conv2d(2 * w, 6 * w, 1), nn.Conv2d(2 * w, 2 * w, 1)
         self.d, self.e = self.Res(4 * w, 2 * w), self.Res(3 * w, w)
         self.norm, self.head = nn.GroupNorm(8, w), nn.Conv2d(w, 3, 3, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.a(self.stem(x))
-        b = self.b(F.avg_pool2d(a, 2))
-        c = self.c(F.avg_pool2d(b, 2))
+        b = self.b(functional.avg_pool2d(a, 2))
+        c = self.c(functional.avg_pool2d(b, 2))
         n, w, height, width = c.shape
         q, k, v = self.qkv(c).view(n, 3, w, height * width).transpose(2, 3).unbind(1)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         c = c + self.proj(y.reshape(n, w, height, width))
-        y = self.d(torch.cat([F.interpolate(c, scale_factor=2.0), b], 1))
-        y = self.e(torch.cat([F.interpolate(y, scale_factor=2.0), a], 1))
-        result: Tensor = self.head(F.silu(self.norm(y)))
+        y = self.d(torch.cat([functional.interpolate(c, scale_factor=2.0), b], 1))
+        y = self.e(torch.cat([functional.interpolate(y, scale_factor=2.0), a], 1))
+        result: Tensor = self.head(functional.silu(self.norm(y)))
         return result
 
 
 class Attention(nn.Module):
     """Attention with one projection for q, k and v, or three; by torch's call or written out."""
 
-    def __init__(self, width: int, heads: int, fused: bool, causal: bool, written: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, fused: bool, causal: bool, written: bool
+    ) -> None:
         super().__init__()
         self.heads, self.causal, self.written = heads, causal, written
         self.qkv = nn.Linear(width, 3 * width) if fused else None
@@ -436,7 +444,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n, t, w = x.shape
-        three = self.qkv(x).chunk(3, -1) if self.qkv else (self.q(x), self.k(x), self.v(x))
+        three = (
+            self.qkv(x).chunk(3, -1) if self.qkv else (self.q(x), self.k(x), self.v(x))
+        )
         q, k, v = (y.view(n, t, self.heads, -1).transpose(1, 2) for y in three)
         if self.written:
             scores = q @ k.transpose(-2, -1) / (w // self.heads) ** 0.5
@@ -445,7 +455,7 @@ class Attention(nn.Module):
                 scores = scores + mask
             y = scores.softmax(-1) @ v
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         result: Tensor = self.out(y.transpose(1, 2).reshape(n, t, w))
         return result
 
@@ -453,7 +463,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A transformer block: norms before (GPT, ViT) or behind (BERT)."""
 
-    def __init__(self, width: int, before: bool, gelu: str = "none", **attention: bool) -> None:
+    def __init__(
+        self, width: int, before: bool, gelu: str = "none", **attention: bool
+    ) -> None:
         super().__init__()
         self.before = before
         self.attention = Attention(width, 4, **attention)
@@ -468,8 +480,8 @@ class Block(nn.Module):
             result: Tensor = x + self.mlp(self.n2(x))
             return result
         x = self.n1(x + self.attention(x))
-        result = self.n2(x + self.mlp(x))
-        return result
+        normed: Tensor = self.n2(x + self.mlp(x))
+        return normed
 
 
 class ViT(nn.Module):
@@ -481,7 +493,10 @@ class ViT(nn.Module):
         self.token = nn.Parameter(torch.randn(1, 1, width))
         self.place = nn.Parameter(torch.randn(1, 65, width) * 0.5)
         self.blocks = nn.Sequential(
-            *(Block(width, True, fused=True, causal=False, written=False) for _ in range(4))
+            *(
+                Block(width, True, fused=True, causal=False, written=False)
+                for _ in range(4)
+            )
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
@@ -495,7 +510,9 @@ class ViT(nn.Module):
 class Text(nn.Module):
     """Token and place embeddings, four blocks and a head over the tokens."""
 
-    def __init__(self, blocks: Callable[[], nn.Module], width: int = 192, tokens: int = 500) -> None:
+    def __init__(
+        self, blocks: Callable[[], nn.Module], width: int = 192, tokens: int = 500
+    ) -> None:
         super().__init__()
         self.table, self.place = nn.Embedding(tokens, width), nn.Embedding(128, width)
         self.blocks = nn.Sequential(*(blocks() for _ in range(4)))
@@ -525,7 +542,9 @@ class Llama(nn.Module):
     def __init__(self, width: int = 192, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
         self.gate, self.up = (nn.Linear(width, 512, bias=False) for _ in range(2))
         self.down = nn.Linear(512, width, bias=False)
         self.n1, self.n2 = RMSNorm(width), RMSNorm(width)
@@ -544,14 +563,15 @@ class Llama(nn.Module):
         n, t, w = x.shape
         y = self.n1(x)
         q, k, v = (
-            p(y).view(n, t, self.heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v)
+            p(y).view(n, t, self.heads, -1).transpose(1, 2)
+            for p in (self.q, self.k, self.v)
         )
-        y = F.scaled_dot_product_attention(
+        y = functional.scaled_dot_product_attention(
             self._rotated(q), self._rotated(k), v, is_causal=True
         )
         x = x + self.o(y.transpose(1, 2).reshape(n, t, w))
         y = self.n2(x)
-        result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        result: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
         return result
 
 
@@ -619,8 +639,12 @@ NETS: dict[str, Case] = {
     "vocoder": Case(Vocoder, sound(40, 48)),
     "vit": Case(ViT, picture(64)),
     "bert": Case(_text(before=False, fused=False, causal=False, written=True), ids),
-    "gpt": Case(_text(before=True, gelu="tanh", fused=True, causal=True, written=False), ids),
-    "gpt-written": Case(_text(before=True, gelu="tanh", fused=False, causal=True, written=True), ids),
+    "gpt": Case(
+        _text(before=True, gelu="tanh", fused=True, causal=True, written=False), ids
+    ),
+    "gpt-written": Case(
+        _text(before=True, gelu="tanh", fused=False, causal=True, written=True), ids
+    ),
     "llama": Case(lambda: Text(Llama), ids),
 }
 
@@ -640,7 +664,9 @@ def made(name: str, seed: int = 0) -> tuple[nn.Module, list[Tensor], list[Tensor
             elif isinstance(module, nn.LayerNorm | nn.GroupNorm):
                 nn.init.uniform_(module.weight, 0.6, 1.4)
                 nn.init.normal_(module.bias, 0, 0.1)
-            elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d):
+            elif isinstance(
+                module, nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
+            ):
                 nn.init.kaiming_normal_(module.weight)
         net.train()
         for batch in batches[:8]:

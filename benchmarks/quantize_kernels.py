@@ -24,13 +24,12 @@ import numpy as np
 import torch
 from common import progress, table
 from kernel_nets import NETS, made
-from quantize_nets import MINMAX, speeds
+from quantize_nets import MINMAX, Runtime, speeds
 from torch import Tensor
 
 import roundoff as ro
 from roundoff.errors import QuantizationError
-from roundoff.export import Deployed, export_onnx
-from roundoff.export.onnx.runtime import kernels, run, session
+from roundoff.export import Deployed, export_onnx, kernels
 
 #: Ours over ONNX Runtime's: each network, and the median.
 LEAST, MEDIAN = 0.98, 1.1
@@ -46,7 +45,7 @@ def peer(source: Path, file: Path, batches: list[Tensor]) -> str:
     )
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    name = session(source).get_inputs()[0].name
+    name = Runtime(source).name
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -68,7 +67,7 @@ def peer(source: Path, file: Path, batches: list[Tensor]) -> str:
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,
             )
-        session(file)
+        kernels(file)
     except (ValueError, QuantizationError) as error:
         return str(error).strip().splitlines()[-1][:80]
     return ""
@@ -77,10 +76,11 @@ def peer(source: Path, file: Path, batches: list[Tensor]) -> str:
 def signal(file: Path, reference: Path, batches: list[Tensor]) -> float:
     """SQNR of a file's outputs against another's, in dB."""
     power, noise = 0.0, 0.0
-    opened = session(file), session(reference)
-    name = opened[1].get_inputs()[0].name
+    sessions = [Runtime(path).session for path in (file, reference)]
+    name = sessions[1].get_inputs()[0].name
     for batch in batches:
-        pairs = zip(*(run(s, {name: batch.numpy()}) for s in opened), strict=True)
+        feed = {name: batch.numpy()}
+        pairs = zip(*(opened.run(None, feed) for opened in sessions), strict=True)
         for found, exact in pairs:
             power += float(np.square(exact, dtype=np.float64).sum())
             noise += float(np.square(np.float64(found) - exact).sum())

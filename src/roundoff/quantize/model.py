@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,10 @@ class Passing:
 
     def result(self, _site: str, result: Any) -> Any:
         """Return what a call with quantized operands returned."""
+        return result
+
+    def unrouted(self, _site: str, result: Any) -> Any:
+        """Return what a call without quantizers returned."""
         return result
 
     def unknown(self, model: QuantizedModel, site: str) -> None:
@@ -270,14 +274,24 @@ class QuantizedModel(nn.Module):
         for site, place in places:
             self.routes[site].divided[place] = name
 
-    def drop_unreached_(self) -> None:
-        """Let what calibration never reached run in fp32; its rows say so."""
+    def drop_unreached_(self, reasons: Mapping[str, str] | None = None) -> None:
+        """Let what calibration never reached run in fp32; its rows say so.
+
+        ``reasons``: by quantizer, why it has no scale where calibration did reach it.
+        """
         unreached = {n for n, q in self.named() if not q.dynamic and q.scale is None}
         for site, route in list(self.routes.items()):
-            if unreached.isdisjoint((*route.uses.values(), route.output)):
+            without = [n for n in route.uses.values() if n in unreached]
+            if route.output in unreached:
+                route.output = ""
+                if not route.uses:
+                    del self.routes[site]
+            if not without:
                 continue
             del self.routes[site]
-            row = SiteFormat(site, "fp32", "calibration never reached it")
+            known = (reasons or {}).keys() & set(without)
+            reason = "; ".join(f"{n}: {(reasons or {})[n]}" for n in sorted(known))
+            row = SiteFormat(site, "fp32", reason or "calibration never reached it")
             self.rows[:] = [row if r.site == site else r for r in self.rows]
         for name in unreached:
             self.drop_(name)
@@ -392,8 +406,8 @@ class RoutedCalls:
 
     def run_unrouted(self, call: Call) -> Any:
         """Run a call that reads nothing through quantizers."""
-        result = call.run()
         site = str(call.site)
+        result = self.model.passing.unrouted(site, call.run())
         if not self.model.knows(site) and float_tensors(result):
             self.model.passing.unknown(self.model, site)
         return result

@@ -14,6 +14,7 @@ so a feature map costs as little as its channels.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,16 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 Ids = NDArray[np.int64]
+#: What a rule raises on a call of a form that it was not written for. Its channels stay
+#: as they are: the model itself ran.
+CANNOT_FOLLOW = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Space(NamedTuple):
@@ -147,6 +158,11 @@ class Labels:
         """Follow ``tensor`` with ``labels`` (expanded to its shape)."""
         if id(tensor) not in self.named:
             self._of[tensor] = constant_expanded(labels.expand(tensor.shape))
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Take the labels of tensors away: nothing is known of their channels."""
+        for tensor in tensors:
+            self._of.pop(tensor, None)
 
     def parameter(self, tensor: Tensor) -> ParameterPart | None:
         """The parameter that ``tensor`` is or is a part of; None for others."""

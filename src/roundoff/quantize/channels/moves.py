@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from roundoff.ops import float_tensors, operators_that
 from roundoff.quantize.channels.labels import (
+    CANNOT_FOLLOW,
     Labels,
     ParameterPart,
     Passed,
@@ -184,7 +185,7 @@ def _run_on_labels(labels: Labels, move: Move) -> None:
     before = [replaced[id(tensor)] for tensor in move.inputs]
     try:
         moved = move.again(_FREE.get(move.name, move.func), replaced)
-    except (RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):
+    except CANNOT_FOLLOW:
         # not for labels: nothing is known
         for channels in before:
             labels.pin(channels, f"{move.name} ({move.site}) cannot be followed")

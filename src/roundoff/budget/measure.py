@@ -348,7 +348,7 @@ class _BudgetRun:
             batched=self.way.batched,
             calls=mode.calls + excluded // batches,
             excluded=excluded_calls(mode.excluded.values(), batches),
-            environment=tuple(environment(model)),
+            environment=environment(model),
             parameters={name: p.numel() for name, p in model.named_parameters()},
         )
 

@@ -147,8 +147,7 @@ def _finish_candidate(
     _write_summary(compared.summary, folder, json)
     if not json:
         console = o.console(False)
-        comparison = compared.comparison.summary(limit=20)  # as in summary.json
-        print_candidate(compared.summary, comparison, console, top)
+        print_candidate(compared.summary, console, top)
         console.print(f"Written to {folder}: {', '.join(written)}", markup=False)
     return 0 if compared.agrees else 1
 

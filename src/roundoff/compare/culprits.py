@@ -60,6 +60,16 @@ class Culprit:
     steps: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CulpritWithShare(Culprit):
+    """A culprit, and the share of the output's noise that rounding its module makes.
+
+    None where the budget has no site in the module, or several.
+    """
+
+    share: float | None
+
+
 def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:
     """The operators behind rows that made an error themselves, the likeliest first.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from roundoff.record import Setting
 from roundoff.report import figures
 from roundoff.report.answer import (
     REFERENCE,
@@ -22,7 +23,6 @@ from roundoff.report.diagnosis import (
     LeftOutCalls,
     PlanSummary,
     RankingRow,
-    Setting,
     VerificationSummary,
     VerifiedResult,
     VerifiedRound,

@@ -32,7 +32,6 @@ from roundoff.report import (
     PlanSummary,
     RankingRow,
     ScatterPoint,
-    Setting,
     TradeoffPoint,
 )
 from roundoff.verbs.verify import Verification, verify
@@ -213,11 +212,11 @@ def diagnose_workload(
         formats=about.formats,
         probes=about.probes,
         samples=about.samples,
-        environment=tuple(Setting(**row) for row in about.environment),
+        environment=about.environment,
         target=AskedTarget(
             asked=str(asked),
             sqnr_db=proof.target_db,
-            note=proof.plan.about.get("note") or "",
+            note=proof.plan.figures.note,
         ),
         coverage=coverage(measured),
         ranking=ranked(measured, _formats(measured, proof.plan)),
@@ -251,7 +250,7 @@ def pareto(problem: Problem, plan: Plan) -> list[TradeoffPoint]:
     """
     lowest_formats, _ = problem.lowest()
     lowest_db = problem.budget.predict(lowest_formats).db
-    asked = float(plan.about["target_db"] or lowest_db)
+    asked = float(plan.figures.target_db or lowest_db)
     low = max(lowest_db, 0.0) if math.isfinite(lowest_db) else 0.0
     high = max(asked + BEYOND_TARGET_DB, low + PARETO_RANGE_DB)
     full = problem.cost_of({})
@@ -326,21 +325,21 @@ def plan_summary(measured: Budget, plan: Plan) -> PlanSummary:
     """
     formats = _formats(measured, plan)
     counts = Counter(formats.get(site.site, "fp32") for site in measured.sites)
-    about = plan.about
+    figures = plan.figures
     cost = PlanCost(
-        model=about["cost_model"],
-        unit=about["unit"],
-        plan=about["cost"],
-        fp32=about["cost_fp32"],
-        lowest=about["cost_lowest"],
-        lowest_format=about["lowest_format"],
+        model=figures.cost_model,
+        unit=figures.unit,
+        plan=figures.cost,
+        fp32=figures.cost_fp32,
+        lowest=figures.cost_lowest,
+        lowest_format=figures.lowest_format,
     )
     return PlanSummary(
         sites=dict(counts.most_common()),
         rules=len(plan.rules),
-        target_db=about["target_db"],
-        predicted_db=about["predicted_db"],
-        note=about["note"],
+        target_db=figures.target_db,
+        predicted_db=figures.predicted_db,
+        note=figures.note,
         cost=cost,
     )
 

@@ -300,7 +300,7 @@ class _Measurement:
             vendor_kernels=self.vendor,
             calls=mode.calls + sum(row.count for row in excluded) // batches,
             excluded=(*excluded_calls(excluded, batches), *self._closed_sites()),
-            environment=tuple(environment(self.workload.model)),
+            environment=environment(self.workload.model),
         )
 
     def _closed_sites(self) -> list[ExcludedCalls]:

@@ -13,6 +13,7 @@ others as they should.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.errors import QuantizationError
+from roundoff.errors import QuantizationError, WorkloadError
 from roundoff.ops import float_tensors
 from roundoff.preserve import preserve
 from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.workload import named_tensors
+from roundoff.workload import Workload, named_tensors
 
 #: Batches that gradients are sent back through.
 GRADIENT_BATCHES = 2
@@ -264,7 +265,9 @@ def importance(
     try:
         return _importance(calibration, gradients, probes, seed, keep)
     except _BackwardError as error:
-        raise _no_gradient(calibration, str(error.__cause__)) from error
+        cause = error.__cause__
+        reason = cause.got if isinstance(cause, WorkloadError) else None
+        raise _no_gradient(calibration, reason or str(cause)) from error
 
 
 def _importance(
@@ -284,7 +287,7 @@ def _importance(
         model.requires_grad_(False)
         with keep:
             for batch in calibration.batches[:gradients]:
-                outputs = named_tensors(workload.run(batch)).values()
+                outputs = named_tensors(_run_with_gradients(workload, batch)).values()
                 tensors = [t for t in outputs if t.requires_grad]
                 if tensors:
                     powers += _send_back(tensors, probes, generator)
@@ -337,7 +340,19 @@ def _finite_ones(
 
 
 class _BackwardError(Exception):
-    """Torch could not send a gradient back."""
+    """The model cannot run with gradients (``numpy()``), or torch cannot send one back."""
+
+
+def _run_with_gradients(workload: Workload, batch: Any) -> Any:
+    with warnings.catch_warnings():
+        # the model asks for values; it has no gradient of its own to lose
+        warnings.filterwarnings(
+            "ignore", message="Converting a tensor with requires_grad"
+        )
+        try:
+            return workload.run(batch)
+        except WorkloadError as error:
+            raise _BackwardError from error
 
 
 def _send_back(

@@ -281,20 +281,31 @@ class QuantizedModel(nn.Module):
         """
         unreached = {n for n, q in self.named() if not q.dynamic and q.scale is None}
         for site, route in list(self.routes.items()):
-            without = [n for n in route.uses.values() if n in unreached]
-            if route.output in unreached:
-                route.output = ""
-                if not route.uses:
-                    del self.routes[site]
-            if not without:
-                continue
-            del self.routes[site]
-            known = (reasons or {}).keys() & set(without)
-            reason = "; ".join(f"{n}: {(reasons or {})[n]}" for n in sorted(known))
-            row = SiteFormat(site, "fp32", reason or "calibration never reached it")
-            self.rows[:] = [row if r.site == site else r for r in self.rows]
+            self._drop_from_route_(site, route, unreached, reasons or {})
         for name in unreached:
             self.drop_(name)
+
+    def _drop_from_route_(
+        self, site: str, route: Route, unreached: set[str], reasons: Mapping[str, str]
+    ) -> None:
+        """Let a call do without quantizers that have no scale."""
+        if route.output in unreached:
+            route.output = ""
+        without = [name for name in route.uses.values() if name in unreached]
+        if without:
+            self._leave_(site, without, reasons)
+        elif not (route.uses or route.output or route.executes):
+            del self.routes[site]
+
+    def _leave_(
+        self, site: str, without: Sequence[str], reasons: Mapping[str, str]
+    ) -> None:
+        """Let a call run in fp32, since it reads these values that have no scale."""
+        del self.routes[site]
+        texts = [f"{name}: {reasons[name]}" for name in without if name in reasons]
+        reason = "; ".join(texts) or "calibration never reached it"
+        row = SiteFormat(site, "fp32", reason)
+        self.rows[:] = [row if r.site == site else r for r in self.rows]
 
     def add_late_(self, node: Node, reason: str) -> None:
         """Add a call that the graph was not traced on: it runs in fp32, with a reason."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -285,12 +285,20 @@ def _rescale_(
     weighs = static and any(r.observer == "adjoint" for r in rounding.every)
     if not methods and not weighs:
         return _Rescaled()
-
     try:
         before = importance(calibration)
     except NoGradientError as error:
         return _Rescaled([_unweighed(error)])
     _note_unweighed_(calibration.model, before)
+    return _rescale_by_(calibration, before, methods)
+
+
+def _rescale_by_(
+    calibration: Calibration,
+    before: Importance,
+    methods: Sequence[Callable[[Calibration, Importance], Gain]],
+) -> _Rescaled:
+    """Rescale channels by these methods, and weigh errors anew where one did."""
     gains = [method(calibration, before) for method in methods]
     steps = [
         PipelineStep(gain.name, gain.before_db, gain.after_db, gain.note)

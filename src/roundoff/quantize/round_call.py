@@ -109,6 +109,12 @@ class CallRounding:
         )
         self.first = quantized[0]
 
+    def _wanted(self, exact_results: Sequence[Any]) -> list[Tensor]:
+        """Return the full-precision results that the call's own compare with."""
+        if not self._comparable(self.first.site):
+            return []
+        return [r for r in exact_results if isinstance(r, Tensor)]
+
     def _comparable(self, site: str) -> bool:
         """Return True where the rows of both runs are the same rows."""
         return site not in self.model.graph.sizes_vary
@@ -121,9 +127,7 @@ class CallRounding:
         uses = self.first.route.uses
         weights = {p: n for p, n in uses.items() if self.model.quantizer(n).weight}
         matrix = _weight_matrix(self.first, weights)
-        wanted = [r for r in exact_results if isinstance(r, Tensor)]
-        if not self._comparable(self.first.site):
-            wanted = []
+        wanted = self._wanted(exact_results)
         bias = None if matrix is None else self._bias_to_correct(wanted)
         if bias is not None:
             self.progress.corrected.add(id(bias))

@@ -128,6 +128,7 @@ class _Following:
             )
             self._follow(followed)
             self._note_whole([tensor for tensor, _ in before], followed.site)
+            self.labels.end_call()
             return result
         reason, purpose = _leaving(call, result)
         if reason:
@@ -139,11 +140,11 @@ class _Following:
         """Apply the call's rule; where it fails, the channels that it reads stay."""
         rule = rule_of(followed.name)
         try:
-            known = rule is not None and rule(followed)
+            follows = rule is not None and rule(followed)
         except CANNOT_FOLLOW:
             self.labels.forget(followed.outputs)
-            known = False
-        if not known:
+            follows = False
+        if not follows:
             followed.pin_operands()
 
     def _note_whole(self, operands: list[Tensor], site: str) -> None:

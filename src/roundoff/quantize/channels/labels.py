@@ -116,7 +116,8 @@ class Labels:
         same: pairs of labels that are one channel, by value.
         together: pairs of labels of channels that can only leave together.
         whole: parameters that are read otherwise than along one axis, and where.
-        touched: parameters that the current call reads along an axis.
+        touched: parameters that the current call reads along an axis, and these axes.
+        uses: the axes that the calls read each parameter along, one set for each way.
         pins: channels that have to stay.
         passed: the operators that channels pass.
         clips: site of a clip → its channel axis, the axis's length, the number of axes.
@@ -131,7 +132,8 @@ class Labels:
         self.same: list[Ids] = []
         self.together: list[Ids] = []
         self.whole: dict[str, str] = {}
-        self.touched: set[str] = set()
+        self.touched: dict[str, set[Space]] = {}
+        self.uses: dict[str, set[frozenset[Space]]] = {}
         self.pins: list[Pin] = []
         self.passed: dict[Passed, list[Ids]] = {}
         self.clips: dict[str, tuple[int, int, int]] = {}
@@ -140,12 +142,18 @@ class Labels:
 
     def space(self, space: Space, size: int) -> Tensor:
         """The labels of an axis, ``[size]``."""
-        self.touched.add(space.name)
+        self.touched.setdefault(space.name, set()).add(space)
         if space not in self.spaces:
             self.spaces[space] = (self.total, size)
             self.total += size
         start, size = self.spaces[space]
         return torch.arange(start, start + size, dtype=torch.float64)
+
+    def end_call(self) -> None:
+        """Note along which axes the call that has been followed reads parameters."""
+        for name, spaces in self.touched.items():
+            self.uses.setdefault(name, set()).add(frozenset(spaces))
+        self.touched.clear()
 
     def get(self, tensor: Tensor) -> Tensor:
         """The labels of a tensor, zeros when it has none."""

@@ -64,7 +64,7 @@ def reduction(call: FollowedCall) -> bool:
     labels = call.labels
     channels = labels.get(x)
     over = _reduced_axes(call, x)
-    if any(not _is_reduced(x, out, over) for out in call.outputs):
+    if not _are_reduced(x, call.outputs, over):
         return False
     varying = set(varying_axes(channels))
     runs_over_all = bool(varying) and varying <= set(over)
@@ -94,11 +94,11 @@ def _put_reduced(
         call.labels.put(out, kept)
 
 
-def _is_reduced(x: Tensor, out: Tensor, over: list[int]) -> bool:
-    """Return True for a result of the shape that x has without these axes, or with 1 there."""
+def _are_reduced(x: Tensor, outputs: list[Tensor], over: list[int]) -> bool:
+    """Return True for results of the shape of x without these axes, or with 1 there."""
     kept = tuple(1 if axis in over else n for axis, n in enumerate(x.shape))
     dropped = tuple(n for axis, n in enumerate(x.shape) if axis not in over)
-    return tuple(out.shape) in (kept, dropped)
+    return all(tuple(out.shape) in (kept, dropped) for out in outputs)
 
 
 def _reduced_axes(call: FollowedCall, x: Tensor) -> list[int]:

@@ -145,21 +145,28 @@ def spread_(
         for group, log in zip(groups, logs, strict=True)
     ]
     left = rescale_alike_(calibration, rescalings)
-    if left:
-        kept = [r for r in rescalings if all(r is not other for other in left)]
-        after = float(noise(_logs_of(groups, kept)))
+    after = _noise_without(noise, rescalings, left, after)
     note = f"predicted, {len(groups) - len(left)} of {len(every)} groups of channels"
     return Gain(
         "spread", _db(weights, before), _db(weights, after), note + _undone(left)
     )
 
 
-def _logs_of(
-    groups: Sequence[ChannelGroup], rescalings: Sequence[Rescaling]
-) -> list[Tensor]:
-    """The log factors of groups, 0 where a group was left as it was."""
-    factors = {id(r.group): r.factors.log().float() for r in rescalings}
-    return [factors.get(id(group), torch.zeros(group.size)) for group in groups]
+def _noise_without(
+    noise: OutputNoise,
+    rescalings: Sequence[Rescaling],
+    left: Sequence[Rescaling],
+    after: float,
+) -> float:
+    """The noise after rescaling, where some groups were left as they were."""
+    if not left:
+        return after
+    places = {id(rescaling) for rescaling in left}
+    logs = [
+        torch.zeros(r.group.size) if id(r) in places else r.factors.log().float()
+        for r in rescalings
+    ]
+    return float(noise(logs))
 
 
 def _undone(left: Sequence[Rescaling]) -> str:

@@ -93,7 +93,7 @@ def command(
     folder = check_folder(output)
     names = o.split(formats)
     goal = o.goal(target, metric_drop, cost, cost_table, pin, allow, names)
-    sampling = Sampling(part=of, probes=probes, seed=seed)
+    sampling = Sampling(of=of, probes=probes, seed=seed)
     loaded = roundoff.Workload.load(workload)
     if candidate is None:
         with o.progress(json) as progress:

@@ -166,7 +166,7 @@ def _module_and_operator(row: ComparedRow) -> tuple[str, str]:
 def _key_of_forward(
     row: ComparedRow, by_key: dict[tuple[Any, ...], Culprit]
 ) -> tuple[Any, ...] | None:
-    """The key of the forward operator that a backward row belongs to."""
+    """Return the key of the forward operator that a backward row belongs to."""
     if row.blamed_phase != "backward":
         return None
     module, operator = _module_and_operator(row)

@@ -71,7 +71,7 @@ GARBAGE = "uninitialised memory"
 
 
 def noise_floor(reference: Run, others: Sequence[Run]) -> pl.DataFrame:
-    """The floor of each row of ``reference``.
+    """Return the floor of each row of ``reference``.
 
     Args:
         reference: a run.

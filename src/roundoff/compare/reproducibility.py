@@ -77,7 +77,7 @@ class UnstableRow:
 
 
 def not_reproducible(side: str, run: Run, repeats: Sequence[Run]) -> list[UnstableRow]:
-    """The values that do not repeat themselves, in the order of execution."""
+    """Return the values that do not repeat themselves, in the order of execution."""
     if not repeats:
         return []
     table = unstable(run, repeats)

@@ -230,12 +230,12 @@ _LABEL = tuple(each.name for each in fields(LabelledValue))
 
 
 def culprits_in(table: pl.DataFrame) -> list[Culprit]:
-    """The operators that made an error which rounding does not explain."""
+    """Return the operators that made an error which rounding does not explain."""
     return culprits(rows_in(table.filter(pl.col("cause") == OWN)))
 
 
 def first_of(named: Sequence[Culprit]) -> Culprit | None:
-    """The first culprit in the order of execution; None without any."""
+    """Return the first culprit in the order of execution; None without any."""
     return min(named, key=lambda c: (c.step, c.record), default=None)
 
 
@@ -283,7 +283,7 @@ def coverage_of(table: pl.DataFrame) -> ComparisonCoverage:
 
 
 def verdicts_of(table: pl.DataFrame) -> dict[str, int]:
-    """How many rows pass, fail and are undecided."""
+    """Return how many rows pass, fail and are undecided."""
     return dict(table.group_by("verdict").len().sort("verdict").iter_rows())
 
 
@@ -294,7 +294,7 @@ def summarise(
     coverage: ComparisonCoverage,
     limit: int | None,
 ) -> ComparisonSummary:
-    """The summary of a judged table, without rows and points.
+    """Return the summary of a judged table, without rows and points.
 
     Args:
         table: with the column ``verdict``.
@@ -356,7 +356,7 @@ def rows_to_show(table: pl.DataFrame, limit: int) -> list[JudgedRow]:
 
 
 def chart_points(table: pl.DataFrame, first: Culprit | None) -> list[ChartPoint]:
-    """The rows in the order of execution, of the rank where the runs part.
+    """Return the rows in the order of execution, of the rank where the runs part.
 
     Where there are more than a chart can show, the row of each stretch that failed
     worst.

@@ -56,12 +56,12 @@ class Sampling:
     """How the budget of a diagnosis is measured.
 
     Attributes:
-        part: of the output, by name; None for all of it (see ``roundoff.budget``).
+        of: a part of the output, by name; None for all of it (see ``roundoff.budget``).
         probes: sign vectors a sample; None to choose from the data.
         seed: of the sign vectors.
     """
 
-    part: str | None = None
+    of: str | None = None
     probes: int | None = None
     seed: int = 0
 
@@ -108,7 +108,7 @@ def diagnose(
     cost_table: Any = None,
     pin: Mapping[str, str] | None = None,
     allow: Mapping[str, Sequence[str]] | None = None,
-    part: str | None = None,
+    of: str | None = None,
     probes: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -132,7 +132,7 @@ def diagnose(
         cost_table: seconds per operation, for the cost ``seconds``.
         pin: format of sites, by pattern.
         allow: formats that sites may take, by pattern.
-        part: what is measured (see ``roundoff.budget``).
+        of: what is measured (see ``roundoff.budget``).
         probes: sign vectors a sample.
         seed: of the sign vectors.
         progress: called as work goes on.
@@ -152,7 +152,7 @@ def diagnose(
         pin=pin or {},
         allow=allow or {},
     )
-    sampling = Sampling(part=part, probes=probes, seed=seed)
+    sampling = Sampling(of=of, probes=probes, seed=seed)
     if candidate is not None:
         from roundoff.verbs.diagnose_candidate import diagnose_candidate
 
@@ -185,7 +185,7 @@ def diagnose_workload(
             workload,
             formats,
             probes=sampling.probes,
-            target=sampling.part,
+            of=sampling.of,
             seed=sampling.seed,
             progress=progress,
         )
@@ -202,7 +202,7 @@ def diagnose_workload(
             goal=goal,
             progress=progress,
         )
-        points = scatter(workload, measured, proof.plan, sampling.part, progress)
+        points = scatter(workload, measured, proof.plan, sampling.of, progress)
     asked = goal.metric_drop if goal.target is None else goal.target
     about = measured.about
     verification = proof.summary()

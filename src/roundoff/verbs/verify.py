@@ -276,7 +276,7 @@ class _Verifier:
             self.workload,
             self.budget.about.formats,
             probes=self.budget.about.probes,
-            target=self.part,
+            of=self.part,
             around=candidate.formats,
             seed=trial.number,
             progress=self.progress,

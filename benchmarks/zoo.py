@@ -4,8 +4,10 @@ Every network is quantized by `roundoff.quantize(workload, output=folder)` as it
 `quantize_static` (Q/DQ, per channel, u8 values and s8 weights, preprocessed, the better of MinMax and Entropy) from the
 file of `torch.onnx.export`, on the same batches; both files run on the same held-out batches. Without VNNI the usual
 kernels clip sums of two products of u8 and s8 to 16 bits: all files run with the session option that avoids it, which
-serves ONNX Runtime's files best too; what its file would take without the option is a column of its own. Latencies are
-of one thread, in turns in one process, on the first held-out batch.
+serves ONNX Runtime's files best too; what its file would take without the option is a column of its own. Where no file
+of its own with a scale a channel runs, one with a scale a tensor counts; where it fails with the option, it runs without.
+Latencies are of one thread, in turns in one process, on the first held-out batch. Rows are kept: networks may be measured
+one at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -281,33 +283,44 @@ def prepared(file: Path, folder: Path) -> tuple[Path, str]:
 
 
 def peer(workload: ro.Workload, wanted: Outputs, folder: Path) -> Quantized:
-    """ONNX Runtime's own file: the better of its ways to choose ranges."""
-    best = Quantized()
-    reasons: list[str] = []
+    """ONNX Runtime's own file: the better of its ways to choose ranges.
+
+    Weights have a scale a channel, or one where no such file runs.
+    """
     try:
         with quiet():
             file, how = export_fp32(workload, folder)
             start, note = prepared(file, folder)
     except Exception as error:  # noqa: BLE001 - any failure of the peer is a row
         return Quantized(how=first_line(error), crashed=True)
-    for method in METHODS:
-        target = folder / f"peer_{method}.onnx"
-        try:
-            with quiet():
-                quantize_static(start, target, workload, method)
-            precise = loads(target)
-            db = worst_db(target, workload, wanted, precise)
-        except Exception as error:  # noqa: BLE001 - any failure of the peer is a row
-            reasons.append(f"{method}: {first_line(error)}")
-            continue
-        if best.file is None or db > best.db:
-            option = "" if precise else ", fails with the option against clipping"
-            best = Quantized(
-                target, f"{method}, {how}{note}{option}", db, precise=precise
-            )
-    if best.file is None:
-        return Quantized(how="; ".join(reasons), crashed=True)
-    return best
+    reasons: list[str] = []
+    for per_channel in (True, False):
+        tries = [
+            try_peer(workload, wanted, start, method, per_channel) for method in METHODS
+        ]
+        files = [made for made in tries if made.file is not None]
+        if files:
+            best = max(files, key=lambda made: made.db)
+            return replace(best, how=f"{best.how}, {how}{note}")
+        reasons += [made.how for made in tries]
+    return Quantized(how="; ".join(reasons), crashed=True)
+
+
+def try_peer(
+    workload: ro.Workload, wanted: Outputs, start: Path, method: str, per_channel: bool
+) -> Quantized:
+    """One file of ONNX Runtime's quantizer, or why it does not run."""
+    label = method if per_channel else f"{method}, per tensor"
+    target = start.with_name(f"{label}.onnx")
+    try:
+        with quiet():
+            quantize_static(start, target, workload, method, per_channel)
+        precise = loads(target)
+        db = worst_db(target, workload, wanted, precise)
+    except Exception as error:  # noqa: BLE001 - any failure of the peer is a row
+        return Quantized(how=f"{label}: {first_line(error)}", crashed=True)
+    option = "" if precise else ", fails with the option against clipping"
+    return Quantized(target, f"{label}{option}", db, precise=precise)
 
 
 def loads(file: Path) -> bool:
@@ -320,7 +333,7 @@ def loads(file: Path) -> bool:
 
 
 def quantize_static(
-    start: Path, target: Path, workload: ro.Workload, method: str
+    start: Path, target: Path, workload: ro.Workload, method: str, per_channel: bool
 ) -> None:
     import onnx
     from onnxruntime import quantization as ort
@@ -342,7 +355,7 @@ def quantize_static(
         str(target),
         Reader(),
         quant_format=ort.QuantFormat.QDQ,
-        per_channel=True,
+        per_channel=per_channel,
         activation_type=ort.QuantType.QUInt8,
         weight_type=ort.QuantType.QInt8,
         calibrate_method=ort.CalibrationMethod[method],

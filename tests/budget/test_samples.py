@@ -147,4 +147,5 @@ def test_outputs_with_unlike_first_axes_are_pooled():
         Workload(nn.LSTM(3, 3, batch_first=True), [torch.randn(4, 5, 3)]), ["bf16"]
     )
     assert measured.about.samples == 1
-    assert measured.about.probes == 16
+    # three outputs share 32 probes, so that none takes more than 10
+    assert measured.about.probes == 10

@@ -29,6 +29,7 @@ ROW = {
     "note",
 }
 RESULT = {
+    "outputs",
     "target_db",
     "predicted_db",
     "measured_db",

@@ -28,7 +28,7 @@ from roundoff.preserve import preserve
 from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.workload import Workload, named_tensors
+from roundoff.workload import Workload
 
 #: Batches that gradients are sent back through.
 GRADIENT_BATCHES = 2
@@ -214,8 +214,8 @@ class Importance:
     """Statistics of values that have quantizers, and of results of calls with weights.
 
     ``output`` is the sum of the squared outputs that the squared adjoints belong to, so
-    that noise over it is that of SQNR. ``remarks`` say, by site, which gradients were not
-    finite; values whose statistics overflow have none.
+    that noise over it is that of SQNR. Several outputs count alike. ``remarks`` say, by
+    site, which gradients were not finite; values whose statistics overflow have none.
     """
 
     values: dict[str, ValueStatistics]
@@ -283,14 +283,17 @@ def _importance(
     generator = torch.Generator().manual_seed(seed)
     taps = _StatisticsTaps(model)
     powers: list[float] = []
+    weights: dict[str, float] = {}
     with preserve(model), torch.enable_grad(), model.through(taps):
         model.requires_grad_(False)
         with keep:
             for batch in calibration.batches[:gradients]:
-                outputs = named_tensors(_run_with_gradients(workload, batch)).values()
-                tensors = [t for t in outputs if t.requires_grad]
+                output = _run_with_gradients(workload, batch)
+                outputs = workload.judged.tensors(output)
+                tensors = {name: t for name, t in outputs.items() if t.requires_grad}
                 if tensors:
-                    powers += _send_back(tensors, probes, generator)
+                    weights = weights or _weights(tensors)
+                    powers += _send_back(tensors, weights, probes, generator)
         with torch.no_grad():
             for batch in calibration.batches[gradients:]:
                 workload.run(batch)
@@ -355,27 +358,47 @@ def _run_with_gradients(workload: Workload, batch: Any) -> Any:
             raise _BackwardError from error
 
 
+def _weights(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return what makes several outputs count alike, whatever their size and scale."""
+    if len(tensors) == 1:
+        return dict.fromkeys(tensors, 1.0)
+    norms = {name: float(_finite_part(t).norm()) for name, t in tensors.items()}
+    return {name: 1.0 / norm if norm > 0 else 0.0 for name, norm in norms.items()}
+
+
 def _send_back(
-    tensors: Sequence[Tensor], probes: int, generator: torch.Generator
+    tensors: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    probes: int,
+    generator: torch.Generator,
 ) -> list[float]:
     """Send sign vectors back from a batch's outputs; return their power for each.
 
-    Outputs that are NaN or Inf (masked logits) count for nothing.
+    Elements that are NaN or Inf (masked logits) count for nothing.
     """
-    finite = [t.detach().isfinite() for t in tensors]
+    # an output that the first batch had not counts for nothing
+    scales = {name: weights.get(name, 0.0) for name in tensors}
     power = sum(
-        float(t.detach()[kept].double().square().sum())
-        for t, kept in zip(tensors, finite, strict=True)
+        float(_finite_part(t).square().sum()) * scales[name] ** 2
+        for name, t in tensors.items()
     )
     for number in range(probes):
-        signs = [
-            (torch.randint(0, 2, t.shape, generator=generator).to(t.dtype) * 2 - 1)
-            * kept
-            for t, kept in zip(tensors, finite, strict=True)
-        ]
+        signs = [_signs(t, generator).mul_(scales[name]) for name, t in tensors.items()]
         more = number + 1 < probes
         try:
-            torch.autograd.backward(tensors, signs, retain_graph=more)
+            torch.autograd.backward(list(tensors.values()), signs, retain_graph=more)
         except (RuntimeError, NotImplementedError) as error:
             raise _BackwardError from error
     return [power] * probes
+
+
+def _finite_part(tensor: Tensor) -> Tensor:
+    """The finite elements, in fp64."""
+    values = tensor.detach().double()
+    return values[values.isfinite()]
+
+
+def _signs(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """A sign for each element that is finite, 0 for the others."""
+    draws = torch.randint(0, 2, tensor.shape, generator=generator)
+    return (draws.to(tensor.dtype) * 2 - 1) * tensor.detach().isfinite()

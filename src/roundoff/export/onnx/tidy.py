@@ -42,11 +42,18 @@ def tidy(model: Any, pack: bool = True) -> None:
     # small tensors alone are compared: scales and zero points that are equal
     common.DeduplicateInitializersPass(size_limit=4)(model)
     _separate_zero_points(graph)
-    common.RemoveUnusedNodesPass()(model)
+    drop_unread(model)
     _drop_unread_inputs(graph)
     model.opset_imports.pop(DOMAIN, None)
     _drop_defaults(model)
     _strip(model)
+
+
+def drop_unread(model: Any) -> None:
+    """Drop the nodes and constants that no output needs."""
+    from onnx_ir.passes import common
+
+    common.RemoveUnusedNodesPass()(model)
 
 
 def _nodes(graph: Any, *operators: str) -> list[Any]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from roundoff.errors import NonFiniteError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import Call, execute, float_tensors, runs, watch
+from roundoff.plan.output_noise import powers
 from roundoff.preserve import preserve
 from roundoff.workload import Workload, named_tensors, target_tensors
 
@@ -200,22 +201,12 @@ def noise(
             if name not in got or got[name].shape != exact.shape:
                 continue
             compared = True
-            difference, power = _powers(got[name].double(), exact.double())
+            difference, power = powers(got[name], exact)
             error += difference
             signal += power
     if not compared:
         return math.nan
     return error / signal if math.isfinite(error) and signal else math.inf
-
-
-def _powers(got: Tensor, exact: Tensor) -> tuple[float, float]:
-    """The powers of the difference and of the reference, where that is finite."""
-    power = float(exact.square().sum())
-    if not math.isfinite(power):
-        finite = exact.isfinite()
-        got, exact = got[finite], exact[finite]
-        power = float(exact.square().sum())
-    return float((got - exact).square().sum()), power
 
 
 def detached(output: Any) -> Any:

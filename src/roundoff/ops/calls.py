@@ -94,7 +94,12 @@ class Call:
         kwargs: dict[str, Any] = {}
         start = 0
         for key, spec, count in self.layout:
-            value = tree_unflatten(leaves[start : start + count], spec)
+            is_leaf = spec is _LEAF
+            value = (
+                leaves[start]
+                if is_leaf
+                else tree_unflatten(leaves[start : start + count], spec)
+            )
             start += count
             if isinstance(key, int):
                 args.append(value)
@@ -234,7 +239,7 @@ class CallMode(TorchFunctionMode):
         layout: list[tuple[str | int, TreeSpec, int]] = []
         operands: list[Operand] = []
         for key, value in _inputs(args, kwargs):
-            flat, tree = tree_flatten(value)
+            flat, tree = _flattened(value)
             layout.append((key, tree, len(flat)))
             for position, tensor in enumerate(flat):
                 if is_floating(tensor):
@@ -323,6 +328,18 @@ class CallMode(TorchFunctionMode):
         where = f"{self.position.module}/{operator}"
         if where not in row.examples and len(row.examples) < 3:
             row.examples.append(where)
+
+
+#: The layout of an argument that is a tensor or a number.
+_LEAF = tree_flatten(0)[1]
+_PLAIN = (Tensor, nn.Parameter, int, float, bool, str)
+
+
+def _flattened(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of an argument and its nesting; most are a leaf themselves."""
+    if type(value) in _PLAIN:
+        return [value], _LEAF
+    return tree_flatten(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -540,6 +540,8 @@ _ARGUMENTS: dict[str, str] = {
     "softmax": "input dim",
     "log_softmax": "input dim",
     "glu": "input dim",
+    "norm": "input p dim",
+    "linalg_vector_norm": "input ord dim",
     "clamp": "input min max",
     "clip": "input min max",
     "clamp_min": "input min",

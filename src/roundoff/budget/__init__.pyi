@@ -31,9 +31,9 @@ from .sqnr_target import TargetText as TargetText
 from .sqnr_target import parse_db as parse_db
 from .sqnr_target import parse_target as parse_target
 from .table import Budget as Budget
+from .table import MeasuredTerm as MeasuredTerm
 from .table import Prediction as Prediction
 from .table import SiteCost as SiteCost
-from .table import TermRow as TermRow
 from .table import term_frame as term_frame
 from .targets import drop_to_db as drop_to_db
 from .targets import metric_at as metric_at

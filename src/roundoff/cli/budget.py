@@ -17,6 +17,8 @@ def command(
     formats: o.Formats = o.DEFAULT_FORMATS,
     of: o.Part = None,
     probes: o.Probes = None,
+    precision: o.Precision = None,
+    memory: o.Memory = None,
     seed: o.Seed = 0,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The parquet file to write.")
@@ -37,6 +39,8 @@ def command(
             o.split(formats),
             of=of,
             probes=probes,
+            precision=precision,
+            memory=o.size_in_bytes(memory),
             seed=seed,
             progress=progress,
         )
@@ -63,5 +67,7 @@ def command(
         print_ranking(rows, console, top=top, is_planned=False)
         for name, reason in measured.about.not_measured.items():
             console.print(f"Not measured: {name}: {reason}.", markup=False)
+        for sentence in coverage(measured).sampling:
+            console.print(sentence, markup=False)
         console.print(f"Written to {output}", markup=False)
     return 0

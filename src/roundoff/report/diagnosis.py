@@ -48,7 +48,10 @@ class LeftOutCalls:
 class Coverage:
     """How many calls became sites, and those that did not.
 
-    ``no_path`` has a line for each site whose errors do not reach the target.
+    ``no_path`` has a line for each site whose errors do not reach the target. ``mixed``
+    sites mix the samples of a batch, so their errors are measured with fewer numbers.
+    ``measured_batches`` of ``batches`` were enough for the precision; both are 0 where
+    that is not known.
     """
 
     calls: int
@@ -56,6 +59,25 @@ class Coverage:
     params: int
     excluded: tuple[LeftOutCalls, ...]
     no_path: tuple[str, ...]
+    mixed: int = 0
+    measured_batches: int = 0
+    batches: int = 0
+
+    @property
+    def sampling(self) -> tuple[str, ...]:
+        """Sentences on the batches that were measured, and sites that mix samples."""
+        sentences = []
+        if self.measured_batches < self.batches:
+            sentences.append(
+                f"{self.measured_batches} of {self.batches} batches gave the precision; "
+                "the others ran forward alone."
+            )
+        if self.mixed:
+            sites = "site mixes" if self.mixed == 1 else "sites mix"
+            sentences.append(
+                f"{self.mixed} {sites} the samples of a batch: fewer numbers, larger ±."
+            )
+        return tuple(sentences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -339,6 +339,8 @@ def _print_coverage(coverage: Coverage, console: Console) -> None:
     calls = count(coverage.calls, "call")
     parameters = count(coverage.params, "parameter")
     heading(console, f"Coverage: {sites} from {calls}, {parameters}")
+    for sentence in coverage.sampling:
+        say(console, sentence)
     if coverage.excluded:
         _print_left_out(coverage.excluded, console)
     else:

@@ -28,8 +28,10 @@ def decibels(noise: float) -> float | None:
 def sqnr_db(noise: float) -> float:
     """SQNR of a relative noise power in dB, ``-10 log10(noise)``.
 
-    Infinite for no noise, -inf where all is lost.
+    Infinite for no noise, -inf where all is lost, NaN where nothing could be compared.
     """
+    if math.isnan(noise):
+        return noise
     return -10 * math.log10(noise) if noise > 0 else math.inf
 
 

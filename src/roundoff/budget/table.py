@@ -411,7 +411,7 @@ def _check_schema(schema: int, path: str | Path) -> None:
             where=str(path),
             expected=f"schema {SCHEMA} or below",
             got=f"schema {schema}",
-            do="install the roundoff that wrote it",
+            do="read it with the version that wrote it",
         )
 
 

@@ -55,6 +55,8 @@ def command(
                 "probes": about.probes,
                 "samples": about.samples,
                 "target": about.target,
+                "outputs": [output.name for output in measured.outputs],
+                "not_measured": about.not_measured,
                 "coverage": coverage(measured),
                 "ranking": rows,
                 "output": str(output),
@@ -63,6 +65,8 @@ def command(
     else:
         console = o.console(False)
         print_ranking(rows, console, top=top, is_planned=False)
+        for name, reason in measured.about.not_measured.items():
+            console.print(f"Not measured: {name}: {reason}.", markup=False)
         for sentence in coverage(measured).sampling:
             console.print(sentence, markup=False)
         console.print(f"Written to {output}", markup=False)

@@ -27,6 +27,7 @@ from roundoff.ops.operators import Operator, einsum_axes
 from roundoff.ops.position import Place, Position
 from roundoff.ops.table import OperandSpec, operators_that
 from roundoff.site import Site
+from roundoff.unforeseen import note
 
 _MOVES = operators_that("move values")
 _CREATES = operators_that("create")
@@ -211,7 +212,11 @@ class CallMode(TorchFunctionMode):
             self.handler.before_write(args[0])
         elif isinstance(kwargs.get("out"), Tensor):
             self.handler.before_write(kwargs["out"])
-        result = self.handler.call(call)
+        try:
+            result = _written(kwargs.get("out"), self.handler.call(call))
+        except Exception as error:
+            note(error, str(call.site))
+            raise
         outputs = float_tensors(result)
         if outputs:
             self.calls += 1
@@ -365,6 +370,18 @@ def _inputs(args: Any, kwargs: Any) -> Iterator[tuple[str | int, Any]]:
     for key, value in kwargs.items():
         if key != "out":
             yield key, value
+
+
+def _written(out: Any, result: Any) -> Any:
+    """Write a result into ``out=``, as the call would have; without one, return it as it is."""
+    if isinstance(out, tuple | list):
+        pairs = zip(out, result, strict=False)
+        return type(result)(_written(place, part) for place, part in pairs)
+    if not isinstance(out, Tensor) or not isinstance(result, Tensor):
+        return result
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
 
 
 def _operand_specs(operator: Operator, args: Any) -> dict[str | int, OperandSpec]:

@@ -157,7 +157,8 @@ class PlanCost:
 class PlanSummary:
     """A plan in numbers: sites in each format, rules, target, prediction and cost.
 
-    ``outputs`` has the prediction of each output, where there are several.
+    ``outputs`` has the prediction of each output, where there are several, ``shared``
+    why sites stay in fp32 that alone could leave it.
     """
 
     sites: Mapping[str, int]
@@ -165,6 +166,7 @@ class PlanSummary:
     target_db: float | None = None
     predicted_db: float | None = None
     outputs: tuple[OutputRow, ...] = field(default=(), metadata=_IF_ANY)
+    shared: Mapping[str, str] = field(default_factory=dict, metadata=_IF_ANY)
     note: str = ""
     cost: PlanCost
 
@@ -238,11 +240,20 @@ class ScatterPoint:
     measured_db: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class OutputTotal:
+    """SQNR in dB of one output with every site in a format, by format, errors added up."""
+
+    output: str
+    formats: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosisSummary:
     """Everything that a report of ``diagnose`` shows; ``summary.json`` is its JSON.
 
-    ``seconds`` has the time of each stage.
+    ``seconds`` has the time of each stage, ``totals`` what each format costs each of
+    several outputs.
     """
 
     version: str
@@ -260,6 +271,7 @@ class DiagnosisSummary:
     pareto: tuple[TradeoffPoint, ...]
     scatter: tuple[ScatterPoint, ...]
     seconds: Mapping[str, float]
+    totals: tuple[OutputTotal, ...] = field(default=(), metadata=_IF_ANY)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DiagnosisSummary:

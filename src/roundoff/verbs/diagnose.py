@@ -32,6 +32,7 @@ from roundoff.report import (
     Coverage,
     DiagnosisSummary,
     LeftOutCalls,
+    OutputTotal,
     PlanCost,
     PlanSummary,
     RankingRow,
@@ -243,6 +244,7 @@ def diagnose_workload(
         pareto=tuple(curve),
         scatter=tuple(points),
         seconds=seconds,
+        totals=output_totals(measured),
     )
     return Diagnosis(measured, proof.plan, proof, summary)
 
@@ -366,8 +368,29 @@ def plan_summary(measured: Budget, plan: Plan) -> PlanSummary:
         target_db=figures.target_db,
         predicted_db=figures.predicted_db,
         outputs=_predicted(figures),
+        shared=figures.shared,
         note=figures.note,
         cost=cost,
+    )
+
+
+def output_totals(measured: Budget) -> tuple[OutputTotal, ...]:
+    """Return what each format costs each of several outputs; nothing for one."""
+    if len(measured.outputs) == 1:
+        return ()
+    predictions = {
+        fmt: measured.predict({site.site: fmt for site in measured.sites})
+        for fmt in measured.about.formats
+    }
+    return tuple(
+        OutputTotal(
+            output.name,
+            {
+                fmt: prediction.outputs[number].additive_db
+                for fmt, prediction in predictions.items()
+            },
+        )
+        for number, output in enumerate(measured.outputs)
     )
 
 

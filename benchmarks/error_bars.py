@@ -12,7 +12,6 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from common import options, progress, table, verdict
 from scipy.stats import spearmanr
 from torch import Tensor, nn
@@ -38,9 +37,9 @@ class Block(nn.Module):
         batch, tokens, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 class Language(nn.Module):

@@ -175,6 +175,19 @@ def test_rows_of_the_output_that_are_no_samples(batch_first):
     assert not measured.terms["pooled"].any()
 
 
+def test_as_many_steps_as_samples_and_the_steps_first():
+    """The output is (steps, batch, channels), with as many steps as samples."""
+    torch.manual_seed(0)
+
+    class StepsFirst(BatchFirst):
+        def forward(self, x):
+            return super().forward(x).transpose(0, 1)
+
+    measured = budget(Workload(StepsFirst(), [torch.randn(4, 4, 4)] * 2), ["bf16"])
+    assert measured.about.samples == 8
+    assert not measured.terms["pooled"].any()
+
+
 def test_the_division_of_a_batch():
     rows = torch.zeros(12, 5)
     assert [d.samples for d in divisions(torch.zeros(4, 3, 2), [rows])] == [12, 4, 3]

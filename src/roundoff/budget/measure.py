@@ -304,7 +304,8 @@ class _BudgetRun:
         batch = self.workload.batches[index]
         if self.division is None:
             return divisions(batch, targets)
-        return [divide(self.division.way, batch, targets)]
+        known = self.division
+        return [divide(known.way, batch, targets, known.preferred)]
 
     def _count(self, samples: int, mixed_share: float, fitting: int) -> int:
         """Return K, which is chosen at the first batch.

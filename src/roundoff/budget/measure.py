@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from torch.utils.checkpoint import CheckpointError
 from roundoff.budget.adjoint import Backward, Probe, SiteInfo, measure_batch
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
 from roundoff.budget.noise_power import Term
-from roundoff.budget.signs import draw_signs
+from roundoff.budget.refine import refine
+from roundoff.budget.signs import DrawnSigns, draw_signs
 from roundoff.budget.table import Budget, TermRow, term_frame
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.terms import TermKey, Terms
@@ -52,6 +54,7 @@ def budget(
     target: str | None = None,
     around: Mapping[str, str] | None = None,
     seed: int = 0,
+    trials: int | None = None,
     progress: Progress | None = None,
 ) -> Budget:
     """Measure what rounding each site to each format costs the target tensor.
@@ -71,6 +74,9 @@ def budget(
         around: site to format; linearise around that rounded model instead of the
             unrounded one.
         seed: of the sign vectors.
+        trials: most rows (a site in a format) to measure by running the model with that
+            site rounded, where first order does not hold; see ``refine``. None around
+            a rounded model.
         progress: called after each batch.
 
     Raises:
@@ -91,6 +97,7 @@ def budget(
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
     run = _BudgetRun(workload, chosen, target, rounded, probes, seed)
     batches = len(workload.batches)
+    started = time.process_time()
     with preserve(workload.model):
         workload.model.eval()
         # a scripted module has no requires_grad_ of its own
@@ -102,6 +109,9 @@ def budget(
                 run.batch(mode, index)
         report("budget", batches, batches)
         measured = run.budget(mode)
+    if not around and trials != 0:
+        seconds = time.process_time() - started
+        measured = refine(workload, measured, run.signs, seconds, trials, report)
     if around is None and target is None and workload.metric is not None:
         curve = metric_curve(workload, run.outputs, measured)
         return replace(measured, about=replace(measured.about, metric=curve))
@@ -160,9 +170,11 @@ class _BudgetRun:
         self.sites: dict[str, SiteInfo] = {}
         self.axes: dict[tuple[str, int], tuple[int, int] | None] = {}
         self.batches: list[_Batch] = []
+        self.signs: list[DrawnSigns] = []
         self.outputs: list[Any] = []
         self.shapes: dict[str, list[int]] = {}
         self.targets: dict[str, Tensor] = {}
+        self.has_gradient: tuple[bool, ...] = ()
         self.output: Any = None
 
     def batch(self, mode: CallMode, index: int) -> None:
@@ -172,6 +184,7 @@ class _BudgetRun:
         probe.
         """
         forget = self._checkpoint(mode)
+        state = self.generator.get_state()
         while True:
             try:
                 probe, values = self._attempt(mode, index)
@@ -187,6 +200,9 @@ class _BudgetRun:
             squares = value.double().square().reshape(probe.samples, -1)
             signal += squares.sum(1).cpu()
         self.batches.append(_Batch(probe.samples, signal.tolist(), probe.terms))
+        is_number = sum(value.numel() for value in values) == 1
+        count = 1 if is_number else self._count(probe.samples)
+        self.signs.append(DrawnSigns(state, count, self.has_gradient))
         for name in probe.reached:
             self.sites[name].no_path = None
 
@@ -258,7 +274,8 @@ class _BudgetRun:
             self.outputs[index:] = [detached(self.output)]
         self.output = None
         check_finite(self.workload, index, self.targets)
-        if any(tensor.requires_grad for tensor in self.targets.values()):
+        self.has_gradient = tuple(t.requires_grad for t in self.targets.values())
+        if any(self.has_gradient):
             return
         raise GradientPathError(
             "no gradient reaches the output, so no rounding error can be followed to it",

@@ -7,6 +7,7 @@ With independent signs v, E[v v^T] = I, so E[(v . e)^2] = |e|^2 for any e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,3 +27,35 @@ def draw_signs(
     bits = torch.randint(0, 2, tuple(shape), generator=generator, dtype=torch.int8)
     signs = bits.double() if like is None else bits.to(like.device, like.dtype)
     return signs.mul_(2).sub_(1)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSigns:
+    """The sign vectors of one batch, to be drawn once more.
+
+    Attributes:
+        state: of the generator before it drew them.
+        count: vectors a sample (K).
+        drawn: for each target tensor, whether it had sign vectors: one without a
+            gradient had none.
+    """
+
+    state: Tensor
+    count: int
+    drawn: tuple[bool, ...]
+
+    def again(self, targets: Sequence[Tensor]) -> list[Tensor]:
+        """Return the vectors ``(K, *shape)`` of each target tensor.
+
+        Those that were not drawn are drawn after the others.
+        """
+        generator = torch.Generator()
+        generator.set_state(self.state)
+        order = sorted(range(len(targets)), key=lambda place: not self.drawn[place])
+        vectors = {
+            place: draw_signs(
+                (self.count, *targets[place].shape), generator, targets[place]
+            )
+            for place in order
+        }
+        return [vectors[place] for place in range(len(targets))]

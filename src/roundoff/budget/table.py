@@ -20,6 +20,7 @@ import polars as pl
 
 from roundoff.budget.facts import MeasuredSite, Measurement
 from roundoff.budget.noise_power import (
+    ADJOINT,
     Term,
     absorbed,
     decibels,
@@ -27,6 +28,7 @@ from roundoff.budget.noise_power import (
     significant,
     sqnr_db,
     stderr_db,
+    together,
 )
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
@@ -53,6 +55,8 @@ class TermRow:
     stderr: float = column(pl.Float64)
     #: (probes, columns), flattened
     projections: Sequence[float] = column(pl.List(pl.Float32))
+    #: "adjoint", to first order, or "trial"
+    measured: str = column(pl.String)
 
     @classmethod
     def of(cls, site: str, fmt: str, term: Term) -> TermRow:
@@ -69,6 +73,7 @@ class TermRow:
             noise,
             stderr,
             np.asarray(term.values, dtype=np.float32).ravel().tolist(),
+            term.measured,
         )
 
 
@@ -92,6 +97,8 @@ class SiteCost:
     activation_db: float | None = column(pl.Float64)
     weight_db: float | None = column(pl.Float64)
     output_db: float | None = column(pl.Float64)
+    #: "adjoint", to first order, or "trial": the model ran with this site rounded
+    measured: str = column(pl.String)
     note: str = column(pl.String)
 
 
@@ -157,6 +164,7 @@ class Budget:
                 row["pooled"],
                 row["overflow"],
                 values.reshape(probes, -1),
+                row["measured"],
             )
             terms[row["site"], row["format"]].append(term)
         return dict(terms)
@@ -207,12 +215,11 @@ class Budget:
         so correlations between sites count where they stand out of the sampling noise;
         ``additive`` is the sum of the separate powers.
         """
-        active = [
-            term
-            for site, fmt in formats.items()
-            for term in self.rows(site, fmt)
-            if not absorbed(term, fmt, formats)
-        ]
+        active = []
+        for site, fmt in formats.items():
+            rows = self.rows(site, fmt)
+            parts = [term for term in rows if not absorbed(term, fmt, formats)]
+            active += together(parts)
         signal = 1.0
         if batch is not None:
             active = self._of_batch(active, batch)
@@ -278,7 +285,7 @@ class Budget:
         try:
             facts = json.loads(pl.read_parquet_metadata(path)["roundoff"])
             return cls(
-                pl.read_parquet(path),
+                _whole(pl.read_parquet(path)),
                 tuple(MeasuredSite.from_dict(site) for site in facts["sites"]),
                 Measurement.from_dict(facts["about"]),
             )
@@ -295,6 +302,13 @@ class Budget:
                 expected="a parquet file written by roundoff budget",
                 do="roundoff budget WORKLOAD.py -o budget.parquet",
             ) from error
+
+
+def _whole(terms: pl.DataFrame) -> pl.DataFrame:
+    """Return the terms of a file with all columns; older files knew no trials."""
+    if "measured" in terms.columns:
+        return terms
+    return terms.with_columns(pl.lit(ADJOINT).alias("measured"))
 
 
 def term_frame(rows: Iterable[TermRow]) -> pl.DataFrame:
@@ -332,6 +346,7 @@ def _site_cost(
         activation_db=_part_db(terms, "activation"),
         weight_db=_part_db(terms, "weight"),
         output_db=_part_db(terms, "output"),
+        measured=terms[0].measured,
         note=_note(noise, sum(term.overflow for term in terms)),
     )
 

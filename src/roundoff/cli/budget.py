@@ -18,6 +18,7 @@ def command(
     of: o.Part = None,
     probes: o.Probes = None,
     seed: o.Seed = 0,
+    trials: o.Trials = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The parquet file to write.")
     ] = Path("budget.parquet"),
@@ -38,6 +39,7 @@ def command(
             target=of,
             probes=probes,
             seed=seed,
+            trials=trials,
             progress=progress,
         )
     measured.save(output)
@@ -50,6 +52,7 @@ def command(
                 "formats": about.formats,
                 "probes": about.probes,
                 "samples": about.samples,
+                "trials": about.trials,
                 "target": about.target,
                 "coverage": coverage(measured),
                 "ranking": rows,

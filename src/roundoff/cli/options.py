@@ -90,6 +90,14 @@ Probes = Annotated[
         help="Probe vectors a sample; chosen from the data when left out.",
     ),
 ]
+Trials = Annotated[
+    int | None,
+    typer.Option(
+        "--trials",
+        min=0,
+        help="Most rows to measure by running the model with that operator rounded.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the probe vectors.")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else.")

@@ -16,6 +16,7 @@ from .calls import float_tensors as float_tensors
 from .calls import function_body as function_body
 from .calls import is_floating as is_floating
 from .calls import watch as watch
+from .execute import RoundingStep as RoundingStep
 from .execute import execute as execute
 from .execute import gradient_format as gradient_format
 from .execute import round_gradient as round_gradient

@@ -1,0 +1,217 @@
+"""Where first order does not hold, rows of a budget are measured by trial."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+from torch import Tensor
+
+from roundoff.budget.facts import MeasuredSite
+from roundoff.budget.noise_power import TRIAL, Term, casts, power
+from roundoff.budget.signs import DrawnSigns
+from roundoff.budget.suspects import NO_EVIDENCE, SAMPLING, Suspect, every_row, suspects
+from roundoff.budget.table import Budget, TermRow, term_frame
+from roundoff.budget.trial_rows import Array, TrialRows
+from roundoff.budget.trials import Pair, measure_by_trial, record
+from roundoff.errors import WorkloadError
+from roundoff.formats import parse_format
+from roundoff.plan import noise, run_batches
+from roundoff.workload import Workload
+
+#: Trials that are made whatever they cost: so many a format, or this share of the rows.
+FEWEST = 4
+SHARE = 0.1
+#: All suspects are tried where that takes no longer than this, or than the adjoint.
+SECONDS = 3.0
+
+
+def refine(
+    workload: Workload,
+    budget: Budget,
+    signs: Sequence[DrawnSigns],
+    seconds: float,
+    trials: int | None,
+    report: Callable[[str, int, int], None],
+) -> Budget:
+    """Return a budget whose doubtful rows are measured by trial.
+
+    Args:
+        workload: that the budget is of.
+        budget: by the adjoint.
+        signs: sign vectors of each batch.
+        seconds: of processor time that the adjoint took.
+        trials: most rows to measure, strongest evidence first. None: a tenth of the
+            rows or four a format; more, down to some strength of evidence, where that
+            takes a few seconds or less than the adjoint; and every row where all trials
+            together take less than it.
+        report: called with the stage and how much of it is done.
+    """
+    recording = record(workload, _part(budget))
+    exact = [dict(recording.batches[0].targets)]
+
+    def noise_of(formats: dict[str, str]) -> float:
+        try:
+            ran = run_batches(
+                workload, formats, target=recording.target, batches=slice(0, 1)
+            )
+        except WorkloadError:
+            return math.inf  # the model refuses rounded values
+        return noise(ran.targets, exact) if _alike(ran.targets, exact) else math.inf
+
+    def measure(chosen: Sequence[Suspect]) -> dict[Pair, TrialRows]:
+        return measure_by_trial(
+            workload,
+            recording,
+            map(_pair, chosen),
+            lambda index, targets: signs[index].again(targets),
+            budget.about.batch_samples,
+            lambda done, total: report("trials", done, total),
+        )
+
+    doubtful = suspects(budget, recording, noise_of)
+    if trials is not None:
+        return with_trials(budget, measure(doubtful[:trials]))
+    rows = every_row(budget, doubtful)
+    fewest = max(FEWEST * len(budget.about.formats), math.ceil(SHARE * len(rows)))
+    first = [s for s in doubtful if s.strength < SAMPLING][:fewest]
+    if not first and recording.seconds * len(rows) <= 2 * seconds:
+        first = rows[:1]  # to see what a trial costs
+    started = time.process_time()
+    results = measure(first)
+    each = (time.process_time() - started) / max(1, len(first))
+    limit = _affordable(rows, each, seconds) if first else 0
+    further = [suspect for suspect in rows if suspect.strength < limit]
+    return with_trials(budget, {**results, **measure(_without(further, results))})
+
+
+def _alike(
+    left: Sequence[Mapping[str, Tensor]], right: Sequence[Mapping[str, Tensor]]
+) -> bool:
+    """Whether two lists of targets have the same names and shapes."""
+    shapes = [
+        [{name: tensor.shape for name, tensor in targets.items()} for targets in side]
+        for side in (left, right)
+    ]
+    return shapes[0] == shapes[1]
+
+
+def _affordable(rows: Sequence[Suspect], each: float, seconds: float) -> int:
+    """Return how strong the evidence must be: the last strength not to be tried.
+
+    ``each`` is what a trial takes, ``seconds`` what the adjoint took. Rows without
+    evidence are tried where all trials together are cheaper.
+    """
+    if each * len(rows) <= seconds:
+        return NO_EVIDENCE + 1
+    allowed = max(seconds, SECONDS) / each if each else math.inf
+    for strength in range(NO_EVIDENCE):
+        if sum(suspect.strength <= strength for suspect in rows) > allowed:
+            return strength
+    return NO_EVIDENCE
+
+
+def _without(
+    chosen: Sequence[Suspect], results: Mapping[Pair, TrialRows]
+) -> list[Suspect]:
+    """Return the suspects that have not been measured."""
+    return [suspect for suspect in chosen if _pair(suspect) not in results]
+
+
+def _part(budget: Budget) -> str | None:
+    name = budget.about.target.name
+    return None if name == "output" else name
+
+
+def _pair(suspect: Suspect) -> Pair:
+    return suspect.site, parse_format(suspect.format)
+
+
+def with_trials(budget: Budget, results: Mapping[Pair, TrialRows]) -> Budget:
+    """Return a budget with the rows of trials in the place of its own."""
+    if not results:
+        return replace(budget, about=replace(budget.about, trials=0))
+    scale = math.sqrt(budget.about.signal)
+    rows = [
+        row
+        for (site, fmt), result in results.items()
+        for row in _term_rows(budget, site, fmt.name, result, scale)
+    ]
+    tried = {(site, fmt.name) for site, fmt in results}
+    pairs = pl.DataFrame(list(tried), schema=["site", "format"], orient="row")
+    kept = budget.terms.join(pairs, on=["site", "format"], how="anti")
+    return Budget(
+        pl.concat([kept, term_frame(rows)]),
+        tuple(_seen(site, budget.about.formats, tried) for site in budget.sites),
+        replace(budget.about, trials=len(tried)),
+    )
+
+
+def _seen(
+    site: MeasuredSite, formats: Sequence[str], tried: Collection[tuple[str, str]]
+) -> MeasuredSite:
+    """Return a site with a path to the target, where every format of it was tried."""
+    runs = [fmt for fmt in formats if fmt not in site.refused]
+    is_seen = all((site.site, fmt) in tried for fmt in runs)
+    return replace(site, no_path=None) if runs and is_seen else site
+
+
+def _term_rows(
+    budget: Budget, site: str, fmt: str, result: TrialRows, scale: float
+) -> Iterator[TermRow]:
+    """Yield the row of each part of one trial, relative to the target."""
+    keys = dict.fromkeys(key for batch in result.batches for key in batch)
+    for key in keys:
+        columns = [
+            _columns(batch.get(key), budget.about.probes, samples)
+            for batch, samples in zip(
+                result.batches, budget.about.batch_samples, strict=True
+            )
+        ]
+        values = np.concatenate(columns, axis=1) / scale
+        overflow = result.overflow[key]
+        whole = Term(key.part, key.operand, key.sources, False, overflow, values, TRIAL)
+        is_alone = key.part == "activation" and casts(fmt)
+        shares = [] if is_alone else budget.rows(site, fmt)
+        for term in _divided(whole, shares):
+            yield TermRow.of(site, fmt, term)
+
+
+def _divided(whole: Term, rows: Sequence[Term]) -> list[Term]:
+    """Return a part that was measured as one, divided as the adjoint divides it.
+
+    The shares of the adjoint are kept, and what is missing to the sum is added in
+    proportion to their powers. Undivided where the adjoint says nothing.
+    """
+    shares = [row for row in rows if row.part == whole.part and not row.pooled]
+    powers = [power([row])[0] for row in shares]
+    is_plain = all(row.values.shape == whole.values.shape for row in shares)
+    if len(shares) < 2 or not is_plain or not 0 < sum(powers) < math.inf:
+        return [whole]
+    if not np.isfinite(whole.values).all():
+        return [whole]
+    missing = whole.values - np.sum([row.values for row in shares], axis=0)
+    return [
+        replace(
+            row, values=row.values + missing * (noise / sum(powers)), measured=TRIAL
+        )
+        for row, noise in zip(shares, powers, strict=True)
+    ]
+
+
+def _columns(projections: Array | None, probes: int, samples: int) -> Array:
+    """Return the columns of one batch, ``(probes, samples)``; zeros without a call.
+
+    A target of one number has one projection: with alternating signs it stands beside
+    batches that have more.
+    """
+    if projections is None:
+        return np.zeros((probes, samples))
+    if len(projections) == probes:
+        return projections
+    signs = np.where(np.arange(probes) % 2, -1.0, 1.0)
+    return projections * signs[:, None]
